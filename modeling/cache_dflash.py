@@ -1,0 +1,202 @@
+"""
+The slot cache: every row starts at slot 0, new keys are scattered to the slots of their tokens, rolling back is keeping
+a smaller length. Nothing is copied, nothing changes shape, every row has its own length.
+"""
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+
+SLOTS_PER_STEP = 64  # the view handed to attention is the used length rounded up to this
+
+
+class SlotLayer(CacheLayerMixin):
+    """Keys and values `[R, heads, capacity, head_dim]` of one layer; rows are written at the cache's current slots."""
+
+    is_sliding = False
+
+    def __init__(self, cache: "SlotCache"):
+        super().__init__()
+        self.cache = cache
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        rows, capacity = self.cache.rows, self.cache.capacity
+        self.dtype, self.device = key_states.dtype, key_states.device
+        # Zeros, not empty memory: a masked slot is still multiplied by zero, and 0 * NaN is NaN.
+        self.keys = key_states.new_zeros(rows, key_states.shape[1], capacity, key_states.shape[3])
+        self.values = value_states.new_zeros(rows, value_states.shape[1], capacity, value_states.shape[3])
+        self.is_initialized = True
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start = 0
+        # One write after the other: a later group may cover slots of an earlier one.
+        for slots in self.cache.slots:
+            stop = start + slots.shape[1]
+            self._write(self.keys, slots, key_states[:, :, start:stop])
+            self._write(self.values, slots, value_states[:, :, start:stop])
+            start = stop
+        view = self.cache.view
+        return self.keys[:, :, :view], self.values[:, :, :view]
+
+    def _write(self, buffer: torch.Tensor, slots: torch.Tensor, states: torch.Tensor) -> None:
+        slots = slots.to(buffer.device)
+        if buffer.shape[0] == 1:
+            buffer.index_copy_(2, slots[0], states)
+        else:
+            buffer.scatter_(2, slots[:, None, :, None].expand_as(states), states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.view, 0
+
+    def get_seq_length(self) -> int:
+        return self.cache.view
+
+    def get_max_length(self) -> int:
+        return self.cache.capacity
+
+
+class SlotCache(Cache):
+    """
+    A cache of `rows` x `capacity` slots, in which slot `i` of a row holds its `i`-th token.
+
+    `place` says where the tokens of the next forward go; the mask of that forward says who sees what. A length is all
+    that a caller keeps, so rolling back to it costs nothing.
+
+    Args:
+        rows (`int`): Batch rows.
+        capacity (`int`): Slots of each row. The last one is never seen: tokens to be dropped are written there.
+    """
+
+    def __init__(self, rows: int, capacity: int):
+        super().__init__(layers=[])
+        self.rows = rows
+        self.capacity = _round_up(capacity + 1)
+        self.slots: tuple[torch.Tensor, ...] = ()
+        self.view = 0
+
+    def place(self, *slots: torch.Tensor, used: int) -> None:
+        """
+        Set the slots of the tokens of the next forward.
+
+        Args:
+            slots (`torch.LongTensor`): One or more groups `[R, n]`, written one after the other in the order of the
+                new tokens.
+            used (`int`): All slots that any row sees in this forward are below it.
+        """
+        self.slots = slots
+        self.view = min(_round_up(used), self.capacity)
+
+    def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
+        while len(self.layers) <= layer_idx:
+            self.layers.append(SlotLayer(self))
+        return self.layers[layer_idx].update(key_states, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.view
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.view, 0
+
+    @property
+    def trash(self) -> int:
+        """The slot for tokens that no query may ever see, such as padding."""
+        return self.capacity - 1
+
+    @classmethod
+    def adopt(cls, cache: Cache, padding: list[int], capacity: int) -> "SlotCache":
+        """
+        Move a prefilled, left-padded cache into slots, so that every row starts at slot 0.
+
+        Where no row is padded the source's layers become views of the slots, so the prompt is held once and the source
+        stays valid.
+
+        Args:
+            cache (`Cache`): Dynamic and sliding-window layers only; see `can_adopt`.
+            padding (`list[int]`): Padding columns at the start of each row.
+            capacity (`int`): Slots of each row.
+        """
+        slots = cls(len(padding), capacity)
+        columns = cache.get_seq_length()
+        for layer_idx, layer in enumerate(cache.layers):
+            moved = SlotLayer(slots)
+            slots.layers.append(moved)
+            if not layer.is_initialized:  # shares the keys of another layer
+                continue
+            keys, values = layer.keys, layer.values
+            moved.lazy_initialization(keys, values)
+            first = columns - keys.shape[2]  # a sliding layer has dropped the columns before its window
+            for row, pad in enumerate(padding):
+                skip = max(pad - first, 0)
+                start, stop = first + skip - pad, columns - pad
+                moved.keys[row, :, start:stop] = keys[row, :, skip:]
+                moved.values[row, :, start:stop] = values[row, :, skip:]
+            if not any(padding):
+                layer.keys = moved.keys[:, :, first:columns]
+                layer.values = moved.values[:, :, first:columns]
+        return slots
+
+    def release(self, cache: Cache, padding: list[int], columns: int) -> Cache:
+        """
+        Write the slots back into the cache they were adopted from: `columns` left-padded columns, an ordinary cache
+        that continues the conversation with or without a drafter.
+        """
+        for source, layer in zip(self.layers, cache.layers, strict=True):
+            if not source.is_initialized:
+                continue
+            first = 0
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                first = max(columns - layer.sliding_window + 1, 0)
+                layer.cumulative_length = columns
+            for name in ("keys", "values"):
+                buffer = getattr(source, name)
+                rows = [_left_padded(buffer[row], pad, first, columns) for row, pad in enumerate(padding)]
+                setattr(layer, name, torch.stack(rows) if len(rows) > 1 else rows[0][None])
+        return cache
+
+
+def can_adopt(cache: Cache) -> bool:
+    """Whether every layer of a cache is an ordinary or sliding-window one, whose tokens can live in slots."""
+    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+
+
+def slot_mask(
+    slots: torch.Tensor, last_seen: torch.Tensor, view: int, window: int | None, chunk: int | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """
+    The additive mask of queries at `slots` over the first `view` slots.
+
+    Args:
+        slots (`torch.LongTensor`): `[R, n]`, the queries' slots.
+        last_seen (`torch.LongTensor`): `[R, n]`, the last slot each query sees: its own slot for a causal layer.
+        view (`int`): Slots handed to attention.
+        window (`int`, *optional*): A key is seen when `slot of the query - slot of the key < window`.
+        chunk (`int`, *optional*): A key is seen in the query's own chunk of that many slots only.
+        dtype (`torch.dtype`): A floating dtype. Eager attention adds the mask; a boolean one would be added as 0 and 1.
+
+    Returns:
+        `torch.Tensor` `[R, 1, n, view]`.
+    """
+    key = torch.arange(view, device=slots.device)  # [view]
+    query = slots[:, :, None]  # [R, n, 1]
+    visible = key <= last_seen[:, :, None]  # [R, n, view]
+    if window is not None:
+        visible = visible & (query - key < window)
+    if chunk is not None:
+        visible = visible & (query // chunk == key // chunk)
+    lowest = torch.finfo(dtype).min
+    mask = torch.zeros(visible.shape, dtype=dtype, device=slots.device).masked_fill_(~visible, lowest)
+    return mask[:, None]
+
+
+def _round_up(length: int) -> int:
+    return -(-length // SLOTS_PER_STEP) * SLOTS_PER_STEP
+
+
+def _left_padded(row: torch.Tensor, pad: int, first: int, columns: int) -> torch.Tensor:
+    """Columns `first..columns` of one row `[heads, capacity, head_dim]` whose slot 0 is column `pad`."""
+    if first >= pad:
+        return row[:, first - pad : columns - pad]
+    padding = row.new_zeros(row.shape[0], pad - first, row.shape[2])
+    return torch.cat([padding, row[:, : columns - pad]], dim=1)

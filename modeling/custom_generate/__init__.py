@@ -1,0 +1,1 @@
+"""Entry point of `target.generate(custom_generate="<drafter repository>")`."""

@@ -1,0 +1,57 @@
+"""
+The hook into `generate`: an assistant that carries `dflash_decode` decodes with its own loop; every other assistant,
+target and generation mode passes through untouched.
+"""
+
+import functools
+
+from transformers import GenerationMixin
+
+
+_HOOKED = ("_validate_generation_mode", "_assisted_decoding")
+
+
+def is_drafter(assistant_model) -> bool:
+    """Whether an assistant speaks the DFlash protocol. Upstream's own path, when asked for by name, is left alone."""
+    return callable(getattr(type(assistant_model), "dflash_decode", None))
+
+
+def install_hook() -> None:
+    """Wrap the two methods of `GenerationMixin`. Installing twice is a no-op; `remove_hook` undoes it."""
+    for name in _HOOKED:
+        method = getattr(GenerationMixin, name)
+        if not hasattr(method, "_dflash_original"):
+            wrapper = {"_validate_generation_mode": _wrap_validate, "_assisted_decoding": _wrap_decode}[name](method)
+            wrapper._dflash_original = method
+            setattr(GenerationMixin, name, wrapper)
+
+
+def remove_hook() -> None:
+    """Put upstream's methods back."""
+    for name in _HOOKED:
+        method = getattr(GenerationMixin, name)
+        if hasattr(method, "_dflash_original"):
+            setattr(GenerationMixin, name, method._dflash_original)
+
+
+def _wrap_validate(original):
+    @functools.wraps(original)
+    def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+        assistant = generation_mode_kwargs.get("assistant_model")
+        if is_drafter(assistant) and generation_config.speculation_type != "dflash":
+            return assistant.dflash_validate(self, generation_mode, generation_config, generation_mode_kwargs)
+        return original(self, generation_mode, generation_config, generation_mode_kwargs)
+
+    return _validate_generation_mode
+
+
+def _wrap_decode(original):
+    @functools.wraps(original)
+    def _assisted_decoding(self, *args, **kwargs):
+        assistant = kwargs.get("assistant_model")
+        if is_drafter(assistant) and kwargs["generation_config"].speculation_type != "dflash":
+            kwargs.pop("assistant_model")
+            return assistant.dflash_decode(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    return _assisted_decoding

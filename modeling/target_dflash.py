@@ -1,0 +1,121 @@
+"""What a drafter needs of a frozen target: its layers' outputs, its raw embedding table, its head."""
+
+import torch
+from torch import nn
+
+
+def decoder_layers(target) -> nn.ModuleList:
+    """
+    The decoder layers of a target's text stack (of a multimodal wrapper too).
+
+    Raises:
+        `ValueError`: no list of `num_hidden_layers` layers can be found.
+    """
+    depth = target.config.get_text_config().num_hidden_layers
+    for module in target.get_decoder().modules():
+        if isinstance(module, nn.ModuleList) and len(module) == depth:
+            return module
+    raise ValueError(
+        f"{type(target).__name__} has no list of num_hidden_layers={depth} decoder layers, so its features cannot be "
+        "read; use a decoder-only transformer as the target."
+    )
+
+
+def raw_embedding(target, input_ids: torch.LongTensor) -> torch.Tensor:
+    """`[..., H]` rows of the target's embedding table, without the scale or norm that its embedding module may add."""
+    return nn.functional.embedding(input_ids, target.get_input_embeddings().weight)
+
+
+class FeatureTap:
+    """
+    Captures the outputs of a target's decoder layers while it is open.
+
+    Forward hooks see the same tensor in every version of transformers; the meaning of `output_hidden_states=[i]`
+    changed in 5.23, and its last entry is taken after the final norm.
+
+    Args:
+        target (`PreTrainedModel`): The target.
+        layer_ids (`list[int]`): Id `i` is the output of decoder layer `i`.
+        consume (`callable`, *optional*): Called with the features of each forward `[N, S, L * H]` instead of keeping
+            them, so that a prompt fed in chunks is never held raw.
+    """
+
+    def __init__(self, target, layer_ids: list[int], consume=None):
+        self.layers = decoder_layers(target)
+        self.layer_ids = layer_ids
+        self.consume = consume
+        self.captured: dict[int, torch.Tensor] = {}
+        self.handles = []
+
+    def __enter__(self):
+        for layer_id in self.layer_ids:
+            self.handles.append(self.layers[layer_id].register_forward_hook(self._hook(layer_id)))
+        return self
+
+    def __exit__(self, *exc):
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        self.captured.clear()
+
+    def _hook(self, layer_id: int):
+        def keep(module, args, output):
+            self.captured[layer_id] = output if isinstance(output, torch.Tensor) else output[0]
+            if self.consume is not None and len(self.captured) == len(self.layer_ids):
+                self.consume(self.take())
+
+        return keep
+
+    def take(self) -> torch.Tensor:
+        """The features of the last forward, `[N, S, L * H]`, in the order of `layer_ids`; forgets them."""
+        captured, self.captured = self.captured, {}
+        device = captured[self.layer_ids[0]].device
+        return torch.cat([captured[i].to(device) for i in self.layer_ids], dim=-1)
+
+
+def check_pair(target, draft_config) -> None:
+    """
+    Whether a drafter belongs to a target, as far as shapes tell.
+
+    Raises:
+        `ValueError`: names what differs, both values and the remedy.
+    """
+    if target.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(target).__name__} is an encoder-decoder model; DFlash drafts for decoder-only targets. Call "
+            "`generate` without `assistant_model`."
+        )
+    text = target.config.get_text_config()
+    name = f"target {type(target).__name__}"
+    if draft_config.target_hidden_size != text.hidden_size:
+        raise ValueError(
+            f"The drafter reads features of width target_hidden_size={draft_config.target_hidden_size}, but {name} has "
+            f"hidden_size={text.hidden_size}: load the drafter that was trained for this target."
+        )
+    rows, width = target.get_input_embeddings().weight.shape
+    if draft_config.hidden_size != width:
+        raise ValueError(
+            f"The drafter has hidden_size={draft_config.hidden_size}, but the embedding of {name}, which it shares, has "
+            f"width {width}: load the drafter that was trained for this target."
+        )
+    if draft_config.vocab_size is not None and draft_config.vocab_size > rows:
+        raise ValueError(
+            f"The drafter was trained with vocab_size={draft_config.vocab_size}, but the embedding of {name} has "
+            f"{rows} rows: load the drafter that was trained for this target."
+        )
+    if draft_config.mask_token_id >= rows:
+        raise ValueError(
+            f"mask_token_id={draft_config.mask_token_id} lies outside the embedding of {name} ({rows} rows): resize that "
+            "embedding, or load the drafter that was trained for this target."
+        )
+    depth = len(decoder_layers(target))
+    if max(draft_config.target_layer_ids) >= depth:
+        raise ValueError(
+            f"target_layer_ids={draft_config.target_layer_ids} reach past the {depth} layers of {name}: this drafter "
+            "belongs to a deeper target."
+        )
+    if draft_config.num_target_layers not in (None, depth):
+        raise ValueError(
+            f"The drafter was trained for a target with num_target_layers={draft_config.num_target_layers}, but {name} "
+            f"has {depth} layers: load the drafter that was trained for this target."
+        )
