@@ -1,0 +1,274 @@
+"""The house: what a build holds, who may import whom, and that no module outgrows its page."""
+
+import ast
+import configparser
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "dflash_hf"
+MODELING = ROOT / "modeling"
+CARDS = ROOT / "hub_cards"
+LIBRARY = sorted([*SOURCE.rglob("*.py"), *MODELING.rglob("*.py"), *CARDS.rglob("*.py")])
+REMOTE_CODE = sorted(MODELING.rglob("*.py"))
+EVERYTHING = sorted([*LIBRARY, *(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").rglob("*.py")])
+
+MAX_LINES = 400
+# Imported inside the functions that need them: `import dflash_hf` stays quick and works without the extras.
+OPTIONAL = ("datasets", "peft", "matplotlib")
+# Names on the package index that differ from the name to import.
+DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml"}
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def absolute_imports(tree: ast.AST) -> set[str]:
+    """Dotted names of the modules that a tree imports absolutely: `a.b` for `import a.b` and `from a.b import c`."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names.add(node.module)
+    return names
+
+
+def relative_imports(tree: ast.AST) -> list[ast.ImportFrom]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level > 0]
+
+
+def third_party(names: set[str]) -> set[str]:
+    """Normalised distribution names of imported modules, without the standard library and ourselves."""
+    roots = {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names) - {"dflash_hf"}
+    return {DISTRIBUTIONS.get(root, root).replace("_", "-").lower() for root in roots}
+
+
+def imports_module(path: Path, module: str) -> bool:
+    """Whether a file imports the package's own `module`, in any spelling."""
+    tree = tree_of(path)
+    if any(f"{name}.".startswith(f"dflash_hf.{module}.") for name in absolute_imports(tree)):
+        return True
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            ours = node.level > 0 or node.module == "dflash_hf"
+            if ours and (node.module == module or module in [alias.name for alias in node.names]):
+                return True
+    return False
+
+
+# ---------------------------------------------------------------------------------------------------------- packaging
+
+
+@pytest.fixture(scope="module")
+def setup_cfg() -> configparser.ConfigParser:
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg", encoding="utf-8")
+    return parser
+
+
+def requirement_names(lines: str) -> set[str]:
+    names = [re.match(r"[A-Za-z0-9._-]+", line.strip()) for line in lines.splitlines() if line.strip()]
+    return {name.group().replace("_", "-").lower() for name in names}
+
+
+def build(kind: str, folder: Path, out: Path) -> Path:
+    """Call the build backend as pip does, with the setuptools of this environment; returns the archive."""
+    code = f"import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", code, str(out)], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (archive,) = out.glob("*.whl" if kind == "wheel" else "*.tar.gz")
+    return archive
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> tuple[Path, Path]:
+    """The unpacked sdist, and the unpacked wheel that was built from it, so that the sdist is known to be complete."""
+    if not (SOURCE / "__init__.py").exists():
+        pytest.skip("src/dflash_hf/__init__.py does not exist yet: there is no package to build")
+    scratch = tmp_path_factory.mktemp("build")
+    # A copy, because setuptools leaves build/ and *.egg-info behind.
+    tree = scratch / "tree"
+    shutil.copytree(SOURCE, tree / "src" / "dflash_hf", ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in (MODELING, CARDS, ROOT / "tests"):
+        shutil.copytree(folder, tree / folder.name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy(path, tree)
+
+    with tarfile.open(build("sdist", tree, scratch)) as archive:
+        archive.extractall(scratch / "sdist", filter="data")
+    (sdist,) = (scratch / "sdist").iterdir()
+    with zipfile.ZipFile(build("wheel", sdist, scratch)) as archive:
+        archive.extractall(scratch / "wheel")
+    return sdist, scratch / "wheel"
+
+
+def wheel_metadata(wheel: Path, file: str) -> str:
+    (folder,) = wheel.glob("*.dist-info")
+    return (folder / file).read_text(encoding="utf-8")
+
+
+def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(built):
+    _, wheel = built
+    expected = set()
+    for folder, inside in ((SOURCE, "dflash_hf"), (MODELING, "dflash_hf/modeling"), (CARDS, "dflash_hf/hub_cards")):
+        files = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+        expected |= {f"{inside}/{path.relative_to(folder).as_posix()}" for path in files}
+    found = {path.relative_to(wheel).as_posix() for path in wheel.rglob("*") if path.is_file()}
+    found = {name for name in found if ".dist-info/" not in name}
+    assert found == expected, "declare new folders in `packages` and new data in `package_data` of setup.cfg"
+
+
+def test_the_sdist_can_be_tested(built):
+    sdist, _ = built
+    for name in ("constraints.txt", "Makefile", "LICENSE", "setup.cfg", "tests/test_house.py"):
+        assert (sdist / name).is_file(), name
+
+
+def test_the_command_line_is_an_entry_point(built):
+    _, wheel = built
+    assert "dflash = dflash_hf.cli:main" in wheel_metadata(wheel, "entry_points.txt")
+
+
+def test_the_wheel_imports_without_its_extras(built, tmp_path):
+    """In a fresh interpreter: the version is the declared one, and no optional package was imported."""
+    _, wheel = built
+    code = (
+        "import json, sys, dflash_hf, dflash_hf.modeling\n"
+        "print(json.dumps([dflash_hf.__version__, dflash_hf.modeling.__file__, sorted(sys.modules)]))"
+    )
+    env = {**os.environ, "PYTHONPATH": str(wheel)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    version, modeling, modules = json.loads(done.stdout.splitlines()[-1])
+    assert Path(modeling).is_relative_to(wheel)
+    assert not set(OPTIONAL) & set(modules)
+    assert f"\nVersion: {version}\n" in wheel_metadata(wheel, "METADATA")
+
+
+def test_the_citation_names_the_version(setup_cfg):
+    version = setup_cfg["metadata"]["version"]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+
+
+def test_every_requirement_has_an_exact_pin(setup_cfg):
+    """A forgotten pin would let CI drift, or let pip fetch a CUDA build of torch."""
+    required = requirement_names(setup_cfg["options"]["install_requires"])
+    for extra in setup_cfg["options.extras_require"].values():
+        required |= requirement_names(extra)
+    pins = re.findall(r"^([a-z0-9.-]+)==\S+", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    assert not required - set(pins), "add them to constraints.txt"
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=name_of)
+def test_imports_are_declared(path, setup_cfg):
+    """Imported with the module: a requirement. Imported inside a function: a requirement or one of the extras."""
+    tree = tree_of(path)
+    required = requirement_names(setup_cfg["options"]["install_requires"])
+    optional = set().union(*map(requirement_names, setup_cfg["options.extras_require"].values()))
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    inside = {id(node) for function in functions for node in ast.walk(function)}
+    at_import = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and id(node) not in inside]
+    at_import = [node for node in at_import if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert third_party(absolute_imports(ast.Module(at_import, []))) <= required
+    assert third_party(absolute_imports(tree)) <= required | optional
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+def test_documented_make_targets_exist(document):
+    path = ROOT / document
+    if not path.exists():
+        pytest.skip(f"{document} does not exist yet")
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    named = set(re.findall(r"(?:^|`)make ([a-z]+)", path.read_text(encoding="utf-8"), re.MULTILINE))
+    assert named and named <= targets
+
+
+# -------------------------------------------------------------------------------------------------------------- rooms
+
+
+@pytest.mark.parametrize("path", REMOTE_CODE, ids=name_of)
+def test_remote_code_imports_torch_transformers_and_its_own_folder(path):
+    """
+    These files are also loaded by `trust_remote_code=True`, where every absolute import becomes a requirement and
+    relative imports are found by a regular expression: only the form with one dot and one name survives it.
+    """
+    tree = tree_of(path)
+    assert third_party(absolute_imports(tree)) <= {"torch", "transformers"}
+    assert not any(name.partition(".")[0] == "dflash_hf" for name in absolute_imports(tree))
+    for node in relative_imports(tree):
+        where = f"{name_of(path)}:{node.lineno}"
+        assert node.level == 1 and node.module and "." not in node.module, f"{where}: write `from .x import y`"
+        assert (path.parent / f"{node.module}.py").is_file(), f"{where}: no {node.module}.py beside this file"
+
+
+@pytest.mark.parametrize("path", REMOTE_CODE, ids=name_of)
+def test_remote_code_scanner_finds_what_python_imports(path):
+    """`transformers` does not parse: a line of a docstring that reads like an import sends it after a missing file."""
+    from transformers.dynamic_module_utils import get_relative_imports
+
+    meant = {node.module for node in relative_imports(tree_of(path))}
+    assert set(get_relative_imports(path)) == meant
+    # Other scanners take any number of dots.
+    text = path.read_text(encoding="utf-8")
+    assert set(re.findall(r"^\s*(?:from|import)\s+\.+\s*([\w.]*)\s*(?:import\b|$)", text, re.MULTILINE)) == meant
+
+
+@pytest.mark.parametrize("name", ["blocks", "losses"])
+def test_the_maths_imports_torch_alone(name):
+    path = SOURCE / f"{name}.py"
+    if not path.exists():
+        pytest.skip(f"{name_of(path)} does not exist yet")
+    tree = tree_of(path)
+    assert third_party(absolute_imports(tree)) <= {"torch"}
+    assert not any(imported.startswith("dflash_hf") for imported in absolute_imports(tree))
+    assert not relative_imports(tree)
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=name_of)
+def test_nobody_imports_the_command_line(path):
+    # `__main__` is the entry point's other name.
+    assert path.name == "__main__.py" or not imports_module(path, "cli")
+
+
+@pytest.mark.parametrize("path", EVERYTHING, ids=name_of)
+def test_modeling_is_never_a_top_level_package(path):
+    tops = {name.partition(".")[0] for name in absolute_imports(tree_of(path))}
+    assert not tops & {"modeling", "hub_cards", "src"}
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=name_of)
+def test_a_module_has_one_reason_to_change(path):
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= MAX_LINES, f"{name_of(path)} has {lines} lines: split it"
+
+
+def test_no_file_names_the_machine_it_was_written_on():
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout: there is no list of tracked files")
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    # In two parts, so that this file does not find itself.
+    forbidden = ["/wo" + "rk/", ".lib" + "rary", "/ro" + "ot/", "/opt/wh" + "eels"]
+    guilty = []
+    for path in [ROOT / name for name in listed if name]:
+        if path.is_file():
+            text = path.read_bytes().decode("utf-8", errors="ignore")
+            guilty += [f"{name_of(path)}: {words}" for words in forbidden if words in text]
+    assert not guilty
