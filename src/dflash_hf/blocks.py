@@ -1,0 +1,193 @@
+"""
+Anchors, block inputs, positions, labels and masks of one training forward over `[context S | A blocks of B]`.
+
+The mask, in four sentences. A block query sees context tokens `p < a`, *strictly*: when the block is drafted, the
+target has not read its anchor yet. It sees every slot of its own block (slots `k' <= k` only, in a layer that is
+causal in the block). It sees no other block. A packed document sees only itself.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+_GOLDEN = -7046029254386353131  # 2**64 over the golden ratio, as int64: the increment of splitmix64
+
+
+@dataclass
+class Blocks:
+    """The tensors of `A` blocks of `B` slots for each of `N` sequences."""
+
+    input_ids: torch.LongTensor  # [N, A*B]       anchor token, then masks
+    position_ids: torch.LongTensor  # [N, S + A*B]   context p at p, slot k at a + k
+    labels: torch.LongTensor  # [N, A, B]      token at a + k
+    counted: torch.BoolTensor  # [N, A, B]      slots that the loss counts; never slot 0
+
+
+def example_seeds(input_ids: torch.Tensor, attention_mask: torch.Tensor, seed: int, step: int) -> torch.LongTensor:
+    """
+    One seed for each sequence, from its tokens, `seed` and `step` alone: an example draws the same anchors however the
+    batch is split, padded or spread over ranks, other anchors at another step, and the same ones after a resume.
+
+    Args:
+        input_ids (`torch.LongTensor`): `[N, S]`.
+        attention_mask (`torch.Tensor`): `[N, S]`, nonzero at real tokens.
+
+    Returns:
+        `torch.LongTensor` `[N]`.
+    """
+    place = torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device) * _GOLDEN  # [S]
+    content = (_mix(input_ids.long() + place) * attention_mask.bool()).sum(1)  # [N], wraps
+    return _mix(content + _mix(_mix(torch.tensor(seed, device=input_ids.device)) + step))
+
+
+def sample_anchors(
+    loss_mask: torch.Tensor,
+    num_anchors: int,
+    generator: torch.Generator | None = None,
+    seeds: torch.LongTensor | None = None,
+    document_ids: torch.LongTensor | None = None,
+) -> tuple[torch.LongTensor, torch.BoolTensor]:
+    """
+    Draw anchors uniformly without replacement among positions `a >= 1` with `loss_mask[a]` and `loss_mask[a + 1]`: a
+    block needs a context before the anchor and a supervised token after it.
+
+    Args:
+        loss_mask (`torch.Tensor`): `[N, S]`, nonzero at tokens of responses.
+        num_anchors (`int`): Slots `A`; constant, so that shapes are static and ranks stay in step.
+        generator (`torch.Generator`): Draws the seeds when `seeds` is not given.
+        seeds (`torch.LongTensor`): `[N]`; the anchors of a sequence depend on its seed alone.
+        document_ids (`torch.LongTensor`): `[N, S]` for packed sequences; context, anchor and next token share one.
+
+    Returns:
+        `anchors` `[N, A]`, ascending, 0 in slots that found no position, and `valid` `[N, A]`, false there.
+    """
+    length = loss_mask.shape[1]
+    device = loss_mask.device
+    if seeds is None:
+        seeds = torch.randint(2**62, (loss_mask.shape[0],), generator=generator).to(device)
+    response = loss_mask.bool()
+    eligible = torch.zeros_like(response)  # [N, S]
+    eligible[:, 1:-1] = response[:, 1:-1] & response[:, 2:]
+    if document_ids is not None:
+        same_as_previous = document_ids[:, 1:] == document_ids[:, :-1]  # [N, S-1]
+        eligible[:, 1:-1] &= same_as_previous[:, :-1] & same_as_previous[:, 1:]
+
+    # The A largest of independent uniform keys are a uniform sample without replacement.
+    place = torch.arange(1, length + 1, device=device) * _GOLDEN
+    keys = _mix(seeds[:, None] + place) & 0x7FFFFFFFFFFFFFFF  # [N, S], non-negative
+    keys, picked = keys.masked_fill(~eligible, -1).topk(min(num_anchors, length), dim=1)  # [N, min(A, S)]
+    picked = picked.masked_fill(keys < 0, length).sort(dim=1).values
+    picked = torch.nn.functional.pad(picked, (0, num_anchors - picked.shape[1]), value=length)  # [N, A]
+    valid = picked < length
+    return picked.masked_fill(~valid, 0), valid
+
+
+def build_blocks(
+    input_ids: torch.LongTensor,
+    loss_mask: torch.Tensor,
+    anchors: torch.LongTensor,
+    valid: torch.BoolTensor,
+    block_size: int,
+    mask_token_id: int,
+    label_ids: torch.LongTensor | None = None,
+    position_ids: torch.LongTensor | None = None,
+    document_ids: torch.LongTensor | None = None,
+) -> Blocks:
+    """
+    Inputs, positions and labels of the blocks at `anchors`.
+
+    Slot `k` predicts the token at `a + k`, without a shift; slot 0 is the known anchor and predicts nothing.
+
+    Args:
+        input_ids (`torch.LongTensor`): `[N, S]`.
+        loss_mask (`torch.Tensor`): `[N, S]`, nonzero at tokens that may be labels.
+        anchors, valid: `[N, A]`, of [`sample_anchors`].
+        block_size (`int`): Slots `B` of a block.
+        mask_token_id (`int`): Fills slots 1..B-1.
+        label_ids (`torch.LongTensor`): `[N, S]`, the labels by position. Default: `input_ids`.
+        position_ids (`torch.LongTensor`): `[N, S]`. Default: 0, 1, 2, ...
+        document_ids (`torch.LongTensor`): `[N, S]` for packed sequences.
+    """
+    rows, length = input_ids.shape
+    num_anchors = anchors.shape[1]
+    if position_ids is None:
+        position_ids = torch.arange(length, device=input_ids.device).expand(rows, length)
+    if label_ids is None:
+        label_ids = input_ids
+    slot = torch.arange(block_size, device=input_ids.device)  # [B]
+    place = anchors[..., None] + slot  # [N, A, B], index a + k into the sequence
+    inside = place.clamp(max=length - 1).flatten(1)  # [N, A*B]
+
+    def at(values):
+        return values.gather(1, inside).view(rows, num_anchors, block_size)  # [N, A, B]
+
+    counted = at(loss_mask).bool() & valid[..., None] & (place < length) & (slot > 0)
+    if document_ids is not None:
+        counted &= at(document_ids) == document_ids.gather(1, anchors)[..., None]
+
+    block_ids = input_ids.new_full((rows, num_anchors, block_size), mask_token_id)
+    block_ids[..., 0] = input_ids.gather(1, anchors)
+    block_positions = position_ids.gather(1, anchors)[..., None] + slot  # [N, A, B]; runs on past the end
+    return Blocks(
+        input_ids=block_ids.flatten(1),
+        position_ids=torch.cat([position_ids, block_positions.flatten(1)], dim=1),
+        labels=at(label_ids),
+        counted=counted,
+    )
+
+
+def block_mask(
+    anchors: torch.LongTensor,
+    attention_mask: torch.Tensor,
+    block_size: int,
+    window: int | None = None,
+    causal: bool = False,
+    document_ids: torch.LongTensor | None = None,
+) -> torch.BoolTensor:
+    """
+    Which keys `[context S | A blocks of B]` each block query sees; see the four sentences at the top of this module.
+
+    Every query sees its own block, an invalid anchor's too, so no row is empty and none can turn into NaN.
+
+    Args:
+        anchors (`torch.LongTensor`): `[N, A]`.
+        attention_mask (`torch.Tensor`): `[N, S]`, nonzero at real tokens.
+        block_size (`int`): Slots `B` of a block.
+        window (`int`): In a sliding layer, keys further back than `window - 1` positions are hidden.
+        causal (`bool`): Whether slots see only earlier slots and themselves.
+        document_ids (`torch.LongTensor`): `[N, S]` for packed sequences.
+
+    Returns:
+        `torch.BoolTensor` `[N, 1, A*B, S + A*B]`, true where visible.
+    """
+    rows, num_anchors = anchors.shape
+    length = attention_mask.shape[1]
+    slot = torch.arange(block_size, device=anchors.device)
+    anchor = anchors[:, :, None, None]  # [N, A, 1, 1]
+    key = torch.arange(length, device=anchors.device)  # [S]
+
+    context = (key < anchor) & attention_mask.bool()[:, None, None, :]  # [N, A, 1, S]
+    if document_ids is not None:
+        own = document_ids.gather(1, anchors)[:, :, None, None]
+        context = context & (document_ids[:, None, None, :] == own)
+    if window is not None:
+        context = context & (anchor + slot[:, None] - key < window)  # [N, A, B, S]
+
+    in_block = torch.ones(block_size, block_size, dtype=torch.bool, device=anchors.device)  # [query slot, key slot]
+    if causal:
+        in_block = in_block & (slot[:, None] >= slot)
+    if window is not None:
+        in_block = in_block & (slot[:, None] - slot < window)
+    same_block = torch.eye(num_anchors, dtype=torch.bool, device=anchors.device)[:, None, :, None]
+    blocks = (same_block & in_block[:, None, :]).reshape(num_anchors * block_size, -1)  # [A*B, A*B]
+
+    context = context.expand(-1, -1, block_size, -1).reshape(rows, num_anchors * block_size, length)
+    return torch.cat([context, blocks.expand(rows, -1, -1)], dim=-1)[:, None]
+
+
+def _mix(z: torch.LongTensor) -> torch.LongTensor:
+    """The finaliser of splitmix64 on int64, which wraps: stateless random bits, equal on every device."""
+    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    return z ^ ((z >> 31) & 0x1FFFFFFFF)

@@ -1,0 +1,86 @@
+"""Token examples and their batches: ids and a loss mask that is 1 on the target's own response."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+def make_example(prompt_ids: Sequence[int], response_ids: Sequence[int], max_length: int | None = None) -> dict:
+    """
+    One training example: the prompt is context only, the response is supervised.
+
+    Args:
+        prompt_ids, response_ids (`Sequence[int]`): Ids under the target's tokenizer and chat template.
+        max_length (`int`): Tokens beyond it are cut off at the end.
+
+    Raises:
+        `ValueError`: nothing of the response is left.
+    """
+    input_ids = [*prompt_ids, *response_ids][:max_length]
+    loss_mask = ([0] * len(prompt_ids) + [1] * len(response_ids))[:max_length]
+    if 1 not in loss_mask:
+        raise ValueError(
+            f"No token to learn from: {len(prompt_ids)} prompt ids and {len(response_ids)} response ids with "
+            f"max_length={max_length}; raise max_length or leave the example out."
+        )
+    return {"input_ids": input_ids, "loss_mask": loss_mask}
+
+
+def check_examples(dataset) -> None:
+    """
+    Read a dataset once and refuse rows that cannot be trained on; a drafter that learns from nothing fails silently.
+
+    Args:
+        dataset (`Sequence[dict]`): Rows with `input_ids` and `loss_mask`.
+
+    Raises:
+        `ValueError`: a row misses a column, its two lists differ in length, or its loss mask is all zeros.
+    """
+    for index in range(len(dataset)):
+        example = dataset[index]
+        missing = {"input_ids", "loss_mask"} - set(example)
+        if missing:
+            raise ValueError(
+                f"Row {index} has no column {sorted(missing)}, only {sorted(example)}; `make_example(prompt_ids, "
+                "response_ids)` makes both."
+            )
+        num_ids, num_mask = len(example["input_ids"]), len(example["loss_mask"])
+        if num_ids != num_mask:
+            raise ValueError(
+                f"Row {index} has {num_ids} input_ids but {num_mask} loss_mask entries; give one entry per token."
+            )
+        if not any(example["loss_mask"]):
+            raise ValueError(
+                f"Row {index} has a loss_mask of zeros only ({num_mask} tokens): the response is missing or was cut "
+                "off; leave the row out, or allow more tokens."
+            )
+
+
+@dataclass
+class DFlashCollator:
+    """
+    Pads examples on the right.
+
+    Args:
+        pad_token_id (`int`): Any id of the target's embedding; padding is never attended to.
+
+    Returns:
+        `input_ids`, `attention_mask` and `loss_mask`, each `[N, S]`.
+    """
+
+    pad_token_id: int = 0
+
+    def __call__(self, examples: list[dict]) -> dict[str, torch.LongTensor]:
+        shape = (len(examples), max(len(example["input_ids"]) for example in examples))
+        batch = {
+            "input_ids": torch.full(shape, self.pad_token_id),
+            "attention_mask": torch.zeros(shape, dtype=torch.long),
+            "loss_mask": torch.zeros(shape, dtype=torch.long),
+        }
+        for row, example in enumerate(examples):
+            length = len(example["input_ids"])
+            batch["input_ids"][row, :length] = torch.as_tensor(example["input_ids"])
+            batch["attention_mask"][row, :length] = 1
+            batch["loss_mask"][row, :length] = torch.as_tensor(example["loss_mask"])
+        return batch

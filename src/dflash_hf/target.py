@@ -1,0 +1,188 @@
+"""The frozen target in training: features, labels, responses, and whether a drafter fits it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import logging
+
+from dflash_hf.modeling.target_dflash import FeatureTap, decoder_layers
+
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass
+class TargetOutput:
+    """One forward of the target."""
+
+    features: torch.Tensor  # [N, S, L*H]  outputs of the tapped layers
+    last_hidden_state: torch.Tensor  # [N, S, H]    after the final norm, what the head reads
+
+
+def freeze(target: PreTrainedModel) -> PreTrainedModel:
+    """Put a target in evaluation mode and take the gradient from all of its parameters; returns it."""
+    return target.requires_grad_(False).eval()
+
+
+def check_fit(draft_config, target: PreTrainedModel) -> None:
+    """
+    Whether a drafter belongs to a target.
+
+    Raises:
+        `ValueError`: another width, vocabulary or depth, no head, or a mask token without a row of its own.
+    """
+    text = target.config.get_text_config()
+    name = type(target).__name__
+    if target.get_output_embeddings() is None:
+        raise ValueError(f"target={name} has no language-model head; load it with `AutoModelForCausalLM`.")
+    rows, width = target.get_input_embeddings().weight.shape
+    if draft_config.hidden_size != width:
+        raise ValueError(
+            f"hidden_size={draft_config.hidden_size} of the drafter differs from the width {width} of the embedding "
+            f"that it shares with {name}; use `DFlashDraftConfig.for_target(target.config, ...)`."
+        )
+    if draft_config.target_hidden_size != text.hidden_size:
+        raise ValueError(
+            f"target_hidden_size={draft_config.target_hidden_size} differs from hidden_size={text.hidden_size} of "
+            f"{name}; set it to the width of the target's layers."
+        )
+    if draft_config.vocab_size not in (None, text.vocab_size, rows):
+        raise ValueError(
+            f"vocab_size={draft_config.vocab_size} of the drafter is not the vocab_size={text.vocab_size} of {name}; "
+            "they share one head: use the target that the drafter was made for."
+        )
+    depth = len(decoder_layers(target))
+    if max(draft_config.target_layer_ids) >= depth:
+        raise ValueError(
+            f"target_layer_ids={draft_config.target_layer_ids} reach past the {depth} layers of {name}, counted from "
+            "0; choose lower ids."
+        )
+    if draft_config.mask_token_id >= rows:
+        raise ValueError(
+            f"mask_token_id={draft_config.mask_token_id} lies outside the {rows} rows of the embedding of {name}; "
+            "choose an unused id inside it, or resize the embedding first."
+        )
+    if draft_config.mask_token_id in _eos_ids(target.generation_config):
+        raise ValueError(
+            f"mask_token_id={draft_config.mask_token_id} is also an end-of-sequence id of {name}; choose an id that "
+            "its text never uses."
+        )
+
+
+@torch.no_grad()
+def target_forward(
+    target: PreTrainedModel,
+    layer_ids: list[int],
+    input_ids: torch.LongTensor,
+    attention_mask: torch.Tensor | None = None,
+    position_ids: torch.LongTensor | None = None,
+) -> TargetOutput:
+    """
+    One forward of the target's decoder, without its head and without gradient.
+
+    Args:
+        target (`PreTrainedModel`): The frozen target.
+        layer_ids (`list[int]`): Id `i` is the output of decoder layer `i`.
+        input_ids, attention_mask, position_ids: `[N, S]`.
+    """
+    with FeatureTap(target, layer_ids) as tap:
+        outputs = target.get_decoder()(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+        )
+        return TargetOutput(features=tap.take(), last_hidden_state=outputs.last_hidden_state)
+
+
+def target_features(target, layer_ids, input_ids, attention_mask=None, position_ids=None) -> torch.Tensor:
+    """The features `[N, S, L*H]` of [`target_forward`]."""
+    return target_forward(target, layer_ids, input_ids, attention_mask, position_ids).features
+
+
+@torch.no_grad()
+def target_labels(
+    target: PreTrainedModel,
+    last_hidden_state: torch.Tensor,
+    input_ids: torch.LongTensor,
+    loss_mask: torch.Tensor,
+    chunk_size: int = 1024,
+) -> torch.LongTensor:
+    """
+    The target's own next token after each prefix, as labels by position: entry `p` is its argmax at `p - 1`.
+
+    Args:
+        last_hidden_state (`torch.Tensor`): `[N, S, H]` of [`target_forward`].
+        input_ids, loss_mask: `[N, S]`; where the mask is 0, and at position 0, the data's token stays.
+        chunk_size (`int`): Positions of one pass through the head.
+
+    Returns:
+        `torch.LongTensor` `[N, S]`.
+    """
+    head = target.get_output_embeddings()
+    labels = input_ids.clone()
+    wanted = loss_mask.bool()[:, 1:]  # [N, S-1]
+    states = last_hidden_state[:, :-1][wanted]  # [M, H]
+    chosen = [head(chunk).argmax(-1) for chunk in states.split(chunk_size)]
+    labels[:, 1:][wanted] = torch.cat(chosen)
+    return labels
+
+
+@torch.no_grad()
+def generate_responses(
+    target: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    mask_token_id: int,
+    batch_size: int = 8,
+    generation_config: GenerationConfig | None = None,
+) -> list[list[int]]:
+    """
+    The target's own responses to prompts, what a drafter should be trained on.
+
+    The mask token is suppressed: in the data it would stand for itself and for an unknown token.
+
+    Args:
+        prompts (`Sequence[Sequence[int]]`): Prompt ids, chat template applied.
+        max_new_tokens (`int`): Longest response.
+        mask_token_id (`int`): The drafter's mask token.
+        batch_size (`int`): Prompts of one batch; prompts of similar length share one.
+        generation_config (`GenerationConfig`): Sampling, end-of-sequence ids. Default: the target's.
+
+    Returns:
+        `list[list[int]]`: Responses in the order of `prompts`, each up to and including its end-of-sequence token.
+
+    Raises:
+        `ValueError`: an empty prompt.
+    """
+    if any(len(prompt) == 0 for prompt in prompts):
+        empty = next(i for i, prompt in enumerate(prompts) if len(prompt) == 0)
+        raise ValueError(f"prompts[{empty}] is empty; start it with the target's beginning-of-sequence token.")
+    config = target.generation_config if generation_config is None else generation_config
+    eos_ids = _eos_ids(config)
+    pad_id = min(eos_ids, default=0) if config.pad_token_id is None else config.pad_token_id
+    responses: list[list[int]] = [[] for _ in prompts]
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    for start in range(0, len(order), batch_size):
+        batch = order[start : start + batch_size]
+        width = max(len(prompts[i]) for i in batch)
+        # Left padding: new tokens must follow the prompt directly.
+        input_ids = torch.tensor([[pad_id] * (width - len(prompts[i])) + list(prompts[i]) for i in batch])
+        attention_mask = torch.tensor([[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in batch])
+        output = target.generate(
+            input_ids=input_ids.to(target.device),
+            attention_mask=attention_mask.to(target.device),
+            generation_config=config,
+            max_new_tokens=max_new_tokens,
+            pad_token_id=pad_id,
+            suppress_tokens=[*(config.suppress_tokens or []), mask_token_id],
+        )  # [n, width + new]
+        for i, row in zip(batch, output[:, width:].tolist(), strict=True):
+            end = next((j + 1 for j, token in enumerate(row) if token in eos_ids), len(row))
+            responses[i] = row[:end]
+        logger.info(f"{min(start + batch_size, len(order))} of {len(order)} responses generated")
+    return responses
+
+
+def _eos_ids(generation_config: GenerationConfig) -> set[int]:
+    eos = generation_config.eos_token_id
+    return set() if eos is None else {eos} if isinstance(eos, int) else set(eos)

@@ -1,0 +1,223 @@
+"""`DFlashTrainer`: a Hugging Face `Trainer` for drafters, with the frozen target beside the model."""
+
+from collections.abc import Sized
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, Trainer
+
+from dflash_hf.blocks import block_mask, build_blocks, example_seeds, sample_anchors
+from dflash_hf.data import DFlashCollator, check_examples
+from dflash_hf.losses import block_statistics, chunked_cross_entropy, slot_weights, statistics_to_metrics
+from dflash_hf.modeling.modeling_dflash import additive
+from dflash_hf.modeling.target_dflash import raw_embedding
+from dflash_hf.target import check_fit, freeze, target_forward, target_labels
+from dflash_hf.training_args import DFlashTrainingArguments
+
+
+_EVALUATION_STEP = -1  # evaluation draws the same anchors every time
+
+
+class DFlashTrainer(Trainer):
+    """
+    Trains a drafter against a frozen target.
+
+    The target hangs on the trainer, not under the model, so that no checkpoint ever holds it. Besides Trainer's
+    figures each log line holds `accuracy`, `accuracy_k` of each slot and `simulated_tau`: the mean over all sampled
+    blocks of the accepted prefix plus the bonus token, teacher-forced; decoding measures the real one.
+
+    Args:
+        model (`DFlashDraftModel`): The drafter.
+        target (`PreTrainedModel`): Its target, with head; frozen here.
+        args (`DFlashTrainingArguments`): Default: the paper's recipe.
+        train_dataset, eval_dataset: Rows with `input_ids` and `loss_mask`, see [`~dflash_hf.data.make_example`].
+        data_collator: Default: [`~dflash_hf.data.DFlashCollator`].
+        kwargs: Any other argument of `Trainer`.
+
+    Raises:
+        `ValueError`: drafter and target do not fit, or a dataset has rows that cannot be trained on.
+    """
+
+    def __init__(
+        self,
+        model,
+        target: PreTrainedModel,
+        args: DFlashTrainingArguments | None = None,
+        train_dataset=None,
+        eval_dataset=None,
+        data_collator=None,
+        **kwargs,
+    ):
+        if args is None:
+            args = DFlashTrainingArguments(output_dir="dflash_draft")
+        if not isinstance(args, DFlashTrainingArguments):
+            raise ValueError(f"args is a {type(args).__name__}; pass `DFlashTrainingArguments` with the same fields.")
+        check_fit(model.config, target)
+        eval_datasets = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
+        for dataset in (train_dataset, *eval_datasets):
+            if isinstance(dataset, Sized):
+                check_examples(dataset)
+        if data_collator is None:
+            pad_token_id = target.config.get_text_config().pad_token_id
+            data_collator = DFlashCollator(0 if pad_token_id is None else pad_token_id)
+        super().__init__(
+            model=model,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            data_collator=data_collator,
+            **kwargs,
+        )
+        # compute_loss divides by the weights of the whole accumulated batch; Trainer must not divide again.
+        self.model_accepts_loss_kwargs = True
+        self.draft_config = model.config
+        self.target = freeze(target)
+        if not hasattr(target, "hf_device_map") and target.device != args.device:
+            target.to(args.device)
+        self.slot_weights = slot_weights(model.config.block_size, args.loss_decay_gamma).to(args.device)  # [B]
+        self.train_statistics = self.eval_statistics = self.no_statistics()
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """
+        The weighted loss of one micro-batch, divided by `num_items_in_batch`, the sum of slot weights that
+        [`get_batch_samples`] took over the whole accumulated batch.
+
+        Args:
+            model: The (wrapped) drafter.
+            inputs (`dict`): A collated batch with `anchors` and `valid`, both `[N, A]`.
+            return_outputs (`bool`): Also return the statistics of each sequence.
+            num_items_in_batch (`torch.Tensor`): Default: the weights of this micro-batch.
+        """
+        config, args = self.draft_config, self.args
+        input_ids, attention_mask, loss_mask = inputs["input_ids"], inputs["attention_mask"], inputs["loss_mask"]
+
+        # 1. The frozen target reads the sequences: features of every token, S positions.
+        target_output = target_forward(self.target, config.target_layer_ids, input_ids, attention_mask)
+        label_ids = input_ids
+        if args.label_source == "target":
+            label_ids = target_labels(
+                self.target, target_output.last_hidden_state, input_ids, loss_mask, args.loss_chunk_size
+            )
+
+        # 2. Blocks of B slots at A anchors: [anchor, MASK, ..., MASK].
+        blocks = build_blocks(
+            input_ids,
+            loss_mask,
+            inputs["anchors"],
+            inputs["valid"],
+            config.block_size,
+            config.mask_token_id,
+            label_ids=label_ids,
+        )
+        masks = {
+            layer_type: additive(
+                block_mask(
+                    inputs["anchors"],
+                    attention_mask,
+                    config.block_size,
+                    window=config.sliding_window if layer_type == "sliding_attention" else None,
+                    causal=config.layer_is_causal(layer_idx),
+                ),
+                self.model.dtype,
+            )  # [N, 1, A*B, S + A*B]
+            for layer_idx, layer_type in enumerate(config.layer_types)
+        }
+
+        # 3. One pass of the drafter over [context | blocks].
+        hidden = model(
+            noise_embeds=raw_embedding(self.target, blocks.input_ids).to(self.model.dtype),  # [N, A*B, H]
+            context_hidden_states=target_output.features.to(self.model.dtype),  # [N, S, L*H_t]
+            attention_mask=masks,
+            position_ids=blocks.position_ids,
+        ).last_hidden_state  # [N, A*B, H]
+
+        # 4. Cross-entropy through the target's head, slot by slot.
+        weights = blocks.counted * self.slot_weights  # [N, A, B]
+        result = chunked_cross_entropy(
+            hidden.view(*weights.shape, -1).to(self.target.dtype),
+            self.target.get_output_embeddings(),
+            blocks.labels,
+            weights,
+            args.loss_chunk_size,
+        )
+        statistics = block_statistics(result, blocks.counted, weights)  # [N, 2 * (B - 1) + 4]
+        if model.training:
+            self.train_statistics = self.train_statistics + statistics.sum(0)
+
+        # 5. Normalise by the weights of all micro-batches and ranks.
+        if num_items_in_batch is None:
+            num_items_in_batch = _never_zero(weights.sum())
+        loss = result.loss / num_items_in_batch
+        return (loss, {"statistics": statistics}) if return_outputs else loss
+
+    def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
+        """
+        Collect the micro-batches of one optimizer step, draw their anchors, and sum their slot weights over all of
+        them and all ranks: how the batch is split then does not matter.
+        """
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        total = torch.zeros((), device=device)
+        for batch in batches:
+            self.draw_anchors(batch, self.state.global_step)
+            total += self.batch_weight(batch).to(device)
+        # Gradients (and the logged loss) are averaged over ranks: a sum over ranks needs the average of the weights.
+        total = self.accelerator.reduce(total, "mean")
+        return batches, _never_zero(total)
+
+    def draw_anchors(self, batch: dict[str, torch.Tensor], step: int) -> None:
+        """Add `anchors` and `valid` `[N, A]` to a batch; they depend on each sequence, the seed and the step alone."""
+        seeds = example_seeds(batch["input_ids"], batch["attention_mask"], self.args.anchor_seed, step)
+        batch["anchors"], batch["valid"] = sample_anchors(batch["loss_mask"], self.args.num_anchors, seeds=seeds)
+
+    def batch_weight(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The sum of slot weights of a batch with anchors, `[]`."""
+        blocks = build_blocks(
+            batch["input_ids"],
+            batch["loss_mask"],
+            batch["anchors"],
+            batch["valid"],
+            self.draft_config.block_size,
+            self.draft_config.mask_token_id,
+        )
+        return (blocks.counted * self.slot_weights.to(blocks.counted.device)).sum()
+
+    def no_statistics(self) -> torch.Tensor:
+        """Zeros `[2 * (B - 1) + 4]` to add [`~dflash_hf.losses.block_statistics`] to."""
+        return torch.zeros(2 * (self.draft_config.block_size - 1) + 4, device=self.args.device)
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        """The loss of one evaluation batch; its statistics are gathered without the last batch's padding samples."""
+        inputs = self._prepare_inputs(inputs)
+        self.draw_anchors(inputs, _EVALUATION_STEP)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        statistics = self.accelerator.gather_for_metrics(outputs["statistics"])
+        self.eval_statistics = self.eval_statistics + statistics.sum(0)
+        return loss, None, None
+
+    def evaluation_loop(
+        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
+    ):
+        """As upstream, with the figures of the training log, each over all tokens or blocks of the dataset."""
+        self.eval_statistics = self.no_statistics()
+        output = super().evaluation_loop(dataloader, description, True, ignore_keys, metric_key_prefix)
+        for name, value in statistics_to_metrics(self.eval_statistics).items():
+            output.metrics[f"{metric_key_prefix}_{name}"] = value
+        return output
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As upstream; a line of the training loss also gets the figures since the last one."""
+        if "loss" in logs:
+            metrics = statistics_to_metrics(self.accelerator.reduce(self.train_statistics, "sum"))
+            logs.update({**metrics, **logs})  # Trainer's own loss stays: the mean over optimizer steps
+            self.train_statistics = self.no_statistics()
+        super().log(logs, start_time)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Forward and backward of the drafter over its blocks: 6 operations for each parameter and token."""
+        return 6 * self.model.num_parameters() * inputs["anchors"].numel() * self.draft_config.block_size
+
+
+def _never_zero(weight: torch.Tensor) -> torch.Tensor:
+    # Without any anchor the loss is 0 / 1, and every rank still runs its backward.
+    return torch.where(weight > 0, weight, torch.ones_like(weight))
