@@ -1,6 +1,7 @@
 """The frozen target in training: features, labels, responses, and whether a drafter fits it."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -94,9 +95,30 @@ def target_forward(
         return TargetOutput(features=tap.take(), last_hidden_state=outputs.last_hidden_state)
 
 
-def target_features(target, layer_ids, input_ids, attention_mask=None, position_ids=None) -> torch.Tensor:
-    """The features `[N, S, L*H]` of [`target_forward`]."""
-    return target_forward(target, layer_ids, input_ids, attention_mask, position_ids).features
+class _FeaturesComplete(Exception):
+    """Ends a forward of which only the features are wanted."""
+
+
+@torch.no_grad()
+def target_features(
+    target: PreTrainedModel,
+    layer_ids: list[int],
+    input_ids: torch.LongTensor,
+    attention_mask: torch.Tensor | None = None,
+    position_ids: torch.LongTensor | None = None,
+) -> torch.Tensor:
+    """The features `[N, S, L*H]` of [`target_forward`]; the layers above the highest of `layer_ids` do not run."""
+    features = []
+
+    def stop(captured):
+        features.append(captured)
+        raise _FeaturesComplete
+
+    with FeatureTap(target, layer_ids, consume=stop), suppress(_FeaturesComplete):
+        target.get_decoder()(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+        )
+    return features[0]
 
 
 @torch.no_grad()

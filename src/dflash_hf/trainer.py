@@ -11,7 +11,7 @@ from dflash_hf.data import DFlashCollator, check_examples
 from dflash_hf.losses import block_statistics, chunked_cross_entropy, slot_weights, statistics_to_metrics
 from dflash_hf.modeling.modeling_dflash import additive
 from dflash_hf.modeling.target_dflash import raw_embedding
-from dflash_hf.target import check_fit, freeze, target_forward, target_labels
+from dflash_hf.target import check_fit, freeze, target_features, target_forward, target_labels
 from dflash_hf.training_args import DFlashTrainingArguments
 
 
@@ -91,12 +91,16 @@ class DFlashTrainer(Trainer):
         config, args = self.draft_config, self.args
         input_ids, attention_mask, loss_mask = inputs["input_ids"], inputs["attention_mask"], inputs["loss_mask"]
 
-        # 1. The frozen target reads the sequences: features of every token, S positions.
-        target_output = target_forward(self.target, config.target_layer_ids, input_ids, attention_mask)
+        # 1. The frozen target reads the sequences: features [N, S, L*H_t] of every token, and its own tokens as labels
+        # where the data was not written by it.
         label_ids = input_ids
-        if args.label_source == "target":
+        if args.label_source == "data":
+            features = target_features(self.target, config.target_layer_ids, input_ids, attention_mask)
+        else:
+            output = target_forward(self.target, config.target_layer_ids, input_ids, attention_mask)
+            features = output.features
             label_ids = target_labels(
-                self.target, target_output.last_hidden_state, input_ids, loss_mask, args.loss_chunk_size
+                self.target, output.last_hidden_state, input_ids, loss_mask, args.loss_chunk_size
             )
 
         # 2. Blocks of B slots at A anchors: [anchor, MASK, ..., MASK].
@@ -126,7 +130,7 @@ class DFlashTrainer(Trainer):
         # 3. One pass of the drafter over [context | blocks].
         hidden = model(
             noise_embeds=raw_embedding(self.target, blocks.input_ids).to(self.model.dtype),  # [N, A*B, H]
-            context_hidden_states=target_output.features.to(self.model.dtype),  # [N, S, L*H_t]
+            context_hidden_states=features.to(self.model.dtype),  # [N, S, L*H_t]
             attention_mask=masks,
             position_ids=blocks.position_ids,
         ).last_hidden_state  # [N, A*B, H]
