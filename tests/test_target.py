@@ -1,0 +1,197 @@
+"""The frozen target: features of the right layers, its own labels and responses, and drafters that do not fit."""
+
+import pytest
+import torch
+from conftest import VOCAB, make_draft, make_target
+from transformers import GenerationConfig
+
+from dflash_hf.modeling.target_dflash import decoder_layers
+from dflash_hf.target import check_fit, freeze, generate_responses, target_features, target_forward, target_labels
+
+
+MASK = VOCAB - 1
+
+
+@pytest.fixture(scope="module")
+def input_ids():
+    return torch.randint(1, 90, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def captured(target, layer_ids, **inputs):
+    """Outputs of decoder layers by plain hooks on a plain forward."""
+    kept = {}
+    layers = decoder_layers(target)
+    handles = [
+        layers[i].register_forward_hook(
+            lambda module, args, output, i=i: kept.update({i: output if torch.is_tensor(output) else output[0]})
+        )
+        for i in layer_ids
+    ]
+    with torch.no_grad():
+        target(**inputs)
+    for handle in handles:
+        handle.remove()
+    return torch.cat([kept[i] for i in layer_ids], dim=-1)
+
+
+# ----------------------------------------------------------------------------------------------------------- features
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt2"])
+@pytest.mark.parametrize("layer_ids", [[0, 2], [3], [2, 1, 3]])
+def test_features_are_outputs_of_decoder_layers(family, layer_ids, input_ids):
+    target = make_target(family)
+    attention_mask = torch.ones_like(input_ids)
+    attention_mask[1, 9:] = 0
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+    expected = captured(target, layer_ids, **inputs)
+    assert torch.equal(target_features(target, layer_ids, **inputs), expected)
+    output = target_forward(target, layer_ids, **inputs)
+    assert torch.equal(output.features, expected)
+    assert not output.features.requires_grad
+    with torch.no_grad():
+        logits = target.get_output_embeddings()(output.last_hidden_state)
+        softcap = getattr(target.config, "final_logit_softcapping", None)
+        assert softcap is None
+        torch.testing.assert_close(logits, target(**inputs).logits)
+
+
+def test_a_feature_is_one_entry_later_in_the_tuple_of_hidden_states(target, input_ids):
+    """Entry 0 of the tuple is the embedding, and its last entry is taken after the final norm."""
+    with torch.no_grad():
+        states = target(input_ids, output_hidden_states=True).hidden_states
+    for layer_id in range(3):
+        assert torch.equal(target_features(target, [layer_id], input_ids), states[layer_id + 1])
+    last = target_features(target, [3], input_ids)
+    assert not torch.allclose(last, states[4])
+    torch.testing.assert_close(target.model.norm(last), states[4])
+
+
+def test_layers_above_the_highest_feature_do_not_run(target, input_ids):
+    ran = []
+    layers = decoder_layers(target)
+    handles = [layer.register_forward_hook(lambda *args, i=i: ran.append(i)) for i, layer in enumerate(layers)]
+    hooks = [len(layer._forward_hooks) for layer in layers]
+    target_features(target, [2, 0], input_ids)
+    assert ran == [0, 1, 2]
+    assert [len(layer._forward_hooks) for layer in layers] == hooks
+    for handle in handles:
+        handle.remove()
+
+
+def test_positions_reach_the_target(target, input_ids):
+    shifted = torch.arange(12).expand(2, -1) * 2
+    assert not torch.allclose(
+        target_features(target, [2], input_ids), target_features(target, [2], input_ids, position_ids=shifted)
+    )
+
+
+def test_a_frozen_target_learns_nothing():
+    target = make_target().train().requires_grad_(True)
+    assert freeze(target) is target
+    assert not target.training
+    assert not any(parameter.requires_grad for parameter in target.parameters())
+
+
+# ------------------------------------------------------------------------------------------------ labels and responses
+
+
+@pytest.mark.parametrize("chunk_size", [1, 5, 100])
+def test_labels_are_the_argmax_after_each_prefix(target, input_ids, chunk_size):
+    loss_mask = torch.zeros_like(input_ids)
+    loss_mask[0, 3:9] = 1
+    loss_mask[1, 0:2] = 1
+    states = target_forward(target, [0], input_ids).last_hidden_state
+    labels = target_labels(target, states, input_ids, loss_mask, chunk_size)
+    with torch.no_grad():
+        argmax = target(input_ids).logits.argmax(-1)
+    expected = input_ids.clone()
+    expected[0, 3:9] = argmax[0, 2:8]
+    expected[1, 1] = argmax[1, 0]  # nothing comes before position 0
+    assert torch.equal(labels, expected)
+    assert not torch.equal(labels, input_ids)
+
+
+def test_without_a_response_labels_are_the_data(target, input_ids):
+    states = target_forward(target, [0], input_ids).last_hidden_state
+    assert torch.equal(target_labels(target, states, input_ids, torch.zeros_like(input_ids)), input_ids)
+
+
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
+
+
+@pytest.fixture(scope="module")
+def precise_target():
+    return make_target(dtype=torch.float64)
+
+
+def test_responses_are_the_targets_own_in_the_order_of_the_prompts(precise_target):
+    responses = generate_responses(precise_target, PROMPTS, 12, mask_token_id=MASK, batch_size=3)
+    for prompt, response in zip(PROMPTS, responses, strict=True):
+        alone = precise_target.generate(
+            torch.tensor([prompt]), max_new_tokens=12, do_sample=False, suppress_tokens=[MASK]
+        )
+        assert response == alone[0, len(prompt) :].tolist()
+    assert len({token for response in responses for token in response}) > 8
+
+
+def test_responses_end_with_their_end_of_sequence_token(precise_target):
+    free = generate_responses(precise_target, PROMPTS, 12, mask_token_id=MASK)
+    eos = [free[0][4], free[2][7]]
+    config = GenerationConfig(eos_token_id=eos, pad_token_id=0)
+    responses = generate_responses(precise_target, PROMPTS, 12, mask_token_id=MASK, generation_config=config)
+    for response, whole in zip(responses, free, strict=True):
+        end = next((i + 1 for i, token in enumerate(whole) if token in eos), 12)
+        assert response == whole[:end]
+    assert len(responses[0]) <= 5
+
+
+def test_responses_never_hold_the_mask_token(precise_target):
+    """The mask token is chosen among the tokens that the target would say."""
+    free = generate_responses(precise_target, PROMPTS, 12, mask_token_id=MASK)
+    spoken = free[0][3]
+    config = GenerationConfig(pad_token_id=0, suppress_tokens=[free[0][4]])
+    responses = generate_responses(precise_target, PROMPTS, 12, mask_token_id=spoken, generation_config=config)
+    assert all(not {spoken, free[0][4]} & set(response) for response in responses)
+    assert config.suppress_tokens == [free[0][4]]
+
+
+def test_an_empty_prompt_is_named(target):
+    with pytest.raises(ValueError, match=r"prompts\[1\] is empty"):
+        generate_responses(target, [[1], []], 4, mask_token_id=MASK)
+
+
+# ---------------------------------------------------------------------------------------------------------------- fit
+
+
+def test_a_drafter_made_for_the_target_fits(target, draft):
+    check_fit(draft.config, target)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"hidden_size": 64}, "hidden_size=64 .* width 32"),
+        ({"target_hidden_size": 64}, "target_hidden_size=64 .* hidden_size=32"),
+        ({"vocab_size": 200}, "vocab_size=200 .* vocab_size=96"),
+        ({"num_target_layers": 9, "target_layer_ids": [0, 4]}, r"target_layer_ids=\[0, 4\] .* 4 layers"),
+        ({"vocab_size": None, "mask_token_id": 96}, "mask_token_id=96 .* 96 rows"),
+    ],
+)
+def test_a_drafter_that_does_not_fit_is_refused(target, changes, message):
+    fields = {**make_draft(target).config.to_dict(), "dflash_config": None, **changes}
+    config = type(make_draft(target).config)(**{k: v for k, v in fields.items() if k != "model_type"})
+    with pytest.raises(ValueError, match=message):
+        check_fit(config, target)
+
+
+def test_an_end_of_sequence_token_cannot_be_the_mask(draft):
+    target = make_target()
+    target.generation_config.eos_token_id = [2, MASK]
+    with pytest.raises(ValueError, match=f"mask_token_id={MASK} is also an end-of-sequence id"):
+        check_fit(draft.config, target)
+
+
+def test_a_target_needs_a_head(target, draft):
+    with pytest.raises(ValueError, match="has no language-model head"):
+        check_fit(draft.config, target.model)
