@@ -220,7 +220,9 @@ class DFlashDraftConfig(PreTrainedConfig):
         ):
             value = getattr(self, key)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"{key}={value!r} must be a positive integer; correct it in the drafter's config.json.")
+                raise ValueError(
+                    f"{key}={value!r} must be a positive integer; correct it in the drafter's config.json."
+                )
         if not isinstance(self.block_size, int) or isinstance(self.block_size, bool) or self.block_size < 2:
             raise ValueError(
                 f"block_size={self.block_size!r} must be an integer of at least 2: the anchor and one drafted token."

@@ -168,6 +168,9 @@ class DFlashCandidateGenerator(CandidateGenerator):
         block = self.draft(input_ids[:, -1].to(self.device), self.start, features, features_start, used)
         return torch.cat([input_ids, block[:, 1 : 1 + room].to(input_ids.device)], dim=1), None
 
+    def update_candidate_strategy(self, input_ids, scores, num_matches):
+        """Nothing to adapt: a block is always drafted whole. (Abstract upstream before 5.20.)"""
+
 
 def layout(model_kwargs: dict, rows: int, device) -> tuple[list[int], torch.Tensor]:
     """
@@ -194,6 +197,8 @@ def plain_reason(target, session_class, generation_config, model_kwargs, synced_
         return f"the cache of {type(target).__name__} can only be cropped for all rows at once, and there are several"
     if positions is not None and positions.dim() > 2:
         return "position ids of several axes are not supported"
+    if positions is not None and positions.shape[1] == 0:
+        return "the prompt is empty"
     if generation_config.output_attentions or generation_config.output_hidden_states:
         return "attentions and hidden states for each token were asked for"
     if synced_gpus:
@@ -231,16 +236,28 @@ def decode(
     reason = plain_reason(target, session_class, generation_config, model_kwargs, synced_gpus)
     if reason is not None:
         logger.warning_once(f"Decoding without the drafter: {reason}.")
-        return GenerationMixin._sample(
-            target, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
+        output = GenerationMixin._sample(
+            target,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            synced_gpus,
+            streamer,
+            **model_kwargs,
         )
+        if isinstance(output, torch.Tensor):
+            return output
+        return DFlashGenerateOutput(**output, acceptance_lengths=[[] for _ in input_ids])
 
     # 1. Prefill by the target's own path; the features of the prompt become the drafter's context on the way.
     cache = model_kwargs["past_key_values"]
     past, rows = cache.get_seq_length(), input_ids.shape[0]
     embeds = model_kwargs.get("inputs_embeds")
     text = Continuation(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-    prompt = past + max(input_ids.shape[1], 0 if embeds is None else embeds.shape[1])  # at most; may count `past` twice
+    prompt = past + max(
+        input_ids.shape[1], 0 if embeds is None else embeds.shape[1]
+    )  # at most; may count `past` twice
     room = prompt + text.max_new + draft.config.block_size
     generator = DFlashCandidateGenerator(draft, target)
     padding, offset = layout(model_kwargs, rows, generator.device)

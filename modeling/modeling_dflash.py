@@ -151,7 +151,12 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
 
     def forward(self, hidden_states, context, position_embeddings, attention_mask, past_key_values=None, **kwargs):
         attended, _ = self.self_attn(
-            self.input_layernorm(hidden_states), context, position_embeddings, attention_mask, past_key_values, **kwargs
+            self.input_layernorm(hidden_states),
+            context,
+            position_embeddings,
+            attention_mask,
+            past_key_values,
+            **kwargs,
         )
         hidden_states = hidden_states + attended
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))

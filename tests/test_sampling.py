@@ -1,0 +1,95 @@
+"""Sampling: the distribution is the target's, whatever was drafted."""
+
+import itertools
+
+import pytest
+import torch
+from conftest import make_draft, make_target
+from scipy.stats import chisquare
+
+
+VOCAB = 8
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def small():
+    """A target over 8 tokens, whose distribution over three-token texts can be written down."""
+    target = make_target(vocab_size=VOCAB, bos_token_id=None, pad_token_id=0)
+    with torch.no_grad():
+        for parameter in target.lm_head.parameters():
+            parameter.mul_(0.3)
+    return target
+
+
+def exact_distribution(target, prompt, temperature, top_p):
+    """Probability of each of the `VOCAB ** STEPS` continuations, one forward for each prefix."""
+    probabilities = {(): 1.0}
+    for _ in range(STEPS):
+        longer = {}
+        for prefix, p in probabilities.items():
+            ids = torch.tensor([prompt + list(prefix)])
+            logits = target(ids).logits[0, -1].float() / temperature
+            q = logits.softmax(-1)
+            if top_p < 1:
+                order = q.argsort()
+                drop = order[q[order].cumsum(0) <= 1 - top_p]
+                q[drop] = 0
+                q = q / q.sum()
+            longer.update({(*prefix, t): p * float(q[t]) for t in range(VOCAB)})
+        probabilities = longer
+    return probabilities
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.7, 1.0), (1.0, 0.9)])
+@pytest.mark.parametrize("rows", [1, 250])
+def test_samples_follow_the_target(small, oracle, temperature, top_p, rows):
+    prompt = [3, 1, 4]
+    expected = exact_distribution(small, prompt, temperature, top_p)
+    # Draft a likely text with errors, so that drafts are accepted and rejected at every position.
+    likely = max(expected, key=expected.get)
+    oracle(torch.tensor([prompt + list(likely) + [0]]), [0], error_rate=0.2)
+    draft = make_draft(small, block_size=4)
+    counts = dict.fromkeys(itertools.product(range(VOCAB), repeat=STEPS), 0)
+    accepted = set()
+    torch.manual_seed(0)
+    draws = 1000 if rows == 1 else 12_000
+    for _ in range(draws // rows):
+        output = small.generate(
+            torch.tensor([prompt] * rows),
+            max_new_tokens=STEPS,
+            do_sample=True,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=0,
+            assistant_model=draft,
+            return_dict_in_generate=True,
+        )
+        accepted.update(n for lengths in output.acceptance_lengths for n in lengths)
+        for text in output.sequences[:, 3:].tolist():
+            counts[tuple(text)] += 1
+    assert accepted >= {1, 2}
+    assert all(counts[text] == 0 for text, p in expected.items() if p == 0)
+    common = [text for text, p in expected.items() if p * draws >= 5]
+    observed = [counts[text] for text in common]
+    wanted = [expected[text] * draws for text in common]
+    rest = draws - sum(wanted)
+    if rest > 1e-3 * draws:
+        observed, wanted = [*observed, draws - sum(observed)], [*wanted, rest]
+    scale = sum(observed) / sum(wanted)
+    assert chisquare(observed, [w * scale for w in wanted]).pvalue > 0.001
+
+
+def test_one_row_gives_the_same_sample_for_the_same_seed(target, draft, oracle):
+    """Not asked of speculative decoding in general, but it is so here: one draw for each committed token, in order."""
+    prompt = torch.tensor([[5, 9, 17, 33]])
+    for options in ({}, {"temperature": 0.6, "top_p": 0.9}, {"top_k": 5, "repetition_penalty": 1.3}):
+        torch.manual_seed(7)
+        expected = target.generate(prompt, do_sample=True, max_new_tokens=40, **options)
+        oracle(expected, [0], error_rate=0.2)
+        torch.manual_seed(7)
+        output = target.generate(
+            prompt, do_sample=True, max_new_tokens=40, assistant_model=draft, return_dict_in_generate=True, **options
+        )
+        assert torch.equal(output.sequences, expected)
+        assert max(output.acceptance_lengths[0]) > 1
