@@ -172,6 +172,12 @@ class DFlashDraftConfig(PreTrainedConfig):
         }
         return cls(**{**fields, **kwargs})
 
+    @classmethod
+    def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
+        """As upstream; a drafter's folder says `model_type: qwen3`, which is no reason to warn."""
+        config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        return {**config_dict, "model_type": cls.model_type}, kwargs
+
     def layer_is_causal(self, layer_idx: int) -> bool:
         """Whether layer `layer_idx` is causal inside the block (context keys are always in the past)."""
         if self.is_causal is not None:

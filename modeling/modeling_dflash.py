@@ -286,6 +286,7 @@ class DFlashDraftModel(PreTrainedModel):
         Raises:
             `ValueError`: names the tensors.
         """
+        kwargs["ignore_mismatched_sizes"] = True  # reported below, with the names
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if info[problem]:
@@ -293,7 +294,7 @@ class DFlashDraftModel(PreTrainedModel):
                 raise ValueError(
                     f"{pretrained_model_name_or_path}: {problem.replace('_', ' ')}: {names} "
                     f"({len(info[problem])} in all). The weights do not belong to this config.json; load a drafter "
-                    "whose tensors carry the published names."
+                    "whose tensors carry the published names and the shapes that its config.json gives."
                 )
         return (model, info) if output_loading_info else model
 

@@ -94,7 +94,7 @@ def make_target(family: str = "qwen3", dtype=torch.float32, attn: str = "sdpa", 
         config._experts_implementation = "eager"
     target = AutoModelForCausalLM.from_config(config, attn_implementation=attn).to(dtype).eval()
     with torch.no_grad():
-        for name, parameter in target.named_parameters():
+        for parameter in target.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(20.0)
     target.generation_config.pad_token_id = 0

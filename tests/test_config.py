@@ -1,0 +1,82 @@
+"""The configuration: published spellings, defaults, and errors that name key, value and remedy."""
+
+import json
+
+import pytest
+
+from dflash_hf import DFlashDraftConfig
+from dflash_hf.modeling.configuration_dflash import default_target_layer_ids
+
+
+GOOD = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "block_size": 4,
+    "dflash_config": {"mask_token_id": 95, "target_layer_ids": [1, 3]},
+}
+
+
+def test_default_layer_rule():
+    assert default_target_layer_ids(36, 5) == [1, 9, 17, 25, 33]
+    assert default_target_layer_ids(64, 5) == [1, 16, 31, 46, 61]
+    assert default_target_layer_ids(12, 1) == [6]
+    with pytest.raises(ValueError, match="target_layer_ids"):
+        default_target_layer_ids(4, 3)  # the rule gives [1, 1, 1]
+
+
+def test_nested_keys_win_and_everything_is_written_back():
+    config = DFlashDraftConfig(**{**GOOD, "mask_token_id": 7, "loss_decay_gamma": 4.0})
+    assert config.mask_token_id == 95 and config.target_layer_ids == [1, 3]
+    written = json.loads(config.to_json_string())
+    assert written["mask_token_id"] == written["dflash_config"]["mask_token_id"] == 95
+    assert written["loss_decay_gamma"] == 4.0
+    assert DFlashDraftConfig.from_dict(written).to_dict() == config.to_dict()
+
+
+def test_block_size_nested_alone_is_honoured():
+    nested = {**GOOD["dflash_config"], "block_size": 8}
+    fields = {k: v for k, v in GOOD.items() if k != "block_size"}
+    assert DFlashDraftConfig(**{**fields, "dflash_config": nested}).block_size == 8
+
+
+def test_causality_rules():
+    mixed = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+    config = DFlashDraftConfig(**GOOD, **mixed)
+    assert [config.layer_is_causal(i) for i in (0, 1)] == [True, False]
+    assert "is_causal" not in json.loads(config.to_json_string())
+    assert not DFlashDraftConfig(**GOOD, **mixed, is_causal=False).layer_is_causal(0)
+    nested = {**GOOD["dflash_config"], "causal": True}
+    assert DFlashDraftConfig(**{**GOOD, "dflash_config": nested}).layer_is_causal(1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hidden_size": 0}, "hidden_size=0"),
+        ({"hidden_size": "32"}, "hidden_size='32'"),
+        ({"hidden_size": 30}, "head_dim"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
+        ({"block_size": 1}, "block_size=1"),
+        ({"block_size": True}, "block_size=True"),
+        ({"layer_types": ["full_attention"]}, "layer_types"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+        ({"layer_types": ["sliding_attention"] * 2}, "sliding_window=None"),
+        ({"dflash_config": {"mask_token_id": 96, "target_layer_ids": [1]}}, "mask_token_id=96"),
+        ({"dflash_config": {"mask_token_id": -1, "target_layer_ids": [1]}}, "mask_token_id=-1"),
+        ({"dflash_config": {"target_layer_ids": [1]}}, "mask_token_id is missing"),
+        ({"dflash_config": {"mask_token_id": 95}}, "target_layer_ids is missing"),
+        ({"dflash_config": {"mask_token_id": 95, "target_layer_ids": [1, 1]}}, "distinct"),
+        (
+            {"dflash_config": {"mask_token_id": 95, "target_layer_ids": [1, 4]}, "num_target_layers": 4},
+            "highest id is 3",
+        ),
+        ({"dflash_config": [1]}, "dflash_config"),
+    ],
+)
+def test_errors_name_key_value_and_remedy(changes, named):
+    with pytest.raises(ValueError) as error:
+        DFlashDraftConfig(**{**GOOD, **changes})
+    assert named in str(error.value)

@@ -1,0 +1,99 @@
+"""A trained pair: the published loop's trace, and what training measured against what decoding does."""
+
+import pytest
+import torch
+from reference import published_loop
+from trained_pair import train_pair, walk
+
+from dflash_hf.blocks import block_mask, build_blocks
+from dflash_hf.modeling.generation_dflash import DFlashCandidateGenerator
+from dflash_hf.modeling.modeling_dflash import additive
+from dflash_hf.modeling.target_dflash import raw_embedding
+from dflash_hf.target import target_features
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return train_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    generator = torch.Generator().manual_seed(99)
+    return torch.tensor([walk(generator, 8) for _ in range(12)])
+
+
+def test_text_and_trace_equal_the_published_loop(pair, prompts):
+    target, draft = pair
+    config = {
+        "target_layer_ids": draft.config.target_layer_ids,
+        "block_size": draft.config.block_size,
+        "mask_token_id": draft.config.mask_token_id,
+    }
+
+    def draft_hidden(features, block):
+        return draft(noise_embeds=block[None], context_hidden_states=features[None]).last_hidden_state[0]
+
+    seen = set()
+    for prompt in prompts:
+        text, trace = published_loop(draft_hidden, target, config, prompt[None], 60, [])
+        output = target.generate(
+            prompt[None], max_new_tokens=60, do_sample=False, assistant_model=draft, return_dict_in_generate=True
+        )
+        plain = target.generate(prompt[None], max_new_tokens=60, do_sample=False)
+        assert output.sequences[0].tolist() == text == plain[0].tolist()
+        committed = output.acceptance_lengths[0]
+        assert committed[:-1] == trace[: len(committed) - 1]
+        seen.update(committed)
+    assert len(seen) >= 4, seen
+
+
+def test_batched_traces_equal_single_ones(pair, prompts):
+    """Each row keeps its own pace: a batch commits what its rows commit alone."""
+    target, draft = pair
+    pads = [0, 3, 1, 5, 2, 0]
+    inputs = prompts[:6].clone()
+    mask = torch.ones_like(inputs)
+    for row, pad in enumerate(pads):
+        inputs[row, :pad], mask[row, :pad] = 0, 0
+    options = {"max_new_tokens": 50, "do_sample": False, "assistant_model": draft, "return_dict_in_generate": True}
+    batch = target.generate(inputs, attention_mask=mask, **options)
+    for row, pad in enumerate(pads):
+        alone = target.generate(prompts[row : row + 1, pad:], **options)
+        assert batch.sequences[row, 8:].tolist() == alone.sequences[0, 8 - pad :].tolist()
+        assert batch.acceptance_lengths[row] == alone.acceptance_lengths[0]
+
+
+def test_training_and_decoding_draft_the_same_tokens(pair, prompts):
+    """Teacher-forced drafts of the training forward equal the decode path's on the same contexts, token for token."""
+    target, draft = pair
+    size = draft.config.block_size
+    text = target.generate(prompts[:1], max_new_tokens=60, do_sample=False)
+    drafted = {}
+    original = DFlashCandidateGenerator.draft
+
+    def record(self, anchors, start, *args, **kwargs):
+        block = original(self, anchors, start, *args, **kwargs)
+        drafted[int(start[0])] = block[0].tolist()
+        return block
+
+    DFlashCandidateGenerator.draft = record
+    try:
+        target.generate(prompts[:1], max_new_tokens=60, do_sample=False, assistant_model=draft)
+    finally:
+        DFlashCandidateGenerator.draft = original
+    anchors = torch.tensor([sorted(drafted)])
+    valid = torch.ones_like(anchors, dtype=torch.bool)
+    ones = torch.ones_like(text)
+    blocks = build_blocks(text, ones, anchors, valid, size, draft.config.mask_token_id)
+    mask = additive(block_mask(anchors, ones, size), torch.float32)
+    with torch.no_grad():
+        hidden = draft(
+            noise_embeds=raw_embedding(target, blocks.input_ids),
+            context_hidden_states=target_features(target, draft.config.target_layer_ids, text),
+            attention_mask={"full_attention": mask},
+            position_ids=blocks.position_ids,
+        ).last_hidden_state
+    teacher_forced = target.lm_head(hidden).argmax(-1).view(-1, size)
+    for block, anchor in zip(teacher_forced, anchors[0].tolist(), strict=True):
+        assert block[1:].tolist() == drafted[anchor][1:]
