@@ -7,12 +7,12 @@ Decoding with a DFlash drafter: draft a block, verify it with one forward of the
 from dataclasses import dataclass
 
 import torch
-from transformers import GenerationMixin
+from transformers import DynamicCache, GenerationMixin
 from transformers.generation import CandidateGenerator, GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
 from .accept_dflash import Continuation
-from .cache_dflash import SlotCache, slot_mask
+from .cache_dflash import SlotCache, can_adopt, slot_mask
 from .target_dflash import FeatureTap, raw_embedding
 from .verify_dflash import activate_past_recording, extra_arguments, probe_rollback
 
@@ -206,6 +206,24 @@ def plain_reason(target, session_class, generation_config, model_kwargs, synced_
     return None
 
 
+def usable_cache(target, cache, session_class):
+    """
+    The cache to prefill: what `generate` made, or a dynamic one in place of a static one, whose shapes slots replace.
+
+    Raises:
+        `ValueError`: a cache that the caller passed, or a quantised one, whose tokens cannot be moved into slots.
+    """
+    if session_class.kind == "crop" or can_adopt(cache):
+        return cache
+    if cache.is_compileable and not getattr(cache, "_is_user_defined", False):
+        return DynamicCache(config=target.config.get_text_config(decoder=True))
+    raise ValueError(
+        f"past_key_values is a {type(cache).__name__} of {type(cache.layers[0]).__name__}, which a drafter cannot "
+        "decode with: pass a `DynamicCache`, leave `past_key_values` and `cache_implementation` out, or drop "
+        "`assistant_model`."
+    )
+
+
 @torch.no_grad()
 def decode(
     target,
@@ -251,7 +269,7 @@ def decode(
         return DFlashGenerateOutput(**output, acceptance_lengths=[[] for _ in input_ids])
 
     # 1. Prefill by the target's own path; the features of the prompt become the drafter's context on the way.
-    cache = model_kwargs["past_key_values"]
+    cache = model_kwargs["past_key_values"] = usable_cache(target, model_kwargs["past_key_values"], session_class)
     past, rows = cache.get_seq_length(), input_ids.shape[0]
     embeds = model_kwargs.get("inputs_embeds")
     text = Continuation(input_ids, logits_processor, stopping_criteria, generation_config, streamer)

@@ -1,0 +1,136 @@
+"""Ways of calling `generate` that broke other implementations."""
+
+import pytest
+import torch
+from conftest import VOCAB, make_draft, make_target
+from transformers import DynamicCache, StaticCache
+from transformers.generation import GenerationConfig
+
+
+PROMPT = torch.tensor([[5, 9, 17, 33, 5, 9, 17, 33, 5, 9]])
+
+
+def both(target, draft, *args, **options):
+    options = {"max_new_tokens": 24, "do_sample": False, **options}
+    expected = target.generate(*args, **options)
+    return expected, target.generate(*args, **options, assistant_model=draft)
+
+
+def test_inputs_embeds(target, draft, oracle):
+    embeds = target.get_input_embeddings()(PROMPT)
+    expected, output = both(target, draft, inputs_embeds=embeds)
+    assert torch.equal(output, expected)
+    expected, output = both(target, draft, PROMPT, inputs_embeds=embeds)
+    assert torch.equal(output, expected)
+
+
+def test_positions_never_pass_the_targets_length():
+    """Learned positions end: a block may not reach past them, in a batch either."""
+    target = make_target("gpt2", n_positions=32)
+    draft = make_draft(target, block_size=16)
+    expected, output = both(target, draft, PROMPT, max_new_tokens=22)
+    assert torch.equal(output, expected)
+    ids, mask = PROMPT.repeat(3, 1), torch.ones(3, 10, dtype=torch.long)
+    ids[1, :4], mask[1, :4], ids[2, :7], mask[2, :7] = 0, 0, 0, 0
+    stop = target.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False)[0, -1].item()
+    expected, output = both(target, draft, ids, attention_mask=mask, max_new_tokens=22, eos_token_id=stop)
+    assert torch.equal(output, expected)
+
+
+def test_the_mask_token_is_an_ordinary_token_of_the_text(target, oracle):
+    """Nothing is trimmed, stopped or compared by the mask id."""
+    text = target.generate(PROMPT, max_new_tokens=24, do_sample=False)
+    draft = make_draft(target)
+    draft.config.mask_token_id = text[0, 15].item()
+    oracle(text, [0])
+    assert torch.equal(target.generate(PROMPT, max_new_tokens=24, do_sample=False, assistant_model=draft), text)
+
+
+def test_num_return_sequences_samples_rows(target, draft):
+    torch.manual_seed(0)
+    output = target.generate(
+        PROMPT, do_sample=True, num_return_sequences=4, max_new_tokens=12, assistant_model=draft, temperature=1.5
+    )
+    assert output.shape == (4, 22) and len({tuple(row) for row in output.tolist()}) == 4
+
+
+def test_a_users_cache_is_continued_and_filled(target, draft, oracle):
+    """The features of a prefilled prefix were never seen: drafting starts late, the text is the same."""
+    for with_mask in (False, True):
+        caches = [DynamicCache(config=target.config) for _ in range(2)]
+        for cache in caches:
+            target(PROMPT[:, :6], past_key_values=cache, use_cache=True)
+        options = {"attention_mask": torch.ones_like(PROMPT)} if with_mask else {}
+        expected = target.generate(PROMPT, past_key_values=caches[0], max_new_tokens=20, do_sample=False, **options)
+        oracle(expected, [0])
+        output = target.generate(
+            PROMPT, past_key_values=caches[1], max_new_tokens=20, do_sample=False, assistant_model=draft, **options
+        )
+        assert torch.equal(output, expected)
+        assert caches[0].get_seq_length() == caches[1].get_seq_length() == 29
+        torch.testing.assert_close(caches[0].layers[2].keys, caches[1].layers[2].keys, atol=1e-4, rtol=1e-4)
+
+
+def test_static_cache_is_replaced_or_refused(target, draft):
+    expected, output = both(target, draft, PROMPT, cache_implementation="static")
+    assert torch.equal(output, expected)
+    with pytest.raises(ValueError, match="past_key_values"):
+        target.generate(
+            PROMPT,
+            past_key_values=StaticCache(target.config, max_cache_len=64),
+            assistant_model=draft,
+            max_new_tokens=9,
+        )
+
+
+def test_generation_config_and_chunked_prefill(target, draft, oracle):
+    config = GenerationConfig(max_new_tokens=18, do_sample=False, pad_token_id=0, prefill_chunk_size=3)
+    expected = target.generate(PROMPT, generation_config=config)
+    oracle(expected, [0])
+    output = target.generate(PROMPT, generation_config=config, assistant_model=draft, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, expected) and max(output.acceptance_lengths[0]) > 1
+
+
+def test_chunked_prefill_drafts_what_whole_prefill_drafts(target, draft, monkeypatch):
+    from dflash_hf.modeling.generation_dflash import DFlashCandidateGenerator
+
+    drafted = []
+    original = DFlashCandidateGenerator.draft
+    monkeypatch.setattr(
+        DFlashCandidateGenerator,
+        "draft",
+        lambda self, *args, **kwargs: drafted.append(original(self, *args, **kwargs)) or drafted[-1],
+    )
+    options = {"max_new_tokens": 5, "do_sample": False, "assistant_model": draft}
+    target.generate(PROMPT, **options)
+    whole, drafted[:] = [block.tolist() for block in drafted], []
+    target.generate(PROMPT, prefill_chunk_size=3, **options)
+    assert [block.tolist() for block in drafted] == whole
+
+
+def test_max_time_stops_after_a_round(target, draft):
+    output = target.generate(PROMPT, max_new_tokens=200, max_time=1e-9, do_sample=False, assistant_model=draft)
+    assert 11 <= output.shape[1] <= 15
+
+
+def test_attentions_and_hidden_states_are_those_of_plain_decoding(draft):
+    target = make_target(attn="eager")
+    for option in ("output_hidden_states", "output_attentions"):
+        expected, output = both(target, draft, PROMPT, return_dict_in_generate=True, **{option: True})
+        assert torch.equal(output.sequences, expected.sequences)
+        name = option.removeprefix("output_")
+        assert len(getattr(output, name)) == len(getattr(expected, name)) == 24
+        assert output.acceptance_lengths == [[]]
+
+
+def test_half_precision_reports_a_match_rate():
+    """bf16 is not bitwise lossless in any speculative decoder; the texts still begin alike."""
+    target = make_target(dtype=torch.bfloat16)
+    draft = make_draft(target)
+    same = 0
+    for seed in range(8):
+        prompt = torch.randint(2, VOCAB - 1, (1, 9), generator=torch.Generator().manual_seed(seed))
+        expected, output = both(target, draft, prompt)
+        same += torch.equal(expected, output)
+        assert torch.equal(expected[:, :10], output[:, :10])
+    assert same >= 4
