@@ -27,9 +27,9 @@ class Continuation:
     The text being written: prompt, committed tokens, and the rule that accepts the next ones.
 
     Two ways of accepting give the same text. *At once*: every row keeps its own number of tokens; processors that look
-    at a position's scores alone, and the standard criteria, allow it. *Step by step*: processors and criteria are called
-    once for each committed token with exactly the prefix that plain decoding would show them, all rows in step; that
-    holds for any processor and criterion, also those that keep state.
+    at a position's scores alone, and the standard criteria, allow it. *Step by step*: processors and criteria are
+    called once for each committed token with exactly the prefix that plain decoding would show them, all rows in
+    step; that holds for any processor and criterion, also those that keep state.
 
     Args:
         input_ids (`torch.LongTensor`): `[R, S]`, the prompt.

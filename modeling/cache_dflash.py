@@ -1,6 +1,6 @@
 """
-The slot cache: every row starts at slot 0, new keys are scattered to the slots of their tokens, rolling back is keeping
-a smaller length. Nothing is copied, nothing changes shape, every row has its own length.
+The slot cache: every row starts at slot 0, new keys are scattered to the slots of their tokens, rolling back is
+keeping a smaller length. Nothing is copied, nothing changes shape, every row has its own length.
 """
 
 import torch
@@ -119,7 +119,7 @@ class SlotCache(Cache):
         """
         slots = cls(len(padding), capacity)
         columns = cache.get_seq_length()
-        for layer_idx, layer in enumerate(cache.layers):
+        for layer in cache.layers:
             moved = SlotLayer(slots)
             slots.layers.append(moved)
             if not layer.is_initialized:  # shares the keys of another layer
@@ -171,7 +171,7 @@ def slot_mask(
         slots (`torch.LongTensor`): `[R, n]`, the queries' slots.
         last_seen (`torch.LongTensor`): `[R, n]`, the last slot each query sees: its own slot for a causal layer.
         view (`int`): Slots handed to attention.
-        window (`int`, *optional*): A key is seen when `slot of the query - slot of the key < window`.
+        window (`int`, *optional*): A key is seen when `query slot - key slot < window`.
         chunk (`int`, *optional*): A key is seen in the query's own chunk of that many slots only.
         dtype (`torch.dtype`): A floating dtype. Eager attention adds the mask; a boolean one would be added as 0 and 1.
 

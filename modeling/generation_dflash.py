@@ -39,8 +39,8 @@ class DFlashDecodingConfig:
 @dataclass
 class DFlashGenerateOutput(GenerateDecoderOnlyOutput):
     """
-    `GenerateDecoderOnlyOutput` with `acceptance_lengths` (`list[list[int]]`): for each row the tokens committed by each
-    verification, bonus included. The first token of a row comes from the prompt's forward and is not counted.
+    `GenerateDecoderOnlyOutput` with `acceptance_lengths` (`list[list[int]]`): for each row the tokens committed by
+    each verification, bonus included. The first token of a row comes from the prompt's forward and is not counted.
     """
 
     acceptance_lengths: list[list[int]] | None = None
@@ -174,7 +174,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
 def layout(model_kwargs: dict, rows: int, device) -> tuple[list[int], torch.Tensor]:
     """
-    Where a prompt's tokens stand: the padding columns of each row, and the position of each row's first token `[R, 1]`.
+    Where a prompt's tokens stand: the padding columns of each row, and the position of its first token, `[R, 1]`.
     """
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     padding = torch.zeros(rows, dtype=torch.long, device=device)

@@ -89,14 +89,14 @@ def check_pair(target, draft_config) -> None:
     name = f"target {type(target).__name__}"
     if draft_config.target_hidden_size != text.hidden_size:
         raise ValueError(
-            f"The drafter reads features of width target_hidden_size={draft_config.target_hidden_size}, but {name} has "
-            f"hidden_size={text.hidden_size}: load the drafter that was trained for this target."
+            f"The drafter reads features of width target_hidden_size={draft_config.target_hidden_size}, but {name} "
+            f"has hidden_size={text.hidden_size}: load the drafter that was trained for this target."
         )
     rows, width = target.get_input_embeddings().weight.shape
     if draft_config.hidden_size != width:
         raise ValueError(
-            f"The drafter has hidden_size={draft_config.hidden_size}, but the embedding of {name}, which it shares, has "
-            f"width {width}: load the drafter that was trained for this target."
+            f"The drafter has hidden_size={draft_config.hidden_size}, but the embedding of {name}, which it shares, "
+            f"has width {width}: load the drafter that was trained for this target."
         )
     if draft_config.vocab_size is not None and draft_config.vocab_size > rows:
         raise ValueError(
@@ -105,8 +105,8 @@ def check_pair(target, draft_config) -> None:
         )
     if draft_config.mask_token_id >= rows:
         raise ValueError(
-            f"mask_token_id={draft_config.mask_token_id} lies outside the embedding of {name} ({rows} rows): resize that "
-            "embedding, or load the drafter that was trained for this target."
+            f"mask_token_id={draft_config.mask_token_id} lies outside the embedding of {name} ({rows} rows): resize "
+            "that embedding, or load the drafter that was trained for this target."
         )
     depth = len(decoder_layers(target))
     if max(draft_config.target_layer_ids) >= depth:
@@ -116,6 +116,6 @@ def check_pair(target, draft_config) -> None:
         )
     if draft_config.num_target_layers not in (None, depth):
         raise ValueError(
-            f"The drafter was trained for a target with num_target_layers={draft_config.num_target_layers}, but {name} "
-            f"has {depth} layers: load the drafter that was trained for this target."
+            f"The drafter was trained for a target with num_target_layers={draft_config.num_target_layers}, but "
+            f"{name} has {depth} layers: load the drafter that was trained for this target."
         )

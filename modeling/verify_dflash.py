@@ -1,8 +1,9 @@
 """
-How a target checks a block and goes back to the accepted length: slots, or `crop`, whichever a probe finds to work.
+How a target checks a block and goes back to the accepted length: by slots or by `crop`, whichever a probe finds to
+work.
 
-A session is opened on the cache that the prompt left behind. `verify(block, start)` runs one forward over a block whose
-first token is token number `start` of its row; `commit(start)` says how many tokens of each row stay.
+A session is opened on the cache that the prompt left behind. `verify` runs one forward over a block whose first token
+is token number `start` of its row; `commit` drops what was rejected; `close` gives the cache back as `generate` does.
 """
 
 import inspect

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
 from dflash_hf.modeling.generation_dflash import DFlashCandidateGenerator

@@ -118,7 +118,7 @@ def test_native_speculation_type_runs_the_drafter(target, draft):
 
 
 def test_drafts_agree_between_our_loop_and_the_native_one(monkeypatch):
-    """Same contexts, same drafts: our slots and upstream's cache. (No tap on the last layer: there it reads the norm.)"""
+    """Same contexts, same drafts: our slots and upstream's cache. (No tap on the last layer, whose norm it reads.)"""
     target = make_target()
     for overrides in ({}, {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}):
         draft = make_draft(target, block_size=4, target_layer_ids=[0, 1, 2], **overrides)

@@ -12,7 +12,7 @@ _ARCHITECTURES = {"DFlashDraftModel"}
 
 
 def is_drafter_config(config: dict) -> bool:
-    """Whether a `config.json` belongs to a DFlash drafter. Published ones say `model_type: qwen3`, like many targets."""
+    """Whether a `config.json` is a DFlash drafter's. Published ones say `model_type: qwen3`, like many targets."""
     return bool(_ARCHITECTURES & set(config.get("architectures") or ())) or "dflash_config" in config
 
 
