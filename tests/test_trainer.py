@@ -1,8 +1,8 @@
 """`DFlashTrainer`: what is learned, what is left alone, and figures that do not depend on how a batch is split."""
 
-import json
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -129,27 +129,29 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_split(split, tmp_path)
         assert (before[name] - parameter - gradient).norm() < 1e-6 * gradient.norm(), name
 
 
-TWO_RANKS = """
-import json, sys
-import torch
-import torch.distributed as dist
-from conftest import make_target
-from test_trainer import PLAIN_SGD, history, make_trainer, uneven_rows
-
-rows = [uneven_rows()[i] for i in (1, 1, 0, 3)]  # the first rank gets the two rows without an anchor
-size = 4 // int(sys.argv[2])
-trainer = make_trainer(sys.argv[1], make_target(dtype=torch.float64), rows, eval_rows=rows[1:],
-                       per_device_train_batch_size=size, per_device_eval_batch_size=1, **PLAIN_SGD)
-assert trainer.args.world_size == int(sys.argv[2])
-trainer.train()
-evaluated = trainer.evaluate()
-if trainer.args.process_index == 0:
-    torch.save({n: p.detach() for n, p in trainer.model.named_parameters()}, sys.argv[1] + "/after.pt")
+def train_and_evaluate(folder, ranks):
+    """
+    Four rows, of which the first rank of two gets those without an anchor; three to evaluate, so that two ranks are
+    given the first of them twice.
+    """
+    rows = [uneven_rows()[i] for i in (1, 1, 0, 3)]
+    sizes = {"per_device_train_batch_size": 4 // ranks, "per_device_eval_batch_size": 1}
+    trainer = make_trainer(folder, make_target(dtype=torch.float64), rows, eval_rows=rows[:0:-1], **sizes, **PLAIN_SGD)
+    assert trainer.args.world_size == ranks
+    trainer.train()
+    evaluated = trainer.evaluate()
     keys = ("loss", "accuracy", "simulated_tau")
-    figures = [history(trainer, key)[0] for key in keys] + [evaluated["eval_" + key] for key in keys]
-    open(sys.argv[1] + "/figures.json", "w").write(json.dumps(figures))
-if dist.is_initialized():
-    dist.destroy_process_group()
+    figures = [history(trainer, key)[0] for key in keys] + [evaluated[f"eval_{key}"] for key in keys]
+    return figures, {name: parameter.detach() for name, parameter in trainer.model.named_parameters()}
+
+
+ONE_OF_TWO_RANKS = """
+import sys
+import torch
+from test_trainer import train_and_evaluate
+
+torch.save(train_and_evaluate(sys.argv[1], ranks=2), sys.argv[2])
+torch.distributed.destroy_process_group()
 """
 
 
@@ -157,32 +159,28 @@ def test_two_ranks_train_as_one_and_one_without_anchors_does_not_hang(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    for world in (1, 2):
-        folder = tmp_path / str(world)
-        folder.mkdir()
-        processes = []
-        for rank in range(world):
-            env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-            if world > 1:
-                env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-                env |= {"ACCELERATE_USE_CPU": "true"}
-            command = [sys.executable, "-c", TWO_RANKS, str(folder), str(world)]
-            processes.append(
-                subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            )
-        try:
-            for process in processes:
-                output, _ = process.communicate(timeout=300)
-                assert process.returncode == 0, output
-        finally:
-            for process in processes:
-                process.kill()
-    one, two = (torch.load(tmp_path / world / "after.pt") for world in ("1", "2"))
-    for name, parameter in one.items():
-        torch.testing.assert_close(two[name], parameter, rtol=0, atol=1e-7)
-    one, two = (json.loads((tmp_path / world / "figures.json").read_text()) for world in ("1", "2"))
-    assert two == pytest.approx(one, rel=1e-6)
+    processes = []
+    for rank in range(2):
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+        env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+        command = [sys.executable, "-c", ONE_OF_TWO_RANKS, str(tmp_path), str(tmp_path / f"rank{rank}.pt")]
+        processes.append(
+            subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+    expected_figures, expected = train_and_evaluate(tmp_path, ranks=1)
+    try:
+        for process in processes:
+            output, _ = process.communicate(timeout=300)
+            assert process.returncode == 0, output
+    finally:
+        for process in processes:
+            process.kill()
+    for rank in range(2):
+        figures, parameters = torch.load(tmp_path / f"rank{rank}.pt")
+        assert figures == pytest.approx(expected_figures, rel=1e-6)
+        for name, parameter in expected.items():
+            torch.testing.assert_close(parameters[name], parameter, rtol=0, atol=1e-7)
 
 
 def test_a_batch_without_anchors_gives_zero_loss_and_zero_gradient(tmp_path):
@@ -286,6 +284,22 @@ def test_resuming_equals_an_uninterrupted_run(tmp_path):
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize(
+    "changed", [{"mask_token_id": 91}, {"block_size": 8}, {"target_layer_ids": [0, 1, 3]}, {"is_causal": True}]
+)
+def test_resuming_with_another_drafter_is_refused(changed, tmp_path):
+    """All of these load: no tensor has another shape."""
+    target = make_target()
+    make_trainer(tmp_path, target, counting_rows(4), save_strategy="steps", save_steps=1).train()
+    draft = make_draft(target, block_size=BLOCK)
+    ((name, value),) = changed.items()
+    setattr(draft.config, name, value)
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r} of this drafter is not the ")):
+        make_trainer(tmp_path, target, counting_rows(4), draft, max_steps=2).train(
+            resume_from_checkpoint=str(tmp_path / "checkpoint-1")
+        )
+
+
 @pytest.mark.parametrize("kind", ["half_target", "autocast", "checkpointing", "mixed_layers"])
 def test_other_settings_train(kind, tmp_path):
     """A bf16 target under an fp32 drafter, autocast, gradient checkpointing, sliding and full layers side by side."""
@@ -328,6 +342,19 @@ def test_anchors_change_from_step_to_step_and_follow_the_seed(tmp_path):
     assert torch.equal(anchors(0, seed=5), anchors(0, anchor_seed=5))
     assert not torch.equal(anchors(0), anchors(1))
     assert not torch.equal(anchors(0), anchors(0, anchor_seed=5))
+
+
+def test_more_anchors_than_positions_cost_nothing(tmp_path):
+    target = make_target()
+    losses = []
+    for num_anchors in (24, 512):
+        trainer = make_trainer(tmp_path, target, counting_rows(2), num_anchors=num_anchors)
+        batch = trainer.data_collator(counting_rows(2))
+        trainer.draw_anchors(batch, step=0)
+        assert batch["anchors"].shape == (2, 24)
+        trainer.train()
+        losses += history(trainer, "loss")
+    assert losses[0] == losses[1]
 
 
 # ---------------------------------------------------------------------------------------------------------- evaluation

@@ -145,8 +145,8 @@ def block_statistics(result: ChunkedLoss, counted: torch.BoolTensor, weights: to
 def statistics_to_metrics(sums: torch.Tensor) -> dict[str, float]:
     """
     Figures from summed [`block_statistics`] `[2 * (B - 1) + 4]`: `loss`, `accuracy` over all counted tokens,
-    `accuracy_k` of slot `k`, and `simulated_tau`, the mean over blocks of the accepted prefix plus the bonus token.
-    Empty without blocks.
+    `accuracy_k` of slot `k`, and `simulated_tau`, the mean over blocks of the accepted prefix plus the bonus token. A
+    block that the end of its response cuts short counts with the tokens that are left. Empty without blocks.
     """
     *slots, accepted, blocks, loss, weight = sums.tolist()
     if blocks == 0:

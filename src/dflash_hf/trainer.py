@@ -16,6 +16,8 @@ from dflash_hf.training_args import DFlashTrainingArguments
 
 
 _EVALUATION_STEP = -1  # evaluation draws the same anchors every time
+# What the weights of a checkpoint were trained for; another value would load and silently draft worse.
+_FIXED_ON_RESUME = ("mask_token_id", "block_size", "target_layer_ids", "layer_types", "sliding_window", "is_causal")
 
 
 class DFlashTrainer(Trainer):
@@ -71,6 +73,8 @@ class DFlashTrainer(Trainer):
         # compute_loss divides by the weights of the whole accumulated batch; Trainer must not divide again.
         self.model_accepts_loss_kwargs = True
         self.draft_config = model.config
+        # Layers of one type share one mask.
+        self.layer_of_type = {layer_type: i for i, layer_type in enumerate(model.config.layer_types)}
         self.target = freeze(target)
         if not hasattr(target, "hf_device_map") and target.device != args.device:
             target.to(args.device)
@@ -124,7 +128,7 @@ class DFlashTrainer(Trainer):
                 ),
                 self.model.dtype,
             )  # [N, 1, A*B, S + A*B]
-            for layer_idx, layer_type in enumerate(config.layer_types)
+            for layer_type, layer_idx in self.layer_of_type.items()
         }
 
         # 3. One pass of the drafter over [context | blocks].
@@ -171,7 +175,8 @@ class DFlashTrainer(Trainer):
     def draw_anchors(self, batch: dict[str, torch.Tensor], step: int) -> None:
         """Add `anchors` and `valid` `[N, A]` to a batch; they depend on each sequence, the seed and the step alone."""
         seeds = example_seeds(batch["input_ids"], batch["attention_mask"], self.args.anchor_seed, step)
-        batch["anchors"], batch["valid"] = sample_anchors(batch["loss_mask"], self.args.num_anchors, seeds=seeds)
+        slots = min(self.args.num_anchors, batch["input_ids"].shape[1])  # more would all be invalid
+        batch["anchors"], batch["valid"] = sample_anchors(batch["loss_mask"], slots, seeds=seeds)
 
     def batch_weight(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """The sum of slot weights of a batch with anchors, `[]`."""
@@ -216,6 +221,17 @@ class DFlashTrainer(Trainer):
             logs.update({**metrics, **logs})  # Trainer's own loss stays: the mean over optimizer steps
             self.train_statistics = self.no_statistics()
         super().log(logs, start_time)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        saved = type(self.draft_config).from_pretrained(resume_from_checkpoint)
+        for name in _FIXED_ON_RESUME:
+            ours, theirs = getattr(self.draft_config, name), getattr(saved, name)
+            if ours != theirs:
+                raise ValueError(
+                    f"{name}={ours!r} of this drafter is not the {theirs!r} that {resume_from_checkpoint} was trained "
+                    f"with; resume with {theirs!r}, or start a new run from `from_pretrained`."
+                )
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Forward and backward of the drafter over its blocks: 6 operations for each parameter and token."""
