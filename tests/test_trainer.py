@@ -129,6 +129,17 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_split(split, tmp_path)
         assert (before[name] - parameter - gradient).norm() < 1e-6 * gradient.norm(), name
 
 
+@pytest.mark.parametrize("causal", [None, False, True])
+def test_every_layer_type_has_its_own_mask(causal, tmp_path):
+    target = make_target(dtype=torch.float64)
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "is_causal": causal}
+    draft = make_draft(target, block_size=BLOCK, **layers)
+    trainer = make_trainer(tmp_path, target, uneven_rows(), draft, per_device_train_batch_size=4, **PLAIN_SGD)
+    loss = reference_loss(trainer, uneven_rows()).item()
+    trainer.train()
+    assert history(trainer, "loss") == pytest.approx([loss], rel=1e-6)
+
+
 def train_and_evaluate(folder, ranks):
     """
     Four rows, of which the first rank of two gets those without an anchor; three to evaluate, so that two ranks are
