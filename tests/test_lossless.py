@@ -121,6 +121,18 @@ def test_crop_session_is_lossless(family, oracle, monkeypatch):
         assert torch.equal(output.sequences, expected)
         assert len(set(output.acceptance_lengths[0])) >= 3
         assert output.past_key_values.get_seq_length() == 11 + 39
+        # A whole block accepted is cropped too: only that shrinks a sliding layer back to its window.
+        oracle(expected, [pad], error_rate=0.0)
+        whole = target.generate(
+            **inputs,
+            max_new_tokens=40,
+            do_sample=False,
+            assistant_model=make_draft(target),
+            return_dict_in_generate=True,
+        )
+        assert set(whole.acceptance_lengths[0][:-1]) == {4}
+        for layer in whole.past_key_values.layers:
+            assert layer.keys.shape[2] == (7 if getattr(layer, "is_sliding", False) else 11 + 39)
 
 
 def test_stateful_target_decodes_without_the_drafter(caplog):
