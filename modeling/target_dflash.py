@@ -92,16 +92,20 @@ def check_pair(target, draft_config) -> None:
             f"The drafter reads features of width target_hidden_size={draft_config.target_hidden_size}, but {name} "
             f"has hidden_size={text.hidden_size}: load the drafter that was trained for this target."
         )
+    if target.get_output_embeddings() is None:
+        raise ValueError(
+            f"{name} has no language-model head, which the drafter shares; load it with `AutoModelForCausalLM`."
+        )
     rows, width = target.get_input_embeddings().weight.shape
     if draft_config.hidden_size != width:
         raise ValueError(
             f"The drafter has hidden_size={draft_config.hidden_size}, but the embedding of {name}, which it shares, "
             f"has width {width}: load the drafter that was trained for this target."
         )
-    if draft_config.vocab_size is not None and draft_config.vocab_size > rows:
+    if draft_config.vocab_size not in (None, text.vocab_size, rows):
         raise ValueError(
-            f"The drafter was trained with vocab_size={draft_config.vocab_size}, but the embedding of {name} has "
-            f"{rows} rows: load the drafter that was trained for this target."
+            f"The drafter was trained with vocab_size={draft_config.vocab_size}, but {name} has "
+            f"vocab_size={text.vocab_size}: load the drafter that was trained for this target."
         )
     if draft_config.mask_token_id >= rows:
         raise ValueError(

@@ -171,11 +171,11 @@ def test_a_drafter_made_for_the_target_fits(target, draft):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"hidden_size": 64}, "hidden_size=64 .* width 32"),
-        ({"target_hidden_size": 64}, "target_hidden_size=64 .* hidden_size=32"),
-        ({"vocab_size": 200}, "vocab_size=200 .* vocab_size=96"),
+        ({"hidden_size": 64}, "hidden_size=64.* width 32"),
+        ({"target_hidden_size": 64}, "target_hidden_size=64.* hidden_size=32"),
+        ({"vocab_size": 200}, "vocab_size=200.* vocab_size=96"),
         ({"num_target_layers": 9, "target_layer_ids": [0, 4]}, r"target_layer_ids=\[0, 4\] .* 4 layers"),
-        ({"vocab_size": None, "mask_token_id": 96}, "mask_token_id=96 .* 96 rows"),
+        ({"vocab_size": None, "mask_token_id": 96}, "mask_token_id=96 .*96 rows"),
     ],
 )
 def test_a_drafter_that_does_not_fit_is_refused(target, changes, message):

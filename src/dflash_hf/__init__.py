@@ -20,6 +20,9 @@ _LAZY = {
     "DFlashGenerateOutput": ".modeling.generation_dflash",
     "install_hook": ".modeling.hook_dflash",
     "remove_hook": ".modeling.hook_dflash",
+    "DFlashCollator": ".data",
+    "make_example": ".data",
+    "generate_responses": ".target",
     "DFlashTrainer": ".trainer",
     "DFlashTrainingArguments": ".training_args",
 }

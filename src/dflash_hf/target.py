@@ -8,7 +8,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
-from dflash_hf.modeling.target_dflash import FeatureTap, decoder_layers
+from dflash_hf.modeling.target_dflash import FeatureTap, check_pair
 
 
 logger = logging.get_logger(__name__)
@@ -29,45 +29,15 @@ def freeze(target: PreTrainedModel) -> PreTrainedModel:
 
 def check_fit(draft_config, target: PreTrainedModel) -> None:
     """
-    Whether a drafter belongs to a target.
+    Whether a drafter can be trained for a target: `check_pair`, and a mask token that no text ends with.
 
     Raises:
-        `ValueError`: another width, vocabulary or depth, no head, or a mask token without a row of its own.
+        `ValueError`: names argument, value and remedy.
     """
-    text = target.config.get_text_config()
-    name = type(target).__name__
-    if target.get_output_embeddings() is None:
-        raise ValueError(f"target={name} has no language-model head; load it with `AutoModelForCausalLM`.")
-    rows, width = target.get_input_embeddings().weight.shape
-    if draft_config.hidden_size != width:
-        raise ValueError(
-            f"hidden_size={draft_config.hidden_size} of the drafter differs from the width {width} of the embedding "
-            f"that it shares with {name}; use `DFlashDraftConfig.for_target(target.config, ...)`."
-        )
-    if draft_config.target_hidden_size != text.hidden_size:
-        raise ValueError(
-            f"target_hidden_size={draft_config.target_hidden_size} differs from hidden_size={text.hidden_size} of "
-            f"{name}; set it to the width of the target's layers."
-        )
-    if draft_config.vocab_size not in (None, text.vocab_size, rows):
-        raise ValueError(
-            f"vocab_size={draft_config.vocab_size} of the drafter is not the vocab_size={text.vocab_size} of {name}; "
-            "they share one head: use the target that the drafter was made for."
-        )
-    depth = len(decoder_layers(target))
-    if max(draft_config.target_layer_ids) >= depth:
-        raise ValueError(
-            f"target_layer_ids={draft_config.target_layer_ids} reach past the {depth} layers of {name}, counted from "
-            "0; choose lower ids."
-        )
-    if draft_config.mask_token_id >= rows:
-        raise ValueError(
-            f"mask_token_id={draft_config.mask_token_id} lies outside the {rows} rows of the embedding of {name}; "
-            "choose an unused id inside it, or resize the embedding first."
-        )
+    check_pair(target, draft_config)
     if draft_config.mask_token_id in _eos_ids(target.generation_config):
         raise ValueError(
-            f"mask_token_id={draft_config.mask_token_id} is also an end-of-sequence id of {name}; choose an id that "
+            f"mask_token_id={draft_config.mask_token_id} is also an end-of-sequence id of {type(target).__name__}; choose an id that "
             "its text never uses."
         )
 
