@@ -37,8 +37,8 @@ def check_fit(draft_config, target: PreTrainedModel) -> None:
     check_pair(target, draft_config)
     if draft_config.mask_token_id in _eos_ids(target.generation_config):
         raise ValueError(
-            f"mask_token_id={draft_config.mask_token_id} is also an end-of-sequence id of {type(target).__name__}; choose an id that "
-            "its text never uses."
+            f"mask_token_id={draft_config.mask_token_id} is also an end-of-sequence id of "
+            f"{type(target).__name__}; choose an id that its text never uses."
         )
 
 
