@@ -24,6 +24,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from .configuration_dflash import DFlashDraftConfig
+from .generate_dflash import generate as custom_generate
 from .generation_dflash import DFlashDecodingConfig, decode
 from .hook_dflash import install_hook
 from .target_dflash import check_pair
@@ -304,9 +305,16 @@ class DFlashDraftModel(PreTrainedModel):
             "AutoConfig": "configuration_dflash.DFlashDraftConfig",
             "AutoModel": "modeling_dflash.DFlashDraftModel",
         }
-        Path(save_directory).mkdir(parents=True, exist_ok=True)
-        for source in sorted(Path(__file__).parent.glob("*_dflash.py")):
-            copy = Path(save_directory) / source.name
+        sources = {source.name: source for source in Path(__file__).parent.glob("*_dflash.py")}
+        sources["custom_generate/generate.py"] = Path(custom_generate.__code__.co_filename)
+        for name, source in sources.items():
+            copy = Path(save_directory) / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
             if source.resolve() != copy.resolve():
                 shutil.copyfile(source, copy)
         super().save_pretrained(save_directory, *args, **kwargs)
+
+    def _get_files_timestamps(self, working_dir):
+        """Upstream's list of what `push_to_hub=True` need not upload; the code was copied before it is made."""
+        stamps = super()._get_files_timestamps(working_dir)
+        return {name: t for name, t in stamps.items() if name != "custom_generate" and not name.endswith("_dflash.py")}

@@ -1,1 +1,0 @@
-"""Entry point of `target.generate(custom_generate="<drafter repository>")`."""
