@@ -1,5 +1,5 @@
 """
-`target.generate(**inputs, custom_generate="<drafter>", trust_remote_code=True)`: decoding with a drafter by name alone.
+`target.generate(**inputs, custom_generate="<drafter>", trust_remote_code=True)`: decode with a drafter by its name.
 
 A saved drafter holds this file twice: beside its model, so that it is never lost on re-saving, and as
 `custom_generate/generate.py`, where `generate` looks for it. There nothing else of the folder can be imported.
@@ -78,7 +78,7 @@ def asked_for() -> str:
         frame = frame.f_back
     raise ValueError(
         "The drafter's name could not be read from the running `generate`; pass it as `assistant_model` as well: "
-        '`target.generate(**inputs, custom_generate="<drafter>", assistant_model="<drafter>", trust_remote_code=True)`.'
+        '`generate(**inputs, custom_generate="<drafter>", assistant_model="<drafter>", trust_remote_code=True)`.'
     )
 
 
