@@ -40,6 +40,16 @@ class SlotLayer(CacheLayerMixin):
         view = self.cache.view
         return self.keys[:, :, :view], self.values[:, :, :view]
 
+    def grow(self) -> None:
+        """Move to buffers of the cache's new capacity."""
+        if not self.is_initialized:
+            return
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            new = old.new_zeros(*old.shape[:2], self.cache.capacity, old.shape[3])
+            new[:, :, : old.shape[2]] = old
+            setattr(self, name, new)
+
     def _write(self, buffer: torch.Tensor, slots: torch.Tensor, states: torch.Tensor) -> None:
         slots = slots.to(buffer.device)
         if buffer.shape[0] == 1:
@@ -66,7 +76,8 @@ class SlotCache(Cache):
 
     Args:
         rows (`int`): Batch rows.
-        capacity (`int`): Slots of each row. The last one is never seen: tokens to be dropped are written there.
+        capacity (`int`): Slots of each row to begin with; `place` grows them when they run out. The last one is
+            never seen: tokens to be dropped are written there.
     """
 
     def __init__(self, rows: int, capacity: int):
@@ -85,6 +96,10 @@ class SlotCache(Cache):
                 new tokens.
             used (`int`): All slots that any row sees in this forward are below it.
         """
+        if used >= self.capacity:
+            self.capacity = _round_up(max(used + 1, self.capacity * 5 // 4))
+            for layer in self.layers:
+                layer.grow()
         self.slots = slots
         self.view = min(_round_up(used), self.capacity)
 
@@ -109,8 +124,7 @@ class SlotCache(Cache):
         """
         Move a prefilled, left-padded cache into slots, so that every row starts at slot 0.
 
-        Where no row is padded the source's layers become views of the slots, so the prompt is held once and the source
-        stays valid.
+        The prompt is held once: each layer of the source is emptied as soon as its keys have moved, until `release`.
 
         Args:
             cache (`Cache`): Dynamic and sliding-window layers only; see `can_adopt`.
@@ -132,9 +146,7 @@ class SlotCache(Cache):
                 start, stop = first + skip - pad, columns - pad
                 moved.keys[row, :, start:stop] = keys[row, :, skip:]
                 moved.values[row, :, start:stop] = values[row, :, skip:]
-            if not any(padding):
-                layer.keys = moved.keys[:, :, first:columns]
-                layer.values = moved.values[:, :, first:columns]
+            layer.keys, layer.values = keys[:, :, :0].clone(), values[:, :, :0].clone()
         return slots
 
     def release(self, cache: Cache, padding: list[int], columns: int) -> Cache:
