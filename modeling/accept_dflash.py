@@ -1,5 +1,7 @@
 """Which drafted tokens stay: the target's own choice at each position, compared with the draft."""
 
+from typing import NamedTuple
+
 import torch
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, logits_process
 
@@ -20,6 +22,55 @@ _POSITIONWISE = tuple(
     )
 )
 _COUNTED = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria)
+
+
+class Proposal(NamedTuple):
+    """
+    What the tokens of a block were drawn from: `q`, the drafter's distribution of each slot. A drafter that takes the
+    likeliest tokens has none: its `q` is one-hot.
+    """
+
+    ids: torch.LongTensor  # [R, n, k]      tokens that `q` gives a probability; all others have none
+    probabilities: torch.Tensor  # [R, n, k]
+
+    def at(self, start: int, stop: int) -> "Proposal":
+        """Slots `start..stop - 1` alone."""
+        return Proposal(self.ids[:, start:stop], self.probabilities[:, start:stop])
+
+
+def sample_tokens(
+    scores: torch.Tensor, drafted: torch.LongTensor | None = None, proposal: Proposal | None = None
+) -> torch.LongTensor:
+    """
+    The target's own sample after each token of a block, drawn so that it equals the drafted token as often as can be.
+
+    With `p = softmax(scores)` a drafted token `x ~ q` is kept with probability `min(1, p(x) / q(x))`; if it is not,
+    the sample comes from `norm(max(p - q, 0))`, which gives `x` no weight. Either way it follows `p` (Leviathan
+    et al., 2211.17192). Without a proposal `q` is one-hot, and the same rule is a plain sample of `p`.
+
+    Args:
+        scores (`torch.Tensor`): `[R, n, V]` processed scores of the target.
+        drafted (`torch.LongTensor`, *optional*): `[R, m]`, `m <= n`, drafted tokens that scores `0..m - 1` judge.
+        proposal (`Proposal`, *optional*): What they were drawn from.
+
+    Returns:
+        `torch.LongTensor` `[R, n]`.
+    """
+    rows, size, vocab_size = scores.shape
+    p = scores.softmax(dim=-1)  # [R, n, V]
+    if proposal is None or drafted.shape[1] == 0:
+        return torch.multinomial(p.reshape(rows * size, vocab_size), num_samples=1).view(rows, size)
+    judged = drafted.shape[1]
+    q = proposal.probabilities.to(p.dtype)  # [R, m, k]
+    p_drafted = p[:, :judged].gather(-1, drafted[..., None])[..., 0]  # [R, m]
+    q_drafted = (q * (proposal.ids == drafted[..., None])).sum(dim=-1)  # [R, m]
+    keep = torch.rand_like(p_drafted) * q_drafted < p_drafted
+
+    residual = p.clone()
+    residual[:, :judged].scatter_add_(-1, proposal.ids, -q).clamp_(min=0)
+    residual = torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, p)  # p == q, where nothing is rejected
+    own = torch.multinomial(residual.reshape(rows * size, vocab_size), num_samples=1).view(rows, size)
+    return torch.cat([torch.where(keep, drafted, own[:, :judged]), own[:, judged:]], dim=1)
 
 
 class Continuation:
@@ -89,33 +140,41 @@ class Continuation:
             return torch.cat([block[:, :1], tokens], dim=1)
         return block
 
-    def accept(self, logits: torch.Tensor, block: torch.LongTensor | None = None) -> torch.LongTensor:
+    def accept(
+        self,
+        logits: torch.Tensor,
+        block: torch.LongTensor | None = None,
+        proposal: Proposal | None = None,
+    ) -> torch.LongTensor:
         """
         Commit the longest prefix of a block that the target agrees with, and the target's next token.
 
         Args:
             logits (`torch.Tensor`): `[R, n, V]`, the target's logits after each token of the block.
             block (`torch.LongTensor`, *optional*): `[R, n]`, anchor and drafted tokens; `None` after the prompt.
+            proposal (`Proposal`, *optional*): What the drafted tokens were drawn from, if they were drawn.
 
         Returns:
             `torch.LongTensor` `[R]`: committed tokens of each row.
         """
         was_alive, before = self.alive, self.lengths.copy()
         logits = logits.to(device=self.buffer.device)
-        counts = self._step_by_step(logits, block) if self.step_by_step else self._at_once(logits, block)
+        accept = self._step_by_step if self.step_by_step else self._at_once
+        counts = accept(logits, block, None if proposal is None else proposal.at(0, block.shape[1] - 1))
         if block is not None:
             for row, alive in enumerate(was_alive):
                 if alive:
                     self.acceptance_lengths[row].append(self.lengths[row] - before[row])
         return counts
 
-    def _at_once(self, logits, block):
+    def _at_once(self, logits, block, proposal):
         rows, size, vocab_size = logits.shape
         scores = logits.reshape(rows * size, vocab_size)
         if self.do_sample or len(self.processor) or scores.dtype == torch.float64:
             scores = self.processor(None, scores.float())  # plain decoding rounds to fp32 before it chooses
         if self.do_sample:
-            tokens = torch.multinomial(scores.softmax(dim=-1), num_samples=1).view(rows, size)
+            drafted = None if block is None else block[:, 1:]
+            tokens = sample_tokens(scores.view(rows, size, vocab_size), drafted, proposal)
         else:
             tokens = scores.argmax(dim=-1).view(rows, size)
 
@@ -148,7 +207,7 @@ class Continuation:
         self.done = timed_out or not any(self.alive)
         return counts
 
-    def _step_by_step(self, logits, block):
+    def _step_by_step(self, logits, block, proposal):
         size = logits.shape[1]
         for step in range(size):
             length = self.prompt_length + self.longest
@@ -160,7 +219,9 @@ class Continuation:
             if self.raw_logits is not None:
                 self.raw_logits += (raw,)
             if self.do_sample:
-                token = torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1)
+                last = proposal is None or step + 1 == size
+                judged = (None, None) if last else (block[:, step + 1, None], proposal.at(step, step + 1))
+                token = sample_tokens(scores[:, None], *judged)[:, 0]
             else:
                 token = scores.argmax(dim=-1)
             if self.stops_at_eos:

@@ -1,8 +1,20 @@
 """Configuration of a DFlash drafter: every published spelling in, one layout out, checked once at construction."""
 
 import copy
+from dataclasses import fields
 
 from transformers import PreTrainedConfig
+
+from .checks_dflash import (
+    LAYER_TYPES,
+    check_dflash2,
+    check_layers,
+    check_numbers,
+    check_rope,
+    check_sizes,
+    check_tokens,
+)
+from .layouts_dflash import canonical_config, default_target_layer_ids
 
 
 # Keys that some publishers nest in `dflash_config` and others keep at the top level. Nested wins, as in the engines.
@@ -11,34 +23,21 @@ _NESTED_KEYS = {
     "mask_token_id": "mask_token_id",
     "target_layer_ids": "target_layer_ids",
     "num_target_layers": "num_target_layers",
-    "causal": "is_causal",
     "swa_window_size": "sliding_window",
+    "conv_kernel_size": "conv_kernel_size",
+    "conv_group_size": "conv_group_size",
+    "selector_rank": "selector_rank",
+    "selector_top_k": "selector_top_k",
+    "output_multiplier": "output_multiplier",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "input_embedding_scale": "input_embedding_scale",
+    "attention_sink_bias": "attention_sink_bias",
+    "attention_value_scale": "attention_value_scale",
+    "backbone_rotary_base": "backbone_rotary_base",
 }
-_LAYER_TYPES = ("full_attention", "sliding_attention")
-
-
-def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> list[int]:
-    """
-    The target layers whose outputs a drafter reads by default: evenly spaced from the second layer to the third last
-    (DFlash, arXiv 2602.06036), `num_target_layers // 2` for a drafter of one layer.
-
-    Args:
-        num_target_layers (`int`): Depth of the target.
-        num_draft_layers (`int`): Depth of the drafter.
-
-    Raises:
-        `ValueError`: the target is too shallow for that many distinct layers.
-    """
-    if num_draft_layers == 1:
-        return [num_target_layers // 2]
-    ids = [round(1 + j * (num_target_layers - 4) / (num_draft_layers - 1)) for j in range(num_draft_layers)]
-    if len(set(ids)) != len(ids) or max(ids) >= num_target_layers or min(ids) < 0:
-        raise ValueError(
-            f"The default rule gives target_layer_ids={ids} for num_target_layers={num_target_layers} and "
-            f"num_hidden_layers={num_draft_layers}, which are not distinct layers. Pass `target_layer_ids` yourself, "
-            "or train a drafter with fewer layers."
-        )
-    return ids
+# Of those, the ones that engines read nested only; written when they say something.
+_WRITTEN_NESTED = tuple(_NESTED_KEYS)[5:]
+_IGNORED = ("model_type", "num_labels", "transformers_weights", "attn_implementation", "experts_implementation")
 
 
 class DFlashDraftConfig(PreTrainedConfig):
@@ -56,9 +55,21 @@ class DFlashDraftConfig(PreTrainedConfig):
         sliding_window (`int`): Keys that a query of a sliding layer sees, itself included.
         is_causal (`bool`): Causality *inside* the block for all layers. Absent: sliding layers are causal, full layers
             bidirectional.
+        draft_vocab_size (`int`): Size of a reduced vocabulary, over which the drafter then has a head of its own.
+        conv_kernel_size, conv_group_size (`int`): DFlash 2's convolution around every sublayer: taps, and channels
+            that share a dynamic kernel. Absent: no convolution.
+        selector_rank, selector_top_k (`int`): DFlash 2's path selector: rank of its codebooks, candidates of a slot.
+            Absent: no selector.
+        output_multiplier, final_logit_softcapping (`float`): Draft logits are `cap * tanh(logits * multiplier / cap)`.
+        input_embedding_scale (`float`): Multiplies the target's raw embeddings of a block.
+        attention_sink_bias (`bool`): A learned logit for each head that takes part in the softmax alone.
+        attention_value_scale (`float`): Multiplies the values.
+        v_head_dim (`int`): Size of a head's values. Default: `head_dim`.
+        backbone_rotary_base (`float`): Rotary base of the context's keys. Default: that of the block.
         dflash_config (`dict`): The nested form of the keys above; unknown keys in it are kept for re-saving.
 
-    The remaining arguments are those of Qwen3. Saved files name `model_type: qwen3`, which inference engines know.
+    A part of each head is rotated when `rope_parameters` holds `partial_rotary_factor`. The remaining arguments are
+    those of Qwen3. Saved files name `model_type: qwen3`, which inference engines know.
 
     Raises:
         `ValueError`: names key, value and remedy.
@@ -92,7 +103,20 @@ class DFlashDraftConfig(PreTrainedConfig):
     target_layer_ids: list[int] | None = None
     num_target_layers: int | None = None
     target_hidden_size: int | None = None
+    draft_vocab_size: int | None = None
+    conv_kernel_size: int | None = None
+    conv_group_size: int | None = None
+    selector_rank: int | None = None
+    selector_top_k: int | None = None
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
+    input_embedding_scale: float = 1.0
+    attention_sink_bias: bool = False
+    attention_value_scale: float = 1.0
+    v_head_dim: int | None = None
+    backbone_rotary_base: float | None = None
     dflash_config: dict | None = None
+    source_layout: str | None = None
     tie_word_embeddings: bool = False
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -108,26 +132,47 @@ class DFlashDraftConfig(PreTrainedConfig):
         for key, field in _NESTED_KEYS.items():
             if nested.get(key) is not None:
                 setattr(self, field, nested.pop(key))
+        # Here the top level wins: SGLang reads nothing else, vLLM reads it first.
+        causal = nested.pop("causal", None)
+        if self.is_causal is None:
+            self.is_causal = causal
         use_swa = nested.pop("use_swa", None)
         self.dflash_config = nested
 
-        self._check_sizes()
+        for key in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
+            if getattr(self, key) == 0:  # the engines' way of saying none
+                setattr(self, key, None)
+        for key in ("output_multiplier", "input_embedding_scale", "attention_value_scale"):
+            if getattr(self, key) is None:
+                setattr(self, key, 1.0)
+        if self.draft_vocab_size == self.vocab_size:
+            self.draft_vocab_size = None
+        check_sizes(self)
+        check_numbers(self)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.v_head_dim is None:
+            self.v_head_dim = self.head_dim
         if self.target_hidden_size is None:
             self.target_hidden_size = self.hidden_size
         if self.layer_types is None:
-            window_everywhere = use_swa or (use_swa is None and self.use_sliding_window and self.sliding_window)
-            kind = "sliding_attention" if window_everywhere else "full_attention"
-            self.layer_types = [kind] * self.num_hidden_layers
+            first = kwargs.get("max_window_layers") or 0
+            slides = use_swa is None and self.use_sliding_window and self.sliding_window
+            self.layer_types = [LAYER_TYPES[bool(slides) and i >= first] for i in range(self.num_hidden_layers)]
+        if use_swa and "sliding_attention" not in self.layer_types:
+            # Forces the window on every layer, full ones included, which stay bidirectional in the block.
+            self.layer_types = ["sliding_attention"] * self.num_hidden_layers
+            self.is_causal = bool(self.is_causal)
         if self.target_layer_ids is None and self.num_target_layers is not None:
             self.target_layer_ids = default_target_layer_ids(self.num_target_layers, self.num_hidden_layers)
         self.rope_parameters = copy.deepcopy(self.rope_parameters)
-        self._check_layers()
-        self._check_tokens()
+        check_layers(self)
+        check_tokens(self)
+        check_dflash2(self)
         super().__post_init__(**kwargs)
+        check_rope(self)
 
     @classmethod
     def for_target(cls, target_config, mask_token_id: int, num_hidden_layers: int = 5, block_size: int = 16, **kwargs):
@@ -136,7 +181,7 @@ class DFlashDraftConfig(PreTrainedConfig):
         layers.
 
         Args:
-            target_config (`PreTrainedConfig`): Configuration of the target; of a multimodal one, its text part is used.
+            target_config (`PreTrainedConfig`): Configuration of the target; of a multimodal one, its text part.
             mask_token_id (`int`): An id inside the target's embedding that its text never uses.
             num_hidden_layers (`int`): Draft layers.
             block_size (`int`): Tokens of a block, anchor included.
@@ -178,6 +223,44 @@ class DFlashDraftConfig(PreTrainedConfig):
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         return {**config_dict, "model_type": cls.model_type}, kwargs
 
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
+        """
+        As upstream, from any published layout.
+
+        Raises:
+            `ValueError`: names the file, and what is wrong in it.
+            `OSError`: no such file, or not JSON.
+        """
+        try:
+            return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        except OSError:
+            raise
+        except Exception as error:  # upstream's own validation raises many types
+            raise ValueError(f"config.json of {pretrained_model_name_or_path}: {error}") from error
+
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        """As upstream, from any published layout; see `layouts_dflash`."""
+        canonical = canonical_config({**config_dict, "model_type": config_dict.get("model_type", cls.model_type)})
+        names = {field.name for field in fields(cls)}
+        canonical |= {key: kwargs.pop(key) for key in list(kwargs) if key in names and key != "dtype"}
+        # A file may not choose code, other files, or what stands behind a method's name.
+        known = {
+            key: value for key, value in canonical.items() if key in (*names, "rope_scaling") or not hasattr(cls, key)
+        }
+        return super().from_dict({key: value for key, value in known.items() if key not in _IGNORED}, **kwargs)
+
+    @property
+    def is_dflash2(self) -> bool:
+        """Whether the drafter has a convolution or a path selector."""
+        return self.conv_kernel_size is not None or self.selector_rank is not None
+
+    @property
+    def has_own_head(self) -> bool:
+        """Whether the drafter has a head of its own, over a reduced vocabulary."""
+        return self.draft_vocab_size is not None
+
     def layer_is_causal(self, layer_idx: int) -> bool:
         """Whether layer `layer_idx` is causal inside the block (context keys are always in the past)."""
         if self.is_causal is not None:
@@ -188,12 +271,20 @@ class DFlashDraftConfig(PreTrainedConfig):
         """The written form: nested and top-level keys, all three rotary spellings, a model type that engines know."""
         output = super().to_dict()
         output["model_type"] = "qwen3"
-        output["architectures"] = output.get("architectures") or ["DFlashDraftModel"]
+        output["architectures"] = ["DFlash2DraftModel" if self.is_dflash2 else "DFlashDraftModel"]
+        del output["source_layout"]
         nested = {**self.dflash_config, "block_size": self.block_size, "mask_token_id": self.mask_token_id}
         nested["target_layer_ids"] = self.target_layer_ids
+        for key in _WRITTEN_NESTED:
+            value = output.pop(key)
+            if value != type(self).__dataclass_fields__[key].default:
+                nested[key] = value
         output["dflash_config"] = nested
         if self.is_causal is None:
             output.pop("is_causal", None)
+        for key in ("draft_vocab_size", "v_head_dim"):
+            if output[key] in (None, self.head_dim):
+                del output[key]
         # Qwen3Config drops the window of a reader that does not find this flag.
         output["use_sliding_window"] = "sliding_attention" in self.layer_types
         rope = copy.deepcopy(self.rope_parameters)
@@ -201,6 +292,8 @@ class DFlashDraftConfig(PreTrainedConfig):
             output["rope_theta"] = rope["rope_theta"]
             scaled = rope.get("rope_type", "default") != "default"
             output["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"} if scaled else None
+            if "partial_rotary_factor" in rope:
+                output["partial_rotary_factor"] = rope["partial_rotary_factor"]
         return output
 
     def to_diff_dict(self) -> dict:
@@ -209,78 +302,3 @@ class DFlashDraftConfig(PreTrainedConfig):
         if output.get("dtype") is not None:
             output["torch_dtype"] = output["dtype"]
         return output
-
-    def _check_sizes(self):
-        for key in (
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "max_position_embeddings",
-            "vocab_size",
-            "num_target_layers",
-            "target_hidden_size",
-            "sliding_window",
-        ):
-            value = getattr(self, key)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(
-                    f"{key}={value!r} must be a positive integer; correct it in the drafter's config.json."
-                )
-        if not isinstance(self.block_size, int) or isinstance(self.block_size, bool) or self.block_size < 2:
-            raise ValueError(
-                f"block_size={self.block_size!r} must be an integer of at least 2: the anchor and one drafted token."
-            )
-        if self.num_key_value_heads and self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads={self.num_attention_heads} must be a multiple of "
-                f"num_key_value_heads={self.num_key_value_heads}."
-            )
-        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}; "
-                "pass `head_dim`."
-            )
-
-    def _check_layers(self):
-        if len(self.layer_types) != self.num_hidden_layers or any(t not in _LAYER_TYPES for t in self.layer_types):
-            raise ValueError(
-                f"layer_types={self.layer_types} must name one of {_LAYER_TYPES} for each of the "
-                f"num_hidden_layers={self.num_hidden_layers} draft layers."
-            )
-        if "sliding_attention" in self.layer_types and self.sliding_window is None:
-            raise ValueError(
-                f"sliding_window=None, but layer_types={self.layer_types} holds sliding layers; set `sliding_window` to "
-                "the number of keys they see."
-            )
-        ids = self.target_layer_ids
-        if ids is None:
-            raise ValueError(
-                "target_layer_ids is missing: set it in `dflash_config` or at the top level, or set `num_target_layers` "
-                "for the default rule."
-            )
-        integers = isinstance(ids, list | tuple) and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
-        if not integers or not ids or len(set(ids)) != len(ids) or min(ids) < 0:
-            raise ValueError(f"target_layer_ids={ids!r} must be a list of distinct layer numbers, counted from 0.")
-        if self.num_target_layers is not None and max(ids) >= self.num_target_layers:
-            raise ValueError(
-                f"target_layer_ids={ids} reach past the last layer of a target with "
-                f"num_target_layers={self.num_target_layers}: the highest id is {self.num_target_layers - 1}."
-            )
-        self.target_layer_ids = list(ids)
-
-    def _check_tokens(self):
-        value = self.mask_token_id
-        if value is None:
-            raise ValueError(
-                "mask_token_id is missing: set it in `dflash_config` or at the top level to an id inside the target's "
-                "embedding that text never uses."
-            )
-        inside = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-        if not inside or (self.vocab_size is not None and value >= self.vocab_size):
-            raise ValueError(
-                f"mask_token_id={value!r} lies outside the vocabulary (vocab_size={self.vocab_size}); choose an id inside "
-                "the target's embedding, or resize that embedding first."
-            )

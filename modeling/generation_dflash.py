@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import torch
 from transformers import DynamicCache, GenerationMixin
-from transformers.generation import CandidateGenerator, GenerateDecoderOnlyOutput
+from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
 from .accept_dflash import Continuation
-from .cache_dflash import SlotCache, can_adopt, slot_mask
-from .target_dflash import FeatureTap, raw_embedding
+from .cache_dflash import can_adopt
+from .drafting_dflash import DFlashCandidateGenerator, layout
+from .target_dflash import FeatureTap
 from .verify_dflash import activate_past_recording, extra_arguments, probe_rollback
 
 
@@ -28,11 +29,14 @@ class DFlashDecodingConfig:
     Args:
         block_size (`int`, *optional*): Verify only the first so many tokens of a drafted block, anchor included. The
             block is always drafted at the trained size.
+        draft_temperature (`float`, *optional*): Temperature at which drafts are drawn when the target samples; 0 takes
+            the likeliest tokens. Default: that of `generate` for a drafter with a path selector, 0 for others.
         compile (`bool` or `str`): Compile draft and verification as one fixed-shape graph; a string names the
             `torch.compile` backend.
     """
 
     block_size: int | None = None
+    draft_temperature: float | None = None
     compile: bool | str = False
 
 
@@ -44,146 +48,6 @@ class DFlashGenerateOutput(GenerateDecoderOnlyOutput):
     """
 
     acceptance_lengths: list[list[int]] | None = None
-
-
-class DFlashCandidateGenerator(CandidateGenerator):
-    """
-    Drafts blocks from the target's features. Also runs inside upstream's own `_assisted_decoding` (one row), through
-    `get_candidates`.
-
-    Args:
-        draft (`DFlashDraftModel`): The drafter.
-        target (`PreTrainedModel`): The target, for its embedding and head.
-        max_length (`int`): Longest row, prompt included; for upstream's loop.
-    """
-
-    requires_model_outputs = True
-    model_kwargs_overrides = {"output_hidden_states": True}
-
-    def __init__(self, draft, target, max_length: int | None = None):
-        self.draft_model, self.target = draft, target
-        self.config = draft.config
-        self.head = target.get_output_embeddings()
-        self.device = target.get_input_embeddings().weight.device
-        self.max_length = max_length
-        self.noise = torch.full((1, self.config.block_size - 1), self.config.mask_token_id, device=self.device)
-        self.cache: SlotCache | None = None
-
-    def open(self, padding: list[int], past: int, room: int, offset: torch.Tensor) -> None:
-        """
-        Make room for a prompt.
-
-        Args:
-            padding (`list[int]`): Padding columns at the start of each row.
-            past (`int`): Columns whose features were never seen: those of a prefilled cache.
-            room (`int`): Tokens of a row at most, prompt and a last block included.
-            offset (`torch.LongTensor`): `[R, 1]`, position of a row's first token.
-        """
-        self.padding = torch.tensor(padding, device=self.device)[:, None]  # [R, 1]
-        self.first = (past - self.padding).clamp(min=0)  # [R, 1], the token that sits in slot 0
-        self.offset = offset
-        self.columns = past
-        self.cache = SlotCache(len(padding), room)
-
-    def absorb(self, features: torch.Tensor) -> None:
-        """Add the features `[R, C, L * H]` of the prompt's next columns to the drafter's context."""
-        columns = torch.arange(self.columns, self.columns + features.shape[1], device=self.device)
-        tokens = columns - self.padding  # [R, C], the number of each token in its row; padding is negative
-        slots = torch.where(tokens < 0, self.cache.trash, tokens - self.first)
-        self.columns += features.shape[1]
-        self.cache.place(slots, used=1)
-        positions = (tokens + self.offset).clamp(min=0)
-        self.draft_model.extend_context(self._to_draft(features), self._to_draft(positions), self.cache)
-
-    def draft(self, anchors, start, features=None, features_start=None, used: int = 0) -> torch.LongTensor:
-        """
-        Fill one block for each row.
-
-        Args:
-            anchors (`torch.LongTensor`): `[R]`, the last committed token of each row.
-            start (`torch.LongTensor`): `[R]`, the number of that token in its row.
-            features (`torch.Tensor`, *optional*): `[R, n, L * H]`, features of the block verified last, rejected
-                tokens included: their slots are covered by the new block.
-            features_start (`torch.LongTensor`, *optional*): `[R]`, the number of the first of them.
-            used (`int`): No row has a token at or past it once the block is written.
-
-        Returns:
-            `torch.LongTensor` `[R, B]`: the anchor and the drafted tokens.
-        """
-        rows, size = anchors.shape[0], self.config.block_size
-        inside = torch.arange(size, device=self.device)
-        block = start[:, None] + inside  # [R, B], token numbers
-        tokens = block
-        if features is not None:
-            earlier = features_start[:, None] + torch.arange(features.shape[1], device=self.device)  # [R, n]
-            tokens = torch.cat([earlier, block], dim=1)
-        slots = tokens - self.first
-        groups = slots.split([tokens.shape[1] - size, size], dim=1) if features is not None else (slots,)
-        self.cache.place(*groups, used=used)
-
-        noise = torch.cat([anchors[:, None], self.noise.expand(rows, -1)], dim=1)  # [R, B]
-        hidden = self.draft_model(
-            noise_embeds=self._to_draft(raw_embedding(self.target, noise)),
-            context_hidden_states=None if features is None else self._to_draft(features),
-            attention_mask=self._masks(slots[:, -size:]),
-            position_ids=self._to_draft(tokens + self.offset),
-            past_key_values=self.cache,
-        ).last_hidden_state[:, 1:]  # slot 0 is the anchor and predicts nothing
-        weight = self.head.weight
-        logits = self.head(hidden.to(device=weight.device, dtype=weight.dtype))  # [R, B - 1, V]
-        return torch.cat([anchors[:, None], logits.argmax(dim=-1).to(self.device)], dim=1)
-
-    def _masks(self, slots: torch.Tensor) -> dict[str, torch.Tensor]:
-        masks = {}
-        for layer_idx, layer_type in enumerate(self.config.layer_types):
-            if layer_type not in masks:
-                last_seen = slots if self.config.layer_is_causal(layer_idx) else slots[:, -1:].expand_as(slots)
-                window = self.config.sliding_window if layer_type == "sliding_attention" else None
-                mask = slot_mask(slots, last_seen, self.cache.view, window, None, self.draft_model.dtype)
-                masks[layer_type] = mask.to(self.draft_model.device)
-        return masks
-
-    def _to_draft(self, tensor: torch.Tensor) -> torch.Tensor:
-        dtype = self.draft_model.dtype if tensor.is_floating_point() else tensor.dtype
-        return tensor.to(device=self.draft_model.device, dtype=dtype)
-
-    def get_candidates(self, input_ids, model_kwargs, model_outputs, is_first_iteration, n_last_matches, **kwargs):
-        """Upstream's interface: one row; the first call comes before any forward of the target and drafts nothing."""
-        length = input_ids.shape[1]
-        room = self.max_length - length - 1
-        if is_first_iteration or room <= 0:
-            return input_ids, None
-        layers = [model_outputs.hidden_states[i + 1] for i in self.config.target_layer_ids]
-        features = torch.cat([layer.to(self.device) for layer in layers], dim=-1)
-        if self.cache is None:
-            padding, offset = layout(model_kwargs, 1, self.device)
-            past = length - 1 - features.shape[1]
-            self.open(padding, past, self.max_length + self.config.block_size, offset)
-            self.absorb(features)
-            features = features_start = None
-        else:
-            features_start = self.start
-        self.start = torch.tensor([length - 1 - int(self.padding)], device=self.device)
-        used = length + self.config.block_size
-        block = self.draft(input_ids[:, -1].to(self.device), self.start, features, features_start, used)
-        return torch.cat([input_ids, block[:, 1 : 1 + room].to(input_ids.device)], dim=1), None
-
-    def update_candidate_strategy(self, input_ids, scores, num_matches):
-        """Nothing to adapt: a block is always drafted whole. (Abstract upstream before 5.20.)"""
-
-
-def layout(model_kwargs: dict, rows: int, device) -> tuple[list[int], torch.Tensor]:
-    """
-    Where a prompt's tokens stand: the padding columns of each row, and the position of its first token, `[R, 1]`.
-    """
-    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    padding = torch.zeros(rows, dtype=torch.long, device=device)
-    if mask is not None:
-        padding = (mask.shape[1] - mask.long().sum(dim=1)).to(device)
-    offset = torch.zeros(rows, dtype=torch.long, device=device)
-    if positions is not None:
-        offset = positions[:, -1].to(device).expand(rows) - (positions.shape[1] - 1 - padding)
-    return padding.tolist(), offset[:, None]
 
 
 def plain_reason(target, session_class, generation_config, model_kwargs, synced_gpus) -> str | None:
@@ -222,6 +86,20 @@ def usable_cache(target, cache, session_class):
         "decode with: pass a `DynamicCache`, leave `past_key_values` and `cache_implementation` out, or drop "
         "`assistant_model`."
     )
+
+
+def draft_temperature(draft, generation_config) -> float:
+    """The temperature at which a drafter draws its tokens; 0 when it takes the likeliest."""
+    if not generation_config.do_sample:
+        return 0.0
+    temperature = draft.decoding_config.draft_temperature
+    if temperature is None:
+        samples = draft.config.selector_rank is not None
+        temperature = 1.0 if generation_config.temperature is None else generation_config.temperature
+        return float(temperature) if samples else 0.0
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"draft_temperature={temperature!r} must be 0, for the likeliest tokens, or positive.")
+    return float(temperature)
 
 
 @torch.no_grad()
@@ -273,16 +151,18 @@ def decode(
     past, rows = cache.get_seq_length(), input_ids.shape[0]
     embeds = model_kwargs.get("inputs_embeds")
     text = Continuation(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-    prompt = past + max(
-        input_ids.shape[1], 0 if embeds is None else embeds.shape[1]
-    )  # at most; may count `past` twice
-    room = prompt + text.max_new + draft.config.block_size
+    new = input_ids.shape[1] if embeds is None else max(input_ids.shape[1], embeds.shape[1])
+    prompt = past + new  # at most: ids may hold the past, too
+    # Slots for all there may be are needed where shapes must not change; otherwise they grow with the text.
+    compiled = draft.decoding_config.compile
+    room = prompt + (text.max_new if compiled else min(text.max_new, 256)) + draft.config.block_size
     generator = DFlashCandidateGenerator(draft, target)
     padding, offset = layout(model_kwargs, rows, generator.device)
     generator.open(padding, past, room, offset)
     if session_class.kind == "crop":
         activate_past_recording(cache)
-    was_training = draft.training
+    was_training, session = draft.training, None
+    keep_cache = generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
     draft.eval()
     try:
         with FeatureTap(target, draft.config.target_layer_ids, consume=generator.absorb) as tap:
@@ -298,11 +178,15 @@ def decode(
             text.accept(logits)
 
             def draft_and_verify(anchors, start, features, features_start, size, used):
-                block = text.drafted(generator.draft(anchors, start, features, features_start, used))
-                logits = session.verify(block[:, :size], start, used)
-                return block[:, :size], logits, tap.take()
+                proposal = None
+                if temperature == 0:
+                    block = generator.draft(anchors, start, features, features_start, used)
+                else:
+                    block, proposal = generator.sample(anchors, start, features, features_start, used, temperature)
+                block = text.drafted(block)[:, :size]
+                return block, session.verify(block, start, used), tap.take(), proposal
 
-            compiled = draft.decoding_config.compile
+            temperature = draft_temperature(draft, generation_config)
             if compiled:
                 backend = {} if compiled is True else {"backend": compiled}
                 draft_and_verify = torch.compile(draft_and_verify, fullgraph=True, dynamic=False, **backend)
@@ -314,20 +198,21 @@ def decode(
                 size = min(draft.decoding_config.block_size or draft.config.block_size, draft.config.block_size)
                 size = size if compiled else min(size, text.room)
                 used = room if compiled else text.longest + columns + draft.config.block_size
-                block, logits, features = draft_and_verify(text.last, start, features, features_start, size, used)
+                block, logits, features, proposal = draft_and_verify(
+                    text.last, start, features, features_start, size, used
+                )
                 # 3. Accept what the target agrees with, and its own next token.
-                counts = text.accept(logits, block)  # [R]
+                counts = text.accept(logits, block, proposal)  # [R]
                 # 4. Commit: the accepted tokens stay, everything after them will be written over.
                 session.commit(rejected=size - int(counts[0]) if session.kind == "crop" else 0)
                 features_start, start = start, start + counts
     finally:
         draft.train(was_training)
+        if session is not None and keep_cache:  # whole again for the caller, also after an interruption
+            cache = session.close(columns + max(text.longest - 1, 0))
 
     if streamer is not None:
         streamer.end()
-    if not (generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)):
-        return text.sequences
-    cache = session.close(columns + text.longest - 1)
     if not generation_config.return_dict_in_generate:
         return text.sequences
     return DFlashGenerateOutput(

@@ -11,9 +11,19 @@ from transformers import GenerationMixin
 _HOOKED = ("_validate_generation_mode", "_assisted_decoding")
 
 
-def is_drafter(assistant_model) -> bool:
-    """Whether an assistant speaks the DFlash protocol. Upstream's own path, when asked for by name, is left alone."""
-    return callable(getattr(type(assistant_model), "dflash_decode", None))
+def drafter_of(assistant_model):
+    """
+    The assistant itself when it speaks the DFlash protocol, our drafter of its tensors when it is a foreign DFlash
+    object, `None` when it is no drafter.
+
+    Raises:
+        `ValueError`: a language model that was built from a drafter's folder.
+    """
+    if assistant_model is None or callable(getattr(type(assistant_model), "dflash_decode", None)):
+        return assistant_model
+    from .adoption_dflash import adopted  # which needs the model, which installs this hook
+
+    return adopted(assistant_model)
 
 
 def install_hook() -> None:
@@ -37,8 +47,10 @@ def remove_hook() -> None:
 def _wrap_validate(original):
     @functools.wraps(original)
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
-        assistant = generation_mode_kwargs.get("assistant_model")
-        if is_drafter(assistant) and generation_config.speculation_type != "dflash":
+        # Upstream's own path, when asked for by name, is left alone.
+        native = generation_config.speculation_type == "dflash"
+        assistant = None if native else drafter_of(generation_mode_kwargs.get("assistant_model"))
+        if assistant is not None:
             return assistant.dflash_validate(self, generation_mode, generation_config, generation_mode_kwargs)
         return original(self, generation_mode, generation_config, generation_mode_kwargs)
 
@@ -48,8 +60,9 @@ def _wrap_validate(original):
 def _wrap_decode(original):
     @functools.wraps(original)
     def _assisted_decoding(self, *args, **kwargs):
-        assistant = kwargs.get("assistant_model")
-        if is_drafter(assistant) and kwargs["generation_config"].speculation_type != "dflash":
+        native = kwargs["generation_config"].speculation_type == "dflash"
+        assistant = None if native else drafter_of(kwargs.get("assistant_model"))
+        if assistant is not None:
             kwargs.pop("assistant_model")
             return assistant.dflash_decode(self, *args, **kwargs)
         return original(self, *args, **kwargs)

@@ -5,141 +5,36 @@ Keys and values of every layer come from two places: the target's features of al
 and the block itself. Queries come from the block alone. That is why keys outlive queries in `DFlashAttention`.
 """
 
+import copy
 import shutil
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
 from transformers.generation import GenerationMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3MLP,
-    Qwen3RMSNorm,
-    Qwen3RotaryEmbedding,
-    eager_attention_forward,
-    rotate_half,
-)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
+from .attention_dflash import DFlashAttention, DFlashRotaryEmbedding, additive, visible_in_block  # noqa: F401
+from .checkpoint_dflash import check_checkpoint, checkpoint_files
 from .configuration_dflash import DFlashDraftConfig
+from .convolution_dflash import BlockConvolution
 from .generate_dflash import generate as custom_generate
 from .generation_dflash import DFlashDecodingConfig, decode
 from .hook_dflash import install_hook
+from .layouts_dflash import TENSOR_NAMES
+from .selector_dflash import CandidateSelector
 from .target_dflash import check_pair
 
 
-class DFlashRotaryEmbedding(Qwen3RotaryEmbedding):
-    """Rotary tables whose frequencies stay in fp32: rounded to bf16 they are wrong by several positions at 10k tokens."""
-
-    def _apply(self, fn, recurse=True):
-        super()._apply(fn, recurse)
-        if self.inv_freq.dtype != torch.float32 and self.inv_freq.device.type != "meta":
-            fresh = type(self)(self.config)
-            self.inv_freq = fresh.inv_freq.to(self.inv_freq.device)
-            self.original_inv_freq = self.inv_freq.clone()
-        return self
-
-
-def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate `x` `[N, heads, T, head_dim]` by `cos`, `sin` `[N, T, head_dim]`."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return x * cos + rotate_half(x) * sin
-
-
-def visible_in_block(num_keys: int, block_size: int, window: int | None, causal: bool, device) -> torch.Tensor | None:
-    """
-    Which of the last `num_keys` keys each slot of a block sees, when the block's own keys are the last `block_size` of
-    them. `None` when every slot sees everything.
-
-    Returns:
-        `torch.BoolTensor` `[block_size, num_keys]` or `None`.
-    """
-    if not causal and (window is None or num_keys <= window):
-        return None
-    key = torch.arange(num_keys, device=device) - (num_keys - block_size)  # 0 is the anchor, negative is context
-    slot = torch.arange(block_size, device=device)[:, None]
-    visible = key <= slot if causal else torch.ones(block_size, num_keys, dtype=torch.bool, device=device)
-    if window is not None:
-        visible = visible & (slot - key < window)
-    return visible  # [block, keys]
-
-
-def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A float mask from a boolean one: eager attention would *add* a boolean mask as 0 and 1, silently."""
-    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
-        ~visible, torch.finfo(dtype).min
-    )
-
-
-class DFlashAttention(nn.Module):
-    """Attention of a draft layer: queries from the block, keys and values from context and block."""
-
-    def __init__(self, config: DFlashDraftConfig, layer_idx: int):
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.head_dim = config.head_dim
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling = config.head_dim**-0.5
-        self.attention_dropout = config.attention_dropout
-        self.is_causal = False  # read by SDPA; causality inside the block comes from the mask
-        self.causal_in_block = config.layer_is_causal(layer_idx)
-        self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
-        bias = config.attention_bias
-        self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * config.head_dim, bias=bias)
-        self.k_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * config.head_dim, bias=bias)
-        self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * config.head_dim, bias=bias)
-        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=bias)
-        self.q_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-
-    def keys_values(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
-        """Keys and values `[N, kv_heads, T, head_dim]` of `states` `[N, T, H]`."""
-        shape = (*states.shape[:-1], -1, self.head_dim)
-        keys = self.k_norm(self.k_proj(states).view(shape)).transpose(1, 2)
-        values = self.v_proj(states).view(shape).transpose(1, 2)
-        return apply_rotary(keys, cos, sin), values
-
-    def forward(self, hidden_states, context, position_embeddings, attention_mask, past_key_values=None, **kwargs):
-        block_size = hidden_states.shape[1]
-        cos, sin = position_embeddings  # [N, C + B, head_dim]
-        states = hidden_states if context is None else torch.cat([context, hidden_states], dim=1)  # [N, C + B, H]
-
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)  # [N, heads, B, head_dim]
-        query = apply_rotary(query, cos[:, -block_size:], sin[:, -block_size:])
-        key, value = self.keys_values(states, cos, sin)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
-
-        # A caller that keeps slots or trains hands over a 4-D mask; otherwise the block's keys are the last ones.
-        if attention_mask is None or attention_mask.dim() == 2:
-            attention_mask = self._mask_from_padding(attention_mask, key.shape[2], block_size, query)
-
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        output, weights = attend(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            sliding_window=self.sliding_window,
-            **kwargs,
-        )
-        return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights
-
-    def _mask_from_padding(self, padding, num_keys, block_size, query):
-        visible = visible_in_block(num_keys, block_size, self.sliding_window, self.causal_in_block, query.device)
-        if padding is not None and not padding.all():
-            real = padding[:, None, None, -num_keys:].bool()  # [N, 1, 1, keys]
-            visible = real if visible is None else visible & real
-        if visible is None:
-            return None
-        return additive(visible.expand(query.shape[0], 1, block_size, num_keys), query.dtype)
+_HUB_ARGUMENTS = (
+    *("subfolder", "revision", "token", "cache_dir", "force_download", "local_files_only", "proxies", "user_agent"),
+    *("repo_type", "_commit_hash"),
+)
 
 
 class DFlashDecoderLayer(GradientCheckpointingLayer):
@@ -149,18 +44,25 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         self.mlp = Qwen3MLP(config)
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.attention_conv = self.mlp_conv = None
+        if config.conv_kernel_size is not None:
+            self.attention_conv, self.mlp_conv = BlockConvolution(config), BlockConvolution(config)
 
     def forward(self, hidden_states, context, position_embeddings, attention_mask, past_key_values=None, **kwargs):
-        attended, _ = self.self_attn(
-            self.input_layernorm(hidden_states),
-            context,
-            position_embeddings,
-            attention_mask,
-            past_key_values,
-            **kwargs,
-        )
-        hidden_states = hidden_states + attended
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        def attend(x):
+            return self.self_attn(x, context, position_embeddings, attention_mask, past_key_values, **kwargs)[0]
+
+        normed = self.input_layernorm(hidden_states)
+        hidden_states = hidden_states + self._convolved(self.attention_conv, attend, normed)
+        normed = self.post_attention_layernorm(hidden_states)
+        return hidden_states + self._convolved(self.mlp_conv, self.mlp, normed)
+
+    @staticmethod
+    def _convolved(convolution, sublayer, normed: torch.Tensor) -> torch.Tensor:
+        if convolution is None:
+            return sublayer(normed)
+        before, after = convolution.corrections(normed)  # both from the input of the sublayer
+        return convolution(sublayer(convolution(normed, before, after=False)), after, after=True)
 
 
 class DFlashDraftModel(PreTrainedModel):
@@ -180,6 +82,15 @@ class DFlashDraftModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_attention_backend = True
+    # Checked by name before loading; not worth a second report.
+    _keys_to_ignore_on_load_unexpected = [
+        r"rotary_emb\.",
+        r"^embed_tokens\.",
+        r"^verifier_",
+        r"^lm_head\.",
+        "d2t",
+        "t2d",
+    ]
 
     def __init__(self, config: DFlashDraftConfig):
         super().__init__(config)
@@ -189,9 +100,56 @@ class DFlashDraftModel(PreTrainedModel):
         self.layers = nn.ModuleList([DFlashDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = DFlashRotaryEmbedding(config)
+        self.context_rotary_emb = None
+        if config.backbone_rotary_base is not None:
+            of_context = copy.copy(config)
+            of_context.rope_parameters = {**config.rope_parameters, "rope_theta": config.backbone_rotary_base}
+            self.context_rotary_emb = DFlashRotaryEmbedding(of_context)
+        if config.selector_rank is not None:
+            self.candidate_selector = CandidateSelector(config)
+        if config.has_own_head:
+            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+            # Draft id `i` is the target's id `i + d2t[i]`.
+            self.d2t = nn.Buffer(torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self.decoding_config = DFlashDecodingConfig()
         install_hook()
         self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        if isinstance(module, BlockConvolution):  # the identity
+            identity = torch.zeros_like(module.base_kernel)
+            identity[:, 0] = 1.0
+            init.copy_(module.base_kernel, identity)
+            init.zeros_(module.kernel_projection.weight)
+        elif isinstance(module, CandidateSelector):  # the argmax
+            init.normal_(module.predecessor_codebook, mean=0.0, std=self.config.initializer_range)
+            init.zeros_(module.successor_codebook)
+        elif isinstance(module, DFlashAttention) and self.config.attention_sink_bias:
+            init.zeros_(module.attention_sink_bias)
+
+    def draft_logits(self, hidden_states: torch.Tensor, target_head: nn.Module) -> torch.Tensor:
+        """
+        Logits `[..., V]` over the drafter's vocabulary from hidden states `[..., H]` after the final norm.
+
+        Args:
+            hidden_states (`torch.Tensor`): `[..., H]`.
+            target_head (`nn.Module`): The target's output embedding, used unless the drafter has a head of its own.
+        """
+        head = self.lm_head if self.config.has_own_head else target_head
+        weight = head.weight
+        logits = head(hidden_states.to(device=weight.device, dtype=weight.dtype))
+        if self.config.output_multiplier != 1.0:
+            logits = logits * self.config.output_multiplier
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def target_ids(self, draft_ids: torch.LongTensor) -> torch.LongTensor:
+        """The target's ids of tokens of the drafter's vocabulary."""
+        if not self.config.has_own_head:
+            return draft_ids
+        return draft_ids + self.d2t[draft_ids.to(self.d2t.device)].to(draft_ids.device)
 
     # The protocol attribute that the hook in `generate` looks for.
     def dflash_decode(self, target, *args, **kwargs):
@@ -208,7 +166,7 @@ class DFlashDraftModel(PreTrainedModel):
             )
 
     def project_context(self, context_hidden_states: torch.Tensor) -> torch.Tensor:
-        """`[N, C, L * H_target]` features of the target -> `[N, C, H]`, what every layer injects as keys and values."""
+        """`[N, C, L * H_target]` features of the target -> `[N, C, H]`, what every layer makes keys and values of."""
         width = self.fc.in_features
         if context_hidden_states.shape[-1] != width:
             raise ValueError(
@@ -228,7 +186,7 @@ class DFlashDraftModel(PreTrainedModel):
             past_key_values (`Cache`): Updated in place.
         """
         context = self.project_context(context_hidden_states)
-        cos, sin = self.rotary_emb(context, position_ids)
+        cos, sin = (self.context_rotary_emb or self.rotary_emb)(context, position_ids)
         for layer in self.layers:
             past_key_values.update(*layer.self_attn.keys_values(context, cos, sin), layer.self_attn.layer_idx)
 
@@ -245,7 +203,8 @@ class DFlashDraftModel(PreTrainedModel):
         One pass over one block (decoding) or several (training).
 
         Args:
-            noise_embeds (`torch.Tensor`): `[N, B, H]`, the target's raw embeddings of `[anchor, MASK, ..., MASK]`.
+            noise_embeds (`torch.Tensor`): `[N, B, H]`, the target's raw embeddings of `[anchor, MASK, ..., MASK]`;
+                `config.input_embedding_scale` is applied here.
             context_hidden_states (`torch.Tensor`): `[N, C, L * H_target]`, features of context tokens that are not in
                 the cache yet; `None` when all are.
             attention_mask: `None` or `[N, keys]` padding when the block's keys are the last ones; else an additive
@@ -270,34 +229,80 @@ class DFlashDraftModel(PreTrainedModel):
         if position_ids is None:
             new = noise_embeds.shape[1] + (0 if context is None else context.shape[1])
             position_ids = torch.arange(past_length, past_length + new, device=noise_embeds.device)[None]
-        position_embeddings = self.rotary_emb(noise_embeds, position_ids)
+        position_embeddings = self.rotary_emb(noise_embeds, position_ids)  # [N, C + B, d]
+        if context is not None and self.context_rotary_emb is not None:
+            of_context = self.context_rotary_emb(context, position_ids[:, : context.shape[1]])
+            of_block = [table[:, context.shape[1] :] for table in position_embeddings]
+            position_embeddings = [torch.cat(pair, dim=1) for pair in zip(of_context, of_block)]
 
         hidden_states = noise_embeds
+        if self.config.input_embedding_scale != 1.0:
+            hidden_states = hidden_states * self.config.input_embedding_scale
         for layer_type, layer in zip(self.config.layer_types, self.layers, strict=True):
             mask = attention_mask[layer_type] if isinstance(attention_mask, dict) else attention_mask
             hidden_states = layer(hidden_states, context, position_embeddings, mask, past_key_values, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path,
+        *model_args,
+        config=None,
+        key_mapping: dict[str, str] | None = None,
+        output_loading_info: bool = False,
+        **kwargs,
+    ):
         """
-        As upstream, but a tensor that is missing, unexpected or of another shape is an error: a drafter with a random
-        layer still runs, and nobody notices but by a low acceptance length.
+        As upstream, from any published layout, and with an error for a tensor that is missing, unexpected or of other
+        shape: a drafter with a random layer still runs, and nobody notices but by a low acceptance length.
 
         Raises:
-            `ValueError`: names the tensors.
+            `ValueError`: names the file, and the key or tensor.
+            `OSError`: a file is missing; only safetensors are read.
         """
-        kwargs["ignore_mismatched_sizes"] = True  # reported below, with the names
-        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        name = pretrained_model_name_or_path
+        hub = {key: kwargs[key] for key in _HUB_ARGUMENTS if kwargs.get(key) is not None}
+        # 1. The configuration, with the fields that the caller changes.
+        if not isinstance(config, PreTrainedConfig):
+            names = {field.name for field in fields(cls.config_class)} - {"dtype"}
+            changes = {key: kwargs.pop(key) for key in list(kwargs) if key in names}
+            config = cls.config_class.from_pretrained(name if config is None else config, **hub, **changes)
+        # 2. The tensors' names, shapes and dtypes. A quantised checkpoint has others; there upstream's report decides.
+        quantized = getattr(config, "quantization_config", None) is not None
+        if name is not None:
+            files = checkpoint_files(str(name), variant=kwargs.get("variant"), **hub)
+            if not quantized:
+                check_checkpoint(files, cls, config)
+        # 3. The weights, by upstream's own loader.
+        kwargs |= {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
+        renamed = {**(key_mapping or {}), **TENSOR_NAMES}
+        model, info = super().from_pretrained(name, *model_args, config=config, key_mapping=renamed, **kwargs)
         for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-            if info[problem]:
-                names = ", ".join(sorted(str(key) for key in info[problem])[:5])
-                raise ValueError(
-                    f"{pretrained_model_name_or_path}: {problem.replace('_', ' ')}: {names} "
-                    f"({len(info[problem])} in all). The weights do not belong to this config.json; load a drafter "
-                    "whose tensors carry the published names and the shapes that its config.json gives."
-                )
+            if quantized and info[problem]:
+                keys = ", ".join(sorted(str(key) for key in info[problem])[:5])
+                raise ValueError(f"{name}: {problem.replace('_', ' ')}: {keys} ({len(info[problem])} in all).")
+        # Upstream would write the names of the source again; a drafter is written in the published layout.
+        model._weight_conversions = [
+            conversion
+            for conversion in getattr(model, "_weight_conversions", None) or []
+            if not set(conversion.source_patterns) & set(renamed)
+        ]
+        model.check_draft_vocabulary()
         return (model, info) if output_loading_info else model
+
+    def check_draft_vocabulary(self) -> None:
+        """
+        Raises:
+            `ValueError`: `d2t` leads out of the target's vocabulary.
+        """
+        if self.config.has_own_head and self.d2t.device.type != "meta":
+            ids = torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+            if ids.min() < 0 or ids.max() >= self.config.vocab_size:
+                raise ValueError(
+                    f"d2t maps draft tokens to ids {int(ids.min())}..{int(ids.max())} of a target with vocab_size="
+                    f"{self.config.vocab_size}. It holds differences: draft id i is the target's id i + d2t[i]."
+                )
 
     def save_pretrained(self, save_directory, *args, **kwargs):
         """As upstream, and the code beside the weights, so that `trust_remote_code=True` works without the package."""

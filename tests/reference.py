@@ -13,15 +13,47 @@ def rms_norm(x, weight, eps):
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
 
 
-def rotate(x, position, theta):
-    """One vector `[head_dim]` at one position."""
-    half = x.shape[0] // 2
-    out = torch.empty_like(x)
-    for i in range(half):
-        angle = position * theta ** (-2.0 * i / x.shape[0])
-        c, s = math.cos(angle), math.sin(angle)
+def frequencies(config, theta):
+    """Angles by position of the rotated channel pairs, and the factor on cosine and sine (YaRN, 2309.00071)."""
+    dim = int(config["head_dim"] * config.get("partial_rotary_factor", 1.0))
+    plain = [theta ** (-2.0 * i / dim) for i in range(dim // 2)]
+    yarn = config.get("yarn")
+    if yarn is None:
+        return plain, 1.0
+    factor, length = yarn["factor"], yarn["original_max_position_embeddings"]
+
+    def pair_that_turns(times):
+        return dim * math.log(length / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = max(math.floor(pair_that_turns(32.0)), 0), min(math.ceil(pair_that_turns(1.0)), dim - 1)
+    ramp = [min(max((i - low) / max(high - low, 0.001), 0.0), 1.0) for i in range(dim // 2)]
+    return [f / factor * r + f * (1 - r) for f, r in zip(plain, ramp)], 0.1 * math.log(factor) + 1.0
+
+
+def rotate(x, position, table):
+    """One vector `[head_dim]` at one position; channels past the rotated ones stay."""
+    angles, scale = table
+    half = len(angles)
+    out = x.clone()
+    for i, angle in enumerate(angles):
+        c, s = math.cos(position * angle) * scale, math.sin(position * angle) * scale
         out[i] = x[i] * c - x[i + half] * s
         out[i + half] = x[i + half] * c + x[i] * s
+    return out
+
+
+def convolve(x, driver, projection, base, side, group, taps):
+    """
+    `x` `[B, H]`, one block; the kernel's corrections come from `driver` `[B, H]`. `side` 0 before a sublayer, 1 after.
+    """
+    size, width = x.shape
+    out = torch.zeros_like(x)
+    for t in range(size):
+        delta = (projection @ driver[t]).view(2, taps, width // group)
+        for c in range(width):
+            for o in range(taps):
+                if t - o >= 0:
+                    out[t, c] += (base[side, o, c] + delta[side, o, c // group]) * x[t - o, c]
     return out
 
 
@@ -31,51 +63,104 @@ def draft_hidden_states(tensors, config, features, block):
 
     Args:
         tensors (`dict`): The published tensors by name.
-        config (`dict`): The published config.json.
+        config (`dict`): The published config.json, flat.
         features (`torch.Tensor`): `[S, L * H_t]`, the target's features of tokens 0..S-1.
         block (`torch.Tensor`): `[B, H]`, embeddings of anchor and masks; the anchor is token S.
     """
     eps, theta, dim = config["rms_norm_eps"], config["rope_theta"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    v_dim, v_scale = config.get("v_head_dim", dim), config.get("attention_value_scale", 1.0)
+    table = frequencies(config, theta)
+    context_table = frequencies(config, config.get("backbone_rotary_base", theta))
     context = rms_norm(features @ tensors["fc.weight"].T, tensors["hidden_norm.weight"], eps)
     past, size = len(features), len(block)
-    hidden = block
+    hidden = block * config.get("input_embedding_scale", 1.0)
+    taps, group = config.get("conv_kernel_size"), config.get("conv_group_size")
 
     def project(x, prefix, name):
         bias = tensors.get(f"{prefix}{name}.bias")
         y = x @ tensors[f"{prefix}{name}.weight"].T
         return y if bias is None else y + bias
 
+    def around(sublayer, x, prefix):
+        if taps is None:
+            return sublayer(x)
+        kernel = (tensors[f"{prefix}.kernel_projection.weight"], tensors[f"{prefix}.base_kernel"])
+        y = sublayer(convolve(x, x, *kernel, 0, group, taps))
+        return convolve(y, x, *kernel, 1, group, taps)
+
     for layer in range(config["num_hidden_layers"]):
         p = f"layers.{layer}.self_attn."
         sliding = config["layer_types"][layer] == "sliding_attention"
         causal = config.get("is_causal", sliding)
+        sinks = tensors.get(f"{p}attention_sink_bias")
+
+        def attention(x, p=p, sliding=sliding, causal=causal, sinks=sinks):
+            source = torch.cat([context, x])
+            keys = project(source, p, "k_proj").view(past + size, kv_heads, dim)
+            values = project(source, p, "v_proj").view(past + size, kv_heads, v_dim) * v_scale
+            queries = project(x, p, "q_proj").view(size, heads, dim)
+            attended = torch.zeros(size, heads, v_dim, dtype=x.dtype)
+            for slot in range(size):
+                for head in range(heads):
+                    q = rotate(rms_norm(queries[slot, head], tensors[f"{p}q_norm.weight"], eps), past + slot, table)
+                    scores, seen = [], []
+                    for j in range(past + size):
+                        if causal and j > past + slot:
+                            continue
+                        if sliding and past + slot - j >= config["sliding_window"]:
+                            continue
+                        k = rms_norm(keys[j, head * kv_heads // heads], tensors[f"{p}k_norm.weight"], eps)
+                        k = rotate(k, j, context_table if j < past else table)
+                        scores.append(q @ k / math.sqrt(dim))
+                        seen.append(j)
+                    if sinks is not None:
+                        scores.append(sinks[head])
+                    weights = torch.stack(scores).softmax(0)
+                    attended[slot, head] = sum(w * values[j, head * kv_heads // heads] for w, j in zip(weights, seen))
+            return project(attended.reshape(size, -1), p, "o_proj")
+
+        def mlp(x, m=f"layers.{layer}.mlp."):
+            gate, up = x @ tensors[f"{m}gate_proj.weight"].T, x @ tensors[f"{m}up_proj.weight"].T
+            return (gate * torch.sigmoid(gate) * up) @ tensors[f"{m}down_proj.weight"].T
+
         x = rms_norm(hidden, tensors[f"layers.{layer}.input_layernorm.weight"], eps)
-        source = torch.cat([context, x])
-        keys = project(source, p, "k_proj").view(past + size, kv_heads, dim)
-        values = project(source, p, "v_proj").view(past + size, kv_heads, dim)
-        queries = project(x, p, "q_proj").view(size, heads, dim)
-        attended = torch.zeros(size, heads, dim, dtype=x.dtype)
-        for slot in range(size):
-            for head in range(heads):
-                q = rotate(rms_norm(queries[slot, head], tensors[f"{p}q_norm.weight"], eps), past + slot, theta)
-                scores, seen = [], []
-                for j in range(past + size):
-                    if causal and j > past + slot:
-                        continue
-                    if sliding and past + slot - j >= config["sliding_window"]:
-                        continue
-                    k = rms_norm(keys[j, head * kv_heads // heads], tensors[f"{p}k_norm.weight"], eps)
-                    scores.append(q @ rotate(k, j, theta) / math.sqrt(dim))
-                    seen.append(j)
-                weights = torch.stack(scores).softmax(0)
-                attended[slot, head] = sum(w * values[j, head * kv_heads // heads] for w, j in zip(weights, seen))
-        hidden = hidden + project(attended.reshape(size, -1), p, "o_proj")
+        hidden = hidden + around(attention, x, f"layers.{layer}.attention_conv")
         x = rms_norm(hidden, tensors[f"layers.{layer}.post_attention_layernorm.weight"], eps)
-        m = f"layers.{layer}.mlp."
-        gate, up = x @ tensors[f"{m}gate_proj.weight"].T, x @ tensors[f"{m}up_proj.weight"].T
-        hidden = hidden + (gate * torch.sigmoid(gate) * up) @ tensors[f"{m}down_proj.weight"].T
+        hidden = hidden + around(mlp, x, f"layers.{layer}.mlp_conv")
     return rms_norm(hidden, tensors["norm.weight"], eps)
+
+
+def draft_tokens(tensors, config, hidden, head, anchor):
+    """
+    The drafted tokens of one block, greedy.
+
+    Args:
+        hidden (`torch.Tensor`): `[B, H]`, final hidden states.
+        head (`torch.Tensor`): `[V, H]`, the target's head.
+        anchor (`int`): The token of slot 0.
+    """
+    own = "d2t" in tensors
+    cap = config.get("final_logit_softcapping")
+    tokens, before = [], anchor
+    for h in hidden[1:]:
+        logits = (tensors["lm_head.weight"] if own else head) @ h * config.get("output_multiplier", 1.0)
+        if cap is not None:
+            logits = cap * torch.tanh(logits / cap)
+        if "selector_rank" in config:
+            prefix = "candidate_selector."
+            query = tensors[f"{prefix}predecessor_codebook"][before] * (
+                tensors[f"{prefix}hidden_projection.weight"] @ h
+            )
+            scores = {
+                int(i): float(logits[i] + query @ tensors[f"{prefix}successor_codebook"][i])
+                for i in logits.topk(config["selector_top_k"]).indices
+            }
+            before = max(scores, key=scores.get)
+        else:
+            before = int(logits.argmax())
+        tokens.append(before + int(tensors["d2t"][before]) if own else before)
+    return tokens
 
 
 @torch.no_grad()

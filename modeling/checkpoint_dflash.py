@@ -1,0 +1,174 @@
+"""
+What a checkpoint holds, read from the headers of its safetensors files before anything is loaded: damaged files and
+tensors that do not belong to the configuration are refused with their names, and nothing is allocated for them.
+"""
+
+import json
+import math
+import os
+import struct
+
+import torch
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+from .layouts_dflash import canonical_name, is_left_out, refuse_other_tensors
+
+
+_BYTES = {
+    **{"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1},
+    **{"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1},
+}
+_WEIGHTS = ("F64", "F32", "F16", "BF16")
+_LONGEST_HEADER = 100_000_000  # as safetensors itself
+
+
+def checkpoint_files(name_or_path: str, variant: str | None = None, **hub_arguments) -> list[str]:
+    """
+    The safetensors files of a folder or a repository, downloaded if need be.
+
+    Args:
+        name_or_path (`str`): Folder or repository.
+        variant (`str`, *optional*): As in `from_pretrained`.
+        hub_arguments: `subfolder`, `revision`, `token`, `cache_dir` and their like, as `cached_file` takes them.
+
+    Raises:
+        `OSError`: there are none, or a shard is missing.
+        `ValueError`: the index is damaged, or names a file outside the folder.
+    """
+
+    def find(name: str) -> str | None:
+        return cached_file(name_or_path, name, _raise_exceptions_for_missing_entries=False, **hub_arguments)
+
+    def with_variant(name: str) -> str:
+        stem, dot, rest = name.partition(".")
+        return name if variant is None else f"{stem}{dot}{rest.replace('safetensors', f'{variant}.safetensors', 1)}"
+
+    single = find(with_variant(SAFE_WEIGHTS_NAME))
+    if single is not None:
+        return [single]
+    index = find(with_variant(SAFE_WEIGHTS_INDEX_NAME))
+    if index is None:
+        raise OSError(
+            f"{name_or_path} holds no {SAFE_WEIGHTS_NAME} and no {SAFE_WEIGHTS_INDEX_NAME}. Only safetensors are "
+            "read; convert other files with `dflash convert`."
+        )
+    try:
+        with open(index, encoding="utf-8") as file:
+            names = sorted(set(json.load(file)["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{index} is not an index of safetensors files ({error!r}); download it again.") from error
+    files = []
+    for name in names:
+        if not isinstance(name, str) or name != os.path.basename(name) or not name.endswith(".safetensors"):
+            raise ValueError(f"{index} names {name!r}, which is not a safetensors file beside it.")
+        files.append(find(name))
+        if files[-1] is None:
+            raise OSError(f"{index} names {name}, which is missing; download it again.")
+    return files
+
+
+def read_header(path: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """
+    Names, dtypes and shapes of the tensors of a safetensors file.
+
+    Raises:
+        `ValueError`: the file is cut short or damaged; names it, and the tensor.
+    """
+
+    def damaged(what: str) -> ValueError:
+        return ValueError(f"{path} is damaged: {what}; download or write it again.")
+
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
+        if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
+            raise damaged(f"its header of {length} bytes does not fit into its {size} bytes")
+        try:
+            header = json.loads(file.read(length).decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise damaged(f"its header is not JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise damaged("its header is not a dictionary")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise damaged("its metadata is not a dictionary of strings")
+
+    tensors, spans = {}, []
+    for name, entry in header.items():
+        try:
+            dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        except (TypeError, KeyError, ValueError) as error:
+            raise damaged(f"the entry of tensor {name} is {entry!r}") from error
+        numbers = [*shape, begin, end] if isinstance(shape, list) else [None]
+        if any(type(number) is not int or number < 0 for number in numbers) or dtype not in _BYTES:
+            raise damaged(f"the entry of tensor {name} is {entry!r}")
+        if math.prod(shape) * _BYTES[dtype] != end - begin:
+            raise damaged(f"tensor {name} of {dtype} and shape {shape} cannot have {end - begin} bytes")
+        tensors[name] = (dtype, tuple(shape))
+        spans.append((begin, end))
+    position = 0
+    for begin, end in sorted(spans):
+        if begin != position:
+            raise damaged(f"its tensors overlap or leave a hole at byte {position}")
+        position = end
+    if position != size - 8 - length:
+        raise damaged(f"it has {size - 8 - length} bytes of tensors where its header says {position}")
+    return tensors
+
+
+def check_checkpoint(files: list[str], model_class, config) -> None:
+    """
+    Hold the tensors of a checkpoint against the model that a configuration describes.
+
+    Raises:
+        `ValueError`: names the tensor that is missing, unexpected, there twice, or of another shape or dtype.
+    """
+    # 1. What the files hold, by published names.
+    found, sources = {}, {}
+    for path in files:
+        tensors = read_header(path)
+        named = {name: canonical_name(name) for name in tensors}
+        try:
+            refuse_other_tensors(named.values())
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        for name, canonical in named.items():
+            if is_left_out(canonical, config.source_layout, config.has_own_head):
+                continue
+            if canonical in found:
+                raise ValueError(f"{path}: tensors {sources[canonical]} and {name} are both {canonical}; remove one.")
+            found[canonical], sources[canonical] = tensors[name], name
+
+    # 2. What the model wants. A wrong number of layers is found first, before that many layers are built.
+    layers = {name.split(".")[1] for name in found if name.startswith("layers.")}
+    where = files[0] if len(files) == 1 else os.path.dirname(files[0])
+    if len(layers) < config.num_hidden_layers:
+        raise ValueError(
+            f"{where}: missing keys: num_hidden_layers={config.num_hidden_layers}, but the tensors are those of "
+            f"{len(layers)} layers; correct config.json or load the whole checkpoint."
+        )
+    with torch.device("meta"):
+        wanted = {name: tensor for name, tensor in model_class(config).state_dict().items()}
+
+    # 3. The difference.
+    problems = {
+        "missing keys": [name for name in wanted if name not in found],
+        "unexpected keys": [sources[name] for name in found if name not in wanted],
+        "mismatched keys": [
+            f"{sources[name]} has shape {list(found[name][1])} instead of {list(tensor.shape)}"
+            for name, tensor in wanted.items()
+            if name in found and found[name][1] != tuple(tensor.shape)
+        ],
+    }
+    for problem, names in problems.items():
+        if names:
+            raise ValueError(
+                f"{where}: {problem}: {', '.join(names[:5])} ({len(names)} in all). The weights do not belong to this "
+                "config.json; load a drafter whose tensors carry the published names and the shapes that its "
+                "config.json gives."
+            )
+    for name, tensor in wanted.items():
+        allowed = _WEIGHTS if tensor.is_floating_point() else ("I64",)
+        if found[name][0] not in allowed:
+            raise ValueError(f"{where}: tensor {sources[name]} has dtype {found[name][0]}, not one of {allowed}.")

@@ -1,0 +1,206 @@
+"""Drafting: the context that a drafter keeps, and the tokens that it proposes for a block."""
+
+import torch
+from transformers.generation import CandidateGenerator
+
+from .accept_dflash import Proposal
+from .cache_dflash import SlotCache, slot_mask
+from .target_dflash import raw_embedding
+
+
+class DFlashCandidateGenerator(CandidateGenerator):
+    """
+    Drafts blocks from the target's features. Also runs inside upstream's own `_assisted_decoding` (one row), through
+    `get_candidates`.
+
+    Args:
+        draft (`DFlashDraftModel`): The drafter.
+        target (`PreTrainedModel`): The target, for its embedding and head.
+        max_length (`int`): Longest row, prompt included; for upstream's loop.
+    """
+
+    requires_model_outputs = True
+    model_kwargs_overrides = {"output_hidden_states": True}
+
+    def __init__(self, draft, target, max_length: int | None = None):
+        self.draft_model, self.target = draft, target
+        self.config = draft.config
+        self.head = target.get_output_embeddings()
+        self.device = target.get_input_embeddings().weight.device
+        self.max_length = max_length
+        self.noise = torch.full((1, self.config.block_size - 1), self.config.mask_token_id, device=self.device)
+        self.cache: SlotCache | None = None
+
+    def open(self, padding: list[int], past: int, room: int, offset: torch.Tensor) -> None:
+        """
+        Make room for a prompt.
+
+        Args:
+            padding (`list[int]`): Padding columns at the start of each row.
+            past (`int`): Columns whose features were never seen: those of a prefilled cache.
+            room (`int`): Tokens of a row at most, prompt and a last block included.
+            offset (`torch.LongTensor`): `[R, 1]`, position of a row's first token.
+        """
+        self.padding = torch.tensor(padding, device=self.device)[:, None]  # [R, 1]
+        self.first = (past - self.padding).clamp(min=0)  # [R, 1], the token that sits in slot 0
+        self.offset = offset
+        self.columns = past
+        self.cache = SlotCache(len(padding), room)
+
+    def absorb(self, features: torch.Tensor) -> None:
+        """Add the features `[R, C, L * H]` of the prompt's next columns to the drafter's context."""
+        columns = torch.arange(self.columns, self.columns + features.shape[1], device=self.device)
+        tokens = columns - self.padding  # [R, C], the number of each token in its row; padding is negative
+        slots = torch.where(tokens < 0, self.cache.trash, tokens - self.first)
+        self.columns += features.shape[1]
+        self.cache.place(slots, used=1)
+        positions = (tokens + self.offset).clamp(min=0)
+        self.draft_model.extend_context(self._to_draft(features), self._to_draft(positions), self.cache)
+
+    def draft(self, anchors, start, features=None, features_start=None, used: int = 0) -> torch.LongTensor:
+        """
+        Fill one block for each row.
+
+        Args:
+            anchors (`torch.LongTensor`): `[R]`, the last committed token of each row.
+            start (`torch.LongTensor`): `[R]`, the number of that token in its row.
+            features (`torch.Tensor`, *optional*): `[R, n, L * H]`, features of the block verified last, rejected
+                tokens included: their slots are covered by the new block.
+            features_start (`torch.LongTensor`, *optional*): `[R]`, the number of the first of them.
+            used (`int`): No row has a token at or past it once the block is written.
+
+        Returns:
+            `torch.LongTensor` `[R, B]`: the anchor and the likeliest token of each slot, or the greedy path through
+            the candidates of a drafter with a path selector.
+        """
+        hidden = self._hidden_states(anchors, start, features, features_start, used)
+        return self.walk(anchors, hidden, temperature=0.0)[0]
+
+    def sample(self, anchors, start, features=None, features_start=None, used: int = 0, temperature: float = 1.0):
+        """
+        As [`draft`], but every token is drawn from the drafter's own distribution at `temperature`.
+
+        Returns:
+            `torch.LongTensor` `[R, B]` and the [`Proposal`] its tokens were drawn from, for the rejection rule.
+        """
+        hidden = self._hidden_states(anchors, start, features, features_start, used)
+        return self.walk(anchors, hidden, temperature)
+
+    def walk(self, anchors: torch.LongTensor, hidden: torch.Tensor, temperature: float):
+        """
+        Choose the tokens of a block from left to right.
+
+        Args:
+            anchors (`torch.LongTensor`): `[R]`.
+            hidden (`torch.Tensor`): `[R, B - 1, H]`, final hidden states of the unknown slots.
+            temperature (`float`): 0 takes the likeliest token of each slot.
+
+        Returns:
+            `torch.LongTensor` `[R, B]` and the [`Proposal`] they were drawn from, `None` at temperature 0.
+        """
+        draft = self.draft_model
+        # 1. The likely tokens of each slot, by themselves.
+        logits = draft.draft_logits(hidden, self.head)  # [R, B - 1, V]
+        if self.config.selector_rank is None:
+            if temperature == 0:
+                tokens = draft.target_ids(logits.argmax(dim=-1))
+                return torch.cat([anchors[:, None], tokens.to(self.device)], dim=1), None
+            ids = torch.arange(logits.shape[-1], device=logits.device).expand_as(logits)
+            scores = logits.float()
+        else:
+            ids, logits = draft.candidate_selector.candidates(logits)  # [R, B - 1, k]
+            ids, logits, before = (t.to(draft.device) for t in (ids, logits, anchors))
+
+        # 2. One token for each slot; with a selector its scores depend on the token before.
+        chosen, probabilities = [], []
+        for slot in range(ids.shape[1]):
+            if self.config.selector_rank is None:
+                score = scores[:, slot]
+            else:
+                score = draft.candidate_selector.scores(before, hidden[:, slot], ids[:, slot], logits[:, slot])
+            if temperature == 0:
+                choice = score.argmax(dim=-1, keepdim=True)
+            else:
+                probabilities.append((score / temperature).softmax(dim=-1))  # [R, k]
+                choice = torch.multinomial(probabilities[-1], num_samples=1)
+            before = ids[:, slot].gather(-1, choice)[:, 0]  # [R]
+            chosen.append(before)
+        tokens = draft.target_ids(torch.stack(chosen, dim=1)).to(self.device)  # [R, B - 1]
+        block = torch.cat([anchors[:, None], tokens], dim=1)
+        if temperature == 0:
+            return block, None
+        ids = draft.target_ids(ids).to(self.device)
+        return block, Proposal(ids, torch.stack(probabilities, dim=1).to(self.device))
+
+    def _hidden_states(self, anchors, start, features, features_start, used):
+        rows, size = anchors.shape[0], self.config.block_size
+        inside = torch.arange(size, device=self.device)
+        block = start[:, None] + inside  # [R, B], token numbers
+        tokens = block
+        if features is not None:
+            earlier = features_start[:, None] + torch.arange(features.shape[1], device=self.device)  # [R, n]
+            tokens = torch.cat([earlier, block], dim=1)
+        slots = tokens - self.first
+        groups = slots.split([tokens.shape[1] - size, size], dim=1) if features is not None else (slots,)
+        self.cache.place(*groups, used=used)
+
+        noise = torch.cat([anchors[:, None], self.noise.expand(rows, -1)], dim=1)  # [R, B]
+        return self.draft_model(
+            noise_embeds=self._to_draft(raw_embedding(self.target, noise)),
+            context_hidden_states=None if features is None else self._to_draft(features),
+            attention_mask=self._masks(slots[:, -size:]),
+            position_ids=self._to_draft(tokens + self.offset),
+            past_key_values=self.cache,
+        ).last_hidden_state[:, 1:]  # slot 0 is the anchor and predicts nothing
+
+    def _masks(self, slots: torch.Tensor) -> dict[str, torch.Tensor]:
+        masks = {}
+        for layer_idx, layer_type in enumerate(self.config.layer_types):
+            if layer_type not in masks:
+                last_seen = slots if self.config.layer_is_causal(layer_idx) else slots[:, -1:].expand_as(slots)
+                window = self.config.sliding_window if layer_type == "sliding_attention" else None
+                mask = slot_mask(slots, last_seen, self.cache.view, window, None, self.draft_model.dtype)
+                masks[layer_type] = mask.to(self.draft_model.device)
+        return masks
+
+    def _to_draft(self, tensor: torch.Tensor) -> torch.Tensor:
+        dtype = self.draft_model.dtype if tensor.is_floating_point() else tensor.dtype
+        return tensor.to(device=self.draft_model.device, dtype=dtype)
+
+    def get_candidates(self, input_ids, model_kwargs, model_outputs, is_first_iteration, n_last_matches, **kwargs):
+        """Upstream's interface: one row; the first call comes before any forward of the target and drafts nothing."""
+        length = input_ids.shape[1]
+        room = self.max_length - length - 1
+        if is_first_iteration or room <= 0:
+            return input_ids, None
+        layers = [model_outputs.hidden_states[i + 1] for i in self.config.target_layer_ids]
+        features = torch.cat([layer.to(self.device) for layer in layers], dim=-1)
+        if self.cache is None:
+            padding, offset = layout(model_kwargs, 1, self.device)
+            past = length - 1 - features.shape[1]
+            self.open(padding, past, self.max_length + self.config.block_size, offset)
+            self.absorb(features)
+            features = features_start = None
+        else:
+            features_start = self.start
+        self.start = torch.tensor([length - 1 - int(self.padding)], device=self.device)
+        used = length + self.config.block_size
+        block = self.draft(input_ids[:, -1].to(self.device), self.start, features, features_start, used)
+        return torch.cat([input_ids, block[:, 1 : 1 + room].to(input_ids.device)], dim=1), None
+
+    def update_candidate_strategy(self, input_ids, scores, num_matches):
+        """Nothing to adapt: a block is always drafted whole. (Abstract upstream before 5.20.)"""
+
+
+def layout(model_kwargs: dict, rows: int, device) -> tuple[list[int], torch.Tensor]:
+    """
+    Where a prompt's tokens stand: the padding columns of each row, and the position of its first token, `[R, 1]`.
+    """
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    padding = torch.zeros(rows, dtype=torch.long, device=device)
+    if mask is not None:
+        padding = (mask.shape[1] - mask.long().sum(dim=1)).to(device)
+    offset = torch.zeros(rows, dtype=torch.long, device=device)
+    if positions is not None:
+        offset = positions[:, -1].to(device).expand(rows) - (positions.shape[1] - 1 - padding)
+    return padding.tolist(), offset[:, None]
