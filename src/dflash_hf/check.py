@@ -1,0 +1,161 @@
+"""
+The preflight of a drafter's folder: will vLLM, SGLang and transformers read it, and read the same?
+
+Only `config.json` and the headers of the weights are read. The rules themselves are in `engine_rules`.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from .engine_rules import ARCHITECTURES, ENGINES, RULES, Drafter, Finding, fits_target
+from .modeling.configuration_dflash import DFlashDraftConfig
+
+
+def check(folder: str | Path, engines: Sequence[str] = ENGINES, target=None) -> list[Finding]:
+    """
+    Hold a drafter's folder against what engines read.
+
+    Args:
+        folder (`str` or `Path`): A local folder with `config.json` and safetensors.
+        engines (`Sequence[str]`): Of `"vllm"`, `"sglang"`, `"transformers"`.
+        target (`str`, `Path`, `dict` or `PreTrainedConfig`, *optional*): The target's configuration, its folder or its
+            `config.json`: width, depth and vocabulary are compared as well.
+
+    Returns:
+        `list[Finding]`, errors first; empty when all is well.
+
+    Raises:
+        `ValueError`: an unknown engine, or a target without a readable configuration.
+    """
+    unknown = [engine for engine in engines if engine not in ENGINES]
+    if unknown:
+        raise ValueError(f"engines={list(engines)} holds {unknown[0]!r}; choose from {', '.join(ENGINES)}.")
+    target = None if target is None else _target_config(target)
+    findings = []
+    for finding in _all_findings(Path(folder), target):
+        concerned = tuple(engine for engine in finding.engines if engine in engines)
+        if concerned:
+            findings.append(Finding(finding.severity, concerned, finding.key, finding.message))
+    return sorted(findings, key=lambda finding: finding.severity)
+
+
+def render(findings: Sequence[Finding]) -> str:
+    """A table of findings for a terminal, or one line when there are none."""
+    if not findings:
+        return "No findings: the folder is ready to be served."
+    rows = [(finding.severity, ", ".join(finding.engines), finding.key, finding.message) for finding in findings]
+    head = ("severity", "engines", "key", "finding")
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(3)]
+    lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[3]]) for row in (head, *rows)]
+    return "\n".join(lines)
+
+
+def add_arguments(parser) -> None:
+    """Arguments of `dflash check`."""
+    parser.add_argument("folder", help="local folder of a drafter")
+    parser.add_argument("--engine", choices=ENGINES, action="append", help="may be repeated; default: all three")
+    parser.add_argument("--target", help="the target's folder or config.json, to compare width, depth and vocabulary")
+
+
+def run(arguments, echo) -> int:
+    """`dflash check`: `echo` the table; 1 when there is an error, else 0."""
+    try:
+        findings = check(arguments.folder, arguments.engine or ENGINES, arguments.target)
+    except ValueError as error:
+        echo(f"error: {error}")
+        return 1
+    echo(render(findings))
+    return int(any(finding.severity == "error" for finding in findings))
+
+
+def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """
+    Names and shapes of all tensors, from the headers alone.
+
+    Raises:
+        `ValueError`: no safetensors, a damaged file, or an index that does not match its files; names the file.
+    """
+    index = folder / "model.safetensors.index.json"
+    files = sorted(folder.glob("*.safetensors"))
+    weight_map = None
+    if index.is_file():
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ValueError(f"{index.name} holds no weight_map of file names; save the drafter again.")
+        files = [folder / name for name in sorted(set(weight_map.values()))]
+    if not files:
+        raise ValueError(f"no safetensors file in {folder}; `dflash convert` reads a `.pt`.")
+    shapes, homes = {}, {}
+    for file in files:
+        if not file.is_file() or file.resolve().parent != folder.resolve():
+            raise ValueError(f"{file.name} is named by {index.name} but is not in the folder; upload all shards.")
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():
+                    if name in homes:
+                        raise ValueError(f"{name} is in both {homes[name]} and {file.name}; remove the stale file.")
+                    homes[name] = file.name
+                    shapes[name] = tuple(tensors.get_slice(name).get_shape())
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file.name} cannot be read ({error}); it is truncated or damaged.") from error
+    if weight_map is not None and weight_map != homes:
+        name = sorted(set(weight_map.items()) ^ set(homes.items()))[0][0]
+        raise ValueError(f"{index.name} and its files disagree about {name}; save the drafter again.")
+    return shapes
+
+
+def _all_findings(folder: Path, target: dict | None) -> Iterator[Finding]:
+    try:
+        config = _read_json(folder / "config.json")
+        if not isinstance(config, dict):
+            raise ValueError("config.json must hold one JSON object.")
+    except ValueError as error:
+        yield Finding("error", ENGINES, "config.json", str(error))
+        return
+    architectures = config.get("architectures")
+    if architectures not in [[name] for name in ARCHITECTURES]:
+        yield Finding(
+            "error",
+            ENGINES,
+            "architectures",
+            f"{architectures} is not one of {', '.join(ARCHITECTURES)}; `dflash convert` writes a folder that is.",
+        )
+        return
+    try:
+        DFlashDraftConfig.from_pretrained(folder)
+    except Exception as error:  # upstream's own validation raises many types
+        yield Finding("error", ENGINES, "config.json", " ".join(str(error).split()))
+        return
+    try:
+        shapes = read_shapes(folder)
+    except ValueError as error:
+        yield Finding("error", ENGINES, "weights", str(error))
+        return
+    nested = config.get("dflash_config") or {}
+    drafter = Drafter(folder, config, nested, shapes)
+    for rule in RULES:
+        yield from rule(drafter)
+    if target is not None:
+        yield from fits_target(drafter, target)
+
+
+def _target_config(target) -> dict:
+    """A plain dictionary, of a multimodal target its text part."""
+    if hasattr(target, "get_text_config"):
+        return target.get_text_config().to_dict()
+    if not isinstance(target, dict):
+        path = Path(target)
+        target = _read_json(path / "config.json" if path.is_dir() else path)
+    return target.get("text_config", target)
+
+
+def _read_json(path: Path):
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}.") from error

@@ -1,0 +1,347 @@
+"""
+What vLLM 0.33, SGLang 0.5.23 and transformers read of a drafter's folder, as rules that yield findings.
+
+Engines are quiet about a wrong drafter: vLLM never reports a missing tensor, SGLang skips an unknown one, and a key
+that they read differently costs acceptance and nothing else.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+
+ENGINES = ("vllm", "sglang", "transformers")
+SERVERS = ("vllm", "sglang")
+MUSE = "MuseGlimmerAssistantModel"
+DFLASH2 = "DFlash2DraftModel"
+ARCHITECTURES = ("DFlashDraftModel", DFLASH2, MUSE)
+_DFLASH2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_GEMMA_VOCABULARY = 262144
+
+
+@dataclass(frozen=True)
+class Finding:
+    """
+    One thing that an engine will trip over.
+
+    Args:
+        severity (`str`): `"error"`: it will not load, or not draft as trained. `"warning"`: look before you serve.
+        engines (`tuple[str, ...]`): Whom it concerns.
+        key (`str`): Key of `config.json`, tensor or file.
+        message (`str`): What is wrong, and the remedy.
+    """
+
+    severity: str
+    engines: tuple[str, ...]
+    key: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """A folder as the rules see it: the raw keys, nested ones apart, and the shapes of its tensors."""
+
+    folder: Path
+    config: dict
+    nested: dict
+    shapes: dict[str, tuple[int, ...]]
+
+    def get(self, key: str, default=None):
+        """A key as SGLang and z-lab read it: nested, then at the top."""
+        value = self.nested.get(key)
+        value = self.config.get(key) if value is None else value
+        return default if value is None else value
+
+
+def expected_shapes(drafter: Drafter) -> dict[str, tuple[int, ...]]:
+    """Names and shapes that the configuration asks for, by the canonical names (FORMATS of the published drafters)."""
+    get = drafter.get
+    hidden, inner, layers = get("hidden_size"), get("intermediate_size"), get("num_hidden_layers")
+    heads = get("num_attention_heads")
+    kv_heads, dim = get("num_key_value_heads", heads), get("head_dim", hidden // heads)
+    value_dim = get("v_head_dim", dim)
+    shapes = {
+        "fc.weight": (hidden, len(get("target_layer_ids")) * get("target_hidden_size", hidden)),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    linear = {
+        "self_attn.q_proj": (heads * dim, hidden),
+        "self_attn.k_proj": (kv_heads * dim, hidden),
+        "self_attn.v_proj": (kv_heads * value_dim, hidden),
+        "self_attn.o_proj": (hidden, heads * value_dim),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    taps, group = get("conv_kernel_size", 0), get("conv_group_size", 1)
+    for prefix in [f"layers.{i}." for i in range(layers)]:
+        for name, shape in linear.items():
+            shapes[f"{prefix}{name}.weight"] = shape
+            if get("attention_bias") and name.startswith("self_attn."):
+                shapes[f"{prefix}{name}.bias"] = shape[:1]
+        shapes |= {f"{prefix}self_attn.{name}_norm.weight": (dim,) for name in "qk"}
+        shapes |= {f"{prefix}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+        if get("attention_sink_bias"):
+            shapes[f"{prefix}self_attn.attention_sink_bias"] = (heads,)
+        if taps:
+            for name in ("attention_conv", "mlp_conv"):
+                shapes[f"{prefix}{name}.base_kernel"] = (2, taps, hidden)
+                shapes[f"{prefix}{name}.kernel_projection.weight"] = (2 * taps * (hidden // group), hidden)
+    if rank := get("selector_rank", 0):
+        shapes["candidate_selector.hidden_projection.weight"] = (rank, hidden)
+        for name in ("predecessor", "successor"):
+            shapes[f"candidate_selector.{name}_codebook"] = (get("vocab_size"), rank)
+    if has_own_head(drafter):
+        shapes |= {"lm_head.weight": (get("draft_vocab_size"), hidden), "d2t": (get("draft_vocab_size"),)}
+    if drafter.config.get("architectures") == [MUSE]:
+        shapes["encoder.fc.weight"] = shapes.pop("fc.weight")
+        shapes["encoder.output_norm_enc.weight"] = shapes.pop("hidden_norm.weight")
+    return shapes
+
+
+def has_own_head(drafter: Drafter) -> bool:
+    """Whether the drafter drafts over a reduced vocabulary, through a head of its own."""
+    return drafter.get("draft_vocab_size") not in (None, drafter.get("vocab_size"))
+
+
+def layers_as_read(drafter: Drafter) -> dict[str, list[tuple[int | None, bool]]]:
+    """For each serving engine, `(window, causal inside the block)` of each layer."""
+    config, nested = drafter.config, drafter.nested
+    muse = config.get("architectures") == [MUSE]
+    count, window = config["num_hidden_layers"], config.get("sliding_window")
+    kinds = config.get("layer_types") or ["full_attention"] * count  # Qwen3Config fills them in
+    sliding = [kind == "sliding_attention" for kind in kinds]
+    top = config.get("is_causal", False if muse else None)  # both set it for a Muse assistant
+    # vLLM: the top level, then the nested key; a forced window.
+    override = top if top is not None else nested.get("causal")
+    forced = bool(nested.get("use_swa")) and not any(sliding)
+    vllm_window = nested.get("swa_window_size", window)
+    vllm = [(vllm_window if s or forced else None, s if override is None else bool(override)) for s in sliding]
+    # SGLang: the top level alone; nested keys about windows and causality are not read.
+    sglang = [(window if s else None, s if top is None else bool(top)) for s in sliding]
+    return {"vllm": vllm, "sglang": sglang}
+
+
+def _identity(drafter: Drafter) -> Iterator[Finding]:
+    config = drafter.config
+    model_type, muse = config.get("model_type"), config["architectures"] == [MUSE]
+    if model_type not in CONFIG_MAPPING_NAMES:
+        message = f"{model_type!r} is unknown to AutoConfig, which the engines ask; write 'qwen3'."
+        yield Finding("error", SERVERS, "model_type", message)
+    elif muse != (model_type == "muse_glimmer_assistant"):
+        message = f"{model_type!r} does not go with {config['architectures'][0]}; save or convert the drafter again."
+        yield Finding("error", ENGINES, "model_type", message)
+    if "vocab_size" not in config and not muse:
+        message = "is missing: engines take their default for it, not the target's; write the target's vocab_size."
+        yield Finding("error", SERVERS, "vocab_size", message)
+    if not config.get("dtype", config.get("torch_dtype")):
+        yield Finding("warning", ENGINES, "dtype", "is missing; write dtype and torch_dtype.")
+    if "max_position_embeddings" not in config:
+        message = "is missing: engines take their default; write at least the length that will be served."
+        yield Finding("error", SERVERS, "max_position_embeddings", message)
+
+
+def _features(drafter: Drafter) -> Iterator[Finding]:
+    config, nested = drafter.config, drafter.nested
+    muse = config["architectures"] == [MUSE]
+    ids, depth = drafter.get("target_layer_ids"), drafter.get("num_target_layers")
+    if ids is None:
+        message = "is missing; engines choose layers of their own then. Write it in dflash_config and at the top."
+        yield Finding("error", ENGINES, "target_layer_ids", message)
+        return
+    if list(ids) != sorted(ids):
+        message = f"{ids} must increase: engines concatenate features in the order of the target's layers."
+        yield Finding("error", SERVERS, "target_layer_ids", message)
+    shifted = config.get("eagle_aux_hidden_state_layer_ids")
+    if shifted and list(shifted) != [i + 1 for i in ids]:
+        message = f"{shifted} is what vLLM reads first and must be target_layer_ids + 1; remove it."
+        yield Finding("error", ("vllm",), "eagle_aux_hidden_state_layer_ids", message)
+    if depth is None and not muse:
+        message = "is missing, so that the range of target_layer_ids is not checked; write the target's depth."
+        yield Finding("warning", ENGINES, "num_target_layers", message)
+    if depth is not None and max(ids) == depth - 1:
+        message = f"{max(ids)} is the target's last layer: engines take it before the final norm. Compare tau."
+        yield Finding("warning", SERVERS, "target_layer_ids", message)
+    for key in ("block_size", "mask_token_id", "target_layer_ids"):
+        top, inner = config.get(key), nested.get(key)
+        if top is not None and inner is not None and top != inner:
+            message = f"is {inner} in dflash_config and {top} at the top; readers differ in which one they take."
+            yield Finding("error", ENGINES, key, message)
+        elif top is None and inner is None:
+            message = "is missing, so that every reader takes a default of its own; write it in dflash_config."
+            yield Finding("error", ENGINES, key, message)
+        elif top is None:
+            message = "is in dflash_config only; transformers' own DFlash decoding reads the top level."
+            yield Finding("warning", ("transformers",), key, message)
+
+
+def _attention(drafter: Drafter) -> Iterator[Finding]:
+    config = drafter.config
+    if config.get("layer_types") is None:
+        message = "is missing; write 'full_attention' or 'sliding_attention' for each layer."
+        yield Finding("warning", ENGINES, "layer_types", message)
+    kinds = set(config.get("layer_types") or ["full_attention"])
+    qwen3 = config.get("model_type") == "qwen3"
+    if "sliding_attention" in kinds and qwen3 and config.get("use_sliding_window") is not True:
+        message = "must be true: Qwen3Config drops the window of sliding layers without it."
+        yield Finding("error", SERVERS, "use_sliding_window", message)
+    if len(kinds) > 1:
+        message = "mixes full and sliding layers, for which vLLM needs its V2 model runner."
+        yield Finding("warning", ("vllm",), "layer_types", message)
+    read = layers_as_read(drafter)
+    for i, (vllm, sglang) in enumerate(zip(read["vllm"], read["sglang"])):
+        if vllm != sglang:
+            message = (
+                f"layer {i}: vLLM reads (window, causal) = {vllm}, SGLang {sglang}; write layer_types, sliding_window"
+            )
+            yield Finding("error", SERVERS, "is_causal", f"{message} and is_causal at the top level.")
+            break
+
+
+def _rope(drafter: Drafter) -> Iterator[Finding]:
+    config = drafter.config
+    rope = config.get("rope_parameters")
+    rope = {} if rope is None else rope
+    scaling = config.get("rope_scaling") or {}
+    if any(isinstance(value, dict) for value in rope.values()):
+        message = "differs by layer type; vLLM rotates the context of all layers with one table. Write one."
+        yield Finding("error", SERVERS, "rope_parameters", message)
+        return
+    thetas = [table["rope_theta"] for table in (rope, config, scaling) if table.get("rope_theta") is not None]
+    if not thetas:
+        yield Finding("error", SERVERS, "rope_theta", "is missing: vLLM takes 1000000, others 10000; write it.")
+    elif len(set(thetas)) > 1:
+        message = (
+            f"is {' and '.join(map(str, sorted(set(thetas))))} in rope_parameters and at the top; write one value."
+        )
+        yield Finding("error", ENGINES, "rope_theta", message)
+    elif "rope_theta" not in config:
+        message = "is in rope_parameters only; readers before transformers 5 fall back to 10000. Write both."
+        yield Finding("warning", SERVERS, "rope_theta", message)
+    kinds = [table.get("rope_type", table.get("type", "default")) for table in (rope, scaling) if table]
+    if len(set(kinds)) > 1 and scaling:
+        message = f"rope_parameters say {kinds[0]!r}, rope_scaling says {kinds[1]!r}; write the same twice."
+        yield Finding("error", ENGINES, "rope_scaling", message)
+    if "yarn" in kinds and not scaling:
+        message = "is missing beside rope_parameters; readers before transformers 5 lose YaRN. Write both."
+        yield Finding("warning", SERVERS, "rope_scaling", message)
+    if "yarn" in kinds and any(key in {**rope, **scaling} for key in ("mscale", "mscale_all_dim")):
+        message = "has mscale, which engines turn into an attention factor in different ways; compare tau."
+        yield Finding("warning", SERVERS, "rope_parameters", message)
+    backbone = drafter.get("backbone_rotary_base")
+    if backbone is not None and thetas and backbone != thetas[0]:
+        message = f"{backbone} differs from rope_theta={thetas[0]}: engines rotate context and block alike."
+        yield Finding("error", SERVERS, "backbone_rotary_base", message)
+
+
+def _numbers(drafter: Drafter) -> Iterator[Finding]:
+    get = drafter.get
+    if get("hidden_act", "silu") != "silu":
+        yield Finding(
+            "error", SERVERS, "hidden_act", f"{get('hidden_act')!r} is not supported; engines have silu only."
+        )
+    width, hidden = get("target_hidden_size"), get("hidden_size")
+    if width not in (None, hidden):
+        message = f"{width} differs from hidden_size={hidden}, but the target's embedding feeds the drafter."
+        yield Finding("error", SERVERS, "target_hidden_size", message)
+    if get("v_head_dim", get("head_dim")) != get("head_dim"):
+        message = f"{get('v_head_dim')} differs from head_dim={get('head_dim')}; engines have one size for both."
+        yield Finding("error", SERVERS, "v_head_dim", message)
+    scale = get("input_embedding_scale", 1.0)
+    dflash2 = drafter.config["architectures"] == [DFLASH2]
+    if scale != 1.0:
+        blind = ("sglang",) if dflash2 and "input_embedding_scale" in drafter.nested else SERVERS
+        yield Finding("error", blind, "input_embedding_scale", f"{scale} is not read: the raw embedding is fed.")
+    if has_own_head(drafter):
+        message = f"{get('draft_vocab_size')} is a reduced vocabulary, which SGLang does not have."
+        yield Finding("error", ("sglang",), "draft_vocab_size", message)
+    if get("vocab_size") == _GEMMA_VOCABULARY:
+        yield _gemma()
+
+
+def _dflash2(drafter: Drafter) -> Iterator[Finding]:
+    config, nested = drafter.config, drafter.nested
+    named = [key for key in _DFLASH2_KEYS if drafter.get(key)]
+    if config["architectures"] != [DFLASH2]:
+        if named:
+            message = f"{config['architectures'][0]} has no {named[0]}; engines need {DFLASH2} to build it."
+            yield Finding("error", SERVERS, "architectures", message)
+        return
+    for key in _DFLASH2_KEYS:
+        if type(nested.get(key)) is not int or nested[key] < 1:
+            message = f"{nested.get(key)} in dflash_config must be a positive integer; it is read nowhere else."
+            yield Finding("error", SERVERS, key, message)
+    group = nested.get("conv_group_size")
+    if type(group) is int and group > 0 and config["hidden_size"] % group:
+        message = f"{group} must divide hidden_size={config['hidden_size']}."
+        yield Finding("error", ENGINES, "conv_group_size", message)
+
+
+def _tensors(drafter: Drafter) -> Iterator[Finding]:
+    wanted, found = expected_shapes(drafter), drafter.shapes
+    for name in sorted(wanted.keys() - found.keys()):
+        yield Finding("error", ENGINES, name, f"is missing {wanted[name]}; vLLM would serve without a word.")
+    optional = r"(?:embed_tokens\.weight|t2d|d2t|lm_head\.weight)"
+    for name in sorted(found.keys() - wanted.keys()):
+        if not (has_own_head(drafter) and re.fullmatch(optional, name)):
+            message = f"is unknown {found[name]}: vLLM stops, SGLang skips it. `dflash convert` gives canonical names."
+            yield Finding("error", ENGINES, name, message)
+    for name in sorted(wanted.keys() & found.keys()):
+        if wanted[name] != found[name]:
+            message = f"has shape {found[name]}, but config.json asks for {wanted[name]}."
+            yield Finding("error", ENGINES, name, message)
+
+
+def _beside_the_weights(drafter: Drafter) -> Iterator[Finding]:
+    """Native folders need no code; ours carry it, for readers without this package."""
+    if drafter.config["architectures"] == [MUSE]:
+        return
+    auto_map = drafter.config.get("auto_map") or {}
+    files = [f"{str(name).split('.')[0]}.py" for name in auto_map.values() if "--" not in str(name)]
+    missing = [name for name in (*files, "custom_generate/generate.py") if not (drafter.folder / name).is_file()]
+    if "AutoModel" not in auto_map:
+        message = "names no AutoModel: without this package the folder loads as a Qwen3 model with random weights."
+        yield Finding("warning", ("transformers",), "auto_map", message)
+    elif missing:
+        message = "is not in the folder, so that it does not work without this package; save the drafter again."
+        yield Finding("warning", ("transformers",), missing[0], message)
+
+
+def fits_target(drafter: Drafter, target: dict) -> Iterator[Finding]:
+    get, name = drafter.get, target.get("model_type")
+    width = get("target_hidden_size", get("hidden_size"))
+    if target.get("hidden_size") != width:
+        message = f"{width} is not the target's hidden_size={target.get('hidden_size')}."
+        yield Finding("error", ENGINES, "hidden_size", message)
+    depth, ids = target.get("num_hidden_layers"), get("target_layer_ids", [])
+    if depth is not None and get("num_target_layers", depth) != depth:
+        message = f"{get('num_target_layers')} is not the target's num_hidden_layers={depth}."
+        yield Finding("error", ENGINES, "num_target_layers", message)
+    if depth is not None and ids and max(ids) >= depth:
+        message = f"{max(ids)} is past the target's last layer, {depth - 1}."
+        yield Finding("error", ENGINES, "target_layer_ids", message)
+    vocabulary = target.get("vocab_size")
+    if get("vocab_size", vocabulary) != vocabulary:
+        message = f"{get('vocab_size')} is not the target's vocab_size={vocabulary}."
+        yield Finding("error", ENGINES, "vocab_size", message)
+    if vocabulary is not None and (get("mask_token_id") or 0) >= vocabulary:
+        message = f"{get('mask_token_id')} is outside the target's embedding of {vocabulary} rows."
+        yield Finding("error", ENGINES, "mask_token_id", message)
+    longest, ours = target.get("max_position_embeddings"), get("max_position_embeddings")
+    if longest is not None and ours is not None and ours < longest:
+        message = f"{ours} is below the target's {longest}; vLLM before 0.33 reads past its rotary table. Raise it."
+        yield Finding("warning", ("vllm",), "max_position_embeddings", message)
+    if str(name).startswith("gemma") and get("vocab_size") != _GEMMA_VOCABULARY:
+        yield _gemma()
+
+
+def _gemma() -> Finding:
+    message = "looks like Gemma, whose embeddings are scaled: vLLM feeds the raw ones. Compare tau before serving."
+    return Finding("warning", ("vllm",), "vocab_size", message)
+
+
+RULES = (_identity, _features, _attention, _rope, _numbers, _dflash2, _tensors, _beside_the_weights)

@@ -1,0 +1,431 @@
+"""The preflight: what we write passes, every way to go wrong is named, and vLLM itself reads what we say it reads."""
+
+import argparse
+import json
+import math
+import os
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_draft
+from safetensors.torch import load_file, save_file
+
+from dflash_hf import DFlashDraftConfig, DFlashDraftModel
+from dflash_hf.check import add_arguments, check, read_shapes, render, run
+from dflash_hf.engine_rules import ENGINES, Drafter, Finding, expected_shapes, layers_as_read
+
+
+PUBLISHED = Path(__file__).parent / "data" / "published"
+SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8}
+VARIANTS = {
+    "full": {},
+    "bias": {"attention_bias": True},
+    "sliding_causal": SLIDING,
+    "sliding_bidirectional": {**SLIDING, "is_causal": False},
+    "mixed": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8},
+    "causal": {"is_causal": True},
+    "yarn": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "rope_theta": 50000.0,
+        }
+    },
+}
+REMOVE = object()
+
+
+@pytest.fixture
+def folder(target, tmp_path):
+    """A drafter that is right for every engine."""
+    make_draft(target, target_layer_ids=[0, 1, 2]).save_pretrained(tmp_path / "draft")
+    return tmp_path / "draft"
+
+
+def edit(folder, nested=None, **changes):
+    """Change keys of a folder's config.json; `REMOVE` takes one out."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    for table, edits in ((config, changes), (config["dflash_config"], nested or {})):
+        for key, value in edits.items():
+            table.pop(key, None) if value is REMOVE else table.update({key: value})
+    path.write_text(json.dumps(config))
+
+
+def edit_tensors(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def errors(findings):
+    return {finding.key: finding for finding in findings if finding.severity == "error"}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_we_write_passes_and_is_the_documented_layout(variant, target, tmp_path):
+    draft = make_draft(target, target_layer_ids=[0, 1, 2], **VARIANTS[variant])
+    draft.config.dflash_config["num_anchors"] = 512  # a training-only key survives
+    draft.save_pretrained(tmp_path, max_shard_size="20KB" if variant == "mixed" else "50GB")
+    findings = check(tmp_path, target=target.config)
+    assert [f.key for f in findings] == (["layer_types"] if variant == "mixed" else []), render(findings)
+    assert not errors(findings)
+
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["DFlashDraftModel"] and config["model_type"] == "qwen3"
+    for key in ("block_size", "mask_token_id", "target_layer_ids"):
+        assert config[key] == config["dflash_config"][key] == getattr(draft.config, key)
+    assert config["dflash_config"]["num_anchors"] == 512
+    rope = draft.config.rope_parameters
+    assert config["rope_parameters"] == rope and config["rope_theta"] == rope["rope_theta"]
+    scaled = {key: value for key, value in rope.items() if key != "rope_theta"} if variant == "yarn" else None
+    assert config["rope_scaling"] == scaled
+    assert len(config["layer_types"]) == config["num_hidden_layers"] == 2
+    assert config["use_sliding_window"] is ("sliding" in variant or variant == "mixed")
+    assert config["dtype"] == config["torch_dtype"] == "float32"
+    assert ("is_causal" in config) is ("is_causal" in VARIANTS[variant])
+    assert "causal" not in config["dflash_config"]
+    for key in ("num_target_layers", "vocab_size", "head_dim", "attention_bias", "max_position_embeddings"):
+        assert config[key] == getattr(draft.config, key)
+    assert set(config["auto_map"]) == {"AutoConfig", "AutoModel"}
+    assert (tmp_path / "custom_generate" / "generate.py").is_file()
+    # Tensors by their published names, nothing else; and both engines see the layers as we do.
+    assert read_shapes(tmp_path) == {name: tuple(tensor.shape) for name, tensor in draft.state_dict().items()}
+    ours = [
+        (8 if kind == "sliding_attention" else None, draft.config.layer_is_causal(i))
+        for i, kind in enumerate(draft.config.layer_types)
+    ]
+    assert layers_as_read(Drafter(tmp_path, config, config["dflash_config"], {})) == {"vllm": ours, "sglang": ours}
+
+
+def write_header(folder, shapes):
+    """Weights of any size that cost nothing: a header, and a hole."""
+    header, offset = {}, 0
+    for name, shape in shapes.items():
+        size = 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header).encode()
+    with open(folder / "model.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + offset)
+
+
+@pytest.mark.parametrize(
+    "name, count, fc, warnings",
+    [
+        ("qwen3-4b-dflash.specforge", 58, (2560, 12800), {"auto_map"}),
+        ("qwen3-8b-dflash.specforge", 58, (4096, 20480), {"auto_map"}),
+        ("qwen3.6-27b-dflash.specforge", 58, (5120, 25600), {"auto_map", "layer_types"}),
+        ("qwen3.8-27b-dflash2", 81, (5120, 25600), {"auto_map", "block_size", "mask_token_id", "rope_theta"}),
+        ("muse-glimmer-30b-assistant", 58, (6656, 33280), {"rope_theta"}),
+    ],
+)
+def test_published_configurations_have_no_errors(name, count, fc, warnings, tmp_path):
+    config = json.loads((PUBLISHED / f"{name}.config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    drafter = Drafter(tmp_path, config, config.get("dflash_config", {}), {})
+    shapes = expected_shapes(drafter)
+    assert len(shapes) == count
+    assert shapes["encoder.fc.weight" if "muse" in name else "fc.weight"] == fc
+    write_header(tmp_path, shapes)
+    findings = check(tmp_path)
+    assert not errors(findings), render(findings)
+    found = {finding.key for finding in findings}
+    # "auto_map" names the publisher's own code, which is not in this folder; ids are nested only in all but Muse's.
+    assert warnings - {"auto_map"} <= found and found <= warnings | {
+        "dflash.py",
+        "auto_map",
+        "mask_token_id",
+        "target_layer_ids",
+    }
+
+
+MISTAKES = {
+    # what is changed: (nested, top level), the key of the finding, whom it concerns
+    "unknown_architecture": (({}, {"architectures": ["DominoDraftModel"]}), "architectures", ENGINES),
+    "unknown_model_type": (({}, {"model_type": "dflash"}), "model_type", ("vllm", "sglang")),
+    "muse_in_name_only": (({}, {"model_type": "muse_glimmer_assistant"}), "model_type", ENGINES),
+    "no_vocabulary": (({}, {"vocab_size": REMOVE}), "vocab_size", ("vllm", "sglang")),
+    "no_length": (({}, {"max_position_embeddings": REMOVE}), "max_position_embeddings", ("vllm", "sglang")),
+    "ids_out_of_range": (({"target_layer_ids": [0, 1, 9]}, {"target_layer_ids": [0, 1, 9]}), "config.json", ENGINES),
+    "ids_twice": (({"target_layer_ids": [0, 1, 1]}, {"target_layer_ids": [0, 1, 1]}), "config.json", ENGINES),
+    "ids_out_of_order": (
+        ({"target_layer_ids": [2, 1, 0]}, {"target_layer_ids": [2, 1, 0]}),
+        "target_layer_ids",
+        ("vllm", "sglang"),
+    ),
+    "ids_for_eagle": (
+        ({}, {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}),
+        "eagle_aux_hidden_state_layer_ids",
+        ("vllm",),
+    ),
+    "two_block_sizes": (({}, {"block_size": 16}), "block_size", ENGINES),
+    "no_block_size": (({"block_size": REMOVE}, {"block_size": REMOVE}), "block_size", ENGINES),
+    "mask_outside": (({"mask_token_id": 96}, {"mask_token_id": 96}), "config.json", ENGINES),
+    "layer_types_short": (({}, {"layer_types": ["full_attention"]}), "config.json", ENGINES),
+    "window_dropped": (({}, {**SLIDING, "use_sliding_window": False}), "use_sliding_window", ("vllm", "sglang")),
+    "causality_nested_only": (({"causal": True}, {}), "is_causal", ("vllm", "sglang")),
+    "causality_twice": (({"causal": False}, {**SLIDING, "use_sliding_window": True}), "is_causal", ("vllm", "sglang")),
+    "window_forced": (({"use_swa": True, "swa_window_size": 8}, {}), "is_causal", ("vllm", "sglang")),
+    "two_thetas": (({}, {"rope_theta": 5000.0}), "rope_theta", ENGINES),
+    "no_theta": (({}, {"rope_theta": REMOVE, "rope_parameters": REMOVE}), "rope_theta", ("vllm", "sglang")),
+    "rope_by_layer_type": (
+        ({}, {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}}),
+        "rope_parameters",
+        ("vllm", "sglang"),
+    ),
+    "two_rope_types": (({}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}), "rope_scaling", ENGINES),
+    "another_context_theta": (({"backbone_rotary_base": 7.0}, {}), "backbone_rotary_base", ("vllm", "sglang")),
+    "gelu": (({}, {"hidden_act": "gelu"}), "hidden_act", ("vllm", "sglang")),
+    "embedding_scale": (({"input_embedding_scale": 2.0}, {}), "input_embedding_scale", ("vllm", "sglang")),
+    "convolution_in_v1": (
+        ({"conv_kernel_size": 2, "conv_group_size": 4}, {}),
+        "architectures",
+        ("vllm", "sglang"),
+    ),
+    "wide_feature": (({}, {"target_hidden_size": 64}), "target_hidden_size", ("vllm", "sglang")),
+    "bias_without_tensors": (({}, {"attention_bias": True}), "layers.0.self_attn.q_proj.bias", ENGINES),
+    "too_many_layers": (
+        ({}, {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}),
+        "layers.2.mlp.up_proj.weight",
+        ENGINES,
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_the_configuration_is_named(mistake, folder):
+    (nested, top), key, engines = MISTAKES[mistake]
+    edit(folder, nested, **top)
+    found = errors(check(folder))
+    assert key in found, render(check(folder))
+    assert found[key].engines == engines
+    for engine in ENGINES:
+        assert (key in errors(check(folder, [engine]))) is (engine in engines)
+
+
+WARNINGS = {
+    "last_layer": (({"target_layer_ids": [0, 1, 3]}, {"target_layer_ids": [0, 1, 3]}), "target_layer_ids"),
+    "no_depth": (({}, {"num_target_layers": REMOVE}), "num_target_layers"),
+    "nested_block_size": (({}, {"block_size": REMOVE}), "block_size"),
+    "no_dtype": (({}, {"dtype": REMOVE, "torch_dtype": REMOVE}), "dtype"),
+    "new_rope_only": (({}, {"rope_theta": REMOVE}), "rope_theta"),
+    "yarn_mscale": (
+        (
+            {},
+            {
+                "rope_parameters": {**VARIANTS["yarn"]["rope_parameters"], "mscale": 1.0},
+                "rope_theta": 50000.0,
+                "rope_scaling": {**VARIANTS["yarn"]["rope_parameters"], "mscale": 1.0},
+            },
+        ),
+        "rope_parameters",
+    ),
+    "yarn_lost": (
+        ({}, {"rope_parameters": VARIANTS["yarn"]["rope_parameters"], "rope_theta": 50000.0, "rope_scaling": None}),
+        "rope_scaling",
+    ),
+    "no_code_named": (({}, {"auto_map": REMOVE}), "auto_map"),
+}
+
+
+@pytest.mark.parametrize("mistake", WARNINGS)
+def test_what_deserves_a_look_is_a_warning(mistake, folder):
+    (nested, top), key = WARNINGS[mistake]
+    edit(folder, nested, **top)
+    findings = check(folder)
+    assert not errors(findings), render(findings)
+    assert [finding.key for finding in findings] == [key]
+
+
+def test_gemma_is_a_warning_on_vllm(folder):
+    (finding,) = check(folder, target={**json.loads((folder / "config.json").read_text()), **GEMMA})
+    assert (finding.severity, finding.engines, finding.key) == ("warning", ("vllm",), "vocab_size")
+
+
+GEMMA = {"model_type": "gemma3_text", "num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize(
+    "change, key",
+    [
+        (lambda t: t.pop("layers.1.mlp.up_proj.weight"), "layers.1.mlp.up_proj.weight"),
+        (lambda t: t.update({"layers.2.mlp.up_proj.weight": torch.zeros(3)}), "layers.2.mlp.up_proj.weight"),
+        (lambda t: t.update({"fc.weight": torch.zeros(32, 64)}), "fc.weight"),
+        (lambda t: t.update({"lm_head.weight": torch.zeros(96, 32)}), "lm_head.weight"),
+    ],
+)
+def test_a_wrong_tensor_is_named(change, key, folder):
+    edit_tensors(folder, change)
+    assert list(errors(check(folder))) == [key]
+
+
+def test_damaged_and_missing_files(folder, tmp_path):
+    (folder / "custom_generate" / "generate.py").unlink()
+    assert [finding.key for finding in check(folder)] == ["custom_generate/generate.py"]
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    for damaged in (whole[:100], whole[:-4], b"", b"\xff" * 64):
+        weights.write_bytes(damaged)
+        assert "model.safetensors cannot be read" in errors(check(folder))["weights"].message
+    weights.unlink()
+    assert "no safetensors" in errors(check(folder))["weights"].message
+    (folder / "config.json").write_text("{")
+    assert "is not JSON" in errors(check(folder))["config.json"].message
+    assert "cannot be read" in errors(check(tmp_path / "nowhere"))["config.json"].message
+    (folder / "config.json").write_text("[]")
+    assert set(errors(check(folder))) == {"config.json"}
+
+
+def test_shards_and_their_index_must_agree(target, tmp_path):
+    make_draft(target).save_pretrained(tmp_path, max_shard_size="10KB")
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    first, second = sorted(set(content["weight_map"].values()))[:2]
+    moved = {**content["weight_map"], "fc.weight": second if content["weight_map"]["fc.weight"] == first else first}
+    index.write_text(json.dumps({**content, "weight_map": moved}))
+    assert "disagree about fc.weight" in errors(check(tmp_path))["weights"].message
+    index.write_text(json.dumps({"weight_map": {"fc.weight": "../elsewhere.safetensors"}}))
+    assert "elsewhere.safetensors" in errors(check(tmp_path))["weights"].message
+    index.write_text(json.dumps({"weight_map": None}))
+    assert "no weight_map" in errors(check(tmp_path))["weights"].message
+    index.write_text(json.dumps(content))
+    (tmp_path / second).unlink()
+    assert f"{second} is named by" in errors(check(tmp_path))["weights"].message
+
+
+def test_the_target_is_compared(folder, target, tmp_path):
+    config = target.config.to_dict()
+    for change, key in (
+        ({"hidden_size": 64}, "hidden_size"),
+        ({"num_hidden_layers": 2}, "num_target_layers"),
+        ({"vocab_size": 90}, "vocab_size"),
+    ):
+        assert key in errors(check(folder, target={**config, **change}))
+    assert {"target_layer_ids"} <= set(errors(check(folder, target={**config, "num_hidden_layers": 2})))
+    assert {"mask_token_id"} <= set(errors(check(folder, target={**config, "vocab_size": 90})))
+    (finding,) = check(folder, target={**config, "max_position_embeddings": 4096})
+    assert (finding.key, finding.engines) == ("max_position_embeddings", ("vllm",))
+    # A file, a folder, and the text part of a multimodal configuration.
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": config}))
+    for name in (tmp_path, tmp_path / "config.json", str(tmp_path)):
+        assert check(folder, target=name) == []
+    with pytest.raises(ValueError, match="nothing.json cannot be read"):
+        check(folder, target=tmp_path / "nothing.json")
+
+
+def test_the_command(folder, target, tmp_path):
+    target.config.save_pretrained(tmp_path / "target")
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+
+    def call(*words):
+        lines = []
+        return run(parser.parse_args([str(word) for word in words]), lines.append), "\n".join(lines)
+
+    assert call(folder) == (0, "No findings: the folder is ready to be served.")
+    edit(folder, {"causal": True}, num_target_layers=REMOVE)
+    code, text = call(folder, "--engine", "vllm", "--engine", "sglang", "--target", tmp_path / "target")
+    rows = text.splitlines()
+    assert code == 1 and rows[0].split() == ["severity", "engines", "key", "finding"]
+    assert rows[1].startswith("error     vllm, sglang  is_causal") and rows[2].startswith("warning ")
+    assert call(folder, "--engine", "transformers")[0] == 0
+    assert call(folder, "--target", tmp_path / "nowhere")[0] == 1
+    with pytest.raises(ValueError, match="tensorrt"):
+        check(folder, ["tensorrt"])
+    assert render([Finding("error", ("vllm",), "a", "b")]).splitlines()[1].split() == ["error", "vllm", "a", "b"]
+
+
+def test_expected_tensors_are_those_of_the_model(target):
+    """The table of names and shapes is written out twice on purpose: here it is held to the model."""
+    for variant in VARIANTS.values():
+        draft = make_draft(target, **variant)
+        config = json.loads(draft.config.to_json_string())
+        shapes = expected_shapes(Drafter(Path(), config, config["dflash_config"], {}))
+        assert shapes == {name: tuple(tensor.shape) for name, tensor in draft.state_dict().items()}
+    with torch.device("meta"):
+        config = DFlashDraftConfig.from_pretrained(PUBLISHED / "qwen3-8b-dflash.specforge.config.json")
+        assert len(DFlashDraftModel(config).state_dict()) == 58
+
+
+# ---------------------------------------------------------------------------------------------------------------- vLLM
+
+VLLM = """
+import json, sys
+from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
+from vllm.model_executor.models.qwen3_dflash import _resolve_layer_attention
+from vllm.model_executor.models import qwen3_dflash
+from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
+
+class Runner:
+    use_v2_model_runner = True
+
+qwen3_dflash.get_current_vllm_config = Runner
+target_folder, *drafts = sys.argv[1:]
+target = ModelConfig(model=target_folder, skip_tokenizer_init=True, max_model_len=128, dtype="float32")
+for folder in drafts:
+    config = SpeculativeConfig(
+        method="dflash", model=folder, num_speculative_tokens=3,
+        target_model_config=target, target_parallel_config=ParallelConfig(),
+    )
+    hf = config.draft_model_config.hf_config
+    print("RESULT " + json.dumps({
+        "architecture": config.draft_model_config.architecture,
+        "layers": [_resolve_layer_attention(hf, i) for i in range(hf.num_hidden_layers)],
+        "ids": get_eagle3_aux_layers_from_config(config),
+        "rope": hf.rope_parameters,
+        "vocab_size": hf.vocab_size,
+        "mask_token_id": hf.dflash_config["mask_token_id"],
+        "dtype": str(config.draft_model_config.dtype),
+    }))
+"""
+
+
+def test_vllm_reads_what_the_check_says(target, tmp_path):
+    """
+    vLLM's own configuration code on a CPU. It needs an environment of its own, whose interpreter is named by
+    `DFLASH_VLLM_PYTHON`: torch 2.13, transformers 5.20, vllm 0.33 without its requirements, and what it imports.
+    """
+    python = os.environ.get("DFLASH_VLLM_PYTHON")
+    if not python:
+        pytest.skip("DFLASH_VLLM_PYTHON does not name the interpreter of an environment with vLLM 0.33")
+    target.save_pretrained(tmp_path / "target")
+    for variant, changes in VARIANTS.items():
+        make_draft(target, target_layer_ids=[0, 1, 2], **changes).save_pretrained(tmp_path / variant)
+    # And what the check calls read differently.
+    make_draft(target, target_layer_ids=[0, 1, 2]).save_pretrained(tmp_path / "nested")
+    edit(tmp_path / "nested", {"causal": True})
+    make_draft(target, target_layer_ids=[0, 1, 2]).save_pretrained(tmp_path / "forced")
+    edit(tmp_path / "forced", {"use_swa": True, "swa_window_size": 5})
+    make_draft(target, target_layer_ids=[0, 1, 2], **SLIDING).save_pretrained(tmp_path / "dropped")
+    edit(tmp_path / "dropped", use_sliding_window=False)
+
+    names = [*VARIANTS, "nested", "forced"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "VLLM_LOGGING_LEVEL": "ERROR"}
+
+    def read(*folders):
+        command = [python, "-c", VLLM, str(tmp_path / "target"), *[str(tmp_path / name) for name in folders]]
+        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+
+    done = read(*names)
+    assert done.returncode == 0, done.stderr[-4000:]
+    results = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    for name, result in zip(names, results, strict=True):
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        said = layers_as_read(Drafter(tmp_path / name, config, config["dflash_config"], {}))["vllm"]
+        assert [tuple(layer) for layer in result["layers"]] == said, name
+        assert result["architecture"] == "DFlashDraftModel"
+        assert result["ids"] == [i + 1 for i in config["target_layer_ids"]]
+        assert result["rope"] == config["rope_parameters"]
+        assert (result["vocab_size"], result["mask_token_id"]) == (96, 95)
+        assert result["dtype"] == "torch.float32"
+        assert bool(errors(check(tmp_path / name, ["vllm"]))) is (name in ("nested", "forced"))
+    # A window that Qwen3Config drops: vLLM refuses the layer, as the check says.
+    done = read("dropped")
+    assert done.returncode != 0 and "sliding_window" in done.stderr
+    assert "use_sliding_window" in errors(check(tmp_path / "dropped", ["vllm"]))
