@@ -8,10 +8,13 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+import torch
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from .engine_rules import ARCHITECTURES, ENGINES, RULES, Drafter, Finding, fits_target
+from .modeling.checkpoint_dflash import check_checkpoint, checkpoint_files, read_header
 from .modeling.configuration_dflash import DFlashDraftConfig
+from .modeling.modeling_dflash import DFlashDraftModel
 
 
 def check(folder: str | Path, engines: Sequence[str] = ENGINES, target=None) -> list[Finding]:
@@ -76,34 +79,12 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     Names and shapes of all tensors, from the headers alone.
 
     Raises:
-        `ValueError`: no safetensors, a damaged file, or an index that does not match its files; names the file.
+        `OSError`: there are no safetensors, or a shard is missing.
+        `ValueError`: a file is damaged; names it.
     """
-    index = folder / "model.safetensors.index.json"
-    files = sorted(folder.glob("*.safetensors"))
-    weight_map = None
-    if index.is_file():
-        weight_map = _read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise ValueError(f"{index.name} holds no weight_map of file names; save the drafter again.")
-        files = [folder / name for name in sorted(set(weight_map.values()))]
-    if not files:
-        raise ValueError(f"no safetensors file in {folder}; `dflash convert` reads a `.pt`.")
-    shapes, homes = {}, {}
-    for file in files:
-        if not file.is_file() or file.resolve().parent != folder.resolve():
-            raise ValueError(f"{file.name} is named by {index.name} but is not in the folder; upload all shards.")
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():
-                    if name in homes:
-                        raise ValueError(f"{name} is in both {homes[name]} and {file.name}; remove the stale file.")
-                    homes[name] = file.name
-                    shapes[name] = tuple(tensors.get_slice(name).get_shape())
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file.name} cannot be read ({error}); it is truncated or damaged.") from error
-    if weight_map is not None and weight_map != homes:
-        name = sorted(set(weight_map.items()) ^ set(homes.items()))[0][0]
-        raise ValueError(f"{index.name} and its files disagree about {name}; save the drafter again.")
+    shapes = {}
+    for file in checkpoint_files(str(folder)):
+        shapes |= {name: shape for name, (_, shape) in read_header(file).items()}
     return shapes
 
 
@@ -125,17 +106,27 @@ def _all_findings(folder: Path, target: dict | None) -> Iterator[Finding]:
         )
         return
     try:
-        DFlashDraftConfig.from_pretrained(folder)
+        parsed = DFlashDraftConfig.from_pretrained(folder)
     except Exception as error:  # upstream's own validation raises many types
         yield Finding("error", ENGINES, "config.json", " ".join(str(error).split()))
         return
+    if (folder / SAFE_WEIGHTS_NAME).is_file() and (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
+        message = (
+            f"is there beside {SAFE_WEIGHTS_INDEX_NAME}; readers differ in which they take. Remove the stale one."
+        )
+        yield Finding("error", ENGINES, SAFE_WEIGHTS_NAME, message)
     try:
         shapes = read_shapes(folder)
-    except ValueError as error:
-        yield Finding("error", ENGINES, "weights", str(error))
+    except (ValueError, OSError) as error:
+        yield Finding("error", ENGINES, "weights", " ".join(str(error).split()))
         return
-    nested = config.get("dflash_config") or {}
-    drafter = Drafter(folder, config, nested, shapes)
+    try:
+        check_checkpoint(checkpoint_files(str(folder)), DFlashDraftModel, parsed)
+    except ValueError as error:
+        yield Finding("error", ("transformers",), "weights", str(error))
+    with torch.device("meta"):
+        wanted = {name: tuple(tensor.shape) for name, tensor in DFlashDraftModel(parsed).state_dict().items()}
+    drafter = Drafter(folder, config, config.get("dflash_config") or {}, shapes, wanted)
     for rule in RULES:
         yield from rule(drafter)
     if target is not None:

@@ -19,6 +19,7 @@ MUSE = "MuseGlimmerAssistantModel"
 DFLASH2 = "DFlash2DraftModel"
 ARCHITECTURES = ("DFlashDraftModel", DFLASH2, MUSE)
 _DFLASH2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_MUSE_NAMES = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 _GEMMA_VOCABULARY = 262144
 
 
@@ -42,65 +43,22 @@ class Finding:
 
 @dataclass(frozen=True)
 class Drafter:
-    """A folder as the rules see it: the raw keys, nested ones apart, and the shapes of its tensors."""
+    """
+    A folder as the rules see it: the raw keys, nested ones apart; the shapes of its tensors, and those that its
+    configuration asks for.
+    """
 
     folder: Path
     config: dict
     nested: dict
     shapes: dict[str, tuple[int, ...]]
+    wanted: dict[str, tuple[int, ...]]
 
     def get(self, key: str, default=None):
         """A key as SGLang and z-lab read it: nested, then at the top."""
         value = self.nested.get(key)
         value = self.config.get(key) if value is None else value
         return default if value is None else value
-
-
-def expected_shapes(drafter: Drafter) -> dict[str, tuple[int, ...]]:
-    """Names and shapes that the configuration asks for, by the canonical names (FORMATS of the published drafters)."""
-    get = drafter.get
-    hidden, inner, layers = get("hidden_size"), get("intermediate_size"), get("num_hidden_layers")
-    heads = get("num_attention_heads")
-    kv_heads, dim = get("num_key_value_heads", heads), get("head_dim", hidden // heads)
-    value_dim = get("v_head_dim", dim)
-    shapes = {
-        "fc.weight": (hidden, len(get("target_layer_ids")) * get("target_hidden_size", hidden)),
-        "hidden_norm.weight": (hidden,),
-        "norm.weight": (hidden,),
-    }
-    linear = {
-        "self_attn.q_proj": (heads * dim, hidden),
-        "self_attn.k_proj": (kv_heads * dim, hidden),
-        "self_attn.v_proj": (kv_heads * value_dim, hidden),
-        "self_attn.o_proj": (hidden, heads * value_dim),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-    taps, group = get("conv_kernel_size", 0), get("conv_group_size", 1)
-    for prefix in [f"layers.{i}." for i in range(layers)]:
-        for name, shape in linear.items():
-            shapes[f"{prefix}{name}.weight"] = shape
-            if get("attention_bias") and name.startswith("self_attn."):
-                shapes[f"{prefix}{name}.bias"] = shape[:1]
-        shapes |= {f"{prefix}self_attn.{name}_norm.weight": (dim,) for name in "qk"}
-        shapes |= {f"{prefix}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
-        if get("attention_sink_bias"):
-            shapes[f"{prefix}self_attn.attention_sink_bias"] = (heads,)
-        if taps:
-            for name in ("attention_conv", "mlp_conv"):
-                shapes[f"{prefix}{name}.base_kernel"] = (2, taps, hidden)
-                shapes[f"{prefix}{name}.kernel_projection.weight"] = (2 * taps * (hidden // group), hidden)
-    if rank := get("selector_rank", 0):
-        shapes["candidate_selector.hidden_projection.weight"] = (rank, hidden)
-        for name in ("predecessor", "successor"):
-            shapes[f"candidate_selector.{name}_codebook"] = (get("vocab_size"), rank)
-    if has_own_head(drafter):
-        shapes |= {"lm_head.weight": (get("draft_vocab_size"), hidden), "d2t": (get("draft_vocab_size"),)}
-    if drafter.config.get("architectures") == [MUSE]:
-        shapes["encoder.fc.weight"] = shapes.pop("fc.weight")
-        shapes["encoder.output_norm_enc.weight"] = shapes.pop("hidden_norm.weight")
-    return shapes
 
 
 def has_own_head(drafter: Drafter) -> bool:
@@ -282,18 +240,21 @@ def _dflash2(drafter: Drafter) -> Iterator[Finding]:
 
 
 def _tensors(drafter: Drafter) -> Iterator[Finding]:
-    wanted, found = expected_shapes(drafter), drafter.shapes
+    """Engines know the published names alone; what else this package reads, `check_checkpoint` decides."""
+    wanted, found = drafter.wanted, drafter.shapes
+    if drafter.config["architectures"] == [MUSE]:
+        wanted = {_MUSE_NAMES.get(name, name): shape for name, shape in wanted.items()}
     for name in sorted(wanted.keys() - found.keys()):
-        yield Finding("error", ENGINES, name, f"is missing {wanted[name]}; vLLM would serve without a word.")
-    optional = r"(?:embed_tokens\.weight|t2d|d2t|lm_head\.weight)"
+        yield Finding("error", SERVERS, name, f"is missing {wanted[name]}; vLLM would serve without a word.")
+    optional = r"(?:embed_tokens\.weight|t2d)"
     for name in sorted(found.keys() - wanted.keys()):
         if not (has_own_head(drafter) and re.fullmatch(optional, name)):
             message = f"is unknown {found[name]}: vLLM stops, SGLang skips it. `dflash convert` gives canonical names."
-            yield Finding("error", ENGINES, name, message)
+            yield Finding("error", SERVERS, name, message)
     for name in sorted(wanted.keys() & found.keys()):
         if wanted[name] != found[name]:
             message = f"has shape {found[name]}, but config.json asks for {wanted[name]}."
-            yield Finding("error", ENGINES, name, message)
+            yield Finding("error", SERVERS, name, message)
 
 
 def _beside_the_weights(drafter: Drafter) -> Iterator[Finding]:

@@ -1,0 +1,177 @@
+"""
+Converting a drafter between the layout that engines serve (`"z-lab"`) and transformers' own (`"native"`).
+
+Every layout that `DFlashDraftModel.from_pretrained` reads comes in, and `.pt` checkpoints (tensors alone, nothing in
+them is executed). Native folders load as `MuseGlimmerAssistantModel` without any code beside them.
+"""
+
+import json
+import shutil
+import tempfile
+import zipfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from .modeling.modeling_dflash import DFlashDraftModel
+
+
+LAYOUTS = ("native", "z-lab")
+# Keys of `MuseGlimmerAssistantConfig`, and vocab_size, for which engines would take Muse's.
+_NATIVE_KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "rope_parameters",
+    "max_position_embeddings",
+    "sliding_window",
+    "layer_types",
+    "attention_dropout",
+    "hidden_act",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "block_size",
+    "mask_token_id",
+    "target_layer_ids",
+    "vocab_size",
+)
+
+
+def convert(src: str | Path, dst: str | Path, to: str = "z-lab", config: str | Path | None = None) -> Path:
+    """
+    Write the drafter in `src` to the new folder `dst`, in another layout.
+
+    Args:
+        src (`str` or `Path`): A folder or repository of any published layout, or a `.pt` file.
+        dst (`str` or `Path`): A folder that does not exist yet, or is empty. It appears whole or not at all.
+        to (`str`): `"z-lab"`: what vLLM and SGLang serve, with our code beside it. `"native"`: for plain transformers;
+            only drafters of full, bidirectional, bias-free attention can be expressed in it.
+        config (`str` or `Path`, *optional*): The `config.json` of a `.pt` file; default: the one in its folder.
+
+    Returns:
+        `Path`: `dst`.
+
+    Raises:
+        `ValueError`: the drafter cannot be expressed in that layout, or is none; says why.
+        `FileExistsError`: `dst` holds files.
+    """
+    if to not in LAYOUTS:
+        raise ValueError(f"to={to!r} must be one of {', '.join(LAYOUTS)}.")
+    dst = Path(dst)
+    if dst.is_file() or (dst.is_dir() and any(dst.iterdir())):
+        raise FileExistsError(f"{dst} exists; name a new folder.")
+    dst.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=dst.parent, prefix=f".{dst.name}.") as scratch:
+        scratch = Path(scratch)
+        source = (
+            _unpack(Path(src), config, scratch / "unpacked") if str(src).endswith((".pt", ".pth", ".bin")) else src
+        )
+        draft = DFlashDraftModel.from_pretrained(source)
+        if to == "native":
+            _save_native(draft, scratch / "result")
+        else:
+            draft.save_pretrained(scratch / "result")
+        shutil.rmtree(dst, ignore_errors=True)
+        (scratch / "result").rename(dst)
+    return dst
+
+
+def native_obstacle(draft: DFlashDraftModel) -> str | None:
+    """Why a drafter cannot be a `MuseGlimmerAssistantModel`, or `None`."""
+    config = draft.config
+    plain = {"fc.weight", "hidden_norm.weight", "norm.weight"}
+    extra = [n for n in draft.state_dict() if n not in plain and not n.startswith("layers.")]
+    extra += [n for n in draft.state_dict() if ".attention_conv." in n or ".mlp_conv." in n]
+    if extra:
+        return f"it has {extra[0]}, of DFlash 2 or a reduced vocabulary"
+    if config.attention_bias:
+        return "attention_bias is true, and native projections have no bias"
+    if "sliding_attention" in config.layer_types:
+        return f"layer_types={config.layer_types} hold sliding layers, whose windows native masks count differently"
+    if any(config.layer_is_causal(i) for i in range(config.num_hidden_layers)):
+        return "its attention is causal inside the block, and native attention is bidirectional"
+    if config.target_hidden_size != config.hidden_size:
+        return f"target_hidden_size={config.target_hidden_size} is not hidden_size={config.hidden_size}"
+    dim = config.head_dim
+    neutral = {
+        "attention_sink_bias": False,
+        "attention_value_scale": 1.0,
+        "v_head_dim": dim,
+        "backbone_rotary_base": config.rope_parameters["rope_theta"],
+        "input_embedding_scale": 1.0,
+        "output_multiplier": 1.0,
+        "final_logit_softcapping": None,
+    }
+    for key, value in neutral.items():
+        ours = getattr(config, key, value)
+        if ours is not None and ours != value:
+            return f"{key}={ours}, which the native model does not have"
+    if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        return f"partial_rotary_factor={config.rope_parameters['partial_rotary_factor']}: native heads rotate whole"
+    return None
+
+
+def add_arguments(parser) -> None:
+    """Arguments of `dflash convert`."""
+    parser.add_argument("src", help="folder, repository or .pt file of a drafter")
+    parser.add_argument("dst", help="new folder")
+    parser.add_argument("--to", choices=LAYOUTS, default="z-lab", help="layout to write; default: %(default)s")
+    parser.add_argument("--config", help="config.json of a .pt file; default: beside it")
+
+
+def run(arguments, echo) -> int:
+    """`dflash convert`: 0, or 1 when it cannot be done."""
+    try:
+        folder = convert(arguments.src, arguments.dst, arguments.to, arguments.config)
+    except (ValueError, OSError) as error:
+        echo(f"error: {error}")
+        return 1
+    echo(f"Wrote {folder} ({arguments.to}).")
+    return 0
+
+
+def _save_native(draft: DFlashDraftModel, folder: Path) -> None:
+    obstacle = native_obstacle(draft)
+    if obstacle is not None:
+        raise ValueError(
+            f"This drafter cannot be written for transformers' MuseGlimmerAssistantModel: {obstacle}. Keep it in the "
+            'z-lab layout (`to="z-lab"`), which this package and the engines read.'
+        )
+    folder.mkdir()
+    config = draft.config.to_dict()
+    native = {key: config[key] for key in _NATIVE_KEYS if config.get(key) is not None}
+    native |= {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"}
+    # Absent, these would become Muse's own ids.
+    native |= {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    native["dtype"] = native["torch_dtype"] = str(draft.dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(native, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    names = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+    tensors = {names.get(name, name): tensor.contiguous() for name, tensor in draft.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _unpack(file: Path, config: str | Path | None, folder: Path) -> Path:
+    """A `.pt` file and its configuration as a folder of safetensors."""
+    config = Path(config) if config is not None else file.parent / "config.json"
+    if not config.is_file():
+        raise ValueError(f"{file} comes without {config}; name the drafter's config.json with `config`.")
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except Exception as error:  # truncated, not a checkpoint, or objects that would have to be executed
+        raise ValueError(f"{file} cannot be read as tensors alone: {str(error).splitlines()[0]}") from error
+    for wrapper in ("state_dict", "model_state_dict", "model"):
+        if isinstance(state, dict) and isinstance(state.get(wrapper), dict):
+            state = state[wrapper]
+    if not isinstance(state, dict) or not any(isinstance(value, torch.Tensor) for value in state.values()):
+        raise ValueError(f"{file} holds no dictionary of tensors, plain or under 'state_dict' or 'model'.")
+    tensors = {name: value.clone() for name, value in state.items() if isinstance(value, torch.Tensor)}
+    folder.mkdir()
+    shutil.copyfile(config, folder / "config.json")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder

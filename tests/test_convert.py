@@ -1,0 +1,186 @@
+"""Between the published layout and transformers' own, and out of `.pt` files."""
+
+import argparse
+import json
+import pickle
+
+import pytest
+import torch
+from conftest import make_draft
+from safetensors.torch import load_file
+from transformers import AutoModel
+
+from dflash_hf import DFlashDraftModel
+from dflash_hf.check import check
+from dflash_hf.convert import add_arguments, convert, run
+
+
+PROMPT = torch.tensor([[5, 9, 17, 33, 2]])
+
+
+@pytest.fixture
+def draft(target):
+    return make_draft(target, target_layer_ids=[0, 1, 2])
+
+
+@pytest.fixture
+def folder(draft, tmp_path):
+    draft.save_pretrained(tmp_path / "draft")
+    return tmp_path / "draft"
+
+
+def save_pt(draft, folder, wrap=None, rename=lambda name: name):
+    """A training run's `.pt` with its config.json beside it."""
+    folder.mkdir()
+    state = {rename(name): tensor for name, tensor in draft.state_dict().items()}
+    torch.save({wrap: state, "step": 3} if wrap else state, folder / "draft.pt")
+    (folder / "config.json").write_text(json.dumps(draft.config.to_dict(), default=str))
+    return folder / "draft.pt"
+
+
+def equal_tensors(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def test_native_and_back(target, draft, folder, tmp_path):
+    native = convert(folder, tmp_path / "native", to="native")
+    assert {path.name for path in native.iterdir()} == {"config.json", "model.safetensors"}
+    config = json.loads((native / "config.json").read_text())
+    assert config["model_type"] == "muse_glimmer_assistant" and config["vocab_size"] == 96
+    assert not [finding for finding in check(native) if finding.severity == "error"]
+
+    # The model of transformers itself, by the same names, gives the same hidden states.
+    from transformers import MuseGlimmerAssistantModel
+
+    model = MuseGlimmerAssistantModel.from_pretrained(native).eval()
+    features, block = torch.randn(1, 9, 96), torch.randn(1, 4, 32)
+    with torch.no_grad():
+        theirs = model(noise_embeds=block, context_hidden_states=features).last_hidden_state
+        ours = draft(noise_embeds=block, context_hidden_states=features).last_hidden_state
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+    back = convert(native, tmp_path / "back", to="z-lab")
+    equal_tensors(load_file(back / "model.safetensors"), load_file(folder / "model.safetensors"))
+    again = DFlashDraftModel.from_pretrained(back)
+    # A native folder says neither how deep the target is nor, for us, that absent means bidirectional.
+    assert [f.key for f in check(back)] == ["num_target_layers"]
+    with torch.no_grad():
+        assert torch.equal(
+            again(noise_embeds=block, context_hidden_states=features).last_hidden_state,
+            draft(noise_embeds=block, context_hidden_states=features).last_hidden_state,
+        )
+
+
+def test_native_decodes_in_transformers_own_loop(target, draft, folder, tmp_path):
+    from transformers import MuseGlimmerAssistantModel
+
+    convert(folder, tmp_path / "native", to="native")
+    arguments = {"max_new_tokens": 20, "do_sample": False}
+    plain = target.generate(PROMPT, **arguments)
+    for assistant in (
+        MuseGlimmerAssistantModel.from_pretrained(tmp_path / "native"),
+        AutoModel.from_pretrained(tmp_path / "native"),
+    ):
+        output = target.generate(PROMPT, assistant_model=assistant, speculation_type="dflash", **arguments)
+        assert torch.equal(output, plain)
+
+
+OBSTACLES = {
+    "attention_bias": {"attention_bias": True},
+    "sliding layers": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8, "is_causal": False},
+    "causal inside the block": {"is_causal": True},
+    "target_hidden_size": {"target_hidden_size": 64},
+    "of DFlash 2": {"conv_kernel_size": 2, "conv_group_size": 4},
+    "candidate_selector": {"selector_rank": 4, "selector_top_k": 4},
+    "input_embedding_scale=2.0": {"input_embedding_scale": 2.0},
+    "attention_value_scale=0.5": {"attention_value_scale": 0.5},
+    "backbone_rotary_base=7.0": {"backbone_rotary_base": 7.0},
+    "partial_rotary_factor": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    },
+}
+
+
+@pytest.mark.parametrize("reason", OBSTACLES)
+def test_what_native_cannot_express_is_refused(reason, target, tmp_path):
+    make_draft(target, **OBSTACLES[reason]).save_pretrained(tmp_path / "draft")
+    with pytest.raises(ValueError, match=f"cannot be written for .*{reason}"):
+        convert(tmp_path / "draft", tmp_path / "native", to="native")
+    # Nothing is left behind, neither the folder nor a temporary one.
+    assert [path.name for path in tmp_path.iterdir()] == ["draft"]
+    # The other layout takes it.
+    convert(tmp_path / "draft", tmp_path / "copy")
+    equal_tensors(load_file(tmp_path / "copy/model.safetensors"), load_file(tmp_path / "draft/model.safetensors"))
+
+
+@pytest.mark.parametrize(
+    "wrap, rename",
+    [
+        (None, lambda name: name),
+        ("state_dict", lambda name: f"draft_model.{name}"),
+        ("model", lambda name: name.replace("hidden_norm.", "context_norm.").replace("fc.", "context_proj.")),
+    ],
+)
+def test_a_pt_file(wrap, rename, draft, tmp_path):
+    file = save_pt(draft, tmp_path / "run", wrap, rename)
+    folder = convert(file, tmp_path / "draft")
+    assert check(folder) == []
+    equal_tensors(load_file(folder / "model.safetensors"), dict(draft.state_dict()))
+    (tmp_path / "run" / "config.json").rename(tmp_path / "elsewhere.json")
+    with pytest.raises(ValueError, match="comes without .*config.json"):
+        convert(file, tmp_path / "second")
+    torch.save(torch.load(file), file, _use_new_zipfile_serialization=False)  # the older format of such files
+    convert(file, tmp_path / "second", config=tmp_path / "elsewhere.json")
+
+
+class Bomb:
+    def __reduce__(self):
+        return (open, ("exploded", "w"))
+
+
+def test_a_pt_file_is_never_executed(draft, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = save_pt(draft, tmp_path / "run")
+    whole = file.read_bytes()
+    torch.save({"fc.weight": Bomb()}, file)
+    for content in (file.read_bytes(), pickle.dumps(Bomb()), whole[:200], b""):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=r"draft\.pt cannot be read as tensors alone"):
+            convert(file, tmp_path / "draft")
+    torch.save({"step": 3}, file)
+    with pytest.raises(ValueError, match="no dictionary of tensors"):
+        convert(file, tmp_path / "draft")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_the_destination_is_whole_or_absent(folder, tmp_path, monkeypatch):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="name a new folder"):
+        convert(folder, tmp_path / "full")
+    (tmp_path / "empty").mkdir()
+    convert(folder, tmp_path / "empty")
+    assert (tmp_path / "empty" / "config.json").is_file()
+
+    def fail(*args, **kwargs):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("dflash_hf.convert.save_file", fail)
+    with pytest.raises(OSError, match="No space"):
+        convert(folder, tmp_path / "native", to="native")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["draft", "empty", "full"]
+    with pytest.raises(ValueError, match="gguf"):
+        convert(folder, tmp_path / "other", to="gguf")
+
+
+def test_the_command(folder, tmp_path):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    lines = []
+    arguments = parser.parse_args([str(folder), str(tmp_path / "native"), "--to", "native"])
+    assert run(arguments, lines.append) == 0
+    assert lines == [f"Wrote {tmp_path / 'native'} (native)."]
+    assert run(arguments, lines.append) == 1
+    assert lines[-1].startswith("error: ") and "name a new folder" in lines[-1]
