@@ -51,7 +51,7 @@ class SlotLayer(CacheLayerMixin):
             setattr(self, name, new)
 
     def _write(self, buffer: torch.Tensor, slots: torch.Tensor, states: torch.Tensor) -> None:
-        slots = slots.to(buffer.device)
+        slots, states = slots.to(buffer.device), states.to(buffer.dtype)  # autocast mixes dtypes
         if buffer.shape[0] == 1:
             buffer.index_copy_(2, slots[0], states)
         else:
@@ -185,7 +185,7 @@ def slot_mask(
         view (`int`): Slots handed to attention.
         window (`int`, *optional*): A key is seen when `query slot - key slot < window`.
         chunk (`int`, *optional*): A key is seen in the query's own chunk of that many slots only.
-        dtype (`torch.dtype`): A floating dtype. Eager attention adds the mask; a boolean one would be added as 0 and 1.
+        dtype (`torch.dtype`): A floating dtype. Eager attention adds the mask; a boolean one would be added as 0, 1.
 
     Returns:
         `torch.Tensor` `[R, 1, n, view]`.

@@ -134,3 +134,9 @@ def test_half_precision_reports_a_match_rate():
         same += torch.equal(expected, output)
         assert torch.equal(expected[:, :10], output[:, :10])
     assert same >= 4
+
+
+def test_under_autocast(target, draft):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = target.generate(PROMPT, max_new_tokens=12, do_sample=False, assistant_model=draft)
+    assert output.shape == (1, 22)
