@@ -145,7 +145,7 @@ def test_a_pt_file_is_never_executed(draft, tmp_path, monkeypatch):
     file = save_pt(draft, tmp_path / "run")
     whole = file.read_bytes()
     torch.save({"fc.weight": Bomb()}, file)
-    for content in (file.read_bytes(), pickle.dumps(Bomb()), whole[:200], b""):
+    for content in (file.read_bytes(), pickle.dumps(Bomb(), protocol=2), whole[:200], b""):
         file.write_bytes(content)
         with pytest.raises(ValueError, match=r"draft\.pt cannot be read as tensors alone"):
             convert(file, tmp_path / "draft")
