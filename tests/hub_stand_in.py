@@ -1,0 +1,192 @@
+"""A stand-in of the Hub's commit API on the loopback interface: repositories, large files, one commit at a time."""
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+class Hub:
+    """
+    The state that tests look at and break.
+
+    Attributes:
+        commits (`list[dict]`): For each commit the repository, its message, its files and its deletions.
+        files (`dict[str, dict[str, bytes]]`): Content of each repository.
+        objects (`dict[str, bytes]`): Large files by their sha256.
+        private (`dict[str, bool]`): Of each repository.
+        drop (`int`): Uploads of large files still to be cut off half-way.
+        reader (`bool`): The token may read only.
+    """
+
+    def __init__(self):
+        self.commits, self.files, self.objects, self.private = [], {}, {}, {}
+        self.drop, self.reader, self.uploads = 0, False, 0
+        self.token = "hf_right"
+
+    def sha(self) -> str:
+        return hashlib.sha1(str(len(self.commits)).encode()).hexdigest()
+
+
+class Handler(BaseHTTPRequestHandler):
+    hub: Hub
+    timeout = 20
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args):
+        pass
+
+    def answer(self, body=None, status=200, **headers):
+        content = json.dumps(body if body is not None else {}).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            parts = []
+            while size := int(self.rfile.readline().strip(), 16):
+                parts.append(self.rfile.read(size))
+                self.rfile.readline()
+            self.rfile.readline()
+            return b"".join(parts)
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def refused(self, writing: bool) -> bool:
+        if self.headers.get("Authorization") != f"Bearer {self.hub.token}":
+            self.answer({"error": "Invalid credentials in Authorization header"}, 401)
+            return True
+        if writing and self.hub.reader:
+            self.answer({"error": "Forbidden"}, 403, X_Error_Message="You don't have the rights to write here")
+            return True
+        return False
+
+    def do_GET(self):
+        if self.refused(writing=False):
+            return
+        match = re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)(?:/revision/main)?", self.path.split("?")[0])
+        if match is None or match[1] not in self.hub.files:
+            self.answer({"error": "Repository not found"}, 404, X_Error_Code="RepoNotFound")
+            return
+        names = [{"rfilename": name} for name in sorted(self.hub.files[match[1]])]
+        self.answer({"id": match[1], "sha": self.hub.sha(), "siblings": names})
+
+    def do_PUT(self):
+        name = self.path.rsplit("/", 1)[1]
+        self.hub.uploads += 1
+        if self.hub.drop:
+            self.hub.drop -= 1
+            self.rfile.read(64)
+            self.close_connection = True
+            self.connection.close()
+            return
+        content = self.body()
+        assert hashlib.sha256(content).hexdigest() == name
+        self.hub.objects[name] = content
+        self.answer()
+
+    def do_POST(self):
+        content = self.body()
+        path = self.path.split("?")[0]
+        if self.refused(writing=True):
+            return
+        if path == "/api/repos/create":
+            request = json.loads(content)
+            repo = "/".join(filter(None, (request.get("organization"), request["name"])))
+            if repo in self.hub.files:
+                url = f"http://{self.headers['Host']}/{repo}"
+                self.answer({"error": "You already created this model repo", "url": url, "id": repo}, 409)
+            else:
+                self.hub.files[repo] = {".gitattributes": b""}
+                private = request.get("private") is True or request.get("visibility") == "private"
+                self.hub.private[repo] = private
+                self.answer({"url": f"http://{self.headers['Host']}/{repo}", "name": repo, "id": repo})
+        elif path == "/api/validate-yaml":
+            self.answer({"errors": [], "warnings": []})
+        elif match := re.fullmatch(r"/api/models/(.+)/preupload/main", path):
+            self.preupload(match[1], json.loads(content))
+        elif match := re.fullmatch(r"/(.+)\.git/info/lfs/objects/batch", path):
+            self.batch(json.loads(content))
+        elif path == "/verify":
+            self.answer()
+        elif match := re.fullmatch(r"/api/models/(.+)/commit/main", path):
+            self.commit(match[1], [json.loads(line) for line in content.splitlines() if line])
+        else:
+            self.answer({"error": f"no {path}"}, 404)
+
+    def preupload(self, repo, request):
+        files = []
+        for file in request["files"]:
+            large = file["path"].endswith(".safetensors")
+            entry = {"path": file["path"], "uploadMode": "lfs" if large else "regular", "shouldIgnore": False}
+            stored = self.hub.files[repo].get(file["path"])
+            if stored is not None:
+                blob = hashlib.sha1(b"blob %d\0" % len(stored) + stored).hexdigest()
+                entry["oid"] = hashlib.sha256(stored).hexdigest() if large else blob
+            files.append(entry)
+        self.answer({"files": files})
+
+    def batch(self, request):
+        objects = []
+        for file in request["objects"]:
+            entry = {"oid": file["oid"], "size": file["size"]}
+            if file["oid"] not in self.hub.objects:
+                base = f"http://{self.headers['Host']}"
+                entry["actions"] = {
+                    "upload": {"href": f"{base}/lfs/{file['oid']}"},
+                    "verify": {"href": f"{base}/verify"},
+                }
+            objects.append(entry)
+        self.answer({"transfer": "basic", "objects": objects})
+
+    def commit(self, repo, lines):
+        added, deleted, message = {}, [], None
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "header":
+                message = value["summary"]
+            elif line["key"] == "file":
+                added[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                added[value["path"]] = self.hub.objects[value["oid"]]
+            elif line["key"] == "deletedFile":
+                deleted.append(value["path"])
+        self.hub.files[repo].update(added)
+        for name in deleted:
+            del self.hub.files[repo][name]
+        self.hub.commits.append({"repo": repo, "message": message, "added": sorted(added), "deleted": deleted})
+        sha = self.hub.sha()
+        self.answer({"commitUrl": f"http://{self.headers['Host']}/{repo}/commit/{sha}", "commitOid": sha})
+
+
+@contextmanager
+def stand_in(monkeypatch):
+    """Run a [`Hub`] and send huggingface_hub there."""
+    hub = Hub()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("BoundHandler", (Handler,), {"hub": hub}))
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    from huggingface_hub import close_session
+
+    try:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)  # between retries
+        close_session()
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(timeout=10)
+        close_session()
