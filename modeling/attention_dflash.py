@@ -20,11 +20,12 @@ class DFlashRotaryEmbedding(Qwen3RotaryEmbedding):
     """
 
     @staticmethod
-    def compute_default_rope_parameters(config, **kwargs) -> tuple[torch.Tensor, float]:
+    def compute_default_rope_parameters(config, device=None, **kwargs) -> tuple[torch.Tensor, float]:
         """`theta ** (-2i / d)` over the `d` channels that are rotated; Qwen3's own always rotates the whole head."""
         rope = config.rope_parameters
         dim = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
-        return 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float) / dim), 1.0
+        pairs = torch.arange(0, dim, 2, dtype=torch.float, device=device)
+        return 1.0 / rope["rope_theta"] ** (pairs / dim), 1.0
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)

@@ -18,6 +18,8 @@ _BYTES = {
     **{"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1},
     **{"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1},
 }
+# A mask embedding beside the weights (MiMo): the one other file that is read, by torch's restricted loader.
+_MASK_EMBEDDING = "mask_embedding.pt"
 _WEIGHTS = ("F64", "F32", "F16", "BF16")
 _LONGEST_HEADER = 100_000_000  # as safetensors itself
 
@@ -57,6 +59,8 @@ def checkpoint_files(name_or_path: str, variant: str | None = None, **hub_argume
             names = sorted(set(json.load(file)["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index} is not an index of safetensors files ({error!r}); download it again.") from error
+    if not names:
+        raise ValueError(f"{index} names no file; download it again.")
     files = []
     for name in names:
         if not isinstance(name, str) or name != os.path.basename(name) or not name.endswith(".safetensors"):
@@ -65,6 +69,29 @@ def checkpoint_files(name_or_path: str, variant: str | None = None, **hub_argume
         if files[-1] is None:
             raise OSError(f"{index} names {name}, which is missing; download it again.")
     return files
+
+
+def read_mask_embedding(name_or_path: str, config, **hub_arguments) -> torch.Tensor | None:
+    """
+    The drafter's own mask embedding `[H]`, where a folder or repository holds one beside the weights.
+
+    Raises:
+        `ValueError`: it is damaged, of another width, or for another token.
+    """
+    path = cached_file(name_or_path, _MASK_EMBEDDING, _raise_exceptions_for_missing_entries=False, **hub_arguments)
+    if path is None:
+        return None
+    try:
+        stored = torch.load(path, map_location="cpu", weights_only=True)
+        embedding, token = stored["embedding"].reshape(-1), int(stored.get("mask_token_id", config.mask_token_id))
+    except Exception as error:  # torch's loader fails in many ways on a file that is not one
+        raise ValueError(f"{path} must hold {{'embedding', 'mask_token_id'}}: {error!r}") from error
+    if embedding.shape != (config.hidden_size,) or not embedding.is_floating_point() or token != config.mask_token_id:
+        raise ValueError(
+            f"{path} holds an embedding of shape {list(embedding.shape)} for token {token}, but config.json says "
+            f"hidden_size={config.hidden_size} and mask_token_id={config.mask_token_id}."
+        )
+    return embedding
 
 
 def read_header(path: str) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -117,9 +144,9 @@ def read_header(path: str) -> dict[str, tuple[str, tuple[int, ...]]]:
     return tensors
 
 
-def check_checkpoint(files: list[str], model_class, config) -> None:
+def check_checkpoint(files: list[str], model_class, config, beside: tuple[str, ...] = ()) -> None:
     """
-    Hold the tensors of a checkpoint against the model that a configuration describes.
+    Hold the tensors of a checkpoint against the model that a configuration describes; `beside` it some may be kept.
 
     Raises:
         `ValueError`: names the tensor that is missing, unexpected, there twice, or of another shape or dtype.
@@ -149,11 +176,11 @@ def check_checkpoint(files: list[str], model_class, config) -> None:
             f"{len(layers)} layers; correct config.json or load the whole checkpoint."
         )
     with torch.device("meta"):
-        wanted = {name: tensor for name, tensor in model_class(config).state_dict().items()}
+        wanted = model_class(config).state_dict()
 
     # 3. The difference.
     problems = {
-        "missing keys": [name for name in wanted if name not in found],
+        "missing keys": [name for name in wanted if name not in found and name not in beside],
         "unexpected keys": [sources[name] for name in found if name not in wanted],
         "mismatched keys": [
             f"{sources[name]} has shape {list(found[name][1])} instead of {list(tensor.shape)}"
@@ -168,7 +195,8 @@ def check_checkpoint(files: list[str], model_class, config) -> None:
                 "config.json; load a drafter whose tensors carry the published names and the shapes that its "
                 "config.json gives."
             )
-    for name, tensor in wanted.items():
+    for name in found:
+        tensor = wanted[name]
         allowed = _WEIGHTS if tensor.is_floating_point() else ("I64",)
         if found[name][0] not in allowed:
             raise ValueError(f"{where}: tensor {sources[name]} has dtype {found[name][0]}, not one of {allowed}.")

@@ -11,6 +11,7 @@ _DTYPES = ("float64", "float32", "bfloat16", "float16")
 # Bounds that no drafter comes near; a wrong size must not become an allocation.
 _MOST_LAYERS = 1024
 _LARGEST_SIZE = 2**24
+_LARGEST_NUMBER = 1e18  # of thetas, factors and scales; an integer of any length is not a number that torch takes
 _SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -39,10 +40,19 @@ _POSITIVE = (
     "backbone_rotary_base",
     "initializer_range",
 )
-_FLAGS = ("attention_bias", "attention_sink_bias", "use_sliding_window", "is_causal")
+_REQUIRED = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"),
+    *("rms_norm_eps", "initializer_range", "attention_bias", "attention_sink_bias", "own_mask_embedding"),
+)
+_FLAGS = ("attention_bias", "attention_sink_bias", "own_mask_embedding", "use_sliding_window", "is_causal")
 
 
 def check_sizes(config):
+    for key in _REQUIRED:
+        if getattr(config, key) is None:
+            raise ValueError(
+                f"{key}=None (null in a file) must have a value; correct it in the drafter's config.json."
+            )
     for key in _SIZES:
         value = getattr(config, key)
         if value is not None and (type(value) is not int or value < 1):
@@ -112,6 +122,14 @@ def check_dflash2(config):
         raise ValueError(f"draft_vocab_size={config.draft_vocab_size} exceeds vocab_size={config.vocab_size}.")
 
 
+def check_quantization(config):
+    value = getattr(config, "quantization_config", None)
+    if value is not None and isinstance(getattr(value, "quant_method", None), str):
+        return
+    if value is not None and not (isinstance(value, dict) and isinstance(value.get("quant_method"), str)):
+        raise ValueError(f"quantization_config={value!r} must be a dictionary that names its quant_method.")
+
+
 def check_rope(config):
     rope = config.rope_parameters
     if not _is_positive(rope.get("rope_theta")):
@@ -120,13 +138,19 @@ def check_rope(config):
         raise ValueError(f"rope_type={rope.get('rope_type')!r} must be one of {['default', *ROPE_INIT_FUNCTIONS]}.")
     if "rope_dim" in rope:  # the trained width, where other fields were copied from the target
         rope["partial_rotary_factor"] = rope.pop("rope_dim") / config.head_dim
-    if rope["rope_type"] != "default" and rope["rope_type"] != "longrope" and not _is_positive(rope.get("factor")):
-        raise ValueError(f"factor={rope.get('factor')!r} of rope_type={rope['rope_type']!r} must be positive.")
     part = rope.get("partial_rotary_factor", 1.0)
     if not _is_positive(part) or part > 1 or int(config.head_dim * part) % 2 or int(config.head_dim * part) == 0:
         raise ValueError(
             f"partial_rotary_factor={part!r} must rotate an even number of the head_dim={config.head_dim} channels."
         )
+    if rope["rope_type"] != "default":
+        try:
+            table, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device="cpu")
+            usable = bool(table.isfinite().all()) and math.isfinite(scale)
+        except Exception as error:  # upstream's functions check nothing and fail in many ways
+            raise ValueError(f"rope_parameters={rope} give no rotary table: {error!r}; correct them.") from error
+        if not usable:
+            raise ValueError(f"rope_parameters={rope} give a rotary table that is not finite; correct them.")
 
 
 def check_layers(config):
@@ -180,4 +204,4 @@ def check_tokens(config):
 
 
 def _is_positive(value) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _LARGEST_NUMBER

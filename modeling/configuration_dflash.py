@@ -10,6 +10,7 @@ from .checks_dflash import (
     check_dflash2,
     check_layers,
     check_numbers,
+    check_quantization,
     check_rope,
     check_sizes,
     check_tokens,
@@ -34,10 +35,15 @@ _NESTED_KEYS = {
     "attention_sink_bias": "attention_sink_bias",
     "attention_value_scale": "attention_value_scale",
     "backbone_rotary_base": "backbone_rotary_base",
+    "own_mask_embedding": "own_mask_embedding",
 }
 # Of those, the ones that engines read nested only; written when they say something.
 _WRITTEN_NESTED = tuple(_NESTED_KEYS)[5:]
-_IGNORED = ("model_type", "num_labels", "transformers_weights", "attn_implementation", "experts_implementation")
+# Keys of a file that would choose other files, code or a way of running; those are for the caller to say.
+_IGNORED = (
+    *("model_type", "num_labels", "transformers_weights", "attn_implementation", "experts_implementation"),
+    *("fusion_config", "distributed_config"),
+)
 
 
 class DFlashDraftConfig(PreTrainedConfig):
@@ -66,6 +72,7 @@ class DFlashDraftConfig(PreTrainedConfig):
         attention_value_scale (`float`): Multiplies the values.
         v_head_dim (`int`): Size of a head's values. Default: `head_dim`.
         backbone_rotary_base (`float`): Rotary base of the context's keys. Default: that of the block.
+        own_mask_embedding (`bool`): The mask's embedding is the drafter's own, not the target's.
         dflash_config (`dict`): The nested form of the keys above; unknown keys in it are kept for re-saving.
 
     A part of each head is rotated when `rope_parameters` holds `partial_rotary_factor`. The remaining arguments are
@@ -115,6 +122,7 @@ class DFlashDraftConfig(PreTrainedConfig):
     attention_value_scale: float = 1.0
     v_head_dim: int | None = None
     backbone_rotary_base: float | None = None
+    own_mask_embedding: bool = False
     dflash_config: dict | None = None
     source_layout: str | None = None
     tie_word_embeddings: bool = False
@@ -173,6 +181,7 @@ class DFlashDraftConfig(PreTrainedConfig):
         check_dflash2(self)
         super().__post_init__(**kwargs)
         check_rope(self)
+        check_quantization(self)
 
     @classmethod
     def for_target(cls, target_config, mask_token_id: int, num_hidden_layers: int = 5, block_size: int = 16, **kwargs):
@@ -245,7 +254,7 @@ class DFlashDraftConfig(PreTrainedConfig):
         canonical = canonical_config({**config_dict, "model_type": config_dict.get("model_type", cls.model_type)})
         names = {field.name for field in fields(cls)}
         canonical |= {key: kwargs.pop(key) for key in list(kwargs) if key in names and key != "dtype"}
-        # A file may not choose code, other files, or what stands behind a method's name.
+        # Nor may a file choose what stands behind a method's name.
         known = {
             key: value for key, value in canonical.items() if key in (*names, "rope_scaling") or not hasattr(cls, key)
         }

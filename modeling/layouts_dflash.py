@@ -134,7 +134,7 @@ def canonical_config(config: dict) -> dict:
     Raises:
         `ValueError`: not a DFlash drafter of the same-position layout; says which head it is and why it is refused.
     """
-    config = dict(config)
+    config = {key: value for key, value in config.items() if key != "source_layout"}
     _refuse_other_heads(config)
     if "speculators_model_type" in config or "transformer_layer_config" in config:
         config = _from_speculators(config)

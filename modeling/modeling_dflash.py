@@ -20,7 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
 from .attention_dflash import DFlashAttention, DFlashRotaryEmbedding, additive, visible_in_block  # noqa: F401
-from .checkpoint_dflash import check_checkpoint, checkpoint_files
+from .checkpoint_dflash import check_checkpoint, checkpoint_files, read_mask_embedding
 from .configuration_dflash import DFlashDraftConfig
 from .convolution_dflash import BlockConvolution
 from .generate_dflash import generate as custom_generate
@@ -105,6 +105,8 @@ class DFlashDraftModel(PreTrainedModel):
             of_context = copy.copy(config)
             of_context.rope_parameters = {**config.rope_parameters, "rope_theta": config.backbone_rotary_base}
             self.context_rotary_emb = DFlashRotaryEmbedding(of_context)
+        if config.own_mask_embedding:
+            self.mask_embedding = nn.Parameter(torch.empty(config.hidden_size))
         if config.selector_rank is not None:
             self.candidate_selector = CandidateSelector(config)
         if config.has_own_head:
@@ -126,6 +128,8 @@ class DFlashDraftModel(PreTrainedModel):
         elif isinstance(module, CandidateSelector):  # the argmax
             init.normal_(module.predecessor_codebook, mean=0.0, std=self.config.initializer_range)
             init.zeros_(module.successor_codebook)
+        elif module is self and self.config.own_mask_embedding:
+            init.normal_(module.mask_embedding, mean=0.0, std=self.config.initializer_range)
         elif isinstance(module, DFlashAttention) and self.config.attention_sink_bias:
             init.zeros_(module.attention_sink_bias)
 
@@ -236,6 +240,11 @@ class DFlashDraftModel(PreTrainedModel):
             position_embeddings = [torch.cat(pair, dim=1) for pair in zip(of_context, of_block)]
 
         hidden_states = noise_embeds
+        if self.config.own_mask_embedding:
+            slots = torch.arange(noise_embeds.shape[1], device=noise_embeds.device) % self.config.block_size
+            hidden_states = torch.where(
+                (slots == 0)[:, None], noise_embeds, self.mask_embedding.to(noise_embeds.dtype)
+            )
         if self.config.input_embedding_scale != 1.0:
             hidden_states = hidden_states * self.config.input_embedding_scale
         for layer_type, layer in zip(self.config.layer_types, self.layers, strict=True):
@@ -269,15 +278,22 @@ class DFlashDraftModel(PreTrainedModel):
             changes = {key: kwargs.pop(key) for key in list(kwargs) if key in names}
             config = cls.config_class.from_pretrained(name if config is None else config, **hub, **changes)
         # 2. The tensors' names, shapes and dtypes. A quantised checkpoint has others; there upstream's report decides.
-        quantized = getattr(config, "quantization_config", None) is not None
+        quantized, embedding = getattr(config, "quantization_config", None) is not None, None
         if name is not None:
             files = checkpoint_files(str(name), variant=kwargs.get("variant"), **hub)
+            embedding = None if config.own_mask_embedding else read_mask_embedding(str(name), config, **hub)
+            if embedding is not None:
+                config = copy.deepcopy(config)
+                config.own_mask_embedding = True
             if not quantized:
-                check_checkpoint(files, cls, config)
+                check_checkpoint(files, cls, config, beside=() if embedding is None else ("mask_embedding",))
         # 3. The weights, by upstream's own loader.
         kwargs |= {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
         renamed = {**(key_mapping or {}), **TENSOR_NAMES}
-        model, info = super().from_pretrained(name, *model_args, config=config, key_mapping=renamed, **kwargs)
+        try:
+            model, info = super().from_pretrained(name, *model_args, config=config, key_mapping=renamed, **kwargs)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
         for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if quantized and info[problem]:
                 keys = ", ".join(sorted(str(key) for key in info[problem])[:5])
@@ -288,6 +304,8 @@ class DFlashDraftModel(PreTrainedModel):
             for conversion in getattr(model, "_weight_conversions", None) or []
             if not set(conversion.source_patterns) & set(renamed)
         ]
+        if embedding is not None:
+            model.mask_embedding.data.copy_(embedding)
         model.check_draft_vocabulary()
         return (model, info) if output_loading_info else model
 

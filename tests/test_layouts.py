@@ -474,6 +474,34 @@ def test_published_configurations(file, count):
             assert config.layer_is_causal(i) == (kind == "sliding_attention" and not bidirectional)
 
 
+@torch.no_grad()
+def test_a_mask_embedding_beside_the_weights(tmp_path, big_target):
+    """MiMo ships one; left out, every block would start from another embedding."""
+    truth, tensors = write(tmp_path / "draft", "MiMo")
+    mask = torch.randn(32, generator=torch.Generator().manual_seed(2))
+    side = tmp_path / "draft" / "mask_embedding.pt"
+    torch.save({"embedding": mask, "mask_token_id": 95}, side)
+    draft = DFlashDraftModel.from_pretrained(tmp_path / "draft")
+    random = torch.Generator().manual_seed(1)
+    features, anchor = torch.randn(9, 96, generator=random), 17
+    noise = torch.stack([big_target.get_input_embeddings().weight[anchor], mask, mask, mask, mask])
+    expected = draft_hidden_states(tensors, truth, features, noise)
+    tokens = [anchor, *draft_tokens(tensors, truth, expected, big_target.lm_head.weight, anchor)]
+    draft.save_pretrained(tmp_path / "again")  # there it is one of the safetensors
+    assert not (tmp_path / "again" / "mask_embedding.pt").exists()
+    for model in (draft, DFlashDraftModel.from_pretrained(tmp_path / "again")):
+        assert torch.equal(model.mask_embedding, mask)
+        torch.testing.assert_close(model(noise[None] * 0 + noise[:1], features[None]).last_hidden_state[0], expected)
+        assert drafted(model, big_target, features, anchor).tolist() == tokens
+    for wrong in ({"embedding": mask[:5], "mask_token_id": 95}, {"embedding": mask, "mask_token_id": 3}, [mask]):
+        torch.save(wrong, side)
+        with pytest.raises(ValueError, match=r"mask_embedding\.pt"):
+            DFlashDraftModel.from_pretrained(tmp_path / "draft")
+    side.write_bytes(b"not a file of torch")
+    with pytest.raises(ValueError, match=r"mask_embedding\.pt"):
+        DFlashDraftModel.from_pretrained(tmp_path / "draft")
+
+
 def test_muse_assistant_equals_the_native_model(tmp_path):
     """Upstream's own class on its own checkpoint. Its window counts distances up to and including the window."""
     from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
@@ -558,3 +586,39 @@ def test_damage_is_named(tmp_path):
     torch.save(tensors, folder / "pytorch_model.bin")
     with pytest.raises(OSError, match="Only safetensors are read"):
         DFlashDraftModel.from_pretrained(folder)
+
+
+def test_causality_at_the_top_wins():
+    """SGLang reads nothing else, vLLM reads it first."""
+    config = DFlashDraftConfig.from_dict(zlab(nested={"causal": True}, is_causal=False))
+    assert not config.layer_is_causal(0)
+    assert json.loads(config.to_json_string())["is_causal"] is False
+    assert "causal" not in config.to_dict()["dflash_config"]
+
+
+def test_a_forced_window_makes_every_layer_slide():
+    """Also layers that are listed as full, as vLLM reads it; they stay bidirectional in the block."""
+    config = DFlashDraftConfig.from_dict(zlab(nested={"use_swa": True, "swa_window_size": 7}, sliding_window=9))
+    assert config.layer_types == SLIDING and config.sliding_window == 7 and not config.layer_is_causal(0)
+    mixed = DFlashDraftConfig.from_dict(zlab(nested={"use_swa": True, "swa_window_size": 7}, layer_types=MIXED))
+    assert mixed.layer_types == MIXED and mixed.layer_is_causal(0) and not mixed.layer_is_causal(2)
+
+
+def test_training_keys_survive():
+    config = DFlashDraftConfig.from_dict(
+        zlab(nested={"enable_thinking": False}, loss_decay_gamma=7.0, num_anchors=512)
+    )
+    written = json.loads(config.to_json_string())
+    assert written["loss_decay_gamma"] == 7.0 and written["num_anchors"] == 512
+    assert written["dflash_config"]["enable_thinking"] is False
+
+
+def test_rotary_frequencies_of_many_channels_stay_in_fp32():
+    """The context's table too, and through a change of dtype."""
+    config = DFlashDraftConfig.from_dict(LAYOUTS["MiMo"][0])
+    draft = DFlashDraftModel(config)
+    for table, theta in ((draft.rotary_emb, 10000.0), (draft.context_rotary_emb, 640.0)):
+        expected = torch.tensor([theta ** (-2.0 * i / 4) for i in range(2)])
+        draft.to(torch.bfloat16)
+        assert table.inv_freq.dtype == torch.float32
+        torch.testing.assert_close(table.inv_freq, expected)
