@@ -1,12 +1,14 @@
 """The preflight: what we write passes, every way to go wrong is named, and vLLM itself reads what we say it reads."""
 
 import argparse
+import copy
 import json
 import math
 import os
 import struct
 import subprocess
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -298,6 +300,54 @@ def test_damaged_and_missing_files(folder, tmp_path):
     assert "cannot be read" in errors(check(tmp_path / "nowhere"))["config.json"].message
     (folder / "config.json").write_text("[]")
     assert set(errors(check(folder))) == {"config.json"}
+
+
+def test_no_configuration_breaks_the_check(folder, target):
+    """Any value under any key: findings, never an exception."""
+    random = Random(0)
+    whole = json.loads((folder / "config.json").read_text())
+    values = [
+        None,
+        0,
+        -1,
+        2.5,
+        math.nan,
+        math.inf,
+        "x",
+        "",
+        [],
+        {},
+        [1],
+        [[1]],
+        {"a": 1},
+        True,
+        False,
+        10**30,
+        "../../x",
+    ]
+    more = [
+        "eagle_aux_hidden_state_layer_ids",
+        "rope_scaling",
+        "backbone_rotary_base",
+        "draft_vocab_size",
+        "v_head_dim",
+    ]
+    more += ["input_embedding_scale", "conv_kernel_size", "is_causal", "quantization_config", "partial_rotary_factor"]
+    for _ in range(400):
+        config = copy.deepcopy(whole)
+        for _ in range(random.choice([1, 1, 2])):
+            table = random.choice([config, config, config["dflash_config"], config["rope_parameters"]])
+            table = table if isinstance(table, dict) else config
+            key = random.choice([*table, *more])
+            keep = key in ("dflash_config", "rope_parameters")
+            table[key] = random.choice(values) if not keep else table[key]
+        (folder / "config.json").write_text(json.dumps(config))
+        for finding in check(folder, target=target.config):
+            assert finding.message and finding.severity in ("error", "warning")
+    for key in ("dflash_config", "rope_parameters"):
+        for value in values:
+            (folder / "config.json").write_text(json.dumps({**whole, key: value}))
+            check(folder, target=target.config)
 
 
 def test_the_target_is_compared(folder, target, tmp_path):

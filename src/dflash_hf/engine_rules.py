@@ -87,7 +87,7 @@ def layers_as_read(drafter: Drafter) -> dict[str, list[tuple[int | None, bool]]]
 def _identity(drafter: Drafter) -> Iterator[Finding]:
     config = drafter.config
     model_type, muse = config.get("model_type"), config["architectures"] == [MUSE]
-    if model_type not in CONFIG_MAPPING_NAMES:
+    if str(model_type) not in CONFIG_MAPPING_NAMES:
         message = f"{model_type!r} is unknown to AutoConfig, which the engines ask; write 'qwen3'."
         yield Finding("error", SERVERS, "model_type", message)
     elif muse != (model_type == "muse_glimmer_assistant"):
@@ -115,7 +115,7 @@ def _features(drafter: Drafter) -> Iterator[Finding]:
         message = f"{ids} must increase: engines concatenate features in the order of the target's layers."
         yield Finding("error", SERVERS, "target_layer_ids", message)
     shifted = config.get("eagle_aux_hidden_state_layer_ids")
-    if shifted and list(shifted) != [i + 1 for i in ids]:
+    if shifted and shifted != [i + 1 for i in ids]:
         message = f"{shifted} is what vLLM reads first and must be target_layer_ids + 1; remove it."
         yield Finding("error", ("vllm",), "eagle_aux_hidden_state_layer_ids", message)
     if depth is None and not muse:
@@ -172,16 +172,14 @@ def _rope(drafter: Drafter) -> Iterator[Finding]:
     thetas = [table["rope_theta"] for table in (rope, config, scaling) if table.get("rope_theta") is not None]
     if not thetas:
         yield Finding("error", SERVERS, "rope_theta", "is missing: vLLM takes 1000000, others 10000; write it.")
-    elif len(set(thetas)) > 1:
-        message = (
-            f"is {' and '.join(map(str, sorted(set(thetas))))} in rope_parameters and at the top; write one value."
-        )
+    elif any(theta != thetas[0] for theta in thetas):
+        message = f"is {thetas} in rope_parameters, at the top and in rope_scaling; write one value."
         yield Finding("error", ENGINES, "rope_theta", message)
     elif "rope_theta" not in config:
         message = "is in rope_parameters only; readers before transformers 5 fall back to 10000. Write both."
         yield Finding("warning", SERVERS, "rope_theta", message)
     kinds = [table.get("rope_type", table.get("type", "default")) for table in (rope, scaling) if table]
-    if len(set(kinds)) > 1 and scaling:
+    if any(kind != kinds[0] for kind in kinds) and scaling:
         message = f"rope_parameters say {kinds[0]!r}, rope_scaling says {kinds[1]!r}; write the same twice."
         yield Finding("error", ENGINES, "rope_scaling", message)
     if "yarn" in kinds and not scaling:
@@ -261,7 +259,8 @@ def _beside_the_weights(drafter: Drafter) -> Iterator[Finding]:
     """Native folders need no code; ours carry it, for readers without this package."""
     if drafter.config["architectures"] == [MUSE]:
         return
-    auto_map = drafter.config.get("auto_map") or {}
+    auto_map = drafter.config.get("auto_map")
+    auto_map = auto_map if isinstance(auto_map, dict) else {}
     files = [f"{str(name).split('.')[0]}.py" for name in auto_map.values() if "--" not in str(name)]
     missing = [name for name in (*files, "custom_generate/generate.py") if not (drafter.folder / name).is_file()]
     if "AutoModel" not in auto_map:

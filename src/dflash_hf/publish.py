@@ -174,7 +174,8 @@ def _select(folder: Path) -> tuple[dict[str, Path], list[str]]:
     """What is uploaded, by its path in the repository, and what stays."""
     weights = {Path(file).name for file in checkpoint_files(str(folder))}
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    code = {f"{str(name).split('.')[0]}.py" for name in (config.get("auto_map") or {}).values()}
+    auto_map = config.get("auto_map")
+    code = {f"{str(name).split('.')[0]}.py" for name in auto_map.values()} if isinstance(auto_map, dict) else set()
     chosen, left_out = {}, []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
