@@ -38,6 +38,12 @@ VARIANTS = {
         }
     },
 }
+VARIANTS["dflash2"] = {
+    **SLIDING,
+    "is_causal": False,
+    **{"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 6, "selector_top_k": 5},
+}
+VARIANTS["sinks"] = {"attention_sink_bias": True, "attention_value_scale": 0.5}
 REMOVE = object()
 
 
@@ -78,7 +84,8 @@ def test_what_we_write_passes_and_is_the_documented_layout(variant, target, tmp_
     assert not errors(findings)
 
     config = json.loads((tmp_path / "config.json").read_text())
-    assert config["architectures"] == ["DFlashDraftModel"] and config["model_type"] == "qwen3"
+    assert config["architectures"] == ["DFlash2DraftModel" if variant == "dflash2" else "DFlashDraftModel"]
+    assert config["model_type"] == "qwen3"
     for key in ("block_size", "mask_token_id", "target_layer_ids"):
         assert config[key] == config["dflash_config"][key] == getattr(draft.config, key)
     assert config["dflash_config"]["num_anchors"] == 512
@@ -87,7 +94,7 @@ def test_what_we_write_passes_and_is_the_documented_layout(variant, target, tmp_
     scaled = {key: value for key, value in rope.items() if key != "rope_theta"} if variant == "yarn" else None
     assert config["rope_scaling"] == scaled
     assert len(config["layer_types"]) == config["num_hidden_layers"] == 2
-    assert config["use_sliding_window"] is ("sliding" in variant or variant == "mixed")
+    assert config["use_sliding_window"] is (draft.config.sliding_window is not None)
     assert config["dtype"] == config["torch_dtype"] == "float32"
     assert ("is_causal" in config) is ("is_causal" in VARIANTS[variant])
     assert "causal" not in config["dflash_config"]
@@ -458,7 +465,7 @@ def test_vllm_reads_what_the_check_says(target, tmp_path):
         config = json.loads((tmp_path / name / "config.json").read_text())
         said = layers_as_read(Drafter(tmp_path / name, config, config["dflash_config"], {}, {}))["vllm"]
         assert [tuple(layer) for layer in result["layers"]] == said, name
-        assert result["architecture"] == "DFlashDraftModel"
+        assert result["architecture"] == config["architectures"][0]
         assert result["ids"] == [i + 1 for i in config["target_layer_ids"]]
         assert result["rope"] == config["rope_parameters"]
         assert (result["vocab_size"], result["mask_token_id"]) == (96, 95)
