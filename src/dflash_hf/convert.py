@@ -164,7 +164,9 @@ def _unpack(file: Path, config: str | Path | None, folder: Path) -> Path:
     try:
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except Exception as error:  # truncated, not a checkpoint, or objects that would have to be executed
-        raise ValueError(f"{file} cannot be read as tensors alone: {(str(error) or repr(error)).splitlines()[0]}") from error
+        raise ValueError(
+            f"{file} cannot be read as tensors alone: {(str(error) or repr(error)).splitlines()[0]}"
+        ) from error
     for wrapper in ("state_dict", "model_state_dict", "model"):
         if isinstance(state, dict) and isinstance(state.get(wrapper), dict):
             state = state[wrapper]
