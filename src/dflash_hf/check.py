@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from .engine_rules import ARCHITECTURES, ENGINES, RULES, Drafter, Finding, fits_target
-from .modeling.checkpoint_dflash import check_checkpoint, checkpoint_files, read_header
+from .modeling.checkpoint_dflash import checkpoint_files, read_header
 from .modeling.configuration_dflash import DFlashDraftConfig
 from .modeling.modeling_dflash import DFlashDraftModel
 
@@ -121,9 +121,9 @@ def _all_findings(folder: Path, target: dict | None) -> Iterator[Finding]:
         yield Finding("error", ENGINES, "weights", " ".join(str(error).split()))
         return
     try:
-        check_checkpoint(checkpoint_files(str(folder)), DFlashDraftModel, parsed)
-    except ValueError as error:
-        yield Finding("error", ("transformers",), "weights", str(error))
+        _load_without_weights(folder)
+    except (ValueError, OSError) as error:
+        yield Finding("error", ("transformers",), "weights", " ".join(str(error).split()))
     with torch.device("meta"):
         wanted = {name: tuple(tensor.shape) for name, tensor in DFlashDraftModel(parsed).state_dict().items()}
     drafter = Drafter(folder, config, config.get("dflash_config") or {}, shapes, wanted)
@@ -131,6 +131,17 @@ def _all_findings(folder: Path, target: dict | None) -> Iterator[Finding]:
         yield from rule(drafter)
     if target is not None:
         yield from fits_target(drafter, target)
+
+
+def _load_without_weights(folder: Path) -> None:
+    """Our own reader, on the meta device: it holds the headers against the model and reads no tensor."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        DFlashDraftModel.from_pretrained(folder, device_map="meta")
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _target_config(target) -> dict:

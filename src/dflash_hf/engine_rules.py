@@ -238,7 +238,7 @@ def _dflash2(drafter: Drafter) -> Iterator[Finding]:
 
 
 def _tensors(drafter: Drafter) -> Iterator[Finding]:
-    """Engines know the published names alone; what else this package reads, `check_checkpoint` decides."""
+    """Engines know the published names alone; what else this package reads, its own reader decides."""
     wanted, found = drafter.wanted, drafter.shapes
     if drafter.config["architectures"] == [MUSE]:
         wanted = {_MUSE_NAMES.get(name, name): shape for name, shape in wanted.items()}
