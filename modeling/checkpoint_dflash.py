@@ -42,8 +42,8 @@ def checkpoint_files(name_or_path: str, variant: str | None = None, **hub_argume
         return cached_file(name_or_path, name, _raise_exceptions_for_missing_entries=False, **hub_arguments)
 
     def with_variant(name: str) -> str:
-        stem, dot, rest = name.partition(".")
-        return name if variant is None else f"{stem}{dot}{rest.replace('safetensors', f'{variant}.safetensors', 1)}"
+        stem, _, suffix = name.rpartition(".")
+        return name if variant is None else f"{stem}.{variant}.{suffix}"
 
     single = find(with_variant(SAFE_WEIGHTS_NAME))
     if single is not None:
@@ -144,9 +144,17 @@ def read_header(path: str) -> dict[str, tuple[str, tuple[int, ...]]]:
     return tensors
 
 
-def check_checkpoint(files: list[str], model_class, config, beside: tuple[str, ...] = ()) -> None:
+def check_checkpoint(
+    files: list[str], model_class, config, names: dict[str, str], beside: tuple[str, ...] = ()
+) -> None:
     """
-    Hold the tensors of a checkpoint against the model that a configuration describes; `beside` it some may be kept.
+    Hold the tensors of a checkpoint against the model that a configuration describes.
+
+    Args:
+        files (`list[str]`): Its safetensors files.
+        model_class, config: What is to be built.
+        names (`dict[str, str]`): Renamings of tensors, as `key_mapping` of `from_pretrained` takes them.
+        beside (`tuple[str]`): Tensors that are kept elsewhere.
 
     Raises:
         `ValueError`: names the tensor that is missing, unexpected, there twice, or of another shape or dtype.
@@ -155,7 +163,7 @@ def check_checkpoint(files: list[str], model_class, config, beside: tuple[str, .
     found, sources = {}, {}
     for path in files:
         tensors = read_header(path)
-        named = {name: canonical_name(name) for name in tensors}
+        named = {name: canonical_name(name, names) for name in tensors}
         try:
             refuse_other_tensors(named.values())
         except ValueError as error:
@@ -188,10 +196,10 @@ def check_checkpoint(files: list[str], model_class, config, beside: tuple[str, .
             if name in found and found[name][1] != tuple(tensor.shape)
         ],
     }
-    for problem, names in problems.items():
-        if names:
+    for problem, keys in problems.items():
+        if keys:
             raise ValueError(
-                f"{where}: {problem}: {', '.join(names[:5])} ({len(names)} in all). The weights do not belong to this "
+                f"{where}: {problem}: {', '.join(keys[:5])} ({len(keys)} in all). The weights do not belong to this "
                 "config.json; load a drafter whose tensors carry the published names and the shapes that its "
                 "config.json gives."
             )

@@ -153,9 +153,9 @@ def canonical_config(config: dict) -> dict:
     return config
 
 
-def canonical_name(name: str) -> str:
-    """The published name of a tensor of any layout."""
-    for pattern, replacement in TENSOR_NAMES.items():
+def canonical_name(name: str, names: dict[str, str] = TENSOR_NAMES) -> str:
+    """The published name of a tensor of any layout; `names` may hold further renamings."""
+    for pattern, replacement in names.items():
         name = re.sub(pattern, replacement, name)
     return name
 

@@ -277,6 +277,7 @@ class DFlashDraftModel(PreTrainedModel):
             names = {field.name for field in fields(cls.config_class)} - {"dtype"}
             changes = {key: kwargs.pop(key) for key in list(kwargs) if key in names}
             config = cls.config_class.from_pretrained(name if config is None else config, **hub, **changes)
+        renamed = {**(key_mapping or {}), **TENSOR_NAMES}
         # 2. The tensors' names, shapes and dtypes. A quantised checkpoint has others; there upstream's report decides.
         quantized, embedding = getattr(config, "quantization_config", None) is not None, None
         if name is not None:
@@ -286,10 +287,10 @@ class DFlashDraftModel(PreTrainedModel):
                 config = copy.deepcopy(config)
                 config.own_mask_embedding = True
             if not quantized:
-                check_checkpoint(files, cls, config, beside=() if embedding is None else ("mask_embedding",))
+                check_checkpoint(files, cls, config, renamed, () if embedding is None else ("mask_embedding",))
+            kwargs.pop("force_download", None)  # done
         # 3. The weights, by upstream's own loader.
         kwargs |= {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
-        renamed = {**(key_mapping or {}), **TENSOR_NAMES}
         try:
             model, info = super().from_pretrained(name, *model_args, config=config, key_mapping=renamed, **kwargs)
         except ValueError as error:

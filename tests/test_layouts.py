@@ -426,6 +426,26 @@ def test_subfolder_and_device_map(tmp_path):
     assert type(draft) is DFlashDraftModel and draft.dtype == torch.float64 and draft.config.block_size == 4
 
 
+def test_names_of_ones_own(tmp_path):
+    _, tensors = write(tmp_path / "draft", "z-lab v1")
+    save_file(
+        renamed(tensors, {"": "draft_net."}), tmp_path / "draft" / "model.safetensors", metadata={"format": "pt"}
+    )
+    draft = DFlashDraftModel.from_pretrained(tmp_path / "draft", key_mapping={r"^draft_net\.": ""})
+    assert torch.equal(draft.fc.weight, tensors["fc.weight"])
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_variant(tmp_path, shards):
+    draft = DFlashDraftModel(DFlashDraftConfig.from_dict(zlab()))
+    draft.save_pretrained(tmp_path, variant="fp16", max_shard_size="5GB" if shards == 1 else "40KB")
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shards > 1)
+    again = DFlashDraftModel.from_pretrained(tmp_path, variant="fp16")
+    assert torch.equal(again.fc.weight, draft.fc.weight)
+    with pytest.raises(OSError, match="Only safetensors"):
+        DFlashDraftModel.from_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("file", "count"), [("qwen3.8-27b-dflash2", 81), ("muse", 58), ("qwen3", 58), ("qwen3.6", 58)]
 )
