@@ -57,20 +57,21 @@ class DemoSettings:
     self_generate: bool = False
     source: str = ""
     train_pairs: int = 24_000
-    vocab_size: int = 512
+    vocab_size: int = 1024
     hidden_size: int = 128
-    target_layers: int = 4
+    target_layers: int = 6
+    target_heads: int = 4
     target_tokens_per_step: int = 1024
-    target_steps: int = 1500
-    target_seconds: float = 125.0
+    target_steps: int = 1000
+    target_seconds: float = 138.0
     draft_layers: int = 2
-    target_layer_ids: tuple[int, ...] = (0, 1, 2, 3)
+    target_layer_ids: tuple[int, ...] = (1, 3, 5)
     block_size: int = 16
     draft_batch_size: int = 16
-    num_anchors: int = 16
+    num_anchors: int = 8
     gamma: float | None = None
-    draft_steps: int = 600
-    draft_seconds: float = 80.0
+    draft_steps: int = 300
+    draft_seconds: float = 62.0
 
     @property
     def key(self) -> str:
@@ -176,6 +177,7 @@ def train_pair(settings: DemoSettings, folder: Path, num_prompts: int, say: Say)
             settings.seed,
             settings.hidden_size,
             settings.target_layers,
+            settings.target_heads,
             settings.target_tokens_per_step,
             bar.show,
         )
@@ -278,7 +280,8 @@ def run_demo(
     say: Say = _logger.info,
 ) -> EvalReport:
     """
-    The whole demo. Sets this process to one thread for the comparison: on models this small two only contend.
+    The whole demo. Trains on as many threads as help on this machine, and sets this process to one thread for the
+    comparison: decoding models this small, two only contend.
 
     Args:
         settings (`DemoSettings`): The pair.
@@ -288,10 +291,13 @@ def run_demo(
         color (`bool`): Colour the sample with ANSI codes.
         say: Called with each line of output.
     """
-    pair = obtain_pair(settings, cache_dir, fresh, num_prompts, say)
+    from dflash_hf.demo_training import fastest_threads
+
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     try:
+        torch.set_num_threads(fastest_threads())
+        pair = obtain_pair(settings, cache_dir, fresh, num_prompts, say)
+        torch.set_num_threads(1)
         say(f"compare   {num_prompts} held-out lines, greedy, fp32, one thread for every method, {runs} runs in turn")
         report = compare(pair, num_prompts, runs)
     finally:

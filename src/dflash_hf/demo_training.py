@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch.nn import functional as F
-from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+from transformers import PrinterCallback, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
 from dflash_hf.data import make_example
 from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
@@ -30,6 +30,27 @@ def fastest_dtype() -> torch.dtype:
             a @ b
         seconds[dtype] = time.perf_counter() - start
     return torch.bfloat16 if seconds[torch.bfloat16] < 0.8 * seconds[torch.float32] else torch.float32
+
+
+def fastest_threads() -> int:
+    """
+    1, or the process's own number of threads where they help: on models this small two threads gain little, and where
+    another process holds a core they wait for each other at every operation.
+    """
+    own = torch.get_num_threads()
+    layer, x = torch.nn.Linear(128, 384), torch.ones(1024, 128)
+    seconds = {}
+    try:
+        for threads in (1, own):
+            torch.set_num_threads(threads)
+            layer(x).sum().backward()
+            start = time.perf_counter()
+            for _ in range(150):
+                layer(x).relu().sum().backward()
+            seconds[threads] = time.perf_counter() - start
+    finally:
+        torch.set_num_threads(own)
+    return own if seconds[own] < 0.85 * seconds[1] else 1
 
 
 class Pace:
@@ -159,6 +180,7 @@ def train_target(
     seed: int,
     hidden_size: int,
     num_layers: int,
+    num_heads: int,
     tokens_per_step: int,
     on_step: Callable[[int, float], None],
 ) -> tuple[Qwen3ForCausalLM, int]:
@@ -170,21 +192,20 @@ def train_target(
         tokenizer: Names the special tokens and the vocabulary.
         steps, seconds: See [`Pace`].
         seed (`int`): Weights and order of the data.
-        hidden_size, num_layers, tokens_per_step (`int`): Sizes.
+        hidden_size, num_layers, num_heads, tokens_per_step (`int`): Sizes; heads are 64 wide.
         on_step: Called after each step with its number and a running mean of the loss.
 
     Returns:
         The model in training mode, and the number of steps done.
     """
-    heads = max(1, hidden_size // 64)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
         intermediate_size=3 * hidden_size,
         num_hidden_layers=num_layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        head_dim=hidden_size // heads,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
+        head_dim=64,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -309,6 +330,7 @@ def train_drafter(
         optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, pace.scale)),
         callbacks=[follow],
     )
+    trainer.remove_callback(PrinterCallback)  # it would print each log line
     trainer.train()
     # Under bf16 accelerate has wrapped `forward` in autocast; decoding wants the drafter as it was.
     draft = trainer.accelerator.unwrap_model(draft, keep_fp32_wrapper=False)
