@@ -1,9 +1,12 @@
 """Token examples and their batches: ids and a loss mask that is 1 on the target's own response."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+
+
+_OPEN_ROWS = 64  # of `pack`: enough to fill rows to about 99 %, few enough to search for each example
 
 
 def make_example(prompt_ids: Sequence[int], response_ids: Sequence[int], max_length: int | None = None) -> dict:
@@ -57,6 +60,38 @@ def check_examples(dataset) -> None:
             )
 
 
+def pack(examples: Iterable[dict], max_length: int) -> Iterator[dict]:
+    """
+    Join examples into rows of at most `max_length` tokens, without splitting any, so that little is padding.
+
+    Each example goes into the fullest open row that has room for it; 64 rows are open at a time.
+
+    Args:
+        examples (`Iterable[dict]`): With `input_ids` and `loss_mask`.
+        max_length (`int`): Tokens of a row. A longer example gets a row of its own.
+
+    Yields:
+        `dict`: `input_ids`, `loss_mask` and `document_ids`, which count the examples of a row from 0.
+    """
+    rows: list[dict] = []
+    for example in examples:
+        length = len(example["input_ids"])
+        fitting = [row for row in rows if len(row["input_ids"]) + length <= max_length]
+        if fitting:
+            row = max(fitting, key=lambda row: len(row["input_ids"]))
+        else:
+            if len(rows) == _OPEN_ROWS:
+                fullest = max(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))
+                yield rows.pop(fullest)
+            row = {"input_ids": [], "loss_mask": [], "document_ids": []}
+            rows.append(row)
+        document = row["document_ids"][-1] + 1 if row["document_ids"] else 0
+        row["input_ids"] += list(example["input_ids"])
+        row["loss_mask"] += list(example["loss_mask"])
+        row["document_ids"] += [document] * length
+    yield from rows
+
+
 @dataclass
 class DFlashCollator:
     """
@@ -66,7 +101,8 @@ class DFlashCollator:
         pad_token_id (`int`): Any id of the target's embedding; padding is never attended to.
 
     Returns:
-        `input_ids`, `attention_mask` and `loss_mask`, each `[N, S]`.
+        `input_ids`, `attention_mask` and `loss_mask`, each `[N, S]`. For packed rows also `document_ids`, -1 on
+        padding, and `position_ids`, which start again at 0 with each document.
     """
 
     pad_token_id: int = 0
@@ -83,4 +119,18 @@ class DFlashCollator:
             batch["input_ids"][row, :length] = torch.as_tensor(example["input_ids"])
             batch["attention_mask"][row, :length] = 1
             batch["loss_mask"][row, :length] = torch.as_tensor(example["loss_mask"])
+        if any("document_ids" in example for example in examples):
+            batch["document_ids"] = torch.full(shape, -1)
+            for row, example in enumerate(examples):
+                documents = example.get("document_ids", [0] * len(example["input_ids"]))
+                batch["document_ids"][row, : len(documents)] = torch.as_tensor(documents)
+            batch["position_ids"] = document_positions(batch["document_ids"])
         return batch
+
+
+def document_positions(document_ids: torch.LongTensor) -> torch.LongTensor:
+    """Positions `[N, S]` that start again at 0 wherever `document_ids` `[N, S]` change; padding counts as one."""
+    place = torch.arange(document_ids.shape[1]).expand_as(document_ids)
+    begins = torch.ones_like(document_ids, dtype=torch.bool)
+    begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    return place - (place * begins).cummax(1).values

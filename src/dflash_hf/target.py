@@ -91,6 +91,37 @@ def target_features(
     return features[0]
 
 
+def packed_masks(target: PreTrainedModel, layer_ids: list[int], batch: dict[str, torch.Tensor]) -> dict:
+    """
+    What keeps the sequences of a batch apart in a forward of the target: `attention_mask`, or for packed rows
+    `position_ids` alone, from which transformers' targets tell where a document begins.
+
+    Raises:
+        `ValueError`: the rows are packed, and the target lets documents read one another.
+    """
+    if "position_ids" not in batch:
+        return {"attention_mask": batch["attention_mask"]}
+    if not hasattr(target, "_dflash_packs"):
+        target._dflash_packs = _keeps_documents_apart(target, layer_ids)  # a property of the model: asked once
+    if not target._dflash_packs:
+        raise ValueError(
+            f"packing=True, but {type(target).__name__} with attn_implementation="
+            f"{target.config._attn_implementation!r} lets the documents of a row read one another: set packing=False, "
+            "or load it with attn_implementation='sdpa' if it has attention layers only."
+        )
+    return {"position_ids": batch["position_ids"]}
+
+
+def _keeps_documents_apart(target: PreTrainedModel, layer_ids: list[int]) -> bool:
+    """Whether the second of two packed documents has the features that it has alone."""
+    ids = torch.arange(1, 9, device=target.device).repeat(2, 1)  # [2, 8]; some kernels pack single rows only
+    positions = torch.arange(4, device=target.device).repeat(2, 2)
+    alone = target_features(target, layer_ids, ids[:, 4:])
+    together = target_features(target, layer_ids, ids)[:, 4:]
+    packed = target_features(target, layer_ids, ids, position_ids=positions)[:, 4:]
+    return bool((packed - alone).norm() <= 0.1 * (together - alone).norm())  # rounding, in half precision
+
+
 @torch.no_grad()
 def target_labels(
     target: PreTrainedModel,

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Trainer
 
-from dflash_hf.blocks import block_mask, build_blocks, example_seeds, sample_anchors
+from dflash_hf.blocks import Blocks, block_mask, build_blocks, example_seeds, sample_anchors
 from dflash_hf.data import DFlashCollator, check_examples
 from dflash_hf.losses import block_statistics, chunked_cross_entropy, slot_weights, statistics_to_metrics
 from dflash_hf.modeling.modeling_dflash import additive
 from dflash_hf.modeling.target_dflash import raw_embedding
-from dflash_hf.target import check_fit, freeze, target_features, target_forward, target_labels
+from dflash_hf.target import check_fit, freeze, packed_masks, target_features, target_forward, target_labels
 from dflash_hf.training_args import DFlashTrainingArguments
 
 
@@ -32,7 +32,8 @@ class DFlashTrainer(Trainer):
         model (`DFlashDraftModel`): The drafter.
         target (`PreTrainedModel`): Its target, with head; frozen here.
         args (`DFlashTrainingArguments`): Default: the paper's recipe.
-        train_dataset, eval_dataset: Rows with `input_ids` and `loss_mask`, see [`~dflash_hf.data.make_example`].
+        train_dataset, eval_dataset: Rows with `input_ids` and `loss_mask`, see [`~dflash_hf.data.make_example`], and
+            `document_ids` where a row holds several documents, see [`~dflash_hf.data.pack`].
         data_collator: Default: [`~dflash_hf.data.DFlashCollator`].
         kwargs: Any other argument of `Trainer`.
 
@@ -93,38 +94,21 @@ class DFlashTrainer(Trainer):
             num_items_in_batch (`torch.Tensor`): Default: the weights of this micro-batch.
         """
         config, args = self.draft_config, self.args
-        input_ids, attention_mask, loss_mask = inputs["input_ids"], inputs["attention_mask"], inputs["loss_mask"]
 
-        # 1. The frozen target reads the sequences: features [N, S, L*H_t] of every token, and its own tokens as labels
-        # where the data was not written by it.
-        label_ids = input_ids
-        if args.label_source == "data":
-            features = target_features(self.target, config.target_layer_ids, input_ids, attention_mask)
-        else:
-            output = target_forward(self.target, config.target_layer_ids, input_ids, attention_mask)
-            features = output.features
-            label_ids = target_labels(
-                self.target, output.last_hidden_state, input_ids, loss_mask, args.loss_chunk_size
-            )
+        # 1. What the frozen target makes of the sequences: features [N, S, L*H_t] and labels [N, S].
+        features, label_ids = self.read_target(inputs)
 
         # 2. Blocks of B slots at A anchors: [anchor, MASK, ..., MASK].
-        blocks = build_blocks(
-            input_ids,
-            loss_mask,
-            inputs["anchors"],
-            inputs["valid"],
-            config.block_size,
-            config.mask_token_id,
-            label_ids=label_ids,
-        )
+        blocks = self.build_blocks(inputs, label_ids)
         masks = {
             layer_type: additive(
                 block_mask(
                     inputs["anchors"],
-                    attention_mask,
+                    inputs["attention_mask"],
                     config.block_size,
                     window=config.sliding_window if layer_type == "sliding_attention" else None,
                     causal=config.layer_is_causal(layer_idx),
+                    document_ids=inputs.get("document_ids"),
                 ),
                 self.model.dtype,
             )  # [N, 1, A*B, S + A*B]
@@ -158,6 +142,35 @@ class DFlashTrainer(Trainer):
         loss = result.loss / num_items_in_batch
         return (loss, {"statistics": statistics}) if return_outputs else loss
 
+    def read_target(self, inputs) -> tuple[torch.Tensor, torch.LongTensor]:
+        """
+        The frozen target's features `[N, S, L*H_t]` of every token, and the labels by position `[N, S]`: its own
+        tokens where the data was not written by it.
+        """
+        input_ids, layer_ids = inputs["input_ids"], self.draft_config.target_layer_ids
+        masks = packed_masks(self.target, layer_ids, inputs)
+        if self.args.label_source == "data":
+            return target_features(self.target, layer_ids, input_ids, **masks), input_ids
+        output = target_forward(self.target, layer_ids, input_ids, **masks)
+        labels = target_labels(
+            self.target, output.last_hidden_state, input_ids, inputs["loss_mask"], self.args.loss_chunk_size
+        )
+        return output.features, labels
+
+    def build_blocks(self, inputs, label_ids: torch.LongTensor | None = None) -> Blocks:
+        """The blocks of a batch with anchors, see [`~dflash_hf.blocks.build_blocks`]."""
+        return build_blocks(
+            inputs["input_ids"],
+            inputs["loss_mask"],
+            inputs["anchors"],
+            inputs["valid"],
+            self.draft_config.block_size,
+            self.draft_config.mask_token_id,
+            label_ids=label_ids,
+            position_ids=inputs.get("position_ids"),
+            document_ids=inputs.get("document_ids"),
+        )
+
     def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
         """
         Collect the micro-batches of one optimizer step, draw their anchors, and sum their slot weights over all of
@@ -176,18 +189,13 @@ class DFlashTrainer(Trainer):
         """Add `anchors` and `valid` `[N, A]` to a batch; they depend on each sequence, the seed and the step alone."""
         seeds = example_seeds(batch["input_ids"], batch["attention_mask"], self.args.anchor_seed, step)
         slots = min(self.args.num_anchors, batch["input_ids"].shape[1])  # more would all be invalid
-        batch["anchors"], batch["valid"] = sample_anchors(batch["loss_mask"], slots, seeds=seeds)
+        batch["anchors"], batch["valid"] = sample_anchors(
+            batch["loss_mask"], slots, seeds=seeds, document_ids=batch.get("document_ids")
+        )
 
     def batch_weight(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """The sum of slot weights of a batch with anchors, `[]`."""
-        blocks = build_blocks(
-            batch["input_ids"],
-            batch["loss_mask"],
-            batch["anchors"],
-            batch["valid"],
-            self.draft_config.block_size,
-            self.draft_config.mask_token_id,
-        )
+        blocks = self.build_blocks(batch)
         return (blocks.counted * self.slot_weights.to(blocks.counted.device)).sum()
 
     def no_statistics(self) -> torch.Tensor:
