@@ -179,6 +179,7 @@ def stand_in(monkeypatch):
     try:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr("transformers.utils.hub._hf_api", None, raising=False)  # keeps the first address it used
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")

@@ -12,10 +12,13 @@ from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.utils import validate_repo_id
+from transformers.utils import logging
 
 from .check import check, read_shapes
 from .engine_rules import DFLASH2, MUSE
+from .evaluation import EvalReport
 from .modeling.configuration_dflash import DFlashDraftConfig
+from .plots import plot_report
 
 
 FACTS_FILE = "card_facts.json"
@@ -23,6 +26,7 @@ REPORT_FILE = "eval_report.json"
 PLOT_FILE = "eval_report.png"
 TEMPLATE = "model_card_template.md"
 RELATIONS = ("adapter", "finetune", "merge", "quantized")
+_logger = logging.get_logger(__name__)
 # Of the many training arguments, those that make a run; shown where they are set.
 _TRAINING = (
     "num_train_epochs",
@@ -131,6 +135,55 @@ def training_facts(arguments) -> dict:
     values = arguments if isinstance(arguments, dict) else {**arguments.to_dict(), "world_size": arguments.world_size}
     absent = (None, False, "", -1)  # -1: `max_steps` when epochs decide
     return {name: values[name] for name in _TRAINING if values.get(name, None) not in absent}
+
+
+def save_training_facts(folder: str | Path, target, arguments, measured: dict) -> Path:
+    """
+    Write what training knows into `card_facts.json` beside a drafter's weights. Other facts that lie there stay.
+
+    Args:
+        folder (`str` or `Path`): The drafter's.
+        target (`PreTrainedModel`): Names the base model and its commit, if it was loaded from the Hub.
+        arguments (`TrainingArguments`): See [`training_facts`].
+        measured (`dict`): Further rows of the training table, such as the optimizer steps that were done.
+    """
+    path = Path(folder) / FACTS_FILE
+    known, origin = _read_json(path), _origin(target)
+    if origin:
+        known = {**known, "base_model_revision": None, **origin}
+    known["training"] = {**training_facts(arguments), **measured}
+    known = {name: value for name, value in known.items() if value}
+    path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def save_report(report: EvalReport, folder: str | Path, title: str = "") -> list[Path]:
+    """
+    Write a report beside the weights that it is about, where a card finds it: as JSON and, with matplotlib, as PNG.
+
+    Returns:
+        `list[Path]`: The files.
+    """
+    files = [report.save(Path(folder) / REPORT_FILE)]
+    try:
+        files.append(plot_report(report, Path(folder) / PLOT_FILE, title))
+    except ImportError as error:
+        (Path(folder) / PLOT_FILE).unlink(missing_ok=True)  # an earlier report's
+        _logger.info(f"No picture of the report: {error}")
+    return files
+
+
+def _origin(target) -> dict[str, str]:
+    """The repository and commit that a target was loaded from; nothing of one from a local folder."""
+    name = target.name_or_path
+    if not name or Path(name).exists():
+        return {}
+    try:
+        validate_repo_id(name)
+    except ValueError:
+        return {}
+    commit = getattr(target.config, "_commit_hash", None)
+    return {"base_model": name, **({"base_model_revision": commit} if commit else {})}
 
 
 def render_card(folder: str | Path, facts: CardFacts, repo: str) -> ModelCard:

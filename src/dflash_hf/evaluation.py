@@ -1,6 +1,8 @@
 """Decoding side by side: the target alone, with a drafter, with prompt lookup. Speed, acceptance, losslessness."""
 
+import contextlib
 import json
+import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -251,6 +253,7 @@ def evaluate(
         correct=None if check is None else [bool(check(i, answer)) for i, answer in enumerate(answers)],
         setting={
             "device": str(target.device),
+            "hardware": hardware(target.device),
             "threads": torch.get_num_threads(),
             "target_dtype": str(target.dtype).removeprefix("torch."),
             "draft_dtype": str(draft.dtype).removeprefix("torch."),
@@ -261,6 +264,17 @@ def evaluate(
             "transformers": transformers.__version__,
         },
     )
+
+
+def hardware(device: torch.device) -> str:
+    """The name of an accelerator, or of the processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def _now(target) -> float:

@@ -12,6 +12,7 @@ from dflash_hf.losses import block_statistics, chunked_cross_entropy, slot_weigh
 from dflash_hf.modeling.modeling_dflash import additive
 from dflash_hf.modeling.target_dflash import raw_embedding
 from dflash_hf.target import check_fit, freeze, packed_masks, target_features, target_forward, target_labels
+from dflash_hf.trainer_card import CardWriter
 from dflash_hf.training_args import DFlashTrainingArguments
 
 
@@ -20,7 +21,7 @@ _EVALUATION_STEP = -1  # evaluation draws the same anchors every time
 _FIXED_ON_RESUME = ("mask_token_id", "block_size", "target_layer_ids", "layer_types", "sliding_window", "is_causal")
 
 
-class DFlashTrainer(Trainer):
+class DFlashTrainer(CardWriter, Trainer):
     """
     Trains a drafter against a frozen target.
 
