@@ -2,18 +2,19 @@
 Train, publish and run DFlash drafters with nothing but Hugging Face habits.
 
 Importing the package registers `DFlashDraftConfig` and `DFlashDraftModel` with the Auto classes and lets
-`target.generate(**inputs, assistant_model=draft)` decode with a drafter. Everything else is imported when it is used.
+`target.generate(**inputs, assistant_model=draft)` decode with a drafter. Both happen when transformers' own modules
+are imported, and everything else when it is used, so that the import itself costs next to nothing.
 """
 
 import importlib
 
-from .auto import register as _register
+from .when_imported import when_imported as _when_imported
 
 
 __version__ = "0.1.0.dev0"
 
 _LAZY = {
-    "DFlashDraftConfig": ".modeling.configuration_dflash",
+    "DFlashDraftConfig": ".modeling.modeling_dflash",
     "DFlashDraftModel": ".modeling.modeling_dflash",
     "DFlashCandidateGenerator": ".modeling.generation_dflash",
     "DFlashDecodingConfig": ".modeling.generation_dflash",
@@ -39,4 +40,13 @@ def __dir__():
     return sorted(__all__)
 
 
-_register()
+def _register():
+    importlib.import_module(".auto", __name__).register()
+
+
+def _install_hook():
+    importlib.import_module(".modeling.hook_dflash", __name__).install_hook()
+
+
+_when_imported("transformers.models.auto.configuration_auto", _register)
+_when_imported("transformers.generation.utils", _install_hook)

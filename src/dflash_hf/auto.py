@@ -11,17 +11,15 @@ or call `dflash_hf.auto.unregister()`; `DFlashDraftModel.from_pretrained` works 
 import functools
 import os
 
-from transformers import AutoConfig, AutoModel, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
-from .modeling.configuration_dflash import DFlashDraftConfig
 from .modeling.layouts_dflash import is_drafter_config
-from .modeling.modeling_dflash import DFlashDraftModel
+from .when_imported import when_imported
 
 
 def register() -> None:
     """Make `AutoConfig` and `AutoModel` return our classes for a drafter's folder. Registering twice is a no-op."""
-    AutoConfig.register(DFlashDraftConfig.model_type, DFlashDraftConfig, exist_ok=True)
-    AutoModel.register(DFlashDraftConfig, DFlashDraftModel, exist_ok=True)
+    when_imported("dflash_hf.modeling.modeling_dflash", _register_classes)
     original = AutoConfig.from_pretrained
     if hasattr(original, "_dflash_original") or os.environ.get("DFLASH_HF_AUTO") == "0":
         return
@@ -36,11 +34,22 @@ def register() -> None:
         if is_drafter_config(config_dict):
             kwargs.pop("trust_remote_code", None)
             kwargs.pop("code_revision", None)
+            from .modeling.modeling_dflash import DFlashDraftConfig
+
             return DFlashDraftConfig.from_pretrained(pretrained_model_name_or_path, **kwargs)
         return original(pretrained_model_name_or_path, **kwargs)
 
     from_pretrained._dflash_original = original
     AutoConfig.from_pretrained = staticmethod(from_pretrained)
+
+
+def _register_classes() -> None:
+    from transformers import AutoModel
+
+    from .modeling.modeling_dflash import DFlashDraftConfig, DFlashDraftModel
+
+    AutoConfig.register(DFlashDraftConfig.model_type, DFlashDraftConfig, exist_ok=True)
+    AutoModel.register(DFlashDraftConfig, DFlashDraftModel, exist_ok=True)
 
 
 def unregister() -> None:

@@ -1,0 +1,46 @@
+"""
+Work that waits for a module: `import dflash_hf` must cost nothing, while what it changes lies in modules that take
+seconds to import and may never be needed.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+
+
+_waiting: dict[str, Callable[[], object]] = {}
+
+
+def when_imported(name: str, action: Callable[[], object]) -> None:
+    """
+    Run `action` as soon as module `name` has been executed; at once if it has been already.
+
+    Args:
+        name (`str`): Full name of a module.
+        action (`callable`): Called once, without arguments; it may import the module.
+    """
+    if name in sys.modules:
+        action()
+        return
+    _waiting[name] = action
+    if _Finder not in sys.meta_path:
+        sys.meta_path.insert(0, _Finder)
+
+
+class _Finder:
+    """Finds nothing itself: it lets the other finders find a module that is waited for, and adds the action."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        action = _waiting.pop(name, None)  # first, so that the search below does not come back here
+        spec = None if action is None else importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            action()
+
+        spec.loader.exec_module = exec_module
+        return spec
