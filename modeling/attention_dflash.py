@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3RMSNorm,
@@ -117,12 +118,16 @@ class DFlashAttention(nn.Module):
             key, value = past_key_values.update(key, value, self.layer_idx)
 
         # A caller that keeps slots or trains hands over a 4-D mask; otherwise the block's keys are the last ones.
-        if attention_mask is None or attention_mask.dim() == 2:
+        if attention_mask is None or (torch.is_tensor(attention_mask) and attention_mask.dim() == 2):
             attention_mask = self._mask_from_padding(attention_mask, key.shape[2], block_size, query)
 
         if self.config.attention_sink_bias:
             key, value, attention_mask = self._with_sink(key, value, attention_mask, query)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        implementation = self.config._attn_implementation
+        if isinstance(attention_mask, BlockMask):  # training; only flex attention reads it, and casts nothing itself
+            implementation = "flex_attention"
+            query, key = query.to(value.dtype), key.to(value.dtype)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         output, weights = attend(
             self,
             query,

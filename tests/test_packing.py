@@ -55,19 +55,21 @@ def test_features_of_packed_documents_are_those_of_documents_alone(family):
         assert min((features - one).norm() / one.norm() for one in alone) < 1e-6
 
 
-@pytest.mark.parametrize("label_source", ["data", "target"])
+@pytest.mark.parametrize("loss_type, label_source", [("ce", "data"), ("dpace", "target"), ("kl", "data")])
 @pytest.mark.parametrize("layers", ["full", "sliding"])
-def test_the_loss_of_packed_documents_is_that_of_documents_alone(layers, label_source, tmp_path):
+def test_the_loss_of_packed_documents_is_that_of_documents_alone(layers, loss_type, label_source, tmp_path):
     """With the same anchors, and with other text before each document than nothing."""
     target = make_target(dtype=torch.float64)
     window = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
     draft = make_draft(target, block_size=BLOCK, **(window if layers == "sliding" else {}))
-    trainer = make_trainer(tmp_path, target, uneven_rows(), draft, num_anchors=64, label_source=label_source)
+    trainer = make_trainer(
+        tmp_path, target, uneven_rows(), draft, num_anchors=64, loss_type=loss_type, label_source=label_source
+    )
 
     def loss(rows):
         batch = trainer.data_collator(rows)
         trainer.draw_anchors(batch, step=0)  # as many as there are, hence the same for both
-        weight = trainer.batch_weight(batch)
+        weight = trainer.batch_normalizer(batch)
         with torch.no_grad():
             return trainer.compute_loss(trainer.model, batch).item(), weight.item(), batch["valid"].sum().item()
 

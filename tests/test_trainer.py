@@ -12,7 +12,6 @@ import pytest
 import torch
 from conftest import VOCAB, make_draft, make_target
 from safetensors.torch import load_file
-from torch import nn
 from transformers import TrainingArguments
 
 from dflash_hf.blocks import build_blocks
@@ -82,33 +81,46 @@ def history(trainer, key):
 
 def reference_loss(trainer, rows):
     """The loss in plain loops: row by row, block by block, all logits, one division at the end."""
-    draft, target = trainer.model, trainer.target
+    draft, target, kind = trainer.model, trainer.target, trainer.args.loss_type
     batch = trainer.data_collator(rows)
     trainer.draw_anchors(batch, step=0)
-    weights = slot_weights(BLOCK).double()
-    total = normaliser = 0.0
+    decay = slot_weights(BLOCK).double()
+    total = normalizer = 0.0
     for row, example in enumerate(rows):
         ids = torch.tensor([example["input_ids"]])
         with torch.no_grad(), FeatureTap(target, draft.config.target_layer_ids) as tap:
-            target(ids)
+            target_logits = target(ids).logits[0]
             features = tap.take()
         for anchor in batch["anchors"][row][batch["valid"][row]].tolist():
             block = torch.full((1, BLOCK), draft.config.mask_token_id)
             block[0, 0] = ids[0, anchor]
             hidden = draft(raw_embedding(target, block), features[:, :anchor]).last_hidden_state
-            logits = target.get_output_embeddings()(hidden)[0]
+            log_q = target.get_output_embeddings()(hidden)[0].log_softmax(-1)
+            values = {}
             for k in range(1, BLOCK):
                 if anchor + k < ids.shape[1] and example["loss_mask"][anchor + k]:
-                    total = total + weights[k] * nn.functional.cross_entropy(logits[k], ids[0, anchor + k])
-                    normaliser += weights[k]
-    return total / normaliser
+                    log_p = target_logits[anchor + k - 1].log_softmax(-1)
+                    divergence = (log_p.exp() * (log_p - log_q[k])).sum()
+                    values[k] = divergence if kind == "kl" else -log_q[k, ids[0, anchor + k]]
+            if kind == "dpace":
+                credit, product = {}, 1.0
+                for k, value in values.items():
+                    product *= 0.5 * math.exp(-value.item()) + 0.5
+                    credit[k] = product
+                total = total + sum(sum(c for m, c in credit.items() if m >= k) * v for k, v in values.items())
+                normalizer += 1
+            else:
+                total = total + sum(decay[k] * value for k, value in values.items())
+                normalizer += sum(decay[k] for k in values)
+    return total / normalizer
 
 
 SPLITS = {"1x4": (4, 1), "2x2": (2, 2), "4x1": (1, 4)}
 
 
+@pytest.mark.parametrize("loss_type", ["ce", "dpace", "kl"])
 @pytest.mark.parametrize("split", SPLITS)
-def test_the_gradient_does_not_depend_on_how_the_batch_is_split(split, tmp_path):
+def test_the_gradient_does_not_depend_on_how_the_batch_is_split(split, loss_type, tmp_path):
     size, accumulation = SPLITS[split]
     target = make_target(dtype=torch.float64)
     trainer = make_trainer(
@@ -117,6 +129,7 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_split(split, tmp_path)
         uneven_rows(),
         per_device_train_batch_size=size,
         gradient_accumulation_steps=accumulation,
+        loss_type=loss_type,
         **PLAIN_SGD,
     )
     before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
@@ -127,6 +140,32 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_split(split, tmp_path)
     for (name, parameter), gradient in zip(trainer.model.named_parameters(), gradients, strict=True):
         # Norms of the drafter are computed in fp32 at best.
         assert (before[name] - parameter - gradient).norm() < 1e-6 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("family", ["gemma4", "gpt2"])
+def test_the_divergence_is_from_the_targets_own_distribution(family, tmp_path):
+    """Gemma caps its logits behind the head."""
+    overrides = {"final_logit_softcapping": 3.0} if family == "gemma4" else {}
+    target = make_target(family, dtype=torch.float64, **overrides)
+    trainer = make_trainer(tmp_path, target, counting_rows(2), loss_type="kl", **PLAIN_SGD)
+    loss = reference_loss(trainer, counting_rows(2)).item()
+    trainer.train()
+    assert history(trainer, "loss") == pytest.approx([loss], rel=1e-6)
+
+
+def test_an_unknown_distribution_is_refused(tmp_path, monkeypatch):
+    target = make_target()
+    forward = type(target).forward
+
+    def scaled(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        output.logits = output.logits * 0.5
+        return output
+
+    monkeypatch.setattr(type(target), "forward", scaled)
+    with pytest.raises(ValueError, match="loss_type='kl' needs the target's distribution"):
+        make_trainer(tmp_path, target, counting_rows(2), loss_type="kl")
+    make_trainer(tmp_path, target, counting_rows(2), loss_type="ce")
 
 
 @pytest.mark.parametrize("causal", [None, False, True])
@@ -398,7 +437,7 @@ def reference_evaluation(trainer, rows):
         batch = trainer.data_collator([row])
         trainer.draw_anchors(batch, step=-1)
         with torch.no_grad():
-            share = trainer.batch_weight(batch).item()
+            share = trainer.batch_normalizer(batch).item()
             total += trainer.compute_loss(trainer.model, batch).item() * share
         weight += share
     return total / weight
@@ -486,7 +525,7 @@ def test_defaults_are_the_papers(tmp_path):
     assert (args.learning_rate, args.lr_scheduler_type, args.max_grad_norm) == (6e-4, "cosine", 1.0)
     assert (args.get_warmup_steps(1000), args.num_train_epochs) == (40, 6)
     assert "adamw" in args.optim
-    assert (args.num_anchors, args.anchor_seed, args.label_source) == (512, 11, "data")
+    assert (args.num_anchors, args.anchor_seed, args.label_source, args.loss_type) == (512, 11, "data", "ce")
     assert not args.remove_unused_columns
 
 
@@ -497,6 +536,9 @@ def test_defaults_are_the_papers(tmp_path):
         {"loss_chunk_size": 0},
         {"loss_decay_gamma": -1.0},
         {"label_source": "gold"},
+        {"loss_type": "l2"},
+        {"dpace_alpha": 1.5},
+        {"block_attention": "flash"},
         {"remove_unused_columns": True},
         {"label_smoothing_factor": 0.1},
     ],
@@ -523,11 +565,12 @@ def test_a_drafter_of_another_target_is_refused(tmp_path):
 def test_the_loss_decay_reaches_the_loss(tmp_path):
     target = make_target()
     losses = []
-    for gamma in (None, 2.0, 0.1):
+    for gamma in (None, 2.0, 0.1, math.inf):
         trainer = make_trainer(tmp_path, target, counting_rows(2), loss_decay_gamma=gamma)
         trainer.train()
         losses += history(trainer, "loss")
-    assert losses[0] == losses[1] != losses[2]  # 2 is the default of a block of 4
+    assert losses[0] == losses[1]  # 2 is the default of a block of 4
+    assert len(set(losses)) == 3
 
 
 def test_blocks_of_a_batch_weigh_what_the_loss_counts(tmp_path):
@@ -537,4 +580,4 @@ def test_blocks_of_a_batch_weigh_what_the_loss_counts(tmp_path):
     trainer.draw_anchors(batch, step=0)
     blocks = build_blocks(batch["input_ids"], batch["loss_mask"], batch["anchors"], batch["valid"], BLOCK, VOCAB - 1)
     weight = sum(slot_weights(BLOCK)[k] * blocks.counted[..., k].sum() for k in range(BLOCK))
-    torch.testing.assert_close(trainer.batch_weight(batch), weight)
+    torch.testing.assert_close(trainer.batch_normalizer(batch), weight)

@@ -9,6 +9,7 @@ causal in the block). It sees no other block. A packed document sees only itself
 from dataclasses import dataclass
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 
 _GOLDEN = -7046029254386353131  # 2**64 over the golden ratio, as int64: the increment of splitmix64
@@ -184,6 +185,40 @@ def block_mask(
 
     context = context.expand(-1, -1, block_size, -1).reshape(rows, num_anchors * block_size, length)
     return torch.cat([context, blocks.expand(rows, -1, -1)], dim=-1)[:, None]
+
+
+def flex_mask(
+    anchors: torch.LongTensor,
+    attention_mask: torch.Tensor,
+    block_size: int,
+    window: int | None = None,
+    causal: bool = False,
+    document_ids: torch.LongTensor | None = None,
+) -> BlockMask:
+    """The mask of [`block_mask`], same arguments, for flex attention, which skips tiles that nothing sees."""
+    rows, num_anchors = anchors.shape
+    length = attention_mask.shape[1]
+    real = attention_mask.bool()
+
+    def visible(row, head, query, key):
+        # Whole tiles are asked about, queries and keys past the end included: no index may leave its tensor.
+        slot, own_slot = query % block_size, (key - length) % block_size
+        anchor = anchors[row, (query // block_size).clamp(max=num_anchors - 1)]
+        place = key.clamp(max=length - 1)
+        context = (key < anchor) & real[row, place]
+        if document_ids is not None:
+            context = context & (document_ids[row, place] == document_ids[row, anchor])
+        own_block = (key >= length) & ((key - length) // block_size == query // block_size)
+        if causal:
+            own_block = own_block & (own_slot <= slot)
+        if window is not None:
+            context = context & (anchor + slot - key < window)
+            own_block = own_block & (slot - own_slot < window)
+        return context | own_block
+
+    queries = num_anchors * block_size
+    on_cuda = anchors.device.type == "cuda"  # uncompiled, all pairs of a batch exist at once
+    return create_block_mask(visible, rows, None, queries, length + queries, device=anchors.device, _compile=on_cuda)
 
 
 def _mix(z: torch.LongTensor) -> torch.LongTensor:

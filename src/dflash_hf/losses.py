@@ -1,19 +1,27 @@
-"""The weighted cross-entropy of blocks through the target's frozen head, and the figures that come with it."""
+"""The losses of blocks through the target's frozen head, and the figures that come with them."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
 
 @dataclass
-class ChunkedLoss:
+class TokenLosses:
     """What one pass through the head tells about every token."""
 
-    loss: torch.Tensor  # []     sum of weights * nll
-    nll: torch.Tensor  # [...]  negative log-likelihood, detached; 0 where the weight is 0
-    correct: torch.BoolTensor  # [...]  whether the label is the argmax; false where the weight is 0
+    values: torch.Tensor  # [...]  negative log-likelihood or divergence, differentiable; 0 where not counted
+    correct: torch.BoolTensor  # [...]  whether the label is the argmax; false where not counted
+
+
+@dataclass
+class Teacher:
+    """The target's own distributions: its head on the state `states[rows[...]]` for each token."""
+
+    states: torch.Tensor  # [P, H]  the target's final hidden states
+    rows: torch.LongTensor  # [...]   which of them predicts a token: the one at a + k - 1
+    head: Callable[[torch.Tensor], torch.Tensor]  # [M, H] -> [M, V]
 
 
 def default_gamma(block_size: int) -> float:
@@ -49,17 +57,37 @@ def slot_weights(block_size: int, gamma: float | None = None) -> torch.Tensor:
     return torch.tensor(weights)
 
 
-class _TokenNLL(torch.autograd.Function):
+def dpace_weights(nll: torch.Tensor, counted: torch.BoolTensor, alpha: float = 0.5) -> torch.Tensor:
     """
-    Negative log-likelihood of each row, without all logits at once.
+    D-PACE (arXiv 2605.18810): a slot weighs what the expected accepted prefix owes it.
+
+    With `q_i = exp(-nll_i)` and `s_i = (1 - alpha) q_i + alpha`, the credit of slot `j` is `C_j = s_1 ... s_j` and its
+    weight the sum of the credits from `j` on. A slot that is not counted has factor 1 and credit 0.
+
+    Args:
+        nll (`torch.Tensor`): `[..., B]`, of the labels; its gradient is not used.
+        counted (`torch.BoolTensor`): `[..., B]`.
+        alpha (`float`): 1 gives every slot the number of slots from it on, 0 the plain product of probabilities.
+
+    Returns:
+        `torch.Tensor` `[..., B]`, 0 where not counted.
+    """
+    kept = (1 - alpha) * (-nll.detach()).exp() + alpha  # [..., B]
+    credit = kept.masked_fill(~counted, 1.0).cumprod(-1) * counted
+    return credit.flip(-1).cumsum(-1).flip(-1) * counted
+
+
+class _TokenLoss(torch.autograd.Function):
+    """
+    The loss of each row, without all logits at once.
 
     The head acts on every row alone, so the gradient of row `i` is `grad_output[i]` times a vector that is known as
     soon as the row's logits are: it is kept, `[M, H]` instead of `[M, V]` logits, and the head is never run again.
     """
 
     @staticmethod
-    def forward(ctx, hidden, head, labels, chunk_size):
-        nll = torch.empty(hidden.shape[0], device=hidden.device, dtype=_wide(hidden.dtype))  # [M]
+    def forward(ctx, hidden, head, labels, teacher, chunk_size):
+        losses = torch.empty(hidden.shape[0], device=hidden.device, dtype=_wide(hidden.dtype))  # [M]
         correct = torch.empty_like(labels, dtype=torch.bool)  # [M]
         needs_grad = ctx.needs_input_grad[0]
         grads = torch.empty_like(hidden) if needs_grad else None  # [M, H]
@@ -68,78 +96,130 @@ class _TokenNLL(torch.autograd.Function):
             with torch.set_grad_enabled(needs_grad):
                 chunk = hidden[rows].detach().requires_grad_(needs_grad)
                 logits = head(chunk)  # [chunk, V]
-                wide = logits.to(_wide(logits.dtype))
-                chunk_nll = nn.functional.cross_entropy(wide, labels[rows], reduction="none")  # [chunk]
-                total = chunk_nll.sum()
+            wide = logits.detach().to(_wide(logits.dtype), copy=True)
+            gold = labels[rows].to(wide.device)
+            correct[rows] = wide.argmax(-1) == gold
+            if teacher is None:
+                losses[rows] = _cross_entropy(wide, gold)
+            else:
+                states = teacher.states[teacher.rows[rows].to(teacher.states.device)]  # [chunk, H]
+                losses[rows] = _divergence(wide, teacher.head(states).to(wide))
             if needs_grad:
-                (grads[rows],) = torch.autograd.grad(total, chunk)
-            nll[rows] = chunk_nll.detach()
-            correct[rows] = logits.detach().argmax(-1) == labels[rows]
+                (grads[rows],) = torch.autograd.grad(logits, chunk, wide.to(logits.dtype))
+            del logits, wide  # before the next chunk's are made
         ctx.save_for_backward(grads)
         ctx.mark_non_differentiable(correct)
-        return nll, correct
+        return losses, correct
 
     @staticmethod
-    def backward(ctx, grad_nll, _):
+    def backward(ctx, grad_losses, _):
         (grads,) = ctx.saved_tensors
-        return (grads * grad_nll[:, None]).to(grads.dtype), None, None, None
+        return (grads * grad_losses[:, None]).to(grads.dtype), None, None, None, None
 
 
-def chunked_cross_entropy(
+def _cross_entropy(logits: torch.Tensor, gold: torch.LongTensor) -> torch.Tensor:
+    """`-log softmax(logits)[gold]`, `[M]`; leaves its gradient `softmax(logits) - onehot(gold)` in `logits`."""
+    total = logits.logsumexp(-1)
+    nll = total - logits.gather(1, gold[:, None])[:, 0]
+    logits.sub_(total[:, None]).exp_()
+    logits.scatter_add_(1, gold[:, None], logits.new_full((len(gold), 1), -1.0))
+    return nll
+
+
+def _divergence(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """`KL(softmax(teacher) || softmax(logits))`, `[M]`; leaves its gradient, the difference of both, in `logits`."""
+    log_q = logits.sub_(logits.logsumexp(-1, keepdim=True))
+    log_p = teacher.sub_(teacher.logsumexp(-1, keepdim=True))
+    p = log_p.exp()
+    divergence = torch.linalg.vecdot(p, log_p.sub_(log_q))
+    log_q.exp_().sub_(p)
+    return divergence
+
+
+def token_losses(
     hidden: torch.Tensor,
-    head: nn.Module,
+    head: Callable[[torch.Tensor], torch.Tensor],
     labels: torch.LongTensor,
-    weights: torch.Tensor,
-    chunk_size: int = 1024,
-) -> ChunkedLoss:
+    counted: torch.BoolTensor,
+    chunk_size: int = 512,
+    teacher: Teacher | None = None,
+) -> TokenLosses:
     """
-    Weighted sum of cross-entropies through a frozen head, of whose logits at most `chunk_size` rows exist at a time.
+    Cross-entropies, or divergences from a teacher, through a frozen head of whose logits at most `chunk_size` rows
+    exist at a time.
 
-    Only tokens with a nonzero weight reach the head. Half-precision logits are summed in fp32.
+    Only counted tokens reach the head. Half-precision logits are summed in fp32.
 
     Args:
         hidden (`torch.Tensor`): `[..., H]`, the drafter's final hidden states.
-        head (`nn.Module`): The target's head, `[M, H] -> [M, V]`, row by row; its parameters get no gradient.
+        head (`Callable`): The target's head, `[M, H] -> [M, V]`, row by row; its parameters get no gradient.
         labels (`torch.LongTensor`): `[...]`.
-        weights (`torch.Tensor`): `[...]`.
+        counted (`torch.BoolTensor`): `[...]`.
         chunk_size (`int`): Rows of one pass through the head.
+        teacher (`Teacher`): `KL(target || drafter)` instead of the cross-entropy of `labels`.
     """
-    counted = weights != 0  # [...]
-    kept_nll, kept_correct = _TokenNLL.apply(hidden[counted], head, labels[counted], chunk_size)  # [M]
-    loss = (kept_nll * weights[counted]).sum()  # an empty sum still hangs on `hidden`: no rank is left out of backward
-    nll = kept_nll.new_zeros(labels.shape)
-    nll[counted] = kept_nll.detach()
-    correct = torch.zeros_like(counted)
-    correct[counted] = kept_correct
-    return ChunkedLoss(loss=loss, nll=nll, correct=correct)
+    if teacher is not None:
+        teacher = replace(teacher, rows=teacher.rows[counted])
+    kept, kept_correct = _TokenLoss.apply(hidden[counted], head, labels[counted], teacher, chunk_size)  # [M]
+    # Without a token, `values` still hangs on `hidden`: no rank is left out of backward.
+    values = kept.new_zeros(labels.shape).masked_scatter(counted, kept)
+    return TokenLosses(values=values, correct=torch.zeros_like(counted).masked_scatter(counted, kept_correct))
 
 
-def block_statistics(result: ChunkedLoss, counted: torch.BoolTensor, weights: torch.Tensor) -> torch.Tensor:
+def block_loss(
+    losses: TokenLosses, counted: torch.BoolTensor, slot_weights: torch.Tensor | None, alpha: float = 0.5
+) -> torch.Tensor:
+    """
+    The weighted sum of the token losses of each sequence, to be divided by [`loss_normalizer`] of the whole batch.
+
+    Args:
+        losses (`TokenLosses`): `[N, A, B]`.
+        counted (`torch.BoolTensor`): `[N, A, B]`.
+        slot_weights (`torch.Tensor`): `[B]`. `None`: [`dpace_weights`].
+        alpha (`float`): Of D-PACE.
+
+    Returns:
+        `torch.Tensor` `[N]`, differentiable.
+    """
+    if slot_weights is None:
+        weights = dpace_weights(losses.values, counted, alpha)
+    else:
+        weights = counted * slot_weights
+    return (losses.values * weights).sum((1, 2))
+
+
+def loss_normalizer(counted: torch.BoolTensor, slot_weights: torch.Tensor | None) -> torch.Tensor:
+    """
+    What [`block_loss`] is divided by, `[N]`, to be summed over the whole batch: slot weights, or valid anchors for
+    D-PACE, whose weights are credit and would cancel it.
+    """
+    if slot_weights is None:
+        return counted.any(-1).sum(1)
+    return (counted * slot_weights).sum((1, 2))
+
+
+def block_statistics(
+    correct: torch.BoolTensor, counted: torch.BoolTensor, loss: torch.Tensor, normalizer: torch.Tensor
+) -> torch.Tensor:
     """
     Sums over each sequence's blocks that [`statistics_to_metrics`] turns into figures. They add up over sequences,
     batches and ranks, so that no figure is ever a mean of means.
 
     Args:
-        result (`ChunkedLoss`): Of tensors `[N, A, B]`.
-        counted, weights: `[N, A, B]`.
+        correct, counted (`torch.BoolTensor`): `[N, A, B]`.
+        loss, normalizer (`torch.Tensor`): `[N]`, of [`block_loss`] and [`loss_normalizer`].
 
     Returns:
         `torch.Tensor` `[N, 2 * (B - 1) + 4]`: correct and counted tokens of slots 1..B-1, accepted tokens, blocks,
-        weighted loss, weights.
+        loss, normalizer.
     """
     counted = counted[..., 1:]  # [N, A, B-1]
-    correct = result.correct[..., 1:] & counted
+    correct = correct[..., 1:] & counted
     # Verification stops at the first mistake: the accepted prefix, not the product of marginal accuracies.
     accepted = correct.int().cumprod(-1).sum((1, 2))  # [N]
-    columns = [
-        correct.sum(1),
-        counted.sum(1),
-        accepted[:, None],
-        counted.any(-1).sum(1)[:, None],
-        (result.nll * weights).sum((1, 2))[:, None],
-        weights.sum((1, 2))[:, None],
-    ]
-    return torch.cat([column.float() for column in columns], dim=1)
+    blocks = counted.any(-1).sum(1)  # [N]
+    per_sequence = torch.stack([accepted, blocks, loss.detach(), normalizer], dim=1)  # [N, 4]
+    return torch.cat([correct.sum(1), counted.sum(1), per_sequence], dim=1).float()
 
 
 def statistics_to_metrics(sums: torch.Tensor) -> dict[str, float]:
@@ -148,12 +228,13 @@ def statistics_to_metrics(sums: torch.Tensor) -> dict[str, float]:
     `accuracy_k` of slot `k`, and `simulated_tau`, the mean over blocks of the accepted prefix plus the bonus token. A
     block that the end of its response cuts short counts with the tokens that are left. Empty without blocks.
     """
-    *slots, accepted, blocks, loss, weight = sums.tolist()
+    *slots, accepted, blocks, loss, normalizer = sums.tolist()
     if blocks == 0:
         return {}
     half = len(slots) // 2
     correct, counted = slots[:half], slots[half:]
-    metrics = {"loss": loss / weight, "accuracy": sum(correct) / sum(counted), "simulated_tau": accepted / blocks + 1}
+    metrics = {"loss": loss / normalizer, "accuracy": sum(correct) / sum(counted)}
+    metrics["simulated_tau"] = accepted / blocks + 1
     for slot, (hits, total) in enumerate(zip(correct, counted, strict=True), start=1):
         if total:
             metrics[f"accuracy_{slot}"] = hits / total

@@ -1,14 +1,15 @@
 """The frozen target in training: features, labels, responses, and whether a drafter fits it."""
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
-from dflash_hf.modeling.target_dflash import FeatureTap, check_pair
+from dflash_hf.modeling.target_dflash import FeatureTap, check_pair, decoder_layers
 
 
 logger = logging.get_logger(__name__)
@@ -29,7 +30,8 @@ def freeze(target: PreTrainedModel) -> PreTrainedModel:
 
 def check_fit(draft_config, target: PreTrainedModel) -> None:
     """
-    Whether a drafter can be trained for a target: `check_pair`, and a mask token that no text ends with.
+    Whether a drafter can be trained for a target: `check_pair`, a mask token that no text ends with, and an embedding
+    and a head that can be read.
 
     Raises:
         `ValueError`: names argument, value and remedy.
@@ -40,6 +42,17 @@ def check_fit(draft_config, target: PreTrainedModel) -> None:
             f"mask_token_id={draft_config.mask_token_id} is also an end-of-sequence id of "
             f"{type(target).__name__}; choose an id that its text never uses."
         )
+    if draft_config.has_own_head:
+        raise ValueError(
+            f"draft_vocab_size={draft_config.draft_vocab_size}: a drafter with a head of its own cannot be trained "
+            "here, where the target's head is shared; leave draft_vocab_size out."
+        )
+    for name in ("input_embeddings", "output_embeddings"):
+        if getattr(target, f"get_{name}")().weight.is_meta:
+            raise ValueError(
+                f"The {name} of {type(target).__name__} are offloaded, but a drafter reads them at every step; give "
+                "them a device in `device_map`."
+            )
 
 
 @torch.no_grad()
@@ -56,17 +69,12 @@ def target_forward(
     Args:
         target (`PreTrainedModel`): The frozen target.
         layer_ids (`list[int]`): Id `i` is the output of decoder layer `i`.
-        input_ids, attention_mask, position_ids: `[N, S]`.
+        input_ids, attention_mask, position_ids: `[N, S]`. Positions that start again, without an attention mask, are
+            packed documents, which do not see each other.
     """
     with FeatureTap(target, layer_ids) as tap:
-        outputs = target.get_decoder()(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
-        )
-        return TargetOutput(features=tap.take(), last_hidden_state=outputs.last_hidden_state)
-
-
-class _FeaturesComplete(Exception):
-    """Ends a forward of which only the features are wanted."""
+        last_hidden_state = _decoder_forward(target, input_ids, attention_mask, position_ids)
+        return TargetOutput(features=tap.take(), last_hidden_state=last_hidden_state)
 
 
 @torch.no_grad()
@@ -78,17 +86,68 @@ def target_features(
     position_ids: torch.LongTensor | None = None,
 ) -> torch.Tensor:
     """The features `[N, S, L*H]` of [`target_forward`]; the layers above the highest of `layer_ids` do not run."""
-    features = []
+    with FeatureTap(target, layer_ids) as tap, _cut_above(target, max(layer_ids)):
+        _decoder_forward(target, input_ids, attention_mask, position_ids)
+        return tap.take()
 
-    def stop(captured):
-        features.append(captured)
-        raise _FeaturesComplete
 
-    with FeatureTap(target, layer_ids, consume=stop), suppress(_FeaturesComplete):
-        target.get_decoder()(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+@contextmanager
+def _cut_above(target: PreTrainedModel, layer_id: int) -> Iterator[None]:
+    # A hook that raises would be shorter, and leave a sharded or offloaded target in the middle of its forward.
+    layers = decoder_layers(target)
+    parent, name = next(
+        (module, name) for module in target.modules() for name, child in module.named_children() if child is layers
+    )
+    setattr(parent, name, layers[: layer_id + 1])
+    try:
+        yield
+    finally:
+        setattr(parent, name, layers)
+
+
+def _decoder_forward(target, input_ids, attention_mask, position_ids) -> torch.Tensor:
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+    if not isinstance(target, FSDPModule):
+        return target.get_decoder()(**inputs, use_cache=False).last_hidden_state
+    # Sharded as a whole: its parts cannot run alone.
+    states = []
+    keep = target.get_decoder().register_forward_hook(lambda _, args, output: states.append(output.last_hidden_state))
+    try:
+        target(**inputs, use_cache=False, logits_to_keep=1)
+    finally:
+        keep.remove()
+    return states[0]
+
+
+def target_logits(target: PreTrainedModel, states: torch.Tensor) -> torch.Tensor:
+    """The target's logits `[..., V]` from its final hidden states `[..., H]`, scaled and capped as in its forward."""
+    config = target.config.get_text_config()
+    head = target.get_output_embeddings()
+    logits = head(states.to(device=head.weight.device))
+    scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
+    if scale != 1.0:
+        logits = logits * scale
+    cap = getattr(config, "final_logit_softcapping", None)
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+@torch.no_grad()
+def check_logits(target: PreTrainedModel) -> None:
+    """
+    Whether [`target_logits`] are those of the target's forward.
+
+    Raises:
+        `ValueError`: they are not, so that its distribution is not known here.
+    """
+    input_ids = torch.tensor([[1, 2, 3, 4]], device=target.device)
+    states = _decoder_forward(target, input_ids, None, None)
+    expected = target(input_ids=input_ids, use_cache=False).logits
+    ours = target_logits(target, states).to(expected)
+    if not torch.allclose(ours, expected, atol=1e-2 * expected.abs().max().item(), rtol=0):
+        raise ValueError(
+            f"loss_type='kl' needs the target's distribution, but the logits of {type(target).__name__} are not its "
+            "head's, scaled and capped by its configuration; choose loss_type='ce' or 'dpace'."
         )
-    return features[0]
 
 
 def packed_masks(target: PreTrainedModel, layer_ids: list[int], batch: dict[str, torch.Tensor]) -> dict:
@@ -141,12 +200,11 @@ def target_labels(
     Returns:
         `torch.LongTensor` `[N, S]`.
     """
-    head = target.get_output_embeddings()
     labels = input_ids.clone()
     wanted = loss_mask.bool()[:, 1:]  # [N, S-1]
     states = last_hidden_state[:, :-1][wanted]  # [M, H]
-    chosen = [head(chunk).argmax(-1) for chunk in states.split(chunk_size)]
-    labels[:, 1:][wanted] = torch.cat(chosen)
+    chosen = [target_logits(target, chunk).argmax(-1) for chunk in states.split(chunk_size)]
+    labels[:, 1:][wanted] = torch.cat(chosen).to(labels.device)
     return labels
 
 

@@ -1,20 +1,48 @@
 """`DFlashTrainer`: a Hugging Face `Trainer` for drafters, with the frozen target beside the model."""
 
 from collections.abc import Sized
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, Trainer
+from transformers.utils import logging
 
-from dflash_hf.blocks import Blocks, block_mask, build_blocks, example_seeds, sample_anchors
+from dflash_hf.blocks import (
+    Blocks,
+    block_mask,
+    build_blocks,
+    example_seeds,
+    flex_mask,
+    sample_anchors,
+)
 from dflash_hf.data import DFlashCollator, check_examples
-from dflash_hf.losses import block_statistics, chunked_cross_entropy, slot_weights, statistics_to_metrics
+from dflash_hf.losses import (
+    Teacher,
+    block_loss,
+    block_statistics,
+    loss_normalizer,
+    slot_weights,
+    statistics_to_metrics,
+    token_losses,
+)
 from dflash_hf.modeling.modeling_dflash import additive
 from dflash_hf.modeling.target_dflash import raw_embedding
-from dflash_hf.target import check_fit, freeze, packed_masks, target_features, target_forward, target_labels
+from dflash_hf.target import (
+    check_fit,
+    check_logits,
+    freeze,
+    packed_masks,
+    target_features,
+    target_forward,
+    target_labels,
+    target_logits,
+)
 from dflash_hf.trainer_card import CardWriter
 from dflash_hf.training_args import DFlashTrainingArguments
 
+
+logger = logging.get_logger(__name__)
 
 _EVALUATION_STEP = -1  # evaluation draws the same anchors every time
 # What the weights of a checkpoint were trained for; another value would load and silently draft worse.
@@ -33,8 +61,7 @@ class DFlashTrainer(CardWriter, Trainer):
         model (`DFlashDraftModel`): The drafter.
         target (`PreTrainedModel`): Its target, with head; frozen here.
         args (`DFlashTrainingArguments`): Default: the paper's recipe.
-        train_dataset, eval_dataset: Rows with `input_ids` and `loss_mask`, see [`~dflash_hf.data.make_example`], and
-            `document_ids` where a row holds several documents, see [`~dflash_hf.data.pack`].
+        train_dataset, eval_dataset: Rows with `input_ids` and `loss_mask`, see [`~dflash_hf.data.make_example`].
         data_collator: Default: [`~dflash_hf.data.DFlashCollator`].
         kwargs: Any other argument of `Trainer`.
 
@@ -64,6 +91,9 @@ class DFlashTrainer(CardWriter, Trainer):
         if data_collator is None:
             pad_token_id = target.config.get_text_config().pad_token_id
             data_collator = DFlashCollator(0 if pad_token_id is None else pad_token_id)
+        if (args.bf16 or args.fp16) and model.dtype in (torch.bfloat16, torch.float16):
+            logger.info(f"The drafter's {model.dtype} weights are trained in fp32, with autocast.")
+            model.float()
         super().__init__(
             model=model,
             args=args,
@@ -77,88 +107,94 @@ class DFlashTrainer(CardWriter, Trainer):
         self.draft_config = model.config
         # Layers of one type share one mask.
         self.layer_of_type = {layer_type: i for i, layer_type in enumerate(model.config.layer_types)}
+        self.uses_flex = uses_flex(args.block_attention, model.config, args.device)
         self.target = freeze(target)
         if not hasattr(target, "hf_device_map") and target.device != args.device:
             target.to(args.device)
-        self.slot_weights = slot_weights(model.config.block_size, args.loss_decay_gamma).to(args.device)  # [B]
+        if args.loss_type == "kl":
+            check_logits(target)
+        self.draft_head = partial(model.draft_logits, target_head=target.get_output_embeddings())
+        self.slot_weights = None  # D-PACE has its own
+        if args.loss_type != "dpace":
+            self.slot_weights = slot_weights(model.config.block_size, args.loss_decay_gamma).to(args.device)  # [B]
         self.train_statistics = self.eval_statistics = self.no_statistics()
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """
-        The weighted loss of one micro-batch, divided by `num_items_in_batch`, the sum of slot weights that
-        [`get_batch_samples`] took over the whole accumulated batch.
+        The loss of one micro-batch, divided by `num_items_in_batch`, what [`get_batch_samples`] counted over the whole
+        accumulated batch: slot weights, or valid anchors for D-PACE.
 
         Args:
             model: The (wrapped) drafter.
             inputs (`dict`): A collated batch with `anchors` and `valid`, both `[N, A]`.
             return_outputs (`bool`): Also return the statistics of each sequence.
-            num_items_in_batch (`torch.Tensor`): Default: the weights of this micro-batch.
+            num_items_in_batch (`torch.Tensor`): Default: of this micro-batch.
         """
-        config, args = self.draft_config, self.args
+        args = self.args
 
-        # 1. What the frozen target makes of the sequences: features [N, S, L*H_t] and labels [N, S].
-        features, label_ids = self.read_target(inputs)
+        # 1. The frozen target reads the sequences: features [N, S, L*H_t] of every token.
+        features, label_ids, states = self.read_target(inputs)
 
         # 2. Blocks of B slots at A anchors: [anchor, MASK, ..., MASK].
         blocks = self.build_blocks(inputs, label_ids)
-        masks = {
-            layer_type: additive(
-                block_mask(
-                    inputs["anchors"],
-                    inputs["attention_mask"],
-                    config.block_size,
-                    window=config.sliding_window if layer_type == "sliding_attention" else None,
-                    causal=config.layer_is_causal(layer_idx),
-                    document_ids=inputs.get("document_ids"),
-                ),
-                self.model.dtype,
-            )  # [N, 1, A*B, S + A*B]
-            for layer_type, layer_idx in self.layer_of_type.items()
-        }
+        noise = raw_embedding(self.target, blocks.input_ids)  # [N, A*B, H]
 
         # 3. One pass of the drafter over [context | blocks].
         hidden = model(
-            noise_embeds=raw_embedding(self.target, blocks.input_ids).to(self.model.dtype),  # [N, A*B, H]
-            context_hidden_states=features.to(self.model.dtype),  # [N, S, L*H_t]
-            attention_mask=masks,
+            noise_embeds=noise.to(self.model.dtype),
+            context_hidden_states=features.to(self.model.dtype),
+            attention_mask=self.attention_masks(inputs),
             position_ids=blocks.position_ids,
         ).last_hidden_state  # [N, A*B, H]
 
-        # 4. Cross-entropy through the target's head, slot by slot.
-        weights = blocks.counted * self.slot_weights  # [N, A, B]
-        result = chunked_cross_entropy(
-            hidden.view(*weights.shape, -1).to(self.target.dtype),
-            self.target.get_output_embeddings(),
+        # 4. Token losses through the target's head, chunk by chunk, then the weighted sum of each sequence.
+        losses = token_losses(
+            hidden.view(*blocks.labels.shape, -1),  # [N, A, B, H]
+            self.draft_head,
             blocks.labels,
-            weights,
+            blocks.counted,
             args.loss_chunk_size,
+            None if states is None else self.teacher(states, inputs["anchors"]),
         )
-        statistics = block_statistics(result, blocks.counted, weights)  # [N, 2 * (B - 1) + 4]
+        loss = block_loss(losses, blocks.counted, self.slot_weights, args.dpace_alpha)  # [N]
+        normalizer = loss_normalizer(blocks.counted, self.slot_weights)  # [N]
+        statistics = block_statistics(losses.correct, blocks.counted, loss, normalizer)  # [N, 2 * (B - 1) + 4]
         if model.training:
             self.train_statistics = self.train_statistics + statistics.sum(0)
 
-        # 5. Normalise by the weights of all micro-batches and ranks.
+        # 5. Normalise over all micro-batches and ranks.
         if num_items_in_batch is None:
-            num_items_in_batch = _never_zero(weights.sum())
-        loss = result.loss / num_items_in_batch
+            num_items_in_batch = _never_zero(normalizer.sum())
+        loss = loss.sum() / num_items_in_batch
         return (loss, {"statistics": statistics}) if return_outputs else loss
 
-    def read_target(self, inputs) -> tuple[torch.Tensor, torch.LongTensor]:
+    def read_target(self, inputs) -> tuple[torch.Tensor, torch.LongTensor, torch.Tensor | None]:
         """
-        The frozen target's features `[N, S, L*H_t]` of every token, and the labels by position `[N, S]`: its own
-        tokens where the data was not written by it.
-        """
-        input_ids, layer_ids = inputs["input_ids"], self.draft_config.target_layer_ids
-        masks = packed_masks(self.target, layer_ids, inputs)
-        if self.args.label_source == "data":
-            return target_features(self.target, layer_ids, input_ids, **masks), input_ids
-        output = target_forward(self.target, layer_ids, input_ids, **masks)
-        labels = target_labels(
-            self.target, output.last_hidden_state, input_ids, inputs["loss_mask"], self.args.loss_chunk_size
-        )
-        return output.features, labels
+        What the frozen target makes of a batch; a subclass may know it from elsewhere.
 
-    def build_blocks(self, inputs, label_ids: torch.LongTensor | None = None) -> Blocks:
+        Returns:
+            The features `[N, S, L*H_t]` of every token, the labels by position `[N, S]`, its own tokens where the data
+            was not written by it, and its final hidden states `[N, S, H_t]` where distributions are compared.
+        """
+        args, input_ids, layer_ids = self.args, inputs["input_ids"], self.draft_config.target_layer_ids
+        masks = packed_masks(self.target, layer_ids, inputs)
+        if args.label_source == "data" and args.loss_type != "kl":
+            return target_features(self.target, layer_ids, input_ids, **masks), input_ids, None
+        output = target_forward(self.target, layer_ids, input_ids, **masks)
+        states, label_ids = output.last_hidden_state, input_ids
+        if args.label_source == "target":
+            label_ids = target_labels(self.target, states, input_ids, inputs["loss_mask"], args.loss_chunk_size)
+        return output.features, label_ids, states if args.loss_type == "kl" else None
+
+    def teacher(self, states: torch.Tensor, anchors: torch.LongTensor) -> Teacher:
+        """The target's distribution at each slot: slot `k` of anchor `a` is predicted by the state at `a + k - 1`."""
+        length = states.shape[1]
+        slot = torch.arange(self.draft_config.block_size, device=anchors.device)
+        place = (anchors[..., None] + slot - 1).clamp(0, length - 1)  # [N, A, B]; slot 0 and the end do not count
+        sequence = torch.arange(len(anchors), device=anchors.device)[:, None, None]
+        return Teacher(states.flatten(0, 1), sequence * length + place, partial(target_logits, self.target))
+
+    def build_blocks(self, inputs: dict[str, torch.Tensor], label_ids: torch.LongTensor | None = None) -> Blocks:
         """The blocks of a batch with anchors, see [`~dflash_hf.blocks.build_blocks`]."""
         return build_blocks(
             inputs["input_ids"],
@@ -172,17 +208,33 @@ class DFlashTrainer(CardWriter, Trainer):
             document_ids=inputs.get("document_ids"),
         )
 
+    def attention_masks(self, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """The mask of each layer type: a `BlockMask` for flex attention, else additive `[N, 1, A*B, S + A*B]`."""
+        config, masks = self.draft_config, {}
+        for layer_type, layer_idx in self.layer_of_type.items():
+            arguments = (
+                inputs["anchors"],
+                inputs["attention_mask"],
+                config.block_size,
+                config.sliding_window if layer_type == "sliding_attention" else None,
+                config.layer_is_causal(layer_idx),
+                inputs.get("document_ids"),
+            )
+            visible = (flex_mask if self.uses_flex else block_mask)(*arguments)
+            masks[layer_type] = visible if self.uses_flex else additive(visible, self.model.dtype)
+        return masks
+
     def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
         """
-        Collect the micro-batches of one optimizer step, draw their anchors, and sum their slot weights over all of
+        Collect the micro-batches of one optimizer step, draw their anchors, and sum their normalizers over all of
         them and all ranks: how the batch is split then does not matter.
         """
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         total = torch.zeros((), device=device)
         for batch in batches:
             self.draw_anchors(batch, self.state.global_step)
-            total += self.batch_weight(batch).to(device)
-        # Gradients (and the logged loss) are averaged over ranks: a sum over ranks needs the average of the weights.
+            total += self.batch_normalizer(batch).to(device)
+        # Gradients (and the logged loss) are averaged over ranks; a sum over ranks needs the mean of the normalizers.
         total = self.accelerator.reduce(total, "mean")
         return batches, _never_zero(total)
 
@@ -194,10 +246,11 @@ class DFlashTrainer(CardWriter, Trainer):
             batch["loss_mask"], slots, seeds=seeds, document_ids=batch.get("document_ids")
         )
 
-    def batch_weight(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The sum of slot weights of a batch with anchors, `[]`."""
-        blocks = self.build_blocks(batch)
-        return (blocks.counted * self.slot_weights.to(blocks.counted.device)).sum()
+    def batch_normalizer(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """What the summed loss of a batch with anchors is divided by, `[]`."""
+        counted = self.build_blocks(batch).counted
+        weights = None if self.slot_weights is None else self.slot_weights.to(counted.device)
+        return loss_normalizer(counted, weights).sum()
 
     def no_statistics(self) -> torch.Tensor:
         """Zeros `[2 * (B - 1) + 4]` to add [`~dflash_hf.losses.block_statistics`] to."""
@@ -245,6 +298,17 @@ class DFlashTrainer(CardWriter, Trainer):
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Forward and backward of the drafter over its blocks: 6 operations for each parameter and token."""
         return 6 * self.model.num_parameters() * inputs["anchors"].numel() * self.draft_config.block_size
+
+
+def uses_flex(choice: str, config, device: torch.device) -> bool:
+    """Whether blocks attend by flex attention; `"auto"` says yes on CUDA, where its kernels take this drafter."""
+    if choice == "flex" and config.attention_sink_bias:
+        raise ValueError(
+            "block_attention='flex' cannot train a drafter with attention_sink_bias=True, whose sinks are a column of "
+            "a dense mask; choose 'dense'."
+        )
+    fits = not config.attention_sink_bias and min(config.head_dim, config.v_head_dim) >= 16
+    return choice == "flex" or (choice == "auto" and device.type == "cuda" and fits)
 
 
 def _never_zero(weight: torch.Tensor) -> torch.Tensor:
