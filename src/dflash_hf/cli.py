@@ -2,11 +2,12 @@
 
 import argparse
 import importlib
-import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+from dflash_hf.terminal import add_color, positive, wants_color
 
 
 # Commands that live in rooms of their own, as `add_arguments(parser)` and `run(arguments, echo) -> int`. A room is
@@ -14,6 +15,7 @@ from pathlib import Path
 _ROOMS = {
     "check": ("dflash_hf.check", "will vLLM, SGLang and transformers read a drafter's folder, and read the same?"),
     "convert": ("dflash_hf.convert", "rewrite a drafter in another published layout"),
+    "prepare": ("dflash_hf.prepare", "show what of a dataset is learned, count it, and write it as ids"),
     "publish": ("dflash_hf.publish", "upload a drafter with its card to the Hub"),
 }
 
@@ -38,13 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ImportError) as error:
         print(f"dflash {arguments.command}: {error}", file=sys.stderr)
         return 1
-
-
-def wants_color(choice: bool | None, stream) -> bool:
-    """`--color` and `--no-color` decide; else `NO_COLOR`; else whether the output is a terminal."""
-    if choice is not None:
-        return choice
-    return not os.environ.get("NO_COLOR") and stream.isatty()
 
 
 def _echo(line: str) -> None:
@@ -81,11 +76,11 @@ def _add_demo(parser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of data, weights and anchors; default: %(default)s")
     parser.add_argument("--self-generate", action="store_true", help="train the drafter on the target's own answers")
     parser.add_argument("--source", help="folder of Python files to learn from; default: the standard library")
-    parser.add_argument("--prompts", type=_positive, default=40, help="held-out lines to decode; default: %(default)s")
-    parser.add_argument("--runs", type=_positive, default=3, help="timed repetitions; default: %(default)s")
-    parser.add_argument("--target-steps", type=_positive, help="optimizer steps of the target")
-    parser.add_argument("--draft-steps", type=_positive, help="optimizer steps of the drafter")
-    _add_color(parser)
+    parser.add_argument("--prompts", type=positive, default=40, help="held-out lines to decode; default: %(default)s")
+    parser.add_argument("--runs", type=positive, default=3, help="timed repetitions; default: %(default)s")
+    parser.add_argument("--target-steps", type=positive, help="optimizer steps of the target")
+    parser.add_argument("--draft-steps", type=positive, help="optimizer steps of the drafter")
+    add_color(parser, "accepted draft tokens")
 
 
 def _add_generate(parser) -> None:
@@ -93,7 +88,7 @@ def _add_generate(parser) -> None:
     parser.add_argument("--draft", help="folder or Hub name of its drafter; without it the target decodes alone")
     parser.add_argument("--prompt", required=True, help="the user's message; - reads it from standard input")
     parser.add_argument("--raw", action="store_true", help="feed the prompt as it is, without the chat template")
-    parser.add_argument("--max-new-tokens", type=_positive, default=512, help="default: %(default)s")
+    parser.add_argument("--max-new-tokens", type=positive, default=512, help="default: %(default)s")
     parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
     parser.add_argument("--top-p", type=float, default=1.0, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of the sample; default: %(default)s")
@@ -101,28 +96,12 @@ def _add_generate(parser) -> None:
     parser.add_argument(
         "--device", help="cpu, cuda, cuda:1, ... or auto, to spread a large target; default: a GPU if any"
     )
-    parser.add_argument("--threads", type=_positive, help="CPU threads of this process; default: as torch chooses")
+    parser.add_argument("--threads", type=positive, help="CPU threads of this process; default: as torch chooses")
     parser.add_argument(
         "--show-drafts", action="store_true", help="print the text again, accepted draft tokens marked"
     )
     parser.add_argument("--compare", action="store_true", help="also decode with the target alone")
-    _add_color(parser)
-
-
-def _add_color(parser) -> None:
-    parser.add_argument(
-        "--color",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="colour accepted draft tokens; default: if the output is a terminal and NO_COLOR is unset",
-    )
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
-    return value
+    add_color(parser, "accepted draft tokens")
 
 
 def _demo(arguments, echo) -> int:
@@ -205,3 +184,7 @@ def _generate(arguments, echo) -> int:
         equal = "the same tokens" if alone == ids else "other tokens"
         print(f"target alone: {speed}; {equal}", file=sys.stderr)
     return 0
+
+
+if __name__ == "__main__":  # for `accelerate launch -m dflash_hf.cli train`
+    sys.exit(main())

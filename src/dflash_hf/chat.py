@@ -1,0 +1,230 @@
+"""
+A row of a dataset becomes ids and a loss mask: which tokens the target wrote, and which it was given.
+
+Conversations go through the tokenizer's chat template. A template that marks its assistant's tokens with
+`{% generation %}` is taken at its word. For any other, each assistant turn is rendered as it is served: the messages
+before it with the generation prompt, whose ids must begin the ids of the same messages with the turn; what follows is
+the turn. Where later messages change how earlier turns are rendered (templates that drop old reasoning), every turn
+becomes an example of its own, again as it is served.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+
+COLUMNS = "`messages`, `prompt` and `completion`, or `input_ids` with `loss_mask` or `labels`"
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_EMPTY_THOUGHT = re.compile(r"\s*<(\w+)>\s*</\1>\s*")  # <think>\n\n</think>\n\n, by whatever name
+_IGNORED_LABEL = -100  # of transformers' losses
+
+
+class UnusableRow(ValueError):
+    """A row that is left out; its message is the reason, the same for all rows of a kind, so that they are counted."""
+
+
+@dataclass
+class RowEncoder:
+    """
+    Turns a row into examples.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): The target's. Not needed for rows of ids.
+        max_length (`int`, *optional*): Tokens beyond it are cut off at the end.
+        chat_template_kwargs (`dict`): Arguments of the chat template, e.g. `{"enable_thinking": False}`.
+        mask_token_id (`int`, *optional*): The drafter's mask token, which no row may hold: there it would stand both
+            for itself and for an unknown token.
+        vocab_size (`int`, *optional*): Rows of the target's embedding, which no id may exceed.
+    """
+
+    tokenizer: object = None
+    max_length: int | None = None
+    chat_template_kwargs: dict = field(default_factory=dict)
+    mask_token_id: int | None = None
+    vocab_size: int | None = None
+
+    def __call__(self, row: Mapping) -> list[dict]:
+        """
+        The examples of a row: one, or one for each assistant turn, see above.
+
+        Returns:
+            `list[dict]`: With `input_ids` and `loss_mask`, two lists of one length.
+
+        Raises:
+            `UnusableRow`: it is left out, for a reason that others may share.
+            `ValueError`: the dataset or the template is not what it should be.
+        """
+        row = {name: value for name, value in row.items() if value is not None}
+        if "input_ids" in row:
+            examples = [(list(row["input_ids"]), _mask_of_ids(row))]
+        elif "messages" in row:
+            examples = self._conversation(row["messages"], 0, row.get("tools"))
+        elif "prompt" in row and "completion" in row:
+            prompt, completion = row["prompt"], row["completion"]
+            if isinstance(prompt, str) and isinstance(completion, str):
+                examples = [self._text(prompt, completion)]
+            elif isinstance(prompt, str):
+                raise ValueError("`prompt` is text but `completion` is not; give both as text or both as messages.")
+            else:
+                turns = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+                examples = self._conversation([*prompt, *turns], len(prompt), row.get("tools"))
+        else:
+            raise ValueError(f"There is no column to train on, only {sorted(row)}; give {COLUMNS}.")
+        return [self._checked(ids, mask) for ids, mask in examples]
+
+    def _checked(self, ids: list[int], mask: list[int]) -> dict:
+        """Cut to length; refuse what would teach nothing, or something wrong."""
+        if ids and all(mask):
+            raise ValueError(
+                f"The loss mask is all ones ({len(ids)} tokens): the prompt would be learned as well. Mask it with 0 "
+                "(or labels of -100); for text without a prompt, the first token alone. If a chat template was used, "
+                "its {% generation %} block must enclose the assistant's text only."
+            )
+        if self.vocab_size is not None and max(ids, default=0) >= self.vocab_size:
+            raise ValueError(
+                f"Token {max(ids)} lies outside the target's embedding of {self.vocab_size} rows; the data was made "
+                "with another tokenizer."
+            )
+        if self.mask_token_id is not None and self.mask_token_id in ids:
+            raise UnusableRow(f"it holds the mask token {self.mask_token_id}")
+        if sum(mask) < 2:
+            raise UnusableRow("it has no response of two tokens or more")
+        ids, mask = ids[: self.max_length], mask[: self.max_length]
+        if sum(mask) < 2:
+            raise UnusableRow(f"its response begins beyond max_length={self.max_length}")
+        return {"input_ids": ids, "loss_mask": mask}
+
+    def _text(self, prompt: str, completion: str) -> tuple[list[int], list[int]]:
+        start = self.tokenizer(prompt)["input_ids"]
+        ids = self.tokenizer(prompt + completion)["input_ids"]
+        if ids[: len(start)] != start:
+            raise UnusableRow("the ids of its prompt do not begin those of prompt and completion together")
+        return ids, [0] * len(start) + [1] * (len(ids) - len(start))
+
+    def _conversation(self, messages: Sequence[Mapping], given: int, tools) -> list[tuple[list[int], list[int]]]:
+        """`given`: of that many messages no token is supervised, whoever wrote them."""
+        # Arrow tables have every key in every message.
+        messages = [{key: value for key, value in one.items() if value is not None} for one in messages]
+        last = max((i for i, one in enumerate(messages) if one.get("role") == "assistant"), default=-1)
+        messages = messages[: last + 1]
+        if last < given:
+            raise UnusableRow("it has no assistant message")
+        if _GENERATION.search(self.template(tools)):
+            encoded = self.render(messages, tools, return_dict=True, return_assistant_tokens_mask=True)
+            ids, mask = encoded["input_ids"], list(encoded["assistant_masks"])
+            if given:
+                start = len(self.render(messages[:given], tools, add_generation_prompt=True))
+                mask[:start] = [0] * min(start, len(mask))
+            return [(ids, self._without_inserted(ids, mask, messages[given:]))]
+
+        turns = []  # ids of the conversation up to a turn's end, where the turn begins, where it ends
+        for i, message in enumerate(messages):
+            if message.get("role") != "assistant" or i < given:
+                continue
+            if i == 0:
+                raise UnusableRow("it begins with an assistant message")
+            start = self.render(messages[:i], tools, add_generation_prompt=True)
+            ids = self.render(messages[: i + 1], tools)
+            if ids[: len(start)] != start:
+                raise UnusableRow(
+                    "the ids up to the generation prompt do not begin those with the assistant's turn; give the chat "
+                    "template {% generation %} blocks"
+                )
+            begin = len(start) + self._inserted(ids[len(start) :], message)
+            turns.append((ids, begin, self._end(ids, begin)))
+
+        whole = turns[-1][0]
+        if all(whole[: len(ids)] == ids for ids, _, _ in turns):
+            mask = [0] * len(whole)
+            for _, begin, end in turns:
+                mask[begin:end] = [1] * (end - begin)
+            return [(whole, mask)]
+        return [(ids[:end], [0] * begin + [1] * (end - begin)) for ids, begin, end in turns]
+
+    def template(self, tools=None) -> str:
+        """
+        The chat template's source.
+
+        Raises:
+            `ValueError`: the tokenizer has none.
+        """
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            raise ValueError(
+                "The tokenizer has no chat template for `messages`; set chat_template to a Jinja file, or give "
+                "`prompt` and `completion` as text, or `input_ids`."
+            )
+        return self.tokenizer.get_chat_template(tools=tools)
+
+    def render(self, messages, tools, add_generation_prompt: bool = False, return_dict: bool = False, **kwargs):
+        """The ids of a conversation under the template and its arguments."""
+        from jinja2 import TemplateError
+
+        options = {"tools": tools, "add_generation_prompt": add_generation_prompt, "return_dict": return_dict}
+        try:
+            return self.tokenizer.apply_chat_template(messages, **options, **kwargs, **self.chat_template_kwargs)
+        except TemplateError as error:
+            raise UnusableRow(f"the chat template refuses it ({error})") from error
+
+    def _without_inserted(self, ids: list[int], mask: list[int], messages: Sequence[Mapping]) -> list[int]:
+        """The mask without empty thoughts that the template put before a turn."""
+        turns = [one for one in messages if one.get("role") == "assistant"]
+        runs = [list(run) for value, run in groupby(range(len(mask)), key=mask.__getitem__) if value]
+        everything = {"content": " ".join(map(_text_of, turns))}
+        mask = list(mask)
+        for i, run in enumerate(runs):
+            message = turns[i] if len(runs) == len(turns) else everything
+            for place in run[: self._inserted(ids[run[0] : run[-1] + 1], message)]:
+                mask[place] = 0
+        return mask
+
+    def _inserted(self, ids: list[int], message: Mapping) -> int:
+        """Tokens at the start of a turn that are an empty thought which the message itself does not hold."""
+        match = _EMPTY_THOUGHT.match(self._decode(ids[:64]))
+        if not match or f"<{match[1]}>" in _text_of(message):
+            return 0
+        # A token that also holds the answer's beginning is the target's.
+        counts = range(min(len(ids), 64), 0, -1)
+        return next((count for count in counts if _EMPTY_THOUGHT.fullmatch(self._decode(ids[:count]))), 0)
+
+    def _end(self, ids: list[int], begin: int) -> int:
+        """Where a turn ends: white space after its last special token is the template's, the target has stopped."""
+        end = len(ids)
+        while end > begin and not self._decode(ids[end - 1 : end]).strip():
+            end -= 1
+        return end if end > begin and ids[end - 1] in self.tokenizer.added_tokens_decoder else len(ids)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def _mask_of_ids(row: Mapping) -> list[int]:
+    """The loss mask of a row of ids; `labels` stand at their own position, without a shift, and are -100 elsewhere."""
+    ids = list(row["input_ids"])
+    if "loss_mask" in row:
+        name, values = "loss_mask", list(row["loss_mask"])
+        mask = [int(bool(value)) for value in values]
+    elif "labels" in row:
+        name, values = "labels", list(row["labels"])
+        mask = [int(value != _IGNORED_LABEL) for value in values]
+    else:
+        raise ValueError(
+            "`input_ids` need a `loss_mask` (1 on the response) or `labels` (-100 elsewhere) beside them."
+        )
+    if len(values) != len(ids):
+        raise ValueError(f"There are {len(ids)} input_ids but {len(values)} {name}; give one for each token.")
+    if not any(mask):
+        raise ValueError(f"The {name} supervise none of {len(ids)} tokens (a mask of zeros); mark the response.")
+    if name == "labels":
+        wrong = next((i for i in range(len(ids)) if mask[i] and values[i] != ids[i]), None)
+        if wrong is not None:
+            raise ValueError(
+                f"labels[{wrong}]={values[wrong]} is not input_ids[{wrong}]={ids[wrong]}: labels must stand at their "
+                "own position, as in transformers, not one earlier."
+            )
+    return mask
+
+
+def _text_of(message: Mapping) -> str:
+    parts = [message.get("reasoning_content"), message.get("content")]
+    return " ".join(part for part in parts if isinstance(part, str))

@@ -1,0 +1,139 @@
+"""Rows of a dataset: local files, folders and Hub names, through `datasets`."""
+
+import csv
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+
+_LOADERS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
+
+
+def load_rows(
+    data: str | Path | Sequence[str | Path],
+    split: str | None = None,
+    streaming: bool = False,
+    name: str | None = None,
+    revision: str | None = None,
+):
+    """
+    The rows of a dataset.
+
+    Args:
+        data: A file (`.jsonl`, `.json`, `.parquet`, `.csv`) or several of one kind, a folder that `save_to_disk`
+            wrote, or the name of a dataset on the Hub.
+        split (`str`): Default: `"train"`, or the only one there is; also `"train[:1%]"`, when not streaming.
+        streaming (`bool`): Read rows as they are needed; there is no length then.
+        name, revision (`str`): Configuration and commit of a dataset on the Hub.
+
+    Returns:
+        `datasets.Dataset`, or `datasets.IterableDataset` when streaming.
+
+    Raises:
+        `ValueError`: an empty, damaged or unknown file, or no such split.
+        `OSError`: no such file, or the Hub cannot be reached.
+        `ImportError`: `datasets` is not installed.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError("Reading a dataset needs `datasets`: `pip install dflash-hf[train]`.") from error
+
+    paths = [Path(one).expanduser() for one in ([data] if isinstance(data, str | Path) else data)]
+    if not paths:
+        raise ValueError("data is empty; name a file or a dataset of the Hub.")
+    kinds = {_LOADERS.get(path.suffix.lower()) for path in paths}
+    if len(paths) == 1 and paths[0].is_dir():
+        return _of_folder(datasets, paths[0], split, streaming)
+    if kinds == {None} and len(paths) == 1 and not paths[0].exists() and not _looks_local(str(data)):
+        return _of_hub(datasets, str(data), split, streaming, name, revision)
+
+    for path in paths:
+        if not path.is_file():
+            raise FileNotFoundError(f"data={str(path)!r}: there is no such file.")
+        if path.stat().st_size == 0:
+            raise ValueError(f"data={str(path)!r} is an empty file.")
+    if len(kinds) != 1 or None in kinds:
+        raise ValueError(f"data={_names(paths)} must be of one kind: {', '.join(_LOADERS)}.")
+    (kind,) = kinds
+    if kind == "json":
+        for path in paths:
+            _check_json(path)
+    options = _text_columns(datasets, paths[0]) if kind == "csv" else {}
+    files = [str(path.resolve()) for path in paths]
+    try:
+        rows = datasets.load_dataset(kind, data_files=files, split=split or "train", streaming=streaming, **options)
+    except OSError:
+        raise
+    except Exception as error:  # of datasets, pyarrow and pandas
+        raise ValueError(f"data={_names(paths)} cannot be read as {kind}: {error.__cause__ or error}.") from error
+    if not streaming and len(rows) == 0:
+        raise ValueError(f"data={_names(paths)} holds no row.")
+    return rows
+
+
+def _names(paths: list[Path]) -> str:
+    return ", ".join(repr(str(path)) for path in paths)
+
+
+def _looks_local(name: str) -> bool:
+    """Whether a name that is no file was meant to be one."""
+    return name.count("/") > 1 or name.startswith((".", "/", "~")) or Path(name).suffix.lower() in (".txt", ".gz")
+
+
+def _check_json(path: Path) -> None:
+    """Name the line that is not JSON; the loader names bytes of a chunk."""
+    if path.suffix.lower() == ".json":
+        return
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                if line.strip() and not isinstance(json.loads(line), dict):
+                    raise ValueError("not an object")
+            except ValueError as error:
+                half = "" if line.endswith("\n") else "; it is the last one and was perhaps only half written"
+                raise ValueError(
+                    f"Line {number} of {path} is not a JSON object ({error}){half}. Repair or remove it."
+                ) from error
+
+
+def _text_columns(datasets, path: Path) -> dict:
+    """Options that keep a table's cells as they are written: `5.` is no number, and `NA` no missing one."""
+    separator = "\t" if path.suffix.lower() == ".tsv" else ","
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        names = next(csv.reader(file, delimiter=separator))
+    text = datasets.Features({name: datasets.Value("string") for name in names})
+    return {"sep": separator, "keep_default_na": False, "features": text}
+
+
+def _of_folder(datasets, folder: Path, split: str | None, streaming: bool):
+    if not any((folder / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
+        raise ValueError(
+            f"data={str(folder)!r} is a folder without dataset_info.json, which `save_to_disk` writes; name its files."
+        )
+    rows = datasets.load_from_disk(str(folder))
+    if isinstance(rows, datasets.DatasetDict):
+        rows = _choose_split(rows, split, str(folder))
+    return rows.to_iterable_dataset() if streaming else rows
+
+
+def _of_hub(datasets, repo: str, split: str | None, streaming: bool, name: str | None, revision: str | None):
+    where = f"The dataset {repo!r}"
+    try:
+        options = {"name": name, "revision": revision, "streaming": streaming}
+        if split is not None:
+            return datasets.load_dataset(repo, split=split, **options)
+        return _choose_split(datasets.load_dataset(repo, **options), None, repo)
+    except (ValueError, ImportError):
+        raise
+    except Exception as error:  # of datasets, huggingface_hub and whichever HTTP library they use
+        raise OSError(
+            f"{where} could not be loaded from the Hub, and there is no file of that name: {error}"
+        ) from error
+
+
+def _choose_split(splits, split: str | None, where: str):
+    name = split or ("train" if "train" in splits or len(splits) != 1 else next(iter(splits)))
+    if name not in splits:
+        raise ValueError(f"split={name!r} is not in {where}, which has {', '.join(splits)}.")
+    return splits[name]
