@@ -133,6 +133,10 @@ class DFlashDraftModel(PreTrainedModel):
         elif isinstance(module, DFlashAttention) and self.config.attention_sink_bias:
             init.zeros_(module.attention_sink_bias)
 
+    def get_input_embeddings(self):
+        """`None`: the embedding is the target's. Upstream's quantisers ask for it."""
+        return None
+
     def draft_logits(self, hidden_states: torch.Tensor, target_head: nn.Module) -> torch.Tensor:
         """
         Logits `[..., V]` over the drafter's vocabulary from hidden states `[..., H]` after the final norm.

@@ -20,11 +20,13 @@ class Hub:
         private (`dict[str, bool]`): Of each repository.
         drop (`int`): Uploads of large files still to be cut off half-way.
         reader (`bool`): The token may read only.
+        sent (`dict[str, int]`): Bytes of each file that were downloaded.
     """
 
     def __init__(self):
         self.commits, self.files, self.objects, self.private = [], {}, {}, {}
         self.drop, self.reader, self.uploads = 0, False, 0
+        self.sent = {}
         self.token = "hf_right"
 
     def sha(self) -> str:
@@ -47,7 +49,8 @@ class Handler(BaseHTTPRequestHandler):
         for name, value in headers.items():
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
-        self.wfile.write(content)
+        if self.command != "HEAD":
+            self.wfile.write(content)
 
     def body(self) -> bytes:
         if self.headers.get("Transfer-Encoding") == "chunked":
@@ -68,15 +71,39 @@ class Handler(BaseHTTPRequestHandler):
             return True
         return False
 
+    def do_HEAD(self):
+        self.do_GET()
+
     def do_GET(self):
         if self.refused(writing=False):
             return
-        match = re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)(?:/revision/main)?", self.path.split("?")[0])
+        if match := re.fullmatch(r"/([\w.-]+/[\w.-]+)/resolve/[\w.-]+/(.+)", self.path.split("?")[0]):
+            self.resolve(match[1], match[2])
+            return
+        match = re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)(?:/revision/[\w.-]+)?", self.path.split("?")[0])
         if match is None or match[1] not in self.hub.files:
             self.answer({"error": "Repository not found"}, 404, X_Error_Code="RepoNotFound")
             return
         names = [{"rfilename": name} for name in sorted(self.hub.files[match[1]])]
         self.answer({"id": match[1], "sha": self.hub.sha(), "siblings": names})
+
+    def resolve(self, repo, name):
+        content = self.hub.files.get(repo, {}).get(name)
+        if content is None:
+            missing = "EntryNotFound" if repo in self.hub.files else "RepoNotFound"
+            self.answer({"error": "not found"}, 404, X_Error_Code=missing)
+            return
+        etag = hashlib.sha256(content).hexdigest()
+        if span := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
+            content = content[int(span[1]) : int(span[2]) + 1]
+        self.send_response(206 if span else 200)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("X-Repo-Commit", self.hub.sha())
+        self.send_header("ETag", f'"{etag}"')
+        self.end_headers()
+        if self.command == "GET":
+            self.hub.sent[name] = self.hub.sent.get(name, 0) + len(content)
+            self.wfile.write(content)
 
     def do_PUT(self):
         name = self.path.rsplit("/", 1)[1]
@@ -177,8 +204,11 @@ def stand_in(monkeypatch):
     from huggingface_hub import close_session
 
     try:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", f"http://127.0.0.1:{server.server_port}")
+        address = f"http://127.0.0.1:{server.server_port}"
+        template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", address)
         monkeypatch.setattr("transformers.utils.hub._hf_api", None, raising=False)  # keeps the first address it used
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)

@@ -13,6 +13,7 @@ from random import Random
 import pytest
 import torch
 from conftest import make_draft
+from hub_stand_in import stand_in
 from safetensors.torch import load_file, save_file
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
@@ -475,3 +476,56 @@ def test_vllm_reads_what_the_check_says(target, tmp_path):
     done = read("dropped")
     assert done.returncode != 0 and "sliding_window" in done.stderr
     assert "use_sliding_window" in errors(check(tmp_path / "dropped", ["vllm"]))
+
+
+# ------------------------------------------------------------------------------------------------------------- the Hub
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_TOKEN", "hf_right")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("transformers.utils.hub.TRANSFORMERS_CACHE", str(tmp_path / "cache"), raising=False)
+    with stand_in(monkeypatch) as hub:
+        yield hub
+
+
+def contents(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_repository_is_checked_by_its_headers(hub, target, tmp_path):
+    """The findings are those of the folder, and of the weights only the beginning is downloaded."""
+    draft = make_draft(target, target_layer_ids=[0, 1, 2], intermediate_size=3000)
+    draft.save_pretrained(tmp_path / "draft", max_shard_size="600KB")
+    files = contents(tmp_path / "draft")
+    weights = [name for name in files if name.endswith(".safetensors")]
+    assert len(weights) > 1
+    hub.files["someone/draft"] = files
+    hub.files["someone/target"] = {"config.json": json.dumps(target.config.to_dict()).encode()}
+    assert check("someone/draft", target="someone/target") == check(tmp_path / "draft", target=target.config) == []
+    for name in weights:
+        assert 0 < hub.sent[name] <= 100_001 < len(files[name])
+    assert not any(name.endswith(".py") for name in hub.sent)
+    # A tensor that is not there, a repository that was damaged, a drafter in a subfolder.
+    config = {**json.loads(files["config.json"]), "intermediate_size": 2999}
+    hub.files["someone/other"] = {**files, "config.json": json.dumps(config).encode()}
+    del hub.files["someone/other"]["modeling_dflash.py"]
+    assert {"weights", "modeling_dflash.py"} <= {finding.key for finding in check("someone/other")}
+    hub.files["someone/nested"] = {"README.md": b"", **{f"dflash/{name}": data for name, data in files.items()}}
+    assert check("someone/nested", subfolder="dflash") == []
+    assert "config.json" in errors(check("someone/nested"))
+    assert "weights" in errors(check("someone/target")) or "architectures" in errors(check("someone/target"))
+
+
+def test_a_repository_that_cannot_be_read(hub, monkeypatch, folder):
+    with pytest.raises(ValueError, match="someone/nothing is neither a local folder nor a repository"):
+        check("someone/nothing")
+    with pytest.raises(ValueError, match="someone/nothing cannot be read"):
+        check(folder, target="someone/nothing")
+    hub.files["someone/damaged"] = {**contents(folder), "model.safetensors": b"no safetensors"}
+    with pytest.raises(ValueError, match="(?s)someone/damaged is neither.*model.safetensors"):
+        check("someone/damaged")
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ValueError, match="the Hub cannot be reached"):
+        check("someone/damaged")

@@ -9,39 +9,51 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
 
 from .engine_rules import ARCHITECTURES, ENGINES, RULES, Drafter, Finding, fits_target
+from .hub import local_folder
 from .modeling.checkpoint_dflash import checkpoint_files, read_header
 from .modeling.configuration_dflash import DFlashDraftConfig
 from .modeling.modeling_dflash import DFlashDraftModel
 
 
-def check(folder: str | Path, engines: Sequence[str] = ENGINES, target=None) -> list[Finding]:
+def check(
+    folder: str | Path,
+    engines: Sequence[str] = ENGINES,
+    target=None,
+    revision: str | None = None,
+    subfolder: str = "",
+) -> list[Finding]:
     """
-    Hold a drafter's folder against what engines read.
+    Hold a drafter's folder, or its repository on the Hub, against what engines read.
 
     Args:
-        folder (`str` or `Path`): A local folder with `config.json` and safetensors.
+        folder (`str` or `Path`): A local folder with `config.json` and safetensors; or the id of a repository, of
+            which only `config.json` and the headers of the weights are downloaded.
         engines (`Sequence[str]`): Of `"vllm"`, `"sglang"`, `"transformers"`.
-        target (`str`, `Path`, `dict` or `PreTrainedConfig`, *optional*): The target's configuration, its folder or its
-            `config.json`: width, depth and vocabulary are compared as well.
+        target (`str`, `Path`, `dict` or `PreTrainedConfig`, *optional*): The target's configuration, its folder, its
+            `config.json` or its repository: width, depth and vocabulary are compared as well.
+        revision (`str`, *optional*): Branch, tag or commit of the drafter's repository.
+        subfolder (`str`): Where in folder or repository the drafter lies.
 
     Returns:
         `list[Finding]`, errors first; empty when all is well.
 
     Raises:
-        `ValueError`: an unknown engine, or a target without a readable configuration.
+        `ValueError`: an unknown engine, a repository that cannot be read, or a target without a readable
+            configuration.
     """
     unknown = [engine for engine in engines if engine not in ENGINES]
     if unknown:
         raise ValueError(f"engines={list(engines)} holds {unknown[0]!r}; choose from {', '.join(ENGINES)}.")
     target = None if target is None else _target_config(target)
     findings = []
-    for finding in _all_findings(Path(folder), target):
-        concerned = tuple(engine for engine in finding.engines if engine in engines)
-        if concerned:
-            findings.append(Finding(finding.severity, concerned, finding.key, finding.message))
+    with local_folder(folder, revision, subfolder) as local:
+        for finding in _all_findings(local, target):
+            concerned = tuple(engine for engine in finding.engines if engine in engines)
+            if concerned:
+                findings.append(Finding(finding.severity, concerned, finding.key, finding.message))
     return sorted(findings, key=lambda finding: finding.severity)
 
 
@@ -58,15 +70,23 @@ def render(findings: Sequence[Finding]) -> str:
 
 def add_arguments(parser) -> None:
     """Arguments of `dflash check`."""
-    parser.add_argument("folder", help="local folder of a drafter")
+    parser.add_argument("folder", help="folder of a drafter, or its Hub name; the weights are not downloaded")
     parser.add_argument("--engine", choices=ENGINES, action="append", help="may be repeated; default: all three")
-    parser.add_argument("--target", help="the target's folder or config.json, to compare width, depth and vocabulary")
+    parser.add_argument("--target", help="folder, config.json or Hub name of the target, to compare sizes with")
+    parser.add_argument("--revision", help="branch, tag or commit on the Hub")
+    parser.add_argument("--subfolder", default="", help="where in the folder or repository the drafter lies")
 
 
 def run(arguments, echo) -> int:
     """`dflash check`: `echo` the table; 1 when there is an error, else 0."""
     try:
-        findings = check(arguments.folder, arguments.engine or ENGINES, arguments.target)
+        findings = check(
+            arguments.folder,
+            arguments.engine or ENGINES,
+            arguments.target,
+            arguments.revision,
+            arguments.subfolder,
+        )
     except ValueError as error:
         echo(f"error: {error}")
         return 1
@@ -149,8 +169,13 @@ def _target_config(target) -> dict:
     if hasattr(target, "get_text_config"):
         return target.get_text_config().to_dict()
     if not isinstance(target, dict):
-        path = Path(target)
-        target = _read_json(path / "config.json" if path.is_dir() else path)
+        try:
+            path = target if Path(target).is_file() else cached_file(str(target), "config.json")
+        except OSError as error:
+            raise ValueError(f"{target} cannot be read: {error}") from error
+        if path is None:
+            raise ValueError(f"{target} cannot be read: there is no config.json.")
+        target = _read_json(Path(path))
     return target.get("text_config", target)
 
 

@@ -1,0 +1,87 @@
+"""Reading a drafter's repository without its weights: the small files, and the headers of the large ones."""
+
+import json
+import shutil
+import struct
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, SafetensorsParsingError
+from huggingface_hub.utils import validate_repo_id
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+
+
+# Read by the preflight. Of other files it asks only whether they are there.
+_READ = ("config.json", SAFE_WEIGHTS_INDEX_NAME, "mask_embedding.pt")
+
+
+@contextmanager
+def local_folder(
+    name: str | Path, revision: str | None = None, subfolder: str = "", token: str | None = None
+) -> Iterator[Path]:
+    """
+    A folder as it is, or a stand-in of a repository in a temporary folder, whose safetensors files have the header and
+    the size of the real ones but, being sparse, take no space.
+
+    Args:
+        name (`str` or `Path`): A local folder, or the id of a repository on the Hub.
+        revision (`str`, *optional*): Branch, tag or commit of the repository.
+        subfolder (`str`): Where in it the drafter lies.
+        token (`str`, *optional*): Of the Hub. Default: the one of `hf auth login` or `HF_TOKEN`.
+
+    Raises:
+        `ValueError`: it could be a repository, but is none that can be read.
+    """
+    if Path(name).is_dir() or not _is_repo_id(str(name)):
+        yield Path(name) / subfolder
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            _download(HfApi(token=token), str(name), revision, subfolder, Path(scratch))
+        except (ValueError, OSError, HfHubHTTPError, SafetensorsParsingError) as error:
+            raise ValueError(
+                f"{name} is neither a local folder nor a repository of the Hub that can be read: {error}"
+            ) from error
+        except Exception as error:  # connection errors are of whichever HTTP library huggingface_hub uses
+            raise ValueError(f"{name} is no local folder, and the Hub cannot be reached: {error!r}") from error
+        yield Path(scratch) / subfolder
+
+
+def _is_repo_id(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _download(api: HfApi, repo: str, revision: str | None, subfolder: str, scratch: Path) -> None:
+    info = api.repo_info(repo, revision=revision)
+    (scratch / subfolder).mkdir(parents=True, exist_ok=True)
+    for file in info.siblings or []:
+        name = PurePosixPath(file.rfilename)
+        if not name.is_relative_to(subfolder) or ".." in name.parts:
+            continue
+        path = scratch / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if name.name in _READ:
+            shutil.copyfile(api.hf_hub_download(repo, str(name), revision=info.sha), path)
+        elif name.suffix == ".safetensors":
+            _write_header(path, api.parse_safetensors_file_metadata(repo, str(name), revision=info.sha))
+        else:
+            path.touch()
+
+
+def _write_header(path: Path, file) -> None:
+    """A safetensors file of zeros with the names, dtypes and shapes of one on the Hub."""
+    tensors = {
+        name: {"dtype": one.dtype, "shape": one.shape, "data_offsets": one.data_offsets}
+        for name, one in file.tensors.items()
+    }
+    header = json.dumps({"__metadata__": file.metadata, **tensors} if file.metadata else tensors).encode()
+    with open(path, "wb") as stream:
+        stream.write(struct.pack("<Q", len(header)) + header)
+        stream.truncate(8 + len(header) + max((one.data_offsets[1] for one in file.tensors.values()), default=0))
