@@ -15,6 +15,7 @@ from dflash_hf.terminal import add_color, positive, wants_color
 _ROOMS = {
     "check": ("dflash_hf.check", "will vLLM, SGLang and transformers read a drafter's folder, and read the same?"),
     "convert": ("dflash_hf.convert", "rewrite a drafter in another published layout"),
+    "eval": ("dflash_hf.eval_prompts", "measure tau, speed-up and losslessness of a pair on prompts"),
     "prepare": ("dflash_hf.prepare", "show what of a dataset is learned, count it, and write it as ids"),
     "publish": ("dflash_hf.publish", "upload a drafter with its card to the Hub"),
 }
