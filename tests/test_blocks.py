@@ -3,8 +3,10 @@
 import pytest
 import torch
 from conftest import make_draft, make_target
+from torch.nn.attention.flex_attention import flex_attention
+from transformers.integrations import flex_attention as upstream_flex
 
-from dflash_hf.blocks import block_mask, build_blocks, example_seeds, sample_anchors
+from dflash_hf.blocks import block_mask, build_blocks, example_seeds, flex_mask, sample_anchors
 from dflash_hf.modeling.modeling_dflash import additive, visible_in_block
 from dflash_hf.modeling.target_dflash import raw_embedding
 
@@ -13,7 +15,7 @@ LENGTH = 20
 BLOCK = 4
 
 
-def draft_blocks(target, draft, input_ids, features, anchors, valid=None, attention_mask=None):
+def draft_blocks(target, draft, input_ids, features, anchors, valid=None, attention_mask=None, flex=False):
     """The drafter's hidden states `[N, A, B, H]` of one training forward."""
     config = draft.config
     valid = torch.ones_like(anchors, dtype=torch.bool) if valid is None else valid
@@ -22,8 +24,8 @@ def draft_blocks(target, draft, input_ids, features, anchors, valid=None, attent
     masks = {}
     for i, kind in enumerate(config.layer_types):
         window = config.sliding_window if kind == "sliding_attention" else None
-        visible = block_mask(anchors, attention_mask, config.block_size, window, config.layer_is_causal(i))
-        masks[kind] = additive(visible, draft.dtype)
+        rule = (anchors, attention_mask, config.block_size, window, config.layer_is_causal(i))
+        masks[kind] = flex_mask(*rule) if flex else additive(block_mask(*rule), draft.dtype)
     hidden = draft(
         noise_embeds=raw_embedding(target, blocks.input_ids),
         context_hidden_states=features,
@@ -187,9 +189,34 @@ def test_mask_equals_the_oracle(case, window, causal):
         attention_mask[1, 10:] = 0
     if case == "packed":
         documents = torch.tensor([[0] * 5 + [1] * 9, [0] * 2 + [1] * 6 + [2] * 6])
-    mask = block_mask(anchors, attention_mask, BLOCK, window, causal, documents)
-    assert torch.equal(mask, mask_oracle(anchors, attention_mask, BLOCK, window, causal, documents))
+    rule = (anchors, attention_mask, BLOCK, window, causal, documents)
+    expected = mask_oracle(*rule)
+    mask = block_mask(*rule)
+    assert torch.equal(mask, expected)
     assert mask.any(-1).all()
+    assert torch.equal(flex_visible(*rule, *expected.shape[2:]), expected)
+
+
+def flex_visible(anchors, attention_mask, block_size, window, causal, documents, queries, keys):
+    """What flex attention's rule says of the first `queries` and `keys`, asked one by one as its kernels do."""
+    rule = flex_mask(anchors, attention_mask, block_size, window, causal, documents).mask_mod
+    row, query, key = torch.meshgrid(
+        torch.arange(len(anchors)), torch.arange(queries), torch.arange(keys), indexing="ij"
+    )
+    return rule(row, torch.zeros_like(row), query, key)[:, None]
+
+
+def test_flex_attention_may_ask_past_the_end():
+    """Its tiles are 128 wide: no index may leave its tensor, and no query sees what lies past the end."""
+    anchors, attention_mask = torch.tensor([[1, 6, 9], [3, 12, 0]]), torch.ones(2, 14)
+    documents = torch.zeros(2, 14, dtype=torch.long)
+    wide = flex_visible(anchors, attention_mask, BLOCK, 7, True, documents, 128, 128)
+    assert torch.equal(wide[:, :, :12, :26], block_mask(anchors, attention_mask, BLOCK, 7, True, documents))
+    assert not wide[:, :, :12, 26:].any()
+    assert not wide[:, :, 12:, 14:26].any()
+    mask = flex_mask(anchors, attention_mask, BLOCK)
+    assert mask.shape == (2, 1, 12, 26)
+    assert mask.kv_num_blocks.tolist() == [[[1]], [[1]]]
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -272,6 +299,54 @@ def test_a_trained_block_is_the_decoded_block(target, any_draft, sequences):
             ids[:, 0] = input_ids[:, anchor]
             decoded = any_draft(raw_embedding(target, ids), features[:, :anchor]).last_hidden_state
             torch.testing.assert_close(trained[:, i], decoded, atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture
+def uncompiled_flex(monkeypatch):
+    """Flex attention by its definition; compiled, it is tested where there is a CUDA device."""
+
+    def attend(query, key, value, training=False, **arguments):
+        return flex_attention(query, key, value, **arguments)
+
+    monkeypatch.setattr(upstream_flex, "compile_friendly_flex_attention", attend)
+
+
+@pytest.mark.parametrize("case", ["plain", "padded", "autocast"])
+def test_flex_attention_equals_the_dense_mask(case, target, any_draft, sequences, uncompiled_flex):
+    """Blocks fill no whole tile, one anchor is invalid, and a row may be padding alone."""
+    input_ids, features = sequences
+    attention_mask = torch.ones_like(input_ids)
+    if case == "padded":
+        attention_mask[0, 15:] = 0
+        attention_mask[1] = 0
+    anchors = torch.tensor([[2, 9, 14, 0], [1, 5, 17, 0]])
+    valid = anchors > 0
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
+        dense, flex = (
+            draft_blocks(target, any_draft, input_ids, features, anchors, valid, attention_mask, flex=flex)
+            for flex in (False, True)
+        )
+    assert flex.isfinite().all()
+    tolerance = 0.1 if case == "autocast" else 1e-5
+    torch.testing.assert_close(flex[valid], dense[valid], atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layers", LAYERS)
+def test_compiled_flex_attention_has_the_gradients_of_the_dense_mask(layers, sequences):
+    target = make_target(hidden_size=64, head_dim=16).cuda()
+    draft = make_draft(target, block_size=BLOCK, **LAYERS[layers]).cuda().train()
+    input_ids = sequences[0].cuda()
+    features = torch.randn(2, LENGTH, 3 * 64, generator=torch.Generator().manual_seed(0)).cuda()
+    anchors = torch.tensor([[2, 9, 14, 0], [1, 5, 17, 0]]).cuda()
+    gradients = []
+    for flex in (False, True):
+        draft.zero_grad()
+        hidden = draft_blocks(target, draft, input_ids, features, anchors, anchors > 0, flex=flex)
+        hidden[anchors > 0].square().sum().backward()
+        gradients.append([parameter.grad.clone() for parameter in draft.parameters()])
+    for dense, flexible in zip(*gradients, strict=True):
+        torch.testing.assert_close(flexible, dense, atol=1e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("attn", ["eager", "sdpa"])

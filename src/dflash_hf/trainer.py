@@ -16,6 +16,7 @@ from dflash_hf.blocks import (
     flex_mask,
     sample_anchors,
 )
+from dflash_hf.checkpoints import SafeCheckpoints
 from dflash_hf.data import DFlashCollator, check_examples
 from dflash_hf.losses import (
     Teacher,
@@ -45,11 +46,9 @@ from dflash_hf.training_args import DFlashTrainingArguments
 logger = logging.get_logger(__name__)
 
 _EVALUATION_STEP = -1  # evaluation draws the same anchors every time
-# What the weights of a checkpoint were trained for; another value would load and silently draft worse.
-_FIXED_ON_RESUME = ("mask_token_id", "block_size", "target_layer_ids", "layer_types", "sliding_window", "is_causal")
 
 
-class DFlashTrainer(CardWriter, Trainer):
+class DFlashTrainer(SafeCheckpoints, CardWriter, Trainer):
     """
     Trains a drafter against a frozen target.
 
@@ -283,17 +282,6 @@ class DFlashTrainer(CardWriter, Trainer):
             logs.update({**metrics, **logs})  # Trainer's own loss stays: the mean over optimizer steps
             self.train_statistics = self.no_statistics()
         super().log(logs, start_time)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        saved = type(self.draft_config).from_pretrained(resume_from_checkpoint)
-        for name in _FIXED_ON_RESUME:
-            ours, theirs = getattr(self.draft_config, name), getattr(saved, name)
-            if ours != theirs:
-                raise ValueError(
-                    f"{name}={ours!r} of this drafter is not the {theirs!r} that {resume_from_checkpoint} was trained "
-                    f"with; resume with {theirs!r}, or start a new run from `from_pretrained`."
-                )
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Forward and backward of the drafter over its blocks: 6 operations for each parameter and token."""
