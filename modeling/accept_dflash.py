@@ -38,6 +38,15 @@ class Proposal(NamedTuple):
         return Proposal(self.ids[:, start:stop], self.probabilities[:, start:stop])
 
 
+class Verdict(NamedTuple):
+    """What stays of a block, in tensors alone, so that it can be found inside a compiled round."""
+
+    tokens: torch.LongTensor  # [R, n]    the target's own token after each token of the block
+    counts: torch.LongTensor  # [R]       committed tokens, the target's own last one included; 0 for finished rows
+    last: torch.LongTensor  # [R]         the last committed token, from which the next block starts
+    unfinished: torch.BoolTensor  # [R]
+
+
 def sample_tokens(
     scores: torch.Tensor, drafted: torch.LongTensor | None = None, proposal: Proposal | None = None
 ) -> torch.LongTensor:
@@ -100,12 +109,13 @@ class Continuation:
         pad = generation_config._pad_token_tensor
         self.pad = 0 if pad is None else int(pad)
 
-        device = input_ids.device
+        self.device = device = input_ids.device
         self.buffer = torch.full((rows, self.prompt_length + self.max_new), self.pad, device=device)
         self.buffer[:, : self.prompt_length] = input_ids
         self.unfinished = torch.ones(rows, dtype=torch.bool, device=device)
         self.alive = [True] * rows  # the same, on the host
         self.lengths = [0] * rows  # generated tokens of each row
+        self.left = torch.full((rows,), self.max_new, device=device)  # tokens that each may still get
         self.last = None  # [R], the last committed token of each row: the anchors of the next block
         self.acceptance_lengths: list[list[int]] = [[] for _ in range(rows)]
         self.done = False
@@ -145,6 +155,7 @@ class Continuation:
         logits: torch.Tensor,
         block: torch.LongTensor | None = None,
         proposal: Proposal | None = None,
+        verdict: Verdict | None = None,
     ) -> torch.LongTensor:
         """
         Commit the longest prefix of a block that the target agrees with, and the target's next token.
@@ -153,25 +164,36 @@ class Continuation:
             logits (`torch.Tensor`): `[R, n, V]`, the target's logits after each token of the block.
             block (`torch.LongTensor`, *optional*): `[R, n]`, anchor and drafted tokens; `None` after the prompt.
             proposal (`Proposal`, *optional*): What the drafted tokens were drawn from, if they were drawn.
+            verdict (`Verdict`, *optional*): What `judge` said of them, if it has been asked already.
 
         Returns:
             `torch.LongTensor` `[R]`: committed tokens of each row.
         """
         was_alive, before = self.alive, self.lengths.copy()
-        logits = logits.to(device=self.buffer.device)
-        accept = self._step_by_step if self.step_by_step else self._at_once
-        counts = accept(logits, block, None if proposal is None else proposal.at(0, block.shape[1] - 1))
+        logits = logits.to(device=self.device)
+        proposal = None if proposal is None else proposal.at(0, block.shape[1] - 1)
+        if self.step_by_step:
+            counts = self._step_by_step(logits, block, proposal)
+        else:
+            counts = self._commit(self._judge(logits, block, proposal) if verdict is None else verdict)
         if block is not None:
             for row, alive in enumerate(was_alive):
                 if alive:
                     self.acceptance_lengths[row].append(self.lengths[row] - before[row])
         return counts
 
-    def _at_once(self, logits, block, proposal):
+    def judge(self, logits, block) -> Verdict | None:
+        """The verdict on a block, where it takes nothing but tensors to find it."""
+        simple = not (self.step_by_step or self.do_sample or len(self.processor))
+        return self._judge(logits.to(device=self.device), block, None) if simple else None
+
+    def _judge(self, logits, block, proposal) -> Verdict:
         rows, size, vocab_size = logits.shape
         scores = logits.reshape(rows * size, vocab_size)
-        if self.do_sample or len(self.processor) or scores.dtype == torch.float64:
-            scores = self.processor(None, scores.float())  # plain decoding rounds to fp32 before it chooses
+        if scores.dtype == torch.float64:
+            scores = scores.float()  # plain decoding rounds before it chooses
+        if self.do_sample or len(self.processor):
+            scores = self.processor(None, scores.float())
         if self.do_sample:
             drafted = None if block is None else block[:, 1:]
             tokens = sample_tokens(scores.view(rows, size, vocab_size), drafted, proposal)
@@ -181,19 +203,21 @@ class Continuation:
         counts = torch.ones(rows, dtype=torch.long, device=tokens.device)
         if block is not None:
             counts = 1 + (tokens[:, :-1] == block[:, 1:]).long().cumprod(dim=1).sum(dim=1)
-        lengths = torch.tensor(self.lengths, device=tokens.device)
-        counts = counts.minimum(self.max_new - lengths)
-        ended = counts + lengths >= self.max_new
+        counts = counts.minimum(self.left)
+        ended = counts >= self.left
         if self.eos is not None:
             is_eos = torch.isin(tokens, self.eos.to(tokens.device))
             first = torch.where(is_eos.any(dim=1), is_eos.long().argmax(dim=1) + 1, size + 1)
             ended = ended | (first <= counts)
             counts = counts.minimum(first)
         counts = torch.where(self.unfinished, counts, 0)
-        self.unfinished = self.unfinished & ~ended
-
         last = tokens.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
-        self.last = last if self.last is None else torch.where(counts > 0, last, self.last)
+        last = last if self.last is None else torch.where(counts > 0, last, self.last)
+        return Verdict(tokens, counts, last, self.unfinished & ~ended)
+
+    def _commit(self, verdict: Verdict) -> torch.LongTensor:
+        tokens, counts, self.last, self.unfinished = verdict
+        self.left = self.left - counts
         new, unfinished = torch.stack([counts, self.unfinished]).tolist()  # the one synchronisation of a round
         self.alive = [bool(flag) for flag in unfinished]
         for row, count in enumerate(new):

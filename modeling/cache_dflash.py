@@ -8,6 +8,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 
 
 SLOTS_PER_STEP = 64  # the view handed to attention is the used length rounded up to this
+SMALLEST_BUCKET = 256  # where every shape is compiled: capacities, and with them views, are powers of two from here on
 
 
 class SlotLayer(CacheLayerMixin):
@@ -20,12 +21,22 @@ class SlotLayer(CacheLayerMixin):
         self.cache = cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        rows, capacity = self.cache.rows, self.cache.capacity
         self.dtype, self.device = key_states.dtype, key_states.device
-        # Zeros, not empty memory: a masked slot is still multiplied by zero, and 0 * NaN is NaN.
-        self.keys = key_states.new_zeros(rows, key_states.shape[1], capacity, key_states.shape[3])
-        self.values = value_states.new_zeros(rows, value_states.shape[1], capacity, value_states.shape[3])
+        self.keys, self.values = self._buffer("keys", key_states), self._buffer("values", value_states)
         self.is_initialized = True
+
+    def _buffer(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """`[R, heads, capacity, head_dim]` zeros: a masked slot is still multiplied by zero, and 0 * NaN is NaN."""
+        shape = (self.cache.rows, like.shape[1], self.cache.capacity, like.shape[3])
+        pool = self.cache.pool
+        if pool is None:
+            return like.new_zeros(shape)
+        key = (self.cache.layers.index(self), name, shape, like.dtype, like.device)
+        if key in pool:
+            return pool[key].zero_()
+        pool[key] = like.new_zeros(shape)
+        torch._dynamo.mark_static_address(pool[key])
+        return pool[key]
 
     def update(self, key_states, value_states, *args, **kwargs):
         if not self.is_initialized:
@@ -46,7 +57,7 @@ class SlotLayer(CacheLayerMixin):
             return
         for name in ("keys", "values"):
             old = getattr(self, name)
-            new = old.new_zeros(*old.shape[:2], self.cache.capacity, old.shape[3])
+            new = self._buffer(name, old)
             new[:, :, : old.shape[2]] = old
             setattr(self, name, new)
 
@@ -78,12 +89,14 @@ class SlotCache(Cache):
         rows (`int`): Batch rows.
         capacity (`int`): Slots of each row to begin with; `place` grows them when they run out. The last one is
             never seen: tokens to be dropped are written there.
+        pool (`dict`, *optional*): Where buffers outlive the cache, for compiled rounds, which are made for one place
+            in memory and one shape: with it capacities are powers of two, and attention sees all slots.
     """
 
-    def __init__(self, rows: int, capacity: int):
+    def __init__(self, rows: int, capacity: int, pool: dict | None = None):
         super().__init__(layers=[])
-        self.rows = rows
-        self.capacity = _round_up(capacity + 1)
+        self.rows, self.pool = rows, pool
+        self.capacity = self._fitting(capacity)
         self.slots: tuple[torch.Tensor, ...] = ()
         self.view = 0
 
@@ -96,12 +109,23 @@ class SlotCache(Cache):
                 new tokens.
             used (`int`): All slots that any row sees in this forward are below it.
         """
+        self.reserve(used)
+        self.slots = slots
+        self.view = self.capacity if self.pool is not None else min(_round_up(used), self.capacity)
+
+    def reserve(self, used: int) -> int:
+        """Make room for `used` slots of each row; returns how many there may be before it has to grow again."""
         if used >= self.capacity:
-            self.capacity = _round_up(max(used + 1, self.capacity * 5 // 4))
+            self.capacity = self._fitting(max(used, self.capacity * 5 // 4))
             for layer in self.layers:
                 layer.grow()
-        self.slots = slots
-        self.view = min(_round_up(used), self.capacity)
+        return self.capacity - 1
+
+    def _fitting(self, slots: int) -> int:
+        """A capacity for so many slots and the one that is never seen."""
+        if self.pool is None:
+            return _round_up(slots + 1)
+        return max(SMALLEST_BUCKET, 1 << slots.bit_length())
 
     def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
         while len(self.layers) <= layer_idx:
@@ -120,7 +144,7 @@ class SlotCache(Cache):
         return self.capacity - 1
 
     @classmethod
-    def adopt(cls, cache: Cache, padding: list[int], capacity: int) -> "SlotCache":
+    def adopt(cls, cache: Cache, padding: list[int], capacity: int, pool: dict | None = None) -> "SlotCache":
         """
         Move a prefilled, left-padded cache into slots, so that every row starts at slot 0.
 
@@ -130,8 +154,9 @@ class SlotCache(Cache):
             cache (`Cache`): Dynamic and sliding-window layers only; see `can_adopt`.
             padding (`list[int]`): Padding columns at the start of each row.
             capacity (`int`): Slots of each row.
+            pool (`dict`, *optional*): As for the class.
         """
-        slots = cls(len(padding), capacity)
+        slots = cls(len(padding), capacity, pool)
         columns = cache.get_seq_length()
         for layer in cache.layers:
             moved = SlotLayer(slots)
@@ -164,6 +189,8 @@ class SlotCache(Cache):
             for name in ("keys", "values"):
                 buffer = getattr(source, name)
                 rows = [_left_padded(buffer[row], pad, first, columns) for row, pad in enumerate(padding)]
+                if self.pool is not None:  # the buffers go on to the next call
+                    rows = [row.clone() for row in rows]
                 setattr(layer, name, torch.stack(rows) if len(rows) > 1 else rows[0][None])
         return cache
 

@@ -31,7 +31,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.noise = torch.full((1, self.config.block_size - 1), self.config.mask_token_id, device=self.device)
         self.cache: SlotCache | None = None
 
-    def open(self, padding: list[int], past: int, room: int, offset: torch.Tensor) -> None:
+    def open(self, padding: list[int], past: int, room: int, offset: torch.Tensor, pool: dict | None = None) -> None:
         """
         Make room for a prompt.
 
@@ -40,12 +40,13 @@ class DFlashCandidateGenerator(CandidateGenerator):
             past (`int`): Columns whose features were never seen: those of a prefilled cache.
             room (`int`): Tokens of a row at most, prompt and a last block included.
             offset (`torch.LongTensor`): `[R, 1]`, position of a row's first token.
+            pool (`dict`, *optional*): As for [`SlotCache`].
         """
         self.padding = torch.tensor(padding, device=self.device)[:, None]  # [R, 1]
         self.first = (past - self.padding).clamp(min=0)  # [R, 1], the token that sits in slot 0
         self.offset = offset
         self.columns = past
-        self.cache = SlotCache(len(padding), room)
+        self.cache = SlotCache(len(padding), room, pool)
 
     def absorb(self, features: torch.Tensor) -> None:
         """Add the features `[R, C, L * H]` of the prompt's next columns to the drafter's context."""
@@ -65,7 +66,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
             anchors (`torch.LongTensor`): `[R]`, the last committed token of each row.
             start (`torch.LongTensor`): `[R]`, the number of that token in its row.
             features (`torch.Tensor`, *optional*): `[R, n, L * H]`, features of the block verified last, rejected
-                tokens included: their slots are covered by the new block.
+                tokens included: their slots are covered by the new block. Default: `no_features`.
             features_start (`torch.LongTensor`, *optional*): `[R]`, the number of the first of them.
             used (`int`): No row has a token at or past it once the block is written.
 
@@ -132,24 +133,29 @@ class DFlashCandidateGenerator(CandidateGenerator):
         ids = draft.target_ids(ids).to(self.device)
         return block, Proposal(ids, torch.stack(probabilities, dim=1).to(self.device))
 
+    def no_features(self, start: torch.LongTensor, size: int) -> tuple[torch.Tensor, torch.LongTensor]:
+        """
+        What a first round passes for features and their start, where no block was verified before: `size` rows of
+        zeros at the slots of the new block, which covers them. So all rounds have the same shapes.
+        """
+        width = self.draft_model.fc.in_features
+        return torch.zeros(len(start), size, width, dtype=self.target.dtype, device=self.device), start.clone()
+
     def _hidden_states(self, anchors, start, features, features_start, used):
         rows, size = anchors.shape[0], self.config.block_size
-        inside = torch.arange(size, device=self.device)
-        block = start[:, None] + inside  # [R, B], token numbers
-        tokens = block
-        if features is not None:
-            earlier = features_start[:, None] + torch.arange(features.shape[1], device=self.device)  # [R, n]
-            tokens = torch.cat([earlier, block], dim=1)
-        slots = tokens - self.first
-        groups = slots.split([tokens.shape[1] - size, size], dim=1) if features is not None else (slots,)
-        self.cache.place(*groups, used=used)
+        if features is None:
+            features, features_start = self.no_features(start, size)
+        before = features_start[:, None] + torch.arange(features.shape[1], device=self.device)  # [R, n]
+        block = start[:, None] + torch.arange(size, device=self.device)  # [R, B], token numbers
+        before_slots, slots = before - self.first, block - self.first
+        self.cache.place(before_slots, slots, used=used)
 
         noise = torch.cat([anchors[:, None], self.noise.expand(rows, -1)], dim=1)  # [R, B]
         return self.draft_model(
             noise_embeds=self._to_draft(raw_embedding(self.target, noise)),
-            context_hidden_states=None if features is None else self._to_draft(features),
-            attention_mask=self._masks(slots[:, -size:]),
-            position_ids=self._to_draft(tokens + self.offset),
+            context_hidden_states=self._to_draft(features),
+            attention_mask=self._masks(slots),
+            position_ids=self._to_draft(torch.cat([before, block], dim=1) + self.offset),
             past_key_values=self.cache,
         ).last_hidden_state[:, 1:]  # slot 0 is the anchor and predicts nothing
 

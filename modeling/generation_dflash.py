@@ -14,6 +14,7 @@ from transformers.utils import logging
 from .accept_dflash import Continuation
 from .cache_dflash import can_adopt
 from .drafting_dflash import DFlashCandidateGenerator, layout
+from .round_dflash import CompiledRound, draft_and_verify
 from .target_dflash import FeatureTap
 from .verify_dflash import activate_past_recording, extra_arguments, probe_rollback
 
@@ -31,8 +32,9 @@ class DFlashDecodingConfig:
             block is always drafted at the trained size.
         draft_temperature (`float`, *optional*): Temperature at which drafts are drawn when the target samples; 0 takes
             the likeliest tokens. Default: that of `generate` for a drafter with a path selector, 0 for others.
-        compile (`bool` or `str`): Compile draft and verification as one fixed-shape graph; a string names the
-            `torch.compile` backend.
+        compile (`bool` or `str`): Compile draft, verification and acceptance as one graph of fixed shape, for each
+            bucket of 256, 512, 1024, ... slots; a string names the `torch.compile` backend. The first use of a bucket
+            takes a while, and the slots stay in memory for the next call.
     """
 
     block_size: int | None = None
@@ -152,13 +154,17 @@ def decode(
     embeds = model_kwargs.get("inputs_embeds")
     text = Continuation(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
     new = input_ids.shape[1] if embeds is None else max(input_ids.shape[1], embeds.shape[1])
-    prompt = past + new  # at most: ids may hold the past, too
-    # Slots for all there may be are needed where shapes must not change; otherwise they grow with the text.
-    compiled = draft.decoding_config.compile
-    room = prompt + (text.max_new if compiled else min(text.max_new, 256)) + draft.config.block_size
+    # Slots for the prompt, which may hold the past too, and some more to come; they grow with the text.
+    room = past + new + min(text.max_new, 256) + draft.config.block_size
+    compiled = draft.decoding_config.compile if session_class.kind == "slots" else False
+    run, pools = draft_and_verify, (None, None)
+    if compiled:
+        room = past + new + draft.config.block_size
+        run = CompiledRound(draft, target, backend=None if compiled is True else compiled)
+        pools = run.pool(draft), run.pool(target)
     generator = DFlashCandidateGenerator(draft, target)
     padding, offset = layout(model_kwargs, rows, generator.device)
-    generator.open(padding, past, room, offset)
+    generator.open(padding, past, room, offset, pools[0])
     if session_class.kind == "crop":
         activate_past_recording(cache)
     was_training, session = draft.training, None
@@ -172,37 +178,27 @@ def decode(
                 cache.crop(0)
             tap.consume = None
             extra = extra_arguments(target, model_kwargs)
-            session = session_class(target, cache, padding, room, offset, extra)
+            session = session_class(target, cache, padding, room, offset, extra, pools[1])
             logits = outputs.logits[:, -1:].to(generator.device)
             del outputs
             text.accept(logits)
 
-            def draft_and_verify(anchors, start, features, features_start, size, used):
-                proposal = None
-                if temperature == 0:
-                    block = generator.draft(anchors, start, features, features_start, used)
-                else:
-                    block, proposal = generator.sample(anchors, start, features, features_start, used, temperature)
-                block = text.drafted(block)[:, :size]
-                return block, session.verify(block, start, used), tap.take(), proposal
-
             temperature = draft_temperature(draft, generation_config)
-            if compiled:
-                backend = {} if compiled is True else {"backend": compiled}
-                draft_and_verify = torch.compile(draft_and_verify, fullgraph=True, dynamic=False, **backend)
-
             start = torch.tensor([columns - pad for pad in padding], device=generator.device)  # [R], the anchors
-            features = features_start = None
+            block_size = min(draft.decoding_config.block_size or draft.config.block_size, draft.config.block_size)
+            features, features_start = generator.no_features(start, block_size)
             while not text.done:
                 # 2. Draft a block for each row and verify it with one forward of the target.
-                size = min(draft.decoding_config.block_size or draft.config.block_size, draft.config.block_size)
-                size = size if compiled else min(size, text.room)
-                used = room if compiled else text.longest + columns + draft.config.block_size
-                block, logits, features, proposal = draft_and_verify(
-                    text.last, start, features, features_start, size, used
+                used = text.longest + columns + draft.config.block_size
+                size = min(block_size, text.room)
+                if compiled:  # the shapes of the bucket
+                    used = max(generator.cache.reserve(used), session.cache.reserve(used))
+                    size = block_size
+                block, proposal, logits, features, verdict = run(
+                    generator, session, tap, text, start, features, features_start, size, used, temperature
                 )
                 # 3. Accept what the target agrees with, and its own next token.
-                counts = text.accept(logits, block, proposal)  # [R]
+                counts = text.accept(logits, block, proposal, verdict)  # [R]
                 # 4. Commit: the accepted tokens stay, everything after them will be written over.
                 session.commit(rejected=size - int(counts[0]) if session.kind == "crop" else 0)
                 features_start, start = start, start + counts

@@ -35,14 +35,15 @@ class SlotSession:
         capacity (`int`): Slots of each row.
         offset (`torch.LongTensor`): `[R, 1]`, position of a row's slot 0.
         extra (`dict`): Further arguments of the target's forward.
+        pool (`dict`, *optional*): As for [`SlotCache`].
     """
 
     kind = "slots"
 
-    def __init__(self, target, cache, padding, capacity, offset, extra):
+    def __init__(self, target, cache, padding, capacity, offset, extra, pool=None):
         self.target, self.extra, self.offset = target, extra, offset
         self.source, self.padding = cache, padding
-        self.cache = SlotCache.adopt(cache, padding, capacity)
+        self.cache = SlotCache.adopt(cache, padding, capacity, pool)
         self.windows = mask_windows(target)
 
     def verify(self, block: torch.LongTensor, start: torch.LongTensor, used: int) -> torch.Tensor:
@@ -76,7 +77,7 @@ class CropSession:
 
     kind = "crop"
 
-    def __init__(self, target, cache, padding, capacity, offset, extra):
+    def __init__(self, target, cache, padding, capacity, offset, extra, pool=None):
         self.target, self.extra, self.offset = target, extra, offset
         self.cache, self.padding = cache, padding
         activate_past_recording(cache)

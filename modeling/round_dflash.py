@@ -1,0 +1,87 @@
+"""
+One round of decoding, draft and verification, and its compiled form: a graph of fixed shape for each bucket of slots,
+made once for a pair and used for every prompt.
+"""
+
+import weakref
+
+import torch
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+
+# For each drafter and target: where compiled rounds keep their slots, and whether they could be compiled at all.
+_pools: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
+_uncompilable: "weakref.WeakSet" = weakref.WeakSet()
+
+
+def draft_and_verify(generator, session, tap, text, start, features, features_start, size, used, temperature):
+    """
+    Draft a block for each row and verify it with one forward of the target.
+
+    Args:
+        generator (`DFlashCandidateGenerator`), session (`SlotSession`), tap (`FeatureTap`), text (`Continuation`): The
+            drafter's context, the target's cache, the features of its next forward, what has been written.
+        start (`torch.LongTensor`): `[R]`, numbers of the anchors.
+        features, features_start, used: As in `DFlashCandidateGenerator.draft`.
+        size (`int`): Tokens of the block to verify, anchor included.
+        temperature (`float`): Of the draft.
+
+    Returns:
+        The block `[R, size]`, its `Proposal` or `None`, the target's logits `[R, size, V]`, its features
+        `[R, size, L * H]`, and the `Verdict` on the block where tensors alone tell.
+    """
+    proposal = None
+    if temperature == 0:
+        block = generator.draft(text.last, start, features, features_start, used)
+    else:
+        block, proposal = generator.sample(text.last, start, features, features_start, used, temperature)
+    block = text.drafted(block)[:, :size]
+    logits = session.verify(block, start, used)
+    return block, proposal, logits, tap.take(), text.judge(logits, block)
+
+
+class CompiledRound:
+    """
+    [`draft_and_verify`] as one graph; eager, with one warning, for a pair that cannot be compiled.
+
+    Args:
+        draft, target: The pair.
+        backend (`str`, *optional*): Of `torch.compile`; its own default, with CUDA graphs on a GPU.
+    """
+
+    def __init__(self, draft, target, backend: str | None = None):
+        self.draft, self.target = draft, target
+        on_gpu = target.device.type == "cuda" and backend is None
+        options = {"mode": "reduce-overhead"} if on_gpu else {"backend": backend or "inductor"}
+        self.compiled = torch.compile(draft_and_verify, fullgraph=True, dynamic=False, **options)
+        self.on_gpu = on_gpu
+
+    @staticmethod
+    def pool(model) -> dict:
+        """Where the slots of a model outlive a call of `generate`."""
+        return _pools.setdefault(model, {})
+
+    def __call__(self, *args):
+        if self.target in _uncompilable:
+            return draft_and_verify(*args)
+        try:
+            # One graph for each bucket, number of rows and way of drafting, of every pair of the process.
+            with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=1024):
+                if not self.on_gpu:
+                    return self.compiled(*args)
+                torch.compiler.cudagraph_mark_step_begin()
+                block, proposal, logits, features, verdict = self.compiled(*args)
+                # The next replay writes over what this one returned.
+                return block, proposal, logits, features.clone(), verdict and type(verdict)(*map(torch.clone, verdict))
+        except Exception as error:
+            # Nothing is lost: a round writes slots that the same round may write again. If the error has nothing to do
+            # with compilation, it comes again from here.
+            output = draft_and_verify(*args)
+            _uncompilable.add(self.target)
+            reason = str(error).strip().split("\n")[0]
+            logger.warning(
+                f"Decoding eagerly: the round of {type(self.target).__name__} cannot be compiled ({reason})."
+            )
+            return output
