@@ -11,7 +11,9 @@ A trained pair is kept in a cache folder, whole or not at all.
 
 import hashlib
 import json
+import os
 import platform
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,7 +27,7 @@ from transformers.utils import logging
 
 from dflash_hf.demo_cache import DamagedFolderError, check_whole, whole_folder
 from dflash_hf.demo_task import MASK, Pair, decode_answer, encode_pairs, is_correct, read_task, train_tokenizer
-from dflash_hf.evaluation import DFLASH, EvalReport, evaluate
+from dflash_hf.evaluation import COMPILED, DFLASH, PROMPT_LOOKUP, TARGET, EvalReport, evaluate
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.plots import plot_report
 from dflash_hf.presentation import colored_answer, summary_lines
@@ -243,7 +245,7 @@ def _steps(done: int, planned: int) -> str:
 
 
 def compare(pair: DemoPair, num_prompts: int, runs: int) -> EvalReport:
-    """Stage 4, on held-out lines."""
+    """Stage 4, on held-out lines; rounds are compiled too where there is a C++ compiler."""
     chosen = pair.held_out[:num_prompts]
     prompts = [prompt for prompt, _ in encode_pairs(pair.tokenizer, chosen)]
     with _bar("compare") as bar:
@@ -253,9 +255,15 @@ def compare(pair: DemoPair, num_prompts: int, runs: int) -> EvalReport:
             prompts,
             max_new_tokens=_MAX_NEW_TOKENS,
             runs=runs,
+            methods=[TARGET, DFLASH, *[COMPILED] * has_compiler(), PROMPT_LOOKUP],
             check=lambda i, answer: is_correct(chosen[i].code, decode_answer(pair.tokenizer, answer)),
             progress=bar.over,
         )
+
+
+def has_compiler() -> bool:
+    """Whether `torch.compile` can build kernels for this CPU."""
+    return any(shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++") if name)
 
 
 def sample_of(pair: DemoPair, report: EvalReport) -> tuple[str, list[str], list[int]]:
@@ -299,6 +307,8 @@ def run_demo(
         pair = obtain_pair(settings, cache_dir, fresh, num_prompts, say)
         torch.set_num_threads(1)
         say(f"compare   {num_prompts} held-out lines, greedy, fp32, one thread for every method, {runs} runs in turn")
+        if not has_compiler():
+            say("          (no C++ compiler here, so no compiled rounds)")
         report = compare(pair, num_prompts, runs)
     finally:
         torch.set_num_threads(threads)
@@ -316,7 +326,8 @@ def run_demo(
     report.setting.update(pair.facts)
     say(f"figures   {report.save(cache_dir / 'demo.json')}")
     try:
-        title = f"A line of Python to its syntax tree: {report.methods[DFLASH].speedup:.2f}x, tau {report.tau:.2f}"
+        factors = " / ".join(f"{report.methods[n].speedup:.2f}x" for n in (DFLASH, COMPILED) if n in report.methods)
+        title = f"A line of Python to its syntax tree: {factors}, tau {report.tau:.2f}"
         say(f"picture   {plot_report(report, cache_dir / 'demo.png', title, (code, pieces, lengths))}")
     except ImportError as error:
         say(f"picture   none: {error}")

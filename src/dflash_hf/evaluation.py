@@ -1,12 +1,13 @@
 """Decoding side by side: the target alone, with a drafter, with prompt lookup. Speed, acceptance, losslessness."""
 
 import contextlib
+import copy
 import json
 import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import transformers
 from dflash_hf.modeling.target_dflash import decoder_layers
 
 
-TARGET, DFLASH, PROMPT_LOOKUP = "target", "dflash", "prompt_lookup"
+TARGET, DFLASH, COMPILED, PROMPT_LOOKUP = "target", "dflash", "dflash_compiled", "prompt_lookup"
 METHODS = (TARGET, DFLASH, PROMPT_LOOKUP)
 
 
@@ -31,6 +32,7 @@ class MethodReport:
         runs (`list[float]`): Tokens per second of each run.
         tokens (`int`): New tokens of one run.
         target_forwards (`int`): Forwards of the target in one run, prompts included.
+        warmup_seconds (`float`): What the first calls took beyond decoding: compilation, probes, allocation.
         equal (`int`): Prompts whose output is the target's own, token for token, in every run.
     """
 
@@ -40,6 +42,7 @@ class MethodReport:
     tokens: int
     target_forwards: int
     equal: int
+    warmup_seconds: float = 0.0
 
     @property
     def tokens_per_forward(self) -> float:
@@ -53,7 +56,7 @@ class EvalReport:
     What [`evaluate`] measured. All of it can be written as JSON and read back.
 
     Args:
-        methods (`dict[str, MethodReport]`): By name: `"target"`, `"dflash"`, `"prompt_lookup"`.
+        methods (`dict[str, MethodReport]`): By name: `"target"`, `"dflash"`, and what else was asked for.
         acceptance_lengths (`list[list[int]]`): For each prompt the tokens committed by each verification, bonus
             included, the prompt's own forward excluded.
         responses (`list[list[int]]`): The target's own answers.
@@ -140,22 +143,25 @@ def evaluate(
     prompt_lookup_num_tokens: int = 10,
     check: Callable[[int, list[int]], bool] | None = None,
     progress: Callable[[Iterable], Iterable] = iter,
+    others: dict[str, dict] | None = None,
 ) -> EvalReport:
     """
     Decode every prompt greedily, one at a time, by each method in turn, `runs` times.
 
     The methods alternate prompt by prompt and change their order from run to run, so that other load on the machine
-    falls on all of them. Each is warmed up on the first prompt. Threads are left as they are, and named in the report.
+    falls on all of them. Each is warmed up, a compiled one on every prompt. Threads are left as they are, and named in
+    the report.
 
     Args:
         target, draft (`PreTrainedModel`): The pair.
         prompts (`Sequence[Sequence[int]]`): Prompt ids.
         max_new_tokens (`int`): Longest answer.
         runs (`int`): Timed repetitions; the medians are reported.
-        methods (`Sequence[str]`): `"target"` and `"dflash"`, and `"prompt_lookup"` if wanted.
+        methods (`Sequence[str]`): `"target"` and `"dflash"`, and `"dflash_compiled"` and `"prompt_lookup"` if wanted.
         prompt_lookup_num_tokens (`int`): Candidate tokens of prompt lookup.
         check: Called with a prompt's number and the target's answer ids: whether the answer is right.
         progress: Wraps the iteration over runs and prompts.
+        others (`dict[str, dict]`, *optional*): Further ways of decoding: name, and arguments of `generate`.
 
     Returns:
         [`EvalReport`].
@@ -167,26 +173,23 @@ def evaluate(
         raise ValueError(f"prompts holds {len(prompts)} prompts, one of them empty or none at all; pass token ids.")
     if runs < 1:
         raise ValueError(f"runs={runs} must be at least 1.")
-    if unknown := set(methods) - set(METHODS):
-        raise ValueError(f"methods={list(methods)} names {sorted(unknown)}; choose from {list(METHODS)}.")
+    if unknown := set(methods) - {*METHODS, COMPILED}:
+        raise ValueError(f"methods={list(methods)} names {sorted(unknown)}; choose from {[*METHODS, COMPILED]}.")
     if missing := {TARGET, DFLASH} - set(methods):
         raise ValueError(f"methods={list(methods)} lacks {sorted(missing)}, which the others are compared with.")
 
     arguments = {
         TARGET: {},
         DFLASH: {"assistant_model": draft},
+        COMPILED: {"assistant_model": compiled(draft)},
         PROMPT_LOOKUP: {"prompt_lookup_num_tokens": prompt_lookup_num_tokens},
+        **(others or {}),
     }
+    methods = (*methods, *(others or {}))
     target.eval()
     draft.eval()
-    forwards = dict.fromkeys(methods, 0)
-    running = [TARGET]
-
-    def count(module, args):
-        forwards[running[0]] += 1
 
     def decode(method: str, index: int):
-        running[0] = method
         input_ids = torch.tensor([list(prompts[index])], device=target.device)
         output = target.generate(
             input_ids=input_ids,
@@ -198,41 +201,46 @@ def evaluate(
         )
         return output, output.sequences[0, input_ids.shape[1] :].tolist()
 
-    # 1. Warm up: the first call of a method compiles, probes and allocates.
+    # 1. Warm up: the first calls of a method compile, probe and allocate, and again for each size of a compiled one.
+    warmup = {}
     for method in methods:
-        decode(method, 0)
+        start = _now(target)
+        for index in range(len(prompts) if method == COMPILED else 1):
+            decode(method, index)
+        warmup[method] = _now(target) - start
     # 2. Alternate. `tokens_per_second[method]` gets one entry from each run.
     tokens_per_second = {method: [] for method in methods}
     answers: list[list[int]] = [[] for _ in prompts]
     lengths: list[list[int]] = [[] for _ in prompts]
-    tokens = dict.fromkeys(methods, 0)
+    tokens, forwards = dict.fromkeys(methods, 0), dict.fromkeys(methods, 0)
     unequal = {method: set() for method in methods}
-    forwards.update(dict.fromkeys(methods, 0))
-    handle = decoder_layers(target)[0].register_forward_pre_hook(count)
-    try:
-        seconds: dict[str, float] = {}
-        for run, index in progress([(run, index) for run in range(runs) for index in range(len(prompts))]):
-            if index == 0:
-                seconds = dict.fromkeys(methods, 0.0)
-                tokens = dict.fromkeys(methods, 0)
-            shift = (run + index) % len(methods)
-            outputs = {}
-            for method in (*methods[shift:], *methods[:shift]):
+    seconds: dict[str, float] = {}
+    for run, index in progress([(run, index) for run in range(runs) for index in range(len(prompts))]):
+        if index == 0:
+            seconds = dict.fromkeys(methods, 0.0)
+            tokens, forwards = dict.fromkeys(methods, 0), dict.fromkeys(methods, 0)
+        shift = (run + index) % len(methods)
+        outputs = {}
+        for method in (*methods[shift:], *methods[:shift]):
+            # A hook would be compiled, too; without a drafter a compiled target makes one forward for each token.
+            counts = method not in (DFLASH, COMPILED) and "cache_implementation" not in arguments[method]
+            with _count_forwards(target) if counts else contextlib.nullcontext([0]) as count:
                 start = _now(target)
                 output, outputs[method] = decode(method, index)
                 seconds[method] += _now(target) - start
-                tokens[method] += len(outputs[method])
-                if method == DFLASH:
-                    lengths[index] = list(output.acceptance_lengths[0])
-            answers[index] = outputs[TARGET]
+            tokens[method] += len(outputs[method])
+            if method in (DFLASH, COMPILED):
+                count[0] = 1 + len(output.acceptance_lengths[0])
+            forwards[method] += count[0] or len(outputs[method])
+            if method == DFLASH:
+                lengths[index] = list(output.acceptance_lengths[0])
+        answers[index] = outputs[TARGET]
+        for method in methods:
+            if outputs[method] != outputs[TARGET]:
+                unequal[method].add(index)
+        if index == len(prompts) - 1:
             for method in methods:
-                if outputs[method] != outputs[TARGET]:
-                    unequal[method].add(index)
-            if index == len(prompts) - 1:
-                for method in methods:
-                    tokens_per_second[method].append(tokens[method] / seconds[method])
-    finally:
-        handle.remove()
+                tokens_per_second[method].append(tokens[method] / seconds[method])
     # 3. Medians; ratios are taken inside a run, where the load was the same.
     reports = {}
     for method in methods:
@@ -242,8 +250,9 @@ def evaluate(
             speedup=statistics.median(ratios),
             runs=tokens_per_second[method],
             tokens=tokens[method],
-            target_forwards=forwards[method] // runs,
+            target_forwards=forwards[method],
             equal=len(prompts) - len(unequal[method]),
+            warmup_seconds=warmup[method],
         )
     return EvalReport(
         methods=reports,
@@ -264,6 +273,28 @@ def evaluate(
             "transformers": transformers.__version__,
         },
     )
+
+
+def compiled(draft):
+    """The same drafter, not copied, whose rounds are compiled."""
+    twin = copy.copy(draft)
+    twin.decoding_config = replace(draft.decoding_config, compile=True)
+    return twin
+
+
+@contextlib.contextmanager
+def _count_forwards(target):
+    """A list whose one entry counts the target's forwards."""
+    count = [0]
+
+    def add_one(module, args):
+        count[0] += 1
+
+    handle = decoder_layers(target)[0].register_forward_pre_hook(add_one)
+    try:
+        yield count
+    finally:
+        handle.remove()
 
 
 def hardware(device: torch.device) -> str:

@@ -4,11 +4,12 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from dflash_hf.evaluation import DFLASH, PROMPT_LOOKUP, TARGET, EvalReport
+from dflash_hf.evaluation import COMPILED, DFLASH, PROMPT_LOOKUP, TARGET, EvalReport
 from dflash_hf.presentation import LABELS, origins
 
 
-_COLORS = {TARGET: "#8a8f98", DFLASH: "#1a7f5a", PROMPT_LOOKUP: "#c98a2b"}
+_COLORS = {TARGET: "#8a8f98", DFLASH: "#1a7f5a", COMPILED: "#0f5a3e", PROMPT_LOOKUP: "#c98a2b"}
+_OTHER_COLOR = "#6b7fb3"
 # Blocks of one answer alternate between two greens; the target's own tokens are grey.
 _BLOCK_COLORS = ("#bfe5d2", "#8fd0b0")
 _OWN_COLOR = "#dfe1e5"
@@ -68,7 +69,7 @@ def _draw_speed(axes, report: EvalReport) -> None:
             [method.tokens_per_second - min(method.runs)],
             [max(method.runs) - method.tokens_per_second],
         ]
-        axes.bar(place, method.tokens_per_second, color=_COLORS[name], width=0.65)
+        axes.bar(place, method.tokens_per_second, color=_COLORS.get(name, _OTHER_COLOR), width=0.65)
         axes.errorbar(place, method.tokens_per_second, yerr=spread, color="#333333", capsize=4, linewidth=1)
         axes.text(
             place,
@@ -78,7 +79,7 @@ def _draw_speed(axes, report: EvalReport) -> None:
             va="bottom",
             fontsize=9,
         )
-    axes.set_xticks(range(len(names)), [LABELS[name] for name in names], fontsize=8)
+    axes.set_xticks(range(len(names)), [LABELS.get(name, name) for name in names], fontsize=8)
     axes.set_ylim(0, max(max(method.runs) for method in report.methods.values()) * 1.25)
     axes.set_ylabel("tokens per second")
     axes.set_title(f"Speed, median of {len(report.methods[DFLASH].runs)} runs (bars: slowest to fastest)")

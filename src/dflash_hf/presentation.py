@@ -2,10 +2,15 @@
 
 from collections.abc import Sequence
 
-from dflash_hf.evaluation import DFLASH, METHODS, PROMPT_LOOKUP, TARGET, EvalReport
+from dflash_hf.evaluation import COMPILED, DFLASH, PROMPT_LOOKUP, TARGET, EvalReport
 
 
-LABELS = {TARGET: "target alone", DFLASH: "with the drafter", PROMPT_LOOKUP: "prompt lookup"}
+LABELS = {
+    TARGET: "target alone",
+    DFLASH: "with the drafter",
+    COMPILED: "same, compiled",
+    PROMPT_LOOKUP: "prompt lookup",
+}
 
 
 def origins(lengths: Sequence[int], total: int) -> list[int]:
@@ -29,13 +34,12 @@ def origins(lengths: Sequence[int], total: int) -> list[int]:
 def summary_lines(report: EvalReport) -> list[str]:
     """The table of a report and what stands under it."""
     lines = [f"{'':18}{'tokens/s':>9}{'slowest-fastest':>17}{'speed-up':>10}{'tokens/forward':>16}{'equal':>9}"]
-    for name in METHODS:
-        if method := report.methods.get(name):
-            spread = f"{min(method.runs):.0f}-{max(method.runs):.0f}"
-            lines.append(
-                f"{LABELS[name]:18}{method.tokens_per_second:9.0f}{spread:>17}{method.speedup:9.2f}x"
-                f"{method.tokens_per_forward:16.2f}{method.equal:>5}/{report.num_prompts}"
-            )
+    for name, method in report.methods.items():
+        spread = f"{min(method.runs):.0f}-{max(method.runs):.0f}"
+        lines.append(
+            f"{LABELS.get(name, name):18}{method.tokens_per_second:9.0f}{spread:>17}{method.speedup:9.2f}x"
+            f"{method.tokens_per_forward:16.2f}{method.equal:>5}/{report.num_prompts}"
+        )
     lines += [
         "",
         f"tau               {report.tau:.2f} tokens per verification over {len(report.verifications)} verifications "
@@ -44,6 +48,8 @@ def summary_lines(report: EvalReport) -> list[str]:
         f"lossless          {report.methods[DFLASH].equal} of {report.num_prompts} outputs equal the target's own"
         + ("" if report.lossless else "  <- NOT LOSSLESS"),
     ]
+    if COMPILED in report.methods:
+        lines.append(f"compiled          {report.methods[COMPILED].warmup_seconds:.0f} s, once; the next run reads it")
     if report.correct is not None:
         right = sum(report.correct)
         lines.append(
