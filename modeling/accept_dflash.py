@@ -19,6 +19,7 @@ _POSITIONWISE = tuple(
         "EtaLogitsWarper",
         "LogitNormalization",
         "InfNanRemoveLogitsProcessor",
+        "SuppressTokensLogitsProcessor",
     )
 )
 _COUNTED = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria)

@@ -1,5 +1,6 @@
 """The frozen target in training: features, labels, responses, and whether a drafter fits it."""
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -213,9 +214,10 @@ def generate_responses(
     target: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    mask_token_id: int,
+    mask_token_id: int | None,
     batch_size: int = 8,
     generation_config: GenerationConfig | None = None,
+    draft: PreTrainedModel | None = None,
 ) -> list[list[int]]:
     """
     The target's own responses to prompts, what a drafter should be trained on.
@@ -225,9 +227,10 @@ def generate_responses(
     Args:
         prompts (`Sequence[Sequence[int]]`): Prompt ids, chat template applied.
         max_new_tokens (`int`): Longest response.
-        mask_token_id (`int`): The drafter's mask token.
+        mask_token_id (`int`): The drafter's mask token; `None` if it is not yet known.
         batch_size (`int`): Prompts of one batch; prompts of similar length share one.
         generation_config (`GenerationConfig`): Sampling, end-of-sequence ids. Default: the target's.
+        draft (`DFlashDraftModel`, *optional*): A drafter, for speed alone.
 
     Returns:
         `list[list[int]]`: Responses in the order of `prompts`, each up to and including its end-of-sequence token.
@@ -238,9 +241,14 @@ def generate_responses(
     if any(len(prompt) == 0 for prompt in prompts):
         empty = next(i for i, prompt in enumerate(prompts) if len(prompt) == 0)
         raise ValueError(f"prompts[{empty}] is empty; start it with the target's beginning-of-sequence token.")
-    config = target.generation_config if generation_config is None else generation_config
+    config = copy.deepcopy(target.generation_config if generation_config is None else generation_config)
     eos_ids = _eos_ids(config)
-    pad_id = min(eos_ids, default=0) if config.pad_token_id is None else config.pad_token_id
+    if config.pad_token_id is None:
+        config.pad_token_id = min(eos_ids, default=0)
+    config.max_new_tokens, config.max_length = max_new_tokens, None
+    if mask_token_id is not None:
+        config.suppress_tokens = [*(config.suppress_tokens or []), mask_token_id]
+    pad_id = config.pad_token_id
     responses: list[list[int]] = [[] for _ in prompts]
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for start in range(0, len(order), batch_size):
@@ -253,15 +261,19 @@ def generate_responses(
             input_ids=input_ids.to(target.device),
             attention_mask=attention_mask.to(target.device),
             generation_config=config,
-            max_new_tokens=max_new_tokens,
-            pad_token_id=pad_id,
-            suppress_tokens=[*(config.suppress_tokens or []), mask_token_id],
+            **({} if draft is None else {"assistant_model": draft}),
         )  # [n, width + new]
         for i, row in zip(batch, output[:, width:].tolist(), strict=True):
             end = next((j + 1 for j, token in enumerate(row) if token in eos_ids), len(row))
             responses[i] = row[:end]
         logger.info(f"{min(start + batch_size, len(order))} of {len(order)} responses generated")
     return responses
+
+
+def spare_token_id(target: PreTrainedModel, tokenizer) -> int | None:
+    """The first row of a target's embedding that its tokenizer never uses, the natural mask token, or `None`."""
+    rows = target.get_input_embeddings().weight.shape[0]
+    return len(tokenizer) if len(tokenizer) < rows else None
 
 
 def _eos_ids(generation_config: GenerationConfig) -> set[int]:

@@ -1,0 +1,102 @@
+"""A JSON Lines file of responses that grows by whole lines and survives a kill at any moment."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+
+class ResponseFile:
+    """
+    Responses by the number of their row. Opening it repairs a half-written last line and reads what is finished.
+
+    Beside it lies `NAME.settings.json`: how the responses were made. Others are not mixed with them.
+
+    Args:
+        path (`Path`): The file; made if there is none.
+        settings (`dict`): What must be equal for the responses to belong together.
+
+    Attributes:
+        finished (`dict[int, str]`): Rows that have a response, and a digest of their prompts.
+        repaired (`int`): Bytes of a half-written line that were cut off.
+
+    Raises:
+        `ValueError`: made with other settings, damaged in the middle, or being written by another process.
+    """
+
+    def __init__(self, path: Path, settings: dict):
+        self.path = path
+        self.finished: dict[int, str] = {}
+        self.repaired = 0
+        notes = path.with_name(f"{path.name}.settings.json")
+        settings = json.loads(json.dumps(settings))
+        if path.exists() and path.stat().st_size and notes.exists():
+            before = json.loads(notes.read_text(encoding="utf-8"))
+            for name in sorted(before.keys() | settings.keys()):
+                if before.get(name) != settings.get(name):
+                    raise ValueError(
+                        f"{path} was begun with {name}={before.get(name)!r}, not {settings.get(name)!r}; go on with "
+                        "that, or choose another output."
+                    )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = path.open("ab+")
+        self._lock()
+        self._read()
+        half = notes.with_name(f".{notes.name}.half")
+        half.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+        half.replace(notes)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.file.close()
+
+    def _lock(self) -> None:
+        """Two processes would write every response twice; the lock ends with its process, however that ends."""
+        try:
+            import fcntl
+        except ImportError:  # Windows
+            return
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self.file.close()
+            raise ValueError(f"{self.path} is being written by another process; wait for it, or end it.") from error
+
+    def _read(self) -> None:
+        self.file.seek(0)
+        good = 0
+        for number, line in enumerate(self.file, start=1):
+            if not line.endswith(b"\n"):  # killed in the middle of a write
+                break
+            try:
+                row = json.loads(line)
+                self.finished[row["row"]] = digest(prompt_in(row))
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"Line {number} of {self.path} is not a response with its `row` ({error!r}); remove that line, or "
+                    "choose another output."
+                ) from error
+            good += len(line)
+        end = self.file.seek(0, 2)
+        self.repaired = end - good
+        if self.repaired:
+            self.file.truncate(good)
+
+    def append(self, rows: list[dict]) -> None:
+        """Add responses; once this returns, they outlive the process."""
+        self.file.write(b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows))
+        self.file.flush()
+        for row in rows:
+            self.finished[row["row"]] = digest(prompt_in(row))
+
+
+def prompt_in(row: Mapping) -> str | list[dict]:
+    """What a response answers."""
+    return row["prompt"] if "prompt" in row else row["messages"][:-1]
+
+
+def digest(prompt: str | list[dict]) -> str:
+    """Tells prompts apart."""
+    return hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).hexdigest()[:16]
