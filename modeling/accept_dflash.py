@@ -95,9 +95,12 @@ class Continuation:
     Args:
         input_ids (`torch.LongTensor`): `[R, S]`, the prompt.
         logits_processor, stopping_criteria, generation_config, streamer: As `GenerationMixin._sample` gets them.
+        in_step (`bool`): Whether the target's cache wants all rows in step.
     """
 
-    def __init__(self, input_ids, logits_processor, stopping_criteria, generation_config, streamer=None):
+    def __init__(
+        self, input_ids, logits_processor, stopping_criteria, generation_config, streamer=None, in_step=False
+    ):
         rows, self.prompt_length = input_ids.shape
         self.processor, self.criteria, self.streamer = logits_processor, stopping_criteria, streamer
         self.do_sample = generation_config.do_sample
@@ -118,6 +121,7 @@ class Continuation:
         self.lengths = [0] * rows  # generated tokens of each row
         self.left = torch.full((rows,), self.max_new, device=device)  # tokens that each may still get
         self.last = None  # [R], the last committed token of each row: the anchors of the next block
+        self.committed = [0] * rows  # the part of them that came last
         self.acceptance_lengths: list[list[int]] = [[] for _ in range(rows)]
         self.done = False
         self.step_by_step = (
@@ -125,7 +129,7 @@ class Continuation:
             or self.raw_logits is not None
             # One row is sampled token by token, so that a seed gives the text that it gives without a drafter.
             or (rows == 1 and self.do_sample)
-            or (rows > 1 and streamer is not None)
+            or (rows > 1 and (in_step or streamer is not None))
             or not all(type(p) in _POSITIONWISE for p in logits_processor)
             or not all(type(c) in _COUNTED for c in stopping_criteria)
         )
@@ -177,10 +181,11 @@ class Continuation:
             counts = self._step_by_step(logits, block, proposal)
         else:
             counts = self._commit(self._judge(logits, block, proposal) if verdict is None else verdict)
+        self.committed = [after - n for after, n in zip(self.lengths, before, strict=True)]
         if block is not None:
             for row, alive in enumerate(was_alive):
                 if alive:
-                    self.acceptance_lengths[row].append(self.lengths[row] - before[row])
+                    self.acceptance_lengths[row].append(self.committed[row])
         return counts
 
     def judge(self, logits, block) -> Verdict | None:

@@ -118,7 +118,8 @@ class SlotCache(Cache):
         if used >= self.capacity:
             self.capacity = self._fitting(max(used, self.capacity * 5 // 4))
             for layer in self.layers:
-                layer.grow()
+                if isinstance(layer, SlotLayer):  # the recurrent layers of a hybrid have nothing to grow
+                    layer.grow()
         return self.capacity - 1
 
     def _fitting(self, slots: int) -> int:

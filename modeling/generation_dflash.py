@@ -12,11 +12,11 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
 from .accept_dflash import Continuation
-from .cache_dflash import can_adopt
 from .drafting_dflash import DFlashCandidateGenerator, layout
+from .probe_dflash import probe_rollback
 from .round_dflash import CompiledRound, draft_and_verify
 from .target_dflash import FeatureTap
-from .verify_dflash import activate_past_recording, extra_arguments, probe_rollback
+from .verify_dflash import activate_past_recording, cache_argument, cached_columns, extra_arguments
 
 
 logger = logging.get_logger(__name__)
@@ -55,12 +55,8 @@ class DFlashGenerateOutput(GenerateDecoderOnlyOutput):
 def plain_reason(target, session_class, generation_config, model_kwargs, synced_gpus) -> str | None:
     """Why this call decodes without the drafter, or `None`."""
     positions = model_kwargs.get("position_ids")
-    rows = 1 if positions is None else positions.shape[0]
     if session_class is None:
         return f"the cache of {type(target).__name__} cannot be rolled back"
-    mask = model_kwargs.get("attention_mask")
-    if session_class.kind == "crop" and max(rows, 1 if mask is None else mask.shape[0]) > 1:
-        return f"the cache of {type(target).__name__} can only be cropped for all rows at once, and there are several"
     if positions is not None and positions.dim() > 2:
         return "position ids of several axes are not supported"
     if positions is not None and positions.shape[1] == 0:
@@ -79,7 +75,7 @@ def usable_cache(target, cache, session_class):
     Raises:
         `ValueError`: a cache that the caller passed, or a quantised one, whose tokens cannot be moved into slots.
     """
-    if session_class.kind == "crop" or can_adopt(cache):
+    if session_class.takes(cache):
         return cache
     if cache.is_compileable and not getattr(cache, "_is_user_defined", False):
         return DynamicCache(config=target.config.get_text_config(decoder=True))
@@ -149,14 +145,17 @@ def decode(
         return DFlashGenerateOutput(**output, acceptance_lengths=[[] for _ in input_ids])
 
     # 1. Prefill by the target's own path; the features of the prompt become the drafter's context on the way.
-    cache = model_kwargs["past_key_values"] = usable_cache(target, model_kwargs["past_key_values"], session_class)
-    past, rows = cache.get_seq_length(), input_ids.shape[0]
+    name = cache_argument(target)
+    cache = model_kwargs[name] = usable_cache(target, model_kwargs[name], session_class)
+    past, rows = cached_columns(cache), input_ids.shape[0]
     embeds = model_kwargs.get("inputs_embeds")
-    text = Continuation(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+    text = Continuation(
+        input_ids, logits_processor, stopping_criteria, generation_config, streamer, in_step=session_class.in_step
+    )
     new = input_ids.shape[1] if embeds is None else max(input_ids.shape[1], embeds.shape[1])
     # Slots for the prompt, which may hold the past too, and some more to come; they grow with the text.
     room = past + new + min(text.max_new, 256) + draft.config.block_size
-    compiled = draft.decoding_config.compile if session_class.kind == "slots" else False
+    compiled = session_class.compiles and draft.decoding_config.compile
     run, pools = draft_and_verify, (None, None)
     if compiled:
         room = past + new + draft.config.block_size
@@ -165,7 +164,7 @@ def decode(
     generator = DFlashCandidateGenerator(draft, target)
     padding, offset = layout(model_kwargs, rows, generator.device)
     generator.open(padding, past, room, offset, pools[0])
-    if session_class.kind == "crop":
+    if session_class.records_past:
         activate_past_recording(cache)
     was_training, session = draft.training, None
     keep_cache = generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
@@ -173,8 +172,8 @@ def decode(
     try:
         with FeatureTap(target, draft.config.target_layer_ids, consume=generator.absorb) as tap:
             outputs = target._prefill(input_ids, generation_config, model_kwargs)
-            columns = cache.get_seq_length()
-            if session_class.kind == "crop":
+            columns = generator.columns
+            if session_class.records_past:
                 cache.crop(0)
             tap.consume = None
             extra = extra_arguments(target, model_kwargs)
@@ -200,7 +199,7 @@ def decode(
                 # 3. Accept what the target agrees with, and its own next token.
                 counts = text.accept(logits, block, proposal, verdict)  # [R]
                 # 4. Commit: the accepted tokens stay, everything after them will be written over.
-                session.commit(rejected=size - int(counts[0]) if session.kind == "crop" else 0)
+                session.commit(size, text.committed)
                 features_start, start = start, start + counts
     finally:
         draft.train(was_training)

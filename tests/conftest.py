@@ -1,5 +1,6 @@
 """Tiny targets of many families, tiny drafters, and drafters that are right or wrong on purpose."""
 
+import families
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -20,6 +21,7 @@ COMMON = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
     "bos_token_id": 1,
+    "use_cache": True,
     "eos_token_id": None,
     "pad_token_id": 0,
 }
@@ -81,9 +83,10 @@ FAMILIES = {
 }
 
 
-def make_target(family: str = "qwen3", dtype=torch.float32, attn: str = "sdpa", seed: int = 0, **overrides):
+def make_target(family: str = "qwen3", dtype=torch.float32, attn: str | None = "sdpa", seed: int = 0, **overrides):
     """A random target whose greedy text is diverse; the caller asserts that it is."""
-    model_type, special = FAMILIES[family]
+    more = {**families.SLOTS, **families.REPLAY, **families.STEP, **families.CROP}
+    model_type, special = FAMILIES[family] if family in FAMILIES else (family, more[family])
     fields = {**COMMON, **special, **overrides}
     if family == "gpt2":
         for alias in ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"):
