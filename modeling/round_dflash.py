@@ -11,6 +11,8 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
+_USED = 8  # place of `used` among the arguments of `draft_and_verify`
+
 # For each drafter and target: where compiled rounds keep their slots, and whether they could be compiled at all.
 _pools: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 _uncompilable: "weakref.WeakSet" = weakref.WeakSet()
@@ -56,7 +58,7 @@ class CompiledRound:
         on_gpu = target.device.type == "cuda" and backend is None
         options = {"mode": "reduce-overhead"} if on_gpu else {"backend": backend or "inductor"}
         self.compiled = torch.compile(draft_and_verify, fullgraph=True, dynamic=False, **options)
-        self.on_gpu = on_gpu
+        self.on_gpu, self.settled = on_gpu, None
 
     @staticmethod
     def pool(model) -> dict:
@@ -66,9 +68,15 @@ class CompiledRound:
     def __call__(self, *args):
         if self.target in _uncompilable:
             return draft_and_verify(*args)
+        bucket = args[_USED]
         try:
             # One graph for each bucket, number of rows and way of drafting, of every pair of the process.
-            with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=1024):
+            # Within one bucket of one call nothing changes that a graph depends on, so its guards are checked once.
+            settled, self.settled = self.settled == bucket, bucket
+            with (
+                torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=1024),
+                torch.compiler.set_stance("default", skip_guard_eval_unsafe=settled),
+            ):
                 if not self.on_gpu:
                     return self.compiled(*args)
                 torch.compiler.cudagraph_mark_step_begin()

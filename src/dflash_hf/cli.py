@@ -13,6 +13,7 @@ from dflash_hf.terminal import add_color, positive, wants_color
 # Commands that live in rooms of their own, as `add_arguments(parser)` and `run(arguments, echo) -> int`. A room is
 # imported when its command is asked for: torch takes seconds.
 _ROOMS = {
+    "bench": ("dflash_hf.bench", "time every way of decoding a pair side by side"),
     "check": ("dflash_hf.check", "will vLLM, SGLang and transformers read a drafter's folder, and read the same?"),
     "convert": ("dflash_hf.convert", "rewrite a drafter in another published layout"),
     "eval": ("dflash_hf.eval_prompts", "measure tau, speed-up and losslessness of a pair on prompts"),

@@ -143,7 +143,7 @@ def evaluate(
     prompt_lookup_num_tokens: int = 10,
     check: Callable[[int, list[int]], bool] | None = None,
     progress: Callable[[Iterable], Iterable] = iter,
-    others: dict[str, dict] | None = None,
+    others: dict[str, dict | Callable] | None = None,
 ) -> EvalReport:
     """
     Decode every prompt greedily, one at a time, by each method in turn, `runs` times.
@@ -161,7 +161,8 @@ def evaluate(
         prompt_lookup_num_tokens (`int`): Candidate tokens of prompt lookup.
         check: Called with a prompt's number and the target's answer ids: whether the answer is right.
         progress: Wraps the iteration over runs and prompts.
-        others (`dict[str, dict]`, *optional*): Further ways of decoding: name, and arguments of `generate`.
+        others (`dict`, *optional*): Further ways of decoding: name, and arguments of `generate` or a function from
+            prompt ids to answer ids.
 
     Returns:
         [`EvalReport`].
@@ -190,6 +191,8 @@ def evaluate(
     draft.eval()
 
     def decode(method: str, index: int):
+        if callable(arguments[method]):
+            return None, arguments[method](prompts[index])
         input_ids = torch.tensor([list(prompts[index])], device=target.device)
         output = target.generate(
             input_ids=input_ids,
@@ -223,7 +226,8 @@ def evaluate(
         outputs = {}
         for method in (*methods[shift:], *methods[:shift]):
             # A hook would be compiled, too; without a drafter a compiled target makes one forward for each token.
-            counts = method not in (DFLASH, COMPILED) and "cache_implementation" not in arguments[method]
+            way = arguments[method]
+            counts = method not in (DFLASH, COMPILED) and not callable(way) and "cache_implementation" not in way
             with _count_forwards(target) if counts else contextlib.nullcontext([0]) as count:
                 start = _now(target)
                 output, outputs[method] = decode(method, index)

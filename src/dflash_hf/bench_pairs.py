@@ -1,0 +1,166 @@
+"""Random pairs of real shapes, and drafts that an oracle makes right as often as a trained drafter's would be."""
+
+import contextlib
+import copy
+from collections.abc import Sequence
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.generation import candidate_generator
+
+from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
+from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
+
+
+def _shape(hidden, intermediate, layers, heads, kv_heads, vocab, draft_layers=5, block_size=16, head_dim=128) -> dict:
+    return {
+        "target": {
+            "hidden_size": hidden,
+            "intermediate_size": intermediate,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": head_dim,
+            "vocab_size": vocab,
+        },
+        "draft_layers": draft_layers,
+        "block_size": block_size,
+    }
+
+
+SHAPES = {
+    "tiny": _shape(64, 128, 4, 4, 2, 512, draft_layers=1, block_size=8, head_dim=16),
+    "demo": _shape(128, 384, 6, 4, 4, 1024, draft_layers=2, head_dim=64),
+    "100m": _shape(768, 2304, 12, 12, 4, 8192, draft_layers=2, head_dim=64),
+    "qwen3-0.6b": _shape(1024, 3072, 28, 16, 8, 151936),
+    "qwen3-4b": _shape(2560, 9728, 36, 32, 8, 151936),
+    "qwen3-8b": _shape(4096, 12288, 36, 32, 8, 151936),
+}
+
+
+@torch.no_grad()
+def random_pair(name: str, dtype, device, num_prompts: int, prompt_length: int = 64, seed: int = 0):
+    """
+    A random pair of a shape, and prompts.
+
+    The target's next token is all but certain in any precision: its residual stream is dominated by the embedding, and
+    the head holds the embedding of the token before, in a random order of the vocabulary. All layers are computed as
+    in a trained model.
+
+    Returns:
+        Target, drafter and `num_prompts` prompts of ids.
+    """
+    shape = SHAPES[name]
+    config = Qwen3Config(
+        **shape["target"],
+        max_position_embeddings=16384,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=0,
+        dtype=dtype,
+    )
+    torch.manual_seed(seed)
+    with torch.device(device):
+        target = Qwen3ForCausalLM(config).to(dtype).eval()
+        draft_config = DFlashDraftConfig.for_target(
+            config,
+            config.vocab_size - 1,
+            num_hidden_layers=shape["draft_layers"],
+            block_size=shape["block_size"],
+        )
+        draft = DFlashDraftModel(draft_config).to(dtype).eval()
+    order = torch.randperm(config.vocab_size, device=device)
+    embedding = target.get_input_embeddings().weight
+    embedding.normal_(std=4.0)
+    target.get_output_embeddings().weight[order.roll(-1)] = embedding[order]  # the successor of each token
+    prompts = torch.randint(config.vocab_size - 1, (num_prompts, prompt_length)).tolist()
+    return target, draft, prompts
+
+
+def slot_accuracy(tau: float, block_size: int) -> float:
+    """
+    The chance `a` of each slot, given the slots before it, for which `1 + a + a^2 + ... + a^(B-1) = tau`.
+
+    Raises:
+        `ValueError`: no chance between 0 and 1 gives it.
+    """
+    if not 1 <= tau <= block_size:
+        raise ValueError(f"forced_acceptance={tau} must lie between 1 and the block size, {block_size}.")
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(middle**k for k in range(block_size)) < tau else (low, middle)
+    return low
+
+
+@torch.no_grad()
+def oracle_text(target, prompt: Sequence[int], max_new_tokens: int, block_size: int, tau: float, seed: int = 0):
+    """
+    What an oracle would draft after `prompt`: the target's own text, wrong at random places.
+
+    Returns:
+        `torch.LongTensor` `[S]`: entry `i` is drafted for position `i`; long enough for a block past the end.
+    """
+    ids = torch.tensor([list(prompt)], device=target.device)
+    text = target.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_new_tokens + block_size + 1,
+        min_new_tokens=max_new_tokens + block_size + 1,
+        do_sample=False,
+    )[0]
+    random = torch.Generator().manual_seed(seed + sum(prompt))
+    wrong = torch.rand(len(text), generator=random).to(text.device) >= slot_accuracy(tau, block_size)
+    return torch.where(wrong, (text + 1) % target.config.get_text_config().vocab_size, text)
+
+
+class OracleDraft(DFlashDraftModel):
+    """A drafter that computes everything, and then drafts what an oracle says. Build it with `of`."""
+
+    @classmethod
+    def of(cls, draft: DFlashDraftModel, texts: Sequence[torch.Tensor], prompts: Sequence[Sequence[int]]):
+        """The drafter, not copied. The text is found by the prompt, one row at a time."""
+        oracle = copy.copy(draft)
+        oracle.__class__ = cls
+        oracle.texts = {tuple(prompt): text for prompt, text in zip(prompts, texts, strict=True)}
+        longest = max(len(text) for text in texts)
+        oracle.text = torch.zeros(longest, dtype=torch.long, device=texts[0].device)  # one place, for compiled rounds
+        return oracle
+
+    def dflash_decode(self, target, input_ids, *args, **kwargs):
+        text = self.texts[tuple(input_ids[0].tolist())]
+        self.text[: len(text)] = text
+        return super().dflash_decode(target, input_ids, *args, **kwargs)
+
+    def forward(self, noise_embeds, *args, position_ids=None, **kwargs):
+        self.slots = position_ids[0, -self.config.block_size + 1 :]  # positions of the unknown slots
+        return super().forward(noise_embeds, *args, position_ids=position_ids, **kwargs)
+
+    def target_ids(self, draft_ids):
+        return self.text[self.slots.clamp(max=len(self.text) - 1)].expand_as(draft_ids)
+
+
+@contextlib.contextmanager
+def native_oracle(texts: Sequence[torch.Tensor] | None, prompts: Sequence[Sequence[int]]):
+    """The same for transformers' own candidate generator, as long as the block runs; nothing without texts."""
+    generator = getattr(candidate_generator, "DFlashTokenCandidateGenerator", None)
+    if texts is None or generator is None:
+        yield
+        return
+    original = generator.get_candidates
+
+    def get_candidates(self, input_ids, *args, **kwargs):
+        candidates, logits = original(self, input_ids, *args, **kwargs)
+        length, total = input_ids.shape[1], candidates.shape[1]
+        row = input_ids[0].tolist()
+        for prompt, text in zip(prompts, texts, strict=True):
+            if row[: len(prompt)] == list(prompt):
+                candidates[0, length:] = text[length:total]
+        return candidates, logits
+
+    generator.get_candidates = get_candidates
+    try:
+        yield
+    finally:
+        generator.get_candidates = original
