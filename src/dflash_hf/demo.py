@@ -33,7 +33,7 @@ from dflash_hf.plots import plot_report
 from dflash_hf.presentation import colored_answer, summary_lines
 
 
-_LAYOUT = 1  # of a pair's folder; another number never reads it
+_LAYOUT = 2  # of a pair's folder; another number never reads it
 _HELD_OUT = 200  # held-out lines that are kept with a pair
 _SELF_GENERATED_SECONDS = 40.0
 _MAX_NEW_TOKENS = 224  # the longest held-out answers fit
@@ -68,10 +68,10 @@ class DemoSettings:
     target_seconds: float = 138.0
     draft_layers: int = 2
     target_layer_ids: tuple[int, ...] = (1, 3, 5)
-    block_size: int = 16
+    block_size: int = 12
     draft_batch_size: int = 16
-    num_anchors: int = 8
-    gamma: float | None = None
+    num_anchors: int = 10
+    loss_type: str = "dpace"
     draft_steps: int = 300
     draft_seconds: float = 62.0
 
@@ -209,7 +209,7 @@ def train_pair(settings: DemoSettings, folder: Path, num_prompts: int, say: Say)
             list(settings.target_layer_ids),
             settings.draft_batch_size,
             settings.num_anchors,
-            settings.gamma,
+            settings.loss_type,
             bar.show,
         )
     draft.save_pretrained(folder / "draft")

@@ -274,7 +274,7 @@ def train_drafter(
     target_layer_ids: list[int],
     batch_size: int,
     num_anchors: int,
-    gamma: float | None,
+    loss_type: str,
     on_step: Callable[[int, float], None],
 ) -> tuple[DFlashDraftModel, int]:
     """
@@ -287,7 +287,7 @@ def train_drafter(
         steps, seconds: See [`Pace`].
         output_dir (`str`): Where Trainer may write.
         num_layers, block_size, target_layer_ids: Shape of the drafter.
-        batch_size, num_anchors, gamma: See [`DFlashTrainingArguments`].
+        batch_size, num_anchors, loss_type: See [`DFlashTrainingArguments`].
         on_step: Called after each step with its number and the simulated acceptance length.
 
     Returns:
@@ -317,7 +317,7 @@ def train_drafter(
             per_device_train_batch_size=batch_size,
             train_sampling_strategy="group_by_length",
             num_anchors=num_anchors,
-            loss_decay_gamma=gamma,
+            loss_type=loss_type,
             bf16=dtype is torch.bfloat16,
             use_cpu=True,
             seed=seed,
