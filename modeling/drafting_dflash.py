@@ -39,12 +39,12 @@ class DFlashCandidateGenerator(CandidateGenerator):
             padding (`list[int]`): Padding columns at the start of each row.
             past (`int`): Columns whose features were never seen: those of a prefilled cache.
             room (`int`): Tokens of a row at most, prompt and a last block included.
-            offset (`torch.LongTensor`): `[R, 1]`, position of a row's first token.
+            offset (`torch.LongTensor`): `[R, 1]` or `[axes, R, 1]`, position of a row's first token.
             pool (`dict`, *optional*): As for [`SlotCache`].
         """
         self.padding = torch.tensor(padding, device=self.device)[:, None]  # [R, 1]
         self.first = (past - self.padding).clamp(min=0)  # [R, 1], the token that sits in slot 0
-        self.offset = offset
+        self.offset = offset if offset.dim() == 2 else offset[0]  # distances alone matter here
         self.columns = past
         self.cache = SlotCache(len(padding), room, pool)
 
@@ -200,7 +200,9 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
 def layout(model_kwargs: dict, rows: int, device) -> tuple[list[int], torch.Tensor]:
     """
-    Where a prompt's tokens stand: the padding columns of each row, and the position of its first token, `[R, 1]`.
+    Where a prompt's tokens stand: the padding columns of each row, and the position of its first token, `[R, 1]`, or
+    `[axes, R, 1]` where positions have several axes. Behind an image it is that of a first token which the last one
+    would have, had there been text alone.
     """
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     padding = torch.zeros(rows, dtype=torch.long, device=device)
@@ -208,5 +210,5 @@ def layout(model_kwargs: dict, rows: int, device) -> tuple[list[int], torch.Tens
         padding = (mask.shape[1] - mask.long().sum(dim=1)).to(device)
     offset = torch.zeros(rows, dtype=torch.long, device=device)
     if positions is not None:
-        offset = positions[:, -1].to(device).expand(rows) - (positions.shape[1] - 1 - padding)
-    return padding.tolist(), offset[:, None]
+        offset = positions[..., -1].to(device) - (positions.shape[-1] - 1 - padding)  # [..., R]
+    return padding.tolist(), offset[..., None]

@@ -57,9 +57,7 @@ def plain_reason(target, session_class, generation_config, model_kwargs, synced_
     positions = model_kwargs.get("position_ids")
     if session_class is None:
         return f"the cache of {type(target).__name__} cannot be rolled back"
-    if positions is not None and positions.dim() > 2:
-        return "position ids of several axes are not supported"
-    if positions is not None and positions.shape[1] == 0:
+    if positions is not None and positions.shape[-1] == 0:
         return "the prompt is empty"
     if generation_config.output_attentions or generation_config.output_hidden_states:
         return "attentions and hidden states for each token were asked for"

@@ -41,7 +41,7 @@ class SlotSession:
         cache (`Cache`): What the prompt left behind.
         padding (`list[int]`): Padding columns at the start of each row.
         capacity (`int`): Slots of each row.
-        offset (`torch.LongTensor`): `[R, 1]`, position of a row's slot 0.
+        offset (`torch.LongTensor`): `[R, 1]` or `[axes, R, 1]`, position of a row's slot 0.
         extra (`dict`): Further arguments of the target's forward.
         pool (`dict`, *optional*): As for [`SlotCache`].
     """

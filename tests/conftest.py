@@ -111,7 +111,7 @@ def make_draft(target, block_size: int = 4, seed: int = 1, num_hidden_layers: in
     fields = {"target_layer_ids": [0, 2, 3], "intermediate_size": 48, **overrides}
     config = DFlashDraftConfig.for_target(
         target.config,
-        target.config.vocab_size - 1,
+        target.config.get_text_config().vocab_size - 1,
         num_hidden_layers=num_hidden_layers,
         block_size=block_size,
         **fields,
