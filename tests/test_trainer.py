@@ -1,12 +1,7 @@
 """`DFlashTrainer`: what is learned, what is left alone, and figures that do not depend on how a batch is split."""
 
 import math
-import os
 import re
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -177,60 +172,6 @@ def test_every_layer_type_has_its_own_mask(causal, tmp_path):
     loss = reference_loss(trainer, uneven_rows()).item()
     trainer.train()
     assert history(trainer, "loss") == pytest.approx([loss], rel=1e-6)
-
-
-def train_and_evaluate(folder, ranks):
-    """
-    Four rows, of which the first rank of two gets those without an anchor; three to evaluate, so that two ranks are
-    given the first of them twice.
-    """
-    rows = [uneven_rows()[i] for i in (1, 1, 0, 3)]
-    sizes = {"per_device_train_batch_size": 4 // ranks, "per_device_eval_batch_size": 1}
-    trainer = make_trainer(folder, make_target(dtype=torch.float64), rows, eval_rows=rows[:0:-1], **sizes, **PLAIN_SGD)
-    assert trainer.args.world_size == ranks
-    trainer.train()
-    evaluated = trainer.evaluate()
-    keys = ("loss", "accuracy", "simulated_tau")
-    figures = [history(trainer, key)[0] for key in keys] + [evaluated[f"eval_{key}"] for key in keys]
-    return figures, {name: parameter.detach() for name, parameter in trainer.model.named_parameters()}
-
-
-ONE_OF_TWO_RANKS = """
-import sys
-import torch
-from test_trainer import train_and_evaluate
-
-torch.save(train_and_evaluate(sys.argv[1], ranks=2), sys.argv[2])
-torch.distributed.destroy_process_group()
-"""
-
-
-def test_two_ranks_train_as_one_and_one_without_anchors_does_not_hang(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    processes = []
-    for rank in range(2):
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-        env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-        command = [sys.executable, "-c", ONE_OF_TWO_RANKS, str(tmp_path), str(tmp_path / f"rank{rank}.pt")]
-        processes.append(
-            subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        )
-    expected_figures, expected = train_and_evaluate(tmp_path, ranks=1)
-    try:
-        for process in processes:
-            output, _ = process.communicate(timeout=300)
-            assert process.returncode == 0, output
-    finally:
-        for process in processes:
-            process.kill()
-    for rank in range(2):
-        figures, parameters = torch.load(tmp_path / f"rank{rank}.pt")
-        assert figures == pytest.approx(expected_figures, rel=1e-6)
-        for name, parameter in expected.items():
-            torch.testing.assert_close(parameters[name], parameter, rtol=0, atol=1e-7)
 
 
 def test_a_batch_without_anchors_gives_zero_loss_and_zero_gradient(tmp_path):

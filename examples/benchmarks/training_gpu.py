@@ -1,0 +1,192 @@
+"""
+Training on one GPU at the shapes of Qwen3-8B: tokens per second, model FLOPs utilisation, peak memory.
+
+A random target and a fresh drafter of five layers; `DFlashTrainer` with bf16 autocast over fp32 master weights, AdamW,
+blocks of 16 at 512 anchors of a sequence of 3072 tokens, flex attention. No download; about 3 minutes on one H200.
+
+    python examples/benchmarks/training_gpu.py [--loss ce|dpace|kl] [--attention flex|dense] [--checkpointing]
+    python examples/benchmarks/training_gpu.py --tiny        # the same code on a CPU, in seconds
+
+Model FLOPs of a step, each multiplication with its addition as two, recomputation not counted:
+
+    target    2 * P_run * S + attention                    the layers up to the last feature, forward only
+    drafter   3 * (2 * P_block * A*B + 2 * P_context * S + attention)
+              P_block: the layers; P_context: fc and the layers' k_proj and v_proj; forward and twice that backward
+    head      (1 + 1) * 2 * H * V * (counted slots)        forward, and backward to its input: its weights are frozen
+    attention 4 * heads * head_dim * (pairs of a query and a key that it sees), in each layer
+
+Tokens are those of the sequences, S for each; block tokens are A*B. MFU = FLOPs / second / peak (dense bf16, TFLOP/s:
+989 for H100 and H200; otherwise give --peak-tflops).
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+
+from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
+from dflash_hf.blocks import block_mask
+
+
+RESULTS = Path(__file__).parent / "results"
+QWEN3_8B = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}
+TINY = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "tie_word_embeddings": False,
+}
+
+
+class Clock(TrainerCallback):
+    """Seconds of each optimizer step."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.seconds, self.start = device, [], 0.0
+
+    def now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def on_step_begin(self, *args, **kwargs):
+        self.start = self.now()
+
+    def on_step_end(self, *args, **kwargs):
+        self.seconds.append(self.now() - self.start)
+
+
+def flops_of_step(target, draft, batch, counted: int) -> dict[str, float]:
+    """Model FLOPs of one step on `batch`; see the top of this file."""
+    rows, length = batch["input_ids"].shape
+    config, size = target.config, draft.config
+    queries = batch["anchors"].numel() * size.block_size
+    run = target.model.layers[: max(size.target_layer_ids) + 1]
+    causal_pairs = rows * length * (length + 1) / 2
+    per_pair = 4 * config.num_attention_heads * config.head_dim
+    seen = sum(
+        block_mask(batch["anchors"][i : i + 1], batch["attention_mask"][i : i + 1], size.block_size).sum().item()
+        for i in range(rows)
+    )
+    draft_pair = 4 * size.num_attention_heads * size.head_dim * len(draft.layers)
+    block = sum(p.numel() for p in draft.layers.parameters() if p.dim() == 2)
+    context = draft.fc.weight.numel()
+    context += sum(m.weight.numel() for a in draft.layers for m in (a.self_attn.k_proj, a.self_attn.v_proj))
+    matrices = sum(p.numel() for p in run.parameters() if p.dim() == 2)
+    return {
+        "target": 2 * matrices * rows * length + per_pair * causal_pairs * len(run),
+        "drafter": 3 * (2 * block * queries + 2 * context * rows * length + draft_pair * seen),
+        "head": 4 * config.hidden_size * config.vocab_size * counted,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, on a CPU too")
+    parser.add_argument("--rows", type=int, default=1, help="sequences of a step")
+    parser.add_argument("--steps", type=int, default=12, help="steps that are timed, after 3 that are not")
+    parser.add_argument("--loss", default="ce", choices=["ce", "dpace", "kl"])
+    parser.add_argument("--attention", default="auto", choices=["auto", "flex", "dense"])
+    parser.add_argument("--chunk", type=int, default=1024, help="rows of logits at a time")
+    parser.add_argument("--checkpointing", action="store_true", help="recompute the drafter's activations")
+    parser.add_argument("--peak-tflops", type=float, default=989.0, help="of the device, dense bf16")
+    parser.add_argument("--save", action="store_true", help="write results/training_gpu.json")
+    arguments = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    shape, length, anchors = (TINY, 96, 16) if arguments.tiny else (QWEN3_8B, 3072, 512)
+
+    # 1. A random target in bf16 on the device, and a fresh drafter in fp32.
+    torch.manual_seed(0)
+    with torch.device(device):
+        target = Qwen3ForCausalLM._from_config(Qwen3Config(**shape), dtype=torch.bfloat16)
+        config = DFlashDraftConfig.for_target(target.config, shape["vocab_size"] - 1, block_size=16)
+        draft = DFlashDraftModel(config)
+
+    # 2. Random rows, a sixth of each a prompt.
+    generator = torch.Generator().manual_seed(0)
+    mask = [0] * (length // 6) + [1] * (length - length // 6)
+    steps = arguments.steps + 3
+    rows = [
+        {"input_ids": torch.randint(shape["vocab_size"] - 1, (length,), generator=generator), "loss_mask": mask}
+        for _ in range(steps * arguments.rows)
+    ]
+    clock = Clock(device)
+    trainer = DFlashTrainer(
+        model=draft,
+        target=target,
+        args=DFlashTrainingArguments(
+            output_dir="/tmp/dflash-training-gpu",
+            per_device_train_batch_size=arguments.rows,
+            max_steps=steps,
+            num_anchors=anchors,
+            loss_type=arguments.loss,
+            loss_chunk_size=arguments.chunk,
+            block_attention=arguments.attention,
+            gradient_checkpointing=arguments.checkpointing,
+            bf16=True,
+            use_cpu=device.type == "cpu",
+            logging_steps=steps,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        ),
+        train_dataset=rows,
+        callbacks=[clock],
+    )
+
+    # 3. FLOPs of a step, then the steps.
+    batch = trainer.data_collator(rows[: arguments.rows])
+    trainer.draw_anchors(batch, 0)
+    flops = flops_of_step(target, draft, batch, int(trainer.build_blocks(batch).counted.sum()))
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    trainer.train()
+    seconds = statistics.median(clock.seconds[3:])
+    result = {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "shapes": "tiny" if arguments.tiny else "Qwen3-8B",
+        "rows": arguments.rows,
+        "length": length,
+        "anchors": anchors,
+        "block_size": 16,
+        "loss": arguments.loss,
+        "attention": "flex" if trainer.uses_flex else "dense",
+        "checkpointing": arguments.checkpointing,
+        "seconds_per_step": seconds,
+        "seconds_spread": [min(clock.seconds[3:]), max(clock.seconds[3:])],
+        "first_step_seconds": clock.seconds[0],
+        "tokens_per_second": arguments.rows * length / seconds,
+        "block_tokens_per_second": arguments.rows * anchors * 16 / seconds,
+        "tflop_per_step": {part: value / 1e12 for part, value in flops.items()},
+        "mfu": sum(flops.values()) / seconds / (arguments.peak_tflops * 1e12),
+        "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else None,
+    }
+    print(json.dumps(result, indent=1))
+    if arguments.save:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "training_gpu.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

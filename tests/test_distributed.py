@@ -1,0 +1,89 @@
+"""Two processes train as one: the configurations of `examples/accelerate`, on CPUs."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import ROWS, read_target, save_and_resume, train_and_evaluate
+
+from dflash_hf import DFlashDraftModel
+
+
+TESTS = Path(__file__).parent
+CONFIGURATIONS = TESTS.parent / "examples" / "accelerate"
+
+
+def launch(scenario, folder):
+    """Start two ranks with `accelerate launch`; the process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]), "OMP_NUM_THREADS": "1"}
+    env |= {"ACCELERATE_USE_CPU": "true", "PYTHONFAULTHANDLER": "1"}
+    options = ["--config_file", str(CONFIGURATIONS / f"{scenario}.yaml"), "--num_processes", "2"]
+    options += ["--mixed_precision", "no", "--main_process_port", port, str(TESTS / "ranks.py"), scenario, str(folder)]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *options]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=env, start_new_session=True, **streams)
+
+
+def results_of(process, folder):
+    try:
+        output, _ = process.communicate(timeout=600)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGABRT)  # each rank tells where it hangs
+        output, _ = process.communicate(timeout=30)
+    assert process.returncode == 0, output
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What one process gets."""
+    folder = tmp_path_factory.mktemp("alone")
+    results = {loss_type: train_and_evaluate(folder, 1, loss_type) for loss_type in ROWS}
+    return {**results, "resumed": save_and_resume(folder, 1), "target": read_target()}
+
+
+@pytest.fixture(scope="module", params=["ddp", "fsdp2"])
+def ranks(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    return request.param, folder, results_of(launch(request.param, folder), folder)
+
+
+@pytest.mark.parametrize("loss_type", ROWS)
+def test_two_ranks_train_as_one(loss_type, ranks, alone):
+    """Also where one of them has no anchors: it takes part in every reduction, and its zeros are right."""
+    expected_figures, expected = alone[loss_type]
+    for results in ranks[2]:
+        figures, parameters = results[loss_type]
+        assert figures == pytest.approx(expected_figures, rel=1e-6)
+        for name, parameter in expected.items():
+            torch.testing.assert_close(parameters[name], parameter, rtol=0, atol=1e-7)
+
+
+def test_two_ranks_save_one_whole_drafter_and_resume_from_it(ranks, alone):
+    scenario, folder, results = ranks
+    for (uninterrupted, resumed), parameters, kinds in (rank["resumed"] for rank in results):
+        assert kinds == {"DTensor" if scenario == "fsdp2" else "Parameter"}
+        assert uninterrupted == pytest.approx(alone["resumed"][0][0], abs=1e-5)
+        assert resumed == pytest.approx(uninterrupted, abs=1e-6)
+        saved = DFlashDraftModel.from_pretrained(folder / "checkpoint-4").state_dict()
+        for name, parameter in parameters.items():
+            assert torch.equal(saved[name], parameter), name
+    assert {path.name for path in folder.glob("*point*")} == {"checkpoint-2", "checkpoint-4"}
+    assert not (folder / "_unfinished").exists()
+
+
+def test_a_sharded_target_is_read_like_a_whole_one(ranks, alone):
+    """Its forward must run to the end, however few of its layers are wanted."""
+    for results in ranks[2]:
+        for values in results.get("targets", []):
+            for value, expected in zip(values, alone["target"], strict=True):
+                torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
+    assert ranks[0] == "fsdp2" or len(results["targets"]) == 2
