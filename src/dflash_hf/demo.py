@@ -65,7 +65,7 @@ class DemoSettings:
     target_heads: int = 4
     target_tokens_per_step: int = 1024
     target_steps: int = 1000
-    target_seconds: float = 138.0
+    target_seconds: float = 130.0
     draft_layers: int = 2
     target_layer_ids: tuple[int, ...] = (1, 3, 5)
     block_size: int = 12
@@ -283,7 +283,7 @@ def run_demo(
     cache_dir: Path,
     fresh: bool = False,
     num_prompts: int = 40,
-    runs: int = 3,
+    runs: int = 2,
     color: bool = False,
     say: Say = _logger.info,
 ) -> EvalReport:
