@@ -27,6 +27,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.config = draft.config
         self.head = target.get_output_embeddings()
         self.device = target.get_input_embeddings().weight.device
+        # A model finds these by walking through its parameters, which takes longer than a small layer.
+        self.draft_device, self.draft_dtype, self.target_dtype = draft.device, draft.dtype, target.dtype
         self.max_length = max_length
         self.noise = torch.full((1, self.config.block_size - 1), self.config.mask_token_id, device=self.device)
         self.cache: SlotCache | None = None
@@ -139,7 +141,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         zeros at the slots of the new block, which covers them. So all rounds have the same shapes.
         """
         width = self.draft_model.fc.in_features
-        return torch.zeros(len(start), size, width, dtype=self.target.dtype, device=self.device), start.clone()
+        return torch.zeros(len(start), size, width, dtype=self.target_dtype, device=self.device), start.clone()
 
     def _hidden_states(self, anchors, start, features, features_start, used):
         rows, size = anchors.shape[0], self.config.block_size
@@ -165,13 +167,13 @@ class DFlashCandidateGenerator(CandidateGenerator):
             if layer_type not in masks:
                 last_seen = slots if self.config.layer_is_causal(layer_idx) else slots[:, -1:].expand_as(slots)
                 window = self.config.sliding_window if layer_type == "sliding_attention" else None
-                mask = slot_mask(slots, last_seen, self.cache.view, window, None, self.draft_model.dtype)
-                masks[layer_type] = mask.to(self.draft_model.device)
+                mask = slot_mask(slots, last_seen, self.cache.view, window, None, self.draft_dtype)
+                masks[layer_type] = mask.to(self.draft_device)
         return masks
 
     def _to_draft(self, tensor: torch.Tensor) -> torch.Tensor:
-        dtype = self.draft_model.dtype if tensor.is_floating_point() else tensor.dtype
-        return tensor.to(device=self.draft_model.device, dtype=dtype)
+        dtype = self.draft_dtype if tensor.is_floating_point() else tensor.dtype
+        return tensor.to(device=self.draft_device, dtype=dtype)
 
     def get_candidates(self, input_ids, model_kwargs, model_outputs, is_first_iteration, n_last_matches, **kwargs):
         """Upstream's interface: one row; the first call comes before any forward of the target and drafts nothing."""

@@ -55,7 +55,7 @@ class SlotSession:
         self.target, self.offset, self.source, self.padding = target, offset, cache, padding
         self.cache = self.cache_class.adopt(cache, padding, capacity, pool)
         self.arguments = {**extra, cache_argument(target): self.cache, "use_cache": True}
-        self.windows = mask_windows(target)
+        self.windows, self.dtype = mask_windows(target), target.dtype
         if not any(self.windows.values()):  # no layer has a mask
             self.windows = {None: None}
 
