@@ -25,6 +25,8 @@ _LAZY = {
     "make_example": ".data",
     "generate_responses": ".target",
     "DFlashTrainer": ".trainer",
+    "DFlashOfflineTrainer": ".offline",
+    "StoredFeatures": ".features",
     "DFlashTrainingArguments": ".training_args",
 }
 __all__ = ["__version__", *_LAZY]

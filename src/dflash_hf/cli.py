@@ -17,6 +17,7 @@ _ROOMS = {
     "check": ("dflash_hf.check", "will vLLM, SGLang and transformers read a drafter's folder, and read the same?"),
     "convert": ("dflash_hf.convert", "rewrite a drafter in another published layout"),
     "eval": ("dflash_hf.eval_prompts", "measure tau, speed-up and losslessness of a pair on prompts"),
+    "features": ("dflash_hf.offline", "store the target's features of a dataset, for training without its layers"),
     "prepare": ("dflash_hf.prepare", "show what of a dataset is learned, count it, and write it as ids"),
     "regenerate": ("dflash_hf.regenerate", "write the target's own responses to the prompts of a dataset"),
     "publish": ("dflash_hf.publish", "upload a drafter with its card to the Hub"),

@@ -86,7 +86,7 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, Trainer):
         eval_datasets = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
         for dataset in (train_dataset, *eval_datasets):
             if isinstance(dataset, Sized):
-                check_examples(dataset)
+                self.check_examples(dataset)
         if data_collator is None:
             pad_token_id = target.config.get_text_config().pad_token_id
             data_collator = DFlashCollator(0 if pad_token_id is None else pad_token_id)
@@ -117,6 +117,10 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, Trainer):
         if args.loss_type != "dpace":
             self.slot_weights = slot_weights(model.config.block_size, args.loss_decay_gamma).to(args.device)  # [B]
         self.train_statistics = self.eval_statistics = self.no_statistics()
+
+    def check_examples(self, dataset) -> None:
+        """Refuse rows that cannot be trained on, see [`~dflash_hf.data.check_examples`]."""
+        check_examples(dataset)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """
