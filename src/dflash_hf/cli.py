@@ -20,6 +20,7 @@ _ROOMS = {
     "features": ("dflash_hf.offline", "store the target's features of a dataset, for training without its layers"),
     "prepare": ("dflash_hf.prepare", "show what of a dataset is learned, count it, and write it as ids"),
     "regenerate": ("dflash_hf.regenerate", "write the target's own responses to the prompts of a dataset"),
+    "train": ("dflash_hf.train", "train a drafter by a recipe"),
     "publish": ("dflash_hf.publish", "upload a drafter with its card to the Hub"),
 }
 

@@ -268,13 +268,13 @@ def template_arguments(text: str) -> dict:
     return value
 
 
-def load_tokenizer(name: str, chat_template: Path | None = None):
+def load_tokenizer(name: str, chat_template: str | Path | None = None, revision: str | None = None):
     """A tokenizer, with another chat template if one is given."""
     from transformers import AutoTokenizer
 
     if str(name).startswith((".", "/", "~")) and not Path(name).exists():
         raise FileNotFoundError(f"{name}: there is no such folder.")
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main")
     if chat_template is not None:
         tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
     return tokenizer
