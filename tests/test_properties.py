@@ -3,6 +3,7 @@
 from collections import Counter
 from functools import cache
 
+import families
 import pytest
 import torch
 from conftest import VOCAB, make_draft, make_target
@@ -146,8 +147,10 @@ def check(case):
         DFlashCandidateGenerator.draft = original
     assert torch.equal(output.sequences, expected.sequences)
     if case["scores"]:
+        # Recurrences are computed in fp32 whatever the dtype is.
+        tolerance = 1e-3 if case["family"] in families.REPLAY else 1e-4
         for ours, theirs in zip(output.scores, expected.scores, strict=True):
-            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4, equal_nan=True)
+            torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=1e-4, equal_nan=True)
     for lengths in output.acceptance_lengths:
         COMMITTED.update(lengths)
 
