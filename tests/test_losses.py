@@ -277,18 +277,21 @@ def statistics_of(correct, counted):
 
 def test_figures_written_out_by_hand():
     """Two sequences of two blocks of four slots; the last block is invalid, the third ends after two tokens."""
-    correct = [[[0, 1, 1, 1], [0, 0, 1, 1]], [[0, 1, 1, 0], [0, 0, 0, 0]]]
+    correct = [[[0, 1, 0, 1], [0, 0, 1, 1]], [[0, 1, 1, 0], [0, 0, 0, 0]]]
     counted = [[[0, 1, 1, 1], [0, 1, 1, 1]], [[0, 1, 1, 0], [0, 0, 0, 0]]]
     metrics = statistics_to_metrics(statistics_of(correct, counted).sum(0))
     assert metrics == pytest.approx(
         {
             "loss": 2.0,
-            "accuracy": 7 / 8,
+            "accuracy": 6 / 8,
             "accuracy_1": 2 / 3,
-            "accuracy_2": 3 / 3,
+            "accuracy_2": 2 / 3,
             "accuracy_3": 2 / 2,
-            # Accepted prefixes 3, 0 and 2. The product of marginal accuracies would give 2/3 + 2/3 + 2/3 + 1.
-            "simulated_tau": (3 + 0 + 2) / 3 + 1,
+            # Given that the slots before are right; no block gets to slot 3.
+            "acceptance_1": 2 / 3,
+            "acceptance_2": 1 / 2,
+            # Accepted prefixes 1, 0 and 2. The product of marginal accuracies would give 2/3 + 4/9 + 4/9 + 1.
+            "simulated_tau": (1 + 0 + 2) / 3 + 1,
         }
     )
 

@@ -27,6 +27,7 @@ _LAZY = {
     "DFlashTrainer": ".trainer",
     "DFlashOfflineTrainer": ".offline",
     "StoredFeatures": ".features",
+    "DecodingCallback": ".callbacks",
     "DFlashTrainingArguments": ".training_args",
 }
 __all__ = ["__version__", *_LAZY]

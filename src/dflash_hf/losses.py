@@ -210,34 +210,36 @@ def block_statistics(
         loss, normalizer (`torch.Tensor`): `[N]`, of [`block_loss`] and [`loss_normalizer`].
 
     Returns:
-        `torch.Tensor` `[N, 2 * (B - 1) + 4]`: correct and counted tokens of slots 1..B-1, accepted tokens, blocks,
-        loss, normalizer.
+        `torch.Tensor` `[N, 4 * (B - 1) + 3]`: for slots 1..B-1 the tokens that are counted, correct, reached (all
+        slots before are correct) and accepted (reached and correct); then blocks, loss, normalizer.
     """
     counted = counted[..., 1:]  # [N, A, B-1]
     correct = correct[..., 1:] & counted
     # Verification stops at the first mistake: the accepted prefix, not the product of marginal accuracies.
-    accepted = correct.int().cumprod(-1).sum((1, 2))  # [N]
+    accepted = correct.int().cumprod(-1)  # [N, A, B-1]
+    reached = torch.nn.functional.pad(accepted[..., :-1], (1, 0), value=1) * counted
     blocks = counted.any(-1).sum(1)  # [N]
-    per_sequence = torch.stack([accepted, blocks, loss.detach(), normalizer], dim=1)  # [N, 4]
-    return torch.cat([correct.sum(1), counted.sum(1), per_sequence], dim=1).float()
+    slots = [kind.sum(1) for kind in (counted, correct, reached, accepted)]  # each [N, B-1]
+    return torch.cat([*slots, torch.stack([blocks, loss.detach(), normalizer], dim=1)], dim=1).float()
 
 
 def statistics_to_metrics(sums: torch.Tensor) -> dict[str, float]:
     """
-    Figures from summed [`block_statistics`] `[2 * (B - 1) + 4]`: `loss`, `accuracy` over all counted tokens,
-    `accuracy_k` of slot `k`, and `simulated_tau`, the mean over blocks of the accepted prefix plus the bonus token. A
-    block that the end of its response cuts short counts with the tokens that are left. Empty without blocks.
+    Figures from summed [`block_statistics`] `[4 * (B - 1) + 3]`: `loss`; `accuracy` over all counted tokens and
+    `accuracy_k` of slot `k`; `acceptance_k`, the same given that all slots before `k` are right, as verification would
+    find it; `simulated_tau`, the mean over blocks of the accepted prefix plus the bonus token. A block that the end of
+    its response cuts short counts with the tokens that are left. Empty without blocks.
     """
-    *slots, accepted, blocks, loss, normalizer = sums.tolist()
+    blocks, loss, normalizer = sums[-3:].tolist()
     if blocks == 0:
         return {}
-    half = len(slots) // 2
-    correct, counted = slots[:half], slots[half:]
+    counted, correct, reached, accepted = sums[:-3].view(4, -1).tolist()
     metrics = {"loss": loss / normalizer, "accuracy": sum(correct) / sum(counted)}
-    metrics["simulated_tau"] = accepted / blocks + 1
-    for slot, (hits, total) in enumerate(zip(correct, counted, strict=True), start=1):
-        if total:
-            metrics[f"accuracy_{slot}"] = hits / total
+    metrics["simulated_tau"] = sum(accepted) / blocks + 1
+    for name, hits, totals in (("accuracy", correct, counted), ("acceptance", accepted, reached)):
+        for slot, total in enumerate(totals, start=1):
+            if total:
+                metrics[f"{name}_{slot}"] = hits[slot - 1] / total
     return metrics
 
 

@@ -53,8 +53,9 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, Trainer):
     Trains a drafter against a frozen target.
 
     The target hangs on the trainer, not under the model, so that no checkpoint ever holds it. Besides Trainer's
-    figures each log line holds `accuracy`, `accuracy_k` of each slot and `simulated_tau`: the mean over all sampled
-    blocks of the accepted prefix plus the bonus token, teacher-forced; decoding measures the real one.
+    figures each log line holds `accuracy`, `accuracy_k` of each slot, `acceptance_k` (the same where all slots before
+    are right) and `simulated_tau`: the mean over all sampled blocks of the accepted prefix plus the bonus token,
+    teacher-forced. [`~dflash_hf.callbacks.DecodingCallback`] measures the real one.
 
     Args:
         model (`DFlashDraftModel`): The drafter.
@@ -122,6 +123,11 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, Trainer):
         """Refuse rows that cannot be trained on, see [`~dflash_hf.data.check_examples`]."""
         check_examples(dataset)
 
+    @property
+    def draft(self):
+        """The drafter itself, without what training wraps it in."""
+        return self.accelerator.unwrap_model(self.model)
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """
         The loss of one micro-batch, divided by `num_items_in_batch`, what [`get_batch_samples`] counted over the whole
@@ -161,7 +167,7 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, Trainer):
         )
         loss = block_loss(losses, blocks.counted, self.slot_weights, args.dpace_alpha)  # [N]
         normalizer = loss_normalizer(blocks.counted, self.slot_weights)  # [N]
-        statistics = block_statistics(losses.correct, blocks.counted, loss, normalizer)  # [N, 2 * (B - 1) + 4]
+        statistics = block_statistics(losses.correct, blocks.counted, loss, normalizer)  # [N, 4 * (B - 1) + 3]
         if model.training:
             self.train_statistics = self.train_statistics + statistics.sum(0)
 
@@ -256,8 +262,8 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, Trainer):
         return loss_normalizer(counted, weights).sum()
 
     def no_statistics(self) -> torch.Tensor:
-        """Zeros `[2 * (B - 1) + 4]` to add [`~dflash_hf.losses.block_statistics`] to."""
-        return torch.zeros(2 * (self.draft_config.block_size - 1) + 4, device=self.args.device)
+        """Zeros `[4 * (B - 1) + 3]` to add [`~dflash_hf.losses.block_statistics`] to."""
+        return torch.zeros(4 * (self.draft_config.block_size - 1) + 3, device=self.args.device)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """The loss of one evaluation batch; its statistics are gathered without the last batch's padding samples."""
