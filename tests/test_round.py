@@ -1,0 +1,84 @@
+"""Compiled rounds: as many graphs as buckets, whatever the prompts; memory that outlives a call; the way back."""
+
+import pytest
+import torch
+from conftest import make_draft, make_target
+from torch._dynamo.utils import counters
+
+from dflash_hf.modeling import round_dflash
+from dflash_hf.modeling.round_dflash import CompiledRound
+
+
+@pytest.fixture
+def pair():
+    torch._dynamo.reset()
+    target = make_target()
+    draft = make_draft(target)
+    draft.decoding_config.compile = "aot_eager"
+    yield target, draft
+    torch._dynamo.reset()
+
+
+def prompt(length: int) -> torch.Tensor:
+    return (torch.arange(length) * 7 % 90 + 2)[None]
+
+
+def decode(target, ids, draft=None, new=12, **options):
+    return target.generate(ids, max_new_tokens=new, do_sample=False, assistant_model=draft, **options)
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def test_the_number_of_graphs_is_that_of_the_buckets(pair):
+    target, draft = pair
+    counters.clear()
+    for length, new in ((5, 12), (9, 30), (40, 7), (70, 25)):
+        assert torch.equal(decode(target, prompt(length), draft, new), decode(target, prompt(length), new=new))
+        assert graphs() == 1
+    # From the first bucket into the second, and back into the first.
+    for length, new in ((245, 24), (255, 3), (20, 9)):
+        assert torch.equal(decode(target, prompt(length), draft, new), decode(target, prompt(length), new=new))
+    assert graphs() == 2
+
+
+def test_slots_outlive_the_call_and_returned_caches_do_not_lie_in_them(pair):
+    target, draft = pair
+    options = {"return_dict_in_generate": True, "new": 20}
+    first = decode(target, prompt(8), draft, **options)
+    places = {key: buffer.data_ptr() for key, buffer in CompiledRound.pool(target).items()}
+    kept = [layer.keys.clone() for layer in first.past_key_values.layers]
+    decode(target, prompt(30), draft, **options)
+    assert {key: buffer.data_ptr() for key, buffer in CompiledRound.pool(target).items()} == places
+    assert len(places) == 2 * target.config.num_hidden_layers
+    for layer, keys in zip(first.past_key_values.layers, kept, strict=True):
+        assert torch.equal(layer.keys, keys)
+    # And so the first conversation goes on.
+    more = torch.cat([first.sequences, torch.tensor([[11, 12, 13]])], dim=1)
+    expected = decode(target, more)
+    assert torch.equal(decode(target, more, draft, past_key_values=first.past_key_values), expected)
+
+
+def test_what_cannot_be_compiled_decodes_eagerly_with_one_warning(pair, monkeypatch):
+    target, draft = pair
+    warnings = []
+    monkeypatch.setattr(round_dflash.logger, "warning", warnings.append)
+    target.lm_head.register_forward_hook(lambda *args: torch._dynamo.graph_break())
+    for length in (6, 11):
+        assert torch.equal(decode(target, prompt(length), draft), decode(target, prompt(length)))
+    assert len(warnings) == 1 and "cannot be compiled" in warnings[0]
+
+
+def test_an_error_of_the_target_is_not_hidden_by_the_way_back(pair):
+    target, draft = pair
+    decode(target, prompt(6), draft)  # probes, which may fail in silence
+
+    def fail(module, args):
+        if args[0].shape[1] > 1:
+            raise FloatingPointError("the target's own")
+
+    target.lm_head.register_forward_pre_hook(fail)
+    torch._dynamo.reset()  # graphs do not watch hooks
+    with pytest.raises(FloatingPointError, match="the target's own"):
+        decode(target, prompt(6), draft)
