@@ -169,6 +169,15 @@ def test_rows_that_are_left_out_have_a_reason(row, settings, reason):
         encoder(template, **settings)(row)
 
 
+@pytest.mark.parametrize("template", [CHATML, GENERATION], ids=["prefixes", "generation"])
+def test_the_end_of_a_turn_that_was_cut_off_is_not_the_target_s(template):
+    encode = encoder(template)
+    (example,) = encode({"messages": TWO_TURNS, "finish_reason": "length"})
+    assert supervised(encode, example) == ["Hello.<|im_end|>", "So."]
+    (example,) = encode({"messages": TWO_TURNS, "finish_reason": "stop"})
+    assert supervised(encode, example) == ["Hello.<|im_end|>", "So.<|im_end|>"]
+
+
 def test_what_is_too_long_is_cut_at_its_end():
     (whole,) = encoder(CHATML)({"messages": TWO_TURNS})
     (cut,) = encoder(CHATML, max_length=30)({"messages": TWO_TURNS})

@@ -219,6 +219,13 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     draft.save_pretrained(tmp_path / "draft")
     code, out, _ = run("--output", output, "--draft-config", str(tmp_path / "draft"))
     assert code == 0 and "8 examples in 2 shards" in out  # nothing is left to do
+    notes = tmp_path / "a.jsonl.settings.json"
+    notes.write_text(json.dumps({"chat_template_kwargs": {"enable_thinking": False}}), encoding="utf-8")
+    code, _, error = run("--output", str(tmp_path / "other"), "--layer-ids", "0", "2", "--template-args", "{}")
+    assert code == 1 and "was made with chat_template_kwargs={'enable_thinking': False}, not {}" in error
+    assert run("--output", str(tmp_path / "other"), "--layer-ids", "0", "2")[0] == 0
+    assert StoredFeatures(tmp_path / "other").manifest.chat_template_kwargs == {"enable_thinking": False}
+    notes.unlink()
     for options, message in (
         (("--layer-ids", "0", "4"), "--layer-ids [0, 4] must be distinct layers of the target's 0 to 3"),
         (("--layer-ids", "0", "1"), "was stored with layer_ids=[0, 2], not [0, 1]"),

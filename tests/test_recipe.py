@@ -90,6 +90,7 @@ def test_values_are_typed_like_the_arguments():
         (["data=null"], "A run needs data or features, but neither is given"),
         (["target=null"], "target is not given"),
         (["data=null", "features=f", "packing=true"], "leave out packing"),
+        (["data=null", "features=f", "decode_prompts=2"], "decode_prompts need the target's layers"),
         (["streaming=true", "num_proc=2"], "leave out num_proc"),
     ],
 )

@@ -60,6 +60,8 @@ class RowEncoder:
             examples = [(list(row["input_ids"]), _mask_of_ids(row))]
         elif "messages" in row:
             examples = self._conversation(row["messages"], 0, row.get("tools"))
+            if row.get("finish_reason") == "length":
+                self._without_end(*examples[-1])
         elif "prompt" in row and "completion" in row:
             prompt, completion = row["prompt"], row["completion"]
             if isinstance(prompt, str) and isinstance(completion, str):
@@ -193,6 +195,12 @@ class RowEncoder:
         while end > begin and not self._decode(ids[end - 1 : end]).strip():
             end -= 1
         return end if end > begin and ids[end - 1] in self.tokenizer.added_tokens_decoder else len(ids)
+
+    def _without_end(self, ids: list[int], mask: list[int]) -> None:
+        """The target was cut off: the end of its turn is the template's."""
+        last = len(mask) - 1 - mask[::-1].index(1) if 1 in mask else 0
+        if ids[last] in self.tokenizer.added_tokens_decoder:
+            mask[last] = 0
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -7,7 +7,13 @@ import torch
 from dflash_hf.chat import RowEncoder
 from dflash_hf.data import DFlashCollator
 from dflash_hf.features import DTYPES, StoredFeatures, describe, digest_of_target, store_features
-from dflash_hf.prepare import add_data_arguments, load_tokenizer, prepare_dataset, template_arguments
+from dflash_hf.prepare import (
+    add_data_arguments,
+    load_tokenizer,
+    prepare_dataset,
+    resolve_template_kwargs,
+    template_arguments,
+)
 from dflash_hf.sources import load_rows
 from dflash_hf.terminal import positive
 from dflash_hf.trainer import DFlashTrainer
@@ -126,7 +132,7 @@ def run(arguments, echo) -> int:
     encoder = RowEncoder(
         load_tokenizer(arguments.target, arguments.chat_template),
         arguments.max_length,
-        template_arguments(arguments.template_args),
+        resolve_template_kwargs(template_arguments(arguments.template_args), arguments.data),
         mask_token_id,
     )
     rows = load_rows(arguments.data, arguments.split, name=arguments.name)

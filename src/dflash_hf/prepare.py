@@ -1,5 +1,6 @@
 """From a dataset to what is trained on, with a count of everything that was left out; and `dflash prepare`."""
 
+import json
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from transformers.utils import logging
 
 from dflash_hf.chat import RowEncoder, UnusableRow
 from dflash_hf.data import pack
+from dflash_hf.response_file import SETTINGS
 from dflash_hf.sources import load_rows
 from dflash_hf.terminal import add_color, positive, wants_color
 
@@ -204,7 +206,6 @@ def add_data_arguments(parser) -> None:
     parser.add_argument("--chat-template", type=Path, help="Jinja file in place of the tokenizer's own")
     parser.add_argument(
         "--template-args",
-        default="{}",
         metavar="JSON",
         help="arguments of the chat template, such as '{\"enable_thinking\": false}'",
     )
@@ -232,7 +233,7 @@ def run(arguments, echo) -> int:
     encoder = RowEncoder(
         load_tokenizer(arguments.tokenizer or arguments.target, arguments.chat_template),
         arguments.max_length,
-        template_arguments(arguments.template_args),
+        resolve_template_kwargs(template_arguments(arguments.template_args), arguments.data),
         arguments.mask_token_id,
     )
     rows = load_rows(arguments.data, arguments.split, name=arguments.name)
@@ -255,10 +256,10 @@ def run(arguments, echo) -> int:
     return 0
 
 
-def template_arguments(text: str) -> dict:
+def template_arguments(text: str | None) -> dict | None:
     """The value of `--template-args`."""
-    import json
-
+    if text is None:
+        return None
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -266,6 +267,34 @@ def template_arguments(text: str) -> dict:
     if not isinstance(value, dict):
         raise ValueError(f"--template-args {text} must be a JSON object, such as '{{\"enable_thinking\": false}}'.")
     return value
+
+
+def resolve_template_kwargs(given: dict | None, data, stored: dict[str, dict] | None = None, default=None) -> dict:
+    """
+    The arguments of the chat template: those that are given, else those that the data were made with.
+
+    Args:
+        given (`dict`, *optional*): What the user says.
+        data: File or files of rows; `dflash regenerate` leaves its settings beside what it writes.
+        stored (`dict[str, dict]`): Arguments of other inputs, such as stored features, by name.
+        default (`dict`): Where nobody knows any.
+
+    Raises:
+        `ValueError`: an input was made with other arguments.
+    """
+    made_with = dict(stored or {})
+    for path in [data] if isinstance(data, str | Path) else data or []:
+        notes = Path(f"{path}{SETTINGS}")
+        if notes.is_file():
+            made_with[str(path)] = json.loads(notes.read_text(encoding="utf-8")).get("chat_template_kwargs", {})
+    wanted = given if given is not None else next(iter(made_with.values()), default or {})
+    for name, kwargs in made_with.items():
+        if kwargs != wanted:
+            raise ValueError(
+                f"{name} was made with chat_template_kwargs={kwargs}, not {wanted}; a drafter drafts badly in a mode "
+                "that it was not trained in. Make the data again, or leave these arguments out."
+            )
+    return wanted
 
 
 def load_tokenizer(name: str, chat_template: str | Path | None = None, revision: str | None = None):

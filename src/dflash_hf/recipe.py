@@ -52,6 +52,9 @@ class RecipeArguments:
     num_proc: int | None = _key("Processes that encode the data.")
     features: str | None = _key("Folder of stored features, in place of `data`.")
     eval_features: str | None = _key("As `features`, to evaluate on.")
+    decode_prompts: int = _key("Prompts to decode for real at each evaluation, for tau; 0: none.", 0)
+    decode_steps: int | None = _key("Decode them every so many steps, too.")
+    decode_max_new_tokens: int = _key("Longest answer of these.", 128)
 
     def __post_init__(self):
         if not self.target:
@@ -61,6 +64,8 @@ class RecipeArguments:
             raise ValueError(f"A run needs data or features, but {given}; name one.")
         if self.features and (self.packing or self.streaming or self.eval_data):
             raise ValueError("features are read as they were stored: leave out packing, streaming and eval_data.")
+        if self.features and self.decode_prompts:
+            raise ValueError("decode_prompts need the target's layers, which stored features leave out; set it to 0.")
         if self.streaming and (self.num_proc or self.eval_split):
             raise ValueError("streaming=True reads in one process and one split: leave out num_proc and eval_split.")
         for name in ("num_draft_layers", "block_size", "max_length"):

@@ -157,7 +157,7 @@ def add_arguments(parser) -> None:
 def run(arguments, echo) -> int:
     """`dflash regenerate`: finish what is missing in the output; 1 if some rows were refused."""
     _check(arguments)
-    template_kwargs = template_arguments(arguments.template_args)
+    template_kwargs = template_arguments(arguments.template_args) or {}
     server = _server(arguments, template_kwargs) if arguments.server else None
     rows = load_rows(arguments.data, arguments.split, name=arguments.name)
     count = min(arguments.limit or len(rows), len(rows))

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 
+SETTINGS = ".settings.json"  # added to the file's name
+
+
 class ResponseFile:
     """
     Responses by the number of their row. Opening it repairs a half-written last line and reads what is finished.
@@ -28,7 +31,7 @@ class ResponseFile:
         self.path = path
         self.finished: dict[int, str] = {}
         self.repaired = 0
-        notes = path.with_name(f"{path.name}.settings.json")
+        notes = Path(f"{path}{SETTINGS}")
         settings = json.loads(json.dumps(settings))
         if path.exists() and path.stat().st_size and notes.exists():
             before = json.loads(notes.read_text(encoding="utf-8"))

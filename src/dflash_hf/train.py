@@ -1,7 +1,6 @@
 """`dflash train`: a recipe from its data to a saved, and if wanted published, drafter."""
 
 import argparse
-import json
 from pathlib import Path
 
 from dflash_hf.recipe import RecipeArguments, key_lines, read_recipe
@@ -89,6 +88,11 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None):
     else:
         from dflash_hf.trainer import DFlashTrainer as Trainer
     trainer = Trainer(draft, target, args, train_dataset, eval_dataset, **extra)
+    if recipe.decode_prompts:
+        from dflash_hf.callbacks import DecodingCallback
+
+        prompts = {"num_prompts": recipe.decode_prompts, "max_new_tokens": recipe.decode_max_new_tokens}
+        trainer.add_callback(DecodingCallback(trainer, decode_steps=recipe.decode_steps, **prompts))
     if resume:
         say(f"going on from {resume}")
     trainer.train(resume_from_checkpoint=resume)
@@ -128,8 +132,10 @@ def _make_draft(recipe: RecipeArguments, target, encoder):
     """A fresh drafter, or the one to go on from; its configuration keeps the arguments of the chat template."""
     import torch
 
+    from dflash_hf.features import FeatureManifest
     from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
     from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
+    from dflash_hf.prepare import resolve_template_kwargs
     from dflash_hf.target import spare_token_id
 
     if recipe.draft:
@@ -156,41 +162,16 @@ def _make_draft(recipe: RecipeArguments, target, encoder):
         config = DFlashDraftConfig.for_target(target.config, mask_token_id, layers, block, **fields)
         draft = DFlashDraftModel(config)
     known = config.dflash_config.get("chat_template_kwargs")
-    kwargs = _template_kwargs(recipe, known)
+    stored = {}
+    if recipe.features:
+        stored[recipe.features] = FeatureManifest.load(Path(recipe.features)).chat_template_kwargs
+    kwargs = resolve_template_kwargs(recipe.chat_template_kwargs, recipe.data, stored, known)
     encoder.chat_template_kwargs = kwargs
     encoder.mask_token_id = config.mask_token_id
     encoder.vocab_size = target.get_input_embeddings().weight.shape[0]
     if kwargs or known is not None:
         config.dflash_config["chat_template_kwargs"] = kwargs
     return draft
-
-
-def _template_kwargs(recipe: RecipeArguments, known: dict | None) -> dict:
-    """
-    The recipe's own, else those that the data or the drafter was made with.
-
-    Raises:
-        `ValueError`: responses or features were made with others than the recipe says.
-    """
-    made_with = {}
-    if recipe.features:
-        from dflash_hf.features import FeatureManifest
-
-        made_with[recipe.features] = FeatureManifest.load(Path(recipe.features)).chat_template_kwargs
-    for path in [recipe.data] if isinstance(recipe.data, str) else recipe.data or []:
-        notes = Path(f"{path}.settings.json")
-        if notes.is_file():  # of `dflash regenerate`
-            made_with[path] = json.loads(notes.read_text(encoding="utf-8")).get("chat_template_kwargs", {})
-    for path, kwargs in made_with.items():
-        wanted = kwargs if recipe.chat_template_kwargs is None else recipe.chat_template_kwargs
-        if kwargs != wanted or kwargs != next(iter(made_with.values())):
-            raise ValueError(
-                f"{path} was made with chat_template_kwargs={kwargs}, not {wanted}; a drafter drafts badly in a mode "
-                "that it was not trained in. Make the data again, or leave the key out."
-            )
-    if recipe.chat_template_kwargs is not None:
-        return recipe.chat_template_kwargs
-    return next(iter(made_with.values()), known or {})
 
 
 def _datasets(recipe: RecipeArguments, target, encoder, say):
