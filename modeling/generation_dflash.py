@@ -184,6 +184,8 @@ def decode(
             start = torch.tensor([columns - pad for pad in padding], device=generator.device)  # [R], the anchors
             block_size = min(draft.decoding_config.block_size or draft.config.block_size, draft.config.block_size)
             features, features_start = generator.no_features(start, block_size)
+            if compiled:  # a block keeps its size at the end of the text
+                session.last_slot = start.new_tensor(columns + text.max_new - 1)
             while not text.done:
                 # 2. Draft a block for each row and verify it with one forward of the target.
                 used = text.longest + columns + draft.config.block_size

@@ -58,6 +58,7 @@ class SlotSession:
         self.windows, self.dtype = mask_windows(target), target.dtype
         if not any(self.windows.values()):  # no layer has a mask
             self.windows = {None: None}
+        self.last_slot = None  # [], where blocks may reach past the end of the text: no position is past its last one
 
     @staticmethod
     def takes(cache) -> bool:
@@ -68,15 +69,14 @@ class SlotSession:
         """Logits `[R, n, V]` after each token of `block` `[R, n]`, which stands at slots `start..start + n - 1`."""
         slots = start[:, None] + torch.arange(block.shape[1], device=start.device)  # [R, n]
         self.cache.place(slots, used=used)
-        dtype = self.target.dtype
         masks = {
-            name: None if rule is None else slot_mask(slots, slots, self.cache.view, *rule, dtype)
+            name: None if rule is None else slot_mask(slots, slots, self.cache.view, *rule, self.dtype)
             for name, rule in self.windows.items()
         }
         return self.target(
             input_ids=block,
             attention_mask=masks[None] if None in masks else masks,
-            position_ids=slots + self.offset,
+            position_ids=(slots if self.last_slot is None else slots.minimum(self.last_slot)) + self.offset,
             **self.arguments,
         ).logits
 

@@ -60,6 +60,16 @@ def test_slots_outlive_the_call_and_returned_caches_do_not_lie_in_them(pair):
     assert torch.equal(decode(target, more, draft, past_key_values=first.past_key_values), expected)
 
 
+def test_no_position_past_the_end_of_the_text(pair):
+    """A block keeps its size at the end; a table of learned positions has nothing there."""
+    target = make_target("gpt2", n_positions=64)
+    draft = make_draft(target, block_size=8)
+    draft.decoding_config.compile = "aot_eager"
+    expected = decode(target, prompt(20), new=44)
+    assert torch.equal(decode(target, prompt(20), draft, new=44), expected)
+    assert round_dflash._uncompilable.isdisjoint({target})
+
+
 def test_what_cannot_be_compiled_decodes_eagerly_with_one_warning(pair, monkeypatch):
     target, draft = pair
     warnings = []
