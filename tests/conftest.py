@@ -3,7 +3,9 @@
 import families
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.integrations import flex_attention as upstream_flex
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
 from dflash_hf.modeling.generation_dflash import DFlashCandidateGenerator
@@ -139,6 +141,16 @@ def oracle(monkeypatch):
         monkeypatch.setattr(DFlashCandidateGenerator, "draft", draft)
 
     return install
+
+
+@pytest.fixture
+def uncompiled_flex(monkeypatch):
+    """Flex attention by its definition; compiled, it is tested where there is a CUDA device."""
+
+    def attend(query, key, value, training=False, **arguments):
+        return flex_attention(query, key, value, **arguments)
+
+    monkeypatch.setattr(upstream_flex, "compile_friendly_flex_attention", attend)
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,6 @@
 import pytest
 import torch
 from conftest import make_draft, make_target
-from torch.nn.attention.flex_attention import flex_attention
-from transformers.integrations import flex_attention as upstream_flex
 
 from dflash_hf.blocks import block_mask, build_blocks, example_seeds, flex_mask, sample_anchors
 from dflash_hf.modeling.modeling_dflash import additive, visible_in_block
@@ -299,16 +297,6 @@ def test_a_trained_block_is_the_decoded_block(target, any_draft, sequences):
             ids[:, 0] = input_ids[:, anchor]
             decoded = any_draft(raw_embedding(target, ids), features[:, :anchor]).last_hidden_state
             torch.testing.assert_close(trained[:, i], decoded, atol=1e-5, rtol=1e-5)
-
-
-@pytest.fixture
-def uncompiled_flex(monkeypatch):
-    """Flex attention by its definition; compiled, it is tested where there is a CUDA device."""
-
-    def attend(query, key, value, training=False, **arguments):
-        return flex_attention(query, key, value, **arguments)
-
-    monkeypatch.setattr(upstream_flex, "compile_friendly_flex_attention", attend)
 
 
 @pytest.mark.parametrize("case", ["plain", "padded", "autocast"])
