@@ -166,7 +166,8 @@ def decode(
         activate_past_recording(cache)
     was_training, session = draft.training, None
     keep_cache = generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
-    draft.eval()
+    if was_training:
+        draft.eval()
     try:
         with FeatureTap(target, draft.config.target_layer_ids, consume=generator.absorb) as tap:
             outputs = target._prefill(input_ids, generation_config, model_kwargs)
@@ -202,7 +203,8 @@ def decode(
                 session.commit(size, text.committed)
                 features_start, start = start, start + counts
     finally:
-        draft.train(was_training)
+        if was_training:
+            draft.train()
         if session is not None and keep_cache:  # whole again for the caller, also after an interruption
             cache = session.close(columns + max(text.longest - 1, 0))
 

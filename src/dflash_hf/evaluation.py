@@ -204,9 +204,10 @@ def evaluate(
         )
         return output, output.sequences[0, input_ids.shape[1] :].tolist()
 
-    # 1. Warm up: the first calls of a method compile, probe and allocate, and again for each size of a compiled one.
+    # 1. Warm up: the first calls of a method compile, probe and allocate, and again for each size of a compiled one,
+    # which comes last: others may leave hooks on the target, for which it would be compiled again.
     warmup = {}
-    for method in methods:
+    for method in sorted(methods, key=lambda name: name == COMPILED):
         start = _now(target)
         for index in range(len(prompts) if method == COMPILED else 1):
             decode(method, index)
