@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel, Trainer
 from transformers.utils import logging
 
+from dflash_hf.adapters import add_adapter, is_adapted
 from dflash_hf.blocks import (
     Blocks,
     block_mask,
@@ -63,6 +64,8 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, Trainer):
         args (`DFlashTrainingArguments`): Default: the paper's recipe.
         train_dataset, eval_dataset: Rows with `input_ids` and `loss_mask`, see [`~dflash_hf.data.make_example`].
         data_collator: Default: [`~dflash_hf.data.DFlashCollator`].
+        peft_config (`PeftConfig` or `dict`): Train an adapter on the drafter, see
+            [`~dflash_hf.adapters.add_adapter`]; `merge_and_unload` makes a plain drafter of both.
         kwargs: Any other argument of `Trainer`.
 
     Raises:
@@ -77,6 +80,7 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, Trainer):
         train_dataset=None,
         eval_dataset=None,
         data_collator=None,
+        peft_config=None,
         **kwargs,
     ):
         if args is None:
@@ -95,7 +99,7 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, Trainer):
             logger.info(f"The drafter's {model.dtype} weights are trained in fp32, with autocast.")
             model.float()
         super().__init__(
-            model=model,
+            model=model if peft_config is None else add_adapter(model, peft_config),
             args=args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
@@ -126,7 +130,8 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, Trainer):
     @property
     def draft(self):
         """The drafter itself, without what training wraps it in."""
-        return self.accelerator.unwrap_model(self.model)
+        model = self.accelerator.unwrap_model(self.model)
+        return model.get_base_model() if is_adapted(model) else model
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """

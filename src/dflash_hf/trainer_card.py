@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Sized
 from pathlib import Path
 
+from dflash_hf.adapters import is_adapted
 from dflash_hf.card import FACTS_FILE, PLOT_FILE, REPORT_FILE, CardFacts, render_card, save_report, save_training_facts
 from dflash_hf.evaluation import EvalReport
 
@@ -76,7 +77,7 @@ class CardWriter:
         Raises:
             `ValueError`: the target was not loaded from the Hub and `finetuned_from` is missing.
         """
-        if not self.is_world_process_zero():
+        if not self.is_world_process_zero() or is_adapted(self.model):  # PEFT writes the card of an adapter
             return
         folder = Path(self.args.output_dir)
         datasets = dataset_tags if dataset is None else dataset
@@ -97,9 +98,9 @@ class CardWriter:
         if self.is_world_process_zero():
             source, folder = Path(checkpoint_folder), Path(self.args.output_dir)
             (folder / "custom_generate").mkdir(exist_ok=True)
-            names = [path.name for path in source.glob("*_dflash.py")]
-            for name in (*names, "custom_generate/generate.py", FACTS_FILE):
-                shutil.copyfile(source / name, folder / name)
+            for path in (*source.glob("*_dflash.py"), source / "custom_generate/generate.py", source / FACTS_FILE):
+                if path.is_file():  # an adapter has no code
+                    shutil.copyfile(path, folder / path.relative_to(source))
         super()._push_from_checkpoint(checkpoint_folder)
 
 
