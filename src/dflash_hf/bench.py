@@ -288,9 +288,12 @@ def run(arguments, echo) -> int:
         (arguments.output / "bench.md").write_text("```\n" + "\n".join(lines) + "\n```\n", encoding="utf-8")
         facts = json.loads(report.to_json()) | {"round": {**copy.copy(vars(rounds)), "overhead": rounds.overhead}}
         (arguments.output / "bench.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        from dflash_hf.plots import plot_report
+        try:
+            from dflash_hf.plots import plot_report
 
-        plot_report(report, arguments.output / "bench.png", _title(report, arguments))
+            plot_report(report, arguments.output / "bench.png", _title(report, arguments))
+        except ImportError as error:
+            echo(f"no picture: {error}")
         echo(f"written to {arguments.output}")
     return 0 if report.lossless or dtype != torch.float32 else 1
 
