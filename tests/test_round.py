@@ -60,6 +60,16 @@ def test_slots_outlive_the_call_and_returned_caches_do_not_lie_in_them(pair):
     assert torch.equal(decode(target, more, draft, past_key_values=first.past_key_values), expected)
 
 
+def test_a_seed_gives_the_sample_that_it_gives_eagerly(pair):
+    target, draft = pair
+    samples = []
+    for compiled in (False, "aot_eager"):
+        draft.decoding_config.compile = compiled
+        torch.manual_seed(3)
+        samples.append(target.generate(prompt(7), max_new_tokens=16, do_sample=True, top_p=0.9, assistant_model=draft))
+    assert torch.equal(*samples)
+
+
 def test_no_position_past_the_end_of_the_text(pair):
     """A block keeps its size at the end; a table of learned positions has nothing there."""
     target = make_target("gpt2", n_positions=64)
