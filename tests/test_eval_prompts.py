@@ -6,6 +6,7 @@ import pytest
 from conftest import make_draft, make_target
 from tiny_chat import CHATML, make_tokenizer
 
+from dflash_hf import DFlashDraftModel
 from dflash_hf.card import CardFacts
 from dflash_hf.chat import RowEncoder
 from dflash_hf.cli import main
@@ -92,6 +93,18 @@ def test_from_a_file_to_the_report_beside_the_weights(pair, tmp_path, capsys):
     assert evaluate(pair, tmp_path / "p.jsonl", "--prompt-lookup", "--output", tmp_path / "out") == 0
     again = json.loads((tmp_path / "out" / "eval_report.json").read_text(encoding="utf-8"))
     assert again["responses"] == report["responses"] and "prompt_lookup" in again["methods"]
+
+
+def test_template_arguments_are_those_of_training_unless_given(pair, tmp_path, monkeypatch):
+    """A drafter trained without thinking and used with it loses much of its acceptance."""
+    seen = []
+    monkeypatch.setattr("dflash_hf.eval_prompts.read_prompts", lambda data, encoder, *_: seen.append(encoder) or [[5]])
+    draft = DFlashDraftModel.from_pretrained(pair / "draft")
+    draft.config.dflash_config = {**draft.config.dflash_config, "chat_template_kwargs": {"enable_thinking": False}}
+    draft.save_pretrained(tmp_path / "draft")
+    for arguments in ((), ("--draft", tmp_path / "draft"), ("--draft", tmp_path / "draft", "--template-args", "{}")):
+        assert evaluate(pair, "prompts.txt", *arguments) == 0
+    assert [encoder.chat_template_kwargs for encoder in seen] == [{}, {"enable_thinking": False}, {}]
 
 
 def test_an_output_that_is_not_the_target_s_own_is_an_error(pair, tmp_path, capsys, monkeypatch):

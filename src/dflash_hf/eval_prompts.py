@@ -83,7 +83,11 @@ def add_arguments(parser) -> None:
     parser.add_argument("--runs", type=positive, default=3, help="timed repetitions; default: %(default)s")
     parser.add_argument("--max-new-tokens", type=positive, default=256, help="default: %(default)s")
     parser.add_argument("--raw", action="store_true", help="feed text as it is, without the chat template")
-    parser.add_argument("--template-args", default="{}", metavar="JSON", help="arguments of the chat template")
+    parser.add_argument(
+        "--template-args",
+        metavar="JSON",
+        help="arguments of the chat template, such as '{\"enable_thinking\": false}'; default: those of training",
+    )
     parser.add_argument("--prompt-lookup", action="store_true", help="also decode with transformers' prompt lookup")
     parser.add_argument("--dtype", default="auto", help="of both models: auto, float32, bfloat16, float16")
     parser.add_argument("--device", help="cpu, cuda, ... or auto, to spread a large target; default: a GPU if any")
@@ -115,12 +119,16 @@ def _measure(arguments) -> EvalReport:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
+    from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
     from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 
     AutoConfig.from_pretrained(arguments.target)  # says more clearly than the tokenizer that there is no model
-    encoder = RowEncoder(
-        load_tokenizer(arguments.target), chat_template_kwargs=template_arguments(arguments.template_args)
-    )
+    if arguments.template_args is None:
+        nested = DFlashDraftConfig.from_pretrained(arguments.draft).dflash_config or {}
+        template_kwargs = nested.get("chat_template_kwargs") or {}
+    else:
+        template_kwargs = template_arguments(arguments.template_args)
+    encoder = RowEncoder(load_tokenizer(arguments.target), chat_template_kwargs=template_kwargs)
     prompts = read_prompts(arguments.data, encoder, arguments.prompts, arguments.split, arguments.raw)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
