@@ -5,7 +5,7 @@ from transformers.generation import CandidateGenerator
 
 from .accept_dflash import Proposal
 from .cache_dflash import SlotCache, slot_mask
-from .target_dflash import raw_embedding
+from .target_dflash import input_device, raw_embedding
 
 
 class DFlashCandidateGenerator(CandidateGenerator):
@@ -26,7 +26,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.draft_model, self.target = draft, target
         self.config = draft.config
         self.head = target.get_output_embeddings()
-        self.device = target.get_input_embeddings().weight.device
+        self.device = input_device(target)
         # A model finds these by walking through its parameters, which takes longer than a small layer.
         self.draft_device, self.draft_dtype, self.target_dtype = draft.device, draft.dtype, target.dtype
         self.max_length = max_length

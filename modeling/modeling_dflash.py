@@ -28,7 +28,7 @@ from .generation_dflash import DFlashDecodingConfig, decode
 from .hook_dflash import install_hook
 from .layouts_dflash import TENSOR_NAMES
 from .selector_dflash import CandidateSelector
-from .target_dflash import check_pair
+from .target_dflash import check_pair, running_device
 
 
 _HUB_ARGUMENTS = (
@@ -146,8 +146,7 @@ class DFlashDraftModel(PreTrainedModel):
             target_head (`nn.Module`): The target's output embedding, used unless the drafter has a head of its own.
         """
         head = self.lm_head if self.config.has_own_head else target_head
-        weight = head.weight
-        logits = head(hidden_states.to(device=weight.device, dtype=weight.dtype))
+        logits = head(hidden_states.to(device=running_device(head), dtype=head.weight.dtype))
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
         cap = self.config.final_logit_softcapping
@@ -167,6 +166,11 @@ class DFlashDraftModel(PreTrainedModel):
     def dflash_validate(self, target, generation_mode, generation_config, generation_mode_kwargs):
         """What `generate` asks before it starts: does this drafter fit the target and the way it is called?"""
         check_pair(target, self.config)
+        if generation_config.dola_layers is not None:
+            raise ValueError(
+                f"dola_layers={generation_config.dola_layers!r} cannot be combined with a drafter: drop it or "
+                "`assistant_model`."
+            )
         if generation_mode != GenerationMode.ASSISTED_GENERATION:
             raise ValueError(
                 f"assistant_model is a DFlash drafter, which decodes greedily or by sampling, but the arguments of "

@@ -7,6 +7,7 @@ from transformers import DynamicCache
 from transformers.utils import logging
 
 from .replay_dflash import ReplaySession, StepSession, recurrent_states
+from .target_dflash import input_device
 from .verify_dflash import CropSession, SlotSession, activate_past_recording, cache_argument
 
 
@@ -51,7 +52,7 @@ def _error(target, session_class) -> float:
     where the session allows it.
     """
     vocab_size = target.config.get_text_config().vocab_size
-    device = target.get_input_embeddings().weight.device
+    device = input_device(target)
     tokens = torch.arange(3, 31, device=device).view(2, 14) * 7 % max(vocab_size - 1, 2)  # no random numbers drawn
     block, kept = tokens[:, 5:10].clone(), [2, 2 if session_class.in_step else 3]
     for row, count in enumerate(kept):

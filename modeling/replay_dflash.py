@@ -21,6 +21,7 @@ from transformers.cache_utils import (
 )
 
 from .cache_dflash import SlotCache, SlotLayer
+from .target_dflash import input_device
 from .verify_dflash import SlotSession, cache_argument
 
 
@@ -181,7 +182,7 @@ def moving_modules(target) -> dict:
             handles.append(module.register_forward_pre_hook(lambda *_, name=name: running.append(name)))
             handles.append(module.register_forward_hook(lambda *_: running.pop() and None, always_call=True))
         try:
-            ids = torch.ones(1, 3, dtype=torch.long, device=target.get_input_embeddings().weight.device)
+            ids = torch.ones(1, 3, dtype=torch.long, device=input_device(target))
             target(input_ids=ids, use_cache=True, **{cache_argument(target): cache})
         finally:
             for handle in handles:

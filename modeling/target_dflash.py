@@ -21,9 +21,27 @@ def decoder_layers(target) -> nn.ModuleList:
     )
 
 
+def running_device(module: nn.Module) -> torch.device:
+    """The device of a module's weight, or, where accelerate has offloaded it, the one it is fetched to."""
+    device = module.weight.device
+    return torch.device(module._hf_hook.execution_device) if device.type == "meta" else device
+
+
+def input_device(target) -> torch.device:
+    """Where a target takes token ids."""
+    return running_device(target.get_input_embeddings())
+
+
 def raw_embedding(target, input_ids: torch.LongTensor) -> torch.Tensor:
     """`[..., H]` rows of the target's embedding table, without the scale or norm that its embedding module may add."""
-    return nn.functional.embedding(input_ids, target.get_input_embeddings().weight)
+    module = target.get_input_embeddings()
+    if module.weight.device.type != "meta":
+        return nn.functional.embedding(input_ids, module.weight)
+    module._hf_hook.pre_forward(module)  # offloaded: fetches the weights, as before any forward
+    try:
+        return nn.functional.embedding(input_ids, module.weight)
+    finally:
+        module._hf_hook.post_forward(module, None)
 
 
 class FeatureTap:
@@ -102,7 +120,10 @@ def check_pair(target, draft_config) -> None:
             f"The drafter has hidden_size={draft_config.hidden_size}, but the embedding of {name}, which it shares, "
             f"has width {width}: load the drafter that was trained for this target."
         )
-    if draft_config.vocab_size not in (None, text.vocab_size, rows):
+    # A target whose embedding was given more rows is still the same target; a path selector has a row for each token.
+    known = draft_config.vocab_size
+    resized = known is not None and known < rows and draft_config.selector_rank is None
+    if not resized and known not in (None, text.vocab_size, rows):
         raise ValueError(
             f"The drafter was trained with vocab_size={draft_config.vocab_size}, but {name} has "
             f"vocab_size={text.vocab_size}: load the drafter that was trained for this target."

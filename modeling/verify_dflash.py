@@ -13,6 +13,7 @@ from transformers.cache_utils import CacheLayerMixin, QuantizedLayer, StaticLaye
 from transformers.generation import utils as generation_utils
 
 from .cache_dflash import SlotCache, can_adopt, slot_mask
+from .target_dflash import input_device
 
 
 # Arguments that a session passes itself, or that belong to the prompt alone.
@@ -145,7 +146,7 @@ def mask_windows(target) -> dict[str | None, tuple[int | None, int | None] | Non
     if getattr(config, "layer_types", None) is None:
         return {None: (window, None) if window is not None else (None, chunk)}
     create = getattr(target, "create_masks_for_generate", masking_utils.create_masks_for_generate)
-    like = torch.empty(1, 2, 0, dtype=target.dtype, device=target.device)
+    like = torch.empty(1, 2, 0, dtype=target.dtype, device=input_device(target))
     masks = create(config=target.config, inputs_embeds=like, attention_mask=None, past_key_values=None)
     types = set(masks) if isinstance(masks, dict) else set(config.layer_types)
     unknown = types - rules.keys()

@@ -108,3 +108,4 @@ STEP = {
     },
 }
 CROP = {"bloom": {}}
+NONE = {"recurrent_gemma": {"lru_width": 32, "attention_window_size": 16}}

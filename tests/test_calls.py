@@ -1,9 +1,12 @@
 """Ways of calling `generate` that broke other implementations."""
 
+from threading import Thread
+
 import pytest
 import torch
 from conftest import VOCAB, make_draft, make_target
-from transformers import DynamicCache, StaticCache
+from tiny_chat import make_tokenizer
+from transformers import DynamicCache, StaticCache, TextIteratorStreamer, TextStreamer, pipeline
 from transformers.generation import GenerationConfig
 
 
@@ -140,3 +143,125 @@ def test_under_autocast(target, draft):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output = target.generate(PROMPT, max_new_tokens=12, do_sample=False, assistant_model=draft)
     assert output.shape == (1, 22)
+
+
+@pytest.fixture(scope="module")
+def talking():
+    """A target whose tokens are letters, its drafter and its tokenizer."""
+    target = make_target(vocab_size=280)
+    return target, make_draft(target), make_tokenizer()
+
+
+def test_streamers_of_text(talking, capsys):
+    target, draft, tokenizer = talking
+    inputs = tokenizer("Once", return_tensors="pt", return_token_type_ids=False)
+    options = {"max_new_tokens": 20, "do_sample": False}
+    written = []
+    for assistant in (None, draft):
+        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
+        call = {**inputs, **options, "streamer": streamer, "assistant_model": assistant}
+        thread = Thread(target=target.generate, kwargs=call)
+        thread.start()
+        pieces = list(streamer)
+        thread.join()
+        target.generate(**inputs, **options, streamer=TextStreamer(tokenizer), assistant_model=assistant)
+        written.append((pieces, capsys.readouterr().out))
+    assert written[0] == written[1] and len(written[0][0]) > 5
+
+
+def test_stop_strings_stop_exactly(talking, oracle):
+    target, draft, tokenizer = talking
+    inputs = tokenizer("Once", return_tensors="pt", return_token_type_ids=False)
+    letters = set(tokenizer("abcdefghijklmnopqrstuvwxyz")["input_ids"])
+    others = [token for token in range(280) if token not in letters]
+    options = {"max_new_tokens": 40, "do_sample": False, "tokenizer": tokenizer, "suppress_tokens": others}
+    text = target.generate(**inputs, **options)
+    stop = tokenizer.decode(text[0, 4 + 13 : 4 + 15])
+    expected = target.generate(**inputs, **options, stop_strings=[stop])
+    assert expected.shape[1] < text.shape[1]
+    oracle(text, [0])
+    output = target.generate(**inputs, **options, stop_strings=[stop], assistant_model=draft)
+    assert torch.equal(output, expected)
+
+
+def test_pipeline(talking):
+    target, draft, tokenizer = talking
+    options = {"max_new_tokens": 12, "do_sample": False, "return_tensors": True}
+    plain = pipeline("text-generation", model=target, tokenizer=tokenizer)
+    drafted = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=draft)
+    rounds = []
+    handle = draft.register_forward_hook(lambda *_: rounds.append(1))
+    assert drafted("Once", **options) == plain("Once", **options)
+    handle.remove()
+    assert rounds
+
+
+def test_dola_is_refused(target, draft):
+    with pytest.raises(ValueError, match="dola_layers"):
+        target.generate(PROMPT, max_new_tokens=5, dola_layers="low", assistant_model=draft)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text"])
+def test_an_interruption_leaves_the_callers_cache_whole(family, oracle):
+    """Stopped inside a block, the cache holds committed tokens and no others: its text can be gone on with."""
+
+    class Interrupted:
+        def __init__(self, after):
+            self.after, self.tokens = after, []
+
+        def put(self, value):
+            if value.numel() > 1:
+                return
+            self.tokens.append(int(value))
+            if len(self.tokens) == self.after:
+                raise KeyboardInterrupt
+
+    target = make_target(family)
+    draft = make_draft(target, block_size=8)
+    expected = target.generate(PROMPT, max_new_tokens=24, do_sample=False)
+    oracle(expected, [0], error_rate=0.1)
+    for after in (4, 7, 11):
+        cache, streamer = DynamicCache(config=target.config), Interrupted(after)
+        options = {"max_new_tokens": 24, "do_sample": False, "past_key_values": cache}
+        with pytest.raises(KeyboardInterrupt):
+            target.generate(PROMPT, **options, streamer=streamer, assistant_model=draft)
+        assert streamer.tokens == expected[0, 10 : 10 + after].tolist()
+        length = cache.get_seq_length()
+        assert 10 + after - 1 <= length < 10 + after + 8
+        whole = DynamicCache(config=target.config)
+        target(expected[:, :length], past_key_values=whole, use_cache=True)
+        options = {"max_new_tokens": 3, "do_sample": False}
+        texts = [
+            target.generate(expected[:, : length + 1], past_key_values=held, **options) for held in (cache, whole)
+        ]
+        assert torch.equal(*texts)
+
+
+@pytest.mark.slow
+def test_ten_thousand_tokens_in_constant_memory(oracle):
+    """Beyond the cache nothing grows with the text."""
+
+    class Meter:
+        """Resident megabytes after so many tokens."""
+
+        def __init__(self):
+            self.tokens, self.resident = 0, {}
+
+        def put(self, value):
+            self.tokens += value.numel()
+            if self.tokens % 1000 == 0:
+                with open("/proc/self/statm", encoding="ascii") as statm:
+                    self.resident[self.tokens] = int(statm.read().split()[1]) * 4096 / 2**20
+
+        def end(self):
+            pass
+
+    target = make_target(max_position_embeddings=16384)
+    draft, meter = make_draft(target, block_size=16), Meter()
+    expected = target.generate(PROMPT, max_new_tokens=10_000, do_sample=False)
+    oracle(expected, [0], error_rate=0.02)
+    output = target.generate(PROMPT, max_new_tokens=10_000, do_sample=False, assistant_model=draft, streamer=meter)
+    assert torch.equal(output, expected)
+    # Keys and values of 8,000 tokens in 4 + 2 layers, in buffers with a quarter to spare, moved when they grow.
+    cache = 8000 * 2 * (4 * 2 * 8 + 2 * 2 * 8) * 4 / 2**20
+    assert meter.resident[10_000] - meter.resident[2000] < 2.5 * cache + 10, meter.resident

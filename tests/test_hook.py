@@ -26,14 +26,17 @@ def everybody_else(target, assistant):
         {"assistant_model": assistant, "do_sample": False},
         {"assistant_model": assistant, "do_sample": True},
         {"prompt_lookup_num_tokens": 3, "do_sample": False},
+        {"assistant_early_exit": 2, "do_sample": False},
+        {"assistant_model": assistant, "assistant_confidence_threshold": 0.2, "num_assistant_tokens": 3},
         {"num_beams": 3, "do_sample": False},
         {"do_sample": True},
     ]
     return [target.generate(PROMPT, max_new_tokens=15, **call) for call in calls]
 
 
-def test_other_generation_modes_are_unchanged(unhooked):
-    target, assistant = make_target(), make_target(num_hidden_layers=1)
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "lfm2"])
+def test_other_generation_modes_are_unchanged(unhooked, family):
+    target, assistant = make_target(family), make_target(seed=1)
     before = everybody_else(target, assistant)
     install_hook()
     after = everybody_else(target, assistant)

@@ -93,3 +93,43 @@ def test_one_row_gives_the_same_sample_for_the_same_seed(target, draft, oracle):
         )
         assert torch.equal(output.sequences, expected)
         assert max(output.acceptance_lengths[0]) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft_temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.8, 0.9)])
+@pytest.mark.parametrize(("rows", "draws"), [(1000, 200_000), (1, 10_000)])
+def test_many_samples_follow_the_target(small, oracle, temperature, top_p, rows, draws, draft_temperature):
+    """Batches, and one prompt at a time; drafts that are right or wrong on purpose, and drafts that are drawn."""
+    prompt = [3, 1, 4]
+    expected = exact_distribution(small, prompt, temperature, top_p)
+    likely = max(expected, key=expected.get)
+    oracle(torch.tensor([prompt + list(likely) + [0]]), [0], error_rate=0.2)
+    draft = make_draft(small, block_size=4)
+    draft.decoding_config.draft_temperature = draft_temperature
+    counts, accepted = torch.zeros(VOCAB**STEPS, dtype=torch.long), set()
+    torch.manual_seed(0)
+    for _ in range(draws // rows):
+        output = small.generate(
+            torch.tensor([prompt] * rows),
+            max_new_tokens=STEPS,
+            do_sample=True,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=0,
+            assistant_model=draft,
+            return_dict_in_generate=True,
+        )
+        accepted.update(n for lengths in output.acceptance_lengths for n in lengths)
+        places = torch.tensor([VOCAB**2, VOCAB, 1])
+        counts += torch.bincount((output.sequences[:, 3:] * places).sum(dim=1), minlength=VOCAB**STEPS)
+    assert accepted >= {1, 2}
+    wanted = torch.tensor([expected[text] for text in itertools.product(range(VOCAB), repeat=STEPS)]) * draws
+    assert not counts[wanted == 0].any()
+    common = wanted >= 5
+    rare = [float(counts[~common].sum())], [float(wanted[~common].sum())]
+    observed, wanted = counts[common].double().tolist(), wanted[common].double().tolist()
+    if rare[1][0] > 1:
+        observed, wanted = observed + rare[0], wanted + rare[1]
+    scale = sum(observed) / sum(wanted)
+    assert chisquare(observed, [w * scale for w in wanted]).pvalue > 0.001
