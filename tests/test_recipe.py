@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import make_draft
 from tiny_chat import CHATML, THINKING, save_target
 from transformers import AutoModelForCausalLM
 
@@ -22,6 +23,7 @@ datasets = pytest.importorskip("datasets")
 RECIPES = sorted((Path(__file__).parents[1] / "examples" / "recipes").glob("*.yaml"))
 DEMO = next(path for path in RECIPES if path.stem == "demo")
 OFFLINE = next(path for path in RECIPES if path.stem == "offline")
+LORA = next(path for path in RECIPES if path.stem == "lora")
 
 
 @pytest.fixture(autouse=True)
@@ -192,6 +194,23 @@ def test_stored_features_train_with_what_they_were_stored_with(folder, data, tmp
     other = (f"features={features}", "chat_template_kwargs.enable_thinking=true")
     code, _, error = train(capsys, folder, tmp_path / "drafter", *other, config=OFFLINE)
     assert code == 1 and "was made with chat_template_kwargs={'enable_thinking': False}, not" in error
+
+
+def test_an_adapter_is_merged_into_the_drafter_it_was_trained_on(folder, data, tmp_path, capsys):
+    pytest.importorskip("peft")
+    target = AutoModelForCausalLM.from_pretrained(folder)
+    draft = make_draft(target, target_layer_ids=[0, 2])
+    draft.save_pretrained(tmp_path / "published")
+    output = tmp_path / "adapted"
+    options = (f"draft={tmp_path / 'published'}", f"data={data}", "peft_config.r=2", "warmup_steps=0")
+    code, _, error = train(capsys, folder, output, *options, config=LORA)
+    assert code == 0, error
+    adapted = DFlashDraftModel.from_pretrained(output)
+    assert adapted.config.mask_token_id == 279
+    changed = [not torch.equal(one, other) for one, other in zip(adapted.parameters(), draft.parameters())]
+    assert any(changed) and not all(changed)  # norms are not adapted
+    assert (output / "adapter" / "adapter_model.safetensors").is_file()
+    assert json.loads((output / "card_facts.json").read_text(encoding="utf-8"))["training"]["optimizer_steps"] == 2
 
 
 def test_responses_of_another_mode_are_refused(folder, data, tmp_path, capsys):

@@ -1,6 +1,7 @@
 """`dflash train`: a recipe from its data to a saved, and if wanted published, drafter."""
 
 import argparse
+import shutil
 from pathlib import Path
 
 from dflash_hf.recipe import RecipeArguments, key_lines, read_recipe
@@ -96,8 +97,25 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None):
     if resume:
         say(f"going on from {resume}")
     trainer.train(resume_from_checkpoint=resume)
-    trainer.save_model(args.output_dir)
+    if recipe.peft_config is None:
+        trainer.save_model(args.output_dir)
+    else:
+        _save_adapted(trainer)
     return trainer
+
+
+def _save_adapted(trainer) -> None:
+    """The drafter with its adapter merged, which engines serve, and the adapter alone beside it."""
+    from dflash_hf.adapters import merged
+    from dflash_hf.card import FACTS_FILE, PLOT_FILE, REPORT_FILE
+
+    folder = Path(trainer.args.output_dir)
+    trainer.save_model(str(folder / "adapter"))
+    if trainer.is_world_process_zero():
+        merged(trainer.accelerator.unwrap_model(trainer.model)).save_pretrained(folder)
+        for name in (FACTS_FILE, REPORT_FILE, PLOT_FILE):
+            if (folder / "adapter" / name).is_file():
+                shutil.copyfile(folder / "adapter" / name, folder / name)
 
 
 def _given(recipe: RecipeArguments) -> dict:
