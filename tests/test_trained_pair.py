@@ -5,7 +5,9 @@ import torch
 from reference import published_loop
 from trained_pair import train_pair, walk
 
+from dflash_hf import DFlashTrainer, DFlashTrainingArguments
 from dflash_hf.blocks import block_mask, build_blocks
+from dflash_hf.data import make_example
 from dflash_hf.modeling.generation_dflash import DFlashCandidateGenerator
 from dflash_hf.modeling.modeling_dflash import additive
 from dflash_hf.modeling.target_dflash import raw_embedding
@@ -62,6 +64,51 @@ def test_batched_traces_equal_single_ones(pair, prompts):
         alone = target.generate(prompts[row : row + 1, pad:], **options)
         assert batch.sequences[row, 8:].tolist() == alone.sequences[0, 8 - pad :].tolist()
         assert batch.acceptance_lengths[row] == alone.acceptance_lengths[0]
+
+
+def test_teacher_forced_accuracy_is_the_decode_path_s(pair, prompts, tmp_path, monkeypatch):
+    """
+    Counted by the trainer's own step at the anchors that decoding stopped at: counted, right, reached and accepted
+    tokens of every slot are those of the drafts that decoding made, and the prefixes those that verification accepted.
+    """
+    target, draft = pair
+    size = draft.config.block_size
+    original, drafted = DFlashCandidateGenerator.draft, []
+
+    def record(self, anchors, start, *args, **kwargs):
+        block = original(self, anchors, start, *args, **kwargs)
+        drafted.append((int(start[0]), block[0].tolist()))
+        return block
+
+    monkeypatch.setattr(DFlashCandidateGenerator, "draft", record)
+    arguments = DFlashTrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    trainer = DFlashTrainer(draft, target, arguments)
+    options = {"max_new_tokens": 60, "do_sample": False, "assistant_model": draft, "return_dict_in_generate": True}
+    sums, expected = 0, torch.zeros(4, size - 1)
+    draft.eval()
+    for prompt in prompts[:6]:
+        drafted.clear()
+        # Without a mask, `generate` would take a 0 in the prompt for padding.
+        output = target.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]), **options)
+        text = output.sequences[0].tolist()
+        committed = []
+        for start, block in drafted:
+            right = [text[start + k] == block[k] for k in range(1, size) if start + k < len(text)]
+            prefix = right.index(False) if False in right else len(right)
+            committed.append(prefix + 1)
+            for k, hit in enumerate(right):
+                expected[:, k] += torch.tensor([1, hit, k <= prefix, k < prefix])
+        # The last verification is cut short by the end of the text.
+        assert committed[:-1] == output.acceptance_lengths[0][:-1]
+        batch = trainer.data_collator([make_example(text[: len(prompt)], text[len(prompt) :])])
+        batch["anchors"] = torch.tensor([[start for start, _ in drafted]])
+        batch["valid"] = torch.ones_like(batch["anchors"], dtype=torch.bool)
+        with torch.no_grad():
+            _, outputs = trainer.compute_loss(draft, batch, return_outputs=True)
+        sums = sums + outputs["statistics"].sum(0)
+    assert torch.equal(sums[:-3].view(4, -1), expected)
+    counted, correct = expected[0].sum(), expected[1].sum()
+    assert 0.2 * counted < correct < 0.95 * counted  # neither is empty
 
 
 def test_training_and_decoding_draft_the_same_tokens(pair, prompts):
