@@ -124,7 +124,7 @@ class DFlashAttention(nn.Module):
         if self.config.attention_sink_bias:
             key, value, attention_mask = self._with_sink(key, value, attention_mask, query)
         implementation = self.config._attn_implementation
-        if isinstance(attention_mask, BlockMask):  # training; only flex attention reads it, and casts nothing itself
+        if isinstance(attention_mask, BlockMask):  # training; only flex attention reads it, in one dtype
             implementation = "flex_attention"
             query, key = query.to(value.dtype), key.to(value.dtype)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)

@@ -148,6 +148,7 @@ def uncompiled_flex(monkeypatch):
     """Flex attention by its definition; compiled, it is tested where there is a CUDA device."""
 
     def attend(query, key, value, training=False, **arguments):
+        assert query.dtype == key.dtype == value.dtype  # kernels take one, of half precision where they can
         return flex_attention(query, key, value, **arguments)
 
     monkeypatch.setattr(upstream_flex, "compile_friendly_flex_attention", attend)
