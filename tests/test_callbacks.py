@@ -34,7 +34,9 @@ def test_real_figures_at_steps_and_evaluations(target, tmp_path, monkeypatch):
 
     def measure(self):
         assert self.trainer.model.training == (self.trainer.state.global_step not in evaluated)
+        before = self.trainer.model.training
         report = original(self)
+        assert self.trainer.model.training == before
         measured.append((self.trainer.state.global_step, report.tau))
         return report
 
