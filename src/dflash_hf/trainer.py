@@ -98,6 +98,9 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, Trainer):
         if (args.bf16 or args.fp16) and model.dtype in (torch.bfloat16, torch.float16):
             logger.info(f"The drafter's {model.dtype} weights are trained in fp32, with autocast.")
             model.float()
+        if model.config.selector_rank is not None:
+            logger.warning("The path selector is not trained here: its tensors stay as they are.")
+            model.candidate_selector.requires_grad_(False)  # else distributed training waits for one
         super().__init__(
             model=model if peft_config is None else add_adapter(model, peft_config),
             args=args,
