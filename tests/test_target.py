@@ -79,6 +79,15 @@ def test_layers_above_the_highest_feature_do_not_run(target, input_ids):
         handle.remove()
 
 
+def test_the_forward_that_is_cut_short_still_ends(target, input_ids):
+    """Sharding and offloading put a module back in hooks after its forward: an exception would pass them by."""
+    ended = []
+    handle = target.get_decoder().register_forward_hook(lambda *args: ended.append(True))
+    target_features(target, [1], input_ids)
+    handle.remove()
+    assert ended == [True]
+
+
 def test_positions_reach_the_target(target, input_ids):
     shifted = torch.arange(12).expand(2, -1) * 2
     assert not torch.allclose(
