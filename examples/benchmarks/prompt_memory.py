@@ -8,7 +8,7 @@ less that before any model was made. Linux only.
     python examples/benchmarks/prompt_memory.py [--tokens 32768] [--chunk 2048]
 
 Result on 2 cores of an x86 server (torch 2.13.0+cpu, transformers 5.23.0, one thread), `--tokens 8192`: 337 MB plain,
-372 MB with a drafter, 1.104 x.
+372 MB with a drafter, 1.104 x. With `--chunk 1024`: 277 MB plain, 328 MB with a drafter, 1.183 x.
 """
 
 import argparse
