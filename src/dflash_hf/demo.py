@@ -157,7 +157,7 @@ def _check_enough(held_out: list[Pair], num_prompts: int) -> None:
 def train_pair(settings: DemoSettings, folder: Path, num_prompts: int, say: Say) -> None:
     """Stages 1 to 3; writes `target/` (with the tokenizer), `draft/` and `task.json` into `folder`."""
     # Not needed to run a cached pair, and slow to import.
-    from dflash_hf.demo_training import train_drafter, train_target
+    from dflash_hf.demo_training import fastest_threads, train_drafter, train_target
 
     clock = _Clock()
     with _bar("data") as bar:
@@ -170,7 +170,7 @@ def train_pair(settings: DemoSettings, folder: Path, num_prompts: int, say: Say)
         f"{data.held_out_files} other files held out ({clock.lap():.0f} s)"
     )
 
-    with _bar("target", settings.target_steps, "loss") as bar:
+    with _bar("target", settings.target_steps, "loss") as bar, fastest_threads():
         target, steps = train_target(
             rows,
             tokenizer,
@@ -195,7 +195,8 @@ def train_pair(settings: DemoSettings, folder: Path, num_prompts: int, say: Say)
     if settings.self_generate:
         rows = _own_answers(target.eval(), rows, mask_token_id)
         say(f"answers   {len(rows):,} written by the target itself ({clock.lap():.0f} s)")
-    with _bar("drafter", settings.draft_steps, "simulated tau") as bar, tempfile.TemporaryDirectory() as scratch:
+    bar = _bar("drafter", settings.draft_steps, "simulated tau")
+    with bar, fastest_threads(), tempfile.TemporaryDirectory() as scratch:
         draft, steps = train_drafter(
             rows,
             target,
@@ -299,11 +300,8 @@ def run_demo(
         color (`bool`): Colour the sample with ANSI codes.
         say: Called with each line of output.
     """
-    from dflash_hf.demo_training import fastest_threads
-
     threads = torch.get_num_threads()
     try:
-        torch.set_num_threads(fastest_threads())
         pair = obtain_pair(settings, cache_dir, fresh, num_prompts, say)
         torch.set_num_threads(1)
         say(f"compare   {num_prompts} held-out lines, greedy, fp32, one thread for every method, {runs} runs in turn")

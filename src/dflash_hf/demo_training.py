@@ -1,5 +1,6 @@
 """How the demo trains: one optimizer and one clock for the target (a short loop) and the drafter (`DFlashTrainer`)."""
 
+import contextlib
 import math
 import random
 import time
@@ -32,25 +33,28 @@ def fastest_dtype() -> torch.dtype:
     return torch.bfloat16 if seconds[torch.bfloat16] < 0.8 * seconds[torch.float32] else torch.float32
 
 
-def fastest_threads() -> int:
+@contextlib.contextmanager
+def fastest_threads() -> Iterator[int]:
     """
-    1, or the process's own number of threads where they help: on models this small two threads gain little, and where
-    another process holds a core they wait for each other at every operation.
+    One thread inside, or as many as the process has where they help: on models this small two threads gain little, and
+    where another process holds a core they wait for each other at every operation. The best of several short tries
+    counts, so that a moment's load does not decide.
     """
     own = torch.get_num_threads()
     layer, x = torch.nn.Linear(128, 384), torch.ones(1024, 128)
-    seconds = {}
+    seconds: dict[int, float] = {}
     try:
-        for threads in (1, own):
+        for threads in (1, own) * 5:
             torch.set_num_threads(threads)
             layer(x).sum().backward()
             start = time.perf_counter()
-            for _ in range(150):
+            for _ in range(20):
                 layer(x).relu().sum().backward()
-            seconds[threads] = time.perf_counter() - start
+            seconds[threads] = min(time.perf_counter() - start, seconds.get(threads, float("inf")))
+        torch.set_num_threads(own if seconds[own] < 0.85 * seconds[1] else 1)
+        yield torch.get_num_threads()
     finally:
         torch.set_num_threads(own)
-    return own if seconds[own] < 0.85 * seconds[1] else 1
 
 
 class Pace:
