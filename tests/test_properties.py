@@ -93,8 +93,9 @@ def cases(draw):
 
 
 def check(case):
-    # Scores can be compared closely where rounding is far away.
-    dtype = torch.float64 if case["scores"] else torch.float32
+    # Scores can be compared closely where rounding is far away. A random Mamba's state is chaotic: in fp32 the logits
+    # of plain decoding are off by 0.1 after twenty tokens, more than the distance of the two best.
+    dtype = torch.float64 if case["scores"] or case["family"] == "mamba" else torch.float32
     target, pads = target_of(case["family"], dtype), case["pads"]
     prompt, mask = case["prompt"].clone(), torch.ones_like(case["prompt"])
     for row, pad in enumerate(pads):
