@@ -65,7 +65,7 @@ class DemoSettings:
     target_heads: int = 4
     target_tokens_per_step: int = 1024
     target_steps: int = 1000
-    target_seconds: float = 142.0
+    target_seconds: float = 137.0
     draft_layers: int = 2
     target_layer_ids: tuple[int, ...] = (1, 3, 5)
     block_size: int = 12
@@ -73,7 +73,7 @@ class DemoSettings:
     num_anchors: int = 10
     loss_type: str = "dpace"
     draft_steps: int = 300
-    draft_seconds: float = 48.0
+    draft_seconds: float = 47.0
 
     @property
     def key(self) -> str:

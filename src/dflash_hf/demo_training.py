@@ -310,7 +310,7 @@ def train_drafter(
     draft.norm.load_state_dict(target.get_decoder().norm.state_dict())
     dtype = fastest_dtype()
     pace = Pace(steps, seconds)
-    optimizer = Muon(draft, matrix_lr=5e-3, lr=3e-3, dtype=dtype)
+    optimizer = Muon(draft, matrix_lr=9e-3, lr=4e-3, dtype=dtype)
     follow = _Follow(pace, on_step)
     trainer = DFlashTrainer(
         model=draft,
