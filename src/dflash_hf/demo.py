@@ -73,7 +73,7 @@ class DemoSettings:
     num_anchors: int = 10
     loss_type: str = "dpace"
     draft_steps: int = 300
-    draft_seconds: float = 47.0
+    draft_seconds: float = 57.0
 
     @property
     def key(self) -> str:
@@ -283,7 +283,7 @@ def run_demo(
     settings: DemoSettings,
     cache_dir: Path,
     fresh: bool = False,
-    num_prompts: int = 40,
+    num_prompts: int = 32,
     runs: int = 2,
     color: bool = False,
     say: Say = _logger.info,
