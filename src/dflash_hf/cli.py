@@ -81,7 +81,7 @@ def _add_demo(parser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of data, weights and anchors; default: %(default)s")
     parser.add_argument("--self-generate", action="store_true", help="train the drafter on the target's own answers")
     parser.add_argument("--source", help="folder of Python files to learn from; default: the standard library")
-    parser.add_argument("--prompts", type=positive, default=32, help="held-out lines to decode; default: %(default)s")
+    parser.add_argument("--prompts", type=positive, default=40, help="held-out lines to decode; default: %(default)s")
     parser.add_argument("--runs", type=positive, default=2, help="timed repetitions; default: %(default)s")
     parser.add_argument("--target-steps", type=positive, help="optimizer steps of the target")
     parser.add_argument("--draft-steps", type=positive, help="optimizer steps of the drafter")

@@ -283,7 +283,7 @@ def run_demo(
     settings: DemoSettings,
     cache_dir: Path,
     fresh: bool = False,
-    num_prompts: int = 32,
+    num_prompts: int = 40,
     runs: int = 2,
     color: bool = False,
     say: Say = _logger.info,
