@@ -183,5 +183,12 @@ def test_texts_are_equal():
 def test_texts_are_equal_in_many_cases(shard):
     """10,000 cases in ten parts, which may run side by side."""
     COMMITTED.clear()
-    seed(shard)(given(cases())(settings(ANY, max_examples=1000, derandomize=False, database=None)(check)))()
+
+    @seed(shard)
+    @given(cases())
+    @settings(ANY, max_examples=1000, derandomize=False, database=None)
+    def many_cases(case):
+        check(case)
+
+    many_cases()
     assert len(COMMITTED) >= 10 and COMMITTED[1] > 500 and sum(COMMITTED[n] for n in range(4, 17)) > 500, COMMITTED
