@@ -159,7 +159,7 @@ def decode(
     run, pools = draft_and_verify, (None, None)
     if compiled:
         room = past + new + draft.config.block_size
-        run = CompiledRound(draft, target, backend=None if compiled is True else compiled)
+        run = CompiledRound(target, backend=None if compiled is True else compiled)
         pools = run.pool(draft), run.pool(target)
     generator = DFlashCandidateGenerator(draft, target)
     padding, offset = layout(model_kwargs, rows, generator.device)

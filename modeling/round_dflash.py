@@ -49,12 +49,12 @@ class CompiledRound:
     [`draft_and_verify`] as one graph; eager, with one warning, for a pair that cannot be compiled.
 
     Args:
-        draft, target: The pair.
+        target (`PreTrainedModel`): Whose rounds.
         backend (`str`, *optional*): Of `torch.compile`; its own default, with CUDA graphs on a GPU.
     """
 
-    def __init__(self, draft, target, backend: str | None = None):
-        self.draft, self.target = draft, target
+    def __init__(self, target, backend: str | None = None):
+        self.target = target
         on_gpu = target.device.type == "cuda" and backend is None
         options = {"mode": "reduce-overhead"} if on_gpu else {"backend": backend or "inductor"}
         self.compiled = torch.compile(draft_and_verify, fullgraph=True, dynamic=False, **options)

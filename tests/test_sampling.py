@@ -41,6 +41,20 @@ def exact_distribution(target, prompt, temperature, top_p):
     return probabilities
 
 
+def sample(small, draft, prompt, rows, temperature, top_p):
+    """`STEPS` tokens for each of so many rows of one prompt."""
+    return small.generate(
+        torch.tensor([prompt] * rows),
+        max_new_tokens=STEPS,
+        do_sample=True,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=0,
+        assistant_model=draft,
+        return_dict_in_generate=True,
+    )
+
+
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.7, 1.0), (1.0, 0.9)])
 @pytest.mark.parametrize("rows", [1, 250])
 def test_samples_follow_the_target(small, oracle, temperature, top_p, rows):
@@ -55,16 +69,7 @@ def test_samples_follow_the_target(small, oracle, temperature, top_p, rows):
     torch.manual_seed(0)
     draws = 1000 if rows == 1 else 12_000
     for _ in range(draws // rows):
-        output = small.generate(
-            torch.tensor([prompt] * rows),
-            max_new_tokens=STEPS,
-            do_sample=True,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=0,
-            assistant_model=draft,
-            return_dict_in_generate=True,
-        )
+        output = sample(small, draft, prompt, rows, temperature, top_p)
         accepted.update(n for lengths in output.acceptance_lengths for n in lengths)
         for text in output.sequences[:, 3:].tolist():
             counts[tuple(text)] += 1
@@ -110,16 +115,7 @@ def test_many_samples_follow_the_target(small, oracle, temperature, top_p, rows,
     counts, accepted = torch.zeros(VOCAB**STEPS, dtype=torch.long), set()
     torch.manual_seed(0)
     for _ in range(draws // rows):
-        output = small.generate(
-            torch.tensor([prompt] * rows),
-            max_new_tokens=STEPS,
-            do_sample=True,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=0,
-            assistant_model=draft,
-            return_dict_in_generate=True,
-        )
+        output = sample(small, draft, prompt, rows, temperature, top_p)
         accepted.update(n for lengths in output.acceptance_lengths for n in lengths)
         places = torch.tensor([VOCAB**2, VOCAB, 1])
         counts += torch.bincount((output.sequences[:, 3:] * places).sum(dim=1), minlength=VOCAB**STEPS)

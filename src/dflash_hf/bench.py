@@ -5,7 +5,6 @@ With `--forced-acceptance` random weights of a given shape are timed, drafted by
 trained drafter would be, so that the shapes of real models can be timed anywhere.
 """
 
-import copy
 import json
 import statistics
 import tempfile
@@ -286,7 +285,7 @@ def run(arguments, echo) -> int:
     if arguments.output is not None:
         arguments.output.mkdir(parents=True, exist_ok=True)
         (arguments.output / "bench.md").write_text("```\n" + "\n".join(lines) + "\n```\n", encoding="utf-8")
-        facts = json.loads(report.to_json()) | {"round": {**copy.copy(vars(rounds)), "overhead": rounds.overhead}}
+        facts = json.loads(report.to_json()) | {"round": {**vars(rounds), "overhead": rounds.overhead}}
         (arguments.output / "bench.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         try:
             from dflash_hf.plots import plot_report
