@@ -14,7 +14,7 @@ from transformers.utils import logging
 from .accept_dflash import Continuation
 from .drafting_dflash import DFlashCandidateGenerator, layout
 from .probe_dflash import probe_rollback
-from .round_dflash import CompiledRound, draft_and_verify
+from .round_dflash import CompiledRound, eager_round
 from .target_dflash import FeatureTap
 from .verify_dflash import activate_past_recording, cache_argument, cached_columns, extra_arguments
 
@@ -156,7 +156,7 @@ def decode(
     # Slots for the prompt, which may hold the past too, and some more to come; they grow with the text.
     room = past + new + min(text.max_new, 256) + draft.config.block_size
     compiled = session_class.compiles and draft.decoding_config.compile
-    run, pools = draft_and_verify, (None, None)
+    run, pools = eager_round, (None, None)
     if compiled:
         room = past + new + draft.config.block_size
         run = CompiledRound(target, backend=None if compiled is True else compiled)

@@ -44,6 +44,12 @@ def draft_and_verify(generator, session, tap, text, start, features, features_st
     return block, proposal, logits, tap.take(), text.judge(logits, block)
 
 
+def eager_round(generator, session, *args):
+    """[`draft_and_verify`] in the grad mode whose operations start soonest of those that suit the session's cache."""
+    with session.grad_mode():
+        return draft_and_verify(generator, session, *args)
+
+
 class CompiledRound:
     """
     [`draft_and_verify`] as one graph; eager, with one warning, for a pair that cannot be compiled.

@@ -51,6 +51,7 @@ class SlotSession:
     in_step = False  # whether all rows must keep equally many tokens
     records_past = False  # whether the cache must be told before the prompt that it will be rolled back
     compiles = True
+    grad_mode = torch.inference_mode  # of a round; its dispatch is cheaper, but what it leaves in a cache is read-only
 
     def __init__(self, target, cache, padding, capacity, offset, extra, pool=None):
         self.target, self.offset, self.source, self.padding = target, offset, cache, padding
@@ -95,6 +96,7 @@ class CropSession:
     in_step = True
     records_past = True
     compiles = False
+    grad_mode = torch.no_grad
 
     def __init__(self, target, cache, padding, capacity, offset, extra, pool=None):
         self.target, self.offset, self.cache, self.padding = target, offset, cache, padding
