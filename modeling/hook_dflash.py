@@ -5,8 +5,6 @@ target and generation mode passes through untouched.
 
 import functools
 
-from transformers import GenerationMixin
-
 
 _HOOKED = ("_validate_generation_mode", "_assisted_decoding")
 
@@ -28,6 +26,9 @@ def drafter_of(assistant_model):
 
 def install_hook() -> None:
     """Wrap the two methods of `GenerationMixin`. Installing twice is a no-op; `remove_hook` undoes it."""
+    # Not at the top of this file: the package calls this function as soon as that import has been done.
+    from transformers import GenerationMixin
+
     for name in _HOOKED:
         method = getattr(GenerationMixin, name)
         if not hasattr(method, "_dflash_original"):
@@ -38,6 +39,8 @@ def install_hook() -> None:
 
 def remove_hook() -> None:
     """Put upstream's methods back."""
+    from transformers import GenerationMixin
+
     for name in _HOOKED:
         method = getattr(GenerationMixin, name)
         if hasattr(method, "_dflash_original"):

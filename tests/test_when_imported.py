@@ -38,6 +38,20 @@ print(type(AutoModel.from_config(config)).__name__)
     assert _python(code) == "DFlashDraftModel"
 
 
+@pytest.mark.parametrize("name", ["dflash_hf", "dflash_hf.modeling.hook_dflash"])
+def test_the_hook_is_the_first_thing_asked_for(name):
+    """Its own import of transformers is then what installs it."""
+    code = f"""
+from {name} import install_hook, remove_hook
+install_hook()
+from transformers import GenerationMixin
+print(hasattr(GenerationMixin._assisted_decoding, "_dflash_original"))
+remove_hook()
+print(hasattr(GenerationMixin._assisted_decoding, "_dflash_original"))
+"""
+    assert _python(code).split() == ["True", "False"]
+
+
 def test_an_action_runs_once_after_the_module(tmp_path, monkeypatch):
     (tmp_path / "waited_for.py").write_text("value = 1")
     monkeypatch.syspath_prepend(tmp_path)
