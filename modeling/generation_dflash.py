@@ -61,8 +61,6 @@ def plain_reason(target, session_class, generation_config, model_kwargs, synced_
         return "the prompt is empty"
     if generation_config.output_attentions or generation_config.output_hidden_states:
         return "attentions and hidden states for each token were asked for"
-    if hasattr(target.forward, "_torchdynamo_orig_callable"):
-        return "the target's forward was compiled by itself; set `draft.decoding_config.compile = True` instead"
     if synced_gpus:
         return "the ranks of a sharded target must run the same number of forwards"
     return None

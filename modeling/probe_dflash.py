@@ -7,7 +7,7 @@ from transformers import DynamicCache
 from transformers.utils import logging
 
 from .replay_dflash import ReplaySession, StepSession, recurrent_states
-from .target_dflash import input_device
+from .target_dflash import input_device, uncompiled
 from .verify_dflash import CropSession, SlotSession, activate_past_recording, cache_argument
 
 
@@ -37,10 +37,11 @@ def probe_rollback(target) -> type | None:
     key = (target.config._attn_implementation, target.dtype)
     if key not in known:
         errors = {}
-        for kind in KINDS:
-            errors[kind] = _error(target, kind)
-            if errors[kind] < EXACT:
-                break
+        with uncompiled(target):
+            for kind in KINDS:
+                errors[kind] = _error(target, kind)
+                if errors[kind] < EXACT:
+                    break
         best = min(errors, key=errors.get)
         known[key] = best if errors[best] < CLOSE else None
     return known[key]

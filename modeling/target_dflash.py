@@ -1,5 +1,7 @@
 """What a drafter needs of a frozen target: its layers' outputs, its raw embedding table, its head."""
 
+import contextlib
+
 import torch
 from torch import nn
 
@@ -44,6 +46,17 @@ def raw_embedding(target, input_ids: torch.LongTensor) -> torch.Tensor:
         module._hf_hook.post_forward(module, None)
 
 
+def uncompiled(target):
+    """
+    A context in which a target that was compiled, as a whole or in parts, runs eagerly: a graph that was made before a
+    hook was there does not call it. Nothing changes for other targets.
+    """
+    compiled = hasattr(target.forward, "_torchdynamo_orig_callable") or any(
+        module._compiled_call_impl is not None for module in target.modules()
+    )
+    return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
+
+
 class FeatureTap:
     """
     Captures the outputs of a target's decoder layers while it is open.
@@ -59,13 +72,15 @@ class FeatureTap:
     """
 
     def __init__(self, target, layer_ids: list[int], consume=None):
-        self.layers = decoder_layers(target)
+        self.target, self.layers = target, decoder_layers(target)
         self.layer_ids = layer_ids
         self.consume = consume
         self.captured: dict[int, torch.Tensor] = {}
         self.handles = []
 
     def __enter__(self):
+        self.hooks_run = uncompiled(self.target)
+        self.hooks_run.__enter__()
         for layer_id in self.layer_ids:
             self.handles.append(self.layers[layer_id].register_forward_hook(self._hook(layer_id)))
         return self
@@ -75,6 +90,7 @@ class FeatureTap:
             handle.remove()
         self.handles.clear()
         self.captured.clear()
+        self.hooks_run.__exit__(*exc)
 
     def _hook(self, layer_id: int):
         def keep(module, args, output):

@@ -4,6 +4,8 @@ import pytest
 import torch
 from conftest import VOCAB, make_draft, make_target
 
+from dflash_hf.modeling import round_dflash
+
 
 PROMPT = torch.tensor([[5, 9, 17, 33, 5, 9, 17, 33, 5, 9]])
 
@@ -48,16 +50,37 @@ def test_targets_with_an_adapter(oracle):
         assert torch.equal(check(tuned, draft, oracle), plain)
 
 
-def test_compiled_targets(oracle):
-    """A compiled module generates by the one inside; a forward compiled by itself would be made for other caches."""
-    target = make_target()
-    draft = make_draft(target)
-    expected = check(torch.compile(target, backend="eager"), draft, oracle)
+def forward_alone(target):
     target.forward = torch.compile(target.forward, backend="eager", dynamic=True)
-    output = target.generate(
-        PROMPT, max_new_tokens=24, do_sample=False, assistant_model=draft, return_dict_in_generate=True
-    )
-    assert torch.equal(output.sequences, expected) and output.acceptance_lengths == [[]]
+    return target
+
+
+def in_place(target):
+    target.compile(backend="eager")
+    return target
+
+
+def layer_by_layer(target):
+    for layer in target.model.layers:
+        layer.compile(backend="eager", dynamic=True)
+    return target
+
+
+@pytest.mark.parametrize(
+    "compiled", [lambda target: torch.compile(target, backend="eager"), forward_alone, in_place, layer_by_layer]
+)
+def test_compiled_targets(compiled, oracle):
+    """Their graphs were made for other caches, and before there was a hook that reads features."""
+    target = make_target()
+    expected = target.generate(PROMPT, max_new_tokens=24, do_sample=False)
+    target = compiled(target)
+    assert torch.equal(target.generate(PROMPT, max_new_tokens=24, do_sample=False), expected)
+    draft = make_draft(target)
+    draft.decoding_config.compile = "eager"
+    output = target.generate(PROMPT, max_new_tokens=24, do_sample=False, assistant_model=draft)
+    assert torch.equal(output, expected) and not list(round_dflash._uncompilable)
+    draft.decoding_config.compile = False
+    assert torch.equal(check(target, draft, oracle), expected)
 
 
 @pytest.mark.parametrize("overrides", [{"tie_word_embeddings": True}, {}])

@@ -88,6 +88,16 @@ def test_the_forward_that_is_cut_short_still_ends(target, input_ids):
     assert ended == [True]
 
 
+def test_a_compiled_target_has_the_same_features(input_ids):
+    """Its graph knows nothing of a hook that came later."""
+    target = make_target()
+    expected = target_forward(target, [1, 2], input_ids)
+    target.get_decoder().compile(backend="eager")
+    with torch.no_grad():
+        target.get_decoder()(input_ids=input_ids, attention_mask=None, position_ids=None, use_cache=False)
+    assert torch.equal(target_forward(target, [1, 2], input_ids).features, expected.features)
+
+
 def test_positions_reach_the_target(target, input_ids):
     shifted = torch.arange(12).expand(2, -1) * 2
     assert not torch.allclose(
