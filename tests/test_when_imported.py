@@ -38,18 +38,24 @@ print(type(AutoModel.from_config(config)).__name__)
     assert _python(code) == "DFlashDraftModel"
 
 
-@pytest.mark.parametrize("name", ["dflash_hf", "dflash_hf.modeling.hook_dflash"])
-def test_the_hook_is_the_first_thing_asked_for(name):
-    """Its own import of transformers is then what installs it."""
+@pytest.mark.parametrize(
+    "first",
+    [
+        "from dflash_hf import DFlashDraftModel, DFlashDraftConfig",
+        "from dflash_hf.modeling.hook_dflash import install_hook; install_hook()",
+    ],
+)
+def test_any_of_its_names_can_be_the_first_thing_imported(first):
+    """Its own import of transformers is then what everything else has waited for."""
     code = f"""
-from {name} import install_hook, remove_hook
-install_hook()
-from transformers import GenerationMixin
-print(hasattr(GenerationMixin._assisted_decoding, "_dflash_original"))
-remove_hook()
-print(hasattr(GenerationMixin._assisted_decoding, "_dflash_original"))
+{first}
+from transformers import AutoConfig, AutoModel, GenerationMixin
+from dflash_hf import DFlashDraftConfig, DFlashDraftModel
+assert hasattr(GenerationMixin._assisted_decoding, "_dflash_original")
+assert hasattr(AutoConfig.from_pretrained, "_dflash_original")
+print(AutoModel._model_mapping[DFlashDraftConfig].__name__)
 """
-    assert _python(code).split() == ["True", "False"]
+    assert _python(code) == "DFlashDraftModel"
 
 
 def test_an_action_runs_once_after_the_module(tmp_path, monkeypatch):

@@ -2,8 +2,8 @@
 Train, publish and run DFlash drafters with nothing but Hugging Face habits.
 
 Importing the package registers `DFlashDraftConfig` and `DFlashDraftModel` with the Auto classes and lets
-`target.generate(**inputs, assistant_model=draft)` decode with a drafter. Both happen when transformers' own modules
-are imported, and everything else when it is used, so that the import itself costs next to nothing.
+`target.generate(**inputs, assistant_model=draft)` decode with a drafter. Both happen when the modules concerned are
+imported, and everything else when it is used, so that the import itself costs next to nothing.
 """
 
 import importlib
@@ -47,9 +47,14 @@ def _register():
     importlib.import_module(".auto", __name__).register()
 
 
+def _register_classes():
+    importlib.import_module(".auto", __name__).register_classes()
+
+
 def _install_hook():
     importlib.import_module(".modeling.hook_dflash", __name__).install_hook()
 
 
 _when_imported("transformers.models.auto.configuration_auto", _register)
+_when_imported("dflash_hf.modeling.modeling_dflash", _register_classes)
 _when_imported("transformers.generation.utils", _install_hook)

@@ -14,12 +14,10 @@ import os
 from transformers import AutoConfig, PreTrainedConfig
 
 from .modeling.layouts_dflash import is_drafter_config
-from .when_imported import when_imported
 
 
 def register() -> None:
-    """Make `AutoConfig` and `AutoModel` return our classes for a drafter's folder. Registering twice is a no-op."""
-    when_imported("dflash_hf.modeling.modeling_dflash", _register_classes)
+    """Make `AutoConfig` return our class for a drafter's folder. Registering twice is a no-op."""
     original = AutoConfig.from_pretrained
     if hasattr(original, "_dflash_original") or os.environ.get("DFLASH_HF_AUTO") == "0":
         return
@@ -43,7 +41,8 @@ def register() -> None:
     AutoConfig.from_pretrained = staticmethod(from_pretrained)
 
 
-def _register_classes() -> None:
+def register_classes() -> None:
+    """Tell `AutoConfig` and `AutoModel` of our classes. Registering twice is a no-op."""
     from transformers import AutoModel
 
     from .modeling.modeling_dflash import DFlashDraftConfig, DFlashDraftModel
