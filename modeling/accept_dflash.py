@@ -96,10 +96,20 @@ class Continuation:
         input_ids (`torch.LongTensor`): `[R, S]`, the prompt.
         logits_processor, stopping_criteria, generation_config, streamer: As `GenerationMixin._sample` gets them.
         in_step (`bool`): Whether the target's cache wants all rows in step.
+        block_size (`int`): Tokens of a block at most.
+        look_ahead (`int`): How many blocks may be accepted at once before the host looks at them.
     """
 
     def __init__(
-        self, input_ids, logits_processor, stopping_criteria, generation_config, streamer=None, in_step=False
+        self,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        streamer=None,
+        in_step=False,
+        block_size=1,
+        look_ahead=1,
     ):
         rows, self.prompt_length = input_ids.shape
         self.processor, self.criteria, self.streamer = logits_processor, stopping_criteria, streamer
@@ -114,16 +124,18 @@ class Continuation:
         self.pad = 0 if pad is None else int(pad)
 
         self.device = device = input_ids.device
-        self.buffer = torch.full((rows, self.prompt_length + self.max_new), self.pad, device=device)
+        # A block is written whole, and the next one over what was rejected of it.
+        self.buffer = torch.full((rows, self.prompt_length + self.max_new + block_size), self.pad, device=device)
         self.buffer[:, : self.prompt_length] = input_ids
         self.unfinished = torch.ones(rows, dtype=torch.bool, device=device)
         self.alive = [True] * rows  # the same, on the host
         self.lengths = [0] * rows  # generated tokens of each row
         self.left = torch.full((rows,), self.max_new, device=device)  # tokens that each may still get
+        self.unseen: list[tuple] = []  # what was committed since the host looked: counts, unfinished, block size
         self.last = None  # [R], the last committed token of each row: the anchors of the next block
         self.committed = [0] * rows  # the part of them that came last
         self.acceptance_lengths: list[list[int]] = [[] for _ in range(rows)]
-        self.done = False
+        self.prefilled = self.done = False
         self.step_by_step = (
             self.scores is not None
             or self.raw_logits is not None
@@ -133,10 +145,17 @@ class Continuation:
             or not all(type(p) in _POSITIONWISE for p in logits_processor)
             or not all(type(c) in _COUNTED for c in stopping_criteria)
         )
+        timed = any(isinstance(c, MaxTimeCriteria) for c in stopping_criteria)
+        self.look_ahead = 1 if self.step_by_step or timed or streamer is not None else look_ahead
 
     @property
     def longest(self) -> int:
         return max(self.lengths)
+
+    @property
+    def reach(self) -> int:
+        """What `longest` may be, with the blocks that the host has not looked at."""
+        return min(self.longest + sum(size for _, _, size in self.unseen), self.max_new)
 
     @property
     def room(self) -> int:
@@ -174,18 +193,13 @@ class Continuation:
         Returns:
             `torch.LongTensor` `[R]`: committed tokens of each row.
         """
-        was_alive, before = self.alive, self.lengths.copy()
         logits = logits.to(device=self.device)
         proposal = None if proposal is None else proposal.at(0, block.shape[1] - 1)
-        if self.step_by_step:
-            counts = self._step_by_step(logits, block, proposal)
-        else:
-            counts = self._commit(self._judge(logits, block, proposal) if verdict is None else verdict)
-        self.committed = [after - n for after, n in zip(self.lengths, before, strict=True)]
-        if block is not None:
-            for row, alive in enumerate(was_alive):
-                if alive:
-                    self.acceptance_lengths[row].append(self.committed[row])
+        if not self.step_by_step:
+            return self._commit(self._judge(logits, block, proposal) if verdict is None else verdict)
+        was_alive, before = self.alive, self.longest
+        counts = self._step_by_step(logits, block, proposal)
+        self._note([self.longest - before] * len(was_alive), was_alive)
         return counts
 
     def judge(self, logits, block) -> Verdict | None:
@@ -223,19 +237,39 @@ class Continuation:
 
     def _commit(self, verdict: Verdict) -> torch.LongTensor:
         tokens, counts, self.last, self.unfinished = verdict
+        size = tokens.shape[1]
+        steps = torch.arange(size, device=self.device)
+        places = (self.prompt_length + self.max_new - self.left)[:, None] + steps  # [R, n]
+        self.buffer.scatter_(1, places, torch.where(steps < counts[:, None], tokens, self.pad))
         self.left = self.left - counts
-        new, unfinished = torch.stack([counts, self.unfinished]).tolist()  # the one synchronisation of a round
-        self.alive = [bool(flag) for flag in unfinished]
-        for row, count in enumerate(new):
-            start = self.prompt_length + self.lengths[row]
-            self.buffer[row, start : start + count] = tokens[row, :count]
-            self.lengths[row] += count
+        self.unseen.append((counts, self.unfinished, size))
+        # Near the end of the text a block too many would cost more than a look.
+        if len(self.unseen) >= self.look_ahead or self.reach + size > self.max_new:
+            self._look()
+        return counts
+
+    def _look(self) -> None:
+        """Bring the host up to date: the one synchronisation of so many rounds."""
+        facts = torch.stack([torch.stack([counts, unfinished]) for counts, unfinished, _ in self.unseen]).tolist()
+        self.unseen.clear()
+        for counts, unfinished in facts:
+            was_alive, self.alive = self.alive, [bool(flag) for flag in unfinished]
+            self.lengths = [n + new for n, new in zip(self.lengths, counts, strict=True)]
+            self._note(counts, was_alive)
         if self.streamer is not None:
-            for token in tokens[0, : new[0]].cpu():
+            for token in self.sequences[0, -counts[0] :].cpu():
                 self.streamer.put(token[None])
         timed_out = any(isinstance(c, MaxTimeCriteria) and bool(c(self.sequences, None).all()) for c in self.criteria)
         self.done = timed_out or not any(self.alive)
-        return counts
+
+    def _note(self, counts: list[int], was_alive: list[bool]) -> None:
+        """Remember what a round committed, and, but for the prompt's, how many tokens that were."""
+        self.committed = counts
+        if self.prefilled:
+            for row, alive in enumerate(was_alive):
+                if alive:
+                    self.acceptance_lengths[row].append(counts[row])
+        self.prefilled = True
 
     def _step_by_step(self, logits, block, proposal):
         size = logits.shape[1]

@@ -35,11 +35,46 @@ class DFlashDecodingConfig:
         compile (`bool` or `str`): Compile draft, verification and acceptance as one graph of fixed shape, for each
             bucket of 256, 512, 1024, ... slots; a string names the `torch.compile` backend. The first use of a bucket
             takes a while, and the slots stay in memory for the next call.
+        look_ahead (`int`, *optional*): Rounds that are started before the host looks at what they committed. At the
+            end of a text up to so many less one are computed in vain. Default: 1 on a CPU, else 4. Always 1 where each
+            token is asked for as it comes: with a streamer, a time limit, processors and criteria that read the text.
     """
 
     block_size: int | None = None
     draft_temperature: float | None = None
     compile: bool | str = False
+    look_ahead: int | None = None
+
+    def rounds_ahead(self, device: torch.device) -> int:
+        """`look_ahead`, or its default for a device."""
+        return self.look_ahead or (1 if device.type == "cpu" else 4)
+
+    def check(self, trained: int) -> None:
+        """
+        Args:
+            trained (`int`): The block size of the drafter.
+
+        Raises:
+            `ValueError`: a field that no drafter of that block size can follow.
+        """
+        if not (self.block_size is None or _is_count(self.block_size) and self.block_size <= trained):
+            raise ValueError(
+                f"decoding_config.block_size={self.block_size!r} must be a number of tokens from 1 to {trained}, the "
+                "trained block size, or None for that."
+            )
+        temperature = self.draft_temperature
+        if not (temperature is None or 0 <= temperature < float("inf")):
+            raise ValueError(
+                f"decoding_config.draft_temperature={temperature!r} must be 0, for the likeliest tokens, or positive."
+            )
+        if not (self.look_ahead is None or _is_count(self.look_ahead)):
+            raise ValueError(
+                f"decoding_config.look_ahead={self.look_ahead!r} must be a positive number of rounds, or None."
+            )
+
+
+def _is_count(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 @dataclass
@@ -93,8 +128,6 @@ def draft_temperature(draft, generation_config) -> float:
         samples = draft.config.selector_rank is not None
         temperature = 1.0 if generation_config.temperature is None else generation_config.temperature
         return float(temperature) if samples else 0.0
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"draft_temperature={temperature!r} must be 0, for the likeliest tokens, or positive.")
     return float(temperature)
 
 
@@ -124,6 +157,8 @@ def decode(
     """
     if not model_kwargs["use_cache"]:
         raise ValueError("use_cache=False, but decoding with a drafter needs the cache; drop it or `assistant_model`.")
+    config = draft.decoding_config
+    config.check(draft.config.block_size)
     session_class = probe_rollback(target)
     reason = plain_reason(target, session_class, generation_config, model_kwargs, synced_gpus)
     if reason is not None:
@@ -147,13 +182,21 @@ def decode(
     cache = model_kwargs[name] = usable_cache(target, model_kwargs[name], session_class)
     past, rows = cached_columns(cache), input_ids.shape[0]
     embeds = model_kwargs.get("inputs_embeds")
+    block_size = config.block_size or draft.config.block_size
     text = Continuation(
-        input_ids, logits_processor, stopping_criteria, generation_config, streamer, in_step=session_class.in_step
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        streamer,
+        in_step=session_class.in_step,
+        block_size=block_size,
+        look_ahead=config.rounds_ahead(input_ids.device) if session_class.free else 1,
     )
     new = input_ids.shape[1] if embeds is None else max(input_ids.shape[1], embeds.shape[1])
     # Slots for the prompt, which may hold the past too, and some more to come; they grow with the text.
     room = past + new + min(text.max_new, 256) + draft.config.block_size
-    compiled = session_class.compiles and draft.decoding_config.compile
+    compiled = session_class.free and config.compile
     run, pools = eager_round, (None, None)
     if compiled:
         room = past + new + draft.config.block_size
@@ -183,17 +226,14 @@ def decode(
 
             temperature = draft_temperature(draft, generation_config)
             start = torch.tensor([columns - pad for pad in padding], device=generator.device)  # [R], the anchors
-            block_size = min(draft.decoding_config.block_size or draft.config.block_size, draft.config.block_size)
             features, features_start = generator.no_features(start, block_size)
-            if compiled:  # a block keeps its size at the end of the text
-                session.last_slot = start.new_tensor(columns + text.max_new - 1)
+            session.last_slot = start.new_tensor(columns + text.max_new - 1)
             while not text.done:
                 # 2. Draft a block for each row and verify it with one forward of the target.
-                used = text.longest + columns + draft.config.block_size
-                size = min(block_size, text.room)
+                used = text.reach + columns + draft.config.block_size
+                size = block_size if compiled or text.look_ahead > 1 else min(block_size, text.room)
                 if compiled:  # the shapes of the bucket
                     used = max(generator.cache.reserve(used), session.cache.reserve(used))
-                    size = block_size
                 block, proposal, logits, features, verdict = run(
                     generator, session, tap, text, start, features, features_start, size, used, temperature
                 )

@@ -236,8 +236,7 @@ class ReplaySession(SlotSession):
 
     cache_class = HybridSlotCache
     tape_class = StateTape
-    compiles = False
-    grad_mode = torch.no_grad
+    free = False
 
     def __init__(self, target, cache, padding, capacity, offset, extra, pool=None):
         super().__init__(target, cache, padding, capacity, offset, extra, pool)

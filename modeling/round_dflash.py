@@ -45,8 +45,8 @@ def draft_and_verify(generator, session, tap, text, start, features, features_st
 
 
 def eager_round(generator, session, *args):
-    """[`draft_and_verify`] in the grad mode whose operations start soonest of those that suit the session's cache."""
-    with session.grad_mode():
+    """[`draft_and_verify`], with the cheapest dispatch. What inference mode leaves in a cache would be read-only."""
+    with torch.inference_mode() if session.free else torch.no_grad():
         return draft_and_verify(generator, session, *args)
 
 

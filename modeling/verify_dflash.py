@@ -50,8 +50,7 @@ class SlotSession:
     cache_class = SlotCache
     in_step = False  # whether all rows must keep equally many tokens
     records_past = False  # whether the cache must be told before the prompt that it will be rolled back
-    compiles = True
-    grad_mode = torch.inference_mode  # of a round; its dispatch is cheaper, but what it leaves in a cache is read-only
+    free = True  # committing changes nothing: rounds can be compiled, and run before the host knows what was accepted
 
     def __init__(self, target, cache, padding, capacity, offset, extra, pool=None):
         self.target, self.offset, self.source, self.padding = target, offset, cache, padding
@@ -60,7 +59,7 @@ class SlotSession:
         self.windows, self.dtype = mask_windows(target), target.dtype
         if not any(self.windows.values()):  # no layer has a mask
             self.windows = {None: None}
-        self.last_slot = None  # [], where blocks may reach past the end of the text: no position is past its last one
+        self.last_slot = None  # [], of the text: a block may reach past it, into slots that have no position
 
     @staticmethod
     def takes(cache) -> bool:
@@ -95,8 +94,7 @@ class CropSession:
 
     in_step = True
     records_past = True
-    compiles = False
-    grad_mode = torch.no_grad
+    free = False
 
     def __init__(self, target, cache, padding, capacity, offset, extra, pool=None):
         self.target, self.offset, self.cache, self.padding = target, offset, cache, padding

@@ -1,0 +1,169 @@
+"""Rounds that are started before the host looks: the same texts and counts, and nothing of a round waits for it."""
+
+import pytest
+import torch
+from conftest import make_draft, make_target
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from transformers import DynamicCache, GenerationConfig, TextStreamer
+from transformers.generation import EosTokenCriteria, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
+
+from dflash_hf.modeling.accept_dflash import Continuation
+from dflash_hf.modeling.drafting_dflash import DFlashCandidateGenerator
+from dflash_hf.modeling.round_dflash import draft_and_verify
+from dflash_hf.modeling.target_dflash import FeatureTap
+from dflash_hf.modeling.verify_dflash import SlotSession
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """How many rounds the host looked at, each time it did."""
+    seen, original = [], Continuation._look
+
+    def look(self):
+        seen.append(len(self.unseen))
+        original(self)
+
+    monkeypatch.setattr(Continuation, "_look", look)
+    return seen
+
+
+def ragged():
+    pads, longest = [0, 4, 2], 9
+    prompt = torch.arange(3 * longest).view(3, longest) * 7 % 90 + 2
+    mask = torch.ones_like(prompt)
+    for row, pad in enumerate(pads):
+        prompt[row, :pad], mask[row, :pad] = 0, 0
+    return prompt, mask, pads
+
+
+@pytest.mark.parametrize("ahead", [2, 3, 50])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt2"])
+@pytest.mark.parametrize("stops", [False, True])
+def test_texts_and_counts_are_the_same(family, ahead, stops, oracle, looks):
+    target = make_target(family, attn=None, **({"n_positions": 50} if family == "gpt2" else {}))
+    draft = make_draft(target, block_size=4)
+    prompt, mask, pads = ragged()
+    options = {"attention_mask": mask, "max_new_tokens": 41, "do_sample": False, "return_dict_in_generate": True}
+    if stops:
+        free = target.generate(prompt, **options).sequences
+        options["eos_token_id"] = [int(free[0, 30]), int(free[1, 20])]
+    expected = target.generate(prompt, **options)
+    outputs = []
+    for count in (1, ahead):
+        oracle(expected.sequences, pads)
+        draft.decoding_config.look_ahead = count
+        looks.clear()
+        outputs.append(target.generate(prompt, **options, assistant_model=draft))
+    at_once, later = outputs
+    assert torch.equal(later.sequences, expected.sequences)
+    assert later.acceptance_lengths == at_once.acceptance_lengths
+    assert len({n for row in later.acceptance_lengths for n in row}) >= 3
+    assert max(looks) > 1 and sum(looks) <= ahead + 1 + max(len(row) for row in later.acceptance_lengths)
+    # The cache goes on from the last token, not from what was computed in vain.
+    for layer, other in zip(later.past_key_values.layers, expected.past_key_values.layers, strict=True):
+        assert layer.keys.shape == other.keys.shape
+
+
+def test_a_compiled_round_runs_ahead_too(oracle, looks):
+    torch._dynamo.reset()
+    target = make_target()
+    draft = make_draft(target)
+    draft.decoding_config.compile, draft.decoding_config.look_ahead = "eager", 4
+    prompt, mask, _ = ragged()
+    options = {"attention_mask": mask, "max_new_tokens": 30, "do_sample": False}
+    assert torch.equal(target.generate(prompt, **options, assistant_model=draft), target.generate(prompt, **options))
+    assert max(looks) == 4
+
+
+@pytest.mark.parametrize("more", [{"max_time": 100.0}, {"streamer": True}, {"repetition_penalty": 1.2}])
+def test_where_each_token_is_asked_for_every_round_is_looked_at(more, target, draft, looks):
+    draft.decoding_config.look_ahead = 8
+    prompt, streamed = torch.tensor([[5, 9, 17, 33]]), []
+    if "streamer" in more:
+
+        class Streamer(TextStreamer):
+            def __init__(self):
+                pass
+
+            def put(self, value):
+                streamed.extend(value.flatten().tolist())
+
+            def end(self):
+                pass
+
+        more = {"streamer": Streamer()}
+    output = target.generate(prompt, max_new_tokens=20, do_sample=False, assistant_model=draft, **more)
+    expected = target.generate(prompt, max_new_tokens=20, do_sample=False, **(more if not streamed else {}))
+    assert torch.equal(output, expected)
+    assert set(looks) <= {1} and streamed in ([], output[0].tolist())
+
+
+def test_nothing_of_a_round_waits_for_the_host():
+    """Fake tensors have shapes and no values: whatever reads one raises."""
+    rows, columns = 2, 7
+    target = make_target()
+    draft = make_draft(target)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        ids = torch.ones(rows, columns, dtype=torch.long)
+        config = GenerationConfig(max_length=60, do_sample=False)
+        config._pad_token_tensor = None
+        criteria = StoppingCriteriaList([MaxLengthCriteria(60), EosTokenCriteria(torch.tensor([3, 4]))])
+        text = Continuation(ids, LogitsProcessorList(), criteria, config, block_size=4, look_ahead=4)
+        generator = DFlashCandidateGenerator(draft, target)
+        offset = torch.zeros(rows, 1, dtype=torch.long)
+        generator.open([0, 2], 0, 64, offset)
+        with FeatureTap(target, draft.config.target_layer_ids, consume=generator.absorb) as tap:
+            cache = DynamicCache(config=target.config)
+            logits = target(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, -1:]
+            tap.consume = None
+            session = SlotSession(target, cache, [0, 2], 64, offset, {})
+            text.accept(logits)
+            start = torch.full((rows,), columns)
+            features, features_start = generator.no_features(start, 4)
+            session.last_slot = start.new_tensor(60)
+            for _ in range(2):
+                block, proposal, logits, features, verdict = draft_and_verify(
+                    generator, session, tap, text, start, features, features_start, 4, 40, 0.0
+                )
+                features_start, start = start, start + text.accept(logits, block, proposal, verdict)
+            assert len(text.unseen) == 3
+            with pytest.raises(DataDependentOutputException):
+                text._look()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_gpu_is_waited_for_once_in_so_many_rounds(compiled, looks, monkeypatch):
+    target = make_target().cuda()
+    draft = make_draft(make_target()).cuda()
+    draft.decoding_config.compile, draft.decoding_config.look_ahead = compiled, 4
+    prompt = torch.tensor([[5, 9, 17, 33]], device="cuda")
+    expected = target.generate(prompt, max_new_tokens=60, do_sample=False)
+    assert torch.equal(target.generate(prompt, max_new_tokens=60, do_sample=False, assistant_model=draft), expected)
+    look, accept = Continuation._look, Continuation.accept
+
+    def loud(self, *args):
+        torch.cuda.set_sync_debug_mode("error")
+        return accept(self, *args)
+
+    def quiet(self):
+        torch.cuda.set_sync_debug_mode("default")
+        look(self)
+        torch.cuda.set_sync_debug_mode("error")
+
+    monkeypatch.setattr(Continuation, "accept", loud)
+    monkeypatch.setattr(Continuation, "_look", quiet)
+    try:
+        target.generate(prompt, max_new_tokens=60, do_sample=False, assistant_model=draft)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("look_ahead", 0), ("look_ahead", "4"), ("block_size", 5), ("block_size", 0), ("block_size", True)],
+)
+def test_what_no_drafter_can_follow_is_refused(field, value, target, draft):
+    setattr(draft.decoding_config, field, value)
+    with pytest.raises(ValueError, match=f"decoding_config.{field}={value!r} must be"):
+        target.generate(torch.tensor([[5, 9]]), max_new_tokens=4, assistant_model=draft)
