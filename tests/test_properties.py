@@ -140,7 +140,7 @@ def check(case):
         return torch.where(wrong, (block + 1) % VOCAB, block)
 
     draft = drafter(case["family"], dtype, case["block_size"])
-    draft.decoding_config.block_size = case["verified"]
+    draft.decoding_config.block_size = case["verified"] and min(case["verified"], case["block_size"])
     DFlashCandidateGenerator.draft = draft_known
     try:
         output = generate(assistant_model=draft)
