@@ -94,6 +94,9 @@ def plain_reason(target, session_class, generation_config, model_kwargs, synced_
         return f"the cache of {type(target).__name__} cannot be rolled back"
     if positions is not None and positions.shape[-1] == 0:
         return "the prompt is empty"
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and (mask.dim() != 2 or bool((mask.long().diff(dim=1) < 0).any())):
+        return "attention_mask leaves out tokens that are not padding on the left"
     if generation_config.output_attentions or generation_config.output_hidden_states:
         return "attentions and hidden states for each token were asked for"
     if synced_gpus:

@@ -19,7 +19,7 @@ from .target_dflash import input_device
 # Arguments that a session passes itself, or that belong to the prompt alone.
 _OWN_ARGUMENTS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "use_cache"}
 _CACHES = ("past_key_values", "cache_params")
-_PROMPT_ARGUMENTS = {"token_type_ids", "mm_token_type_ids", "logits_to_keep", "cache_position"}
+_PROMPT_ARGUMENTS = {"mm_token_type_ids", "logits_to_keep", "cache_position"}
 
 
 def cache_argument(target) -> str:
@@ -78,7 +78,7 @@ class SlotSession:
             input_ids=block,
             attention_mask=masks[None] if None in masks else masks,
             position_ids=(slots if self.last_slot is None else slots.minimum(self.last_slot)) + self.offset,
-            **self.arguments,
+            **block_arguments(self.arguments, block.shape[1]),
         ).logits
 
     def commit(self, size: int, kept: list[int]) -> None:
@@ -112,7 +112,8 @@ class CropSession:
             length = self.padding[0] + int(start[0]) + block.shape[1]
             columns = torch.arange(length, device=block.device)
             mask = (columns >= torch.tensor(self.padding, device=block.device)[:, None]).long()
-        return self.target(input_ids=block, attention_mask=mask, position_ids=positions, **self.arguments).logits
+        arguments = block_arguments(self.arguments, block.shape[1])
+        return self.target(input_ids=block, attention_mask=mask, position_ids=positions, **arguments).logits
 
     def commit(self, size: int, kept: list[int]) -> None:
         # Also with nothing rejected: only `crop` shrinks a sliding layer back to its window.
@@ -159,14 +160,20 @@ def mask_windows(target) -> dict[str | None, tuple[int | None, int | None] | Non
     return {None: rules[types.pop()]}
 
 
+def block_arguments(arguments: dict, size: int) -> dict:
+    """Arguments of a forward over `size` tokens: the type of the prompt's last token is that of all that follow."""
+    types = arguments.get("token_type_ids")  # [R, 1]
+    return arguments if types is None else {**arguments, "token_type_ids": types.expand(-1, size)}
+
+
 def extra_arguments(target, model_kwargs: dict) -> dict:
-    """Arguments of `generate` that every forward of the target gets, such as adapter names."""
+    """Arguments of `generate` that every forward of the target gets, such as adapter names; see `block_arguments`."""
     accepted = inspect.signature(target.forward).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
     skip = _OWN_ARGUMENTS | _PROMPT_ARGUMENTS | {*_CACHES}
     prompt_only = getattr(generation_utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ())
     return {
-        key: value
+        key: value[:, -1:] if key == "token_type_ids" and value is not None else value
         for key, value in model_kwargs.items()
         if key not in skip and key not in prompt_only and (takes_any or key in accepted)
     }

@@ -27,6 +27,31 @@ def test_inputs_embeds(target, draft, oracle):
     assert torch.equal(output, expected)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_token_types_go_on_as_the_prompt_ended(rows, oracle):
+    """GPT-2 adds an embedding for them, to generated tokens too."""
+    target = make_target("gpt2")
+    draft = make_draft(target)
+    ids = PROMPT.repeat(rows, 1)
+    types = torch.arange(rows)[:, None] + torch.tensor([3] * 4 + [7] * 6)
+    options = {"max_new_tokens": 24, "do_sample": False, "token_type_ids": types}
+    expected = target.generate(ids, **options)
+    assert not torch.equal(expected, target.generate(ids, max_new_tokens=24, do_sample=False)), "types change nothing"
+    oracle(expected, [0])
+    output = target.generate(ids, **options, assistant_model=draft, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, expected)
+    assert len({n for row in output.acceptance_lengths for n in row}) >= 3
+
+
+@pytest.mark.parametrize("hidden", [slice(6, 10), slice(3, 5)], ids=["on the right", "a gap"])
+def test_masks_that_leave_out_more_than_padding_on_the_left(hidden, target, draft):
+    ids, mask = PROMPT.repeat(2, 1), torch.ones(2, 10, dtype=torch.long)
+    mask[1, hidden] = 0
+    expected, output = both(target, draft, ids, attention_mask=mask, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, expected.sequences) and output.acceptance_lengths == [[], []]
+    assert not torch.equal(expected.sequences[0], expected.sequences[1]), "the mask changes nothing"
+
+
 def test_positions_never_pass_the_targets_length():
     """Learned positions end: a block may not reach past them, in a batch either."""
     target = make_target("gpt2", n_positions=32)
