@@ -139,6 +139,7 @@ class Continuation:
         self.step_by_step = (
             self.scores is not None
             or self.raw_logits is not None
+            or (keep and (generation_config.output_hidden_states or generation_config.output_attentions))
             # One row is sampled token by token, so that a seed gives the text that it gives without a drafter.
             or (rows == 1 and self.do_sample)
             or (rows > 1 and (in_step or streamer is not None))

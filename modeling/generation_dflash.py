@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from .accept_dflash import Continuation
 from .drafting_dflash import DFlashCandidateGenerator, layout
+from .outputs_dflash import TokenOutputs, lists_attentions
 from .probe_dflash import probe_rollback
 from .round_dflash import CompiledRound, eager_round
 from .target_dflash import FeatureTap
@@ -34,7 +35,8 @@ class DFlashDecodingConfig:
             the likeliest tokens. Default: that of `generate` for a drafter with a path selector, 0 for others.
         compile (`bool` or `str`): Compile draft, verification and acceptance as one graph of fixed shape, for each
             bucket of 256, 512, 1024, ... slots; a string names the `torch.compile` backend. The first use of a bucket
-            takes a while, and the slots stay in memory for the next call.
+            takes a while, and the slots stay in memory for the next call. Rounds whose attentions or hidden states
+            are asked for are not compiled.
         look_ahead (`int`, *optional*): Rounds that are started before the host looks at what they committed. At the
             end of a text up to so many less one are computed in vain. Default: 1 on a CPU, else 4. Always 1 where each
             token is asked for as it comes: with a streamer, a time limit, processors and criteria that read the text.
@@ -97,8 +99,12 @@ def plain_reason(target, session_class, generation_config, model_kwargs, synced_
     mask = model_kwargs.get("attention_mask")
     if mask is not None and (mask.dim() != 2 or bool((mask.long().diff(dim=1) < 0).any())):
         return "attention_mask leaves out tokens that are not padding on the left"
-    if generation_config.output_attentions or generation_config.output_hidden_states:
-        return "attentions and hidden states for each token were asked for"
+    if generation_config.return_dict_in_generate and generation_config.output_attentions:
+        cache = model_kwargs[cache_argument(target)]
+        if not session_class.takes(cache):
+            return f"in a {type(cache).__name__} attentions have a column for each token that it could hold"
+        if not lists_attentions(target, cache):
+            return f"the attentions of {type(target).__name__} cannot be told apart by layer"
     if synced_gpus:
         return "the ranks of a sharded target must run the same number of forwards"
     return None
@@ -199,7 +205,8 @@ def decode(
     new = input_ids.shape[1] if embeds is None else max(input_ids.shape[1], embeds.shape[1])
     # Slots for the prompt, which may hold the past too, and some more to come; they grow with the text.
     room = past + new + min(text.max_new, 256) + draft.config.block_size
-    compiled = session_class.free and config.compile
+    listed = TokenOutputs(target, generation_config)
+    compiled = session_class.free and config.compile and not listed.asked
     run, pools = eager_round, (None, None)
     if compiled:
         room = past + new + draft.config.block_size
@@ -215,17 +222,18 @@ def decode(
     if was_training:
         draft.eval()
     try:
-        with FeatureTap(target, draft.config.target_layer_ids, consume=generator.absorb) as tap:
+        with FeatureTap(target, draft.config.target_layer_ids, consume=generator.absorb) as tap, listed:
             outputs = target._prefill(input_ids, generation_config, model_kwargs)
             columns = generator.columns
             if session_class.records_past:
                 cache.crop(0)
             tap.consume = None
-            extra = extra_arguments(target, model_kwargs)
+            extra = {**extra_arguments(target, model_kwargs), **listed.arguments}
             session = session_class(target, cache, padding, room, offset, extra, pools[1])
             logits = outputs.logits[:, -1:].to(generator.device)
             del outputs
             text.accept(logits)
+            listed.add_prompt(cache, columns)
 
             temperature = draft_temperature(draft, generation_config)
             start = torch.tensor([columns - pad for pad in padding], device=generator.device)  # [R], the anchors
@@ -242,6 +250,7 @@ def decode(
                 )
                 # 3. Accept what the target agrees with, and its own next token.
                 counts = text.accept(logits, block, proposal, verdict)  # [R]
+                listed.add_block(session, size, text.committed[0])
                 # 4. Commit: the accepted tokens stay, everything after them will be written over.
                 session.commit(size, text.committed)
                 features_start, start = start, start + counts
@@ -259,6 +268,8 @@ def decode(
         sequences=text.sequences,
         scores=text.scores,
         logits=text.raw_logits,
+        attentions=listed.attentions,
+        hidden_states=listed.hidden_states,
         past_key_values=cache,
         acceptance_lengths=text.acceptance_lengths,
     )

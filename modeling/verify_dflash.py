@@ -18,6 +18,7 @@ from .target_dflash import input_device
 
 # Arguments that a session passes itself, or that belong to the prompt alone.
 _OWN_ARGUMENTS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "use_cache"}
+_OWN_ARGUMENTS |= {"output_attentions", "output_hidden_states"}
 _CACHES = ("past_key_values", "cache_params")
 _PROMPT_ARGUMENTS = {"mm_token_type_ids", "logits_to_keep", "cache_position"}
 
@@ -84,6 +85,10 @@ class SlotSession:
     def commit(self, size: int, kept: list[int]) -> None:
         """Of the `size` verified tokens of each row keep `kept[row]`: the next block is written over the others."""
 
+    def first_columns(self, keys: int, end: int) -> list[int]:
+        """The column, in each row, of the first of so many keys that a block saw which ends before column `end`."""
+        return self.padding
+
     def close(self, columns: int):
         """The cache as `generate` returns it without a drafter."""
         return self.cache.release(self.source, self.padding, columns)
@@ -118,6 +123,9 @@ class CropSession:
     def commit(self, size: int, kept: list[int]) -> None:
         # Also with nothing rejected: only `crop` shrinks a sliding layer back to its window.
         self.cache.crop(kept[0] - size)
+
+    def first_columns(self, keys: int, end: int) -> list[int]:
+        return [end - keys] * len(self.padding)
 
     def close(self, columns: int):
         return self.cache

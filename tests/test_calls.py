@@ -141,16 +141,6 @@ def test_max_time_stops_after_a_round(target, draft):
     assert 11 <= output.shape[1] <= 15
 
 
-def test_attentions_and_hidden_states_are_those_of_plain_decoding(draft):
-    target = make_target(attn="eager")
-    for option in ("output_hidden_states", "output_attentions"):
-        expected, output = both(target, draft, PROMPT, return_dict_in_generate=True, **{option: True})
-        assert torch.equal(output.sequences, expected.sequences)
-        name = option.removeprefix("output_")
-        assert len(getattr(output, name)) == len(getattr(expected, name)) == 24
-        assert output.acceptance_lengths == [[]]
-
-
 def test_half_precision_reports_a_match_rate():
     """bf16 is not bitwise lossless in any speculative decoder; the texts still begin alike."""
     target = make_target(dtype=torch.bfloat16)
