@@ -3,6 +3,7 @@ One round of decoding, draft and verification, and its compiled form: a graph of
 made once for a pair and used for every prompt.
 """
 
+import contextlib
 import weakref
 
 import torch
@@ -50,21 +51,43 @@ def eager_round(generator, session, *args):
         return draft_and_verify(generator, session, *args)
 
 
+def _round(weights: int | None, *args):
+    if weights == 0:  # what is read is guarded: a graph with frozen weights serves those alone
+        raise ValueError("weights=0 is no fingerprint.")
+    return draft_and_verify(*args)
+
+
+def fingerprint(*models) -> int:
+    """
+    A number that changes with the weights of models: where they lie, how often they were changed in place, and some of
+    their values, since a change behind `.data`, as merging an adapter makes it, is not counted.
+    """
+    facts = []
+    for model in models:
+        for p in model.parameters():
+            some = p.detach().reshape(-1)[:: max(p.numel() // 16, 1)]
+            facts += [p.data_ptr(), 0 if p.is_inference() else p._version, float(some.float().sum())]
+    return hash(tuple(facts)) or 1
+
+
 class CompiledRound:
     """
     [`draft_and_verify`] as one graph; eager, with one warning, for a pair that cannot be compiled.
 
     Args:
         target (`PreTrainedModel`): Whose rounds.
+        draft (`DFlashDraftModel`): Its drafter.
         backend (`str`, *optional*): Of `torch.compile`; its own default, with CUDA graphs on a GPU.
+        freeze (`bool`): Whether the weights are constants of the graph, packed for the processor.
     """
 
-    def __init__(self, target, backend: str | None = None):
+    def __init__(self, target, draft, backend: str | None = None, freeze: bool = False):
         self.target = target
         on_gpu = target.device.type == "cuda" and backend is None
         options = {"mode": "reduce-overhead"} if on_gpu else {"backend": backend or "inductor"}
-        self.compiled = torch.compile(draft_and_verify, fullgraph=True, dynamic=False, **options)
+        self.compiled = torch.compile(_round, fullgraph=True, dynamic=False, **options)
         self.on_gpu, self.settled = on_gpu, None
+        self.weights = fingerprint(target, draft) if freeze else None
 
     @staticmethod
     def pool(model) -> dict:
@@ -79,14 +102,16 @@ class CompiledRound:
             # One graph for each bucket, number of rows and way of drafting, of every pair of the process.
             # Within one bucket of one call nothing changes that a graph depends on, so its guards are checked once.
             settled, self.settled = self.settled == bucket, bucket
+            freezing = self.weights is not None and not settled
             with (
                 torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=1024),
                 torch.compiler.set_stance("default", skip_guard_eval_unsafe=settled),
+                torch._inductor.config.patch(freezing=True) if freezing else contextlib.nullcontext(),
             ):
                 if not self.on_gpu:
-                    return self.compiled(*args)
+                    return self.compiled(self.weights, *args)
                 torch.compiler.cudagraph_mark_step_begin()
-                block, proposal, logits, features, verdict = self.compiled(*args)
+                block, proposal, logits, features, verdict = self.compiled(self.weights, *args)
                 # The next replay writes over what this one returned.
                 return block, proposal, logits, features.clone(), verdict and type(verdict)(*map(torch.clone, verdict))
         except Exception as error:

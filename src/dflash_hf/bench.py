@@ -19,7 +19,7 @@ from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 from dflash_hf.bench_pairs import SHAPES, OracleDraft, native_oracle, oracle_text, random_pair
 from dflash_hf.bench_reference import Reference
 from dflash_hf.convert import convert
-from dflash_hf.evaluation import COMPILED, DFLASH, PROMPT_LOOKUP, TARGET, EvalReport, evaluate
+from dflash_hf.evaluation import COMPILED, DFLASH, FROZEN, OURS, PROMPT_LOOKUP, TARGET, EvalReport, evaluate
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.presentation import summary_lines
 from dflash_hf.terminal import positive
@@ -137,7 +137,8 @@ def bench(
         max_new_tokens (`int`): Longest answer.
         runs (`int`): Timed repetitions.
         methods (`Sequence[str]`): `"target"`, `"dflash"` and any of `"target_static"` (compiled, static cache),
-            `"dflash_compiled"`, `"native"` (transformers' own `speculation_type="dflash"`), `"prompt_lookup"`.
+            `"dflash_compiled"`, `"dflash_frozen"` (and weights packed for the processor), `"native"` (transformers'
+            own `speculation_type="dflash"`), `"prompt_lookup"`.
         forced_acceptance (`float`, *optional*): Tokens per verification that an oracle draft is to reach.
         assistant (`PreTrainedModel`, *optional*): A small autoregressive assistant to time as well.
         reference (path, *optional*): A checkout of z-lab/dflash to time as well.
@@ -148,7 +149,7 @@ def bench(
         `ValueError`: `forced_acceptance` lies outside 1..block size.
     """
     size = draft.config.block_size
-    known = {TARGET, DFLASH, COMPILED, STATIC, NATIVE, PROMPT_LOOKUP}
+    known = {TARGET, *OURS, STATIC, NATIVE, PROMPT_LOOKUP}
     if unknown := set(methods) - known:
         raise ValueError(f"methods={list(methods)} names {sorted(unknown)}; choose from {sorted(known)}.")
     texts = None
@@ -174,7 +175,7 @@ def bench(
                 reference, scratch, _saved(draft, scratch), target, max_new_tokens, texts, reference_python
             )
             others[REFERENCE] = server
-        ours = [method for method in methods if method in (TARGET, DFLASH, COMPILED, PROMPT_LOOKUP)]
+        ours = [method for method in methods if method in (TARGET, *OURS, PROMPT_LOOKUP)]
         drafter = draft if texts is None else OracleDraft.of(draft, texts, prompts)
         try:
             with native_oracle(texts, prompts):
@@ -186,7 +187,7 @@ def bench(
     one, verify, drafted = time_forwards(target, draft, prompts[0], context)
     prefill = _prefill_seconds(target, prompts)
     rounds = {}
-    for name in (DFLASH, COMPILED):
+    for name in OURS:
         if name in report.methods:
             method = report.methods[name]
             seconds = method.tokens / method.tokens_per_second - prefill
@@ -242,7 +243,7 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--methods",
         default=",".join((TARGET, DFLASH, COMPILED, NATIVE, PROMPT_LOOKUP)),
-        help=f"separated by commas, also {STATIC}; default: %(default)s",
+        help=f"separated by commas, also {FROZEN}, {STATIC}; default: %(default)s",
     )
     parser.add_argument("--assistant", help="a small autoregressive assistant to time as well")
     parser.add_argument("--reference", help="a checkout of z-lab/dflash to time as well")
@@ -322,7 +323,7 @@ def _lines(report: EvalReport, rounds: RoundReport, arguments) -> list[str]:
         f"transformers {setting['transformers']}",
         "",
     ]
-    ours = [name for name in (DFLASH, COMPILED) if name in report.methods]
+    ours = [name for name in OURS if name in report.methods]
     reached = ", ".join(f"{report.methods[name].speedup / rounds.attainable:.2f} {name}" for name in ours)
     tail = rounds.lines() + [f"attained          of the attainable speed-up: {reached}"]
     peers = [report.methods[name] for name in (NATIVE, REFERENCE) if name in report.methods]

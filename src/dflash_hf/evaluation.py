@@ -18,6 +18,8 @@ from dflash_hf.modeling.target_dflash import decoder_layers
 
 
 TARGET, DFLASH, COMPILED, PROMPT_LOOKUP = "target", "dflash", "dflash_compiled", "prompt_lookup"
+FROZEN = "dflash_frozen"  # compiled, with weights packed for the processor
+OURS = (DFLASH, COMPILED, FROZEN)
 METHODS = (TARGET, DFLASH, PROMPT_LOOKUP)
 
 
@@ -157,7 +159,8 @@ def evaluate(
         prompts (`Sequence[Sequence[int]]`): Prompt ids.
         max_new_tokens (`int`): Longest answer.
         runs (`int`): Timed repetitions; the medians are reported.
-        methods (`Sequence[str]`): `"target"` and `"dflash"`, and `"dflash_compiled"` and `"prompt_lookup"` if wanted.
+        methods (`Sequence[str]`): `"target"` and `"dflash"`, and `"dflash_compiled"`, `"dflash_frozen"` (compiled,
+            with packed weights) and `"prompt_lookup"` if wanted.
         prompt_lookup_num_tokens (`int`): Candidate tokens of prompt lookup.
         check: Called with a prompt's number and the target's answer ids: whether the answer is right.
         progress: Wraps the iteration over runs and prompts.
@@ -174,8 +177,9 @@ def evaluate(
         raise ValueError(f"prompts holds {len(prompts)} prompts, one of them empty or none at all; pass token ids.")
     if runs < 1:
         raise ValueError(f"runs={runs} must be at least 1.")
-    if unknown := set(methods) - {*METHODS, COMPILED}:
-        raise ValueError(f"methods={list(methods)} names {sorted(unknown)}; choose from {[*METHODS, COMPILED]}.")
+    known = {*METHODS, *OURS}
+    if unknown := set(methods) - known:
+        raise ValueError(f"methods={list(methods)} names {sorted(unknown)}; choose from {sorted(known)}.")
     if missing := {TARGET, DFLASH} - set(methods):
         raise ValueError(f"methods={list(methods)} lacks {sorted(missing)}, which the others are compared with.")
 
@@ -183,6 +187,7 @@ def evaluate(
         TARGET: {},
         DFLASH: {"assistant_model": draft},
         COMPILED: {"assistant_model": compiled(draft)},
+        FROZEN: {"assistant_model": compiled(draft, freeze=True)},
         PROMPT_LOOKUP: {"prompt_lookup_num_tokens": prompt_lookup_num_tokens},
         **(others or {}),
     }
@@ -207,9 +212,9 @@ def evaluate(
     # 1. Warm up: the first calls of a method compile, probe and allocate, and again for each size of a compiled one,
     # which comes last: others may leave hooks on the target, for which it would be compiled again.
     warmup = {}
-    for method in sorted(methods, key=lambda name: name == COMPILED):
+    for method in sorted(methods, key=lambda name: name in (COMPILED, FROZEN)):
         start = _now(target)
-        for index in range(len(prompts) if method == COMPILED else 1):
+        for index in range(len(prompts) if method in (COMPILED, FROZEN) else 1):
             decode(method, index)
         warmup[method] = _now(target) - start
     # 2. Alternate. `tokens_per_second[method]` gets one entry from each run.
@@ -228,13 +233,13 @@ def evaluate(
         for method in (*methods[shift:], *methods[:shift]):
             # A hook would be compiled, too; without a drafter a compiled target makes one forward for each token.
             way = arguments[method]
-            counts = method not in (DFLASH, COMPILED) and not callable(way) and "cache_implementation" not in way
+            counts = method not in OURS and not callable(way) and "cache_implementation" not in way
             with _count_forwards(target) if counts else contextlib.nullcontext([0]) as count:
                 start = _now(target)
                 output, outputs[method] = decode(method, index)
                 seconds[method] += _now(target) - start
             tokens[method] += len(outputs[method])
-            if method in (DFLASH, COMPILED):
+            if method in OURS:
                 count[0] = 1 + len(output.acceptance_lengths[0])
             forwards[method] += count[0] or len(outputs[method])
             if method == DFLASH:
@@ -280,10 +285,10 @@ def evaluate(
     )
 
 
-def compiled(draft):
+def compiled(draft, freeze: bool = False):
     """The same drafter, not copied, whose rounds are compiled."""
     twin = copy.copy(draft)
-    twin.decoding_config = replace(draft.decoding_config, compile=True)
+    twin.decoding_config = replace(draft.decoding_config, compile=True, freeze=freeze)
     return twin
 
 

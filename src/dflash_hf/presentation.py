@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 
-from dflash_hf.evaluation import COMPILED, DFLASH, PROMPT_LOOKUP, TARGET, EvalReport
+from dflash_hf.evaluation import COMPILED, DFLASH, FROZEN, PROMPT_LOOKUP, TARGET, EvalReport
 
 
 LABELS = {
     TARGET: "target alone",
     DFLASH: "with the drafter",
     COMPILED: "same, compiled",
+    FROZEN: "weights packed",
     PROMPT_LOOKUP: "prompt lookup",
 }
 
@@ -48,8 +49,9 @@ def summary_lines(report: EvalReport) -> list[str]:
         f"lossless          {report.methods[DFLASH].equal} of {report.num_prompts} outputs equal the target's own"
         + ("" if report.lossless else "  <- NOT LOSSLESS"),
     ]
-    if COMPILED in report.methods:
-        lines.append(f"compiled          {report.methods[COMPILED].warmup_seconds:.0f} s, once; the next run reads it")
+    warm = [f"{report.methods[n].warmup_seconds:.0f} s {LABELS[n]}" for n in (COMPILED, FROZEN) if n in report.methods]
+    if warm:
+        lines.append(f"compiling         {', '.join(warm)}, once; the next run reads it")
     if report.correct is not None:
         right = sum(report.correct)
         lines.append(
