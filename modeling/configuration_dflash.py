@@ -204,16 +204,18 @@ class DFlashDraftConfig(PreTrainedConfig):
             plain = {"rope_type": "default", "rope_theta": rope.get("rope_theta", cls.default_theta)}
             rope = plain if rope.get("rope_type") not in ("yarn", "llama3", "linear") else rope
             rope.pop("partial_rotary_factor", None)
-        heads = text.num_attention_heads
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+        # Layers of several shapes (Gemma 4): the drafter takes that of the first.
+        layer = (getattr(text, "per_layer_config", None) or [text])[0]
+        heads = getattr(layer, "num_attention_heads", None) or max(text.hidden_size // 128, 1)
+        head_dim = getattr(layer, "head_dim", None) or text.hidden_size // heads
         fields = {
             "vocab_size": text.vocab_size,
             "hidden_size": text.hidden_size,
-            "intermediate_size": getattr(text, "intermediate_size", None) or 3 * text.hidden_size,
+            "intermediate_size": getattr(layer, "intermediate_size", None) or 3 * text.hidden_size,
             "num_attention_heads": heads,
-            "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
+            "num_key_value_heads": getattr(layer, "num_key_value_heads", None) or heads,
             "head_dim": head_dim,
-            "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
+            "rms_norm_eps": getattr(text, "rms_norm_eps", None) or 1e-6,
             "max_position_embeddings": getattr(text, "max_position_embeddings", 32768),
             "rope_parameters": rope or None,
             "num_target_layers": text.num_hidden_layers,

@@ -114,20 +114,24 @@ def plain_reason(target, session_class, generation_config, model_kwargs, synced_
     return None
 
 
-def usable_cache(target, cache, session_class):
+def usable_cache(target, cache, session_class, implementation: str | None):
     """
     The cache to prefill: what `generate` made, or a dynamic one in place of a static one, whose shapes slots replace.
 
     Raises:
-        `ValueError`: a cache that the caller passed, or a quantised one, whose tokens cannot be moved into slots.
+        `ValueError`: a static cache that the caller passed, a quantised or an offloaded one: their tokens cannot be
+            moved into slots.
     """
-    if session_class.takes(cache):
+    if session_class.takes(cache) and not cache.offloading:
         return cache
-    if cache.is_compileable and not getattr(cache, "_is_user_defined", False):
+    from_caller = getattr(cache, "_is_user_defined", False)
+    if cache.is_compileable and not from_caller and not cache.offloading:
         return DynamicCache(config=target.config.get_text_config(decoder=True))
+    argument = "past_key_values is" if from_caller else f"cache_implementation={implementation!r} makes"
+    kind = f"a {type(cache).__name__} of {type(cache.layers[0]).__name__}" if cache.layers else type(cache).__name__
     raise ValueError(
-        f"past_key_values is a {type(cache).__name__} of {type(cache.layers[0]).__name__}, which a drafter cannot "
-        "decode with: pass a `DynamicCache`, leave `past_key_values` and `cache_implementation` out, or drop "
+        f"{argument} {kind}{', offloaded to the CPU' * cache.offloading}, which a drafter cannot decode with: pass a "
+        "`DynamicCache` that is not offloaded, leave `past_key_values` and `cache_implementation` out, or drop "
         "`assistant_model`."
     )
 
@@ -192,7 +196,9 @@ def decode(
 
     # 1. Prefill by the target's own path; the features of the prompt become the drafter's context on the way.
     name = cache_argument(target)
-    cache = model_kwargs[name] = usable_cache(target, model_kwargs[name], session_class)
+    cache = model_kwargs[name] = usable_cache(
+        target, model_kwargs[name], session_class, generation_config.cache_implementation
+    )
     past, rows = cached_columns(cache), input_ids.shape[0]
     embeds = model_kwargs.get("inputs_embeds")
     block_size = config.block_size or draft.config.block_size

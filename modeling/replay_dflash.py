@@ -16,13 +16,11 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
-    QuantizedLayer,
-    StaticLayer,
 )
 
 from .cache_dflash import SlotCache, SlotLayer
 from .target_dflash import input_device
-from .verify_dflash import SlotSession, cache_argument
+from .verify_dflash import FIXED, SlotSession, cache_argument
 
 
 class StateTape:
@@ -246,7 +244,7 @@ class ReplaySession(SlotSession):
     @staticmethod
     def takes(cache: Cache) -> bool:
         """Whether a session can be opened on such a cache."""
-        return not any(isinstance(layer, StaticLayer | QuantizedLayer) for layer in cache.layers)
+        return not any(isinstance(layer, FIXED) for layer in cache.layers)
 
     def verify(self, block: torch.LongTensor, start: torch.LongTensor, used: int) -> torch.Tensor:
         self.pending = start, block.shape[1]

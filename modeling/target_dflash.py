@@ -69,6 +69,9 @@ class FeatureTap:
         layer_ids (`list[int]`): Id `i` is the output of decoder layer `i`.
         consume (`callable`, *optional*): Called with the features of each forward `[N, S, L * H]` instead of keeping
             them, so that a prompt fed in chunks is never held raw.
+
+    Raises:
+        `ValueError`: in a forward, a layer that has not one vector for each token.
     """
 
     def __init__(self, target, layer_ids: list[int], consume=None):
@@ -94,7 +97,14 @@ class FeatureTap:
 
     def _hook(self, layer_id: int):
         def keep(module, args, output):
-            self.captured[layer_id] = output if isinstance(output, torch.Tensor) else output[0]
+            features = output if isinstance(output, torch.Tensor) else output[0]
+            if features.dim() != 3:
+                raise ValueError(
+                    f"decoder layer {layer_id} of {type(self.target).__name__} has an output of shape "
+                    f"{tuple(features.shape)}, but a drafter reads one vector for each token, [rows, tokens, "
+                    "hidden_size]: call `generate` without `assistant_model`."
+                )
+            self.captured[layer_id] = features
             if self.consume is not None and len(self.captured) == len(self.layer_ids):
                 self.consume(self.take())
 

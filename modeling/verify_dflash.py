@@ -8,8 +8,8 @@ is token number `start` of its row; `commit` drops what was rejected; `close` gi
 import inspect
 
 import torch
-from transformers import masking_utils
-from transformers.cache_utils import CacheLayerMixin, QuantizedLayer, StaticLayer
+from transformers import cache_utils, masking_utils
+from transformers.cache_utils import CacheLayerMixin, StaticLayer
 from transformers.generation import utils as generation_utils
 
 from .cache_dflash import SlotCache, can_adopt, slot_mask
@@ -20,6 +20,8 @@ from .target_dflash import input_device
 _OWN_ARGUMENTS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "use_cache"}
 _OWN_ARGUMENTS |= {"output_attentions", "output_hidden_states"}
 _CACHES = ("past_key_values", "cache_params")
+# Layers that no session can be opened on; the second base was the first's, before there was quantisation to 8 bits.
+FIXED = (StaticLayer, getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer))
 _PROMPT_ARGUMENTS = {"mm_token_type_ids", "logits_to_keep", "cache_position"}
 
 
@@ -108,7 +110,7 @@ class CropSession:
     @staticmethod
     def takes(cache) -> bool:
         """Whether a session can be opened on such a cache."""
-        return not any(isinstance(layer, StaticLayer | QuantizedLayer) for layer in cache.layers)
+        return not any(isinstance(layer, FIXED) for layer in cache.layers)
 
     def verify(self, block: torch.LongTensor, start: torch.LongTensor, used: int) -> torch.Tensor:
         positions = start[:, None] + torch.arange(block.shape[1], device=start.device) + self.offset

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 from dflash_hf import DFlashDraftConfig
 from dflash_hf.modeling.configuration_dflash import default_target_layer_ids
@@ -80,3 +81,19 @@ def test_errors_name_key_value_and_remedy(changes, named):
     with pytest.raises(ValueError) as error:
         DFlashDraftConfig(**{**GOOD, **changes})
     assert named in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("gemma4_text", {"head_dim": 8, "global_head_dim": 16, "num_attention_heads": 4}),  # layers of two shapes
+        ("mamba", {}),  # no attention at all
+        ("cohere2_moe", {"rms_norm_eps": None, "head_dim": 8, "num_attention_heads": 4, "eos_token_id": 1}),
+    ],
+)
+def test_targets_without_the_usual_fields(model_type, fields):
+    target = CONFIG_MAPPING[model_type](hidden_size=32, num_hidden_layers=6, vocab_size=96, **fields)
+    config = DFlashDraftConfig.for_target(target, mask_token_id=95, num_hidden_layers=2)
+    assert config.head_dim == (8 if fields else 32)
+    assert config.num_attention_heads == (4 if fields else 1)
+    assert config.rms_norm_eps == 1e-6

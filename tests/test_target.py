@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import VOCAB, make_draft, make_target
-from transformers import GenerationConfig
+from conftest import COMMON, VOCAB, make_draft, make_target
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 
 from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.target import check_fit, freeze, generate_responses, target_features, target_forward, target_labels
@@ -214,3 +214,21 @@ def test_an_end_of_sequence_token_cannot_be_the_mask(draft):
 def test_a_target_needs_a_head(target, draft):
     with pytest.raises(ValueError, match="has no language-model head"):
         check_fit(draft.config, target.model)
+
+
+def test_a_target_has_one_vector_for_each_token(input_ids):
+    """Gemma 3n hands several from layer to layer."""
+    special = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    target = AutoModelForCausalLM.from_config(
+        CONFIG_MAPPING["gemma3n_text"](
+            **{**COMMON, **special},
+            vocab_size_per_layer_input=VOCAB,
+            hidden_size_per_layer_input=8,
+            laurel_rank=4,
+            num_kv_shared_layers=0,
+            activation_sparsity_pattern=None,
+        )
+    )
+    with pytest.raises(ValueError, match=r"decoder layer 0 of Gemma3nForCausalLM .* shape \(4, .* without"):
+        target.generate(input_ids, max_new_tokens=4, assistant_model=make_draft(target))
+    assert target.generate(input_ids, max_new_tokens=4, do_sample=False).shape[1] == input_ids.shape[1] + 4
