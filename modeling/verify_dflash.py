@@ -158,7 +158,8 @@ def mask_windows(target) -> dict[str | None, tuple[int | None, int | None] | Non
         return {None: (window, None) if window is not None else (None, chunk)}
     create = getattr(target, "create_masks_for_generate", masking_utils.create_masks_for_generate)
     like = torch.empty(1, 2, 0, dtype=target.dtype, device=input_device(target))
-    masks = create(config=target.config, inputs_embeds=like, attention_mask=None, past_key_values=None)
+    nothing = {"attention_mask": None, "past_key_values": None, "position_ids": None}
+    masks = create(config=target.config, inputs_embeds=like, **nothing)
     types = set(masks) if isinstance(masks, dict) else set(config.layer_types)
     unknown = types - rules.keys()
     if unknown:

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from conftest import COMMON, make_draft
-from families import DELTA, SLIDING
+from conftest import COMMON, VOCAB, make_draft
+from families import DELTA, MOE, SLIDING
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from dflash_hf.modeling.probe_dflash import probe_rollback
+from dflash_hf.modeling.replay_dflash import ReplaySession
+from dflash_hf.modeling.verify_dflash import SlotSession
 
 
 IMAGE = 90  # the token that an image's features replace
@@ -32,6 +34,7 @@ SIGLIP = {
     "patch_size": 4,
     "image_size": 16,
 }
+CLIP = {**SIGLIP, "projection_dim": 16}
 WRAPPERS = {
     "qwen3_vl": {"text_config": TEXT, **QWEN},
     "qwen3_5": {"text_config": {**TEXT, **DELTA, "partial_rotary_factor": 1.0}, **QWEN},
@@ -43,7 +46,77 @@ WRAPPERS = {
         "boi_token_index": 92,
         "eoi_token_index": 93,
     },
+    "gemma4": {
+        "text_config": {
+            **COMMON,
+            **SLIDING,
+            "global_head_dim": 16,  # layers of two shapes
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB,
+            "num_kv_shared_layers": 0,
+            "use_bidirectional_attention": "vision",
+        },
+        "vision_config": {**SIGLIP, "num_key_value_heads": 2, "head_dim": 8, "pooling_kernel_size": 2},
+        "image_token_id": IMAGE,
+        "video_token_id": 91,
+        "audio_token_id": 92,
+        "boi_token_id": 93,
+        "eoi_token_id": 94,
+        "mm_tokens_per_image": 4,
+    },
+    "glm4v": {
+        "text_config": {**TEXT, "rope_parameters": {**TEXT["rope_parameters"], "partial_rotary_factor": 1.0}},
+        **QWEN,
+        "image_start_token_id": 93,
+        "image_end_token_id": 94,
+    },
+    "internvl": {
+        "text_config": {"model_type": "qwen2", **COMMON},
+        "vision_config": {**SIGLIP, "image_size": [16, 16], "patch_size": [4, 4]},
+        "image_token_id": IMAGE,
+        "image_seq_length": 4,
+        "vision_feature_layer": -1,
+    },
+    "llama4": {
+        "text_config": {**COMMON, **MOE, "intermediate_size_mlp": 48, "attention_chunk_size": 8},
+        "vision_config": {
+            **SIGLIP,
+            "intermediate_size": 64,
+            "vision_output_dim": 16,
+            "projector_input_dim": 16,
+            "projector_output_dim": 16,
+            "pixel_shuffle_ratio": 0.5,
+        },
+        "image_token_index": IMAGE,
+        "boi_token_index": 92,
+        "eoi_token_index": 93,
+    },
+    "llava": {
+        "text_config": {"model_type": "llama", **COMMON},
+        "vision_config": {"model_type": "clip_vision_model", **CLIP, "patch_size": 8},
+        "image_token_index": IMAGE,
+        "vision_feature_layer": -1,
+    },
+    "mistral3": {
+        "text_config": {"model_type": "mistral", **COMMON, "sliding_window": 8},
+        "vision_config": {"model_type": "pixtral", **SIGLIP},
+        "image_token_index": IMAGE,
+        "vision_feature_layer": -1,
+        "spatial_merge_size": 2,
+    },
+    "qwen2_5_vl": {
+        "text_config": TEXT,
+        **QWEN,
+        "vision_config": {**TOWER, "window_size": 8, "fullatt_block_indexes": [0]},
+    },
+    "smolvlm": {
+        "text_config": {"model_type": "llama", **COMMON},
+        "vision_config": SIGLIP,
+        "image_token_id": IMAGE,
+        "scale_factor": 2,
+    },
 }
+GRIDS = {"qwen3_vl", "qwen3_5", "qwen2_5_vl", "glm4v"}  # whose pixels come as rows of patches
 
 
 def make_wrapper(name):
@@ -65,22 +138,29 @@ def picture(name, rows: int) -> dict:
     ids[:, 6:10] = IMAGE
     for row in range(1, rows):
         ids[row, :row], mask[row, :row] = 0, 0
-    if name == "gemma3":
-        pixels = {"pixel_values": torch.randn(rows, 3, 16, 16, generator=random)}
-        types = {"token_type_ids": (ids == IMAGE).long()}
-    else:
+    types = {"mm_token_type_ids": (ids == IMAGE).int()} if name in {*GRIDS, "gemma4"} else {}
+    if name in GRIDS:
         pixels = {
             "pixel_values": torch.randn(rows * 16, 3 * 2 * 4 * 4, generator=random),
             "image_grid_thw": torch.tensor([[1, 4, 4]] * rows),
         }
-        types = {"mm_token_type_ids": (ids == IMAGE).int()}
+    elif name == "gemma4":
+        places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(rows, 16, 2)
+        pixels = {"pixel_values": torch.rand(rows, 16, 48, generator=random), "image_position_ids": places}
+    else:
+        images = (rows, 1, 3, 16, 16) if name == "smolvlm" else (rows, 3, 16, 16)
+        pixels = {"pixel_values": torch.randn(images, generator=random)}
+    if name == "gemma3":
+        types = {"token_type_ids": (ids == IMAGE).long()}
+    if name == "mistral3":
+        pixels["image_sizes"] = torch.tensor([[16, 16]] * rows)
     return {"input_ids": ids, "attention_mask": mask, **pixels, **types}
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_with_text_and_with_an_image(name, oracle):
     target = make_wrapper(name)
-    assert probe_rollback(target) is not None
+    assert probe_rollback(target) is (ReplaySession if name == "qwen3_5" else SlotSession)
     draft = make_draft(target)
     options = {"max_new_tokens": 30, "do_sample": False}
     for rows in (1, 3):
