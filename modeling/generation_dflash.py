@@ -249,10 +249,11 @@ def decode(
             start = torch.tensor([columns - pad for pad in padding], device=generator.device)  # [R], the anchors
             features, features_start = generator.no_features(start, block_size)
             session.last_slot = start.new_tensor(columns + text.max_new - 1)
+            whole = compiled or text.look_ahead > 1  # every block has one shape, also at the end of the text
             while not text.done:
                 # 2. Draft a block for each row and verify it with one forward of the target.
                 used = text.reach + columns + draft.config.block_size
-                size = block_size if compiled or text.look_ahead > 1 else min(block_size, text.room)
+                size = block_size if whole else min(block_size, text.room)
                 if compiled:  # the shapes of the bucket
                     used = max(generator.cache.reserve(used), session.cache.reserve(used))
                 block, proposal, logits, features, verdict = run(
@@ -264,6 +265,8 @@ def decode(
                 # 4. Commit: the accepted tokens stay, everything after them will be written over.
                 session.commit(size, text.committed)
                 features_start, start = start, start + counts
+                if not whole:
+                    features = features[:, : max(text.committed)]
     finally:
         if was_training:
             draft.train()

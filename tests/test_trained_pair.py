@@ -39,10 +39,10 @@ def test_text_and_trace_equal_the_published_loop(pair, prompts):
     seen = set()
     for prompt in prompts:
         text, trace = published_loop(draft_hidden, target, config, prompt[None], 60, [])
-        output = target.generate(
-            prompt[None], max_new_tokens=60, do_sample=False, assistant_model=draft, return_dict_in_generate=True
-        )
-        plain = target.generate(prompt[None], max_new_tokens=60, do_sample=False)
+        # Without a mask, `generate` would take a 0 in the prompt for padding.
+        options = {"attention_mask": torch.ones_like(prompt[None]), "max_new_tokens": 60, "do_sample": False}
+        output = target.generate(prompt[None], **options, assistant_model=draft, return_dict_in_generate=True)
+        plain = target.generate(prompt[None], **options)
         assert output.sequences[0].tolist() == text == plain[0].tolist()
         committed = output.acceptance_lengths[0]
         assert committed[:-1] == trace[: len(committed) - 1]
@@ -61,7 +61,8 @@ def test_batched_traces_equal_single_ones(pair, prompts):
     options = {"max_new_tokens": 50, "do_sample": False, "assistant_model": draft, "return_dict_in_generate": True}
     batch = target.generate(inputs, attention_mask=mask, **options)
     for row, pad in enumerate(pads):
-        alone = target.generate(prompts[row : row + 1, pad:], **options)
+        single = prompts[row : row + 1, pad:]
+        alone = target.generate(single, attention_mask=torch.ones_like(single), **options)
         assert batch.sequences[row, 8:].tolist() == alone.sequences[0, 8 - pad :].tolist()
         assert batch.acceptance_lengths[row] == alone.acceptance_lengths[0]
 
@@ -88,7 +89,6 @@ def test_teacher_forced_accuracy_is_the_decode_path_s(pair, prompts, tmp_path, m
     draft.eval()
     for prompt in prompts[:6]:
         drafted.clear()
-        # Without a mask, `generate` would take a 0 in the prompt for padding.
         output = target.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]), **options)
         text = output.sequences[0].tolist()
         committed = []
@@ -115,7 +115,8 @@ def test_training_and_decoding_draft_the_same_tokens(pair, prompts):
     """Teacher-forced drafts of the training forward equal the decode path's on the same contexts, token for token."""
     target, draft = pair
     size = draft.config.block_size
-    text = target.generate(prompts[:1], max_new_tokens=60, do_sample=False)
+    options = {"attention_mask": torch.ones_like(prompts[:1]), "max_new_tokens": 60, "do_sample": False}
+    text = target.generate(prompts[:1], **options)
     drafted = {}
     original = DFlashCandidateGenerator.draft
 
@@ -126,7 +127,7 @@ def test_training_and_decoding_draft_the_same_tokens(pair, prompts):
 
     DFlashCandidateGenerator.draft = record
     try:
-        target.generate(prompts[:1], max_new_tokens=60, do_sample=False, assistant_model=draft)
+        target.generate(prompts[:1], **options, assistant_model=draft)
     finally:
         DFlashCandidateGenerator.draft = original
     anchors = torch.tensor([sorted(drafted)])
