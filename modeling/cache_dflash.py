@@ -4,7 +4,13 @@ keeping a smaller length. Nothing is copied, nothing changes shape, every row ha
 """
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 
 SLOTS_PER_STEP = 64  # the view handed to attention is the used length rounded up to this
@@ -160,6 +166,9 @@ class SlotCache(Cache):
         slots = cls(len(padding), capacity, pool)
         columns = cache.get_seq_length()
         for layer in cache.layers:
+            if holds_nothing(layer):
+                slots.layers.append(layer)
+                continue
             moved = SlotLayer(slots)
             slots.layers.append(moved)
             if not layer.is_initialized:  # shares the keys of another layer
@@ -181,7 +190,7 @@ class SlotCache(Cache):
         that continues the conversation with or without a drafter.
         """
         for source, layer in zip(self.layers, cache.layers, strict=True):
-            if not source.is_initialized:
+            if holds_nothing(source) or not source.is_initialized:
                 continue
             first = 0
             if isinstance(layer, DynamicSlidingWindowLayer):
@@ -197,8 +206,14 @@ class SlotCache(Cache):
 
 
 def can_adopt(cache: Cache) -> bool:
-    """Whether every layer of a cache is an ordinary or sliding-window one, whose tokens can live in slots."""
-    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+    """Whether every layer of a cache is empty or an ordinary or sliding-window one, whose tokens can live in slots."""
+    ordinary = (DynamicLayer, DynamicSlidingWindowLayer)
+    return all(type(layer) in ordinary or holds_nothing(layer) for layer in cache.layers)
+
+
+def holds_nothing(layer) -> bool:
+    """Whether a layer of a cache only stands for one that has nothing to keep, or shares the keys of another."""
+    return not isinstance(layer, CacheLayerMixin | LinearAttentionCacheLayerMixin)
 
 
 def slot_mask(

@@ -199,6 +199,9 @@ def decode(
     cache = model_kwargs[name] = usable_cache(
         target, model_kwargs[name], session_class, generation_config.cache_implementation
     )
+    if "logits_to_keep" in model_kwargs and getattr(target.config.get_text_config(), "num_kv_shared_layers", 0):
+        # An index: told a number, Gemma 4 takes those tokens alone through the layers that share keys.
+        model_kwargs["logits_to_keep"] = torch.tensor([-1])
     past, rows = cached_columns(cache), input_ids.shape[0]
     embeds = model_kwargs.get("inputs_embeds")
     block_size = config.block_size or draft.config.block_size
