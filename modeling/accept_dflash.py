@@ -48,8 +48,20 @@ class Verdict(NamedTuple):
     unfinished: torch.BoolTensor  # [R]
 
 
+def draw(probabilities: torch.Tensor, generators: list[torch.Generator] | None = None) -> torch.LongTensor:
+    """`[R, n]`, one token of each distribution `[R, n, k]`; those of a row by its own generator, if it has one."""
+    if generators is None:
+        return torch.multinomial(probabilities.flatten(0, 1), num_samples=1).view(probabilities.shape[:2])
+    rows = zip(probabilities, generators, strict=True)
+    tokens = [torch.multinomial(row.to(g.device), num_samples=1, generator=g)[:, 0] for row, g in rows]
+    return torch.stack(tokens).to(probabilities.device)
+
+
 def sample_tokens(
-    scores: torch.Tensor, drafted: torch.LongTensor | None = None, proposal: Proposal | None = None
+    scores: torch.Tensor,
+    drafted: torch.LongTensor | None = None,
+    proposal: Proposal | None = None,
+    generators: list[torch.Generator] | None = None,
 ) -> torch.LongTensor:
     """
     The target's own sample after each token of a block, drawn so that it equals the drafted token as often as can be.
@@ -62,24 +74,29 @@ def sample_tokens(
         scores (`torch.Tensor`): `[R, n, V]` processed scores of the target.
         drafted (`torch.LongTensor`, *optional*): `[R, m]`, `m <= n`, drafted tokens that scores `0..m - 1` judge.
         proposal (`Proposal`, *optional*): What they were drawn from.
+        generators (`list[torch.Generator]`, *optional*): One for each row. Default: torch's own for all.
 
     Returns:
         `torch.LongTensor` `[R, n]`.
     """
-    rows, size, vocab_size = scores.shape
     p = scores.softmax(dim=-1)  # [R, n, V]
     if proposal is None or drafted.shape[1] == 0:
-        return torch.multinomial(p.reshape(rows * size, vocab_size), num_samples=1).view(rows, size)
+        return draw(p, generators)
     judged = drafted.shape[1]
     q = proposal.probabilities.to(p.dtype)  # [R, m, k]
     p_drafted = p[:, :judged].gather(-1, drafted[..., None])[..., 0]  # [R, m]
     q_drafted = (q * (proposal.ids == drafted[..., None])).sum(dim=-1)  # [R, m]
-    keep = torch.rand_like(p_drafted) * q_drafted < p_drafted
+    if generators is None:
+        chance = torch.rand_like(p_drafted)
+    else:
+        chance = [torch.rand(judged, generator=g, device=g.device, dtype=p.dtype) for g in generators]
+        chance = torch.stack(chance).to(p.device)
+    keep = chance * q_drafted < p_drafted
 
     residual = p.clone()
     residual[:, :judged].scatter_add_(-1, proposal.ids, -q).clamp_(min=0)
     residual = torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, p)  # p == q, where nothing is rejected
-    own = torch.multinomial(residual.reshape(rows * size, vocab_size), num_samples=1).view(rows, size)
+    own = draw(residual, generators)
     return torch.cat([torch.where(keep, drafted, own[:, :judged]), own[:, judged:]], dim=1)
 
 
@@ -98,6 +115,8 @@ class Continuation:
         in_step (`bool`): Whether the target's cache wants all rows in step.
         block_size (`int`): Tokens of a block at most.
         look_ahead (`int`): How many blocks may be accepted at once before the host looks at them.
+        generators (`list[torch.Generator]`, *optional*): One for each row, to sample with. Each committed token takes
+            one draw, so that without drawn drafts a row's text depends on its own generator alone.
     """
 
     def __init__(
@@ -110,10 +129,11 @@ class Continuation:
         in_step=False,
         block_size=1,
         look_ahead=1,
+        generators=None,
     ):
         rows, self.prompt_length = input_ids.shape
         self.processor, self.criteria, self.streamer = logits_processor, stopping_criteria, streamer
-        self.do_sample = generation_config.do_sample
+        self.do_sample, self.generators = generation_config.do_sample, generators
         self.max_new = max(generation_config.max_length - self.prompt_length, 1)
         keep = generation_config.return_dict_in_generate
         self.scores = () if keep and generation_config.output_scores else None
@@ -142,6 +162,7 @@ class Continuation:
             or (keep and (generation_config.output_hidden_states or generation_config.output_attentions))
             # One row is sampled token by token, so that a seed gives the text that it gives without a drafter.
             or (rows == 1 and self.do_sample)
+            or generators is not None
             or (rows > 1 and (in_step or streamer is not None))
             or not all(type(p) in _POSITIONWISE for p in logits_processor)
             or not all(type(c) in _COUNTED for c in stopping_criteria)
@@ -286,7 +307,7 @@ class Continuation:
             if self.do_sample:
                 last = proposal is None or step + 1 == size
                 judged = (None, None) if last else (block[:, step + 1, None], proposal.at(step, step + 1))
-                token = sample_tokens(scores[:, None], *judged)[:, 0]
+                token = sample_tokens(scores[:, None], *judged, self.generators)[:, 0]
             else:
                 token = scores.argmax(dim=-1)
             if self.stops_at_eos:

@@ -3,7 +3,7 @@
 import torch
 from transformers.generation import CandidateGenerator
 
-from .accept_dflash import Proposal
+from .accept_dflash import Proposal, draw
 from .cache_dflash import SlotCache, slot_mask
 from .target_dflash import input_device, raw_embedding
 
@@ -17,19 +17,20 @@ class DFlashCandidateGenerator(CandidateGenerator):
         draft (`DFlashDraftModel`): The drafter.
         target (`PreTrainedModel`): The target, for its embedding and head.
         max_length (`int`): Longest row, prompt included; for upstream's loop.
+        generators (`list[torch.Generator]`, *optional*): One for each row, to draw drafts with.
     """
 
     requires_model_outputs = True
     model_kwargs_overrides = {"output_hidden_states": True}
 
-    def __init__(self, draft, target, max_length: int | None = None):
+    def __init__(self, draft, target, max_length: int | None = None, generators: list | None = None):
         self.draft_model, self.target = draft, target
         self.config = draft.config
         self.head = target.get_output_embeddings()
         self.device = input_device(target)
         # A model finds these by walking through its parameters, which takes longer than a small layer.
         self.draft_device, self.draft_dtype, self.target_dtype = draft.device, draft.dtype, target.dtype
-        self.max_length = max_length
+        self.max_length, self.generators = max_length, generators
         self.noise = torch.full((1, self.config.block_size - 1), self.config.mask_token_id, device=self.device)
         self.cache: SlotCache | None = None
 
@@ -125,7 +126,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
                 choice = score.argmax(dim=-1, keepdim=True)
             else:
                 probabilities.append((score / temperature).softmax(dim=-1))  # [R, k]
-                choice = torch.multinomial(probabilities[-1], num_samples=1)
+                choice = draw(probabilities[-1][:, None], self.generators)  # [R, 1]
             before = ids[:, slot].gather(-1, choice)[:, 0]  # [R]
             chosen.append(before)
         tokens = draft.target_ids(torch.stack(chosen, dim=1)).to(self.device)  # [R, B - 1]

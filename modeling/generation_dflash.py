@@ -36,13 +36,18 @@ class DFlashDecodingConfig:
         compile (`bool` or `str`): Compile draft, verification and acceptance as one graph of fixed shape, for each
             bucket of 256, 512, 1024, ... slots; a string names the `torch.compile` backend. The first use of a bucket
             takes a while, and the slots stay in memory for the next call. Rounds whose attentions or hidden states
-            are asked for are not compiled.
+            are asked for, or that draw by `generators`, are not compiled.
         freeze (`bool`): With `compile`: make the weights constants of the graph, packed for the processor's matrix
             products, which takes as much memory again. Faster on CPUs, most of all in half precision. Changed weights
             are noticed at the next call, and compiled again.
         look_ahead (`int`, *optional*): Rounds that are started before the host looks at what they committed. At the
             end of a text up to so many less one are computed in vain. Default: 1 on a CPU, else 4. Always 1 where each
             token is asked for as it comes: with a streamer, a time limit, processors and criteria that read the text.
+        generators (`list[torch.Generator]`, *optional*): Where the target samples, one for each row, those of
+            `num_return_sequences` included. Rows then advance in step, each token of a row is one draw of its
+            generator, and a row's text is the one that its generator gives for its prompt alone. Drafts that are drawn
+            too (`draft_temperature`) are drawn by the same generators: then equal calls give equal texts, but a row's
+            draws depend on how far the batch has come. Default: torch's own generator for all rows.
     """
 
     block_size: int | None = None
@@ -50,6 +55,7 @@ class DFlashDecodingConfig:
     compile: bool | str = False
     freeze: bool = False
     look_ahead: int | None = None
+    generators: list[torch.Generator] | None = None
 
     def rounds_ahead(self, device: torch.device) -> int:
         """`look_ahead`, or its default for a device."""
@@ -76,6 +82,28 @@ class DFlashDecodingConfig:
         if not (self.look_ahead is None or _is_count(self.look_ahead)):
             raise ValueError(
                 f"decoding_config.look_ahead={self.look_ahead!r} must be a positive number of rounds, or None."
+            )
+
+    def check_generators(self, rows: int, device: torch.device) -> None:
+        """
+        Args:
+            rows (`int`): Rows of a batch to sample.
+            device (`torch.device`): Where they are sampled.
+
+        Raises:
+            `ValueError`: there is not one generator for each row, on that device.
+        """
+        given = self.generators
+        if len(given) != rows or len(set(map(id, given))) != rows:
+            raise ValueError(
+                f"decoding_config.generators holds {len(set(map(id, given)))} generators, but {rows} rows are sampled "
+                "(num_return_sequences of each prompt): pass a generator of its own for each row, or None."
+            )
+        elsewhere = {str(generator.device) for generator in given if generator.device != device}
+        if elsewhere:
+            raise ValueError(
+                f"decoding_config.generators on {', '.join(sorted(elsewhere))}, but tokens are sampled on {device}: "
+                f'make them with `torch.Generator("{device}")`.'
             )
 
 
@@ -176,8 +204,13 @@ def decode(
         raise ValueError("use_cache=False, but decoding with a drafter needs the cache; drop it or `assistant_model`.")
     config = draft.decoding_config
     config.check(draft.config.block_size)
+    generators = config.generators if generation_config.do_sample else None
+    if generators is not None:
+        config.check_generators(len(input_ids), input_ids.device)
     session_class = probe_rollback(target)
     reason = plain_reason(target, session_class, generation_config, model_kwargs, synced_gpus)
+    if reason is not None and generators is not None:
+        raise ValueError(f"decoding_config.generators cannot be followed: {reason}; set it to None to decode plainly.")
     if reason is not None:
         logger.warning_once(f"Decoding without the drafter: {reason}.")
         output = GenerationMixin._sample(
@@ -214,18 +247,19 @@ def decode(
         in_step=session_class.in_step,
         block_size=block_size,
         look_ahead=config.rounds_ahead(input_ids.device) if session_class.free else 1,
+        generators=generators,
     )
     new = input_ids.shape[1] if embeds is None else max(input_ids.shape[1], embeds.shape[1])
     # Slots for the prompt, which may hold the past too, and some more to come; they grow with the text.
     room = past + new + min(text.max_new, 256) + draft.config.block_size
     listed = TokenOutputs(target, generation_config)
-    compiled = session_class.free and config.compile and not listed.asked
+    compiled = session_class.free and config.compile and not listed.asked and generators is None
     run, pools = eager_round, (None, None)
     if compiled:
         room = past + new + draft.config.block_size
         run = CompiledRound(target, draft, None if compiled is True else compiled, config.freeze)
         pools = run.pool(draft), run.pool(target)
-    generator = DFlashCandidateGenerator(draft, target)
+    generator = DFlashCandidateGenerator(draft, target, generators=generators)
     padding, offset = layout(model_kwargs, rows, generator.device)
     generator.open(padding, past, room, offset, pools[0])
     if session_class.records_past:
