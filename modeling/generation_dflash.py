@@ -124,6 +124,8 @@ class DFlashGenerateOutput(GenerateDecoderOnlyOutput):
 def plain_reason(target, session_class, generation_config, model_kwargs, synced_gpus) -> str | None:
     """Why this call decodes without the drafter, or `None`."""
     positions = model_kwargs.get("position_ids")
+    if synced_gpus:
+        return "the ranks of a sharded target must run the same number of forwards"
     if session_class is None:
         return f"the cache of {type(target).__name__} cannot be rolled back"
     if positions is not None and positions.shape[-1] == 0:
@@ -137,8 +139,6 @@ def plain_reason(target, session_class, generation_config, model_kwargs, synced_
             return f"in a {type(cache).__name__} attentions have a column for each token that it could hold"
         if not lists_attentions(target, cache):
             return f"the attentions of {type(target).__name__} cannot be told apart by layer"
-    if synced_gpus:
-        return "the ranks of a sharded target must run the same number of forwards"
     return None
 
 
@@ -207,7 +207,7 @@ def decode(
     generators = config.generators if generation_config.do_sample else None
     if generators is not None:
         config.check_generators(len(input_ids), input_ids.device)
-    session_class = probe_rollback(target)
+    session_class = None if synced_gpus else probe_rollback(target)
     reason = plain_reason(target, session_class, generation_config, model_kwargs, synced_gpus)
     if reason is not None and generators is not None:
         raise ValueError(f"decoding_config.generators cannot be followed: {reason}; set it to None to decode plainly.")

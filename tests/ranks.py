@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from accelerate import DistributedType, PartialState
-from conftest import make_target
+from conftest import make_draft, make_target
 from test_trainer import PLAIN_SGD, history, make_trainer, uneven_rows
 from torch.distributed.fsdp import fully_shard
 
@@ -68,6 +68,23 @@ def read_target(shard=None):
     return [whole(t) for t in (*features, output.features, output.last_hidden_state, logits, embedded)]
 
 
+def generate_in_step(rank, shard=False):
+    """Texts of different lengths, without and with a drafter, of a target sharded or whole; how often it was run."""
+    target = make_target(dtype=torch.float64)
+    draft, forwards = make_draft(target), []
+    if shard:
+        fully_shard(target)
+    target.register_forward_pre_hook(lambda *_: forwards.append(1))
+    prompt = torch.tensor([[5, 9, 17, 33 + rank]])
+    options = {"max_new_tokens": (4, 11)[rank], "do_sample": False, "synced_gpus": shard}
+    texts, counts = [], []
+    for assistant in (None, draft):
+        forwards.clear()
+        texts.append(target.generate(prompt, **options, assistant_model=assistant))
+        counts.append(len(forwards))
+    return texts, counts
+
+
 def take_cpus_for_accelerators():
     """accelerate shards on accelerators only, although torch shards on CPUs as well."""
     initialize = PartialState.__init__
@@ -87,6 +104,7 @@ def main(scenario, folder):
     results["resumed"] = save_and_resume(folder, 2)
     if scenario == "ddp":
         results["targets"] = [read_target(shard) for shard in ("layers", "whole")]
+        results["texts"] = generate_in_step(torch.distributed.get_rank(), shard=True)
     torch.save(results, Path(folder, f"rank{torch.distributed.get_rank()}.pt"))
     torch.distributed.destroy_process_group()
 

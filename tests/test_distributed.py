@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import LOSSES, ROWS, read_target, save_and_resume, train_and_evaluate
+from ranks import LOSSES, ROWS, generate_in_step, read_target, save_and_resume, train_and_evaluate
 
 from dflash_hf import DFlashDraftModel
 
@@ -95,3 +95,14 @@ def test_a_sharded_target_is_read_like_a_whole_one(launched, alone):
         for values in results["targets"]:
             for value, expected in zip(values, alone["target"], strict=True):
                 torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
+
+
+def test_ranks_of_a_sharded_target_generate_in_step(launched):
+    """`synced_gpus`: the rank with the shorter text runs as many forwards as the other, also with a drafter."""
+    counts = []
+    for rank, results in enumerate(launched("ddp")[1]):
+        texts, forwards = results["texts"]
+        for text in texts:
+            assert torch.equal(text, generate_in_step(rank)[0][0])
+        counts.append(forwards)
+    assert counts == [[11, 11], [11, 11]]
