@@ -253,7 +253,7 @@ def decode(
     # Slots for the prompt, which may hold the past too, and some more to come; they grow with the text.
     room = past + new + min(text.max_new, 256) + draft.config.block_size
     listed = TokenOutputs(target, generation_config)
-    compiled = session_class.free and config.compile and not listed.asked and generators is None
+    compiled = config.compile if session_class.free and not listed.asked else False and generators is None
     run, pools = eager_round, (None, None)
     if compiled:
         room = past + new + draft.config.block_size

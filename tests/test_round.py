@@ -43,6 +43,23 @@ def test_the_number_of_graphs_is_that_of_the_buckets(pair):
     assert graphs() == 2
 
 
+def test_the_backend_is_the_one_that_was_named(pair):
+    target, draft = pair
+    counters.clear()
+    graphs_seen = []
+
+    @torch._dynamo.register_backend(name="seeing")
+    def seeing(graph, inputs):
+        graphs_seen.append(graph)
+        return graph.forward
+
+    draft.decoding_config.compile = "seeing"
+    decode(target, prompt(8), draft)
+    draft.decoding_config.compile = "eager"
+    decode(target, prompt(8), draft)
+    assert len(graphs_seen) == 1 and graphs() == 2
+
+
 def test_slots_outlive_the_call_and_returned_caches_do_not_lie_in_them(pair):
     target, draft = pair
     options = {"return_dict_in_generate": True, "new": 20}
