@@ -31,6 +31,20 @@ class SlotLayer(CacheLayerMixin):
         self.keys, self.values = self._buffer("keys", key_states), self._buffer("values", value_states)
         self.is_initialized = True
 
+    def adopt(self, layer: CacheLayerMixin, padding: list[int], columns: int) -> None:
+        """Move `columns` left-padded columns of a layer here: first its keys, which are let go, then its values."""
+        self.dtype, self.device = layer.keys.dtype, layer.keys.device
+        first = columns - layer.keys.shape[2]  # a sliding layer has dropped the columns before its window
+        for name in ("keys", "values"):
+            states = getattr(layer, name)
+            buffer = self._buffer(name, states)
+            for row, pad in enumerate(padding):
+                skip = max(pad - first, 0)
+                buffer[row, :, first + skip - pad : columns - pad] = states[row, :, skip:]
+            setattr(self, name, buffer)
+            setattr(layer, name, states[:, :, :0].clone())
+        self.is_initialized = True
+
     def _buffer(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """`[R, heads, capacity, head_dim]` zeros: a masked slot is still multiplied by zero, and 0 * NaN is NaN."""
         shape = (self.cache.rows, like.shape[1], self.cache.capacity, like.shape[3])
@@ -122,7 +136,7 @@ class SlotCache(Cache):
     def reserve(self, used: int) -> int:
         """Make room for `used` slots of each row; returns how many there may be before it has to grow again."""
         if used >= self.capacity:
-            self.capacity = self._fitting(max(used, self.capacity * 5 // 4))
+            self.capacity = self._fitting(max(used, self.capacity * 9 // 8))
             for layer in self.layers:
                 if isinstance(layer, SlotLayer):  # the recurrent layers of a hybrid have nothing to grow
                     layer.grow()
@@ -155,7 +169,7 @@ class SlotCache(Cache):
         """
         Move a prefilled, left-padded cache into slots, so that every row starts at slot 0.
 
-        The prompt is held once: each layer of the source is emptied as soon as its keys have moved, until `release`.
+        The prompt is held once: keys and values of the source are let go as soon as they have moved, until `release`.
 
         Args:
             cache (`Cache`): Dynamic and sliding-window layers only; see `can_adopt`.
@@ -171,23 +185,18 @@ class SlotCache(Cache):
                 continue
             moved = SlotLayer(slots)
             slots.layers.append(moved)
-            if not layer.is_initialized:  # shares the keys of another layer
-                continue
-            keys, values = layer.keys, layer.values
-            moved.lazy_initialization(keys, values)
-            first = columns - keys.shape[2]  # a sliding layer has dropped the columns before its window
-            for row, pad in enumerate(padding):
-                skip = max(pad - first, 0)
-                start, stop = first + skip - pad, columns - pad
-                moved.keys[row, :, start:stop] = keys[row, :, skip:]
-                moved.values[row, :, start:stop] = values[row, :, skip:]
-            layer.keys, layer.values = keys[:, :, :0].clone(), values[:, :, :0].clone()
+            if layer.is_initialized:  # others share the keys of another layer
+                moved.adopt(layer, padding, columns)
         return slots
+
+    def clear(self) -> None:
+        """Let go of all slots: at once, for layers and cache, which know each other, would wait for the collector."""
+        self.layers.clear()
 
     def release(self, cache: Cache, padding: list[int], columns: int) -> Cache:
         """
         Write the slots back into the cache they were adopted from: `columns` left-padded columns, an ordinary cache
-        that continues the conversation with or without a drafter.
+        that continues the conversation with or without a drafter. The slots are let go on the way.
         """
         for source, layer in zip(self.layers, cache.layers, strict=True):
             if holds_nothing(source) or not source.is_initialized:
@@ -202,6 +211,8 @@ class SlotCache(Cache):
                 if self.pool is not None:  # the buffers go on to the next call
                     rows = [row.clone() for row in rows]
                 setattr(layer, name, torch.stack(rows) if len(rows) > 1 else rows[0][None])
+                setattr(source, name, None)
+                del buffer, rows
         return cache
 
 

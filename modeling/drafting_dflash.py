@@ -8,6 +8,9 @@ from .cache_dflash import SlotCache, slot_mask
 from .target_dflash import input_device, raw_embedding
 
 
+TOKENS_AT_ONCE = 2048  # of a prompt, from features to the drafter's context: bounds what lives in between
+
+
 class DFlashCandidateGenerator(CandidateGenerator):
     """
     Drafts blocks from the target's features. Also runs inside upstream's own `_assisted_decoding` (one row), through
@@ -49,17 +52,32 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.first = (past - self.padding).clamp(min=0)  # [R, 1], the token that sits in slot 0
         self.offset = offset if offset.dim() == 2 else offset[0]  # distances alone matter here
         self.columns = past
+        self.contexts: list[torch.Tensor] = []  # of the prompt, [R, n, H] each, not in the cache yet
         self.cache = SlotCache(len(padding), room, pool)
 
-    def absorb(self, features: torch.Tensor) -> None:
-        """Add the features `[R, C, L * H]` of the prompt's next columns to the drafter's context."""
-        columns = torch.arange(self.columns, self.columns + features.shape[1], device=self.device)
-        tokens = columns - self.padding  # [R, C], the number of each token in its row; padding is negative
-        slots = torch.where(tokens < 0, self.cache.trash, tokens - self.first)
-        self.columns += features.shape[1]
-        self.cache.place(slots, used=1)
-        positions = (tokens + self.offset).clamp(min=0)
-        self.draft_model.extend_context(self._to_draft(features), self._to_draft(positions), self.cache)
+    def absorb(self, *features: torch.Tensor) -> None:
+        """
+        Take the features of the prompt's next columns, `[R, C, L * H]`, or one layer's `[R, C, H]` after the other.
+
+        They become keys and values in `write_context`, when the target's forward is over: until then a token takes one
+        hidden state, of which every layer of the drafter makes keys and values.
+        """
+        step = max(TOKENS_AT_ONCE // features[0].shape[0], 1)
+        for pieces in zip(*(layer.split(step, dim=1) for layer in features), strict=True):
+            joined = torch.cat([self._to_draft(piece) for piece in pieces], dim=-1)  # [R, n, L * H]
+            self.contexts.append(self.draft_model.project_context(joined))
+
+    def write_context(self) -> None:
+        """Write the keys and values of the absorbed columns into the drafter's cache."""
+        while self.contexts:
+            context = self.contexts.pop(0)
+            columns = torch.arange(self.columns, self.columns + context.shape[1], device=self.device)
+            tokens = columns - self.padding  # [R, n], the number of each token in its row; padding is negative
+            slots = torch.where(tokens < 0, self.cache.trash, tokens - self.first)
+            self.columns += context.shape[1]
+            self.cache.place(slots, used=1)
+            positions = (tokens + self.offset).clamp(min=0)
+            self.draft_model.extend_context(context, self._to_draft(positions), self.cache)
 
     def draft(self, anchors, start, features=None, features_start=None, used: int = 0) -> torch.LongTensor:
         """
@@ -189,6 +207,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
             past = length - 1 - features.shape[1]
             self.open(padding, past, self.max_length + self.config.block_size, offset)
             self.absorb(features)
+            self.write_context()
             features = features_start = None
         else:
             features_start = self.start

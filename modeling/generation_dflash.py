@@ -271,14 +271,15 @@ def decode(
     try:
         with FeatureTap(target, draft.config.target_layer_ids, consume=generator.absorb) as tap, listed:
             outputs = target._prefill(input_ids, generation_config, model_kwargs)
+            tap.consume = None
+            logits = outputs.logits[:, -1:].to(generator.device, copy=True)  # of all others nothing stays
+            del outputs
+            generator.write_context()
             columns = generator.columns
             if session_class.records_past:
                 cache.crop(0)
-            tap.consume = None
             extra = {**extra_arguments(target, model_kwargs), **listed.arguments}
             session = session_class(target, cache, padding, room, offset, extra, pools[1])
-            logits = outputs.logits[:, -1:].to(generator.device)
-            del outputs
             text.accept(logits)
             listed.add_prompt(cache, columns)
 
@@ -309,6 +310,8 @@ def decode(
             draft.train()
         if session is not None and keep_cache:  # whole again for the caller, also after an interruption
             cache = session.close(columns + max(text.longest - 1, 0))
+        for holder in filter(None, (generator.cache, session)):
+            holder.clear()
 
     if streamer is not None:
         streamer.end()

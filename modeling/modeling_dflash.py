@@ -188,16 +188,15 @@ class DFlashDraftModel(PreTrainedModel):
             )
         return self.hidden_norm(self.fc(context_hidden_states))
 
-    def extend_context(self, context_hidden_states, position_ids, past_key_values):
+    def extend_context(self, context, position_ids, past_key_values):
         """
-        Write the keys and values of context tokens into a cache, without a block: the prompt's features.
+        Write the keys and values of context tokens into a cache, without a block: those of the prompt.
 
         Args:
-            context_hidden_states (`torch.Tensor`): `[N, C, L * H_target]`.
+            context (`torch.Tensor`): `[N, C, H]`, from `project_context`.
             position_ids (`torch.LongTensor`): `[N, C]`.
             past_key_values (`Cache`): Updated in place.
         """
-        context = self.project_context(context_hidden_states)
         cos, sin = (self.context_rotary_emb or self.rotary_emb)(context, position_ids)
         for layer in self.layers:
             past_key_values.update(*layer.self_attn.keys_values(context, cos, sin), layer.self_attn.layer_idx)

@@ -67,8 +67,8 @@ class FeatureTap:
     Args:
         target (`PreTrainedModel`): The target.
         layer_ids (`list[int]`): Id `i` is the output of decoder layer `i`.
-        consume (`callable`, *optional*): Called with the features of each forward `[N, S, L * H]` instead of keeping
-            them, so that a prompt fed in chunks is never held raw.
+        consume (`callable`, *optional*): Called with the layers' outputs, `[N, S, H]` each, as soon as a forward has
+            made the last of them; they are not kept.
 
     Raises:
         `ValueError`: in a forward, a layer that has not one vector for each token.
@@ -106,15 +106,18 @@ class FeatureTap:
                 )
             self.captured[layer_id] = features
             if self.consume is not None and len(self.captured) == len(self.layer_ids):
-                self.consume(self.take())
+                self.consume(*self._layers())
 
         return keep
 
     def take(self) -> torch.Tensor:
         """The features of the last forward, `[N, S, L * H]`, in the order of `layer_ids`; forgets them."""
+        layers = self._layers()
+        return torch.cat([layer.to(layers[0].device) for layer in layers], dim=-1)
+
+    def _layers(self) -> list[torch.Tensor]:
         captured, self.captured = self.captured, {}
-        device = captured[self.layer_ids[0]].device
-        return torch.cat([captured[i].to(device) for i in self.layer_ids], dim=-1)
+        return [captured[i] for i in self.layer_ids]
 
 
 def check_pair(target, draft_config) -> None:

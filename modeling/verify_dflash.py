@@ -95,6 +95,10 @@ class SlotSession:
         """The cache as `generate` returns it without a drafter."""
         return self.cache.release(self.source, self.padding, columns)
 
+    def clear(self) -> None:
+        """Let go of what a session holds besides the caller's cache."""
+        self.cache.clear()
+
 
 class CropSession:
     """A target whose cache is cropped after each verification: any cache that can crop itself, all rows in step."""
@@ -131,6 +135,9 @@ class CropSession:
 
     def close(self, columns: int):
         return self.cache
+
+    def clear(self) -> None:
+        pass
 
 
 def activate_past_recording(cache) -> None:

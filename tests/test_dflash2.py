@@ -135,6 +135,7 @@ def opened(draft, target, rows=1, length=9, seed=1):
     generator.open([0] * rows, 0, 64, torch.zeros(rows, 1, dtype=torch.long))
     random = torch.Generator().manual_seed(seed)
     generator.absorb(torch.randn(rows, length, 96, generator=random).to(target.dtype))
+    generator.write_context()
     anchors = torch.randint(2, 90, (rows,), generator=random)
     return generator, (anchors, torch.full((rows,), length)), {"used": length + draft.config.block_size}
 

@@ -356,6 +356,7 @@ def drafted(draft, target, features, anchor):
     generator = DFlashCandidateGenerator(draft, target)
     generator.open([0], 0, 64, torch.zeros(1, 1, dtype=torch.long))
     generator.absorb(features[None])
+    generator.write_context()
     past = len(features)
     return generator.draft(torch.tensor([anchor]), torch.tensor([past]), used=past + draft.config.block_size)[0]
 

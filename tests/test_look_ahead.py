@@ -116,6 +116,7 @@ def test_nothing_of_a_round_waits_for_the_host():
             cache = DynamicCache(config=target.config)
             logits = target(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, -1:]
             tap.consume = None
+            generator.write_context()
             session = SlotSession(target, cache, [0, 2], 64, offset, {})
             text.accept(logits)
             start = torch.full((rows,), columns)

@@ -1,74 +1,140 @@
 """
 Peak memory of a long prompt with a drafter, as a multiple of the peak without one.
 
-A random target of 14 layers and a drafter of 2 layers that reads 2 of them (about the proportions of published
-pairs, 36 and 5), fp32 on the CPU, 8 new tokens. Each figure comes from a fresh process: its resident memory at most,
-less that before any model was made. Linux only.
+A random target with the proportions of Qwen3-8B and its published drafter at a 64th of the width: 36 layers, keys and
+values of a quarter of the width, an MLP of three times the width; 5 draft layers that read 5 of the target's. fp32 on
+the CPU, 8 new tokens, one thread. Every figure comes from a fresh process and is beyond the loaded models:
 
-    python examples/benchmarks/prompt_memory.py [--tokens 32768] [--chunk 2048]
+- *allocated*: bytes of all live tensors at most, counted operation by operation; the same in every run;
+- *resident*: what the process held of the machine's memory at most (Linux).
 
-Result on 2 cores of an x86 server (torch 2.13.0+cpu, transformers 5.23.0, one thread), `--tokens 8192`: 337 MB plain,
-372 MB with a drafter, 1.104 x. With `--chunk 1024`: 277 MB plain, 328 MB with a drafter, 1.183 x.
+    python examples/benchmarks/prompt_memory.py [--tokens 8192 32768] [--chunks 0 64] [--runs 3]
+
+Chunks of 64 stand for some 2,000 of Qwen3-8B: the mask of a chunk does not shrink with the width. By default glibc
+keeps large blocks that were freed once to reuse them, and how many it holds is chance; MALLOC_MMAP_THRESHOLD_ is set
+for the measured processes, so that they go back to the system at once, as tensors of real size do.
 """
 
 import argparse
-import gc
+import json
+import os
+import statistics
 import subprocess
 import sys
+import time
+import weakref
+from pathlib import Path
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
-def peak(tokens: int, chunk: int | None, drafted: bool) -> float:
-    """Megabytes that this process took at most for the models and one call of `generate`."""
-    import torch
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors made inside that are alive: `now`, and `peak` at most."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes: dict[int, int] = {}  # storage -> bytes
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {id_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        output = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and id_of(tensor) not in given | self.sizes.keys():
+                storage = tensor.untyped_storage()
+                self.sizes[id_of(tensor)] = storage.nbytes()
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._gone, id_of(tensor))
+        self.peak = max(self.peak, self.now)
+        return output
+
+    def _gone(self, storage: int) -> None:
+        self.now -= self.sizes.pop(storage)
+
+
+def id_of(tensor: torch.Tensor) -> int:
+    """The same number for all views of a storage."""
+    return tensor.untyped_storage()._cdata
+
+
+def make_pair(tokens: int, width: int = 64):
+    """A random target and drafter in the proportions of Qwen3-8B, for prompts of so many tokens."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     from dflash_hf import DFlashDraftConfig, DFlashDraftModel
 
-    def resident(field: str) -> int:
-        with open("/proc/self/status", encoding="ascii") as status:
-            return next(int(line.split()[1]) for line in status if line.startswith(field))
-
     torch.manual_seed(0)
-    gc.collect()
-    before = resident("VmRSS")
     config = Qwen3Config(
         vocab_size=512,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=14,
-        num_attention_heads=4,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=36,
+        num_attention_heads=8,
         num_key_value_heads=2,
-        head_dim=64,
+        head_dim=width // 8,
         max_position_embeddings=tokens + 64,
         eos_token_id=None,
         pad_token_id=0,
     )
     target = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
-    options = {"max_new_tokens": 8, "do_sample": False, "prefill_chunk_size": chunk}
-    if drafted:
-        fields = {"target_layer_ids": [3, 9], "num_hidden_layers": 2, "block_size": 8}
-        options["assistant_model"] = DFlashDraftModel(DFlashDraftConfig.for_target(config, 511, **fields)).eval()
-    target.generate(torch.randint(2, 500, (1, tokens)), **options)
-    return (resident("VmHWM") - before) / 1024
+    fields = {"target_layer_ids": [1, 9, 17, 25, 33], "num_hidden_layers": 5, "block_size": 16}
+    return target, DFlashDraftModel(DFlashDraftConfig.for_target(config, 511, **fields)).eval()
+
+
+def resident(field: str) -> int:
+    """Bytes; `VmRSS` now, `VmHWM` at most."""
+    status = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in status if line.startswith(field)) * 1024
+
+
+def measure(tokens: int, chunk: int | None, drafted: bool) -> dict:
+    """Peaks of one call of `generate` beyond the loaded models, in bytes, and the seconds that it took of the CPU."""
+    target, draft = make_pair(tokens)
+    options = {"max_new_tokens": 8, "do_sample": False, "assistant_model": draft if drafted else None}
+    target.generate(torch.randint(2, 500, (1, 70)), **options, prefill_chunk_size=chunk)  # probes, loads kernels
+    prompt, counted = torch.randint(2, 500, (1, tokens)), LiveBytes()
+    before, start = resident("VmRSS"), time.process_time()
+    with counted:
+        target.generate(prompt, **options, prefill_chunk_size=chunk)
+    seconds = time.process_time() - start
+    return {"allocated": counted.peak, "resident": resident("VmHWM") - before, "seconds": seconds}
+
+
+def in_fresh_process(*arguments) -> dict:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, __file__, "--measure", json.dumps(arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[1])
-    parser.add_argument("--tokens", type=int, default=32768)
-    parser.add_argument("--chunk", type=int, default=None, help="prefill_chunk_size")
-    parser.add_argument("--child", choices=("plain", "drafted"))
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768])
+    parser.add_argument("--chunks", type=int, nargs="+", default=[0, 64], help="prefill_chunk_size; 0 is one piece")
+    parser.add_argument("--runs", type=int, default=1, help="of which the median is shown")
+    parser.add_argument("--measure", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.child:
-        print(peak(arguments.tokens, arguments.chunk, arguments.child == "drafted"))
+    if arguments.measure:
+        print(json.dumps(measure(*arguments.measure)))
         return
-    figures = {}
-    for kind in ("plain", "drafted"):
-        done = subprocess.run([sys.executable, *sys.argv, "--child", kind], capture_output=True, text=True, check=True)
-        figures[kind] = float(done.stdout.split()[-1])
-    ratio = figures["drafted"] / figures["plain"]
-    how = f"prefill_chunk_size={arguments.chunk}" if arguments.chunk else "in one piece"
-    print(f"{arguments.tokens} tokens {how}: {figures['plain']:.0f} MB plain, ", end="")
-    print(f"{figures['drafted']:.0f} MB with a drafter: {ratio:.3f} x")
+    print(
+        "| prompt | prefill | allocated MB, plain | drafted | ratio | resident MB, plain | drafted | ratio | CPU s |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    for tokens in arguments.tokens:
+        for chunk in arguments.chunks:
+            cells = []
+            kinds = [
+                [in_fresh_process(tokens, chunk or None, k) for _ in range(arguments.runs)] for k in (False, True)
+            ]
+            for name in ("allocated", "resident"):
+                plain, drafted = (statistics.median(run[name] for run in runs) / 2**20 for runs in kinds)
+                cells += [f"{plain:.0f}", f"{drafted:.0f}", f"{drafted / plain:.3f}"]
+            cells.append(" / ".join(f"{statistics.median(run['seconds'] for run in runs):.0f}" for runs in kinds))
+            how = f"chunks of {chunk}" if chunk else "one piece"
+            print(f"| {tokens} | {how} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

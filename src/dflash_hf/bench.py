@@ -81,7 +81,7 @@ def time_forwards(target, draft, prompt: Sequence[int], context: int, repeats: i
         width = draft.fc.in_features
         positions = torch.arange(context, device=device)[None]
         features = torch.randn(1, context, width, device=device, dtype=draft.dtype)
-        draft.extend_context(features, positions, draft_cache)
+        draft.extend_context(draft.project_context(features), positions, draft_cache)
         noise = torch.randn(1, size, draft.config.hidden_size, device=device, dtype=draft.dtype)
 
         def run(name: str, forward: Callable, cache, length: int) -> None:
