@@ -1,5 +1,7 @@
 """Ways of calling `generate` that broke other implementations."""
 
+import gc
+import weakref
 from threading import Thread
 
 import pytest
@@ -8,6 +10,10 @@ from conftest import VOCAB, make_draft, make_target
 from tiny_chat import make_tokenizer
 from transformers import DynamicCache, StaticCache, TextIteratorStreamer, TextStreamer, pipeline
 from transformers.generation import GenerationConfig
+
+from dflash_hf.modeling.cache_dflash import SlotCache
+from dflash_hf.modeling.generation_dflash import DFlashCandidateGenerator
+from dflash_hf.modeling.verify_dflash import SlotSession
 
 
 PROMPT = torch.tensor([[5, 9, 17, 33, 5, 9, 17, 33, 5, 9]])
@@ -280,3 +286,93 @@ def test_ten_thousand_tokens_in_constant_memory(oracle):
     # Keys and values of 8,000 tokens in 4 + 2 layers, in buffers with a quarter to spare, moved when they grow.
     cache = 8000 * 2 * (4 * 2 * 8 + 2 * 2 * 8) * 4 / 2**20
     assert meter.resident[10_000] - meter.resident[2000] < 2.5 * cache + 10, meter.resident
+
+
+class Interruption:
+    """Raises `error` when it is reached for the `nth` time, at one place of a call of `generate`."""
+
+    def __init__(self, error, nth):
+        self.error, self.left = error, nth
+
+    def __call__(self, *args, **kwargs):
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+
+    def put(self, value):
+        if value.numel() == 1:
+            self()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, FloatingPointError])
+@pytest.mark.parametrize("place", ["prefill", "draft", "verify", "commit", "streamer", "processor", "criterion"])
+def test_an_interruption_anywhere_leaves_nothing_behind(place, error, target, draft, oracle, monkeypatch):
+    """Both models decode as before, no hook stays, and no cache of the call is alive."""
+    options = {"max_new_tokens": 20, "do_sample": False}
+    expected = target.generate(PROMPT, **options)
+    oracle(expected, [0])
+    assert torch.equal(target.generate(PROMPT, **options, assistant_model=draft), expected)
+
+    def hooks():
+        modules = [*target.modules(), *draft.modules()]
+        return [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules]
+
+    before, caches, original = hooks(), [], SlotCache.__init__
+
+    def remember(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        caches.append(weakref.ref(self))
+
+    interruption, own = Interruption(error, 1 if place == "prefill" else 2), {}
+    with monkeypatch.context() as patch:
+        patch.setattr(SlotCache, "__init__", remember)
+        if place in ("verify", "commit"):
+            patch.setattr(SlotSession, place, lambda self, *args: interruption())
+        elif place == "draft":
+            patch.setattr(DFlashCandidateGenerator, "draft", lambda self, *args, **kwargs: interruption())
+        elif place == "prefill":  # behind the tap of a first layer
+            handle = target.model.layers[2].register_forward_hook(lambda *args: interruption())
+        elif place == "streamer":
+            own = {"streamer": interruption}
+        elif place == "processor":
+            own = {"logits_processor": [lambda ids, scores: interruption() or scores]}
+        else:
+            own = {"stopping_criteria": [lambda ids, scores: interruption() or torch.zeros(1, dtype=torch.bool)]}
+        if place in ("draft", "verify", "commit"):
+            interruption.left = 1
+        with pytest.raises(error):
+            target.generate(PROMPT, **options, **own, assistant_model=draft)
+        if place == "prefill":
+            handle.remove()
+    assert hooks() == before
+    assert caches and all(cache() is None or not cache().layers for cache in caches)
+    assert torch.equal(target.generate(PROMPT, **options, assistant_model=draft), expected)
+
+
+@pytest.mark.parametrize("backend", [False])
+def test_many_calls_leave_nothing_behind(backend):
+    """Over pairs that come and go: the same number of living tensors after many calls as after one."""
+
+    def living() -> int:
+        gc.collect()
+        return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+
+    def calls(seed: int, count: int) -> list[int]:
+        target = make_target(seed=seed)
+        draft = make_draft(target, seed=seed + 1)
+        draft.decoding_config.compile = backend
+        counts = []
+        for call in range(count):
+            target.generate(PROMPT[:, : 4 + call % 5], max_new_tokens=4, do_sample=False, assistant_model=draft)
+            if call in (4, count - 1):  # every length of the prompt was seen
+                counts.append(living())
+        return counts
+
+    torch._dynamo.reset()
+    after = []
+    for seed in range(3):
+        first, last = calls(seed, 10 if backend else 30)
+        assert last <= first
+        torch._dynamo.reset()
+        after.append(living())
+    assert after[2] <= after[1]
