@@ -134,7 +134,7 @@ def oracle(monkeypatch):
             for row in range(block.shape[0]):
                 known = texts[row % len(texts), pads[row % len(pads)] + int(start[row]) + 1 :][: block.shape[1] - 1]
                 block[row, 1 : 1 + len(known)] = known
-            wrong = torch.rand(block.shape, generator=random) < error_rate
+            wrong = (torch.rand(block.shape, generator=random) < error_rate).to(block.device)
             wrong[:, 0] = False
             return torch.where(wrong, (block + 1) % self.config.vocab_size, block)
 
