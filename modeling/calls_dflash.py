@@ -65,6 +65,8 @@ class DFlashDecodingConfig:
             raise ValueError(
                 f"decoding_config.draft_temperature={temperature!r} must be 0, for the likeliest tokens, or positive."
             )
+        if self.freeze and not self.compile:
+            raise ValueError("decoding_config.freeze=True packs the weights of compiled rounds: set compile=True too.")
         if not (self.look_ahead is None or _is_count(self.look_ahead)):
             raise ValueError(
                 f"decoding_config.look_ahead={self.look_ahead!r} must be a positive number of rounds, or None."

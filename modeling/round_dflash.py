@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
-_USED = 8  # place of `used` among the arguments of `draft_and_verify`
+_START, _USED = 4, 8  # places of `start` and `used` among the arguments of `draft_and_verify`
 
 # For each drafter and target: where compiled rounds keep their slots, and whether they could be compiled at all.
 _pools: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
@@ -102,6 +102,11 @@ class CompiledRound:
             # One graph for each bucket, number of rows and way of drafting, of every pair of the process.
             # Within one bucket of one call nothing changes that a graph depends on, so its guards are checked once.
             settled, self.settled = self.settled == bucket, bucket
+            if not settled:
+                kind, rows = type(self.target).__name__, len(args[_START])
+                logger.warning_once(
+                    f"Compiling a round of {kind} for {rows} row(s) of {bucket + 1} slots. This takes a while, once."
+                )
             freezing = self.weights is not None and not settled
             with (
                 torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=1024),
