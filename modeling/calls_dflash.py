@@ -20,9 +20,9 @@ class DFlashDecodingConfig:
         draft_temperature (`float`, *optional*): Temperature at which drafts are drawn when the target samples; 0 takes
             the likeliest tokens. Default: that of `generate` for a drafter with a path selector, 0 for others.
         compile (`bool` or `str`): Compile draft, verification and acceptance as one graph of fixed shape, for each
-            bucket of 256, 512, 1024, ... slots; a string names the `torch.compile` backend. The first use of a bucket
-            takes a while, and the slots stay in memory for the next call. Rounds whose attentions or hidden states
-            are asked for, or that draw by `generators`, are not compiled.
+            bucket of 256, 512, 1024, ... slots; a string names a mode or a backend of `torch.compile`. The first use
+            of a bucket takes a while, and the slots stay in memory for the next call. Rounds whose attentions or
+            hidden states are asked for, or that draw by `generators`, are not compiled.
         freeze (`bool`): With `compile`: make the weights constants of the graph, packed for the processor's matrix
             products, which takes as much memory again. Faster on CPUs, most of all in half precision. Changed weights
             are noticed at the next call, and compiled again.

@@ -14,6 +14,9 @@ logger = logging.get_logger(__name__)
 
 _START, _USED = 4, 8  # places of `start` and `used` among the arguments of `draft_and_verify`
 
+_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+_MODES = ("default", "max-autotune-no-cudagraphs", *_CUDA_GRAPHS)
+
 # For each drafter and target: where compiled rounds keep their slots, and whether they could be compiled at all.
 _pools: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 _uncompilable: "weakref.WeakSet" = weakref.WeakSet()
@@ -77,16 +80,17 @@ class CompiledRound:
     Args:
         target (`PreTrainedModel`): Whose rounds.
         draft (`DFlashDraftModel`): Its drafter.
-        backend (`str`, *optional*): Of `torch.compile`; its own default, with CUDA graphs on a GPU.
+        how (`str`, *optional*): A mode or a backend of `torch.compile`; default: its own, with CUDA graphs on a GPU.
         freeze (`bool`): Whether the weights are constants of the graph, packed for the processor.
     """
 
-    def __init__(self, target, draft, backend: str | None = None, freeze: bool = False):
-        self.target = target
-        on_gpu = target.device.type == "cuda" and backend is None
-        options = {"mode": "reduce-overhead"} if on_gpu else {"backend": backend or "inductor"}
+    def __init__(self, target, draft, how: str | None = None, freeze: bool = False):
+        self.target, on_gpu = target, target.device.type == "cuda"
+        how = how or ("reduce-overhead" if on_gpu else "default")
+        options = {"mode": how} if how in _MODES else {"backend": how}
         self.compiled = torch.compile(_round, fullgraph=True, dynamic=False, **options)
-        self.on_gpu, self.settled = on_gpu, None
+        self.graphs_replay = on_gpu and how in _CUDA_GRAPHS
+        self.settled = None
         self.weights = fingerprint(target, draft) if freeze else None
 
     @staticmethod
@@ -113,7 +117,7 @@ class CompiledRound:
                 torch.compiler.set_stance("default", skip_guard_eval_unsafe=settled),
                 torch._inductor.config.patch(freezing=True) if freezing else contextlib.nullcontext(),
             ):
-                if not self.on_gpu:
+                if not self.graphs_replay:
                     return self.compiled(self.weights, *args)
                 torch.compiler.cudagraph_mark_step_begin()
                 block, proposal, logits, features, verdict = self.compiled(self.weights, *args)
