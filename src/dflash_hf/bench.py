@@ -19,7 +19,7 @@ from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 from dflash_hf.bench_pairs import SHAPES, OracleDraft, native_oracle, oracle_text, random_pair
 from dflash_hf.bench_reference import Reference
 from dflash_hf.convert import convert
-from dflash_hf.evaluation import COMPILED, DFLASH, FROZEN, OURS, PROMPT_LOOKUP, TARGET, EvalReport, evaluate
+from dflash_hf.evaluation import COMPILED, DFLASH, FROZEN, OURS, PROMPT_LOOKUP, TARGET, EvalReport, compiled, evaluate
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.presentation import summary_lines
 from dflash_hf.terminal import positive
@@ -38,7 +38,7 @@ class RoundReport:
         one_token (`float`): The target's forward over one token.
         verify (`float`): The target's forward over a block.
         draft (`float`): The drafter's forward over a block and as many context features, and the head on its slots.
-        rounds (`dict[str, float]`): A whole round of each method that drafts, the prompt's forward left out.
+        rounds (`dict[str, float]`): A whole round of each method that drafts; see `time_rounds`.
         tau (`float`): Tokens committed per verification.
     """
 
@@ -185,13 +185,10 @@ def bench(
                 server.close()
     context = len(prompts[0]) + max_new_tokens // 2
     one, verify, drafted = time_forwards(target, draft, prompts[0], context)
-    prefill = _prefill_seconds(target, prompts)
-    rounds = {}
-    for name in OURS:
-        if name in report.methods:
-            method = report.methods[name]
-            seconds = method.tokens / method.tokens_per_second - prefill
-            rounds[name] = seconds / len(report.verifications)
+    ways = {DFLASH: drafter, COMPILED: compiled(drafter), FROZEN: compiled(drafter, freeze=True)}
+    names = [name for name in OURS if name in report.methods]
+    times = time_rounds(target, [ways[name] for name in names], prompts[0], max_new_tokens)
+    rounds = dict(zip(names, times, strict=True))
     report.setting.update(
         forced_acceptance=forced_acceptance,
         target_parameters=sum(p.numel() for p in target.parameters()),
@@ -208,21 +205,29 @@ def _saved(draft, scratch) -> Path:
     return folder
 
 
-@torch.no_grad()
-def _prefill_seconds(target, prompts) -> float:
-    """All prompts' forwards, once."""
-    total = 0.0
-    for prompt in prompts:
-        ids = torch.tensor([list(prompt)], device=target.device)
-        seconds = []
-        for _ in range(3):
-            _synchronize(target.device)
-            start = time.perf_counter()
-            target(input_ids=ids, use_cache=True, logits_to_keep=1)
-            _synchronize(target.device)
-            seconds.append(time.perf_counter() - start)
-        total += statistics.median(seconds)
-    return total
+def time_rounds(
+    target, drafters: Sequence, prompt: Sequence[int], max_new_tokens: int, repeats: int = 7
+) -> list[float]:
+    """
+    Median seconds of a round of each drafter, in turn: what a whole answer takes longer than half of it, over the
+    rounds that it has more, so that the prompt and all that is done once for a call are left out.
+    """
+    ids = torch.tensor([list(prompt)], device=target.device)
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "return_dict_in_generate": True}
+
+    def call(draft, tokens: int) -> tuple[float, int]:
+        _synchronize(target.device)
+        start = time.perf_counter()
+        output = target.generate(ids, max_new_tokens=tokens, assistant_model=draft, **options)
+        _synchronize(target.device)
+        return time.perf_counter() - start, len(output.acceptance_lengths[0])
+
+    seconds: list[list[float]] = [[] for _ in drafters]
+    for _ in range(repeats + 1):
+        for draft, own in zip(drafters, seconds, strict=True):
+            (half, fewer), (whole, more) = call(draft, max(max_new_tokens // 2, 1)), call(draft, max_new_tokens)
+            own.append((whole - half) / max(more - fewer, 1))
+    return [statistics.median(own[1:]) for own in seconds]
 
 
 # ------------------------------------------------------------------------------------------------------- command line
