@@ -79,7 +79,8 @@ def _draw_speed(axes, report: EvalReport) -> None:
             va="bottom",
             fontsize=9,
         )
-    axes.set_xticks(range(len(names)), [LABELS.get(name, name).replace(" ", "\n", 1) for name in names], fontsize=8)
+    labels = [LABELS.get(name, name).replace(" ", "\n") for name in names]
+    axes.set_xticks(range(len(names)), labels, fontsize=8)
     axes.set_ylim(0, max(max(method.runs) for method in report.methods.values()) * 1.25)
     axes.set_ylabel("tokens per second")
     axes.set_title(f"Speed, median of {len(report.methods[DFLASH].runs)} runs (bars: slowest to fastest)")
