@@ -84,6 +84,7 @@ def cases(draw):
         "block_size": draw(st.sampled_from([16, 8, 4, 3, 2])),
         "verified": draw(st.sampled_from([None, None, None, 2, 5])),
         "max_new_tokens": draw(st.sampled_from([30, 20, 30, 9, 3, 2, 1])),
+        "ahead": draw(st.sampled_from([None, None, 3])),
         "error_rate": draw(st.sampled_from([0.0, 0.1, 0.3, 0.7])),
         "stops": draw(st.sampled_from([0, 0, 0, 1, 3])),
         "processor": draw(PROCESSORS),
@@ -149,6 +150,7 @@ def check(case):
         return torch.where(wrong, (block + 1) % VOCAB, block)
 
     draft = drafter(case["family"], dtype, attn, case["block_size"])
+    draft.decoding_config.look_ahead = case["ahead"]
     draft.decoding_config.block_size = case["verified"] and min(case["verified"], case["block_size"])
     DFlashCandidateGenerator.draft = draft_known
     try:
