@@ -53,6 +53,16 @@ def test_methods_accept_alike_and_equal_the_target(pair):
     assert rounds.rounds[DFLASH] > 0 and rounds.attainable > 0
 
 
+def test_rounds_are_timed_where_the_answers_end(pair, monkeypatch):
+    """Not where they might have ended: there is nothing to time."""
+    target, draft, prompts = pair
+    text = target.generate(torch.tensor(prompts[:1]), max_new_tokens=40, do_sample=False)[0].tolist()
+    monkeypatch.setattr(target.generation_config, "eos_token_id", text[len(prompts[0]) + 24])
+    report, rounds = bench(target, draft, prompts[:1], 200, 1, (TARGET, DFLASH))
+    assert len(report.responses[0]) == 25
+    assert rounds.overhead[DFLASH] > 0.5
+
+
 def test_the_oracle_errs_as_often_as_it_should(pair):
     target, _, prompts = pair
     right = target.generate(torch.tensor(prompts[:1]), max_new_tokens=409, do_sample=False)[0]

@@ -183,13 +183,15 @@ def bench(
         finally:
             if server is not None:
                 server.close()
-    context = len(prompts[0]) + 3 * max_new_tokens // 4  # that of the rounds which are timed
+    # The prompt with the longest answer; of it the rounds of the second half are timed.
+    prompt, answer = max(zip(prompts, report.responses, strict=True), key=lambda pair: len(pair[1]))
+    context = len(prompt) + 3 * len(answer) // 4
     ways = {DFLASH: drafter, COMPILED: compiled(drafter), FROZEN: compiled(drafter, freeze=True)}
     names = [name for name in OURS if name in report.methods]
     forwards, times = [], []
     for _ in range(5):  # in turn, since a machine's own speed drifts
-        forwards.append(time_forwards(target, draft, prompts[0], context, repeats=5))
-        times.append(time_rounds(target, [ways[name] for name in names], prompts[0], max_new_tokens, repeats=1))
+        forwards.append(time_forwards(target, draft, prompt, context, repeats=5))
+        times.append(time_rounds(target, [ways[name] for name in names], prompt, len(answer), repeats=1))
     one, verify, drafted = map(statistics.median, zip(*forwards, strict=True))
     rounds = dict(zip(names, map(statistics.median, zip(*times, strict=True)), strict=True))
     report.setting.update(
