@@ -79,21 +79,17 @@ class FeatureTap:
         self.layer_ids = layer_ids
         self.consume = consume
         self.captured: dict[int, torch.Tensor] = {}
-        self.handles = []
+        self.opened = contextlib.ExitStack()
 
     def __enter__(self):
-        self.hooks_run = uncompiled(self.target)
-        self.hooks_run.__enter__()
+        self.opened.enter_context(uncompiled(self.target))
         for layer_id in self.layer_ids:
-            self.handles.append(self.layers[layer_id].register_forward_hook(self._hook(layer_id)))
+            self.opened.callback(self.layers[layer_id].register_forward_hook(self._hook(layer_id)).remove)
         return self
 
     def __exit__(self, *exc):
-        for handle in self.handles:
-            handle.remove()
-        self.handles.clear()
+        self.opened.close()
         self.captured.clear()
-        self.hooks_run.__exit__(*exc)
 
     def _hook(self, layer_id: int):
         def keep(module, args, output):
