@@ -68,7 +68,7 @@ class RoundReport:
         return lines
 
 
-def time_forwards(target, draft, prompt: Sequence[int], context: int, repeats: int = 15) -> tuple[float, float, float]:
+def time_forwards(target, draft, prompt: Sequence[int], context: int, repeats: int = 5) -> tuple[float, float, float]:
     """Median seconds of `(one-token forward, block forward, draft forward)` at a context of so many tokens."""
     device, size = target.device, draft.config.block_size
     ids = torch.tensor([(list(prompt) * (context // len(prompt) + 2))[:context]], device=device)
@@ -189,9 +189,9 @@ def bench(
     ways = {DFLASH: drafter, COMPILED: compiled(drafter), FROZEN: compiled(drafter, freeze=True)}
     names = [name for name in OURS if name in report.methods]
     forwards, times = [], []
-    for _ in range(5):  # in turn, since a machine's own speed drifts
-        forwards.append(time_forwards(target, draft, prompt, context, repeats=5))
-        times.append(time_rounds(target, [ways[name] for name in names], prompt, len(answer), repeats=1))
+    for _ in range(7):  # in turn, since a machine's own speed drifts
+        forwards.append(time_forwards(target, draft, prompt, context))
+        times.append(time_rounds(target, [ways[name] for name in names], prompt, len(answer)))
     one, verify, drafted = map(statistics.median, zip(*forwards, strict=True))
     rounds = dict(zip(names, map(statistics.median, zip(*times, strict=True)), strict=True))
     report.setting.update(
@@ -210,12 +210,10 @@ def _saved(draft, scratch) -> Path:
     return folder
 
 
-def time_rounds(
-    target, drafters: Sequence, prompt: Sequence[int], max_new_tokens: int, repeats: int = 7
-) -> list[float]:
+def time_rounds(target, drafters: Sequence, prompt: Sequence[int], max_new_tokens: int) -> list[float]:
     """
-    Median seconds of a round of each drafter, in turn: what a whole answer takes longer than half of it, over the
-    rounds that it has more, so that the prompt and all that is done once for a call are left out.
+    Seconds of a round of each drafter: what a whole answer takes longer than half of it, over the rounds that it has
+    more, so that the prompt and all that is done once for a call are left out.
     """
     ids = torch.tensor([list(prompt)], device=target.device)
     options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "return_dict_in_generate": True}
@@ -227,12 +225,11 @@ def time_rounds(
         _synchronize(target.device)
         return time.perf_counter() - start, len(output.acceptance_lengths[0])
 
-    seconds: list[list[float]] = [[] for _ in drafters]
-    for _ in range(repeats + 1):
-        for draft, own in zip(drafters, seconds, strict=True):
-            (half, fewer), (whole, more) = call(draft, max(max_new_tokens // 2, 1)), call(draft, max_new_tokens)
-            own.append((whole - half) / max(more - fewer, 1))
-    return [statistics.median(own[1:]) for own in seconds]
+    seconds = []
+    for draft in drafters:
+        (half, fewer), (whole, more) = call(draft, max(max_new_tokens // 2, 1)), call(draft, max_new_tokens)
+        seconds.append((whole - half) / max(more - fewer, 1))
+    return seconds
 
 
 # ------------------------------------------------------------------------------------------------------- command line
