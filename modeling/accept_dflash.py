@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, logits_process
 
+from .tree_dflash import DraftTree
+
 
 # Warpers that look at one position's scores alone, so that all rows and positions can be processed in one call.
 _POSITIONWISE = tuple(
@@ -42,10 +44,11 @@ class Proposal(NamedTuple):
 class Verdict(NamedTuple):
     """What stays of a block, in tensors alone, so that it can be found inside a compiled round."""
 
-    tokens: torch.LongTensor  # [R, n]    the target's own token after each token of the block
+    tokens: torch.LongTensor  # [R, n]    the target's own token after each token of the block, or of the way
     counts: torch.LongTensor  # [R]       committed tokens, the target's own last one included; 0 for finished rows
     last: torch.LongTensor  # [R]         the last committed token, from which the next block starts
     unfinished: torch.BoolTensor  # [R]
+    way: torch.LongTensor | None = None  # [R, n]  of a tree, the nodes that the target goes through
 
 
 def draw(probabilities: torch.Tensor, generators: list[torch.Generator] | None = None) -> torch.LongTensor:
@@ -113,7 +116,7 @@ class Continuation:
         input_ids (`torch.LongTensor`): `[R, S]`, the prompt.
         logits_processor, stopping_criteria, generation_config, streamer: As `GenerationMixin._sample` gets them.
         in_step (`bool`): Whether the target's cache wants all rows in step.
-        block_size (`int`): Tokens of a block at most.
+        block_size (`int`): Tokens of a block, or of a path through a tree, at most.
         look_ahead (`int`): How many blocks may be accepted at once before the host looks at them.
         generators (`list[torch.Generator]`, *optional*): One for each row, to sample with. Each committed token takes
             one draw, so that without drawn drafts a row's text depends on its own generator alone.
@@ -133,6 +136,7 @@ class Continuation:
     ):
         rows, self.prompt_length = input_ids.shape
         self.processor, self.criteria, self.streamer = logits_processor, stopping_criteria, streamer
+        self.block_size = block_size
         self.do_sample, self.generators = generation_config.do_sample, generators
         self.max_new = max(generation_config.max_length - self.prompt_length, 1)
         keep = generation_config.return_dict_in_generate
@@ -202,34 +206,38 @@ class Continuation:
         block: torch.LongTensor | None = None,
         proposal: Proposal | None = None,
         verdict: Verdict | None = None,
-    ) -> torch.LongTensor:
+        tree: DraftTree | None = None,
+    ) -> tuple[torch.LongTensor, torch.LongTensor | None]:
         """
-        Commit the longest prefix of a block that the target agrees with, and the target's next token.
+        Commit the longest prefix of a block, or path of a tree, that the target agrees with, and its next token.
 
         Args:
             logits (`torch.Tensor`): `[R, n, V]`, the target's logits after each token of the block.
             block (`torch.LongTensor`, *optional*): `[R, n]`, anchor and drafted tokens; `None` after the prompt.
             proposal (`Proposal`, *optional*): What the drafted tokens were drawn from, if they were drawn.
             verdict (`Verdict`, *optional*): What `judge` said of them, if it has been asked already.
+            tree (`DraftTree`, *optional*): What the tokens of the block are the nodes of.
 
         Returns:
-            `torch.LongTensor` `[R]`: committed tokens of each row.
+            `torch.LongTensor` `[R]`: committed tokens of each row; and of a tree the nodes that they came through,
+            `[R, block_size]`.
         """
         logits = logits.to(device=self.device)
         proposal = None if proposal is None else proposal.at(0, block.shape[1] - 1)
         if not self.step_by_step:
-            return self._commit(self._judge(logits, block, proposal) if verdict is None else verdict)
+            verdict = self._judge(logits, block, proposal, tree) if verdict is None else verdict
+            return self._commit(verdict), verdict.way
         was_alive, before = self.alive, self.longest
-        counts = self._step_by_step(logits, block, proposal)
+        counts, way = self._step_by_step(logits, block, proposal, tree)
         self._note([self.longest - before] * len(was_alive), was_alive)
-        return counts
+        return counts, way
 
-    def judge(self, logits, block) -> Verdict | None:
+    def judge(self, logits, block, tree=None) -> Verdict | None:
         """The verdict on a block, where it takes nothing but tensors to find it."""
         simple = not (self.step_by_step or self.do_sample or len(self.processor))
-        return self._judge(logits.to(device=self.device), block, None) if simple else None
+        return self._judge(logits.to(device=self.device), block, None, tree) if simple else None
 
-    def _judge(self, logits, block, proposal) -> Verdict:
+    def _judge(self, logits, block, proposal, tree) -> Verdict:
         rows, size, vocab_size = logits.shape
         scores = logits.reshape(rows * size, vocab_size)
         if scores.dtype == torch.float64:
@@ -243,7 +251,11 @@ class Continuation:
             tokens = scores.argmax(dim=-1).view(rows, size)
 
         counts = torch.ones(rows, dtype=torch.long, device=tokens.device)
-        if block is not None:
+        way = None
+        if tree is not None:
+            way, counts = tree.walk(tokens, self.block_size - 1)
+            tokens, size = tokens.gather(1, way), self.block_size
+        elif block is not None:
             counts = 1 + (tokens[:, :-1] == block[:, 1:]).long().cumprod(dim=1).sum(dim=1)
         counts = counts.minimum(self.left)
         ended = counts >= self.left
@@ -255,10 +267,10 @@ class Continuation:
         counts = torch.where(self.unfinished, counts, 0)
         last = tokens.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
         last = last if self.last is None else torch.where(counts > 0, last, self.last)
-        return Verdict(tokens, counts, last, self.unfinished & ~ended)
+        return Verdict(tokens, counts, last, self.unfinished & ~ended, way)
 
     def _commit(self, verdict: Verdict) -> torch.LongTensor:
-        tokens, counts, self.last, self.unfinished = verdict
+        tokens, counts, self.last, self.unfinished, _ = verdict
         size = tokens.shape[1]
         steps = torch.arange(size, device=self.device)
         places = (self.prompt_length + self.max_new - self.left)[:, None] + steps  # [R, n]
@@ -293,12 +305,12 @@ class Continuation:
                     self.acceptance_lengths[row].append(counts[row])
         self.prefilled = True
 
-    def _step_by_step(self, logits, block, proposal):
-        size = logits.shape[1]
+    def _step_by_step(self, logits, block, proposal, tree):
+        size, way = logits.shape[1], [0]
         for step in range(size):
             length = self.prompt_length + self.longest
             ids = self.buffer[:, :length]
-            raw = logits[:, step].to(copy=True, dtype=torch.float32)
+            raw = logits[:, way[-1]].to(copy=True, dtype=torch.float32)
             scores = self.processor(ids, raw)
             if self.scores is not None:
                 self.scores += (scores,)
@@ -323,6 +335,12 @@ class Continuation:
             if self.done or step + 1 == size:
                 break
             # All rows must agree with the draft to go on in step; a finished row agrees with padding.
-            if not bool((token == block[:, step + 1]).all()):
+            child = step + 1 if tree is None else tree.child(way[-1], int(token))
+            if child is None or not bool((token == block[:, child]).all()):
                 break
-        return torch.full((len(self.lengths),), step + 1, device=logits.device)
+            way.append(child)
+        counts = torch.full((len(self.lengths),), step + 1, device=logits.device)
+        if tree is None:
+            return counts, None
+        way += [0] * (self.block_size - len(way))
+        return counts, torch.tensor([way], device=logits.device)

@@ -12,6 +12,8 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from .tree_dflash import DraftTree
+
 
 SLOTS_PER_STEP = 64  # the view handed to attention is the used length rounded up to this
 SMALLEST_BUCKET = 256  # where every shape is compiled: capacities, and with them views, are powers of two from here on
@@ -70,6 +72,17 @@ class SlotLayer(CacheLayerMixin):
             start = stop
         view = self.cache.view
         return self.keys[:, :, :view], self.values[:, :, :view]
+
+    def move(self, source: torch.Tensor, goal: torch.Tensor) -> None:
+        """Copy slots `[R, n]` of each row to others."""
+        for buffer in (self.keys, self.values):
+            places = source.to(buffer.device)
+            if buffer.shape[0] == 1:
+                states = buffer.index_select(2, places[0])
+            else:
+                shape = (-1, buffer.shape[1], -1, buffer.shape[3])
+                states = buffer.gather(2, places[:, None, :, None].expand(shape))
+            self._write(buffer, goal, states)
 
     def grow(self) -> None:
         """Move to buffers of the cache's new capacity."""
@@ -132,6 +145,12 @@ class SlotCache(Cache):
         self.reserve(used)
         self.slots = slots
         self.view = self.capacity if self.pool is not None else min(_round_up(used), self.capacity)
+
+    def move(self, source: torch.LongTensor, goal: torch.LongTensor) -> None:
+        """Copy what slots `[R, n]` of each row hold to others, of which none is a later one's source."""
+        for layer in self.layers:
+            if isinstance(layer, SlotLayer) and layer.is_initialized:
+                layer.move(source, goal)
 
     def reserve(self, used: int) -> int:
         """Make room for `used` slots of each row; returns how many there may be before it has to grow again."""
@@ -228,7 +247,13 @@ def holds_nothing(layer) -> bool:
 
 
 def slot_mask(
-    slots: torch.Tensor, last_seen: torch.Tensor, view: int, window: int | None, chunk: int | None, dtype: torch.dtype
+    slots: torch.Tensor,
+    last_seen: torch.Tensor,
+    view: int,
+    window: int | None,
+    chunk: int | None,
+    dtype: torch.dtype,
+    tree: DraftTree | None = None,
 ) -> torch.Tensor:
     """
     The additive mask of queries at `slots` over the first `view` slots.
@@ -240,13 +265,22 @@ def slot_mask(
         window (`int`, *optional*): A key is seen when `query slot - key slot < window`.
         chunk (`int`, *optional*): A key is seen in the query's own chunk of that many slots only.
         dtype (`torch.dtype`): A floating dtype. Eager attention adds the mask; a boolean one would be added as 0, 1.
+        tree (`DraftTree`, *optional*): What stands at `slots`, in place of a text: there a query sees its ancestors,
+            and windows and chunks count depths.
 
     Returns:
         `torch.Tensor` `[R, 1, n, view]`.
     """
     key = torch.arange(view, device=slots.device)  # [view]
     query = slots[:, :, None]  # [R, n, 1]
-    visible = key <= last_seen[:, :, None]  # [R, n, view]
+    if tree is None:
+        visible = key <= last_seen[:, :, None]  # [R, n, view]
+    else:
+        places = slots[:, None].expand_as(tree.ancestors)
+        visible = (key < slots[:, :1, None]).expand(-1, slots.shape[1], -1).scatter(2, places, tree.ancestors)
+        depths = slots[:, :1] + tree.depths
+        key = key.expand(len(slots), -1).scatter(1, slots, depths)[:, None]  # [R, 1, view]
+        query = depths[:, :, None]
     if window is not None:
         visible = visible & (query - key < window)
     if chunk is not None:

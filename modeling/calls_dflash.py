@@ -6,6 +6,7 @@ import torch
 from transformers import DynamicCache
 
 from .outputs_dflash import lists_attentions
+from .tree_dflash import MOST_NODES
 from .verify_dflash import cache_argument
 
 
@@ -19,13 +20,18 @@ class DFlashDecodingConfig:
             block is always drafted at the trained size.
         draft_temperature (`float`, *optional*): Temperature at which drafts are drawn when the target samples; 0 takes
             the likeliest tokens. Default: that of `generate` for a drafter with a path selector, 0 for others.
+        tree_nodes (`int`, *optional*): Draft a tree of so many tokens, the likeliest of all paths through the likely
+            tokens of each slot (DDTree, arXiv 2604.12989), and verify it with one forward. More tokens are accepted;
+            a forward over more tokens costs more, least where memory is the limit. Single blocks are drafted where a
+            target's cache is not kept in slots, where rows must advance in step, and where attentions or hidden states
+            are asked for. Trees hold the likeliest tokens: nothing is drawn. Default: a block, which is a single path.
         compile (`bool` or `str`): Compile draft, verification and acceptance as one graph of fixed shape, for each
             bucket of 256, 512, 1024, ... slots; a string names a mode or a backend of `torch.compile`. The first use
             of a bucket takes a while, and the slots stay in memory for the next call. Rounds whose attentions or
             hidden states are asked for, or that draw by `generators`, are not compiled.
-        freeze (`bool`): With `compile`: make the weights constants of the graph, packed for the processor's matrix
-            products, which takes as much memory again. Faster on CPUs, most of all in half precision. Changed weights
-            are noticed at the next call, and compiled again.
+        pack_weights (`bool`): On a CPU, let the linear layers of target and drafter multiply by copies of their
+            weights that are laid out for the processor, in eager and in compiled rounds. Takes as much memory again as
+            those weights, as long as the models live. Changed weights are noticed at the next call, and packed again.
         look_ahead (`int`, *optional*): Rounds that are started before the host looks at what they committed. At the
             end of a text up to so many less one are computed in vain. Default: 1 on a CPU, else 4. Always 1 where each
             token is asked for as it comes: with a streamer, a time limit, processors and criteria that read the text.
@@ -38,8 +44,9 @@ class DFlashDecodingConfig:
 
     block_size: int | None = None
     draft_temperature: float | None = None
+    tree_nodes: int | None = None
     compile: bool | str = False
-    freeze: bool = False
+    pack_weights: bool = False
     look_ahead: int | None = None
     generators: list[torch.Generator] | None = None
 
@@ -65,8 +72,17 @@ class DFlashDecodingConfig:
             raise ValueError(
                 f"decoding_config.draft_temperature={temperature!r} must be 0, for the likeliest tokens, or positive."
             )
-        if self.freeze and not self.compile:
-            raise ValueError("decoding_config.freeze=True packs the weights of compiled rounds: set compile=True too.")
+        nodes = self.tree_nodes
+        if not (nodes is None or _is_count(nodes) and nodes <= MOST_NODES):
+            raise ValueError(
+                f"decoding_config.tree_nodes={nodes!r} must be a number of tokens from 1 to {MOST_NODES}, or None for "
+                "single blocks."
+            )
+        if nodes is not None and temperature:
+            raise ValueError(
+                f"decoding_config.tree_nodes={nodes} holds the likeliest tokens, so that none are drawn at "
+                f"draft_temperature={temperature}: set one of them to None."
+            )
         if not (self.look_ahead is None or _is_count(self.look_ahead)):
             raise ValueError(
                 f"decoding_config.look_ahead={self.look_ahead!r} must be a positive number of rounds, or None."
@@ -140,6 +156,13 @@ def usable_cache(target, cache, session_class, implementation: str | None):
         "`DynamicCache` that is not offloaded, leave `past_key_values` and `cache_implementation` out, or drop "
         "`assistant_model`."
     )
+
+
+def tree_nodes(config: DFlashDecodingConfig, session_class, text, listed) -> int:
+    """Nodes of the trees to draft, 0 where this call drafts single blocks."""
+    in_step = text.step_by_step and len(text.lengths) > 1
+    blocks = in_step or listed.asked or not session_class.free or text.block_size == 1
+    return 0 if blocks else config.tree_nodes or 0
 
 
 def draft_temperature(draft, generation_config) -> float:

@@ -6,6 +6,7 @@ from transformers.generation import CandidateGenerator
 from .accept_dflash import Proposal, draw
 from .cache_dflash import SlotCache, slot_mask
 from .target_dflash import input_device, raw_embedding
+from .tree_dflash import TOP_K, DraftTree, Paths, chained_paths, every_path, independent_paths, likeliest_tree
 
 
 TOKENS_AT_ONCE = 2048  # of a prompt, from features to the drafter's context: bounds what lives in between
@@ -36,6 +37,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.max_length, self.generators = max_length, generators
         self.noise = torch.full((1, self.config.block_size - 1), self.config.mask_token_id, device=self.device)
         self.cache: SlotCache | None = None
+        self.paths: Paths | None = None
 
     def open(self, padding: list[int], past: int, room: int, offset: torch.Tensor, pool: dict | None = None) -> None:
         """
@@ -107,6 +109,30 @@ class DFlashCandidateGenerator(CandidateGenerator):
         """
         hidden = self._hidden_states(anchors, start, features, features_start, used)
         return self.walk(anchors, hidden, temperature)
+
+    def plan_trees(self, nodes: int, depth: int) -> None:
+        """Draft trees of so many nodes besides the anchor, through so many slots."""
+        top_k = min(TOP_K, self.config.selector_top_k) if self.config.selector_rank is not None else TOP_K
+        self.paths = every_path(nodes, depth, top_k, self.device)
+
+    def tree(self, anchors, start, features=None, features_start=None, used: int = 0) -> DraftTree:
+        """As [`draft`], but the likeliest of all paths through the likely tokens of each slot; see `plan_trees`."""
+        draft, paths = self.draft_model, self.paths
+        hidden = self._hidden_states(anchors, start, features, features_start, used)[:, : len(paths.levels)]
+        logits = draft.draft_logits(hidden, self.head)  # [R, D, V]
+        if self.config.selector_rank is None:
+            best, ids = logits.topk(paths.top_k, dim=-1)
+            log_probs = best.float() - logits.float().logsumexp(dim=-1, keepdim=True)  # [R, D, k]
+            tokens, totals = independent_paths(ids.to(self.device), log_probs.to(self.device), paths)
+        else:
+            ids, logits = draft.candidate_selector.candidates(logits)  # [R, D, c]
+            ids, logits, before = (t.to(draft.device) for t in (ids, logits, anchors))
+            score = draft.candidate_selector.scores
+            first = score(before, hidden[:, 0], ids[:, 0], logits[:, 0])  # [R, c]
+            later = score(ids[:, :-1], hidden[:, 1:, None], ids[:, 1:, None], logits[:, 1:, None])  # [R, D - 1, c, c]
+            first, later = (scores.log_softmax(dim=-1).to(self.device) for scores in (first, later))
+            tokens, totals = chained_paths(ids.to(self.device), first, later, paths)
+        return likeliest_tree(anchors, draft.target_ids(tokens).to(self.device), totals, paths)
 
     def walk(self, anchors: torch.LongTensor, hidden: torch.Tensor, temperature: float):
         """

@@ -1,9 +1,10 @@
 """
-Decoding with a DFlash drafter: draft a block, verify it with one forward of the target, accept, commit.
+Decoding with a DFlash drafter: draft a block or a tree, verify it with one forward of the target, accept, commit.
 
 `decode` is the whole loop. It is what `target.generate(**inputs, assistant_model=draft)` runs.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -12,11 +13,12 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
 from .accept_dflash import Continuation
-from .calls_dflash import draft_temperature, plain_reason, usable_cache
+from .calls_dflash import draft_temperature, plain_reason, tree_nodes, usable_cache
 from .drafting_dflash import DFlashCandidateGenerator, layout
 from .outputs_dflash import TokenOutputs
+from .packing_dflash import packed_weights
 from .probe_dflash import probe_rollback
-from .round_dflash import CompiledRound, eager_round
+from .round_dflash import CompiledRound, eager_round, straighten
 from .target_dflash import FeatureTap
 from .verify_dflash import activate_past_recording, cache_argument, cached_columns, extra_arguments
 
@@ -116,7 +118,7 @@ def decode(
     run, pools = eager_round, (None, None)
     if compiled:
         room = past + new + draft.config.block_size
-        run = CompiledRound(target, draft, None if compiled is True else compiled, config.freeze)
+        run = CompiledRound(target, None if compiled is True else compiled)
         pools = run.pool(draft), run.pool(target)
     generator = DFlashCandidateGenerator(draft, target, generators=generators)
     padding, offset = layout(model_kwargs, rows, generator.device)
@@ -125,10 +127,11 @@ def decode(
         activate_past_recording(cache)
     was_training, session = draft.training, None
     keep_cache = generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
+    packed = packed_weights(target, draft, tokens=rows * block_size) if config.pack_weights else nullcontext()
     if was_training:
         draft.eval()
     try:
-        with FeatureTap(target, draft.config.target_layer_ids, consume=generator.absorb) as tap, listed:
+        with FeatureTap(target, draft.config.target_layer_ids, consume=generator.absorb) as tap, listed, packed:
             outputs = target._prefill(input_ids, generation_config, model_kwargs)
             tap.consume = None
             logits = outputs.logits[:, -1:].to(generator.device, copy=True)  # of all others nothing stays
@@ -146,18 +149,23 @@ def decode(
             start = torch.tensor([columns - pad for pad in padding], device=generator.device)  # [R], the anchors
             features, features_start = generator.no_features(start, block_size)
             session.last_slot = start.new_tensor(columns + text.max_new - 1)
+            nodes = tree_nodes(config, session_class, text, listed)
+            if nodes:
+                generator.plan_trees(nodes, block_size - 1)
             whole = compiled or text.look_ahead > 1  # every block has one shape, also at the end of the text
             while not text.done:
-                # 2. Draft a block for each row and verify it with one forward of the target.
-                used = text.reach + columns + draft.config.block_size
-                size = block_size if whole else min(block_size, text.room)
+                # 2. Draft a block or a tree for each row and verify it with one forward of the target.
+                used = text.reach + columns + max(draft.config.block_size, nodes + 1)
+                size = block_size if whole or nodes else min(block_size, text.room)
                 if compiled:  # the shapes of the bucket
                     used = max(generator.cache.reserve(used), session.cache.reserve(used))
-                block, proposal, logits, features, verdict = run(
+                block, proposal, tree, logits, features, verdict = run(
                     generator, session, tap, text, start, features, features_start, size, used, temperature
                 )
                 # 3. Accept what the target agrees with, and its own next token.
-                counts = text.accept(logits, block, proposal, verdict)  # [R]
+                counts, way = text.accept(logits, block, proposal, verdict, tree)  # [R]
+                if tree is not None and verdict is None:
+                    features = straighten(session, features, start, way)
                 listed.add_block(session, size, text.committed[0])
                 # 4. Commit: the accepted tokens stay, everything after them will be written over.
                 session.commit(size, text.committed)

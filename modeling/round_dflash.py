@@ -3,11 +3,14 @@ One round of decoding, draft and verification, and its compiled form: a graph of
 made once for a pair and used for every prompt.
 """
 
-import contextlib
 import weakref
+from typing import NamedTuple
 
 import torch
 from transformers.utils import logging
+
+from .accept_dflash import Proposal, Verdict
+from .tree_dflash import DraftTree
 
 
 logger = logging.get_logger(__name__)
@@ -22,9 +25,20 @@ _pools: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 _uncompilable: "weakref.WeakSet" = weakref.WeakSet()
 
 
+class Round(NamedTuple):
+    """What was drafted, and what the target says of it."""
+
+    block: torch.LongTensor  # [R, n]
+    proposal: Proposal | None
+    tree: DraftTree | None  # of which the tokens of the block are the nodes
+    logits: torch.Tensor  # [R, n, V]
+    features: torch.Tensor  # [R, n, L * H]; of a tree with a verdict those of the way, [R, block_size, L * H]
+    verdict: Verdict | None  # where tensors alone tell
+
+
 def draft_and_verify(generator, session, tap, text, start, features, features_start, size, used, temperature):
     """
-    Draft a block for each row and verify it with one forward of the target.
+    Draft a block, or a tree of that depth, for each row and verify it with one forward of the target.
 
     Args:
         generator (`DFlashCandidateGenerator`), session (`SlotSession`), tap (`FeatureTap`), text (`Continuation`): The
@@ -35,17 +49,30 @@ def draft_and_verify(generator, session, tap, text, start, features, features_st
         temperature (`float`): Of the draft.
 
     Returns:
-        The block `[R, size]`, its `Proposal` or `None`, the target's logits `[R, size, V]`, its features
-        `[R, size, L * H]`, and the `Verdict` on the block where tensors alone tell.
+        [`Round`].
     """
-    proposal = None
-    if temperature == 0:
-        block = generator.draft(text.last, start, features, features_start, used)
+    context = (text.last, start, features, features_start, used)
+    proposal = tree = None
+    if generator.paths is not None:
+        tree = generator.tree(*context)
+        block, logits = tree.tokens, session.verify_tree(tree, start, used)
     else:
-        block, proposal = generator.sample(text.last, start, features, features_start, used, temperature)
-    block = text.drafted(block)[:, :size]
-    logits = session.verify(block, start, used)
-    return block, proposal, logits, tap.take(), text.judge(logits, block)
+        if temperature == 0:
+            block = generator.draft(*context)
+        else:
+            block, proposal = generator.sample(*context, temperature)
+        block = text.drafted(block)[:, :size]
+        logits = session.verify(block, start, used)
+    features, verdict = tap.take(), text.judge(logits, block, tree)
+    if tree is not None and verdict is not None:
+        features = straighten(session, features, start, verdict.way)
+    return Round(block, proposal, tree, logits, features, verdict)
+
+
+def straighten(session, features: torch.Tensor, start: torch.LongTensor, way: torch.LongTensor) -> torch.Tensor:
+    """Make a block of the way through a tree: in the target's cache, and its features `[R, block_size, L * H]`."""
+    session.straighten(start, way)
+    return features.gather(1, way[..., None].expand(-1, -1, features.shape[-1]))
 
 
 def eager_round(generator, session, *args):
@@ -54,44 +81,22 @@ def eager_round(generator, session, *args):
         return draft_and_verify(generator, session, *args)
 
 
-def _round(weights: int | None, *args):
-    if weights == 0:  # what is read is guarded: a graph with frozen weights serves those alone
-        raise ValueError("weights=0 is no fingerprint.")
-    return draft_and_verify(*args)
-
-
-def fingerprint(*models) -> int:
-    """
-    A number that changes with the weights of models: where they lie, how often they were changed in place, and some of
-    their values, since a change behind `.data`, as merging an adapter makes it, is not counted.
-    """
-    facts = []
-    for model in models:
-        for p in model.parameters():
-            some = p.detach().reshape(-1)[:: max(p.numel() // 16, 1)]
-            facts += [p.data_ptr(), 0 if p.is_inference() else p._version, float(some.float().sum())]
-    return hash(tuple(facts)) or 1
-
-
 class CompiledRound:
     """
     [`draft_and_verify`] as one graph; eager, with one warning, for a pair that cannot be compiled.
 
     Args:
         target (`PreTrainedModel`): Whose rounds.
-        draft (`DFlashDraftModel`): Its drafter.
         how (`str`, *optional*): A mode or a backend of `torch.compile`; default: its own, with CUDA graphs on a GPU.
-        freeze (`bool`): Whether the weights are constants of the graph, packed for the processor.
     """
 
-    def __init__(self, target, draft, how: str | None = None, freeze: bool = False):
+    def __init__(self, target, how: str | None = None):
         self.target, on_gpu = target, target.device.type == "cuda"
         how = how or ("reduce-overhead" if on_gpu else "default")
         options = {"mode": how} if how in _MODES else {"backend": how}
-        self.compiled = torch.compile(_round, fullgraph=True, dynamic=False, **options)
+        self.compiled = torch.compile(draft_and_verify, fullgraph=True, dynamic=False, **options)
         self.graphs_replay = on_gpu and how in _CUDA_GRAPHS
         self.settled = None
-        self.weights = fingerprint(target, draft) if freeze else None
 
     @staticmethod
     def pool(model) -> dict:
@@ -111,18 +116,19 @@ class CompiledRound:
                 logger.warning_once(
                     f"Compiling a round of {kind} for {rows} row(s) of {bucket + 1} slots. This takes a while, once."
                 )
-            freezing = self.weights is not None and not settled
             with (
                 torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=1024),
                 torch.compiler.set_stance("default", skip_guard_eval_unsafe=settled),
-                torch._inductor.config.patch(freezing=True) if freezing else contextlib.nullcontext(),
             ):
                 if not self.graphs_replay:
-                    return self.compiled(self.weights, *args)
+                    return self.compiled(*args)
                 torch.compiler.cudagraph_mark_step_begin()
-                block, proposal, logits, features, verdict = self.compiled(self.weights, *args)
+                output = self.compiled(*args)
                 # The next replay writes over what this one returned.
-                return block, proposal, logits, features.clone(), verdict and type(verdict)(*map(torch.clone, verdict))
+                verdict = output.verdict
+                if verdict is not None:
+                    verdict = Verdict(*(None if tensor is None else tensor.clone() for tensor in verdict))
+                return output._replace(features=output.features.clone(), verdict=verdict)
         except Exception as error:
             # Nothing is lost: a round writes slots that the same round may write again. If the error has nothing to do
             # with compilation, it comes again from here.

@@ -14,6 +14,7 @@ from transformers.generation import utils as generation_utils
 
 from .cache_dflash import SlotCache, can_adopt, slot_mask
 from .target_dflash import input_device
+from .tree_dflash import DraftTree
 
 
 # Arguments that a session passes itself, or that belong to the prompt alone.
@@ -71,18 +72,33 @@ class SlotSession:
 
     def verify(self, block: torch.LongTensor, start: torch.LongTensor, used: int) -> torch.Tensor:
         """Logits `[R, n, V]` after each token of `block` `[R, n]`, which stands at slots `start..start + n - 1`."""
+        return self._forward(block, start, used)
+
+    def verify_tree(self, tree: DraftTree, start: torch.LongTensor, used: int) -> torch.Tensor:
+        """
+        Logits `[R, n, V]` after each node of a tree, whose anchor stands at slot `start`, the others behind it. A node
+        has the position of its depth, and sees the past, its ancestors and itself.
+        """
+        return self._forward(tree.tokens, start, used, tree)
+
+    def _forward(self, block, start, used, tree=None):
         slots = start[:, None] + torch.arange(block.shape[1], device=start.device)  # [R, n]
         self.cache.place(slots, used=used)
         masks = {
-            name: None if rule is None else slot_mask(slots, slots, self.cache.view, *rule, self.dtype)
+            name: None if rule is None else slot_mask(slots, slots, self.cache.view, *rule, self.dtype, tree)
             for name, rule in self.windows.items()
         }
+        numbers = slots if tree is None else start[:, None] + tree.depths
         return self.target(
             input_ids=block,
             attention_mask=masks[None] if None in masks else masks,
-            position_ids=(slots if self.last_slot is None else slots.minimum(self.last_slot)) + self.offset,
+            position_ids=(numbers if self.last_slot is None else numbers.minimum(self.last_slot)) + self.offset,
             **block_arguments(self.arguments, block.shape[1]),
         ).logits
+
+    def straighten(self, start: torch.LongTensor, way: torch.LongTensor) -> None:
+        """Put the tokens on the way `[R, n]` through a tree, which starts at slot `start`, one behind the other."""
+        self.cache.move(start[:, None] + way, start[:, None] + torch.arange(way.shape[1], device=start.device))
 
     def commit(self, size: int, kept: list[int]) -> None:
         """Of the `size` verified tokens of each row keep `kept[row]`: the next block is written over the others."""

@@ -98,7 +98,8 @@ def test_where_each_token_is_asked_for_every_round_is_looked_at(more, target, dr
     assert set(looks) <= {1} and streamed in ([], output[0].tolist())
 
 
-def test_nothing_of_a_round_waits_for_the_host():
+@pytest.mark.parametrize("nodes", [0, 6])
+def test_nothing_of_a_round_waits_for_the_host(nodes):
     """Fake tensors have shapes and no values: whatever reads one raises."""
     rows, columns = 2, 7
     target = make_target()
@@ -112,6 +113,8 @@ def test_nothing_of_a_round_waits_for_the_host():
         generator = DFlashCandidateGenerator(draft, target)
         offset = torch.zeros(rows, 1, dtype=torch.long)
         generator.open([0, 2], 0, 64, offset)
+        if nodes:
+            generator.plan_trees(nodes, 3)
         with FeatureTap(target, draft.config.target_layer_ids, consume=generator.absorb) as tap:
             cache = DynamicCache(config=target.config)
             logits = target(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, -1:]
@@ -123,10 +126,11 @@ def test_nothing_of_a_round_waits_for_the_host():
             features, features_start = generator.no_features(start, 4)
             session.last_slot = start.new_tensor(60)
             for _ in range(2):
-                block, proposal, logits, features, verdict = draft_and_verify(
+                block, proposal, tree, logits, features, verdict = draft_and_verify(
                     generator, session, tap, text, start, features, features_start, 4, 40, 0.0
                 )
-                features_start, start = start, start + text.accept(logits, block, proposal, verdict)
+                assert block.shape == (rows, nodes + 1 if nodes else 4) and features.shape[1] == 4
+                features_start, start = start, start + text.accept(logits, block, proposal, verdict, tree)[0]
             assert len(text.unseen) == 3
             with pytest.raises(DataDependentOutputException):
                 text._look()
@@ -169,10 +173,12 @@ def test_a_gpu_is_waited_for_once_in_so_many_rounds(compiled, looks, monkeypatch
         ("block_size", 0),
         ("block_size", True),
         ("draft_temperature", -1.0),
-        ("freeze", True),
+        ("tree_nodes", 0),
+        ("tree_nodes", 129),
+        ("tree_nodes", 8.0),
     ],
 )
 def test_what_no_drafter_can_follow_is_refused(field, value, target, draft):
     setattr(draft.decoding_config, field, value)
-    with pytest.raises(ValueError, match=f"decoding_config.{field}={value!r} (must be|packs)"):
+    with pytest.raises(ValueError, match=f"decoding_config.{field}={value!r} must be"):
         target.generate(torch.tensor([[5, 9]]), max_new_tokens=4, assistant_model=draft)

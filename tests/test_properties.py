@@ -6,7 +6,7 @@ from functools import cache
 import families
 import pytest
 import torch
-from conftest import VOCAB, make_draft, make_target
+from conftest import VOCAB, known_tree, make_draft, make_target
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from test_outputs import assert_alike
@@ -82,6 +82,7 @@ def cases(draw):
         "prompt": torch.tensor([[draw(st.integers(2, VOCAB - 2)) for _ in range(longest)] for _ in range(rows)]),
         "pads": pads,
         "block_size": draw(st.sampled_from([16, 8, 4, 3, 2])),
+        "tree": draw(st.sampled_from([None, None, 1, 6, 20])),
         "verified": draw(st.sampled_from([None, None, None, 2, 5])),
         "max_new_tokens": draw(st.sampled_from([30, 20, 30, 9, 3, 2, 1])),
         "ahead": draw(st.sampled_from([None, None, 3])),
@@ -138,7 +139,7 @@ def check(case):
     expected = generate()
 
     random = torch.Generator().manual_seed(case["seed"])
-    original = DFlashCandidateGenerator.draft
+    original, original_tree = DFlashCandidateGenerator.draft, DFlashCandidateGenerator.tree
 
     def draft_known(self, anchors, start, *args, **kwargs):
         block = original(self, anchors, start, *args, **kwargs)
@@ -149,14 +150,19 @@ def check(case):
         wrong[:, 0] = False
         return torch.where(wrong, (block + 1) % VOCAB, block)
 
+    def tree_known(self, anchors, start, *args):
+        known = expected.sequences
+        return known_tree(self, anchors, start, args, known, pads, case["error_rate"], random)
+
     draft = drafter(case["family"], dtype, attn, case["block_size"])
+    draft.decoding_config.tree_nodes = case["tree"]
     draft.decoding_config.look_ahead = case["ahead"]
     draft.decoding_config.block_size = case["verified"] and min(case["verified"], case["block_size"])
-    DFlashCandidateGenerator.draft = draft_known
+    DFlashCandidateGenerator.draft, DFlashCandidateGenerator.tree = draft_known, tree_known
     try:
         output = generate(assistant_model=draft)
     finally:
-        DFlashCandidateGenerator.draft = original
+        DFlashCandidateGenerator.draft, DFlashCandidateGenerator.tree = original, original_tree
     assert torch.equal(output.sequences, expected.sequences)
     # Recurrences are computed in fp32 whatever the dtype is.
     tolerance = 1e-3 if case["family"] in families.REPLAY else 1e-4

@@ -19,7 +19,7 @@ from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 from dflash_hf.bench_pairs import SHAPES, OracleDraft, native_oracle, oracle_text, random_pair
 from dflash_hf.bench_reference import Reference
 from dflash_hf.convert import convert
-from dflash_hf.evaluation import COMPILED, DFLASH, FROZEN, OURS, PROMPT_LOOKUP, TARGET, EvalReport, compiled, evaluate
+from dflash_hf.evaluation import COMPILED, DFLASH, OURS, PROMPT_LOOKUP, TARGET, EvalReport, evaluate, variant
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.presentation import summary_lines
 from dflash_hf.terminal import positive
@@ -137,8 +137,7 @@ def bench(
         max_new_tokens (`int`): Longest answer.
         runs (`int`): Timed repetitions.
         methods (`Sequence[str]`): `"target"`, `"dflash"` and any of `"target_static"` (compiled, static cache),
-            `"dflash_compiled"`, `"dflash_frozen"` (and weights packed for the processor), `"native"` (transformers'
-            own `speculation_type="dflash"`), `"prompt_lookup"`.
+            others of `OURS`, `"native"` (transformers' own `speculation_type="dflash"`), `"prompt_lookup"`.
         forced_acceptance (`float`, *optional*): Tokens per verification that an oracle draft is to reach.
         assistant (`PreTrainedModel`, *optional*): A small autoregressive assistant to time as well.
         reference (path, *optional*): A checkout of z-lab/dflash to time as well.
@@ -176,7 +175,7 @@ def bench(
             )
             others[REFERENCE] = server
         ours = [method for method in methods if method in (TARGET, *OURS, PROMPT_LOOKUP)]
-        drafter = draft if texts is None else OracleDraft.of(draft, texts, prompts)
+        drafter = draft if texts is None else OracleDraft.of(draft, texts, prompts, forced_acceptance)
         try:
             with native_oracle(texts, prompts):
                 report = evaluate(target, drafter, prompts, max_new_tokens, runs, ours, others=others)
@@ -186,12 +185,12 @@ def bench(
     # The prompt with the longest answer; of it the rounds of the second half are timed.
     prompt, answer = max(zip(prompts, report.responses, strict=True), key=lambda pair: len(pair[1]))
     context = len(prompt) + 3 * len(answer) // 4
-    ways = {DFLASH: drafter, COMPILED: compiled(drafter), FROZEN: compiled(drafter, freeze=True)}
     names = [name for name in OURS if name in report.methods]
+    ways = [variant(drafter, **OURS[name]) for name in names]
     forwards, times = [], []
     for _ in range(7):  # in turn, since a machine's own speed drifts
         forwards.append(time_forwards(target, draft, prompt, context))
-        times.append(time_rounds(target, [ways[name] for name in names], prompt, len(answer)))
+        times.append(time_rounds(target, ways, prompt, len(answer)))
     one, verify, drafted = map(statistics.median, zip(*forwards, strict=True))
     rounds = dict(zip(names, map(statistics.median, zip(*times, strict=True)), strict=True))
     report.setting.update(
@@ -250,7 +249,7 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--methods",
         default=",".join((TARGET, DFLASH, COMPILED, NATIVE, PROMPT_LOOKUP)),
-        help=f"separated by commas, also {FROZEN}, {STATIC}; default: %(default)s",
+        help=f"separated by commas: {', '.join((TARGET, *OURS, STATIC, NATIVE, PROMPT_LOOKUP))}; default: %(default)s",
     )
     parser.add_argument("--assistant", help="a small autoregressive assistant to time as well")
     parser.add_argument("--reference", help="a checkout of z-lab/dflash to time as well")

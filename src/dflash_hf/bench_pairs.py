@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import math
 from collections.abc import Sequence
 
 import torch
@@ -119,10 +120,11 @@ class OracleDraft(DFlashDraftModel):
     """A drafter that computes everything, and then drafts what an oracle says. Build it with `of`."""
 
     @classmethod
-    def of(cls, draft: DFlashDraftModel, texts: Sequence[torch.Tensor], prompts: Sequence[Sequence[int]]):
+    def of(cls, draft: DFlashDraftModel, texts: Sequence[torch.Tensor], prompts: Sequence[Sequence[int]], tau: float):
         """The drafter, not copied. The text is found by the prompt, one row at a time."""
         oracle = copy.copy(draft)
         oracle.__class__ = cls
+        oracle.accuracy = min(slot_accuracy(tau, draft.config.block_size), 1 - 1e-6)  # of each slot
         oracle.texts = {tuple(prompt): text for prompt, text in zip(prompts, texts, strict=True)}
         longest = max(len(text) for text in texts)
         oracle.text = torch.zeros(longest, dtype=torch.long, device=texts[0].device)  # one place, for compiled rounds
@@ -137,8 +139,21 @@ class OracleDraft(DFlashDraftModel):
         self.slots = position_ids[0, -self.config.block_size + 1 :]  # positions of the unknown slots
         return super().forward(noise_embeds, *args, position_ids=position_ids, **kwargs)
 
+    def draft_logits(self, hidden_states, target_head):
+        """For trees: as sure of each of the oracle's tokens as it is often right."""
+        logits = super().draft_logits(hidden_states, target_head)
+        if self.decoding_config.tree_nodes is None:
+            return logits
+        logits = logits.float()
+        said = self._said()[: logits.shape[1]].expand(logits.shape[:2])[..., None]  # [R, D, 1]
+        sure = logits.logsumexp(dim=-1, keepdim=True) + math.log(self.accuracy / (1 - self.accuracy))
+        return logits.scatter(-1, said, sure)
+
     def target_ids(self, draft_ids):
-        return self.text[self.slots.clamp(max=len(self.text) - 1)].expand_as(draft_ids)
+        return self._said().expand_as(draft_ids) if self.decoding_config.tree_nodes is None else draft_ids
+
+    def _said(self) -> torch.Tensor:
+        return self.text[self.slots.clamp(max=len(self.text) - 1)]  # [B - 1]
 
 
 @contextlib.contextmanager

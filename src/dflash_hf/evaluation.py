@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain
+from itertools import chain, combinations
 from pathlib import Path
 
 import torch
@@ -18,8 +18,15 @@ from dflash_hf.modeling.target_dflash import decoder_layers
 
 
 TARGET, DFLASH, COMPILED, PROMPT_LOOKUP = "target", "dflash", "dflash_compiled", "prompt_lookup"
-FROZEN = "dflash_frozen"  # compiled, with weights packed for the processor
-OURS = (DFLASH, COMPILED, FROZEN)
+# Ways of decoding with a drafter, and what each changes in its `decoding_config`: "dflash", "dflash_packed", ...,
+# "dflash_tree_compiled_packed".
+_CHANGES = {"tree": {"tree_nodes": 16}, "compiled": {"compile": True}, "packed": {"pack_weights": True}}
+OURS: dict[str, dict] = {
+    "_".join((DFLASH, *names)): {key: value for name in names for key, value in _CHANGES[name].items()}
+    for count in range(len(_CHANGES) + 1)
+    for names in combinations(_CHANGES, count)
+}
+IS_COMPILED = {method for method, changes in OURS.items() if "compile" in changes}
 METHODS = (TARGET, DFLASH, PROMPT_LOOKUP)
 
 
@@ -159,8 +166,7 @@ def evaluate(
         prompts (`Sequence[Sequence[int]]`): Prompt ids.
         max_new_tokens (`int`): Longest answer.
         runs (`int`): Timed repetitions; the medians are reported.
-        methods (`Sequence[str]`): `"target"` and `"dflash"`, and `"dflash_compiled"`, `"dflash_frozen"` (compiled,
-            with packed weights) and `"prompt_lookup"` if wanted.
+        methods (`Sequence[str]`): `"target"` and `"dflash"`, and any of `OURS` and `"prompt_lookup"` if wanted.
         prompt_lookup_num_tokens (`int`): Candidate tokens of prompt lookup.
         check: Called with a prompt's number and the target's answer ids: whether the answer is right.
         progress: Wraps the iteration over runs and prompts.
@@ -185,9 +191,7 @@ def evaluate(
 
     arguments = {
         TARGET: {},
-        DFLASH: {"assistant_model": draft},
-        COMPILED: {"assistant_model": compiled(draft)},
-        FROZEN: {"assistant_model": compiled(draft, freeze=True)},
+        **{method: {"assistant_model": variant(draft, **changes)} for method, changes in OURS.items()},
         PROMPT_LOOKUP: {"prompt_lookup_num_tokens": prompt_lookup_num_tokens},
         **(others or {}),
     }
@@ -212,9 +216,9 @@ def evaluate(
     # 1. Warm up: the first calls of a method compile, probe and allocate, and again for each size of a compiled one,
     # which comes last: others may leave hooks on the target, for which it would be compiled again.
     warmup = {}
-    for method in sorted(methods, key=lambda name: name in (COMPILED, FROZEN)):
+    for method in sorted(methods, key=lambda name: name in IS_COMPILED):
         start = _now(target)
-        for index in range(len(prompts) if method in (COMPILED, FROZEN) else 1):
+        for index in range(len(prompts) if method in IS_COMPILED else 1):
             decode(method, index)
         warmup[method] = _now(target) - start
     # 2. Alternate. `tokens_per_second[method]` gets one entry from each run.
@@ -285,10 +289,10 @@ def evaluate(
     )
 
 
-def compiled(draft, freeze: bool = False):
-    """The same drafter, not copied, whose rounds are compiled."""
+def variant(draft, **changes):
+    """The same drafter, not copied, with changes to its `decoding_config`."""
     twin = copy.copy(draft)
-    twin.decoding_config = replace(draft.decoding_config, compile=True, freeze=freeze)
+    twin.decoding_config = replace(draft.decoding_config, **changes)
     return twin
 
 

@@ -2,16 +2,11 @@
 
 from collections.abc import Sequence
 
-from dflash_hf.evaluation import COMPILED, DFLASH, FROZEN, PROMPT_LOOKUP, TARGET, EvalReport
+from dflash_hf.evaluation import DFLASH, IS_COMPILED, OURS, PROMPT_LOOKUP, TARGET, EvalReport
 
 
-LABELS = {
-    TARGET: "target alone",
-    DFLASH: "with the drafter",
-    COMPILED: "same, compiled",
-    FROZEN: "weights packed",
-    PROMPT_LOOKUP: "prompt lookup",
-}
+LABELS = {method: "same, " + method.removeprefix(f"{DFLASH}_").replace("_", ", ") for method in OURS}
+LABELS |= {TARGET: "target alone", DFLASH: "with the drafter", PROMPT_LOOKUP: "prompt lookup"}
 
 
 def origins(lengths: Sequence[int], total: int) -> list[int]:
@@ -34,11 +29,11 @@ def origins(lengths: Sequence[int], total: int) -> list[int]:
 
 def summary_lines(report: EvalReport) -> list[str]:
     """The table of a report and what stands under it."""
-    lines = [f"{'':18}{'tokens/s':>9}{'slowest-fastest':>17}{'speed-up':>10}{'tokens/forward':>16}{'equal':>9}"]
+    lines = [f"{'':30}{'tokens/s':>9}{'slowest-fastest':>17}{'speed-up':>10}{'tokens/forward':>16}{'equal':>9}"]
     for name, method in report.methods.items():
         spread = f"{min(method.runs):.0f}-{max(method.runs):.0f}"
         lines.append(
-            f"{LABELS.get(name, name):18}{method.tokens_per_second:9.0f}{spread:>17}{method.speedup:9.2f}x"
+            f"{LABELS.get(name, name):30}{method.tokens_per_second:9.0f}{spread:>17}{method.speedup:9.2f}x"
             f"{method.tokens_per_forward:16.2f}{method.equal:>5}/{report.num_prompts}"
         )
     lines += [
@@ -49,7 +44,7 @@ def summary_lines(report: EvalReport) -> list[str]:
         f"lossless          {report.methods[DFLASH].equal} of {report.num_prompts} outputs equal the target's own"
         + ("" if report.lossless else "  <- NOT LOSSLESS"),
     ]
-    warm = [f"{report.methods[n].warmup_seconds:.0f} s {LABELS[n]}" for n in (COMPILED, FROZEN) if n in report.methods]
+    warm = [f"{m.warmup_seconds:.0f} s {LABELS[name]}" for name, m in report.methods.items() if name in IS_COMPILED]
     if warm:
         lines.append(f"compiling         {', '.join(warm)}, once; the next run reads it")
     if report.correct is not None:
