@@ -161,7 +161,10 @@ def known_tree(generator, anchors, start, args, texts, pads, error_rate, random)
             wrong = float(torch.rand((), generator=random)) < error_rate
             place = 0 if wrong else -int(torch.randint(3, (), generator=random).clamp(max=top_k - 1))
             ids[row, slot] = (token + wrong + torch.arange(place, place + top_k)) % vocab_size
-    log_probs = torch.linspace(-0.5, -4.0, top_k).expand(ids.shape) - 0.1 * torch.rand(ids.shape[:2], generator=random)[..., None]
+    log_probs = (
+        torch.linspace(-0.5, -4.0, top_k).expand(ids.shape)
+        - 0.1 * torch.rand(ids.shape[:2], generator=random)[..., None]
+    )
     tokens, totals = independent_paths(ids.to(anchors.device), log_probs.to(anchors.device), paths)
     return likeliest_tree(anchors, tokens, totals, paths)
 

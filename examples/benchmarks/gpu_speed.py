@@ -53,11 +53,12 @@ def round_bytes(target, draft) -> int:
 def check(device: str) -> None:
     """Raises `SystemExit` where an fp32 output is not the target's own."""
     target, draft, prompts = random_pair("tiny", torch.float32, device, 3)
-    report, _ = bench(target, draft, prompts, 64, 1, METHODS, forced_acceptance=4.0)
+    trees = ("dflash_tree", "dflash_tree_compiled")
+    report, _ = bench(target, draft, prompts, 64, 1, (*METHODS, *trees), forced_acceptance=4.0)
     wrong = [name for name, method in report.methods.items() if method.equal != len(prompts)]
     if wrong:
         raise SystemExit(f"not lossless in fp32 on {device}: {wrong}")
-    print(f"lossless in fp32 on {device}: eager and compiled, tau {report.tau:.2f}")
+    print(f"lossless in fp32 on {device}: eager and compiled, blocks and trees, tau {report.tau:.2f}")
 
 
 def main():

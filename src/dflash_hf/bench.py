@@ -19,13 +19,14 @@ from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 from dflash_hf.bench_pairs import SHAPES, OracleDraft, native_oracle, oracle_text, random_pair
 from dflash_hf.bench_reference import Reference
 from dflash_hf.convert import convert
-from dflash_hf.evaluation import COMPILED, DFLASH, OURS, PROMPT_LOOKUP, TARGET, EvalReport, evaluate, variant
+from dflash_hf.evaluation import COMPILED, DFLASH, OURS, PROMPT_LOOKUP, TARGET, TREE, EvalReport, evaluate, variant
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.presentation import summary_lines
 from dflash_hf.terminal import positive
 
 
 STATIC, NATIVE, ASSISTANT, REFERENCE = "target_static", "native", "assistant", "reference"
+METHODS = (TARGET, DFLASH, TREE, COMPILED, NATIVE, PROMPT_LOOKUP)
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -121,7 +122,7 @@ def bench(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int = 128,
     runs: int = 5,
-    methods: Sequence[str] = (TARGET, DFLASH, COMPILED, NATIVE, PROMPT_LOOKUP),
+    methods: Sequence[str] = METHODS,
     forced_acceptance: float | None = None,
     assistant=None,
     reference: str | Path | None = None,
@@ -248,7 +249,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--runs", type=positive, default=5, help="timed repetitions; default: %(default)s")
     parser.add_argument(
         "--methods",
-        default=",".join((TARGET, DFLASH, COMPILED, NATIVE, PROMPT_LOOKUP)),
+        default=",".join(METHODS),
         help=f"separated by commas: {', '.join((TARGET, *OURS, STATIC, NATIVE, PROMPT_LOOKUP))}; default: %(default)s",
     )
     parser.add_argument("--assistant", help="a small autoregressive assistant to time as well")

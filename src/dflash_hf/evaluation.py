@@ -18,9 +18,10 @@ from dflash_hf.modeling.target_dflash import decoder_layers
 
 
 TARGET, DFLASH, COMPILED, PROMPT_LOOKUP = "target", "dflash", "dflash_compiled", "prompt_lookup"
+TREE = "dflash_tree"
 # Ways of decoding with a drafter, and what each changes in its `decoding_config`: "dflash", "dflash_packed", ...,
 # "dflash_tree_compiled_packed".
-_CHANGES = {"tree": {"tree_nodes": 16}, "compiled": {"compile": True}, "packed": {"pack_weights": True}}
+_CHANGES = {"tree": {"tree_nodes": 15}, "compiled": {"compile": True}, "packed": {"pack_weights": True}}
 OURS: dict[str, dict] = {
     "_".join((DFLASH, *names)): {key: value for name in names for key, value in _CHANGES[name].items()}
     for count in range(len(_CHANGES) + 1)
