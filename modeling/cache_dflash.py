@@ -56,7 +56,8 @@ class SlotLayer(CacheLayerMixin):
         key = (self.cache.layers.index(self), name, shape, like.dtype, like.device)
         if key in pool:
             return pool[key].zero_()
-        pool[key] = like.new_zeros(shape)
+        with torch.inference_mode(False):  # or later calls could not write to it outside of that mode
+            pool[key] = torch.zeros(shape, dtype=like.dtype, device=like.device)
         torch._dynamo.mark_static_address(pool[key])
         return pool[key]
 

@@ -134,7 +134,8 @@ class CompiledRound:
             # with compilation, it comes again from here.
             output = draft_and_verify(*args)
             _uncompilable.add(self.target)
-            reason = str(error).strip().split("\n")[0]
+            first, *others = str(error).strip().split("\n")  # "backend='inductor' raised:", and then what
+            reason = " ".join([first, *others[: first.endswith(":")]])
             logger.warning(
                 f"Decoding eagerly: the round of {type(self.target).__name__} cannot be compiled ({reason})."
             )

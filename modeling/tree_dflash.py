@@ -55,7 +55,8 @@ def every_path(nodes: int, depth: int, top_k: int, device: torch.device) -> Path
     cells = [path[0] + (depth * top_k,) * missing for path, missing in zip(found, rest, strict=True)]
     ancestors = [path[1] + (-1,) * missing for path, missing in zip(found, rest, strict=True)]
     last, depths = [path[0][-1] for path in found], [len(path[0]) for path in found]
-    tables = (torch.tensor(table, device=device) for table in (cells, last, ancestors, depths))
+    with torch.inference_mode(False):  # for calls in any mode
+        tables = [torch.tensor(table, device=device) for table in (cells, last, ancestors, depths)]
     return Paths(*tables, levels=tuple(levels), top_k=top_k, count=min(nodes, len(found)))
 
 
@@ -88,20 +89,19 @@ def chained_paths(ids: torch.LongTensor, first: torch.Tensor, transitions: torch
     Returns:
         As [`independent_paths`].
     """
-    rows = torch.arange(len(ids), device=ids.device)[:, None]
-    candidates, totals = None, first.new_zeros(len(ids), 1)
+    rows, top_k = len(ids), paths.top_k
+    candidates, totals = None, first.new_zeros(rows, 1)
     tokens, log_probs = [], []
     for slot, level in enumerate(paths.levels):
         scores = first[:, None] if slot == 0 else transitions[:, slot - 1]  # [R, 1 or c, c]
-        best, order = scores.clamp(_LEAST, _MOST).topk(paths.top_k, dim=-1)
-        if slot == 0:
-            before = parents = torch.zeros(1, level.stop, dtype=torch.long, device=ids.device)
-        else:
-            parents = paths.ancestors[level, slot - 1][None] - paths.levels[slot - 1].start  # [1, m]
-            before = candidates[rows, parents]  # [R, m]
-        ranks = paths.last[level][None] - slot * paths.top_k
-        candidates = order[rows, before, ranks]  # [R, m]
-        totals = totals[rows, parents] + best[rows, before, ranks]
+        best, order = scores.clamp(_LEAST, _MOST).topk(top_k, dim=-1)
+        places = (paths.last[level] - slot * top_k).expand(rows, -1)  # [R, m], among the likeliest
+        if slot > 0:
+            parents = (paths.ancestors[level, slot - 1] - paths.levels[slot - 1].start).expand(rows, -1)  # [R, m]
+            places = places + top_k * candidates.gather(1, parents)
+            totals = totals.gather(1, parents)
+        candidates = order.flatten(1).gather(1, places)  # [R, m]
+        totals = totals + best.flatten(1).gather(1, places)
         tokens.append(ids[:, slot].gather(1, candidates))
         log_probs.append(totals)
     return torch.cat(tokens, dim=1), torch.cat(log_probs, dim=1)

@@ -9,6 +9,7 @@ from transformers import DynamicCache
 
 from dflash_hf.modeling.generation_dflash import DFlashCandidateGenerator
 from dflash_hf.modeling.target_dflash import FeatureTap
+from dflash_hf.modeling.tree_dflash import every_path
 from dflash_hf.modeling.verify_dflash import SlotSession
 
 
@@ -90,19 +91,27 @@ def test_every_tensor_is_where_it_is_used(target_device, draft_device, fields):
             block = generator.draft(anchors, start, *generator.no_features(start, 4), used=16)
             logits = session.verify(block, start, used=16)
             second, proposal = generator.sample(anchors, start, tap.take(), start, used=16)
-    for tensor in (block, logits, second, *proposal):
+            generator.plan_trees(6, 3)
+            tree = generator.tree(anchors, start, *generator.no_features(start, 4), used=16)
+            after = session.verify_tree(tree, start, used=16)
+            way, counts = tree.walk(after.argmax(dim=-1), 3)
+            session.straighten(start, way)
+    every_path.cache_clear()  # of tables without data
+    for tensor in (block, logits, second, *proposal, *tree, after, way, counts):
         assert tensor.device == torch.device(target_device)
     assert generator.cache.layers[0].keys.device == torch.device(draft_device)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("nodes", [None, 9])
 @pytest.mark.parametrize("fields", [{}, DFLASH2], ids=["dflash", "dflash 2"])
 @pytest.mark.parametrize(("target_device", "draft_device"), PAIRS[1:])
-def test_real_devices(target_device, draft_device, fields, oracle):
+def test_real_devices(target_device, draft_device, fields, nodes, oracle):
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
     target = make_target("gemma3").to(target_device)
     draft = make_draft(target, **fields).to(draft_device)
+    draft.decoding_config.tree_nodes = nodes
     ids = torch.tensor([[5, 9, 17, 33, 5, 9, 17], [0, 0, 17, 33, 5, 9, 17]], device=target_device)
     mask = (ids > 0).long()
     options = {"attention_mask": mask, "max_new_tokens": 24, "do_sample": False}

@@ -11,6 +11,7 @@ from dflash_hf.modeling.accept_dflash import Continuation
 from dflash_hf.modeling.drafting_dflash import DFlashCandidateGenerator
 from dflash_hf.modeling.round_dflash import draft_and_verify
 from dflash_hf.modeling.target_dflash import FeatureTap
+from dflash_hf.modeling.tree_dflash import every_path
 from dflash_hf.modeling.verify_dflash import SlotSession
 
 
@@ -131,6 +132,7 @@ def test_nothing_of_a_round_waits_for_the_host(nodes):
                 )
                 assert block.shape == (rows, nodes + 1 if nodes else 4) and features.shape[1] == 4
                 features_start, start = start, start + text.accept(logits, block, proposal, verdict, tree)[0]
+            every_path.cache_clear()  # of tables without values
             assert len(text.unseen) == 3
             with pytest.raises(DataDependentOutputException):
                 text._look()
@@ -138,10 +140,12 @@ def test_nothing_of_a_round_waits_for_the_host(nodes):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_gpu_is_waited_for_once_in_so_many_rounds(compiled, looks, monkeypatch):
+@pytest.mark.parametrize("nodes", [None, 6])
+def test_a_gpu_is_waited_for_once_in_so_many_rounds(compiled, nodes, looks, monkeypatch):
     target = make_target().cuda()
     draft = make_draft(make_target()).cuda()
     draft.decoding_config.compile, draft.decoding_config.look_ahead = compiled, 4
+    draft.decoding_config.tree_nodes = nodes
     prompt = torch.tensor([[5, 9, 17, 33]], device="cuda")
     expected = target.generate(prompt, max_new_tokens=60, do_sample=False)
     assert torch.equal(target.generate(prompt, max_new_tokens=60, do_sample=False, assistant_model=draft), expected)

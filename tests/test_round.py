@@ -77,6 +77,16 @@ def test_slots_outlive_the_call_and_returned_caches_do_not_lie_in_them(pair):
     assert torch.equal(decode(target, more, draft, past_key_values=first.past_key_values), expected)
 
 
+def test_calls_in_and_out_of_inference_mode_share_slots(pair):
+    """Slots that were made in that mode could not be written outside of it."""
+    target, draft = pair
+    draft.decoding_config.tree_nodes, draft.decoding_config.pack_weights = 9, True
+    expected = decode(target, prompt(8))
+    for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(decode(target, prompt(8), draft), expected)
+
+
 def test_a_seed_gives_the_sample_that_it_gives_eagerly(pair):
     target, draft = pair
     samples = []

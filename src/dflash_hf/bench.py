@@ -19,7 +19,18 @@ from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 from dflash_hf.bench_pairs import SHAPES, OracleDraft, native_oracle, oracle_text, random_pair
 from dflash_hf.bench_reference import Reference
 from dflash_hf.convert import convert
-from dflash_hf.evaluation import COMPILED, DFLASH, OURS, PROMPT_LOOKUP, TARGET, TREE, EvalReport, evaluate, variant
+from dflash_hf.evaluation import (
+    COMPILED,
+    DFLASH,
+    OURS,
+    PROMPT_LOOKUP,
+    TARGET,
+    TREE,
+    EvalReport,
+    evaluate,
+    out_of_sight,
+    variant,
+)
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.presentation import summary_lines
 from dflash_hf.terminal import positive
@@ -189,9 +200,10 @@ def bench(
     names = [name for name in OURS if name in report.methods]
     ways = [variant(drafter, **OURS[name]) for name in names]
     forwards, times = [], []
-    for _ in range(7):  # in turn, since a machine's own speed drifts
-        forwards.append(time_forwards(target, draft, prompt, context))
-        times.append(time_rounds(target, ways, prompt, len(answer)))
+    with out_of_sight():
+        for _ in range(7):  # in turn, since a machine's own speed drifts
+            forwards.append(time_forwards(target, draft, prompt, context))
+            times.append(time_rounds(target, ways, prompt, len(answer)))
     one, verify, drafted = map(statistics.median, zip(*forwards, strict=True))
     rounds = dict(zip(names, map(statistics.median, zip(*times, strict=True)), strict=True))
     report.setting.update(

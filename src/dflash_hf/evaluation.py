@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import json
 import platform
 import statistics
@@ -229,33 +230,34 @@ def evaluate(
     tokens, forwards = dict.fromkeys(methods, 0), dict.fromkeys(methods, 0)
     unequal = {method: set() for method in methods}
     seconds: dict[str, float] = {}
-    for run, index in progress([(run, index) for run in range(runs) for index in range(len(prompts))]):
-        if index == 0:
-            seconds = dict.fromkeys(methods, 0.0)
-            tokens, forwards = dict.fromkeys(methods, 0), dict.fromkeys(methods, 0)
-        shift = (run + index) % len(methods)
-        outputs = {}
-        for method in (*methods[shift:], *methods[:shift]):
-            # A hook would be compiled, too; without a drafter a compiled target makes one forward for each token.
-            way = arguments[method]
-            counts = method not in OURS and not callable(way) and "cache_implementation" not in way
-            with _count_forwards(target) if counts else contextlib.nullcontext([0]) as count:
-                start = _now(target)
-                output, outputs[method] = decode(method, index)
-                seconds[method] += _now(target) - start
-            tokens[method] += len(outputs[method])
-            if method in OURS:
-                count[0] = 1 + len(output.acceptance_lengths[0])
-            forwards[method] += count[0] or len(outputs[method])
-            if method == DFLASH:
-                lengths[index] = list(output.acceptance_lengths[0])
-        answers[index] = outputs[TARGET]
-        for method in methods:
-            if outputs[method] != outputs[TARGET]:
-                unequal[method].add(index)
-        if index == len(prompts) - 1:
+    with out_of_sight():
+        for run, index in progress([(run, index) for run in range(runs) for index in range(len(prompts))]):
+            if index == 0:
+                seconds = dict.fromkeys(methods, 0.0)
+                tokens, forwards = dict.fromkeys(methods, 0), dict.fromkeys(methods, 0)
+            shift = (run + index) % len(methods)
+            outputs = {}
+            for method in (*methods[shift:], *methods[:shift]):
+                # A hook would be compiled, too; without a drafter a compiled target makes one forward for each token.
+                way = arguments[method]
+                counts = method not in OURS and not callable(way) and "cache_implementation" not in way
+                with _count_forwards(target) if counts else contextlib.nullcontext([0]) as count:
+                    start = _now(target)
+                    output, outputs[method] = decode(method, index)
+                    seconds[method] += _now(target) - start
+                tokens[method] += len(outputs[method])
+                if method in OURS:
+                    count[0] = 1 + len(output.acceptance_lengths[0])
+                forwards[method] += count[0] or len(outputs[method])
+                if method == DFLASH:
+                    lengths[index] = list(output.acceptance_lengths[0])
+            answers[index] = outputs[TARGET]
             for method in methods:
-                tokens_per_second[method].append(tokens[method] / seconds[method])
+                if outputs[method] != outputs[TARGET]:
+                    unequal[method].add(index)
+            if index == len(prompts) - 1:
+                for method in methods:
+                    tokens_per_second[method].append(tokens[method] / seconds[method])
     # 3. Medians; ratios are taken inside a run, where the load was the same.
     reports = {}
     for method in methods:
@@ -295,6 +297,17 @@ def variant(draft, **changes):
     twin = copy.copy(draft)
     twin.decoding_config = replace(draft.decoding_config, **changes)
     return twin
+
+
+@contextlib.contextmanager
+def out_of_sight():
+    """Objects that are there now, such as what compilers leave, cost the garbage collector no time in this context."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextlib.contextmanager
