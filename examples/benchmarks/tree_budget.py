@@ -1,0 +1,75 @@
+"""
+What a draft tree brings, by its number of nodes: tokens per verification and speed on the pair that `make demo` keeps.
+
+    OMP_NUM_THREADS=1 python examples/benchmarks/tree_budget.py [--nodes 5 11 15 23 31 63] [--lines 40]
+
+Every budget, blocks and the target alone take turns on every held-out line, greedy, fp32, in eager rounds. Speeds are
+ratios to blocks in the same run.
+"""
+
+import argparse
+import statistics
+from pathlib import Path
+
+from dflash_hf.demo import DemoSettings, obtain_pair
+from dflash_hf.demo_cache import default_cache_dir
+from dflash_hf.demo_task import encode_pairs
+from dflash_hf.evaluation import DFLASH, TARGET, evaluate, variant
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, nargs="+", default=[5, 8, 11, 15, 23, 31, 63])
+    parser.add_argument("--lines", type=int, default=40, help="held-out lines; default: %(default)s")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    arguments = parser.parse_args()
+    pair = obtain_pair(DemoSettings(), default_cache_dir(), num_prompts=arguments.lines, say=print)
+    prompts = [prompt for prompt, _ in encode_pairs(pair.tokenizer, pair.held_out[: arguments.lines])]
+    lengths: dict[int, list[int]] = {nodes: [] for nodes in arguments.nodes}
+
+    def way(nodes: int):
+        tree = variant(pair.draft, tree_nodes=nodes)
+
+        def decode(prompt: list[int]) -> list[int]:
+            ids = pair.target.dummy_inputs["input_ids"].new_tensor([prompt])
+            output = pair.target.generate(
+                ids,
+                attention_mask=ids.new_ones(ids.shape),
+                max_new_tokens=256,
+                do_sample=False,
+                return_dict_in_generate=True,
+                assistant_model=tree,
+            )
+            lengths[nodes] += output.acceptance_lengths[0]
+            return output.sequences[0, len(prompt) :].tolist()
+
+        return decode
+
+    others = {f"{nodes} nodes": way(nodes) for nodes in arguments.nodes}
+    report = evaluate(pair.target, pair.draft, prompts, 256, arguments.runs, (TARGET, DFLASH), others=others)
+    blocks = report.methods[DFLASH]
+    lines = [
+        f"The pair of `make demo`, {arguments.lines} held-out lines, greedy, fp32, eager; blocks of "
+        f"{report.block_size}; medians of {arguments.runs} alternating runs; {report.setting['hardware']}, "
+        f"{report.setting['threads']} thread(s), torch {report.setting['torch']}",
+        "",
+        "| | tokens per verification | verified tokens | speed over blocks | equal |",
+        "|---|---|---|---|---|",
+        f"| block | {report.tau:.2f} | {report.block_size} | 1.00x | {blocks.equal}/{len(prompts)} |",
+    ]
+    for nodes in arguments.nodes:
+        method = report.methods[f"{nodes} nodes"]
+        ratio = statistics.median(own / base for own, base in zip(method.runs, blocks.runs, strict=True))
+        lines.append(
+            f"| tree of {nodes} | {statistics.fmean(lengths[nodes]):.2f} | {nodes + 1} | {ratio:.2f}x | "
+            f"{method.equal}/{len(prompts)} |"
+        )
+    text = "\n".join(lines) + "\n"
+    print(text)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    (arguments.output / "tree_budget.md").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
