@@ -4,6 +4,7 @@ for blocks of a few tokens. The library that is asked otherwise lays them out an
 """
 
 import contextlib
+import re
 import weakref
 
 import torch
@@ -44,10 +45,15 @@ class _Operator:
     """`_packed_linear` as an operator, for graphs: what is packed has a layout that no compiler reads."""
 
     def __init__(self):
-        # A name for each copy of this file that a process may have loaded, the same in every process.
-        space = __name__.replace(".", "_").replace("-", "_")
-        self.library = torch.library.Library(space, "FRAGMENT")
-        self.library.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+        # Named after this file, so that graphs that were compiled once are found again by other processes.
+        space, schema = re.sub(r"\W", "_", __name__), "packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor"
+        while True:
+            self.library = torch.library.Library(space, "FRAGMENT")
+            try:
+                self.library.define(schema)
+                break
+            except RuntimeError:  # a process may have loaded this file before, under the same name
+                space += "_"
         self.library.impl("packed_linear", _packed_linear, "CPU")
         self.library.impl("packed_linear", _shape_of_packed_linear, "Meta")
         self.call = getattr(torch.ops, space).packed_linear.default
@@ -72,7 +78,7 @@ def packable(module: nn.Module) -> bool:
     weight = module.weight
     if type(weight) is not nn.Parameter or weight.device.type != "cpu" or weight.dtype not in _DTYPES:
         return False
-    if weight.dtype == torch.float32 and weight.numel() < SMALLEST:
+    if not weight.is_contiguous() or (weight.dtype == torch.float32 and weight.numel() < SMALLEST):
         return False
     supported = _DTYPES[weight.dtype]
     return torch.backends.mkldnn.is_available() and (not supported or getattr(torch.ops.mkldnn, supported)())

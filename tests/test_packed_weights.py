@@ -1,6 +1,7 @@
 """Packed weights: the same products, as long as the weights stay; nothing of it outlives the call."""
 
 import gc
+import importlib.util
 import logging
 
 import pytest
@@ -170,6 +171,28 @@ def test_compiled_rounds_multiply_by_them_and_serve_new_weights(pair, backend, p
         assert counters["stats"]["unique_graphs"] == 1 and products
         products.clear()
         target.lm_head.weight.data += torch.randn_like(target.lm_head.weight) * number
+    torch._dynamo.reset()
+
+
+def test_the_file_may_be_loaded_again(pair):
+    """As upstream does with remote code that has changed: its operator has the name of the one before."""
+    target, draft = pair
+    torch._dynamo.reset()
+    draft.decoding_config.compile = "aot_eager"
+    expected = decode(target, prompt(8))
+    assert torch.equal(decode(target, prompt(8), draft), expected)
+    path = packing_dflash.__file__
+    twin = importlib.util.spec_from_file_location(packing_dflash.__name__, path)
+    for _ in range(2):
+        module = importlib.util.module_from_spec(twin)
+        twin.loader.exec_module(module)
+        module.SMALLEST = 0
+        layer = nn.Linear(8, 8)
+        compiled = torch.compile(layer, backend="aot_eager")
+        with torch.no_grad(), module.packed_weights(layer, tokens=4):
+            torch.testing.assert_close(
+                compiled(torch.ones(4, 8)), nn.functional.linear(torch.ones(4, 8), layer.weight, layer.bias)
+            )
     torch._dynamo.reset()
 
 

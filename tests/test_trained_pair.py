@@ -1,5 +1,7 @@
 """A trained pair: the published loop's trace, and what training measured against what decoding does."""
 
+import copy
+
 import pytest
 import torch
 from reference import published_loop
@@ -145,3 +147,49 @@ def test_training_and_decoding_draft_the_same_tokens(pair, prompts):
     teacher_forced = target.lm_head(hidden).argmax(-1).view(-1, size)
     for block, anchor in zip(teacher_forced, anchors[0].tolist(), strict=True):
         assert block[1:].tolist() == drafted[anchor][1:]
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["at once", "step by step"])
+def test_trees_are_drafted_from_the_features_of_the_text(pair, prompts, sampled, monkeypatch):
+    """
+    Whatever way was taken through the trees before: each tree is the one that the text up to its anchor gives. Greedy
+    texts are committed inside the round, a sample of one row token by token.
+    """
+    target, draft = (copy.deepcopy(model).double() for model in pair)
+    draft.decoding_config.tree_nodes = 12
+    original, drafted, ways = DFlashCandidateGenerator.tree, [], set()
+
+    def record(self, anchors, start, *args):
+        tree = original(self, anchors, start, *args)
+        drafted.append((int(start[0]), tree.tokens[0].tolist(), tree.parents[0].tolist()))
+        return tree
+
+    monkeypatch.setattr(DFlashCandidateGenerator, "tree", record)
+    blocks = trees = 0
+    for prompt in prompts[:4]:
+        drafted.clear()
+        torch.manual_seed(0)
+        options = {"attention_mask": torch.ones_like(prompt[None]), "max_new_tokens": 50, "do_sample": sampled}
+        options |= {"top_k": 2} if sampled else {}
+        output = target.generate(prompt[None], **options, assistant_model=draft, return_dict_in_generate=True)
+        text, recorded = output.sequences, drafted[:]
+        features = target_features(target, draft.config.target_layer_ids, text)
+        for start, tokens, parents in recorded:
+            generator = DFlashCandidateGenerator(draft, target)
+            generator.open([0], 0, 128, torch.zeros(1, 1, dtype=torch.long))
+            generator.plan_trees(12, draft.config.block_size - 1)
+            generator.absorb(features[:, :start])
+            generator.write_context()
+            place = torch.tensor([start])
+            with torch.no_grad():
+                tree = original(generator, text[:, start], place, *generator.no_features(place, 6), start + 16)
+            assert tree.tokens[0].tolist() == tokens and tree.parents[0].tolist() == parents
+        ways |= set(output.acceptance_lengths[0])
+        trees += len(output.acceptance_lengths[0])
+        draft.decoding_config.tree_nodes = None
+        torch.manual_seed(0)
+        output = target.generate(prompt[None], **options, assistant_model=draft, return_dict_in_generate=True)
+        assert torch.equal(output.sequences, text)
+        blocks += len(output.acceptance_lengths[0])
+        draft.decoding_config.tree_nodes = 12
+    assert len(ways) >= 4 and trees < blocks
