@@ -6,10 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import make_draft, make_target
-from scipy.stats import chisquare
 from test_dflash2 import make_draft2
 from test_lossless import ragged_prompts
-from test_sampling import STEPS, VOCAB, exact_distribution, sample, small  # noqa: F401, a fixture
+from test_sampling import STEPS, VOCAB, assert_follows, exact_distribution, sample, small  # noqa: F401, a fixture
 
 
 def seeded(*seeds):
@@ -106,14 +105,7 @@ def test_samples_follow_the_target(small, oracle, temperature, top_p, drawn):  #
     for _ in range(draws // rows):  # the generators go on
         for text in sample(small, draft, prompt, rows, temperature, top_p).sequences[:, 3:].tolist():
             counts[tuple(text)] += 1
-    assert all(counts[text] == 0 for text, p in expected.items() if p == 0)
-    common = [text for text, p in expected.items() if p * draws >= 5]
-    observed, wanted = [counts[text] for text in common], [expected[text] * draws for text in common]
-    rare = draws - sum(wanted)
-    if rare > 1:
-        observed, wanted = [*observed, draws - sum(observed)], [*wanted, rare]
-    scale = sum(observed) / sum(wanted)
-    assert chisquare(observed, [w * scale for w in wanted]).pvalue > 0.001
+    assert_follows(counts, expected)
 
 
 def test_what_cannot_be_followed_is_named(target, draft):
