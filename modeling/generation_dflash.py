@@ -156,7 +156,7 @@ def decode(
             while not text.done:
                 # 2. Draft a block or a tree for each row and verify it with one forward of the target.
                 used = text.reach + columns + max(draft.config.block_size, nodes + 1)
-                size = block_size if whole or nodes else min(block_size, text.room)
+                size = block_size if whole else min(block_size, text.room)
                 if compiled:  # the shapes of the bucket
                     used = max(generator.cache.reserve(used), session.cache.reserve(used))
                 block, proposal, tree, logits, features, verdict = run(

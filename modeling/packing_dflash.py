@@ -95,18 +95,17 @@ def packed_weights(*models, tokens: int):
         tokens (`int`): Tokens of a forward, for which the layout is chosen; others are multiplied too.
     """
     global _operator
-    layers = [module for model in models for module in model.modules() if packable(module)]
-    if torch.is_autocast_enabled("cpu"):  # multiplies in a type of its own
-        layers = []
+    layers = []
+    if not torch.is_autocast_enabled("cpu"):  # which multiplies in a type of its own
+        layers = [module for model in models for module in model.modules() if packable(module)]
     if _operator is None and layers:
         _operator = _Operator()
-    for layer in layers:
-        made_for = (*mark(layer.weight), tokens)
-        if layer not in _kept or _kept[layer][0] != made_for:
-            _kept[layer] = made_for, _pack(layer.weight.detach(), tokens)
-        _in_use[layer.weight.data_ptr()] = _kept[layer][1]
     try:
         for layer in layers:
+            made_for = (*mark(layer.weight), tokens)
+            if layer not in _kept or _kept[layer][0] != made_for:
+                _kept[layer] = made_for, _pack(layer.weight.detach(), tokens)
+            _in_use[layer.weight.data_ptr()] = _kept[layer][1]
             layer.__class__ = PackedLinear
         yield
     finally:

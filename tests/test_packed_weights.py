@@ -61,9 +61,8 @@ def test_products_are_those_of_the_layer(dtype, bias, products):
     with packed_weights(layer, tokens=10):
         assert isinstance(layer, PackedLinear)
         torch.testing.assert_close(layer(x), expected)
-        torch.testing.assert_close(
-            layer(x[:1, :1]), expected[:1, :1]
-        )  # other numbers of tokens than it was packed for
+        # Other numbers of tokens than it was packed for.
+        torch.testing.assert_close(layer(x[:1, :1]), expected[:1, :1])
         torch.testing.assert_close(layer(x[1]), expected[1])
         assert len(products) == 3
     assert type(layer) is nn.Linear and not packing_dflash._in_use

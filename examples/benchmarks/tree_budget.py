@@ -9,7 +9,10 @@ ratios to blocks in the same run.
 
 import argparse
 import statistics
+from itertools import chain
 from pathlib import Path
+
+import torch
 
 from dflash_hf.demo import DemoSettings, obtain_pair
 from dflash_hf.demo_cache import default_cache_dir
@@ -26,22 +29,22 @@ def main():
     arguments = parser.parse_args()
     pair = obtain_pair(DemoSettings(), default_cache_dir(), num_prompts=arguments.lines, say=print)
     prompts = [prompt for prompt, _ in encode_pairs(pair.tokenizer, pair.held_out[: arguments.lines])]
-    lengths: dict[int, list[int]] = {nodes: [] for nodes in arguments.nodes}
+    lengths: dict[int, dict[tuple, list[int]]] = {nodes: {} for nodes in arguments.nodes}  # of each prompt
 
     def way(nodes: int):
         tree = variant(pair.draft, tree_nodes=nodes)
 
         def decode(prompt: list[int]) -> list[int]:
-            ids = pair.target.dummy_inputs["input_ids"].new_tensor([prompt])
+            ids = torch.tensor([prompt])
             output = pair.target.generate(
                 ids,
-                attention_mask=ids.new_ones(ids.shape),
+                attention_mask=torch.ones_like(ids),
                 max_new_tokens=256,
                 do_sample=False,
                 return_dict_in_generate=True,
                 assistant_model=tree,
             )
-            lengths[nodes] += output.acceptance_lengths[0]
+            lengths[nodes][tuple(prompt)] = output.acceptance_lengths[0]
             return output.sequences[0, len(prompt) :].tolist()
 
         return decode
@@ -60,11 +63,9 @@ def main():
     ]
     for nodes in arguments.nodes:
         method = report.methods[f"{nodes} nodes"]
+        tau = statistics.fmean(chain.from_iterable(lengths[nodes].values()))
         ratio = statistics.median(own / base for own, base in zip(method.runs, blocks.runs, strict=True))
-        lines.append(
-            f"| tree of {nodes} | {statistics.fmean(lengths[nodes]):.2f} | {nodes + 1} | {ratio:.2f}x | "
-            f"{method.equal}/{len(prompts)} |"
-        )
+        lines.append(f"| tree of {nodes} | {tau:.2f} | {nodes + 1} | {ratio:.2f}x | {method.equal}/{len(prompts)} |")
     text = "\n".join(lines) + "\n"
     print(text)
     arguments.output.mkdir(parents=True, exist_ok=True)

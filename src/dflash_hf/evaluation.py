@@ -28,7 +28,7 @@ OURS: dict[str, dict] = {
     for count in range(len(_CHANGES) + 1)
     for names in combinations(_CHANGES, count)
 }
-IS_COMPILED = {method for method, changes in OURS.items() if "compile" in changes}
+COMPILED_METHODS = {method for method, changes in OURS.items() if "compile" in changes}
 METHODS = (TARGET, DFLASH, PROMPT_LOOKUP)
 
 
@@ -218,9 +218,9 @@ def evaluate(
     # 1. Warm up: the first calls of a method compile, probe and allocate, and again for each size of a compiled one,
     # which comes last: others may leave hooks on the target, for which it would be compiled again.
     warmup = {}
-    for method in sorted(methods, key=lambda name: name in IS_COMPILED):
+    for method in sorted(methods, key=lambda name: name in COMPILED_METHODS):
         start = _now(target)
-        for index in range(len(prompts) if method in IS_COMPILED else 1):
+        for index in range(len(prompts) if method in COMPILED_METHODS else 1):
             decode(method, index)
         warmup[method] = _now(target) - start
     # 2. Alternate. `tokens_per_second[method]` gets one entry from each run.

@@ -4,12 +4,12 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from dflash_hf.evaluation import DFLASH, IS_COMPILED, OURS, PROMPT_LOOKUP, TARGET, EvalReport
+from dflash_hf.evaluation import COMPILED_METHODS, DFLASH, OURS, PROMPT_LOOKUP, TARGET, EvalReport
 from dflash_hf.presentation import LABELS, origins
 
 
 _COLORS = {TARGET: "#8a8f98", PROMPT_LOOKUP: "#c98a2b"}
-_COLORS |= {method: "#0f5a3e" if method in IS_COMPILED else "#1a7f5a" for method in OURS}
+_COLORS |= {method: "#0f5a3e" if method in COMPILED_METHODS else "#1a7f5a" for method in OURS}
 _OTHER_COLOR = "#6b7fb3"
 # Blocks of one answer alternate between two greens; the target's own tokens are grey.
 _BLOCK_COLORS = ("#bfe5d2", "#8fd0b0")

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from dflash_hf.evaluation import DFLASH, IS_COMPILED, OURS, PROMPT_LOOKUP, TARGET, EvalReport
+from dflash_hf.evaluation import COMPILED_METHODS, DFLASH, OURS, PROMPT_LOOKUP, TARGET, EvalReport
 
 
 LABELS = {method: "same, " + method.removeprefix(f"{DFLASH}_").replace("_", ", ") for method in OURS}
@@ -44,7 +44,9 @@ def summary_lines(report: EvalReport) -> list[str]:
         f"lossless          {report.methods[DFLASH].equal} of {report.num_prompts} outputs equal the target's own"
         + ("" if report.lossless else "  <- NOT LOSSLESS"),
     ]
-    warm = [f"{m.warmup_seconds:.0f} s {LABELS[name]}" for name, m in report.methods.items() if name in IS_COMPILED]
+    warm = [
+        f"{m.warmup_seconds:.0f} s {LABELS[name]}" for name, m in report.methods.items() if name in COMPILED_METHODS
+    ]
     if warm:
         lines.append(f"compiling         {', '.join(warm)}, once; the next run reads it")
     if report.correct is not None:
