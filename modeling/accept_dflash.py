@@ -9,20 +9,17 @@ from .tree_dflash import DraftTree
 
 
 # Warpers that look at one position's scores alone, so that all rows and positions can be processed in one call.
-_POSITIONWISE = tuple(
-    getattr(logits_process, name)
-    for name in (
-        "TemperatureLogitsWarper",
-        "TopKLogitsWarper",
-        "TopPLogitsWarper",
-        "MinPLogitsWarper",
-        "TypicalLogitsWarper",
-        "EpsilonLogitsWarper",
-        "EtaLogitsWarper",
-        "LogitNormalization",
-        "InfNanRemoveLogitsProcessor",
-        "SuppressTokensLogitsProcessor",
-    )
+_POSITIONWISE = (
+    logits_process.TemperatureLogitsWarper,
+    logits_process.TopKLogitsWarper,
+    logits_process.TopPLogitsWarper,
+    logits_process.MinPLogitsWarper,
+    logits_process.TypicalLogitsWarper,
+    logits_process.EpsilonLogitsWarper,
+    logits_process.EtaLogitsWarper,
+    logits_process.LogitNormalization,
+    logits_process.InfNanRemoveLogitsProcessor,
+    logits_process.SuppressTokensLogitsProcessor,
 )
 _COUNTED = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria)
 
@@ -41,14 +38,55 @@ class Proposal(NamedTuple):
         return Proposal(self.ids[:, start:stop], self.probabilities[:, start:stop])
 
 
-class Verdict(NamedTuple):
-    """What stays of a block, in tensors alone, so that it can be found inside a compiled round."""
+class Draft(NamedTuple):
+    """What a drafter proposes: a block, which is a single path, or a tree of them."""
 
-    tokens: torch.LongTensor  # [R, n]    the target's own token after each token of the block, or of the way
+    tokens: torch.LongTensor  # [R, n]  the anchor first
+    proposal: Proposal | None = None  # what the tokens of a block were drawn from, if they were drawn
+    tree: DraftTree | None = None  # of which the tokens are the nodes
+
+    def prefix(self, size: int) -> "Draft":
+        """The first `size` tokens of a block; a tree as it is."""
+        if self.tree is not None or size == self.tokens.shape[1]:
+            return self
+        proposal = None if self.proposal is None else self.proposal.at(0, size - 1)
+        return Draft(self.tokens[:, :size], proposal)
+
+    def walk(self, tokens: torch.LongTensor, depth: int):
+        """
+        How far the target goes along: `tokens` `[R, n]` are its own after each token of the draft.
+
+        Returns:
+            Its own tokens along the accepted path `[R, n]`, the length of the path, anchor included, `[R]`, and of a
+            tree the nodes on the path, `[R, depth + 1]`.
+        """
+        if self.tree is None:
+            agrees = tokens[:, :-1] == self.tokens[:, 1:]
+            return tokens, 1 + agrees.long().cumprod(dim=1).sum(dim=1), None
+        path, lengths = self.tree.walk(tokens, depth)
+        return tokens.gather(1, path), lengths, path
+
+    def child(self, node: int, token: torch.LongTensor) -> int | None:
+        """The node behind another in which every row has the target's `token` `[R]`, if there is one."""
+        if self.tree is not None:  # a single row
+            return self.tree.child(node, int(token))
+        return node + 1 if bool((token == self.tokens[:, node + 1]).all()) else None
+
+
+class Verdict(NamedTuple):
+    """What stays of a draft, in tensors alone, so that it can be found inside a compiled round."""
+
+    tokens: torch.LongTensor  # [R, n]    the target's own token after each token of the accepted path
     counts: torch.LongTensor  # [R]       committed tokens, the target's own last one included; 0 for finished rows
     last: torch.LongTensor  # [R]         the last committed token, from which the next block starts
     unfinished: torch.BoolTensor  # [R]
-    way: torch.LongTensor | None = None  # [R, n]  of a tree, the nodes that the target goes through
+    path: torch.LongTensor | None = None  # [R, n]  of a tree, the nodes that were accepted
+
+    def along(self, features: torch.Tensor) -> torch.Tensor:
+        """Of features `[R, n, F]` of all drafted tokens those of the path."""
+        if self.path is None:
+            return features
+        return features.gather(1, self.path[..., None].expand(-1, -1, features.shape[-1]))
 
 
 def draw(probabilities: torch.Tensor, generators: list[torch.Generator] | None = None) -> torch.LongTensor:
@@ -103,6 +141,40 @@ def sample_tokens(
     return torch.cat([torch.where(keep, drafted, own[:, :judged]), own[:, judged:]], dim=1)
 
 
+class HostView:
+    """
+    What the host knows of the rows: how long they were, and which went on, when it looked last. A look is one
+    synchronisation for all the rounds that were committed since.
+    """
+
+    def __init__(self, rows: int):
+        self.lengths = [0] * rows  # generated tokens
+        self.alive = [True] * rows
+        self.committed = [0] * rows  # the part of the lengths that came last
+        self.acceptance_lengths: list[list[int]] = [[] for _ in range(rows)]
+        self.pending: list[tuple] = []  # counts, unfinished, size: committed since
+        self.prefilled = False
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    @property
+    def reach(self) -> int:
+        """What `longest` is at most, pending rounds included."""
+        return self.longest + sum(size for _, _, size in self.pending)
+
+    def sync(self) -> None:
+        facts = torch.stack([torch.stack([counts, unfinished]) for counts, unfinished, _ in self.pending]).tolist()
+        self.pending.clear()
+        for counts, unfinished in facts:
+            for row, alive in enumerate(self.alive):
+                if alive and self.prefilled:  # the prompt's own token is no verification's
+                    self.acceptance_lengths[row].append(counts[row])
+            self.prefilled, self.committed, self.alive = True, counts, [bool(flag) for flag in unfinished]
+            self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+
+
 class Continuation:
     """
     The text being written: prompt, committed tokens, and the rule that accepts the next ones.
@@ -115,7 +187,6 @@ class Continuation:
     Args:
         input_ids (`torch.LongTensor`): `[R, S]`, the prompt.
         logits_processor, stopping_criteria, generation_config, streamer: As `GenerationMixin._sample` gets them.
-        in_step (`bool`): Whether the target's cache wants all rows in step.
         block_size (`int`): Tokens of a block, or of a path through a tree, at most.
         look_ahead (`int`): How many blocks may be accepted at once before the host looks at them.
         generators (`list[torch.Generator]`, *optional*): One for each row, to sample with. Each committed token takes
@@ -129,7 +200,6 @@ class Continuation:
         stopping_criteria,
         generation_config,
         streamer=None,
-        in_step=False,
         block_size=1,
         look_ahead=1,
         generators=None,
@@ -142,102 +212,108 @@ class Continuation:
         keep = generation_config.return_dict_in_generate
         self.scores = () if keep and generation_config.output_scores else None
         self.raw_logits = () if keep and generation_config.output_logits else None
+        self.hidden_states = () if keep and generation_config.output_hidden_states else None
         self.stops_at_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         self.eos = next((c.eos_token_id for c in stopping_criteria if isinstance(c, EosTokenCriteria)), None)
         pad = generation_config._pad_token_tensor
         self.pad = 0 if pad is None else int(pad)
 
         self.device = device = input_ids.device
-        # A block is written whole, and the next one over what was rejected of it.
-        self.buffer = torch.full((rows, self.prompt_length + self.max_new + block_size), self.pad, device=device)
-        self.buffer[:, : self.prompt_length] = input_ids
+        self.buffer = input_ids  # grows with the text: a limit may be far away
         self.unfinished = torch.ones(rows, dtype=torch.bool, device=device)
-        self.alive = [True] * rows  # the same, on the host
-        self.lengths = [0] * rows  # generated tokens of each row
-        self.left = torch.full((rows,), self.max_new, device=device)  # tokens that each may still get
-        self.unseen: list[tuple] = []  # what was committed since the host looked: counts, unfinished, block size
+        self.left = torch.full((rows,), self.max_new, device=device)  # tokens that each row may still get
         self.last = None  # [R], the last committed token of each row: the anchors of the next block
-        self.committed = [0] * rows  # the part of them that came last
-        self.acceptance_lengths: list[list[int]] = [[] for _ in range(rows)]
-        self.prefilled = self.done = False
+        self.host = HostView(rows)
+        self.done = False
         self.step_by_step = (
-            self.scores is not None
-            or self.raw_logits is not None
-            or (keep and (generation_config.output_hidden_states or generation_config.output_attentions))
+            any(listed is not None for listed in (self.scores, self.raw_logits, self.hidden_states))
             # One row is sampled token by token, so that a seed gives the text that it gives without a drafter.
             or (rows == 1 and self.do_sample)
             or generators is not None
-            or (rows > 1 and (in_step or streamer is not None))
+            or (rows > 1 and streamer is not None)
             or not all(type(p) in _POSITIONWISE for p in logits_processor)
             or not all(type(c) in _COUNTED for c in stopping_criteria)
         )
-        timed = any(isinstance(c, MaxTimeCriteria) for c in stopping_criteria)
-        self.look_ahead = 1 if self.step_by_step or timed or streamer is not None else look_ahead
+        self.by_tensors = not (self.step_by_step or self.do_sample or len(self.processor))
+        self.timed = any(isinstance(c, MaxTimeCriteria) for c in stopping_criteria)
+        self.look_ahead = 1 if self.step_by_step or self.timed or streamer is not None else look_ahead
 
     @property
     def longest(self) -> int:
-        return max(self.lengths)
+        """Generated tokens of the longest row."""
+        return self.host.longest
 
     @property
     def reach(self) -> int:
-        """What `longest` may be, with the blocks that the host has not looked at."""
-        return min(self.longest + sum(size for _, _, size in self.unseen), self.max_new)
+        """What `longest` is at most, with the blocks that the host has not looked at."""
+        return min(self.host.reach, self.max_new)
 
     @property
-    def room(self) -> int:
+    def tokens_left(self) -> int:
         """Tokens that may still be generated by the row that has most to go."""
-        return self.max_new - min((n for n, alive in zip(self.lengths, self.alive, strict=True) if alive), default=0)
+        rows = zip(self.host.lengths, self.host.alive, strict=True)
+        return self.max_new - min((length for length, alive in rows if alive), default=0)
 
     @property
     def sequences(self) -> torch.LongTensor:
         """`[R, S + longest]`, finished rows padded."""
         return self.buffer[:, : self.prompt_length + self.longest]
 
-    def drafted(self, block: torch.LongTensor) -> torch.LongTensor:
-        """Rows that are finished go on with padding, as they do without a drafter."""
-        if self.step_by_step and self.stops_at_eos and block.shape[0] > 1:
-            tokens = torch.where(self.unfinished[:, None], block[:, 1:], self.pad)
-            return torch.cat([block[:, :1], tokens], dim=1)
-        return block
+    def padded(self, draft: Draft) -> Draft:
+        """Where rows advance in step, those that are finished go on with padding, as they do without a drafter."""
+        if self.step_by_step and self.stops_at_eos and draft.tokens.shape[0] > 1:
+            tokens = torch.where(self.unfinished[:, None], draft.tokens[:, 1:], self.pad)
+            draft = draft._replace(tokens=torch.cat([draft.tokens[:, :1], tokens], dim=1))
+        return draft
 
-    def accept(
-        self,
-        logits: torch.Tensor,
-        block: torch.LongTensor | None = None,
-        proposal: Proposal | None = None,
-        verdict: Verdict | None = None,
-        tree: DraftTree | None = None,
-    ) -> tuple[torch.LongTensor, torch.LongTensor | None]:
+    def judge(self, draft: Draft | None, logits: torch.Tensor, hidden_states: tuple | None = None) -> Verdict:
         """
-        Commit the longest prefix of a block, or path of a tree, that the target agrees with, and its next token.
+        What stays of a draft: the longest path that the target agrees with, and its next token.
 
         Args:
-            logits (`torch.Tensor`): `[R, n, V]`, the target's logits after each token of the block.
-            block (`torch.LongTensor`, *optional*): `[R, n]`, anchor and drafted tokens; `None` after the prompt.
-            proposal (`Proposal`, *optional*): What the drafted tokens were drawn from, if they were drawn.
-            verdict (`Verdict`, *optional*): What `judge` said of them, if it has been asked already.
-            tree (`DraftTree`, *optional*): What the tokens of the block are the nodes of.
-
-        Returns:
-            `torch.LongTensor` `[R]`: committed tokens of each row; and of a tree the nodes that they came through,
-            `[R, block_size]`.
+            draft (`Draft`, *optional*): `[R, n]` tokens; `None` after the prompt.
+            logits (`torch.Tensor`): `[R, n, V]`, the target's after each of them.
+            hidden_states (`tuple[torch.Tensor]`, *optional*): `[R, n, H]` of each layer, where they are listed.
         """
         logits = logits.to(device=self.device)
-        proposal = None if proposal is None else proposal.at(0, block.shape[1] - 1)
-        if not self.step_by_step:
-            verdict = self._judge(logits, block, proposal, tree) if verdict is None else verdict
-            return self._commit(verdict), verdict.way
-        was_alive, before = self.alive, self.longest
-        counts, way = self._step_by_step(logits, block, proposal, tree)
-        self._note([self.longest - before] * len(was_alive), was_alive)
-        return counts, way
+        if self.step_by_step:
+            return self._step_by_step(draft, logits, hidden_states)
+        return self._at_once(draft, logits)
 
-    def judge(self, logits, block, tree=None) -> Verdict | None:
-        """The verdict on a block, where it takes nothing but tensors to find it."""
-        simple = not (self.step_by_step or self.do_sample or len(self.processor))
-        return self._judge(logits.to(device=self.device), block, None, tree) if simple else None
+    def commit(self, verdict: Verdict) -> None:
+        """Write what stays, and let the host look where it must."""
+        tokens, counts, self.last, self.unfinished, _ = verdict
+        size = tokens.shape[1]
+        self._reserve(size)
+        steps = torch.arange(size, device=self.device)
+        places = (self.prompt_length + self.max_new - self.left)[:, None] + steps  # [R, n]
+        self.buffer.scatter_(1, places, torch.where(steps < counts[:, None], tokens, self.pad))
+        self.left = self.left - counts
+        self.host.pending.append((counts, self.unfinished, size))
+        # Near the end of the text a block too many would cost more than a look.
+        if len(self.host.pending) < self.look_ahead and self.reach + size <= self.max_new:
+            return
+        self.host.sync()
+        self.done = not any(self.host.alive)
+        if self.step_by_step:
+            return
+        if self.streamer is not None:
+            for token in self.sequences[0, -self.host.committed[0] :].cpu():
+                self.streamer.put(token[None])
+        if self.timed:
+            timers = (criterion for criterion in self.criteria if isinstance(criterion, MaxTimeCriteria))
+            self.done = self.done or any(bool(timer(self.sequences, None).all()) for timer in timers)
 
-    def _judge(self, logits, block, proposal, tree) -> Verdict:
+    def _reserve(self, size: int) -> None:
+        """Room for `size` more tokens: a block is written whole, and the next one over what was rejected of it."""
+        needed = self.prompt_length + self.reach + size
+        if needed > self.buffer.shape[1]:
+            more = max(needed, self.buffer.shape[1] * 3 // 2) - self.buffer.shape[1]
+            with torch.inference_mode(False):
+                room = torch.full((len(self.buffer), more), self.pad, device=self.device)
+                self.buffer = torch.cat([self.buffer, room], dim=1)
+
+    def _at_once(self, draft, logits) -> Verdict:
         rows, size, vocab_size = logits.shape
         scores = logits.reshape(rows * size, vocab_size)
         if scores.dtype == torch.float64:
@@ -245,102 +321,63 @@ class Continuation:
         if self.do_sample or len(self.processor):
             scores = self.processor(None, scores.float())
         if self.do_sample:
-            drafted = None if block is None else block[:, 1:]
-            tokens = sample_tokens(scores.view(rows, size, vocab_size), drafted, proposal)
+            drafted = (None, None) if draft is None else (draft.tokens[:, 1:], draft.proposal)
+            tokens = sample_tokens(scores.view(rows, size, vocab_size), *drafted)
         else:
             tokens = scores.argmax(dim=-1).view(rows, size)
 
-        counts = torch.ones(rows, dtype=torch.long, device=tokens.device)
-        way = None
-        if tree is not None:
-            way, counts = tree.walk(tokens, self.block_size - 1)
-            tokens, size = tokens.gather(1, way), self.block_size
-        elif block is not None:
-            counts = 1 + (tokens[:, :-1] == block[:, 1:]).long().cumprod(dim=1).sum(dim=1)
+        counts, path = torch.ones(rows, dtype=torch.long, device=tokens.device), None
+        if draft is not None:
+            tokens, counts, path = draft.walk(tokens, self.block_size - 1)
         counts = counts.minimum(self.left)
         ended = counts >= self.left
         if self.eos is not None:
             is_eos = torch.isin(tokens, self.eos.to(tokens.device))
-            first = torch.where(is_eos.any(dim=1), is_eos.long().argmax(dim=1) + 1, size + 1)
+            first = torch.where(is_eos.any(dim=1), is_eos.long().argmax(dim=1) + 1, tokens.shape[1] + 1)
             ended = ended | (first <= counts)
             counts = counts.minimum(first)
         counts = torch.where(self.unfinished, counts, 0)
         last = tokens.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
         last = last if self.last is None else torch.where(counts > 0, last, self.last)
-        return Verdict(tokens, counts, last, self.unfinished & ~ended, way)
+        return Verdict(tokens, counts, last, self.unfinished & ~ended, path)
 
-    def _commit(self, verdict: Verdict) -> torch.LongTensor:
-        tokens, counts, self.last, self.unfinished, _ = verdict
-        size = tokens.shape[1]
-        steps = torch.arange(size, device=self.device)
-        places = (self.prompt_length + self.max_new - self.left)[:, None] + steps  # [R, n]
-        self.buffer.scatter_(1, places, torch.where(steps < counts[:, None], tokens, self.pad))
-        self.left = self.left - counts
-        self.unseen.append((counts, self.unfinished, size))
-        # Near the end of the text a block too many would cost more than a look.
-        if len(self.unseen) >= self.look_ahead or self.reach + size > self.max_new:
-            self._look()
-        return counts
-
-    def _look(self) -> None:
-        """Bring the host up to date: the one synchronisation of so many rounds."""
-        facts = torch.stack([torch.stack([counts, unfinished]) for counts, unfinished, _ in self.unseen]).tolist()
-        self.unseen.clear()
-        for counts, unfinished in facts:
-            was_alive, self.alive = self.alive, [bool(flag) for flag in unfinished]
-            self.lengths = [n + new for n, new in zip(self.lengths, counts, strict=True)]
-            self._note(counts, was_alive)
-        if self.streamer is not None:
-            for token in self.sequences[0, -counts[0] :].cpu():
-                self.streamer.put(token[None])
-        timed_out = any(isinstance(c, MaxTimeCriteria) and bool(c(self.sequences, None).all()) for c in self.criteria)
-        self.done = timed_out or not any(self.alive)
-
-    def _note(self, counts: list[int], was_alive: list[bool]) -> None:
-        """Remember what a round committed, and, but for the prompt's, how many tokens that were."""
-        self.committed = counts
-        if self.prefilled:
-            for row, alive in enumerate(was_alive):
-                if alive:
-                    self.acceptance_lengths[row].append(counts[row])
-        self.prefilled = True
-
-    def _step_by_step(self, logits, block, proposal, tree):
-        size, way = logits.shape[1], [0]
-        for step in range(size):
-            length = self.prompt_length + self.longest
-            ids = self.buffer[:, :length]
-            raw = logits[:, way[-1]].to(copy=True, dtype=torch.float32)
-            scores = self.processor(ids, raw)
+    def _step_by_step(self, draft, logits, hidden_states) -> Verdict:
+        size, path, tokens, unfinished = logits.shape[1], [0], [], self.unfinished
+        self._reserve(size)
+        length = self.prompt_length + self.longest
+        while True:
+            node, step = path[-1], len(tokens)
+            raw = logits[:, node].to(copy=True, dtype=torch.float32)
+            scores = self.processor(self.buffer[:, :length], raw)
             if self.scores is not None:
                 self.scores += (scores,)
             if self.raw_logits is not None:
                 self.raw_logits += (raw,)
+            if self.hidden_states is not None:  # of the prompt those of all its tokens
+                of_token = (layer[..., node : node + 1, :].clone() for layer in hidden_states)
+                self.hidden_states += (hidden_states if draft is None else tuple(of_token),)
             if self.do_sample:
-                last = proposal is None or step + 1 == size
-                judged = (None, None) if last else (block[:, step + 1, None], proposal.at(step, step + 1))
-                token = sample_tokens(scores[:, None], *judged, self.generators)[:, 0]
+                drafted = proposal = None
+                if draft is not None and draft.proposal is not None and step + 1 < size:
+                    drafted, proposal = draft.tokens[:, step + 1, None], draft.proposal.at(step, step + 1)
+                token = sample_tokens(scores[:, None], drafted, proposal, self.generators)[:, 0]
             else:
                 token = scores.argmax(dim=-1)
             if self.stops_at_eos:
-                token = torch.where(self.unfinished, token, self.pad)
+                token = torch.where(unfinished, token, self.pad)
+            tokens.append(token)
             self.buffer[:, length] = token
-            self.lengths = [n + 1 for n in self.lengths]
-            self.last = token
+            length += 1
             if self.streamer is not None:
                 self.streamer.put(token.cpu())
-            self.unfinished = self.unfinished & ~self.criteria(self.sequences, self.scores)
-            self.alive = self.unfinished.tolist()
-            self.done = not any(self.alive)
-            if self.done or step + 1 == size:
-                break
+            unfinished = unfinished & ~self.criteria(self.buffer[:, :length], self.scores)
             # All rows must agree with the draft to go on in step; a finished row agrees with padding.
-            child = step + 1 if tree is None else tree.child(way[-1], int(token))
-            if child is None or not bool((token == block[:, child]).all()):
+            child = draft.child(node, token) if len(tokens) < size and bool(unfinished.any()) else None
+            if child is None:
                 break
-            way.append(child)
-        counts = torch.full((len(self.lengths),), step + 1, device=logits.device)
-        if tree is None:
-            return counts, None
-        way += [0] * (self.block_size - len(way))
-        return counts, torch.tensor([way], device=logits.device)
+            path.append(child)
+        counts = torch.full_like(self.left, len(tokens))
+        nodes = None
+        if draft is not None and draft.tree is not None:
+            nodes = torch.tensor([path + [0] * (self.block_size - len(path))], device=self.device)
+        return Verdict(torch.stack(tokens, dim=1), counts, tokens[-1], unfinished, nodes)

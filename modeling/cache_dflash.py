@@ -50,16 +50,15 @@ class SlotLayer(CacheLayerMixin):
     def _buffer(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """`[R, heads, capacity, head_dim]` zeros: a masked slot is still multiplied by zero, and 0 * NaN is NaN."""
         shape = (self.cache.rows, like.shape[1], self.cache.capacity, like.shape[3])
-        pool = self.cache.pool
-        if pool is None:
-            return like.new_zeros(shape)
-        key = (self.cache.layers.index(self), name, shape, like.dtype, like.device)
-        if key in pool:
+        pool, key = self.cache.pool, (self.cache.layers.index(self), name, shape, like.dtype, like.device)
+        if pool is not None and key in pool:
             return pool[key].zero_()
-        with torch.inference_mode(False):  # or later calls could not write to it outside of that mode
-            pool[key] = torch.zeros(shape, dtype=like.dtype, device=like.device)
-        torch._dynamo.mark_static_address(pool[key])
-        return pool[key]
+        with torch.inference_mode(False):  # or it could not be written to outside of that mode
+            buffer = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        if pool is not None:
+            torch._dynamo.mark_static_address(buffer)
+            pool[key] = buffer
+        return buffer
 
     def update(self, key_states, value_states, *args, **kwargs):
         if not self.is_initialized:
@@ -116,12 +115,12 @@ class SlotCache(Cache):
     """
     A cache of `rows` x `capacity` slots, in which slot `i` of a row holds its `i`-th token.
 
-    `place` says where the tokens of the next forward go; the mask of that forward says who sees what. A length is all
-    that a caller keeps, so rolling back to it costs nothing.
+    `reserve` makes room for a forward, `place` says where its tokens go, and the mask of that forward who sees what. A
+    length is all that a caller keeps, so rolling back to it costs nothing.
 
     Args:
         rows (`int`): Batch rows.
-        capacity (`int`): Slots of each row to begin with; `place` grows them when they run out. The last one is
+        capacity (`int`): Slots of each row to begin with; `reserve` grows them when they run out. The last one is
             never seen: tokens to be dropped are written there.
         pool (`dict`, *optional*): Where buffers outlive the cache, for compiled rounds, which are made for one place
             in memory and one shape: with it capacities are powers of two, and attention sees all slots.
@@ -134,33 +133,33 @@ class SlotCache(Cache):
         self.slots: tuple[torch.Tensor, ...] = ()
         self.view = 0
 
-    def place(self, *slots: torch.Tensor, used: int) -> None:
+    def reserve(self, used: int) -> None:
+        """
+        Make room for a forward in which no row sees a slot at or past `used`, and choose how many slots attention is
+        given: the used ones rounded up or, where every shape is compiled, all.
+        """
+        if used >= self.capacity:
+            self.capacity = self._fitting(max(used, self.capacity * 9 // 8))
+            for layer in self.layers:
+                if isinstance(layer, SlotLayer):  # the recurrent layers of a hybrid have nothing to grow
+                    layer.grow()
+        self.view = self.capacity if self.pool is not None else min(_round_up(used), self.capacity)
+
+    def place(self, *slots: torch.Tensor) -> None:
         """
         Set the slots of the tokens of the next forward.
 
         Args:
             slots (`torch.LongTensor`): One or more groups `[R, n]`, written one after the other in the order of the
                 new tokens.
-            used (`int`): All slots that any row sees in this forward are below it.
         """
-        self.reserve(used)
         self.slots = slots
-        self.view = self.capacity if self.pool is not None else min(_round_up(used), self.capacity)
 
     def move(self, source: torch.LongTensor, goal: torch.LongTensor) -> None:
         """Copy what slots `[R, n]` of each row hold to others, of which none is a later one's source."""
         for layer in self.layers:
             if isinstance(layer, SlotLayer) and layer.is_initialized:
                 layer.move(source, goal)
-
-    def reserve(self, used: int) -> int:
-        """Make room for `used` slots of each row; returns how many there may be before it has to grow again."""
-        if used >= self.capacity:
-            self.capacity = self._fitting(max(used, self.capacity * 9 // 8))
-            for layer in self.layers:
-                if isinstance(layer, SlotLayer):  # the recurrent layers of a hybrid have nothing to grow
-                    layer.grow()
-        return self.capacity - 1
 
     def _fitting(self, slots: int) -> int:
         """A capacity for so many slots and the one that is never seen."""

@@ -3,7 +3,7 @@
 import torch
 from transformers.generation import CandidateGenerator
 
-from .accept_dflash import Proposal, draw
+from .accept_dflash import Draft, Proposal, draw
 from .cache_dflash import SlotCache, slot_mask
 from .target_dflash import input_device, raw_embedding
 from .tree_dflash import TOP_K, DraftTree, Paths, chained_paths, every_path, independent_paths, likeliest_tree
@@ -22,68 +22,87 @@ class DFlashCandidateGenerator(CandidateGenerator):
         target (`PreTrainedModel`): The target, for its embedding and head.
         max_length (`int`): Longest row, prompt included; for upstream's loop.
         generators (`list[torch.Generator]`, *optional*): One for each row, to draw drafts with.
+        temperature (`float`): At which `propose` draws the tokens of a block; 0 takes the likeliest.
     """
 
     requires_model_outputs = True
     model_kwargs_overrides = {"output_hidden_states": True}
 
-    def __init__(self, draft, target, max_length: int | None = None, generators: list | None = None):
+    def __init__(self, draft, target, max_length=None, generators: list | None = None, temperature: float = 0.0):
         self.draft_model, self.target = draft, target
         self.config = draft.config
         self.head = target.get_output_embeddings()
         self.device = input_device(target)
         # A model finds these by walking through its parameters, which takes longer than a small layer.
         self.draft_device, self.draft_dtype, self.target_dtype = draft.device, draft.dtype, target.dtype
-        self.max_length, self.generators = max_length, generators
+        self.max_length, self.generators, self.temperature = max_length, generators, temperature
         self.noise = torch.full((1, self.config.block_size - 1), self.config.mask_token_id, device=self.device)
         self.cache: SlotCache | None = None
         self.paths: Paths | None = None
+        self.contexts: list[torch.Tensor] = []  # of the prompt, [R, n, H] each, not in the cache yet
 
-    def open(self, padding: list[int], past: int, room: int, offset: torch.Tensor, pool: dict | None = None) -> None:
+    @property
+    def absorbed(self) -> int:
+        """Columns of the prompt that were absorbed."""
+        return sum(context.shape[1] for context in self.contexts)
+
+    def open(
+        self, padding: list[int], columns: int, room: int, offset: torch.Tensor, pool: dict | None = None
+    ) -> None:
         """
-        Make room for a prompt.
+        Make room for a prompt, and write what was absorbed of it into the drafter's cache.
 
         Args:
             padding (`list[int]`): Padding columns at the start of each row.
-            past (`int`): Columns whose features were never seen: those of a prefilled cache.
-            room (`int`): Tokens of a row at most, prompt and a last block included.
+            columns (`int`): Of the prompt, those of a prefilled cache included, whose features were never seen.
+            room (`int`): Slots of a row to begin with.
             offset (`torch.LongTensor`): `[R, 1]` or `[axes, R, 1]`, position of a row's first token.
             pool (`dict`, *optional*): As for [`SlotCache`].
         """
         self.padding = torch.tensor(padding, device=self.device)[:, None]  # [R, 1]
+        past = columns - self.absorbed
         self.first = (past - self.padding).clamp(min=0)  # [R, 1], the token that sits in slot 0
         self.offset = offset if offset.dim() == 2 else offset[0]  # distances alone matter here
-        self.columns = past
-        self.contexts: list[torch.Tensor] = []  # of the prompt, [R, n, H] each, not in the cache yet
         self.cache = SlotCache(len(padding), room, pool)
+        self._write_context(past)
 
     def absorb(self, *features: torch.Tensor) -> None:
         """
         Take the features of the prompt's next columns, `[R, C, L * H]`, or one layer's `[R, C, H]` after the other.
 
-        They become keys and values in `write_context`, when the target's forward is over: until then a token takes one
-        hidden state, of which every layer of the drafter makes keys and values.
+        They become keys and values in `open`, when the target's forward is over: until then a token takes one hidden
+        state, of which every layer of the drafter makes keys and values.
         """
         step = max(TOKENS_AT_ONCE // features[0].shape[0], 1)
         for pieces in zip(*(layer.split(step, dim=1) for layer in features), strict=True):
             joined = torch.cat([self._to_draft(piece) for piece in pieces], dim=-1)  # [R, n, L * H]
             self.contexts.append(self.draft_model.project_context(joined))
 
-    def write_context(self) -> None:
-        """Write the keys and values of the absorbed columns into the drafter's cache."""
+    def _write_context(self, first: int) -> None:
+        """Write the keys and values of the absorbed columns, from column `first` on, into the drafter's cache."""
         while self.contexts:
             context = self.contexts.pop(0)
-            columns = torch.arange(self.columns, self.columns + context.shape[1], device=self.device)
+            columns = torch.arange(first, first + context.shape[1], device=self.device)
             tokens = columns - self.padding  # [R, n], the number of each token in its row; padding is negative
             slots = torch.where(tokens < 0, self.cache.trash, tokens - self.first)
-            self.columns += context.shape[1]
-            self.cache.place(slots, used=1)
+            first += context.shape[1]
+            self.cache.place(slots)
             positions = (tokens + self.offset).clamp(min=0)
             self.draft_model.extend_context(context, self._to_draft(positions), self.cache)
 
-    def draft(self, anchors, start, features=None, features_start=None, used: int = 0) -> torch.LongTensor:
+    def propose(self, anchors, start, features, features_start) -> Draft:
+        """A tree where trees were planned, else a block of the trained size; the arguments are those of [`draft`]."""
+        context = (anchors, start, features, features_start)
+        if self.paths is not None:
+            tree = self.tree(*context)
+            return Draft(tree.tokens, tree=tree)
+        if self.temperature == 0:
+            return Draft(self.draft(*context))
+        return Draft(*self.sample(*context, self.temperature))
+
+    def draft(self, anchors, start, features=None, features_start=None) -> torch.LongTensor:
         """
-        Fill one block for each row.
+        Fill one block for each row. The cache must have room for it; see `SlotCache.reserve`.
 
         Args:
             anchors (`torch.LongTensor`): `[R]`, the last committed token of each row.
@@ -91,23 +110,22 @@ class DFlashCandidateGenerator(CandidateGenerator):
             features (`torch.Tensor`, *optional*): `[R, n, L * H]`, features of the block verified last, rejected
                 tokens included: their slots are covered by the new block. Default: `no_features`.
             features_start (`torch.LongTensor`, *optional*): `[R]`, the number of the first of them.
-            used (`int`): No row has a token at or past it once the block is written.
 
         Returns:
             `torch.LongTensor` `[R, B]`: the anchor and the likeliest token of each slot, or the greedy path through
             the candidates of a drafter with a path selector.
         """
-        hidden = self._hidden_states(anchors, start, features, features_start, used)
+        hidden = self._hidden_states(anchors, start, features, features_start)
         return self.walk(anchors, hidden, temperature=0.0)[0]
 
-    def sample(self, anchors, start, features=None, features_start=None, used: int = 0, temperature: float = 1.0):
+    def sample(self, anchors, start, features=None, features_start=None, temperature: float = 1.0):
         """
         As [`draft`], but every token is drawn from the drafter's own distribution at `temperature`.
 
         Returns:
             `torch.LongTensor` `[R, B]` and the [`Proposal`] its tokens were drawn from, for the rejection rule.
         """
-        hidden = self._hidden_states(anchors, start, features, features_start, used)
+        hidden = self._hidden_states(anchors, start, features, features_start)
         return self.walk(anchors, hidden, temperature)
 
     def plan_trees(self, nodes: int, depth: int) -> None:
@@ -115,10 +133,10 @@ class DFlashCandidateGenerator(CandidateGenerator):
         top_k = min(TOP_K, self.config.selector_top_k) if self.config.selector_rank is not None else TOP_K
         self.paths = every_path(nodes, depth, top_k, self.device)
 
-    def tree(self, anchors, start, features=None, features_start=None, used: int = 0) -> DraftTree:
+    def tree(self, anchors, start, features=None, features_start=None) -> DraftTree:
         """As [`draft`], but the likeliest of all paths through the likely tokens of each slot; see `plan_trees`."""
         draft, paths = self.draft_model, self.paths
-        hidden = self._hidden_states(anchors, start, features, features_start, used)[:, : len(paths.levels)]
+        hidden = self._hidden_states(anchors, start, features, features_start)[:, : len(paths.levels)]
         logits = draft.draft_logits(hidden, self.head)  # [R, D, V]
         if self.config.selector_rank is None:
             best, ids = logits.topk(paths.top_k, dim=-1)
@@ -188,14 +206,14 @@ class DFlashCandidateGenerator(CandidateGenerator):
         width = self.draft_model.fc.in_features
         return torch.zeros(len(start), size, width, dtype=self.target_dtype, device=self.device), start.clone()
 
-    def _hidden_states(self, anchors, start, features, features_start, used):
+    def _hidden_states(self, anchors, start, features, features_start):
         rows, size = anchors.shape[0], self.config.block_size
         if features is None:
             features, features_start = self.no_features(start, size)
         before = features_start[:, None] + torch.arange(features.shape[1], device=self.device)  # [R, n]
         block = start[:, None] + torch.arange(size, device=self.device)  # [R, B], token numbers
         before_slots, slots = before - self.first, block - self.first
-        self.cache.place(before_slots, slots, used=used)
+        self.cache.place(before_slots, slots)
 
         noise = torch.cat([anchors[:, None], self.noise.expand(rows, -1)], dim=1)  # [R, B]
         return self.draft_model(
@@ -230,33 +248,34 @@ class DFlashCandidateGenerator(CandidateGenerator):
         features = torch.cat([layer.to(self.device) for layer in layers], dim=-1)
         if self.cache is None:
             padding, offset = layout(model_kwargs, 1, self.device)
-            past = length - 1 - features.shape[1]
-            self.open(padding, past, self.max_length + self.config.block_size, offset)
             self.absorb(features)
-            self.write_context()
+            self.open(padding, length - 1, length + self.config.block_size, offset)
             features = features_start = None
         else:
             features_start = self.start
         self.start = torch.tensor([length - 1 - int(self.padding)], device=self.device)
-        used = length + self.config.block_size
-        block = self.draft(input_ids[:, -1].to(self.device), self.start, features, features_start, used)
+        self.cache.reserve(length + self.config.block_size)
+        block = self.draft(input_ids[:, -1].to(self.device), self.start, features, features_start)
         return torch.cat([input_ids, block[:, 1 : 1 + room].to(input_ids.device)], dim=1), None
 
     def update_candidate_strategy(self, input_ids, scores, num_matches):
         """Nothing to adapt: a block is always drafted whole. (Abstract upstream before 5.20.)"""
 
 
-def layout(model_kwargs: dict, rows: int, device) -> tuple[list[int], torch.Tensor]:
+def layout(model_kwargs: dict, rows: int, device, counts_columns: bool = False) -> tuple[list[int], torch.Tensor]:
     """
     Where a prompt's tokens stand: the padding columns of each row, and the position of its first token, `[R, 1]`, or
-    `[axes, R, 1]` where positions have several axes. Behind an image it is that of a first token which the last one
-    would have, had there been text alone.
+    `[axes, R, 1]` where positions have several axes. They are counted back from the position of the last token as if
+    all of the prompt were text, which images are not.
+
+    Args:
+        counts_columns (`bool`): Whether the target, where it is given no positions, counts columns, padding included.
     """
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     padding = torch.zeros(rows, dtype=torch.long, device=device)
     if mask is not None:
         padding = (mask.shape[1] - mask.long().sum(dim=1)).to(device)
-    offset = torch.zeros(rows, dtype=torch.long, device=device)
+    offset = padding if counts_columns else torch.zeros_like(padding)
     if positions is not None:
         offset = positions[..., -1].to(device) - (positions.shape[-1] - 1 - padding)  # [..., R]
     return padding.tolist(), offset[..., None]

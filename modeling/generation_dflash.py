@@ -4,23 +4,23 @@ Decoding with a DFlash drafter: draft a block or a tree, verify it with one forw
 `decode` is the whole loop. It is what `target.generate(**inputs, assistant_model=draft)` runs.
 """
 
-from contextlib import nullcontext
+import functools
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from transformers import GenerationMixin
+from transformers import Cache, GenerationMixin
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
-from .accept_dflash import Continuation
-from .calls_dflash import draft_temperature, plain_reason, tree_nodes, usable_cache
+from .accept_dflash import Continuation, Draft
+from .call_dflash import Call, extra_arguments, say_what_is_ignored, usable_cache, what_is_asked
+from .compile_dflash import CompiledRound, slots_of
 from .drafting_dflash import DFlashCandidateGenerator, layout
-from .outputs_dflash import TokenOutputs
-from .packing_dflash import packed_weights
-from .probe_dflash import probe_rollback
-from .round_dflash import CompiledRound, eager_round, straighten
-from .target_dflash import FeatureTap
-from .verify_dflash import activate_past_recording, cache_argument, cached_columns, extra_arguments
+from .isolation_dflash import isolated
+from .sessions_dflash import SlotSession, cache_argument, filled_columns
+from .target_dflash import FeatureTap, decoder_layers
 
 
 logger = logging.get_logger(__name__)
@@ -34,6 +34,139 @@ class DFlashGenerateOutput(GenerateDecoderOnlyOutput):
     """
 
     acceptance_lengths: list[list[int]] | None = None
+
+
+class Context(NamedTuple):
+    """Features of the target that the drafter has not read yet."""
+
+    features: torch.Tensor  # [R, n, L * H]
+    start: torch.LongTensor  # [R]  number of the first of these tokens in its row
+
+
+class Verified(NamedTuple):
+    """What was drafted, and what the target makes of it."""
+
+    draft: Draft
+    logits: torch.Tensor  # [R, n, V]
+    features: torch.Tensor  # [R, n, L * H]
+    hidden_states: tuple | None  # [R, n, H] of each layer, where they are listed
+
+
+@dataclass
+class Pair:
+    """What drafts, verifies, reads features and writes the text in one call, and nowhere else."""
+
+    drafter: DFlashCandidateGenerator
+    session: SlotSession
+    tap: FeatureTap
+    text: Continuation
+    columns: int  # of the prompt, padding included
+    cache: Cache | None = None  # the caller's, once the call has ended
+
+    def reserve(self, breadth: int) -> None:
+        """Make room in both caches for a round that writes so many tokens."""
+        for cache in (self.drafter.cache, self.session.cache):
+            cache.reserve(self.columns + self.text.reach + breadth)
+
+
+def draft_and_verify(pair: Pair, start: torch.LongTensor, context: Context, size: int) -> Verified:
+    """The two forwards of [`one_round`]."""
+    drafter, session, tap, text = pair.drafter, pair.session, pair.tap, pair.text
+    draft = text.padded(drafter.propose(text.last, start, *context).prefix(size))
+    output = session.verify(draft, start)
+    listed = None if text.hidden_states is None else output.hidden_states
+    return Verified(draft, output.logits, tap.take(), listed)
+
+
+def one_round(pair: Pair, start: torch.LongTensor, context: Context, size: int, verified=draft_and_verify):
+    """
+    Draft, verify, accept and commit one block, or tree, for each row.
+
+    Args:
+        pair (`Pair`): Of this call.
+        start (`torch.LongTensor`): `[R]`, numbers of the anchors, the last committed tokens.
+        context (`Context`): Features of the tokens before.
+        size (`int`): Tokens of a block to verify, anchor included.
+        verified (`callable`): [`draft_and_verify`], in the form in which this call runs it.
+
+    Returns:
+        [`Verdict`] and the [`Context`] of the next round.
+    """
+    # 2. Draft a block for each row, and 3. verify it with one forward of the target.
+    draft, logits, features, hidden_states = verified(pair, start, context, size)
+    # 4. Accept what the target agrees with, and its own next token.
+    verdict = pair.text.judge(draft, logits, hidden_states)
+    # 5. Commit: the accepted tokens stay, everything after them will be written over.
+    pair.session.commit(start, verdict)
+    return verdict, Context(verdict.along(features), start)
+
+
+@contextmanager
+def prefilled(call: Call, target, draft, text: Continuation, input_ids, generation_config, model_kwargs):
+    """
+    Run the prompt through a target of this call's own, and open on what it leaves behind what the rounds need.
+
+    Yields:
+        [`Pair`], the numbers of the first anchors `[R]`, and [`one_round`] in the form in which this call runs it.
+    """
+    with ExitStack() as opened:
+        # Whatever is hooked or switched belongs to this call: others may be running both models.
+        layers, layer_ids = decoder_layers(target), draft.config.target_layer_ids
+        watched = [layers[i] for i in layer_ids] + [target.get_submodule(name) for name in call.facts.moving]
+        own = opened.enter_context(isolated(target, watched))
+        pools = [opened.enter_context(slots_of(model)) if call.compile else None for model in (draft, target)]
+        if draft.training:
+            draft = opened.enter_context(isolated(draft, draft.modules(), training=False))
+        drafter = DFlashCandidateGenerator(draft, own, generators=call.generators, temperature=call.temperature)
+        tap = opened.enter_context(FeatureTap(own, layer_ids, consume=drafter.absorb))
+
+        name = cache_argument(target)
+        given = model_kwargs[name] = usable_cache(
+            target, model_kwargs[name], call.facts.session_class, generation_config.cache_implementation
+        )
+        if "logits_to_keep" in model_kwargs and getattr(target.config.get_text_config(), "num_kv_shared_layers", 0):
+            # An index: told a number, Gemma 4 takes those tokens alone through the layers that share keys.
+            model_kwargs["logits_to_keep"] = torch.tensor([-1])
+        padding, offset = layout(model_kwargs, call.rows, drafter.device, call.facts.counts_columns)
+        outputs = own._prefill(input_ids, generation_config, model_kwargs)
+        tap.consume = None
+        cache = outputs.get(name, given)  # Phi-3 starts a new one where a long prompt takes other frequencies
+        columns = filled_columns(target, cache, call.past, drafter.absorbed)
+        logits = outputs.logits[:, -1:].to(drafter.device, copy=True)  # of all others nothing stays
+        prompt_states = None if text.hidden_states is None else outputs.hidden_states
+        del outputs
+
+        room = (
+            columns + draft.config.block_size + (0 if call.compile else min(call.max_new, 256))
+        )  # grows with the text
+        drafter.open(padding, columns, room, offset, pools[0])
+        extra = extra_arguments(target, generation_config, model_kwargs)
+        session = call.facts.open_session(own, cache, padding, room, offset, extra, pools[1])
+        session.last_slot = torch.tensor(columns + call.max_new - 1, device=drafter.device)
+        if call.tree_nodes and call.block_size > 1 and (call.rows == 1 or not text.step_by_step):
+            drafter.plan_trees(call.tree_nodes, call.block_size - 1)
+        pair = Pair(drafter, session, tap, text, columns)
+        keep_cache = generation_config.return_dict_in_generate or getattr(given, "_is_user_defined", False)
+        try:
+            text.commit(text.judge(None, logits, prompt_states))
+            start = torch.tensor([columns - pad for pad in padding], device=drafter.device)
+            yield pair, start, _runner(call, target, pair)
+        finally:
+            if keep_cache:  # whole again for the caller, also after an interruption
+                pair.cache = session.close(columns + max(text.longest - 1, 0))
+            for holder in (drafter.cache, session):
+                holder.clear()
+
+
+def _runner(call: Call, target, pair: Pair):
+    """[`one_round`], or where its acceptance takes more than tensors its two forwards, in the cheapest form."""
+    piece = one_round if pair.text.by_tensors else draft_and_verify
+    # The cheapest dispatch; but what inference mode leaves in a cache would be read-only.
+    run = torch.inference_mode()(piece) if pair.session.rollback_is_free else piece
+    if call.compile:
+        how = None if call.compile is True else call.compile
+        run = CompiledRound(piece, run, target, how, (pair.drafter.cache, pair.session.cache))
+    return run if pair.text.by_tensors else functools.partial(one_round, verified=run)
 
 
 @torch.no_grad()
@@ -60,125 +193,29 @@ def decode(
     Returns:
         `torch.LongTensor` `[R, S]` or [`DFlashGenerateOutput`].
     """
-    if not model_kwargs["use_cache"]:
-        raise ValueError("use_cache=False, but decoding with a drafter needs the cache; drop it or `assistant_model`.")
-    config = draft.decoding_config
-    config.check(draft.config.block_size)
-    generators = config.generators if generation_config.do_sample else None
-    if generators is not None:
-        config.check_generators(len(input_ids), input_ids.device)
-    session_class = None if synced_gpus else probe_rollback(target)
-    reason = plain_reason(target, session_class, generation_config, model_kwargs, synced_gpus)
-    if reason is not None and generators is not None:
-        raise ValueError(f"decoding_config.generators cannot be followed: {reason}; set it to None to decode plainly.")
-    if reason is not None:
-        logger.warning_once(f"Decoding without the drafter: {reason}.")
-        output = GenerationMixin._sample(
-            target,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            synced_gpus,
-            streamer,
-            **model_kwargs,
-        )
+    asked = (logits_processor, stopping_criteria, generation_config)
+    call = what_is_asked(target, draft, input_ids, generation_config, model_kwargs, synced_gpus)
+    say_what_is_ignored(generation_config)
+    if call.plain_reason is not None:
+        logger.warning_once(f"Decoding without the drafter: {call.plain_reason}.")
+        output = GenerationMixin._sample(target, input_ids, *asked, synced_gpus, streamer, **model_kwargs)
         if isinstance(output, torch.Tensor):
             return output
         return DFlashGenerateOutput(**output, acceptance_lengths=[[] for _ in input_ids])
 
+    text = Continuation(input_ids, *asked, streamer, call.block_size, call.look_ahead, call.generators)
     # 1. Prefill by the target's own path; the features of the prompt become the drafter's context on the way.
-    name = cache_argument(target)
-    cache = model_kwargs[name] = usable_cache(
-        target, model_kwargs[name], session_class, generation_config.cache_implementation
-    )
-    if "logits_to_keep" in model_kwargs and getattr(target.config.get_text_config(), "num_kv_shared_layers", 0):
-        # An index: told a number, Gemma 4 takes those tokens alone through the layers that share keys.
-        model_kwargs["logits_to_keep"] = torch.tensor([-1])
-    past, rows = cached_columns(cache), input_ids.shape[0]
-    embeds = model_kwargs.get("inputs_embeds")
-    block_size = config.block_size or draft.config.block_size
-    text = Continuation(
-        input_ids,
-        logits_processor,
-        stopping_criteria,
-        generation_config,
-        streamer,
-        in_step=session_class.in_step,
-        block_size=block_size,
-        look_ahead=config.rounds_ahead(input_ids.device) if session_class.free else 1,
-        generators=generators,
-    )
-    new = input_ids.shape[1] if embeds is None else max(input_ids.shape[1], embeds.shape[1])
-    # Slots for the prompt, which may hold the past too, and some more to come; they grow with the text.
-    room = past + new + min(text.max_new, 256) + draft.config.block_size
-    listed = TokenOutputs(target, generation_config)
-    compilable = session_class.free and not listed.asked and generators is None
-    compiled = config.compile if compilable else False
-    run, pools = eager_round, (None, None)
-    if compiled:
-        room = past + new + draft.config.block_size
-        run = CompiledRound(target, None if compiled is True else compiled)
-        pools = run.pool(draft), run.pool(target)
-    generator = DFlashCandidateGenerator(draft, target, generators=generators)
-    padding, offset = layout(model_kwargs, rows, generator.device)
-    generator.open(padding, past, room, offset, pools[0])
-    if session_class.records_past:
-        activate_past_recording(cache)
-    was_training, session = draft.training, None
-    keep_cache = generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
-    packed = packed_weights(target, draft, tokens=rows * block_size) if config.pack_weights else nullcontext()
-    if was_training:
-        draft.eval()
-    try:
-        with FeatureTap(target, draft.config.target_layer_ids, consume=generator.absorb) as tap, listed, packed:
-            outputs = target._prefill(input_ids, generation_config, model_kwargs)
-            tap.consume = None
-            logits = outputs.logits[:, -1:].to(generator.device, copy=True)  # of all others nothing stays
-            del outputs
-            generator.write_context()
-            columns = generator.columns
-            if session_class.records_past:
-                cache.crop(0)
-            extra = {**extra_arguments(target, model_kwargs), **listed.arguments}
-            session = session_class(target, cache, padding, room, offset, extra, pools[1])
-            text.accept(logits)
-            listed.add_prompt(cache, columns)
-
-            temperature = draft_temperature(draft, generation_config)
-            start = torch.tensor([columns - pad for pad in padding], device=generator.device)  # [R], the anchors
-            features, features_start = generator.no_features(start, block_size)
-            session.last_slot = start.new_tensor(columns + text.max_new - 1)
-            nodes = tree_nodes(config, session_class, text, listed)
-            if nodes:
-                generator.plan_trees(nodes, block_size - 1)
-            whole = compiled or text.look_ahead > 1  # every block has one shape, also at the end of the text
-            while not text.done:
-                # 2. Draft a block or a tree for each row and verify it with one forward of the target.
-                used = text.reach + columns + max(draft.config.block_size, nodes + 1)
-                size = block_size if whole else min(block_size, text.room)
-                if compiled:  # the shapes of the bucket
-                    used = max(generator.cache.reserve(used), session.cache.reserve(used))
-                block, proposal, tree, logits, features, verdict = run(
-                    generator, session, tap, text, start, features, features_start, size, used, temperature
-                )
-                # 3. Accept what the target agrees with, and its own next token.
-                counts, way = text.accept(logits, block, proposal, verdict, tree)  # [R]
-                if tree is not None and verdict is None:
-                    features = straighten(session, features, start, way)
-                listed.add_block(session, size, text.committed[0])
-                # 4. Commit: the accepted tokens stay, everything after them will be written over.
-                session.commit(size, text.committed)
-                features_start, start = start, start + counts
-                if not whole:
-                    features = features[:, : max(text.committed)]
-    finally:
-        if was_training:
-            draft.train()
-        if session is not None and keep_cache:  # whole again for the caller, also after an interruption
-            cache = session.close(columns + max(text.longest - 1, 0))
-        for holder in filter(None, (generator.cache, session)):
-            holder.clear()
+    with prefilled(call, target, draft, text, input_ids, generation_config, model_kwargs) as (pair, start, run):
+        context = Context(*pair.drafter.no_features(start, call.block_size))
+        whole = call.compile or text.look_ahead > 1  # every block has one shape, also at the end of the text
+        while not text.done:
+            pair.reserve(max(draft.config.block_size, call.tree_nodes + 1))
+            size = call.block_size if whole else min(call.block_size, text.tokens_left)
+            verdict, context = run(pair, start, context, size)
+            text.commit(verdict)
+            start = start + verdict.counts
+            if not whole:
+                context = context._replace(features=context.features[:, : max(text.host.committed)])
 
     if streamer is not None:
         streamer.end()
@@ -188,8 +225,7 @@ def decode(
         sequences=text.sequences,
         scores=text.scores,
         logits=text.raw_logits,
-        attentions=listed.attentions,
-        hidden_states=listed.hidden_states,
-        past_key_values=cache,
-        acceptance_lengths=text.acceptance_lengths,
+        hidden_states=text.hidden_states,
+        past_key_values=pair.cache,
+        acceptance_lengths=text.host.acceptance_lengths,
     )

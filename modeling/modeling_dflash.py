@@ -20,11 +20,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
 from .attention_dflash import DFlashAttention, DFlashRotaryEmbedding, additive, visible_in_block  # noqa: F401
-from .calls_dflash import DFlashDecodingConfig
 from .checkpoint_dflash import check_checkpoint, checkpoint_files, read_mask_embedding
 from .configuration_dflash import DFlashDraftConfig
 from .convolution_dflash import BlockConvolution
-from .generate_dflash import generate as custom_generate
+from .custom_generate_dflash import generate as custom_generate
+from .decoding_config_dflash import DFlashDecodingConfig
 from .generation_dflash import decode
 from .hook_dflash import install_hook
 from .layouts_dflash import TENSOR_NAMES

@@ -46,43 +46,29 @@ def raw_embedding(target, input_ids: torch.LongTensor) -> torch.Tensor:
         module._hf_hook.post_forward(module, None)
 
 
-def uncompiled(target):
-    """
-    A context in which a target that was compiled, as a whole or in parts, runs eagerly: a graph that was made before a
-    hook was there does not call it. Nothing changes for other targets.
-    """
-    compiled = hasattr(target.forward, "_torchdynamo_orig_callable") or any(
-        module._compiled_call_impl is not None for module in target.modules()
-    )
-    return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
-
-
 class FeatureTap:
     """
     Captures the outputs of a target's decoder layers while it is open.
 
     Forward hooks see the same tensor in every version of transformers; the meaning of `output_hidden_states=[i]`
-    changed in 5.23, and its last entry is taken after the final norm.
+    changed in 5.23, and its last entry is taken after the final norm. They see every forward of the target: where it
+    is shared, open the tap on an [`isolated`] one.
 
     Args:
         target (`PreTrainedModel`): The target.
         layer_ids (`list[int]`): Id `i` is the output of decoder layer `i`.
         consume (`callable`, *optional*): Called with the layers' outputs, `[N, S, H]` each, as soon as a forward has
             made the last of them; they are not kept.
-
-    Raises:
-        `ValueError`: in a forward, a layer that has not one vector for each token.
     """
 
     def __init__(self, target, layer_ids: list[int], consume=None):
-        self.target, self.layers = target, decoder_layers(target)
+        self.layers = decoder_layers(target)
         self.layer_ids = layer_ids
         self.consume = consume
         self.captured: dict[int, torch.Tensor] = {}
         self.opened = contextlib.ExitStack()
 
     def __enter__(self):
-        self.opened.enter_context(uncompiled(self.target))
         for layer_id in self.layer_ids:
             self.opened.callback(self.layers[layer_id].register_forward_hook(self._hook(layer_id)).remove)
         return self
@@ -94,12 +80,6 @@ class FeatureTap:
     def _hook(self, layer_id: int):
         def keep(module, args, output):
             features = output if isinstance(output, torch.Tensor) else output[0]
-            if features.dim() != 3:
-                raise ValueError(
-                    f"decoder layer {layer_id} of {type(self.target).__name__} has an output of shape "
-                    f"{tuple(features.shape)}, but a drafter reads one vector for each token, [rows, tokens, "
-                    "hidden_size]: call `generate` without `assistant_model`."
-                )
             self.captured[layer_id] = features
             if self.consume is not None and len(self.captured) == len(self.layer_ids):
                 self.consume(*self._layers())

@@ -107,5 +107,4 @@ STEP = {
         "num_mem_blocks": 1,
     },
 }
-CROP = {"bloom": {}}
-NONE = {"recurrent_gemma": {"lru_width": 32, "attention_window_size": 16}}
+NONE = {"recurrent_gemma": {"lru_width": 32, "attention_window_size": 16}, "bloom": {}}

@@ -18,7 +18,8 @@ def states(rows, tokens, start=0):
 def test_later_groups_cover_earlier_ones(rows):
     cache = SlotCache(rows, 20)
     context, block = torch.arange(4).expand(rows, 4), torch.arange(2, 7).expand(rows, 5)
-    cache.place(context, block, used=7)
+    cache.reserve(7)
+    cache.place(context, block)
     keys, values = cache.update(states(rows, 9), -states(rows, 9), 0)
     assert keys.shape == (rows, 2, 64, 4) and torch.equal(keys, -values)
     assert keys[0, 0, :8, 0].tolist() == [0, 1, 4, 5, 6, 7, 8, 0]
@@ -26,7 +27,8 @@ def test_later_groups_cover_earlier_ones(rows):
 
 def test_rows_keep_their_own_places():
     cache = SlotCache(2, 20)
-    cache.place(torch.tensor([[0, 1, 2], [5, 6, 7]]), used=8)
+    cache.reserve(8)
+    cache.place(torch.tensor([[0, 1, 2], [5, 6, 7]]))
     keys, _ = cache.update(states(2, 3), states(2, 3), 0)
     assert keys[0, 0, :8, 0].tolist() == [0, 1, 2, 0, 0, 0, 0, 0]
     assert keys[1, 0, :8, 0].tolist() == [0, 0, 0, 0, 0, 1000, 1001, 1002]
@@ -36,7 +38,8 @@ def test_growing_keeps_what_is_there():
     cache = SlotCache(2, 30)
     assert cache.capacity == 64
     for start in range(0, 200, 10):
-        cache.place(torch.arange(start, start + 10).expand(2, 10), used=start + 10)
+        cache.reserve(start + 10)
+        cache.place(torch.arange(start, start + 10).expand(2, 10))
         keys, values = cache.update(states(2, 10, start), states(2, 10, start), 0)
         assert cache.capacity > start + 10 and keys.shape[2] >= start + 10
     assert keys[1, 1, :200, 3].tolist() == [1000.0 + i for i in range(200)]

@@ -14,7 +14,7 @@ from transformers.generation import GenerationConfig
 
 from dflash_hf.modeling.cache_dflash import SlotCache
 from dflash_hf.modeling.generation_dflash import DFlashCandidateGenerator
-from dflash_hf.modeling.verify_dflash import SlotSession
+from dflash_hf.modeling.sessions_dflash import SlotSession
 
 
 PROMPT = torch.tensor([[5, 9, 17, 33, 5, 9, 17, 33, 5, 9]])

@@ -14,7 +14,7 @@ from conftest import make_draft, make_target
 from transformers import GenerationMixin
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.modeling import generate_dflash
+from dflash_hf.modeling import custom_generate_dflash
 
 
 PROMPT = [[5, 9, 17, 33, 2]]
@@ -127,7 +127,7 @@ def test_without_the_package_by_folder_and_by_repository(target, folder, tmp_pat
 
 def test_the_drafter_is_loaded_once_and_again_when_it_changed(target, folder, modules_cache, monkeypatch):
     loads = []
-    original = generate_dflash.AutoModel.from_pretrained
+    original = custom_generate_dflash.AutoModel.from_pretrained
 
     def counted(*args, **kwargs):
         loads.append(args)
@@ -148,9 +148,9 @@ def test_a_drafter_can_be_passed_and_is_dropped_with_its_target(folder):
     draft = DFlashDraftModel.from_pretrained(folder)
     arguments = {"max_new_tokens": 6, "do_sample": False}
     for assistant in (draft, str(folder)):
-        output = generate_dflash.generate(target, assistant, input_ids=torch.tensor(PROMPT), **arguments)
+        output = custom_generate_dflash.generate(target, assistant, input_ids=torch.tensor(PROMPT), **arguments)
         assert torch.equal(output, target.generate(torch.tensor(PROMPT), **arguments))
-    kept = weakref.ref(generate_dflash._loaded[target][1])
+    kept = weakref.ref(custom_generate_dflash._loaded[target][1])
     del target
     gc.collect()
     assert kept() is None
@@ -158,10 +158,10 @@ def test_a_drafter_can_be_passed_and_is_dropped_with_its_target(folder):
 
 def test_names_that_are_unknown_or_no_drafter(target, tmp_path):
     with pytest.raises(ValueError, match="pass it as `assistant_model`"):
-        generate_dflash.generate(target, input_ids=torch.tensor(PROMPT))
+        custom_generate_dflash.generate(target, input_ids=torch.tensor(PROMPT))
     target.model.save_pretrained(tmp_path / "target")
     with pytest.raises(ValueError, match="Qwen3Model, which is no DFlash drafter"):
-        generate_dflash.generate(target, str(tmp_path / "target"), input_ids=torch.tensor(PROMPT))
+        custom_generate_dflash.generate(target, str(tmp_path / "target"), input_ids=torch.tensor(PROMPT))
 
 
 def test_upstream_still_holds_the_name_where_it_is_read():

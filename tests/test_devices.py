@@ -7,10 +7,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
+from dflash_hf.modeling.accept_dflash import Draft, Verdict
 from dflash_hf.modeling.generation_dflash import DFlashCandidateGenerator
+from dflash_hf.modeling.sessions_dflash import SlotSession
 from dflash_hf.modeling.target_dflash import FeatureTap
 from dflash_hf.modeling.tree_dflash import every_path
-from dflash_hf.modeling.verify_dflash import SlotSession
 
 
 DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 4}
@@ -80,22 +81,24 @@ def test_every_tensor_is_where_it_is_used(target_device, draft_device, fields):
         ids = torch.ones(2, 7, dtype=torch.long, device=target_device)
         offset = torch.zeros(2, 1, dtype=torch.long, device=target_device)
         generator = DFlashCandidateGenerator(draft, target)
-        generator.open([0, 2], 0, 40, offset)
         cache = DynamicCache(config=target.config)
         with FeatureTap(target, draft.config.target_layer_ids, consume=generator.absorb) as tap:
             target(input_ids=ids, past_key_values=cache)
             tap.consume = None
+            generator.open([0, 2], 7, 40, offset)
             session = SlotSession(target, cache, [0, 2], 40, offset, {})
             start = torch.tensor([7, 5], device=target_device)
             anchors = torch.ones(2, dtype=torch.long, device=target_device)
-            block = generator.draft(anchors, start, *generator.no_features(start, 4), used=16)
-            logits = session.verify(block, start, used=16)
-            second, proposal = generator.sample(anchors, start, tap.take(), start, used=16)
+            for slots in (generator.cache, session.cache):
+                slots.reserve(16)
+            block = generator.draft(anchors, start, *generator.no_features(start, 4))
+            logits = session.verify(Draft(block), start).logits
+            second, proposal = generator.sample(anchors, start, tap.take(), start)
             generator.plan_trees(6, 3)
-            tree = generator.tree(anchors, start, *generator.no_features(start, 4), used=16)
-            after = session.verify_tree(tree, start, used=16)
+            tree = generator.tree(anchors, start, *generator.no_features(start, 4))
+            after = session.verify(Draft(tree.tokens, tree=tree), start).logits
             way, counts = tree.walk(after.argmax(dim=-1), 3)
-            session.straighten(start, way)
+            session.commit(start, Verdict(way, counts, way[:, 0], counts > 0, path=way))
     every_path.cache_clear()  # of tables without data
     for tensor in (block, logits, second, *proposal, *tree, after, way, counts):
         assert tensor.device == torch.device(target_device)

@@ -354,11 +354,11 @@ def truth_has_head(file):
 def drafted(draft, target, features, anchor):
     """A block of a drafter by the way that `generate` takes."""
     generator = DFlashCandidateGenerator(draft, target)
-    generator.open([0], 0, 64, torch.zeros(1, 1, dtype=torch.long))
-    generator.absorb(features[None])
-    generator.write_context()
     past = len(features)
-    return generator.draft(torch.tensor([anchor]), torch.tensor([past]), used=past + draft.config.block_size)[0]
+    generator.absorb(features[None])
+    generator.open([0], past, 64, torch.zeros(1, 1, dtype=torch.long))
+    generator.cache.reserve(past + draft.config.block_size)
+    return generator.draft(torch.tensor([anchor]), torch.tensor([past]))[0]
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import VOCAB, make_draft, make_target
 
-from dflash_hf.modeling import round_dflash
+from dflash_hf.modeling import compile_dflash
 
 
 PROMPT = torch.tensor([[5, 9, 17, 33, 5, 9, 17, 33, 5, 9]])
@@ -78,7 +78,7 @@ def test_compiled_targets(compiled, oracle):
     draft = make_draft(target)
     draft.decoding_config.compile = "eager"
     output = target.generate(PROMPT, max_new_tokens=24, do_sample=False, assistant_model=draft)
-    assert torch.equal(output, expected) and not list(round_dflash._uncompilable)
+    assert torch.equal(output, expected) and not list(compile_dflash._uncompilable)
     draft.decoding_config.compile = False
     assert torch.equal(check(target, draft, oracle), expected)
 

@@ -7,24 +7,24 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from transformers import DynamicCache, GenerationConfig, TextStreamer
 from transformers.generation import EosTokenCriteria, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
-from dflash_hf.modeling.accept_dflash import Continuation
+from dflash_hf.modeling.accept_dflash import Continuation, HostView
 from dflash_hf.modeling.drafting_dflash import DFlashCandidateGenerator
-from dflash_hf.modeling.round_dflash import draft_and_verify
+from dflash_hf.modeling.generation_dflash import Context, Pair, one_round
+from dflash_hf.modeling.sessions_dflash import SlotSession
 from dflash_hf.modeling.target_dflash import FeatureTap
 from dflash_hf.modeling.tree_dflash import every_path
-from dflash_hf.modeling.verify_dflash import SlotSession
 
 
 @pytest.fixture
 def looks(monkeypatch):
     """How many rounds the host looked at, each time it did."""
-    seen, original = [], Continuation._look
+    seen, original = [], HostView.sync
 
     def look(self):
-        seen.append(len(self.unseen))
+        seen.append(len(self.pending))
         original(self)
 
-    monkeypatch.setattr(Continuation, "_look", look)
+    monkeypatch.setattr(HostView, "sync", look)
     return seen
 
 
@@ -111,31 +111,31 @@ def test_nothing_of_a_round_waits_for_the_host(nodes):
         config._pad_token_tensor = None
         criteria = StoppingCriteriaList([MaxLengthCriteria(60), EosTokenCriteria(torch.tensor([3, 4]))])
         text = Continuation(ids, LogitsProcessorList(), criteria, config, block_size=4, look_ahead=4)
-        generator = DFlashCandidateGenerator(draft, target)
+        drafter = DFlashCandidateGenerator(draft, target)
         offset = torch.zeros(rows, 1, dtype=torch.long)
-        generator.open([0, 2], 0, 64, offset)
         if nodes:
-            generator.plan_trees(nodes, 3)
-        with FeatureTap(target, draft.config.target_layer_ids, consume=generator.absorb) as tap:
+            drafter.plan_trees(nodes, 3)
+        with FeatureTap(target, draft.config.target_layer_ids, consume=drafter.absorb) as tap:
             cache = DynamicCache(config=target.config)
             logits = target(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, -1:]
             tap.consume = None
-            generator.write_context()
+            drafter.open([0, 2], columns, 64, offset)
             session = SlotSession(target, cache, [0, 2], 64, offset, {})
-            text.accept(logits)
+            pair = Pair(drafter, session, tap, text, columns)
+            text.commit(text.judge(None, logits))
             start = torch.full((rows,), columns)
-            features, features_start = generator.no_features(start, 4)
+            context = Context(*drafter.no_features(start, 4))
             session.last_slot = start.new_tensor(60)
             for _ in range(2):
-                block, proposal, tree, logits, features, verdict = draft_and_verify(
-                    generator, session, tap, text, start, features, features_start, 4, 40, 0.0
-                )
-                assert block.shape == (rows, nodes + 1 if nodes else 4) and features.shape[1] == 4
-                features_start, start = start, start + text.accept(logits, block, proposal, verdict, tree)[0]
+                pair.reserve(nodes + 4)
+                verdict, context = one_round(pair, start, context, 4)
+                assert verdict.tokens.shape == (rows, 4) and context.features.shape[1] == 4
+                text.commit(verdict)
+                start = start + verdict.counts
             every_path.cache_clear()  # of tables without values
-            assert len(text.unseen) == 3
+            assert len(text.host.pending) == 3
             with pytest.raises(DataDependentOutputException):
-                text._look()
+                text.host.sync()
 
 
 @pytest.mark.gpu
@@ -149,7 +149,7 @@ def test_a_gpu_is_waited_for_once_in_so_many_rounds(compiled, nodes, looks, monk
     prompt = torch.tensor([[5, 9, 17, 33]], device="cuda")
     expected = target.generate(prompt, max_new_tokens=60, do_sample=False)
     assert torch.equal(target.generate(prompt, max_new_tokens=60, do_sample=False, assistant_model=draft), expected)
-    look, accept = Continuation._look, Continuation.accept
+    look, accept = HostView.sync, Continuation.judge
 
     def loud(self, *args):
         torch.cuda.set_sync_debug_mode("error")
@@ -160,8 +160,8 @@ def test_a_gpu_is_waited_for_once_in_so_many_rounds(compiled, nodes, looks, monk
         look(self)
         torch.cuda.set_sync_debug_mode("error")
 
-    monkeypatch.setattr(Continuation, "accept", loud)
-    monkeypatch.setattr(Continuation, "_look", quiet)
+    monkeypatch.setattr(Continuation, "judge", loud)
+    monkeypatch.setattr(HostView, "sync", quiet)
     try:
         target.generate(prompt, max_new_tokens=60, do_sample=False, assistant_model=draft)
     finally:

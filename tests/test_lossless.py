@@ -8,8 +8,8 @@ from conftest import FAMILIES, VOCAB, make_draft, make_target
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from dflash_hf.modeling.probe_dflash import probe_rollback
-from dflash_hf.modeling.replay_dflash import ReplaySession
-from dflash_hf.modeling.verify_dflash import CropSession, SlotSession
+from dflash_hf.modeling.recurrent_dflash import ReplaySession
+from dflash_hf.modeling.sessions_dflash import SlotSession
 
 
 def ragged_prompts(rows: int, longest: int = 11, seed: int = 0):
@@ -99,42 +99,6 @@ def test_sliding_cache_is_returned_as_upstream_keeps_it(family, oracle):
     plain = target.generate(turn, max_new_tokens=12, do_sample=False)
     again = target.generate(turn, past_key_values=output.past_key_values, max_new_tokens=12, do_sample=False)
     assert torch.equal(again, plain)
-
-
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-def test_crop_session_is_lossless(family, oracle, monkeypatch):
-    """The roll-back for caches that do not fit into slots."""
-    import dflash_hf.modeling.generation_dflash as generation
-
-    target = make_target(family)
-    for pad in (0, 3):
-        inputs, _ = ragged_prompts(1)
-        inputs["attention_mask"][:, :pad] = 0
-        expected = target.generate(**inputs, max_new_tokens=40, do_sample=False)
-        oracle(expected, [pad])
-        monkeypatch.setattr(generation, "probe_rollback", lambda target: CropSession)
-        output = target.generate(
-            **inputs,
-            max_new_tokens=40,
-            do_sample=False,
-            assistant_model=make_draft(target),
-            return_dict_in_generate=True,
-        )
-        assert torch.equal(output.sequences, expected)
-        assert len(set(output.acceptance_lengths[0])) >= 3
-        assert output.past_key_values.get_seq_length() == 11 + 39
-        # A whole block accepted is cropped too: only that shrinks a sliding layer back to its window.
-        oracle(expected, [pad], error_rate=0.0)
-        whole = target.generate(
-            **inputs,
-            max_new_tokens=40,
-            do_sample=False,
-            assistant_model=make_draft(target),
-            return_dict_in_generate=True,
-        )
-        assert set(whole.acceptance_lengths[0][:-1]) == {4}
-        for layer in whole.past_key_values.layers:
-            assert layer.keys.shape[2] == (7 if getattr(layer, "is_sliding", False) else 11 + 39)
 
 
 def test_processors_and_criteria_see_what_they_see_without_a_drafter(target, draft, oracle):

@@ -7,8 +7,8 @@ from families import DELTA, MOE, SLIDING
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from dflash_hf.modeling.probe_dflash import probe_rollback
-from dflash_hf.modeling.replay_dflash import ReplaySession
-from dflash_hf.modeling.verify_dflash import SlotSession
+from dflash_hf.modeling.recurrent_dflash import ReplaySession
+from dflash_hf.modeling.sessions_dflash import SlotSession
 
 
 IMAGE = 90  # the token that an image's features replace

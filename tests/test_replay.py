@@ -9,17 +9,16 @@ from conftest import make_draft, make_target
 from test_lossless import ragged_prompts
 
 from dflash_hf.modeling.probe_dflash import probe_rollback
-from dflash_hf.modeling.replay_dflash import ReplaySession, StepSession
-from dflash_hf.modeling.verify_dflash import CropSession, SlotSession
+from dflash_hf.modeling.recurrent_dflash import ReplaySession, StepSession
+from dflash_hf.modeling.sessions_dflash import SlotSession
 
 
 KINDS = {
     **dict.fromkeys(families.SLOTS, SlotSession),
     **dict.fromkeys(families.REPLAY, ReplaySession),
     **dict.fromkeys(families.STEP, StepSession),
-    **dict.fromkeys(families.CROP, CropSession),
 }
-QUICK = ("qwen3_5_text", "falcon_h1", "lfm2", "mamba2", "nemotron_h", "jamba", "bloom")
+QUICK = ("qwen3_5_text", "falcon_h1", "lfm2", "mamba2", "nemotron_h", "jamba")
 
 
 @pytest.mark.parametrize(
@@ -69,9 +68,10 @@ def test_a_wrong_state_is_noticed(monkeypatch):
     assert probe_rollback(make_target("qwen3_5_text")) is None
 
 
-def test_targets_with_a_cache_of_their_own_decode_alone(caplog):
+@pytest.mark.parametrize("family", families.NONE)
+def test_targets_with_a_cache_of_their_own_decode_alone(family, caplog):
     """No cache that can be rolled back: the text is the target's, and a sentence says why."""
-    target = make_target("recurrent_gemma", attn=None)
+    target = make_target(family, attn=None)
     assert probe_rollback(target) is None
     inputs, _ = ragged_prompts(1)
     expected = target.generate(**inputs, max_new_tokens=20, do_sample=False)

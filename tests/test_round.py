@@ -5,8 +5,8 @@ import torch
 from conftest import make_draft, make_target
 from torch._dynamo.utils import counters
 
-from dflash_hf.modeling import round_dflash
-from dflash_hf.modeling.round_dflash import CompiledRound
+from dflash_hf.modeling import compile_dflash
+from dflash_hf.modeling.compile_dflash import _pools
 
 
 @pytest.fixture
@@ -64,10 +64,11 @@ def test_slots_outlive_the_call_and_returned_caches_do_not_lie_in_them(pair):
     target, draft = pair
     options = {"return_dict_in_generate": True, "new": 20}
     first = decode(target, prompt(8), draft, **options)
-    places = {key: buffer.data_ptr() for key, buffer in CompiledRound.pool(target).items()}
+    (slots,) = _pools[target]
+    places = {key: buffer.data_ptr() for key, buffer in slots.items()}
     kept = [layer.keys.clone() for layer in first.past_key_values.layers]
     decode(target, prompt(30), draft, **options)
-    assert {key: buffer.data_ptr() for key, buffer in CompiledRound.pool(target).items()} == places
+    assert {key: buffer.data_ptr() for key, buffer in _pools[target][0].items()} == places
     assert len(places) == 2 * target.config.num_hidden_layers
     for layer, keys in zip(first.past_key_values.layers, kept, strict=True):
         assert torch.equal(layer.keys, keys)
@@ -80,7 +81,7 @@ def test_slots_outlive_the_call_and_returned_caches_do_not_lie_in_them(pair):
 def test_calls_in_and_out_of_inference_mode_share_slots(pair):
     """Slots that were made in that mode could not be written outside of it."""
     target, draft = pair
-    draft.decoding_config.tree_nodes, draft.decoding_config.pack_weights = 9, True
+    draft.decoding_config.tree_nodes = 9
     expected = decode(target, prompt(8))
     for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
         with mode():
@@ -104,13 +105,13 @@ def test_no_position_past_the_end_of_the_text(pair):
     draft.decoding_config.compile = "aot_eager"
     expected = decode(target, prompt(20), new=44)
     assert torch.equal(decode(target, prompt(20), draft, new=44), expected)
-    assert round_dflash._uncompilable.isdisjoint({target})
+    assert compile_dflash._uncompilable.isdisjoint({target})
 
 
 def test_what_cannot_be_compiled_decodes_eagerly_with_one_warning(pair, monkeypatch):
     target, draft = pair
     warnings = []
-    monkeypatch.setattr(round_dflash.logger, "warning", warnings.append)
+    monkeypatch.setattr(compile_dflash.logger, "warning", warnings.append)
     target.lm_head.register_forward_hook(lambda *args: torch._dynamo.graph_break())
     for length in (6, 11):
         assert torch.equal(decode(target, prompt(length), draft), decode(target, prompt(length)))
@@ -120,8 +121,8 @@ def test_what_cannot_be_compiled_decodes_eagerly_with_one_warning(pair, monkeypa
 def test_who_waits_for_a_compilation_is_told(pair, monkeypatch):
     target, draft = pair
     warnings = []
-    round_dflash.logger.warning_once.cache_clear()
-    monkeypatch.setattr(type(round_dflash.logger), "warning", lambda self, text, *args: warnings.append(text))
+    compile_dflash.logger.warning_once.cache_clear()
+    monkeypatch.setattr(type(compile_dflash.logger), "warning", lambda self, text, *args: warnings.append(text))
     for length in (5, 9, 250):
         decode(target, prompt(length), draft)
     slots = [text.split("of ")[-1] for text in warnings if text.startswith("Compiling a round of Qwen3ForCausalLM")]

@@ -11,10 +11,11 @@ from test_lossless import ragged_prompts
 from test_sampling import STEPS, assert_follows, exact_distribution, sample, small  # noqa: F401, a fixture
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
+from dflash_hf.modeling.accept_dflash import Draft, Verdict
 from dflash_hf.modeling.cache_dflash import slot_mask
 from dflash_hf.modeling.drafting_dflash import DFlashCandidateGenerator
+from dflash_hf.modeling.sessions_dflash import SlotSession
 from dflash_hf.modeling.tree_dflash import chained_paths, every_path, independent_paths, likeliest_tree
-from dflash_hf.modeling.verify_dflash import SlotSession
 
 
 CPU = torch.device("cpu")
@@ -188,7 +189,8 @@ def test_logits_of_a_node_are_those_of_its_path(family):
     target(input_ids=ids, attention_mask=inputs["attention_mask"], position_ids=positions, past_key_values=cache)
     session = SlotSession(target, cache, pads, 64, offset, {})
     start = torch.tensor([ids.shape[1] - pad for pad in pads])
-    logits = session.verify_tree(tree, start, used=40)
+    session.cache.reserve(40)
+    logits = session.verify(Draft(tree.tokens, tree=tree), start).logits
     way = torch.zeros(2, 6, dtype=torch.long)
     for row in range(2):
         deepest = int(tree.depths[row].argmax())
@@ -199,9 +201,9 @@ def test_logits_of_a_node_are_those_of_its_path(family):
             if node == deepest:
                 way[row, : len(nodes)] = torch.tensor(nodes)
     # Put straight, the deepest path is what the next token sees.
-    session.straighten(start, way)
+    session.commit(start, Verdict(way, way[:, 0], way[:, 0], way[:, 0] == 0, path=way))
     depths = [int(tree.depths[row].max()) for row in range(2)]
-    logits = session.verify(torch.tensor([[7], [8]]), start + torch.tensor(depths) + 1, used=40)
+    logits = session.verify(Draft(torch.tensor([[7], [8]])), start + torch.tensor(depths) + 1).logits
     for row in range(2):
         path = tree.tokens[row, way[row, : depths[row] + 1]]
         text = torch.cat([ids[row, pads[row] :], path, torch.tensor([7 + row])])[None]
@@ -267,7 +269,8 @@ def test_the_first_path_of_a_selector_s_tree_is_its_walk(target):
     for way in (trees, blocks):
         generator.open([0], 0, 64, torch.zeros(1, 1, dtype=torch.long))
         anchors, start = torch.tensor([11]), torch.tensor([0])
-        way.append(generator.tree(anchors, start, used=8) if way is trees else generator.draft(anchors, start, used=8))
+        generator.cache.reserve(8)
+        way.append(generator.tree(anchors, start) if way is trees else generator.draft(anchors, start))
     paths = paths_of(trees[0])
     block = tuple(blocks[0][0, 1:].tolist())
     assert {block[:n] for n in range(1, 5)} <= paths

@@ -17,7 +17,7 @@ _LAZY = {
     "DFlashDraftConfig": ".modeling.modeling_dflash",
     "DFlashDraftModel": ".modeling.modeling_dflash",
     "DFlashCandidateGenerator": ".modeling.generation_dflash",
-    "DFlashDecodingConfig": ".modeling.calls_dflash",
+    "DFlashDecodingConfig": ".modeling.decoding_config_dflash",
     "DFlashGenerateOutput": ".modeling.generation_dflash",
     "install_hook": ".modeling.hook_dflash",
     "remove_hook": ".modeling.hook_dflash",

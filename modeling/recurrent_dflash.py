@@ -5,22 +5,28 @@ Of the target only the modules that move a state run again, on inputs taped in t
 in slots, as in any other target. Every row keeps its own length.
 """
 
-import contextlib
 import copy
-import weakref
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
+    StaticLayer,
 )
 
+from .accept_dflash import Draft, Verdict
 from .cache_dflash import SlotCache, SlotLayer
+from .isolation_dflash import isolated
+from .sessions_dflash import SlotSession, cache_argument
 from .target_dflash import input_device
-from .verify_dflash import FIXED, SlotSession, cache_argument
+
+
+# Layers whose shape is fixed, or whose tokens cannot be moved. Before there was quantisation to 8 bits, the class of
+# quantised layers had no base of its own.
+_FIXED = (StaticLayer, getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer))
 
 
 class StateTape:
@@ -30,31 +36,31 @@ class StateTape:
     Args:
         cache (`Cache`): The cache that the target is called with.
         modules (`dict[nn.Module, int]`): Those that move a state, and the layer whose state; see [`moving_modules`].
+            They belong to the caller alone: they are hooked for good.
     """
 
     def __init__(self, cache: Cache, modules: dict):
         self.layers, self.modules = cache.layers, modules
         self.saved: list[torch.Tensor] = []
         self.calls: list[tuple] = []
+        self.size = 0  # tokens of the forward that is taped
+        self._hook()
 
     @property
     def states(self) -> list[torch.Tensor]:
         return recurrent_states(self.layers)
 
-    @contextlib.contextmanager
-    def recording(self, size: int):
-        """Remember the states, and tape what the modules are given inside, where `size` tokens are verified."""
+    def start(self, size: int) -> None:
+        """Remember the states, and tape what the modules are given from now on: a forward over `size` tokens."""
         if self.saved:
             _copy(self.saved, self.states)
         else:
             self.saved = [state.clone() for state in self.states]
         self.calls.clear()
-        handles = self._hooks(size)
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        self.size = size
+
+    def stop(self) -> None:
+        self.size = 0
 
     def rewind(self, size: int, kept: list[int]) -> None:
         """
@@ -73,11 +79,13 @@ class StateTape:
         if counts and final is not None:
             _copy(self.states, final)
 
-    def _hooks(self, size: int) -> list:
+    def _hook(self) -> None:
         def tape(module, args, kwargs):
-            self.calls.append((module, args, kwargs))
+            if self.size:
+                self.calls.append((module, args, kwargs))
 
-        return [module.register_forward_pre_hook(tape, with_kwargs=True) for module in self.modules]
+        for module in self.modules:
+            module.register_forward_pre_hook(tape, with_kwargs=True)
 
     def _go_back(self, size: int, count: int) -> None:
         _copy(self.states, self.saved)
@@ -92,37 +100,36 @@ class StepTape(StateTape):
     and the states in between are kept, so that going back moves nothing again.
     """
 
-    def _hooks(self, size: int) -> list:
+    def start(self, size: int) -> None:
+        super().start(size)
         self.between = {layer_idx: [] for layer_idx in self.modules.values()}  # layer -> its states after each token
-        whole: dict = {}  # a module that is being stepped -> what it was given
+        self.whole: dict = {}  # module -> what it was given
 
+    def _hook(self) -> None:
         def first(module, args, kwargs):
-            if module in whole:
+            if not self.size or module in self.whole:
                 return None
-            whole[module] = args, kwargs
-            return _tokens(args, size, 0, 1), _tokens(kwargs, size, 0, 1)
+            self.whole[module] = args, kwargs
+            return _tokens(args, self.size, 0, 1), _tokens(kwargs, self.size, 0, 1)
 
         def others(module, args, kwargs, output):
+            if not self.size:
+                return None
             layer_idx = self.modules[module]
             self.between[layer_idx].append([state.clone() for state in recurrent_states([self.layers[layer_idx]])])
-            step = len(self.between[layer_idx])
-            if step > 1:  # called from the loop below
+            if len(self.between[layer_idx]) > 1:  # called from the loop below
                 return None
-            outputs, (args, kwargs) = [output], whole[module]
-            for step in range(1, size):
-                outputs.append(module(*_tokens(args, size, step, step + 1), **_tokens(kwargs, size, step, step + 1)))
+            outputs, (args, kwargs) = [output], self.whole[module]
+            for step in range(1, self.size):
+                span = (self.size, step, step + 1)
+                outputs.append(module(*_tokens(args, *span), **_tokens(kwargs, *span)))
             if isinstance(output, torch.Tensor):
                 return torch.cat(outputs, dim=1)
             return (torch.cat([item[0] for item in outputs], dim=1), *output[1:])
 
-        return [
-            handle
-            for module in self.modules
-            for handle in (
-                module.register_forward_pre_hook(first, with_kwargs=True),
-                module.register_forward_hook(others, with_kwargs=True),
-            )
-        ]
+        for module in self.modules:
+            module.register_forward_pre_hook(first, with_kwargs=True)
+            module.register_forward_hook(others, with_kwargs=True)
 
     def _go_back(self, size: int, count: int) -> None:
         if count == 0:
@@ -155,38 +162,29 @@ def _tokens(value, size: int, start: int, stop: int):
     return value
 
 
-_moving: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
-
-
-def moving_modules(target) -> dict:
+def moving_modules(target) -> dict[str, int]:
     """
-    The innermost modules that move a recurrent state, each with the index of the layer whose state it moves; found
-    once for each target by watching a short forward.
+    Names of the innermost modules that move a recurrent state, each with the index of the layer whose state it moves;
+    found by watching a short forward.
     """
-    if target not in _moving:
-        cache, running, found = DynamicCache(config=target.config.get_text_config(decoder=True)), [], {}
+    cache, running, found = DynamicCache(config=target.config.get_text_config(decoder=True)), [], {}
 
-        def watched(update):
-            def watch(states, layer_idx, *args, **kwargs):
-                found[running[-1]] = layer_idx
-                return update(states, layer_idx, *args, **kwargs)
+    def watched(update):
+        def watch(states, layer_idx, *args, **kwargs):
+            found[running[-1]] = layer_idx
+            return update(states, layer_idx, *args, **kwargs)
 
-            return watch
+        return watch
 
-        cache.update_conv_state = watched(cache.update_conv_state)
-        cache.update_recurrent_state = watched(cache.update_recurrent_state)
-        handles = []
-        for name, module in target.named_modules():
-            handles.append(module.register_forward_pre_hook(lambda *_, name=name: running.append(name)))
-            handles.append(module.register_forward_hook(lambda *_: running.pop() and None, always_call=True))
-        try:
-            ids = torch.ones(1, 3, dtype=torch.long, device=input_device(target))
-            target(input_ids=ids, use_cache=True, **{cache_argument(target): cache})
-        finally:
-            for handle in handles:
-                handle.remove()
-        _moving[target] = found
-    return {target.get_submodule(name): layer_idx for name, layer_idx in _moving[target].items()}
+    cache.update_conv_state = watched(cache.update_conv_state)
+    cache.update_recurrent_state = watched(cache.update_recurrent_state)
+    with isolated(target, target.modules()) as own:
+        for name, module in own.named_modules():
+            module.register_forward_pre_hook(lambda *_, name=name: running.append(name))
+            module.register_forward_hook(lambda *_: running.pop() and None)
+        ids = torch.ones(1, 3, dtype=torch.long, device=input_device(target))
+        own(input_ids=ids, use_cache=True, **{cache_argument(target): cache})
+    return found
 
 
 class RecurrentSlotLayer(SlotLayer, LinearAttentionLayer):
@@ -230,36 +228,49 @@ def _attention_alone(cache: Cache) -> Cache:
 
 
 class ReplaySession(SlotSession):
-    """A target with recurrent layers, whose states are put back and moved again over the accepted tokens."""
+    """
+    A target with recurrent layers, whose states are put back and moved again over the accepted tokens.
+
+    Args:
+        moving (`dict[str, int]`): As [`moving_modules`] gives it; the modules of that name belong to the caller alone.
+    """
 
     cache_class = HybridSlotCache
     tape_class = StateTape
-    free = False
+    rollback_is_free = False
 
-    def __init__(self, target, cache, padding, capacity, offset, extra, pool=None):
+    def __init__(self, target, cache, padding, capacity, offset, extra, pool=None, moving=None):
         super().__init__(target, cache, padding, capacity, offset, extra, pool)
-        self.tape = self.tape_class(self.cache, moving_modules(target))
+        modules = {target.get_submodule(name): layer_idx for name, layer_idx in moving.items()}
+        self.tape = self.tape_class(self.cache, modules)
         self.pending = None  # [R], size: where a verification that is not committed yet started
 
     @staticmethod
     def takes(cache: Cache) -> bool:
         """Whether a session can be opened on such a cache."""
-        return not any(isinstance(layer, FIXED) for layer in cache.layers)
+        return not any(isinstance(layer, _FIXED) for layer in cache.layers)
 
-    def verify(self, block: torch.LongTensor, start: torch.LongTensor, used: int) -> torch.Tensor:
-        self.pending = start, block.shape[1]
-        with self.tape.recording(block.shape[1]):
-            return super().verify(block, start, used)
+    def verify(self, draft: Draft, start: torch.LongTensor):
+        size = draft.tokens.shape[1]
+        self.pending = start, size
+        self.tape.start(size)
+        try:
+            return super().verify(draft, start)
+        finally:
+            self.tape.stop()
 
-    def commit(self, size: int, kept: list[int]) -> None:
-        self.tape.rewind(size, kept)
-        self.pending = None
+    def commit(self, start: torch.LongTensor, verdict: Verdict) -> None:
+        self._keep(verdict.counts.tolist())
 
     def close(self, columns: int) -> Cache:
         if self.pending is not None:  # interrupted on the way from verification to commit
-            start, size = self.pending
-            self.commit(size, [columns - pad - n for pad, n in zip(self.padding, start.tolist(), strict=True)])
+            start, _ = self.pending
+            self._keep([columns - pad - n for pad, n in zip(self.padding, start.tolist(), strict=True)])
         return super().close(columns)
+
+    def _keep(self, counts: list[int]) -> None:
+        self.tape.rewind(self.pending[1], counts)
+        self.pending = None
 
 
 class StepSession(ReplaySession):

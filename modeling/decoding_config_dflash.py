@@ -1,13 +1,11 @@
-"""How a drafter decodes, and what a call of `generate` asks for: whether, and with which cache, it can be drafted."""
+"""How a drafter decodes: what a user may set on `draft.decoding_config`."""
 
-from dataclasses import dataclass
+import difflib
+from dataclasses import dataclass, fields
 
 import torch
-from transformers import DynamicCache
 
-from .outputs_dflash import lists_attentions
 from .tree_dflash import MOST_NODES
-from .verify_dflash import cache_argument
 
 
 @dataclass
@@ -22,16 +20,14 @@ class DFlashDecodingConfig:
             the likeliest tokens. Default: that of `generate` for a drafter with a path selector, 0 for others.
         tree_nodes (`int`, *optional*): Draft a tree of so many tokens, the likeliest of all paths through the likely
             tokens of each slot (DDTree, arXiv 2604.12989), and verify it with one forward. More tokens are accepted;
-            a forward over more tokens costs more, least where memory is the limit. Single blocks are drafted where a
-            target's cache is not kept in slots, where rows must advance in step, and where attentions or hidden states
-            are asked for. Trees hold the likeliest tokens: nothing is drawn. Default: a block, which is a single path.
+            a forward over more tokens costs more, least where memory is the limit. Single blocks are drafted for
+            targets with recurrent layers and where rows must advance in step. Trees hold the likeliest tokens: nothing
+            is drawn. Default: a block, which is a single path.
         compile (`bool` or `str`): Compile draft, verification and acceptance as one graph of fixed shape, for each
             bucket of 256, 512, 1024, ... slots; a string names a mode or a backend of `torch.compile`. The first use
-            of a bucket takes a while, and the slots stay in memory for the next call. Rounds whose attentions or
-            hidden states are asked for, or that draw by `generators`, are not compiled.
-        pack_weights (`bool`): On a CPU, let the linear layers of target and drafter multiply by copies of their
-            weights that are laid out for the processor, in eager and in compiled rounds. Takes as much memory again as
-            those weights, as long as the models live. Changed weights are noticed at the next call, and packed again.
+            of a bucket takes a while, and the slots stay in memory for the next call; calls at the same time have
+            slots of their own. Rounds whose hidden states are asked for, or that draw by `generators`, are not
+            compiled.
         look_ahead (`int`, *optional*): Rounds that are started before the host looks at what they committed. At the
             end of a text up to so many less one are computed in vain. Default: 1 on a CPU, else 4. Always 1 where each
             token is asked for as it comes: with a streamer, a time limit, processors and criteria that read the text.
@@ -46,9 +42,16 @@ class DFlashDecodingConfig:
     draft_temperature: float | None = None
     tree_nodes: int | None = None
     compile: bool | str = False
-    pack_weights: bool = False
     look_ahead: int | None = None
     generators: list[torch.Generator] | None = None
+
+    def __setattr__(self, name, value):
+        known = [field.name for field in fields(self)]
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(known)}."
+            raise AttributeError(f"decoding_config has no field {name!r}: {hint}")
+        super().__setattr__(name, value)
 
     def rounds_ahead(self, device: torch.device) -> int:
         """`look_ahead`, or its default for a device."""
@@ -113,65 +116,3 @@ class DFlashDecodingConfig:
 
 def _is_count(value) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def plain_reason(target, session_class, generation_config, model_kwargs, synced_gpus) -> str | None:
-    """Why this call decodes without the drafter, or `None`."""
-    positions = model_kwargs.get("position_ids")
-    if synced_gpus:
-        return "the ranks of a sharded target must run the same number of forwards"
-    if session_class is None:
-        return f"the cache of {type(target).__name__} cannot be rolled back"
-    if positions is not None and positions.shape[-1] == 0:
-        return "the prompt is empty"
-    mask = model_kwargs.get("attention_mask")
-    if mask is not None and (mask.dim() != 2 or bool((mask.long().diff(dim=1) < 0).any())):
-        return "attention_mask leaves out tokens that are not padding on the left"
-    if generation_config.return_dict_in_generate and generation_config.output_attentions:
-        cache = model_kwargs[cache_argument(target)]
-        if not session_class.takes(cache):
-            return f"in a {type(cache).__name__} attentions have a column for each token that it could hold"
-        if not lists_attentions(target, cache):
-            return f"the attentions of {type(target).__name__} cannot be told apart by layer"
-    return None
-
-
-def usable_cache(target, cache, session_class, implementation: str | None):
-    """
-    The cache to prefill: what `generate` made, or a dynamic one in place of a static one, whose shapes slots replace.
-
-    Raises:
-        `ValueError`: a static cache that the caller passed, a quantised or an offloaded one: their tokens cannot be
-            moved into slots.
-    """
-    if session_class.takes(cache) and not cache.offloading:
-        return cache
-    from_caller = getattr(cache, "_is_user_defined", False)
-    if cache.is_compileable and not from_caller and not cache.offloading:
-        return DynamicCache(config=target.config.get_text_config(decoder=True))
-    argument = "past_key_values is" if from_caller else f"cache_implementation={implementation!r} makes"
-    kind = f"a {type(cache).__name__} of {type(cache.layers[0]).__name__}" if cache.layers else type(cache).__name__
-    raise ValueError(
-        f"{argument} {kind}{', offloaded to the CPU' * cache.offloading}, which a drafter cannot decode with: pass a "
-        "`DynamicCache` that is not offloaded, leave `past_key_values` and `cache_implementation` out, or drop "
-        "`assistant_model`."
-    )
-
-
-def tree_nodes(config: DFlashDecodingConfig, session_class, text, listed) -> int:
-    """Nodes of the trees to draft, 0 where this call drafts single blocks."""
-    in_step = text.step_by_step and len(text.lengths) > 1
-    blocks = in_step or listed.asked or not session_class.free or text.block_size == 1
-    return 0 if blocks else config.tree_nodes or 0
-
-
-def draft_temperature(draft, generation_config) -> float:
-    """The temperature at which a drafter draws its tokens; 0 when it takes the likeliest."""
-    if not generation_config.do_sample:
-        return 0.0
-    temperature = draft.decoding_config.draft_temperature
-    if temperature is None:
-        samples = draft.config.selector_rank is not None
-        temperature = 1.0 if generation_config.temperature is None else generation_config.temperature
-        return float(temperature) if samples else 0.0
-    return float(temperature)
