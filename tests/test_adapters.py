@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from test_trainer import BLOCK, counting_rows, history, make_trainer
 
 from dflash_hf import DecodingCallback, DFlashDraftModel, DFlashTrainer
-from dflash_hf.adapters import TARGET_MODULES, merged
-from dflash_hf.check import check
+from dflash_hf.hub.check import check
+from dflash_hf.training.adapters import TARGET_MODULES, merged
 
 
 peft = pytest.importorskip("peft")

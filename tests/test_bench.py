@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from dflash_hf.bench import NATIVE, REFERENCE, bench
-from dflash_hf.bench_pairs import SHAPES, oracle_text, random_pair, slot_accuracy
 from dflash_hf.cli import main
-from dflash_hf.evaluation import DFLASH, TARGET, TREE
+from dflash_hf.evaluation.bench import NATIVE, REFERENCE, bench
+from dflash_hf.evaluation.bench_pairs import SHAPES, oracle_text, random_pair, slot_accuracy
+from dflash_hf.evaluation.measure import DFLASH, TARGET, TREE
 
 
 @pytest.fixture(scope="module")

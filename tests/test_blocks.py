@@ -4,9 +4,9 @@ import pytest
 import torch
 from conftest import make_draft, make_target
 
-from dflash_hf.blocks import block_mask, build_blocks, example_seeds, flex_mask, sample_anchors
 from dflash_hf.modeling.modeling_dflash import additive, visible_in_block
 from dflash_hf.modeling.target_dflash import raw_embedding
+from dflash_hf.training.blocks import block_mask, build_blocks, example_seeds, flex_mask, sample_anchors
 
 
 LENGTH = 20

@@ -15,9 +15,9 @@ from test_trainer import BLOCK, counting_rows, history, make_trainer
 from transformers import EarlyStoppingCallback
 
 from dflash_hf import DecodingCallback
-from dflash_hf.callbacks import parted
-from dflash_hf.evaluation import evaluate
+from dflash_hf.evaluation.measure import evaluate
 from dflash_hf.modeling.generation_dflash import DFlashCandidateGenerator
+from dflash_hf.training.callbacks import parted
 
 
 PROMPTS = [[5, 9, 11, 60], [7, 3]]
@@ -204,9 +204,9 @@ def decode_on_ranks(folder, ranks, fails=False):
             raise RuntimeError("out of memory")
         return evaluate(*args, **kwargs)
 
-    import dflash_hf.callbacks
+    import dflash_hf.training.callbacks
 
-    dflash_hf.callbacks.evaluate = counting
+    dflash_hf.training.callbacks.evaluate = counting
     try:
         trainer.add_callback(callback)
         trainer.train()
@@ -214,7 +214,7 @@ def decode_on_ranks(folder, ranks, fails=False):
     except RuntimeError as error:
         return str(error)
     finally:
-        dflash_hf.callbacks.evaluate = evaluate
+        dflash_hf.training.callbacks.evaluate = evaluate
     return metrics["eval_tau"], history(trainer, "tau"), decoded
 
 

@@ -11,8 +11,8 @@ from conftest import make_draft
 from huggingface_hub import ModelCard
 
 from dflash_hf import DFlashTrainingArguments
-from dflash_hf.card import CardFacts, render_card, template_path, training_facts
 from dflash_hf.convert import convert
+from dflash_hf.hub.card import CardFacts, render_card, template_path, training_facts
 
 
 CARDS = Path(__file__).resolve().parents[1] / "hub_cards"

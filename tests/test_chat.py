@@ -3,7 +3,7 @@
 import pytest
 from tiny_chat import CHATML, CROOKED, END, GENERATION, THINKING, THINKING_GENERATION, make_tokenizer
 
-from dflash_hf.chat import RowEncoder, UnusableRow
+from dflash_hf.data.encode import RowEncoder, UnusableRow
 
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}

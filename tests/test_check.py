@@ -17,8 +17,8 @@ from hub_stand_in import stand_in
 from safetensors.torch import load_file, save_file
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
-from dflash_hf.check import add_arguments, check, read_shapes, render, run
-from dflash_hf.engine_rules import ENGINES, Drafter, Finding, layers_as_read
+from dflash_hf.hub.check import add_arguments, check, read_shapes, render, run
+from dflash_hf.hub.engine_rules import ENGINES, Drafter, Finding, layers_as_read
 
 
 PUBLISHED = Path(__file__).parent / "data" / "published"

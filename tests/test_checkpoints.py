@@ -54,7 +54,8 @@ from pathlib import Path
 import safetensors.torch
 from transformers import Trainer
 from test_checkpoints import FIELDS, counting_rows, make_target, make_trainer
-from dflash_hf import DFlashDraftModel, checkpoints
+from dflash_hf import DFlashDraftModel
+from dflash_hf.training import checkpoints
 
 
 def die(*args, **kwargs):

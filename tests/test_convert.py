@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoModel
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.check import check
 from dflash_hf.convert import add_arguments, convert, run
+from dflash_hf.hub.check import check
 
 
 PROMPT = torch.tensor([[5, 9, 17, 33, 2]])

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from dflash_hf import demo
-from dflash_hf.demo import DemoPair, DemoSettings, obtain_pair
-from dflash_hf.demo_cache import DamagedFolderError, check_whole, default_cache_dir, whole_folder
-from dflash_hf.demo_task import (
+from dflash_hf.demo import run as demo
+from dflash_hf.demo.cache import DamagedFolderError, check_whole, default_cache_dir, whole_folder
+from dflash_hf.demo.run import DemoPair, DemoSettings, obtain_pair
+from dflash_hf.demo.task import (
     END,
     Pair,
     answer_for,
@@ -25,10 +25,10 @@ from dflash_hf.demo_task import (
     read_task,
     train_tokenizer,
 )
-from dflash_hf.demo_training import Muon, Pace, token_batches
-from dflash_hf.evaluation import DFLASH, PROMPT_LOOKUP, TARGET, EvalReport, MethodReport
-from dflash_hf.plots import plot_report
-from dflash_hf.presentation import colored_answer, origins, summary_lines
+from dflash_hf.demo.training import Muon, Pace, token_batches
+from dflash_hf.evaluation.measure import DFLASH, PROMPT_LOOKUP, TARGET, EvalReport, MethodReport
+from dflash_hf.evaluation.plots import plot_report
+from dflash_hf.evaluation.text import colored_answer, origins, summary_lines
 
 
 # --------------------------------------------------------------------------------------------------------------- task

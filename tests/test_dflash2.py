@@ -11,11 +11,11 @@ from test_lossless import ragged_prompts
 from test_sampling import assert_follows, exact_distribution
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.blocks import block_mask
 from dflash_hf.modeling.accept_dflash import Proposal, sample_tokens
 from dflash_hf.modeling.attention_dflash import additive
 from dflash_hf.modeling.convolution_dflash import BlockConvolution
 from dflash_hf.modeling.generation_dflash import DFlashCandidateGenerator
+from dflash_hf.training.blocks import block_mask
 
 
 SWITCHES = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 6, "selector_top_k": 5}

@@ -7,10 +7,10 @@ from conftest import make_draft, make_target
 from tiny_chat import CHATML, make_tokenizer
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.card import CardFacts
-from dflash_hf.chat import RowEncoder
 from dflash_hf.cli import main
-from dflash_hf.eval_prompts import prompt_ids, read_prompts
+from dflash_hf.data.encode import RowEncoder
+from dflash_hf.evaluation.command import prompt_ids, read_prompts
+from dflash_hf.hub.card import CardFacts
 
 
 USER = {"role": "user", "content": "Say 1"}
@@ -65,7 +65,7 @@ def test_the_prompt_of_a_row_is_what_the_target_is_given(tokenizer):
     ],
 )
 def test_a_row_without_a_prompt_is_named(row, message, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr("dflash_hf.eval_prompts.load_rows", lambda data, split: [{"prompt": "fine"}, row])
+    monkeypatch.setattr("dflash_hf.evaluation.command.load_rows", lambda data, split: [{"prompt": "fine"}, row])
     with pytest.raises(ValueError, match=message):
         read_prompts("rows.jsonl", RowEncoder(tokenizer), 9)
 
@@ -98,7 +98,9 @@ def test_from_a_file_to_the_report_beside_the_weights(pair, tmp_path, capsys):
 def test_template_arguments_are_those_of_training_unless_given(pair, tmp_path, monkeypatch):
     """A drafter trained without thinking and used with it loses much of its acceptance."""
     seen = []
-    monkeypatch.setattr("dflash_hf.eval_prompts.read_prompts", lambda data, encoder, *_: seen.append(encoder) or [[5]])
+    monkeypatch.setattr(
+        "dflash_hf.evaluation.command.read_prompts", lambda data, encoder, *_: seen.append(encoder) or [[5]]
+    )
     draft = DFlashDraftModel.from_pretrained(pair / "draft")
     draft.config.dflash_config = {**draft.config.dflash_config, "chat_template_kwargs": {"enable_thinking": False}}
     draft.save_pretrained(tmp_path / "draft")
@@ -109,7 +111,7 @@ def test_template_arguments_are_those_of_training_unless_given(pair, tmp_path, m
 
 def test_an_output_that_is_not_the_target_s_own_is_an_error(pair, tmp_path, capsys, monkeypatch):
     (tmp_path / "prompts.txt").write_text("Say 1\n", encoding="utf-8")
-    monkeypatch.setattr("dflash_hf.evaluation.EvalReport.lossless", False)
+    monkeypatch.setattr("dflash_hf.evaluation.measure.EvalReport.lossless", False)
     assert evaluate(pair, tmp_path / "prompts.txt") == 1
     assert "NOT LOSSLESS" in capsys.readouterr().out
 

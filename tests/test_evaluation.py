@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import make_draft, make_target
 
-from dflash_hf.evaluation import DFLASH, METHODS, PROMPT_LOOKUP, TARGET, EvalReport, evaluate
+from dflash_hf.evaluation.measure import DFLASH, METHODS, PROMPT_LOOKUP, TARGET, EvalReport, evaluate
 
 
 PROMPTS = [[5, 9, 11, 60], [7, 3], [40, 41, 42, 43, 44, 45]]

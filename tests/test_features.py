@@ -10,12 +10,12 @@ from test_trainer import BLOCK, counting_rows, history, make_trainer, uneven_row
 from tiny_chat import make_tokenizer, save_target
 from transformers import AutoModelForCausalLM
 
-from dflash_hf import features
-from dflash_hf.chat import RowEncoder
 from dflash_hf.cli import main
-from dflash_hf.features import StoredFeatures, describe, drop_layers, store_features
-from dflash_hf.offline import DFlashOfflineTrainer
-from dflash_hf.training_args import DFlashTrainingArguments
+from dflash_hf.data.encode import RowEncoder
+from dflash_hf.training import features
+from dflash_hf.training.features import StoredFeatures, describe, drop_layers, store_features
+from dflash_hf.training.offline import DFlashOfflineTrainer
+from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
 LAYERS = [0, 2, 3]  # of `make_draft`

@@ -232,7 +232,7 @@ def test_remote_code_scanner_finds_what_python_imports(path):
 
 @pytest.mark.parametrize("name", ["blocks", "losses"])
 def test_the_maths_imports_torch_alone(name):
-    path = SOURCE / f"{name}.py"
+    path = SOURCE / "training" / f"{name}.py"
     if not path.exists():
         pytest.skip(f"{name_of(path)} does not exist yet")
     tree = tree_of(path)

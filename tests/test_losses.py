@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from dflash_hf.losses import (
+from dflash_hf.training.losses import (
     Teacher,
     TokenLosses,
     block_loss,

@@ -5,7 +5,7 @@ import torch
 from conftest import make_draft, make_target
 from test_trainer import BLOCK, PLAIN_SGD, counting_rows, history, make_trainer, uneven_rows
 
-from dflash_hf.data import DFlashCollator, document_positions, pack
+from dflash_hf.data.examples import DFlashCollator, document_positions, pack
 from dflash_hf.target import target_features
 
 

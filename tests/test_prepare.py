@@ -5,11 +5,11 @@ import json
 import pytest
 from tiny_chat import CHATML, CROOKED, make_tokenizer
 
-from dflash_hf.chat import RowEncoder
 from dflash_hf.cli import main
-from dflash_hf.data import check_examples
-from dflash_hf.prepare import colored_example, prepare_dataset
-from dflash_hf.sources import load_rows
+from dflash_hf.data.encode import RowEncoder
+from dflash_hf.data.examples import check_examples
+from dflash_hf.data.prepare import colored_example, prepare_dataset
+from dflash_hf.data.sources import load_rows
 
 
 datasets = pytest.importorskip("datasets")

@@ -8,8 +8,8 @@ from conftest import make_draft
 from hub_stand_in import stand_in
 from huggingface_hub import ModelCard
 
-from dflash_hf.card import CardFacts
-from dflash_hf.publish import PublishError, add_arguments, publish, run
+from dflash_hf.hub.card import CardFacts
+from dflash_hf.hub.publish import PublishError, add_arguments, publish, run
 
 
 REPO = "someone/my-DFlash"
@@ -110,7 +110,7 @@ def test_refused(folder, hub, monkeypatch, tmp_path):
     with pytest.raises(PublishError, match="may not write there"):
         publish(folder, REPO, facts=FACTS)
     hub.reader = False
-    monkeypatch.setattr("dflash_hf.publish.get_token", lambda: None)
+    monkeypatch.setattr("dflash_hf.hub.publish.get_token", lambda: None)
     with pytest.raises(PublishError, match="no token of the Hub"):
         publish(folder, REPO, facts=FACTS)
     assert hub.commits == [] and contents(folder) == before
@@ -123,8 +123,8 @@ def test_no_network(folder, hub, monkeypatch):
 
 
 def test_a_dry_run_needs_no_network(folder, monkeypatch):
-    monkeypatch.setattr("dflash_hf.publish.HfApi", None)
-    monkeypatch.setattr("dflash_hf.publish.get_token", lambda: None)
+    monkeypatch.setattr("dflash_hf.hub.publish.HfApi", None)
+    monkeypatch.setattr("dflash_hf.hub.publish.get_token", lambda: None)
     result = publish(folder, REPO, dry_run=True, facts=FACTS)
     assert result.url is None and "README.md" in result.files and "training_args.bin" in result.left_out
     assert result.files["model.safetensors"] == (folder / "model.safetensors").stat().st_size

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainingArguments, cli
 from dflash_hf.cli import main
-from dflash_hf.recipe import RecipeArguments, key_lines, read_recipe
-from dflash_hf.train import _publish
+from dflash_hf.training.recipe import RecipeArguments, key_lines, read_recipe
+from dflash_hf.training.train import _publish
 
 
 pytest.importorskip("yaml")
@@ -252,7 +252,7 @@ def test_a_dry_run_loads_nothing(capsys):
 
 
 def test_the_finished_drafter_is_published_once(folder, data, tmp_path, capsys, monkeypatch):
-    from dflash_hf import publish
+    from dflash_hf.hub import publish
 
     calls = []
 

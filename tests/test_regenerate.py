@@ -17,10 +17,10 @@ from conftest import make_draft
 from tiny_chat import CHATML, END, make_tokenizer, save_target
 from transformers import AutoModelForCausalLM
 
-from dflash_hf import chat_server as client
-from dflash_hf.chat import RowEncoder
 from dflash_hf.cli import main
-from dflash_hf.regenerate import prompt_of
+from dflash_hf.data import chat_client as client
+from dflash_hf.data.encode import RowEncoder
+from dflash_hf.data.regenerate import prompt_of
 
 
 datasets = pytest.importorskip("datasets")

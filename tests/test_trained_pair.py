@@ -8,12 +8,12 @@ from reference import published_loop
 from trained_pair import train_pair, walk
 
 from dflash_hf import DFlashTrainer, DFlashTrainingArguments
-from dflash_hf.blocks import block_mask, build_blocks
-from dflash_hf.data import make_example
+from dflash_hf.data.examples import make_example
 from dflash_hf.modeling.generation_dflash import DFlashCandidateGenerator
 from dflash_hf.modeling.modeling_dflash import additive
 from dflash_hf.modeling.target_dflash import raw_embedding
 from dflash_hf.target import target_features
+from dflash_hf.training.blocks import block_mask, build_blocks
 
 
 @pytest.fixture(scope="module")

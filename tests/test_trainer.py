@@ -9,13 +9,13 @@ from conftest import VOCAB, make_draft, make_target
 from safetensors.torch import load_file
 from transformers import TrainingArguments
 
-from dflash_hf.blocks import build_blocks
-from dflash_hf.data import DFlashCollator, check_examples, make_example
-from dflash_hf.losses import slot_weights
+from dflash_hf.data.examples import DFlashCollator, check_examples, make_example
 from dflash_hf.modeling.target_dflash import FeatureTap, raw_embedding
 from dflash_hf.target import generate_responses
-from dflash_hf.trainer import DFlashTrainer
-from dflash_hf.training_args import DFlashTrainingArguments
+from dflash_hf.training.blocks import build_blocks
+from dflash_hf.training.losses import slot_weights
+from dflash_hf.training.trainer import DFlashTrainer
+from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
 BLOCK = 4

@@ -9,9 +9,9 @@ from hub_stand_in import stand_in
 from huggingface_hub import ModelCard
 from test_trainer import counting_rows, make_trainer
 
-from dflash_hf.card import CardFacts
-from dflash_hf.evaluation import evaluate
-from dflash_hf.publish import publish
+from dflash_hf.evaluation.measure import evaluate
+from dflash_hf.hub.card import CardFacts
+from dflash_hf.hub.publish import publish
 
 
 REPO = "someone/my-DFlash"

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 
-from dflash_hf.chat import RowEncoder
-from dflash_hf.evaluation import DFLASH, METHODS, PROMPT_LOOKUP, EvalReport, evaluate
-from dflash_hf.prepare import load_tokenizer, template_arguments
-from dflash_hf.presentation import summary_lines
-from dflash_hf.sources import load_rows
+from dflash_hf.data.encode import RowEncoder
+from dflash_hf.data.prepare import load_tokenizer, template_arguments
+from dflash_hf.data.sources import load_rows
+from dflash_hf.evaluation.measure import DFLASH, METHODS, PROMPT_LOOKUP, EvalReport, evaluate
+from dflash_hf.evaluation.text import summary_lines
 from dflash_hf.terminal import positive
 
 
@@ -54,7 +54,8 @@ def prompt_ids(encoder: RowEncoder, row: Mapping, raw: bool = False) -> list[int
 
 def read_prompts(data: str, encoder: RowEncoder, limit: int, split: str | None = None, raw: bool = False):
     """
-    The first `limit` prompts of a dataset, see [`~dflash_hf.sources.load_rows`]; of a `.txt` file, each line is one.
+    The first `limit` prompts of a dataset, see [`~dflash_hf.data.sources.load_rows`]; of a `.txt` file, each line is
+    one.
 
     Raises:
         `ValueError`: a row without a prompt; names it.
@@ -105,7 +106,7 @@ def run(arguments, echo) -> int:
     for line in summary_lines(report):
         echo(line)
     if arguments.output is not None:
-        from dflash_hf.card import save_report
+        from dflash_hf.hub.card import save_report
 
         arguments.output.mkdir(parents=True, exist_ok=True)
         title = f"{report.methods[DFLASH].speedup:.2f}x, tau {report.tau:.2f}"

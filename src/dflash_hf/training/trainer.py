@@ -8,26 +8,7 @@ import torch
 from transformers import PreTrainedModel, Trainer
 from transformers.utils import logging
 
-from dflash_hf.adapters import add_adapter, is_adapted
-from dflash_hf.blocks import (
-    Blocks,
-    block_mask,
-    build_blocks,
-    example_seeds,
-    flex_mask,
-    sample_anchors,
-)
-from dflash_hf.checkpoints import SafeCheckpoints
-from dflash_hf.data import DFlashCollator, check_examples
-from dflash_hf.losses import (
-    Teacher,
-    block_loss,
-    block_statistics,
-    loss_normalizer,
-    slot_weights,
-    statistics_to_metrics,
-    token_losses,
-)
+from dflash_hf.data.examples import DFlashCollator, check_examples
 from dflash_hf.modeling.modeling_dflash import additive
 from dflash_hf.modeling.target_dflash import raw_embedding
 from dflash_hf.target import (
@@ -40,8 +21,27 @@ from dflash_hf.target import (
     target_labels,
     target_logits,
 )
-from dflash_hf.trainer_card import CardWriter
-from dflash_hf.training_args import DFlashTrainingArguments
+from dflash_hf.training.adapters import add_adapter, is_adapted
+from dflash_hf.training.blocks import (
+    Blocks,
+    block_mask,
+    build_blocks,
+    example_seeds,
+    flex_mask,
+    sample_anchors,
+)
+from dflash_hf.training.checkpoints import SafeCheckpoints
+from dflash_hf.training.losses import (
+    Teacher,
+    block_loss,
+    block_statistics,
+    loss_normalizer,
+    slot_weights,
+    statistics_to_metrics,
+    token_losses,
+)
+from dflash_hf.training.trainer_card import CardWriter
+from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
 logger = logging.get_logger(__name__)
@@ -56,16 +56,17 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, Trainer):
     The target hangs on the trainer, not under the model, so that no checkpoint ever holds it. Besides Trainer's
     figures each log line holds `accuracy`, `accuracy_k` of each slot, `acceptance_k` (the same where all slots before
     are right) and `simulated_tau`: the mean over all sampled blocks of the accepted prefix plus the bonus token,
-    teacher-forced. [`~dflash_hf.callbacks.DecodingCallback`] measures the real one.
+    teacher-forced. [`~dflash_hf.training.callbacks.DecodingCallback`] measures the real one.
 
     Args:
         model (`DFlashDraftModel`): The drafter.
         target (`PreTrainedModel`): Its target, with head; frozen here.
         args (`DFlashTrainingArguments`): Default: the paper's recipe.
-        train_dataset, eval_dataset: Rows with `input_ids` and `loss_mask`, see [`~dflash_hf.data.make_example`].
-        data_collator: Default: [`~dflash_hf.data.DFlashCollator`].
+        train_dataset, eval_dataset: Rows with `input_ids` and `loss_mask`, see
+            [`~dflash_hf.data.examples.make_example`].
+        data_collator: Default: [`~dflash_hf.data.examples.DFlashCollator`].
         peft_config (`PeftConfig` or `dict`): Train an adapter on the drafter, see
-            [`~dflash_hf.adapters.add_adapter`]; `merge_and_unload` makes a plain drafter of both.
+            [`~dflash_hf.training.adapters.add_adapter`]; `merge_and_unload` makes a plain drafter of both.
         kwargs: Any other argument of `Trainer`.
 
     Raises:
@@ -127,7 +128,7 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, Trainer):
         self.train_statistics = self.eval_statistics = self.no_statistics()
 
     def check_examples(self, dataset) -> None:
-        """Refuse rows that cannot be trained on, see [`~dflash_hf.data.check_examples`]."""
+        """Refuse rows that cannot be trained on, see [`~dflash_hf.data.examples.check_examples`]."""
         check_examples(dataset)
 
     @property
@@ -212,7 +213,7 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, Trainer):
         return Teacher(states.flatten(0, 1), sequence * length + place, partial(target_logits, self.target))
 
     def build_blocks(self, inputs: dict[str, torch.Tensor], label_ids: torch.LongTensor | None = None) -> Blocks:
-        """The blocks of a batch with anchors, see [`~dflash_hf.blocks.build_blocks`]."""
+        """The blocks of a batch with anchors, see [`~dflash_hf.training.blocks.build_blocks`]."""
         return build_blocks(
             inputs["input_ids"],
             inputs["loss_mask"],
@@ -270,7 +271,7 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, Trainer):
         return loss_normalizer(counted, weights).sum()
 
     def no_statistics(self) -> torch.Tensor:
-        """Zeros `[4 * (B - 1) + 3]` to add [`~dflash_hf.losses.block_statistics`] to."""
+        """Zeros `[4 * (B - 1) + 3]` to add [`~dflash_hf.training.losses.block_statistics`] to."""
         return torch.zeros(4 * (self.draft_config.block_size - 1) + 3, device=self.args.device)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):

@@ -4,19 +4,19 @@ from pathlib import Path
 
 import torch
 
-from dflash_hf.chat import RowEncoder
-from dflash_hf.data import DFlashCollator
-from dflash_hf.features import DTYPES, StoredFeatures, describe, digest_of_target, store_features
-from dflash_hf.prepare import (
+from dflash_hf.data.encode import RowEncoder
+from dflash_hf.data.examples import DFlashCollator
+from dflash_hf.data.prepare import (
     add_data_arguments,
     load_tokenizer,
     prepare_dataset,
     resolve_template_kwargs,
     template_arguments,
 )
-from dflash_hf.sources import load_rows
+from dflash_hf.data.sources import load_rows
 from dflash_hf.terminal import positive
-from dflash_hf.trainer import DFlashTrainer
+from dflash_hf.training.features import DTYPES, StoredFeatures, describe, digest_of_target, store_features
+from dflash_hf.training.trainer import DFlashTrainer
 
 
 class FeatureCollator(DFlashCollator):
@@ -34,10 +34,10 @@ class FeatureCollator(DFlashCollator):
 class DFlashOfflineTrainer(DFlashTrainer):
     """
     A [`DFlashTrainer`] that reads the target's features from disk. Of the target it needs the embedding and the head
-    alone, see [`~dflash_hf.features.drop_layers`].
+    alone, see [`~dflash_hf.training.features.drop_layers`].
 
     Args:
-        train_dataset, eval_dataset ([`~dflash_hf.features.StoredFeatures`]): Of the same target and layers.
+        train_dataset, eval_dataset ([`~dflash_hf.training.features.StoredFeatures`]): Of the same target and layers.
 
     Raises:
         `ValueError`: the features are those of another target or other layers, or the loss needs the target itself.

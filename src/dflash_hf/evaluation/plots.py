@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from dflash_hf.evaluation import COMPILED_METHODS, DFLASH, OURS, PROMPT_LOOKUP, TARGET, EvalReport
-from dflash_hf.presentation import LABELS, origins
+from dflash_hf.evaluation.measure import COMPILED_METHODS, DFLASH, OURS, PROMPT_LOOKUP, TARGET, EvalReport
+from dflash_hf.evaluation.text import LABELS, origins
 
 
 _COLORS = {TARGET: "#8a8f98", PROMPT_LOOKUP: "#c98a2b"}

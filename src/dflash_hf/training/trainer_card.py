@@ -5,9 +5,17 @@ import shutil
 from collections.abc import Sized
 from pathlib import Path
 
-from dflash_hf.adapters import is_adapted
-from dflash_hf.card import FACTS_FILE, PLOT_FILE, REPORT_FILE, CardFacts, render_card, save_report, save_training_facts
-from dflash_hf.evaluation import EvalReport
+from dflash_hf.evaluation.measure import EvalReport
+from dflash_hf.hub.card import (
+    FACTS_FILE,
+    PLOT_FILE,
+    REPORT_FILE,
+    CardFacts,
+    render_card,
+    save_report,
+    save_training_facts,
+)
+from dflash_hf.training.adapters import is_adapted
 
 
 class CardWriter:

@@ -22,7 +22,7 @@ class DFlashTrainingArguments(TrainingArguments):
         loss_type (`str`): `"ce"`: cross-entropy with decaying slot weights. `"dpace"`: with D-PACE's weights
             (arXiv 2605.18810). `"kl"`: divergence from the target's own distribution, with decaying slot weights.
         loss_decay_gamma (`float`): Slot `k` weighs `exp(-(k - 1) / gamma)`; `inf` weighs all alike. Default: by block
-            size, see [`~dflash_hf.losses.default_gamma`]. D-PACE does not use it.
+            size, see [`~dflash_hf.training.losses.default_gamma`]. D-PACE does not use it.
         dpace_alpha (`float`): How far D-PACE smooths the drafter's probabilities towards 1.
         loss_chunk_size (`int`): Tokens whose logits exist at a time.
         anchor_seed (`int`): Seed of the anchors. Default: `seed`.

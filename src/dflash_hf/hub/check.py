@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
 
-from .engine_rules import ARCHITECTURES, ENGINES, RULES, Drafter, Finding, fits_target
-from .hub import local_folder
-from .modeling.checkpoint_dflash import checkpoint_files, read_header
-from .modeling.configuration_dflash import DFlashDraftConfig
-from .modeling.modeling_dflash import DFlashDraftModel
+from dflash_hf.hub.engine_rules import ARCHITECTURES, ENGINES, RULES, Drafter, Finding, fits_target
+from dflash_hf.hub.remote import local_folder
+from dflash_hf.modeling.checkpoint_dflash import checkpoint_files, read_header
+from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
+from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 
 
 def check(

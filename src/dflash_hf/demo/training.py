@@ -10,11 +10,11 @@ import torch
 from torch.nn import functional as F
 from transformers import PrinterCallback, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
-from dflash_hf.data import make_example
+from dflash_hf.data.examples import make_example
 from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
-from dflash_hf.trainer import DFlashTrainer
-from dflash_hf.training_args import DFlashTrainingArguments
+from dflash_hf.training.trainer import DFlashTrainer
+from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
 Row = tuple[list[int], list[int]]  # prompt ids, answer ids

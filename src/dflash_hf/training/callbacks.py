@@ -7,7 +7,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from dflash_hf.evaluation import DFLASH, TARGET, EvalReport, evaluate
+from dflash_hf.evaluation.measure import DFLASH, TARGET, EvalReport, evaluate
 
 
 logger = logging.get_logger(__name__)

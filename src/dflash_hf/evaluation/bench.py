@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 
-from dflash_hf.bench_pairs import SHAPES, OracleDraft, native_oracle, oracle_text, random_pair
-from dflash_hf.bench_reference import Reference
 from dflash_hf.convert import convert
-from dflash_hf.evaluation import (
+from dflash_hf.evaluation.bench_pairs import SHAPES, OracleDraft, native_oracle, oracle_text, random_pair
+from dflash_hf.evaluation.bench_reference import Reference
+from dflash_hf.evaluation.measure import (
     COMPILED,
     DFLASH,
     OURS,
@@ -31,8 +31,8 @@ from dflash_hf.evaluation import (
     out_of_sight,
     variant,
 )
+from dflash_hf.evaluation.text import summary_lines
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
-from dflash_hf.presentation import summary_lines
 from dflash_hf.terminal import positive
 
 
@@ -308,7 +308,7 @@ def run(arguments, echo) -> int:
         facts = json.loads(report.to_json()) | {"round": {**vars(rounds), "overhead": rounds.overhead}}
         (arguments.output / "bench.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         try:
-            from dflash_hf.plots import plot_report
+            from dflash_hf.evaluation.plots import plot_report
 
             plot_report(report, arguments.output / "bench.png", _title(report, arguments))
         except ImportError as error:
@@ -320,9 +320,9 @@ def run(arguments, echo) -> int:
 def _prompts(arguments) -> list[list[int]]:
     if arguments.data is None:
         raise ValueError("Give --data, the prompts to decode.")
-    from dflash_hf.chat import RowEncoder
-    from dflash_hf.eval_prompts import read_prompts
-    from dflash_hf.prepare import load_tokenizer
+    from dflash_hf.data.encode import RowEncoder
+    from dflash_hf.data.prepare import load_tokenizer
+    from dflash_hf.evaluation.command import read_prompts
 
     encoder = RowEncoder(load_tokenizer(arguments.target))
     return [list(prompt) for prompt in read_prompts(arguments.data, encoder, arguments.prompts)]

@@ -4,7 +4,7 @@ import argparse
 import shutil
 from pathlib import Path
 
-from dflash_hf.recipe import RecipeArguments, key_lines, read_recipe
+from dflash_hf.training.recipe import RecipeArguments, key_lines, read_recipe
 
 
 def add_arguments(parser) -> None:
@@ -49,7 +49,7 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None):
     Train as a recipe says, and save the drafter into its `output_dir`.
 
     Args:
-        recipe, training: Of [`~dflash_hf.recipe.read_recipe`].
+        recipe, training: Of [`~dflash_hf.training.recipe.read_recipe`].
         echo: Is told the counts of the data, by the main process.
 
     Returns:
@@ -58,7 +58,7 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None):
     from transformers import set_seed
     from transformers.trainer_utils import get_last_checkpoint
 
-    from dflash_hf.training_args import DFlashTrainingArguments
+    from dflash_hf.training.training_args import DFlashTrainingArguments
 
     # 1. The arguments. What is published is the finished drafter, once, with its card.
     resume = training.get("resume_from_checkpoint")
@@ -85,12 +85,12 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None):
     # 4. Training.
     extra = {} if recipe.peft_config is None else {"peft_config": recipe.peft_config}
     if recipe.features:
-        from dflash_hf.offline import DFlashOfflineTrainer as Trainer
+        from dflash_hf.training.offline import DFlashOfflineTrainer as Trainer
     else:
-        from dflash_hf.trainer import DFlashTrainer as Trainer
+        from dflash_hf.training.trainer import DFlashTrainer as Trainer
     trainer = Trainer(draft, target, args, train_dataset, eval_dataset, **extra)
     if recipe.decode_prompts:
-        from dflash_hf.callbacks import DecodingCallback
+        from dflash_hf.training.callbacks import DecodingCallback
 
         prompts = {"num_prompts": recipe.decode_prompts, "max_new_tokens": recipe.decode_max_new_tokens}
         trainer.add_callback(DecodingCallback(trainer, decode_steps=recipe.decode_steps, **prompts))
@@ -106,8 +106,8 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None):
 
 def _save_adapted(trainer) -> None:
     """The drafter with its adapter merged, which engines serve, and the adapter alone beside it."""
-    from dflash_hf.adapters import merged
-    from dflash_hf.card import FACTS_FILE, PLOT_FILE, REPORT_FILE
+    from dflash_hf.hub.card import FACTS_FILE, PLOT_FILE, REPORT_FILE
+    from dflash_hf.training.adapters import merged
 
     folder = Path(trainer.args.output_dir)
     trainer.save_model(str(folder / "adapter"))
@@ -123,8 +123,8 @@ def _given(recipe: RecipeArguments) -> dict:
 
 
 def _encoder(recipe: RecipeArguments):
-    from dflash_hf.chat import RowEncoder
-    from dflash_hf.prepare import load_tokenizer
+    from dflash_hf.data.encode import RowEncoder
+    from dflash_hf.data.prepare import load_tokenizer
 
     tokenizer = load_tokenizer(recipe.target, recipe.chat_template, recipe.target_revision)
     return RowEncoder(tokenizer, recipe.max_length)
@@ -134,7 +134,7 @@ def _load_target(recipe: RecipeArguments, args):
     """The target on the device of this process; for stored features its embedding and head alone."""
     from transformers import AutoModelForCausalLM
 
-    from dflash_hf.features import drop_layers
+    from dflash_hf.training.features import drop_layers
 
     options = {"revision": recipe.target_revision} if recipe.target_revision else {}
     if recipe.attn_implementation:
@@ -150,11 +150,11 @@ def _make_draft(recipe: RecipeArguments, target, encoder):
     """A fresh drafter, or the one to go on from; its configuration keeps the arguments of the chat template."""
     import torch
 
-    from dflash_hf.features import FeatureManifest
+    from dflash_hf.data.prepare import resolve_template_kwargs
     from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
     from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
-    from dflash_hf.prepare import resolve_template_kwargs
     from dflash_hf.target import spare_token_id
+    from dflash_hf.training.features import FeatureManifest
 
     if recipe.draft:
         draft = DFlashDraftModel.from_pretrained(recipe.draft, dtype=torch.float32)
@@ -193,9 +193,9 @@ def _make_draft(recipe: RecipeArguments, target, encoder):
 
 
 def _datasets(recipe: RecipeArguments, target, encoder, say):
-    from dflash_hf.features import StoredFeatures
-    from dflash_hf.prepare import prepare_dataset
-    from dflash_hf.sources import load_rows
+    from dflash_hf.data.prepare import prepare_dataset
+    from dflash_hf.data.sources import load_rows
+    from dflash_hf.training.features import StoredFeatures
 
     if recipe.features:
         evaluated = StoredFeatures(recipe.eval_features) if recipe.eval_features else None
@@ -216,8 +216,8 @@ def _datasets(recipe: RecipeArguments, target, encoder, say):
 
 
 def _publish(recipe: RecipeArguments, args, echo) -> None:
-    from dflash_hf.card import CardFacts
-    from dflash_hf.publish import PublishError, publish
+    from dflash_hf.hub.card import CardFacts
+    from dflash_hf.hub.publish import PublishError, publish
 
     names = [recipe.data] if isinstance(recipe.data, str) else recipe.data or []
     of_the_hub = [name for name in names if name.count("/") == 1 and not Path(name).exists()]

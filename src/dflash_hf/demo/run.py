@@ -25,12 +25,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from dflash_hf.demo_cache import DamagedFolderError, check_whole, whole_folder
-from dflash_hf.demo_task import MASK, Pair, decode_answer, encode_pairs, is_correct, read_task, train_tokenizer
-from dflash_hf.evaluation import COMPILED, DFLASH, PROMPT_LOOKUP, TARGET, EvalReport, evaluate
+from dflash_hf.demo.cache import DamagedFolderError, check_whole, whole_folder
+from dflash_hf.demo.task import MASK, Pair, decode_answer, encode_pairs, is_correct, read_task, train_tokenizer
+from dflash_hf.evaluation.measure import COMPILED, DFLASH, PROMPT_LOOKUP, TARGET, EvalReport, evaluate
+from dflash_hf.evaluation.plots import plot_report
+from dflash_hf.evaluation.text import colored_answer, summary_lines
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
-from dflash_hf.plots import plot_report
-from dflash_hf.presentation import colored_answer, summary_lines
 
 
 _LAYOUT = 2  # of a pair's folder; another number never reads it
@@ -157,7 +157,7 @@ def _check_enough(held_out: list[Pair], num_prompts: int) -> None:
 def train_pair(settings: DemoSettings, folder: Path, num_prompts: int, say: Say) -> None:
     """Stages 1 to 3; writes `target/` (with the tokenizer), `draft/` and `task.json` into `folder`."""
     # Not needed to run a cached pair, and slow to import.
-    from dflash_hf.demo_training import fastest_threads, train_drafter, train_target
+    from dflash_hf.demo.training import fastest_threads, train_drafter, train_target
 
     clock = _Clock()
     with _bar("data") as bar:

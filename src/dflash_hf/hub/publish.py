@@ -9,10 +9,10 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, Mo
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import validate_repo_id
 
-from .card import PLOT_FILE, RELATIONS, REPORT_FILE, CardFacts, render_card
-from .check import check, render
-from .engine_rules import Finding
-from .modeling.checkpoint_dflash import checkpoint_files
+from dflash_hf.hub.card import PLOT_FILE, RELATIONS, REPORT_FILE, CardFacts, render_card
+from dflash_hf.hub.check import check, render
+from dflash_hf.hub.engine_rules import Finding
+from dflash_hf.modeling.checkpoint_dflash import checkpoint_files
 
 
 # What a published drafter consists of, besides its weights. Everything else in the folder stays at home: optimizer

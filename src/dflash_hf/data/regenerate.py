@@ -7,11 +7,11 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-from dflash_hf.chat import RowEncoder, UnusableRow
-from dflash_hf.chat_server import ChatServer, RequestRefused, in_parallel
-from dflash_hf.prepare import add_data_arguments, load_tokenizer, template_arguments
-from dflash_hf.response_file import ResponseFile, digest
-from dflash_hf.sources import load_rows
+from dflash_hf.data.chat_client import ChatClient, RequestRefused, in_parallel
+from dflash_hf.data.encode import RowEncoder, UnusableRow
+from dflash_hf.data.prepare import add_data_arguments, load_tokenizer, template_arguments
+from dflash_hf.data.response_file import ResponseFile, digest
+from dflash_hf.data.sources import load_rows
 from dflash_hf.terminal import positive
 
 
@@ -41,7 +41,7 @@ def prompt_of(row: Mapping, as_chat: bool) -> Prompt:
 
 
 def response_row(index: int, prompt: Prompt, text: str, finish_reason: str, **more) -> dict:
-    """A line of the output: a row that [`~dflash_hf.chat.RowEncoder`] reads."""
+    """A line of the output: a row that [`~dflash_hf.data.encode.RowEncoder`] reads."""
     if isinstance(prompt, str):
         row = {"prompt": prompt, "completion": text}
     else:
@@ -116,7 +116,7 @@ def generate_rows(
         yield rows
 
 
-def ask_rows(server: ChatServer, prompts: dict, concurrency: int) -> Iterator[list[dict]]:
+def ask_rows(server: ChatClient, prompts: dict, concurrency: int) -> Iterator[list[dict]]:
     """Responses of a server, one by one; an empty list for one that it refuses."""
     answers = in_parallel(lambda question: server.answer(*question), prompts.items(), concurrency)
     for (index, (prompt, _)), choice in answers:
@@ -216,14 +216,14 @@ def _check(arguments) -> None:
         raise ValueError("--server takes conversations and decodes itself: leave out --raw, --draft, --chat-template.")
 
 
-def _server(arguments, template_kwargs: dict) -> ChatServer:
+def _server(arguments, template_kwargs: dict) -> ChatClient:
     options = {"max_tokens": arguments.max_new_tokens, "seed": arguments.seed, "stream": False}
     for name in ("temperature", "top_p"):
         if getattr(arguments, name) is not None:
             options[name] = getattr(arguments, name)
     if template_kwargs:
         options["chat_template_kwargs"] = template_kwargs
-    return ChatServer(arguments.server, arguments.target, options, arguments.retries, arguments.timeout)
+    return ChatClient(arguments.server, arguments.target, options, arguments.retries, arguments.timeout)
 
 
 def _in_process(arguments, encoder: RowEncoder, prompts: dict) -> Iterator[list[dict]]:

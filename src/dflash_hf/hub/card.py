@@ -14,11 +14,11 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.utils import validate_repo_id
 from transformers.utils import logging
 
-from .check import check, read_shapes
-from .engine_rules import DFLASH2, MUSE
-from .evaluation import EvalReport
-from .modeling.configuration_dflash import DFlashDraftConfig
-from .plots import plot_report
+from dflash_hf.evaluation.measure import EvalReport
+from dflash_hf.evaluation.plots import plot_report
+from dflash_hf.hub.check import check, read_shapes
+from dflash_hf.hub.engine_rules import DFLASH2, MUSE
+from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
 
 
 FACTS_FILE = "card_facts.json"
@@ -261,7 +261,7 @@ def metadata(facts: CardFacts, repo: str) -> ModelCardData:
 
 def template_path() -> Path:
     """Where the template lies: in the package `dflash_hf.hub_cards`."""
-    from . import hub_cards
+    from dflash_hf import hub_cards
 
     return Path(hub_cards.__file__).parent / TEMPLATE
 

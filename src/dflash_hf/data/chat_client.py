@@ -26,7 +26,7 @@ class RequestRefused(ValueError):
 
 
 @dataclass
-class ChatServer:
+class ChatClient:
     """
     An OpenAI-compatible server.
 

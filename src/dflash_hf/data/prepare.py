@@ -10,10 +10,10 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-from dflash_hf.chat import RowEncoder, UnusableRow
-from dflash_hf.data import pack
-from dflash_hf.response_file import SETTINGS
-from dflash_hf.sources import load_rows
+from dflash_hf.data.encode import RowEncoder, UnusableRow
+from dflash_hf.data.examples import pack
+from dflash_hf.data.response_file import SETTINGS
+from dflash_hf.data.sources import load_rows
 from dflash_hf.terminal import add_color, positive, wants_color
 
 
@@ -85,7 +85,7 @@ def prepare_dataset(rows, encoder: RowEncoder, packing: bool = False, num_proc: 
     Encode a dataset.
 
     Args:
-        rows (`datasets.Dataset` or `datasets.IterableDataset`): See [`~dflash_hf.sources.load_rows`].
+        rows (`datasets.Dataset` or `datasets.IterableDataset`): See [`~dflash_hf.data.sources.load_rows`].
         encoder (`RowEncoder`): Makes examples of rows.
         packing (`bool`): Join examples into rows of `encoder.max_length` tokens, within 1000 examples at a time.
         num_proc (`int`): Processes; not for a stream.

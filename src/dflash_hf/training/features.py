@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers.utils import logging
 
-from dflash_hf.data import DFlashCollator
+from dflash_hf.data.examples import DFlashCollator
 from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.target import target_features
 

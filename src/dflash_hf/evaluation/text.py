@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from dflash_hf.evaluation import COMPILED_METHODS, DFLASH, OURS, PROMPT_LOOKUP, TARGET, EvalReport
+from dflash_hf.evaluation.measure import COMPILED_METHODS, DFLASH, OURS, PROMPT_LOOKUP, TARGET, EvalReport
 
 
 LABELS = {method: "same, " + method.removeprefix(f"{DFLASH}_").replace("_", ", ") for method in OURS}

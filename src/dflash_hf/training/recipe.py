@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from dflash_hf.training_args import DFlashTrainingArguments
+from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
 def _key(help: str, default=None):
