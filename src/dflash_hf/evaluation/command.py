@@ -8,6 +8,7 @@ from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prepare import load_tokenizer, template_arguments
 from dflash_hf.data.sources import load_rows
 from dflash_hf.evaluation.measure import DFLASH, METHODS, PROMPT_LOOKUP, EvalReport, evaluate
+from dflash_hf.evaluation.report import save_report
 from dflash_hf.evaluation.text import summary_lines
 from dflash_hf.terminal import positive
 
@@ -106,8 +107,6 @@ def run(arguments, echo) -> int:
     for line in summary_lines(report):
         echo(line)
     if arguments.output is not None:
-        from dflash_hf.hub.card import save_report
-
         arguments.output.mkdir(parents=True, exist_ok=True)
         title = f"{report.methods[DFLASH].speedup:.2f}x, tau {report.tau:.2f}"
         for path in save_report(report, arguments.output, title):

@@ -12,21 +12,16 @@ from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.utils import validate_repo_id
-from transformers.utils import logging
 
-from dflash_hf.evaluation.measure import EvalReport
-from dflash_hf.evaluation.plots import plot_report
+from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
 from dflash_hf.hub.check import check, read_shapes
 from dflash_hf.hub.engine_rules import DFLASH2, MUSE
 from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
 
 
 FACTS_FILE = "card_facts.json"
-REPORT_FILE = "eval_report.json"
-PLOT_FILE = "eval_report.png"
 TEMPLATE = "model_card_template.md"
 RELATIONS = ("adapter", "finetune", "merge", "quantized")
-_logger = logging.get_logger(__name__)
 # Of the many training arguments, those that make a run; shown where they are set.
 _TRAINING = (
     "num_train_epochs",
@@ -155,22 +150,6 @@ def save_training_facts(folder: str | Path, target, arguments, measured: dict) -
     known = {name: value for name, value in known.items() if value}
     path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     return path
-
-
-def save_report(report: EvalReport, folder: str | Path, title: str = "") -> list[Path]:
-    """
-    Write a report beside the weights that it is about, where a card finds it: as JSON and, with matplotlib, as PNG.
-
-    Returns:
-        `list[Path]`: The files.
-    """
-    files = [report.save(Path(folder) / REPORT_FILE)]
-    try:
-        files.append(plot_report(report, Path(folder) / PLOT_FILE, title))
-    except ImportError as error:
-        (Path(folder) / PLOT_FILE).unlink(missing_ok=True)  # an earlier report's
-        _logger.info(f"No picture of the report: {error}")
-    return files
 
 
 def _origin(target) -> dict[str, str]:

@@ -9,7 +9,8 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, Mo
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import validate_repo_id
 
-from dflash_hf.hub.card import PLOT_FILE, RELATIONS, REPORT_FILE, CardFacts, render_card
+from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
+from dflash_hf.hub.card import RELATIONS, CardFacts, render_card
 from dflash_hf.hub.check import check, render
 from dflash_hf.hub.engine_rules import Finding
 from dflash_hf.modeling.checkpoint_dflash import checkpoint_files

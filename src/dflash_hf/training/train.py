@@ -106,7 +106,8 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None):
 
 def _save_adapted(trainer) -> None:
     """The drafter with its adapter merged, which engines serve, and the adapter alone beside it."""
-    from dflash_hf.hub.card import FACTS_FILE, PLOT_FILE, REPORT_FILE
+    from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
+    from dflash_hf.hub.card import FACTS_FILE
     from dflash_hf.training.adapters import merged
 
     folder = Path(trainer.args.output_dir)

@@ -6,15 +6,8 @@ from collections.abc import Sized
 from pathlib import Path
 
 from dflash_hf.evaluation.measure import EvalReport
-from dflash_hf.hub.card import (
-    FACTS_FILE,
-    PLOT_FILE,
-    REPORT_FILE,
-    CardFacts,
-    render_card,
-    save_report,
-    save_training_facts,
-)
+from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE, save_report
+from dflash_hf.hub.card import FACTS_FILE, CardFacts, render_card, save_training_facts
 from dflash_hf.training.adapters import is_adapted
 
 
