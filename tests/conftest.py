@@ -1,8 +1,8 @@
 """Tiny targets of many families, tiny drafters, and drafters that are right or wrong on purpose."""
 
-import families
 import pytest
 import torch
+from support import families
 from torch.nn.attention.flex_attention import flex_attention
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.integrations import flex_attention as upstream_flex

@@ -1,7 +1,7 @@
 """
 Is decoding with a drafter lossless for every family, and how is each target rolled back?
 
-Tiny random targets of every family in `tests/families.py`, in fp32 on the CPU, and drafters that know the text but err
+Tiny random targets of every family in `tests/support/families.py`, in fp32 on the CPU, and drafters that know the text but err
 in one token of ten, so that drafts are accepted and rejected. Three ways of calling `generate`: greedy, greedy for
 four prompts of different lengths, and sampling from one prompt with the same seed. About a minute of one core.
 

@@ -15,8 +15,8 @@ from dflash_hf.convert import convert
 from dflash_hf.hub.card import CardFacts, render_card, template_path, training_facts
 
 
-CARDS = Path(__file__).resolve().parents[1] / "hub_cards"
-REPORT = Path(__file__).parent / "data" / "card" / "eval_report.json"  # of the trained pair of these tests
+CARDS = Path(__file__).resolve().parents[2] / "hub_cards"
+REPORT = Path(__file__).parents[1] / "fixtures" / "card" / "eval_report.json"  # of the trained pair of these tests
 # The report is real, the names are made up.
 EXAMPLES = {
     "example_with_report.md": {

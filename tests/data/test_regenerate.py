@@ -12,9 +12,9 @@ import urllib.request
 
 import pytest
 import torch
-from chat_stand_in import chat_server
 from conftest import make_draft
-from tiny_chat import CHATML, END, make_tokenizer, save_target
+from support.chat_stand_in import chat_server
+from support.tiny_chat import CHATML, END, make_tokenizer, save_target
 from transformers import AutoModelForCausalLM
 
 from dflash_hf.cli import main

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tiny_chat import CHATML, CROOKED, make_tokenizer
+from support.tiny_chat import CHATML, CROOKED, make_tokenizer
 
 from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder

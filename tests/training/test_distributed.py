@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import LOSSES, ROWS, generate_in_step, read_target, save_and_resume, train_and_evaluate
+from support.ranks import LOSSES, ROWS, generate_in_step, read_target, save_and_resume, train_and_evaluate
 
 from dflash_hf import DFlashDraftModel
 
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 CONFIGURATIONS = TESTS.parent / "examples" / "accelerate"
 
 
@@ -27,7 +27,15 @@ def launch(scenario, folder):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]), "OMP_NUM_THREADS": "1"}
     env |= {"ACCELERATE_USE_CPU": "true", "PYTHONFAULTHANDLER": "1"}
     options = ["--config_file", str(CONFIGURATIONS / f"{scenario}.yaml"), "--num_processes", "2"]
-    options += ["--mixed_precision", "no", "--main_process_port", port, str(TESTS / "ranks.py"), scenario, str(folder)]
+    options += [
+        "--mixed_precision",
+        "no",
+        "--main_process_port",
+        port,
+        str(TESTS / "support" / "ranks.py"),
+        scenario,
+        str(folder),
+    ]
     command = [sys.executable, "-m", "accelerate.commands.launch", *options]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, env=env, start_new_session=True, **streams)

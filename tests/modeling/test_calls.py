@@ -7,7 +7,7 @@ from threading import Thread
 import pytest
 import torch
 from conftest import VOCAB, make_draft, make_target
-from tiny_chat import make_tokenizer
+from support.tiny_chat import make_tokenizer
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import DynamicCache, StaticCache, TextIteratorStreamer, TextStreamer, pipeline
 from transformers.generation import GenerationConfig

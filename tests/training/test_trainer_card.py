@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 from conftest import make_target
-from hub_stand_in import stand_in
 from huggingface_hub import ModelCard
+from support.hub_stand_in import stand_in
 from test_trainer import counting_rows, make_trainer
 
 from dflash_hf.evaluation.measure import evaluate

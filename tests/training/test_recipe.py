@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_draft
-from tiny_chat import CHATML, THINKING, save_target
+from support.tiny_chat import CHATML, THINKING, save_target
 from transformers import AutoModelForCausalLM
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainingArguments, cli
@@ -20,7 +20,7 @@ from dflash_hf.training.train import _publish
 
 pytest.importorskip("yaml")
 datasets = pytest.importorskip("datasets")
-RECIPES = sorted((Path(__file__).parents[1] / "examples" / "recipes").glob("*.yaml"))
+RECIPES = sorted((Path(__file__).parents[2] / "examples" / "recipes").glob("*.yaml"))
 DEMO = next(path for path in RECIPES if path.stem == "demo")
 OFFLINE = next(path for path in RECIPES if path.stem == "offline")
 LORA = next(path for path in RECIPES if path.stem == "lora")
@@ -274,7 +274,7 @@ def test_the_finished_drafter_is_published_once(folder, data, tmp_path, capsys, 
 
 def test_targets_without_a_spare_row_need_a_mask_token(data, tmp_path, capsys):
     from conftest import make_target
-    from tiny_chat import make_tokenizer
+    from support.tiny_chat import make_tokenizer
 
     make_target(vocab_size=259).save_pretrained(tmp_path / "full")
     make_tokenizer(CHATML).save_pretrained(tmp_path / "full")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from conftest import make_draft, make_target
-from tiny_chat import CHATML, make_tokenizer
+from support.tiny_chat import CHATML, make_tokenizer
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.cli import main

@@ -1,7 +1,7 @@
 """From rows to ids and a loss mask: exactly what the target writes is supervised, whatever the template does."""
 
 import pytest
-from tiny_chat import CHATML, CROOKED, END, GENERATION, THINKING, THINKING_GENERATION, make_tokenizer
+from support.tiny_chat import CHATML, CROOKED, END, GENERATION, THINKING, THINKING_GENERATION, make_tokenizer
 
 from dflash_hf.data.encode import RowEncoder, UnusableRow
 

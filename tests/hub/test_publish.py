@@ -5,8 +5,8 @@ import json
 
 import pytest
 from conftest import make_draft
-from hub_stand_in import stand_in
 from huggingface_hub import ModelCard
+from support.hub_stand_in import stand_in
 
 from dflash_hf.hub.card import CardFacts
 from dflash_hf.hub.publish import PublishError, add_arguments, publish, run

@@ -16,7 +16,7 @@ HIDDEN = ROWS * TOKENS * WIDTH * 4  # bytes of one hidden state for each token o
 
 
 def live_bytes():
-    path = Path(__file__).parents[1] / "examples" / "benchmarks" / "prompt_memory.py"
+    path = Path(__file__).parents[2] / "examples" / "benchmarks" / "prompt_memory.py"
     spec = importlib.util.spec_from_file_location("prompt_memory", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -6,8 +6,8 @@ import shutil
 import pytest
 import torch
 from conftest import make_draft, make_target
+from support.tiny_chat import make_tokenizer, save_target
 from test_trainer import BLOCK, counting_rows, history, make_trainer, uneven_rows
-from tiny_chat import make_tokenizer, save_target
 from transformers import AutoModelForCausalLM
 
 from dflash_hf.cli import main

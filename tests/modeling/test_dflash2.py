@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 from conftest import VOCAB, make_draft, make_target
-from reference import convolve
 from scipy.stats import chisquare
+from support.reference import convolve
 from test_lossless import ragged_prompts
 from test_sampling import assert_follows, exact_distribution
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 
-FOLDER = Path(__file__).parents[1] / "examples" / "benchmarks"
+FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks"
 
 
 def load(name):

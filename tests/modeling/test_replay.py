@@ -2,10 +2,10 @@
 
 from collections import Counter
 
-import families
 import pytest
 import torch
 from conftest import make_draft, make_target
+from support import families
 from test_lossless import ragged_prompts
 
 from dflash_hf.modeling.probe_dflash import probe_rollback

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 from conftest import make_target
-from reference import draft_hidden_states, published_loop
 from safetensors.torch import save_file
+from support.reference import draft_hidden_states, published_loop
 from transformers import AutoConfig, AutoModel
 
 from dflash_hf import DFlashDraftModel

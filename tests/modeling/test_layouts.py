@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_target
-from reference import draft_hidden_states, draft_tokens
 from safetensors.torch import save_file
+from support.reference import draft_hidden_states, draft_tokens
 from transformers import AutoConfig, AutoModel
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
 from dflash_hf.modeling.generation_dflash import DFlashCandidateGenerator
 
 
-PUBLISHED = Path(__file__).parent / "data" / "published"
+PUBLISHED = Path(__file__).parents[1] / "fixtures" / "published"
 SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,

@@ -3,12 +3,12 @@
 from collections import Counter
 from functools import cache
 
-import families
 import pytest
 import torch
 from conftest import VOCAB, known_tree, make_draft, make_target
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from support import families
 from test_outputs import assert_alike
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from reference import published_loop
-from trained_pair import train_pair, walk
+from support.reference import published_loop
+from support.trained_pair import train_pair, walk
 
 from dflash_hf import DFlashTrainer, DFlashTrainingArguments
 from dflash_hf.data.examples import make_example

@@ -13,15 +13,15 @@ from random import Random
 import pytest
 import torch
 from conftest import make_draft
-from hub_stand_in import stand_in
 from safetensors.torch import load_file, save_file
+from support.hub_stand_in import stand_in
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
 from dflash_hf.hub.check import add_arguments, check, read_shapes, render, run
 from dflash_hf.hub.engine_rules import ENGINES, Drafter, Finding, layers_as_read
 
 
-PUBLISHED = Path(__file__).parent / "data" / "published"
+PUBLISHED = Path(__file__).parents[1] / "fixtures" / "published"
 SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8}
 VARIANTS = {
     "full": {},

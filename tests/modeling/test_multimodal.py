@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import COMMON, VOCAB, make_draft
-from families import DELTA, MOE, SLIDING
+from support.families import DELTA, MOE, SLIDING
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from dflash_hf.modeling.probe_dflash import probe_rollback
