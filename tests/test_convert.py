@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 import torch
-from conftest import make_draft
 from safetensors.torch import load_file
+from support.pairs import make_draft
 from transformers import AutoModel
 
 from dflash_hf import DFlashDraftModel

@@ -12,8 +12,8 @@ import urllib.request
 
 import pytest
 import torch
-from conftest import make_draft
 from support.chat_stand_in import chat_server
+from support.pairs import make_draft
 from support.tiny_chat import CHATML, END, make_tokenizer, save_target
 from transformers import AutoModelForCausalLM
 

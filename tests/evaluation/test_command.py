@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import make_draft, make_target
+from support.pairs import make_draft, make_target
 from support.tiny_chat import CHATML, make_tokenizer
 
 from dflash_hf import DFlashDraftModel

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import make_draft, make_target
+from support.pairs import make_draft, make_target
 
 from dflash_hf.evaluation.measure import DFLASH, METHODS, PROMPT_LOOKUP, TARGET, EvalReport, evaluate
 

@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import make_draft
 from huggingface_hub import ModelCard
+from support.pairs import make_draft
 
 from dflash_hf import DFlashTrainingArguments
 from dflash_hf.convert import convert

@@ -12,9 +12,9 @@ from random import Random
 
 import pytest
 import torch
-from conftest import make_draft
 from safetensors.torch import load_file, save_file
 from support.hub_stand_in import stand_in
+from support.pairs import make_draft
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
 from dflash_hf.hub.check import add_arguments, check, read_shapes, render, run

@@ -4,9 +4,9 @@ import argparse
 import json
 
 import pytest
-from conftest import make_draft
 from huggingface_hub import ModelCard
 from support.hub_stand_in import stand_in
+from support.pairs import make_draft
 
 from dflash_hf.hub.card import CardFacts
 from dflash_hf.hub.publish import PublishError, add_arguments, publish, run
@@ -89,7 +89,7 @@ def test_a_connection_that_drops_and_a_rerun(folder, hub):
 
 
 def test_weights_that_arrived_are_not_sent_twice(folder, hub, monkeypatch):
-    commit = "hub_stand_in.Handler.commit"
+    commit = "support.hub_stand_in.Handler.commit"
     with monkeypatch.context() as broken:
         broken.setattr(commit, lambda self, repo, lines: self.answer({"error": "Internal Error"}, 500))
         with pytest.raises(PublishError, match="answered 500"):

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 import torch
-from conftest import make_target
-from test_layouts import write
+from support.layouts import write
+from support.pairs import make_target
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel, Qwen3Config, Qwen3Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding

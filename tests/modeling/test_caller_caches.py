@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 import torch
-from conftest import make_draft, make_target
+from support.pairs import make_draft, make_target
 from transformers import DynamicCache, QuantizedCache, StaticCache
 
 

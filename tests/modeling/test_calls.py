@@ -6,7 +6,7 @@ from threading import Thread
 
 import pytest
 import torch
-from conftest import VOCAB, make_draft, make_target
+from support.pairs import VOCAB, make_draft, make_target
 from support.tiny_chat import make_tokenizer
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import DynamicCache, StaticCache, TextIteratorStreamer, TextStreamer, pipeline

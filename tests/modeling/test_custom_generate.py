@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 import torch
-from conftest import make_draft, make_target
+from support.pairs import make_draft, make_target
 from transformers import GenerationMixin
 
 from dflash_hf import DFlashDraftModel

@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 import torch
-from conftest import VOCAB, make_draft, make_target
 from scipy.stats import chisquare
+from support.pairs import SWITCHES, VOCAB, make_draft, make_draft2, make_target
 from support.reference import convolve
-from test_lossless import ragged_prompts
-from test_sampling import assert_follows, exact_distribution
+from support.rows import ragged_prompts
+from support.sampling import assert_follows, exact_distribution
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.modeling.accept_dflash import Proposal, sample_tokens
@@ -16,21 +16,6 @@ from dflash_hf.modeling.attention_dflash import additive
 from dflash_hf.modeling.convolution_dflash import BlockConvolution
 from dflash_hf.modeling.generation_dflash import DFlashCandidateGenerator
 from dflash_hf.training.blocks import block_mask
-
-
-SWITCHES = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 6, "selector_top_k": 5}
-
-
-def make_draft2(target, trained=True, **overrides):
-    """A DFlash 2 drafter; `trained` moves its own parameters away from the identity."""
-    draft = make_draft(target, **{**SWITCHES, **overrides})
-    if trained:
-        random = torch.Generator().manual_seed(3)
-        with torch.no_grad():
-            for name, parameter in draft.named_parameters():
-                if "_conv." in name or "candidate_selector" in name:
-                    parameter += 0.5 * torch.randn(parameter.shape, generator=random)
-    return draft
 
 
 # ------------------------------------------------------------------------------------------------------- convolution

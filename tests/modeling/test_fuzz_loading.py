@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_layouts import LAYOUTS, write
+from support.layouts import LAYOUTS, write
 from transformers import AutoModel
 
 from dflash_hf import DFlashDraftModel

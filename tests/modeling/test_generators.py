@@ -5,10 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_draft, make_target
-from test_dflash2 import make_draft2
-from test_lossless import ragged_prompts
-from test_sampling import STEPS, VOCAB, assert_follows, exact_distribution, sample, small  # noqa: F401, a fixture
+from support.pairs import make_draft, make_draft2, make_target
+from support.rows import ragged_prompts
+from support.sampling import STEPS, VOCAB, assert_follows, exact_distribution, sample
 
 
 def seeded(*seeds):

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from conftest import VOCAB, make_draft, make_target
+from support.pairs import VOCAB, make_draft, make_target
 from transformers import GenerationMixin
 
 from dflash_hf import DFlashCandidateGenerator, DFlashDraftConfig, DFlashDraftModel, install_hook, remove_hook

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import VOCAB, make_draft, make_target
+from support.pairs import VOCAB, make_draft, make_target
 
 from dflash_hf.modeling import round_dflash
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import make_draft, make_target
+from support.pairs import make_draft, make_target
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers import DynamicCache, GenerationConfig, TextStreamer
 from transformers.generation import EosTokenCriteria, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList

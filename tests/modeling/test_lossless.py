@@ -4,23 +4,13 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import FAMILIES, VOCAB, make_draft, make_target
+from support.pairs import FAMILIES, VOCAB, make_draft, make_target
+from support.rows import ragged_prompts
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from dflash_hf.modeling.probe_dflash import probe_rollback
 from dflash_hf.modeling.replay_dflash import ReplaySession
 from dflash_hf.modeling.verify_dflash import CropSession, SlotSession
-
-
-def ragged_prompts(rows: int, longest: int = 11, seed: int = 0):
-    """Left-padded prompts `[rows, longest]` of different lengths, and their padding."""
-    random = torch.Generator().manual_seed(seed)
-    ids = torch.randint(2, VOCAB - 1, (rows, longest), generator=random)
-    pads = [0] + [int(torch.randint(0, longest - 2, (1,), generator=random)) for _ in range(rows - 1)]
-    mask = torch.ones_like(ids)
-    for row, pad in enumerate(pads):
-        ids[row, :pad], mask[row, :pad] = 0, 0
-    return {"input_ids": ids, "attention_mask": mask}, pads
 
 
 # gpt-oss has no SDPA path upstream.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import VOCAB, make_draft, make_target
+from support.pairs import VOCAB, make_draft, make_target
 from transformers import DynamicCache
 
 from dflash_hf.modeling.cache_dflash import SlotCache

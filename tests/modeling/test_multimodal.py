@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import COMMON, VOCAB, make_draft
 from support.families import DELTA, MOE, SLIDING
+from support.pairs import COMMON, VOCAB, make_draft
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from dflash_hf.modeling.probe_dflash import probe_rollback

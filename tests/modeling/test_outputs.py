@@ -4,9 +4,10 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import make_draft, make_target
 from support import families
-from test_lossless import ragged_prompts
+from support.listed import assert_alike
+from support.pairs import make_draft, make_target
+from support.rows import ragged_prompts
 from transformers import DynamicCache
 
 from dflash_hf.modeling import generation_dflash, outputs_dflash
@@ -16,17 +17,6 @@ from dflash_hf.modeling.verify_dflash import CropSession
 
 PROMPT = torch.tensor([[5, 9, 17, 33, 5, 9, 17, 33, 5, 9]])
 BOTH = {"output_hidden_states": True, "output_attentions": True}
-
-
-def assert_alike(output, expected, tolerance, names=("hidden_states", "attentions")):
-    """The same structure, shapes and values; nothing where nothing was asked for."""
-    for name in names:
-        tokens = getattr(output, name), getattr(expected, name)
-        assert (tokens[0] is None) == (tokens[1] is None), name
-        for layers in zip(*(listed or () for listed in tokens), strict=True):
-            for ours, theirs in zip(*layers, strict=True):
-                assert ours.dtype == theirs.dtype and not ours.is_inference()
-                torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance, equal_nan=True)
 
 
 def both(target, draft, oracle, inputs, pads=(0,), error_rate=0.15, seed=None, **options):

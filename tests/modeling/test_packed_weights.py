@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from conftest import make_draft, make_target
+from support.pairs import make_draft, make_target
 from torch import nn
 from torch._dynamo.utils import counters
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
-from conftest import make_target
 from safetensors.torch import save_file
+from support.pairs import make_target
 from support.reference import draft_hidden_states, published_loop
 from transformers import AutoConfig, AutoModel
 

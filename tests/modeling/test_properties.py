@@ -5,11 +5,11 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import VOCAB, known_tree, make_draft, make_target
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from support import families
-from test_outputs import assert_alike
+from support.listed import assert_alike
+from support.pairs import VOCAB, known_tree, make_draft, make_target
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from dflash_hf.modeling.generation_dflash import DFlashCandidateGenerator

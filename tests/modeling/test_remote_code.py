@@ -6,7 +6,7 @@ import sys
 import textwrap
 
 import torch
-from conftest import make_draft, make_target
+from support.pairs import make_draft, make_target
 
 
 SCRIPT = """

@@ -4,9 +4,9 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import make_draft, make_target
 from support import families
-from test_lossless import ragged_prompts
+from support.pairs import make_draft, make_target
+from support.rows import ragged_prompts
 
 from dflash_hf.modeling.probe_dflash import probe_rollback
 from dflash_hf.modeling.replay_dflash import ReplaySession, StepSession

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import make_draft, make_target
+from support.pairs import make_draft, make_target
 from torch._dynamo.utils import counters
 
 from dflash_hf.modeling import round_dflash

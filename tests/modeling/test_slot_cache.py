@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import make_draft, make_target
+from support.pairs import make_draft, make_target
 from transformers import DynamicCache
 
 from dflash_hf.modeling.cache_dflash import SlotCache, can_adopt, slot_mask

@@ -5,10 +5,9 @@ import math
 
 import pytest
 import torch
-from conftest import VOCAB, make_draft, make_target
-from test_dflash2 import make_draft2
-from test_lossless import ragged_prompts
-from test_sampling import STEPS, assert_follows, exact_distribution, sample, small  # noqa: F401, a fixture
+from support.pairs import VOCAB, make_draft, make_draft2, make_target
+from support.rows import ragged_prompts
+from support.sampling import STEPS, assert_follows, exact_distribution, sample
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 from dflash_hf.modeling.cache_dflash import slot_mask

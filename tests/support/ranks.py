@@ -5,12 +5,13 @@ from pathlib import Path
 
 import torch
 from accelerate import DistributedType, PartialState
-from conftest import make_draft, make_target
-from test_trainer import PLAIN_SGD, history, make_trainer, uneven_rows
 from torch.distributed.fsdp import fully_shard
 
 from dflash_hf.modeling.target_dflash import decoder_layers, raw_embedding
 from dflash_hf.target import target_features, target_forward, target_logits
+from support.pairs import make_draft, make_target
+from support.rows import uneven_rows
+from support.runs import PLAIN_SGD, history, make_trainer
 
 
 # The rows of one step, in order, for each loss: the first half is the first rank's. The second row has no anchor.

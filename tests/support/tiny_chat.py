@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from conftest import make_target
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from support.pairs import make_target
 
 
 SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>"]

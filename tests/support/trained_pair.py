@@ -1,9 +1,9 @@
 """A target and a drafter that are really trained, in seconds: drafts are accepted and rejected for honest reasons."""
 
 import torch
-from conftest import make_draft, make_target
 
 from dflash_hf import DFlashTrainer, DFlashTrainingArguments
+from support.pairs import make_draft, make_target
 
 
 def walk(generator: torch.Generator, length: int) -> list[int]:

@@ -5,9 +5,10 @@ import re
 
 import pytest
 import torch
-from conftest import make_draft, make_target
 from safetensors.torch import load_file
-from test_trainer import BLOCK, counting_rows, history, make_trainer
+from support.pairs import make_draft, make_target
+from support.rows import counting_rows
+from support.runs import BLOCK, history, make_trainer
 
 from dflash_hf import DecodingCallback, DFlashDraftModel, DFlashTrainer
 from dflash_hf.hub.check import check

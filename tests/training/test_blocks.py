@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import make_draft, make_target
+from support.pairs import make_draft, make_target
 
 from dflash_hf.modeling.modeling_dflash import additive, visible_in_block
 from dflash_hf.modeling.target_dflash import raw_embedding

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_draft, make_target
-from test_trainer import BLOCK, counting_rows, history, make_trainer
+from support.pairs import make_draft, make_target
+from support.rows import counting_rows
+from support.runs import BLOCK, history, make_trainer
 from transformers import EarlyStoppingCallback
 
 from dflash_hf import DecodingCallback

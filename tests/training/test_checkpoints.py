@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_target
 from safetensors.torch import load_file
-from test_trainer import counting_rows, history, make_trainer
+from support.pairs import make_target
+from support.rows import counting_rows
+from support.runs import history, make_trainer
 
 from dflash_hf import DFlashDraftModel
 

@@ -5,9 +5,10 @@ import shutil
 
 import pytest
 import torch
-from conftest import make_draft, make_target
+from support.pairs import make_draft, make_target
+from support.rows import counting_rows, uneven_rows
+from support.runs import BLOCK, history, make_trainer
 from support.tiny_chat import make_tokenizer, save_target
-from test_trainer import BLOCK, counting_rows, history, make_trainer, uneven_rows
 from transformers import AutoModelForCausalLM
 
 from dflash_hf.cli import main

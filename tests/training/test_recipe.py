@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_draft
+from support.pairs import make_draft
 from support.tiny_chat import CHATML, THINKING, save_target
 from transformers import AutoModelForCausalLM
 
@@ -273,7 +273,7 @@ def test_the_finished_drafter_is_published_once(folder, data, tmp_path, capsys, 
 
 
 def test_targets_without_a_spare_row_need_a_mask_token(data, tmp_path, capsys):
-    from conftest import make_target
+    from support.pairs import make_target
     from support.tiny_chat import make_tokenizer
 
     make_target(vocab_size=259).save_pretrained(tmp_path / "full")

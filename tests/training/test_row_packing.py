@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from conftest import make_draft, make_target
-from test_trainer import BLOCK, PLAIN_SGD, counting_rows, history, make_trainer, uneven_rows
+from support.pairs import make_draft, make_target
+from support.rows import counting_rows, uneven_rows
+from support.runs import BLOCK, PLAIN_SGD, history, make_trainer
 
 from dflash_hf.data.examples import DFlashCollator, document_positions, pack
 from dflash_hf.target import target_features

@@ -5,8 +5,10 @@ import re
 
 import pytest
 import torch
-from conftest import VOCAB, make_draft, make_target
 from safetensors.torch import load_file
+from support.pairs import VOCAB, make_draft, make_target
+from support.rows import counting_rows, uneven_rows
+from support.runs import BLOCK, PLAIN_SGD, history, make_trainer
 from transformers import TrainingArguments
 
 from dflash_hf.data.examples import DFlashCollator, check_examples, make_example
@@ -16,59 +18,6 @@ from dflash_hf.training.blocks import build_blocks
 from dflash_hf.training.losses import slot_weights
 from dflash_hf.training.trainer import DFlashTrainer
 from dflash_hf.training.training_args import DFlashTrainingArguments
-
-
-BLOCK = 4
-
-
-def counting_rows(count, length=24, prompt=4, modulus=90):
-    """Every token is its predecessor plus 3, modulo `modulus`: the anchor alone tells the block."""
-    starts = torch.randint(0, 90, (count,), generator=torch.Generator().manual_seed(0)).tolist()
-    return [
-        make_example(
-            [(s + 3 * j) % modulus for j in range(prompt)], [(s + 3 * j) % modulus for j in range(prompt, length)]
-        )
-        for s in starts
-    ]
-
-
-def uneven_rows():
-    """Four rows with very different numbers of supervised tokens; the second has no anchor at all."""
-    rows = [counting_rows(4, length)[i] for i, length in enumerate((24, 5, 9, 16))]
-    assert sum(rows[1]["loss_mask"]) == 1
-    return rows
-
-
-def make_trainer(folder, target, rows, draft=None, eval_rows=None, **overrides):
-    fields = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 2,
-        "num_anchors": 6,
-        "max_steps": 1,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        **overrides,
-    }
-    draft = make_draft(target, block_size=BLOCK) if draft is None else draft
-    return DFlashTrainer(draft, target, DFlashTrainingArguments(**fields), rows, eval_rows)
-
-
-# With these, one step moves every parameter by minus its gradient.
-PLAIN_SGD = {
-    "optim": "sgd",
-    "learning_rate": 1.0,
-    "lr_scheduler_type": "constant",
-    "warmup_steps": 0,
-    "max_grad_norm": 0.0,
-    "train_sampling_strategy": "sequential",
-}
-
-
-def history(trainer, key):
-    return [line[key] for line in trainer.state.log_history if key in line]
 
 
 # ------------------------------------------------------------------------------------------------------- one true loss

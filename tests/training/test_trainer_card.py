@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
-from conftest import make_target
 from huggingface_hub import ModelCard
 from support.hub_stand_in import stand_in
-from test_trainer import counting_rows, make_trainer
+from support.pairs import make_target
+from support.rows import counting_rows
+from support.runs import make_trainer
 
 from dflash_hf.evaluation.measure import evaluate
 from dflash_hf.hub.card import CardFacts

@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
-from conftest import make_draft, make_target
-from test_trainer import BLOCK, PLAIN_SGD, counting_rows, history, make_trainer, uneven_rows
+from support.pairs import make_draft, make_target
+from support.rows import counting_rows, uneven_rows
+from support.runs import BLOCK, PLAIN_SGD, history, make_trainer
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AutoModelForCausalLM
 
