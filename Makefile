@@ -8,10 +8,20 @@ STAMP := $(VENV)/.dflash-hf-installed
 # Small models on small tensors: more threads than one per worker only wait for each other. Tests never use the network.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 MPLBACKEND=Agg
 
-.PHONY: help venv test lint format coverage demo clean
+# What takes longest is listed where nobody watches the run.
+DURATIONS := $(if $(filter true,$(CI)),--durations=25)
+
+# The inner loop: one family, one dtype, no builds and no processes of their own.
+QUICK := $(addprefix tests/,modeling/test_config.py modeling/test_slot_cache.py modeling/test_hook.py \
+	modeling/test_layouts.py modeling/test_lossless.py \
+	training/test_blocks.py training/test_losses.py data/test_encode.py evaluation/test_measure.py hub/test_card.py)
+NOT_QUICK := compiled or sliding or (families and not qwen3-sdpa)
+
+.PHONY: help venv test quick lint format coverage demo clean
 
 help:
 	@echo "make test      install into $(VENV), lint, run the tests"
+	@echo "make quick     the tests that a change of the maths breaks first, in a minute or two"
 	@echo "make demo      install into $(VENV), train and run a tiny drafter on the CPU"
 	@echo "make lint      ruff check and ruff format --check"
 	@echo "make format    apply what ruff can fix"
@@ -27,7 +37,10 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	@touch $@
 
 test: lint
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) $(DURATIONS)
+
+quick: $(STAMP)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) -x $(QUICK) -k 'not ($(NOT_QUICK))'
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,1 +1,1 @@
-"""Model cards: the template that `dflash_hf.card` fills in, and rendered examples."""
+"""Model cards: the template that `dflash_hf.hub.card` fills in, and rendered examples."""

@@ -9,8 +9,9 @@ import sys
 import pytest
 import torch
 
-from dflash_hf import cli, demo
+from dflash_hf import cli
 from dflash_hf.cli import main, wants_color
+from dflash_hf.demo import run as demo
 
 
 @pytest.fixture(scope="module")

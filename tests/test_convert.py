@@ -6,13 +6,13 @@ import pickle
 
 import pytest
 import torch
-from conftest import make_draft
 from safetensors.torch import load_file
+from support.pairs import make_draft
 from transformers import AutoModel
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.check import check
 from dflash_hf.convert import add_arguments, convert, run
+from dflash_hf.hub.check import check
 
 
 PROMPT = torch.tensor([[5, 9, 17, 33, 2]])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import COMMON, VOCAB, make_draft, make_target
+from support.pairs import COMMON, VOCAB, make_draft, make_target
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 
 from dflash_hf.modeling.target_dflash import decoder_layers

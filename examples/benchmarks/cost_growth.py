@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from dflash_hf.bench_pairs import SHAPES, random_pair
-from dflash_hf.evaluation import hardware
+from dflash_hf.evaluation.bench_pairs import SHAPES, random_pair
+from dflash_hf.evaluation.measure import hardware
 from dflash_hf.modeling.accept_dflash import Continuation
 
 

@@ -1,9 +1,9 @@
 """
 Is decoding with a drafter lossless for every family, and how is each target rolled back?
 
-Tiny random targets of every family in `tests/families.py`, in fp32 on the CPU, and drafters that know the text but err
-in one token of ten, so that drafts are accepted and rejected. Three ways of calling `generate`: greedy, greedy for
-four prompts of different lengths, and sampling from one prompt with the same seed. About a minute of one core.
+Tiny random targets of every family in `tests/support/families.py`, in fp32 on the CPU, and drafters that know the text
+but err in one token of ten, so that drafts are accepted and rejected. Three ways of calling `generate`: greedy, greedy
+for four prompts of different lengths, and sampling from one prompt with the same seed. About a minute of one core.
 
     python examples/benchmarks/families.py > examples/benchmarks/results/families.md
 """
@@ -18,9 +18,9 @@ import transformers
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
-import families as tiny
-from conftest import FAMILIES, make_draft, make_target
-from test_lossless import ragged_prompts
+from support import families as tiny
+from support.pairs import FAMILIES, make_draft, make_target
+from support.rows import ragged_prompts
 
 from dflash_hf import DFlashCandidateGenerator
 from dflash_hf.modeling.probe_dflash import probe_rollback

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from dflash_hf.bench import bench
-from dflash_hf.bench_pairs import SHAPES, random_pair
-from dflash_hf.evaluation import COMPILED, DFLASH, TARGET
+from dflash_hf.evaluation.bench import bench
+from dflash_hf.evaluation.bench_pairs import SHAPES, random_pair
+from dflash_hf.evaluation.measure import COMPILED, DFLASH, TARGET
 
 
 METHODS = (TARGET, DFLASH, COMPILED)

@@ -30,7 +30,7 @@ import transformers
 from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainer, DFlashTrainingArguments
-from dflash_hf.blocks import block_mask
+from dflash_hf.training.blocks import block_mask
 
 
 RESULTS = Path(__file__).parent / "results"

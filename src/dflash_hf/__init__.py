@@ -8,7 +8,7 @@ imported, and everything else when it is used, so that the import itself costs n
 
 import importlib
 
-from .when_imported import when_imported as _when_imported
+from dflash_hf.when_imported import when_imported as _when_imported
 
 
 __version__ = "0.1.0.dev0"
@@ -21,14 +21,14 @@ _LAZY = {
     "DFlashGenerateOutput": ".modeling.generation_dflash",
     "install_hook": ".modeling.hook_dflash",
     "remove_hook": ".modeling.hook_dflash",
-    "DFlashCollator": ".data",
-    "make_example": ".data",
+    "DFlashCollator": ".data.examples",
+    "make_example": ".data.examples",
     "generate_responses": ".target",
-    "DFlashTrainer": ".trainer",
-    "DFlashOfflineTrainer": ".offline",
-    "StoredFeatures": ".features",
-    "DecodingCallback": ".callbacks",
-    "DFlashTrainingArguments": ".training_args",
+    "DFlashTrainer": ".training.trainer",
+    "DFlashOfflineTrainer": ".training.offline",
+    "StoredFeatures": ".training.features",
+    "DecodingCallback": ".training.callbacks",
+    "DFlashTrainingArguments": ".training.training_args",
 }
 __all__ = ["__version__", *_LAZY]
 

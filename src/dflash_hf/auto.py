@@ -13,7 +13,7 @@ import os
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from .modeling.layouts_dflash import is_drafter_config
+from dflash_hf.modeling.layouts_dflash import is_drafter_config
 
 
 def register() -> None:
@@ -32,7 +32,7 @@ def register() -> None:
         if is_drafter_config(config_dict):
             kwargs.pop("trust_remote_code", None)
             kwargs.pop("code_revision", None)
-            from .modeling.modeling_dflash import DFlashDraftConfig
+            from dflash_hf.modeling.modeling_dflash import DFlashDraftConfig
 
             return DFlashDraftConfig.from_pretrained(pretrained_model_name_or_path, **kwargs)
         return original(pretrained_model_name_or_path, **kwargs)
@@ -45,7 +45,7 @@ def register_classes() -> None:
     """Tell `AutoConfig` and `AutoModel` of our classes. Registering twice is a no-op."""
     from transformers import AutoModel
 
-    from .modeling.modeling_dflash import DFlashDraftConfig, DFlashDraftModel
+    from dflash_hf.modeling.modeling_dflash import DFlashDraftConfig, DFlashDraftModel
 
     AutoConfig.register(DFlashDraftConfig.model_type, DFlashDraftConfig, exist_ok=True)
     AutoModel.register(DFlashDraftConfig, DFlashDraftModel, exist_ok=True)

@@ -13,15 +13,18 @@ from dflash_hf.terminal import add_color, positive, wants_color
 # Commands that live in rooms of their own, as `add_arguments(parser)` and `run(arguments, echo) -> int`. A room is
 # imported when its command is asked for: torch takes seconds.
 _ROOMS = {
-    "bench": ("dflash_hf.bench", "time every way of decoding a pair side by side"),
-    "check": ("dflash_hf.check", "will vLLM, SGLang and transformers read a drafter's folder, and read the same?"),
+    "bench": ("dflash_hf.evaluation.bench", "time every way of decoding a pair side by side"),
+    "check": ("dflash_hf.hub.check", "will vLLM, SGLang and transformers read a drafter's folder, and read the same?"),
     "convert": ("dflash_hf.convert", "rewrite a drafter in another published layout"),
-    "eval": ("dflash_hf.eval_prompts", "measure tau, speed-up and losslessness of a pair on prompts"),
-    "features": ("dflash_hf.offline", "store the target's features of a dataset, for training without its layers"),
-    "prepare": ("dflash_hf.prepare", "show what of a dataset is learned, count it, and write it as ids"),
-    "regenerate": ("dflash_hf.regenerate", "write the target's own responses to the prompts of a dataset"),
-    "train": ("dflash_hf.train", "train a drafter by a recipe"),
-    "publish": ("dflash_hf.publish", "upload a drafter with its card to the Hub"),
+    "eval": ("dflash_hf.evaluation.command", "measure tau, speed-up and losslessness of a pair on prompts"),
+    "features": (
+        "dflash_hf.training.offline",
+        "store the target's features of a dataset, for training without its layers",
+    ),
+    "prepare": ("dflash_hf.data.prepare", "show what of a dataset is learned, count it, and write it as ids"),
+    "regenerate": ("dflash_hf.data.regenerate", "write the target's own responses to the prompts of a dataset"),
+    "train": ("dflash_hf.training.train", "train a drafter by a recipe"),
+    "publish": ("dflash_hf.hub.publish", "upload a drafter with its card to the Hub"),
 }
 
 
@@ -110,8 +113,8 @@ def _add_generate(parser) -> None:
 
 
 def _demo(arguments, echo) -> int:
-    from dflash_hf.demo import DemoSettings, run_demo
-    from dflash_hf.demo_cache import default_cache_dir
+    from dflash_hf.demo.cache import default_cache_dir
+    from dflash_hf.demo.run import DemoSettings, run_demo
 
     chosen = {
         "seed": arguments.seed,
@@ -137,7 +140,7 @@ def _generate(arguments, echo) -> int:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
 
     from dflash_hf import DFlashDraftModel
-    from dflash_hf.presentation import colored_answer
+    from dflash_hf.evaluation.text import colored_answer
 
     if arguments.temperature < 0:
         raise ValueError(f"--temperature {arguments.temperature} must not be negative; 0 decodes greedily.")

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from .modeling.modeling_dflash import DFlashDraftModel
+from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 
 
 LAYOUTS = ("native", "z-lab")

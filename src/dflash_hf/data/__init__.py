@@ -1,0 +1,1 @@
+"""Prompts and answers: from files, the Hub and the target itself to ids with a loss mask."""

@@ -1,0 +1,309 @@
+"""From a dataset to what is trained on, with a count of everything that was left out; and `dflash prepare`."""
+
+import json
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+from transformers.utils import logging
+
+from dflash_hf.data.encode import RowEncoder, UnusableRow
+from dflash_hf.data.examples import pack
+from dflash_hf.data.response_file import SETTINGS
+from dflash_hf.data.sources import load_rows
+from dflash_hf.terminal import add_color, positive, wants_color
+
+
+logger = logging.get_logger(__name__)
+_PROBED = 64  # rows of a stream that are encoded before training starts
+
+
+@dataclass
+class DataReport:
+    """
+    What became of the rows of a dataset.
+
+    Args:
+        rows (`int`): Rows read.
+        examples (`int`): Examples made of them; more than rows where each turn of a conversation is one.
+        tokens, supervised (`int`): Tokens of the examples, and those that are learned.
+        longest (`int`): Tokens of the longest example.
+        dropped (`dict[str, int]`): Rows left out, by reason.
+    """
+
+    rows: int = 0
+    examples: int = 0
+    tokens: int = 0
+    supervised: int = 0
+    longest: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+
+    def add(self, examples: list[dict], reason: str | None) -> None:
+        """Count what became of one row."""
+        self.rows += 1
+        if reason:
+            self.dropped[reason] = self.dropped.get(reason, 0) + 1
+        for example in examples:
+            length = len(example["input_ids"])
+            self.examples += 1
+            self.tokens += length
+            self.supervised += sum(example["loss_mask"])
+            self.longest = max(self.longest, length)
+
+    def check(self) -> None:
+        """
+        Raises:
+            `ValueError`: nothing is left to train on.
+        """
+        if self.rows == 0:
+            raise ValueError("The dataset holds no row.")
+        if self.examples == 0:
+            reasons = "; ".join(f"{count} because {reason}" for reason, count in self.dropped.items())
+            raise ValueError(f"None of {self.rows} rows can be trained on: {reasons}.")
+
+    def lines(self) -> list[str]:
+        """The report for a terminal."""
+        share = self.supervised / max(self.tokens, 1)
+        mean = self.tokens / max(self.examples, 1)
+        lines = [
+            f"rows              {self.rows:,}",
+            f"examples          {self.examples:,}, {mean:,.0f} tokens on average, {self.longest:,} at most",
+            f"tokens            {self.tokens:,}",
+            f"supervised        {self.supervised:,} tokens, {share:.1%}",
+            f"rows left out     {sum(self.dropped.values()):,}",
+        ]
+        for reason, count in sorted(self.dropped.items(), key=lambda one: -one[1]):
+            lines.append(f"  {count:,}: {reason}")
+        return lines
+
+
+def prepare_dataset(rows, encoder: RowEncoder, packing: bool = False, num_proc: int | None = None):
+    """
+    Encode a dataset.
+
+    Args:
+        rows (`datasets.Dataset` or `datasets.IterableDataset`): See [`~dflash_hf.data.sources.load_rows`].
+        encoder (`RowEncoder`): Makes examples of rows.
+        packing (`bool`): Join examples into rows of `encoder.max_length` tokens, within 1000 examples at a time.
+        num_proc (`int`): Processes; not for a stream.
+
+    Returns:
+        The dataset with `input_ids` and `loss_mask`, and a [`DataReport`]; of a stream it counts the first 64 rows.
+
+    Raises:
+        `ValueError`: a row is not what it should be, or none can be trained on; names the row.
+    """
+    from datasets import Features, IterableDataset, Sequence, Value
+
+    if packing and encoder.max_length is None:
+        raise ValueError("packing=True needs max_length, the tokens of a row.")
+    features = {"input_ids": Sequence(Value("int32")), "loss_mask": Sequence(Value("int8"))}
+    packed_features = Features({**features, "document_ids": Sequence(Value("int32"))})
+    report = DataReport()
+    stream = isinstance(rows, IterableDataset)
+    if stream:
+        first = islice(iter(rows), _PROBED)
+        for index, row in enumerate(first):
+            report.add(*_encode_one(encoder, index, row))
+        # The columns of a stream are known only from its rows.
+        columns = rows.column_names or list(next(iter(rows), {}))
+        options = {"remove_columns": columns}
+    else:
+        options = {"remove_columns": rows.column_names, "num_proc": num_proc, "desc": "encoding"}
+    encoded = rows.map(
+        partial(_encode_batch, encoder),
+        with_indices=True,
+        batched=True,
+        features=Features({**features, "left_out": Value("string"), "ends_row": Value("bool")}),
+        **options,
+    )
+    if not stream:
+        for batch in encoded.with_format("numpy").iter(1000):
+            _count(report, batch)
+    report.check()
+
+    # Rows that were left out are empty.
+    kept = encoded.filter(_is_kept, input_columns="input_ids", **({} if stream else {"num_proc": num_proc}))
+    kept = kept.remove_columns(["left_out", "ends_row"])
+    if packing:
+        options = {} if stream else {"num_proc": num_proc, "desc": "packing"}
+        kept = kept.map(partial(_pack_batch, encoder.max_length), batched=True, features=packed_features, **options)
+    return kept, report
+
+
+def _encode_one(encoder: RowEncoder, index: int, row: dict) -> tuple[list[dict], str | None]:
+    try:
+        return encoder(row), None
+    except UnusableRow as reason:
+        return [], str(reason)
+    except ValueError as error:
+        raise ValueError(f"Row {index}: {error}") from error
+
+
+def _encode_batch(encoder: RowEncoder, batch: dict, indices: list[int]) -> dict:
+    output = {"input_ids": [], "loss_mask": [], "left_out": [], "ends_row": []}
+    for place, index in enumerate(indices):
+        examples, reason = _encode_one(encoder, index, {name: values[place] for name, values in batch.items()})
+        for number, example in enumerate(examples or [{"input_ids": [], "loss_mask": []}], start=1):
+            output["input_ids"].append(example["input_ids"])
+            output["loss_mask"].append(example["loss_mask"])
+            output["left_out"].append(reason)
+            output["ends_row"].append(number >= len(examples))
+    return output
+
+
+def _count(report: DataReport, batch: dict) -> None:
+    lengths = [len(ids) for ids in batch["input_ids"]]
+    report.rows += int(sum(batch["ends_row"]))
+    report.examples += sum(length > 0 for length in lengths)
+    report.tokens += sum(lengths)
+    report.supervised += sum(int(mask.sum()) for mask in batch["loss_mask"])
+    report.longest = max(report.longest, *lengths)
+    reasons = Counter(str(reason) for reason, length in zip(batch["left_out"], lengths) if length == 0)
+    report.dropped = dict(Counter(report.dropped) + reasons)
+
+
+def _is_kept(input_ids: list[int]) -> bool:
+    return len(input_ids) > 0
+
+
+def _pack_batch(max_length: int, batch: dict) -> dict:
+    examples = [{"input_ids": ids, "loss_mask": mask} for ids, mask in zip(batch["input_ids"], batch["loss_mask"])]
+    packed = list(pack(examples, max_length))
+    return {name: [row[name] for row in packed] for name in ("input_ids", "loss_mask", "document_ids")}
+
+
+def colored_example(example: dict, tokenizer, color: bool, longest_run: int = 120) -> str:
+    """The text of an example; supervised tokens are green, or in brackets. Long stretches lose their middle."""
+    ids, mask = example["input_ids"], example["loss_mask"]
+    text, start = "", 0
+    while start < len(ids):
+        end = start
+        while end < len(ids) and mask[end] == mask[start]:
+            end += 1
+        run = ids[start:end]
+        if len(run) > longest_run:
+            half = longest_run // 2
+            left_out = f" ... {len(run) - 2 * half} tokens ... "
+            piece = tokenizer.decode(run[:half]) + left_out + tokenizer.decode(run[-half:])
+        else:
+            piece = tokenizer.decode(run)
+        if mask[start]:
+            piece = f"\x1b[32m{piece}\x1b[0m" if color else f"[{piece}]"
+        text, start = text + piece, end
+    return text
+
+
+def add_data_arguments(parser) -> None:
+    """Arguments of every command that reads a dataset."""
+    parser.add_argument("data", metavar="DATA", help="a .jsonl, .json, .parquet or .csv file, or a dataset of the Hub")
+    parser.add_argument("--split", help="default: train, or the only one")
+    parser.add_argument("--name", help="configuration of a dataset of the Hub")
+    parser.add_argument("--limit", type=positive, help="take the first rows only")
+    parser.add_argument("--chat-template", type=Path, help="Jinja file in place of the tokenizer's own")
+    parser.add_argument(
+        "--template-args",
+        metavar="JSON",
+        help="arguments of the chat template, such as '{\"enable_thinking\": false}'",
+    )
+
+
+def add_arguments(parser) -> None:
+    """Arguments of `dflash prepare`."""
+    add_data_arguments(parser)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--tokenizer", help="folder or Hub name of a tokenizer")
+    which.add_argument("--target", help="folder or Hub name of the target, whose tokenizer is taken")
+    parser.add_argument("--max-length", type=positive, default=3072, help="cut examples here; default: %(default)s")
+    parser.add_argument("--mask-token-id", type=int, help="the drafter's mask token; rows that hold it are left out")
+    parser.add_argument("--examples", type=int, default=3, help="examples to show; default: %(default)s")
+    parser.add_argument("--output", type=Path, help="write the examples here, as .jsonl or .parquet")
+    parser.add_argument("--num-proc", type=positive, help="processes")
+    add_color(parser, "supervised tokens")
+
+
+def run(arguments, echo) -> int:
+    """`dflash prepare`: `echo` a few examples and the counts; write the examples if asked."""
+    output = arguments.output
+    if output is not None and output.suffix not in (".jsonl", ".parquet"):
+        raise ValueError(f"--output {output} must end in .jsonl or .parquet.")
+    encoder = RowEncoder(
+        load_tokenizer(arguments.tokenizer or arguments.target, arguments.chat_template),
+        arguments.max_length,
+        resolve_template_kwargs(template_arguments(arguments.template_args), arguments.data),
+        arguments.mask_token_id,
+    )
+    rows = load_rows(arguments.data, arguments.split, name=arguments.name)
+    if arguments.limit:
+        rows = rows.select(range(min(arguments.limit, len(rows))))
+    dataset, report = prepare_dataset(rows, encoder, num_proc=arguments.num_proc)
+    color = wants_color(arguments.color, sys.stdout)
+    for number in range(min(arguments.examples, len(dataset))):
+        echo(f"--- example {number}, supervised tokens {'in green' if color else 'in brackets'}")
+        echo(colored_example(dataset[number], encoder.tokenizer, color))
+    if arguments.examples:
+        echo("---")
+    for line in report.lines():
+        echo(line)
+    if output is not None:
+        half = output.with_name(f".{output.name}.half")
+        (dataset.to_parquet if output.suffix == ".parquet" else dataset.to_json)(str(half))
+        half.replace(output)
+        echo(f"written           {output}")
+    return 0
+
+
+def template_arguments(text: str | None) -> dict | None:
+    """The value of `--template-args`."""
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"--template-args {text} is not JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"--template-args {text} must be a JSON object, such as '{{\"enable_thinking\": false}}'.")
+    return value
+
+
+def resolve_template_kwargs(given: dict | None, data, stored: dict[str, dict] | None = None, default=None) -> dict:
+    """
+    The arguments of the chat template: those that are given, else those that the data were made with.
+
+    Args:
+        given (`dict`, *optional*): What the user says.
+        data: File or files of rows; `dflash regenerate` leaves its settings beside what it writes.
+        stored (`dict[str, dict]`): Arguments of other inputs, such as stored features, by name.
+        default (`dict`): Where nobody knows any.
+
+    Raises:
+        `ValueError`: an input was made with other arguments.
+    """
+    made_with = dict(stored or {})
+    for path in [data] if isinstance(data, str | Path) else data or []:
+        notes = Path(f"{path}{SETTINGS}")
+        if notes.is_file():
+            made_with[str(path)] = json.loads(notes.read_text(encoding="utf-8")).get("chat_template_kwargs", {})
+    wanted = given if given is not None else next(iter(made_with.values()), default or {})
+    for name, kwargs in made_with.items():
+        if kwargs != wanted:
+            raise ValueError(
+                f"{name} was made with chat_template_kwargs={kwargs}, not {wanted}; a drafter drafts badly in a mode "
+                "that it was not trained in. Make the data again, or leave these arguments out."
+            )
+    return wanted
+
+
+def load_tokenizer(name: str, chat_template: str | Path | None = None, revision: str | None = None):
+    """A tokenizer, with another chat template if one is given."""
+    from transformers import AutoTokenizer
+
+    if str(name).startswith((".", "/", "~")) and not Path(name).exists():
+        raise FileNotFoundError(f"{name}: there is no such folder.")
+    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main")
+    if chat_template is not None:
+        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+    return tokenizer

@@ -1,0 +1,1 @@
+"""A small pair, trained and decoded on this machine: `dflash demo`."""

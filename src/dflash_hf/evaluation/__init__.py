@@ -1,0 +1,1 @@
+"""What a pair achieves: measures, texts, pictures, and the bench."""

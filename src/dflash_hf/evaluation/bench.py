@@ -1,0 +1,352 @@
+"""
+`dflash bench`: every way of decoding one pair, side by side in one run, and where the time of a round goes.
+
+With `--forced-acceptance` random weights of a given shape are timed, drafted by an oracle that is right as often as a
+trained drafter would be, so that the shapes of real models can be timed anywhere.
+"""
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
+
+from dflash_hf.convert import convert
+from dflash_hf.evaluation.bench_pairs import SHAPES, OracleDraft, native_oracle, oracle_text, random_pair
+from dflash_hf.evaluation.bench_reference import Reference
+from dflash_hf.evaluation.measure import (
+    COMPILED,
+    DFLASH,
+    OURS,
+    PROMPT_LOOKUP,
+    TARGET,
+    TREE,
+    EvalReport,
+    evaluate,
+    out_of_sight,
+    variant,
+)
+from dflash_hf.evaluation.text import summary_lines
+from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
+from dflash_hf.terminal import positive
+
+
+STATIC, NATIVE, ASSISTANT, REFERENCE = "target_static", "native", "assistant", "reference"
+METHODS = (TARGET, DFLASH, TREE, COMPILED, NATIVE, PROMPT_LOOKUP)
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass
+class RoundReport:
+    """
+    Where the time of a round goes; seconds, medians. The forwards are timed bare, with an ordinary cache.
+
+    Args:
+        one_token (`float`): The target's forward over one token.
+        verify (`float`): The target's forward over a block.
+        draft (`float`): The drafter's forward over a block and as many context features, and the head on its slots.
+        rounds (`dict[str, float]`): A whole round of each method that drafts; see `time_rounds`.
+        tau (`float`): Tokens committed per verification.
+    """
+
+    one_token: float
+    verify: float
+    draft: float
+    rounds: dict[str, float]
+    tau: float
+
+    @property
+    def overhead(self) -> dict[str, float]:
+        """Time of a round over that of its two forwards."""
+        return {name: seconds / (self.verify + self.draft) for name, seconds in self.rounds.items()}
+
+    @property
+    def attainable(self) -> float:
+        """The speed-up that the bare forwards allow: `tau * t_1 / (t_draft + t_verify)`."""
+        return self.tau * self.one_token / (self.draft + self.verify)
+
+    def lines(self) -> list[str]:
+        lines = [
+            f"bare forwards     {1e3 * self.one_token:.2f} ms one token, {1e3 * self.verify:.2f} ms block, "
+            f"{1e3 * self.draft:.2f} ms draft; attainable {self.attainable:.2f}x over one-token forwards alone",
+        ]
+        for name, seconds in self.rounds.items():
+            lines.append(f"round             {1e3 * seconds:.2f} ms {name}: {self.overhead[name]:.2f} of its forwards")
+        return lines
+
+
+def time_forwards(target, draft, prompt: Sequence[int], context: int, repeats: int = 5) -> tuple[float, float, float]:
+    """Median seconds of `(one-token forward, block forward, draft forward)` at a context of so many tokens."""
+    device, size = target.device, draft.config.block_size
+    ids = torch.tensor([(list(prompt) * (context // len(prompt) + 2))[:context]], device=device)
+    block = ids[:, :size]
+    times: dict[str, list[float]] = {"one": [], "verify": [], "draft": []}
+    with torch.no_grad():
+        cache = DynamicCache(config=target.config.get_text_config(decoder=True))
+        target(input_ids=ids, past_key_values=cache, use_cache=True)
+        draft_cache = DynamicCache()
+        width = draft.fc.in_features
+        positions = torch.arange(context, device=device)[None]
+        features = torch.randn(1, context, width, device=device, dtype=draft.dtype)
+        draft.extend_context(draft.project_context(features), positions, draft_cache)
+        noise = torch.randn(1, size, draft.config.hidden_size, device=device, dtype=draft.dtype)
+
+        def run(name: str, forward: Callable, cache, length: int) -> None:
+            _synchronize(device)
+            start = time.perf_counter()
+            forward()
+            _synchronize(device)
+            times[name].append(time.perf_counter() - start)
+            cache.crop(-length)
+
+        def one():
+            target(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
+
+        def verify():
+            target(input_ids=block, past_key_values=cache, use_cache=True)
+
+        def drafting():
+            output = draft(noise_embeds=noise, context_hidden_states=features[:, :size], past_key_values=draft_cache)
+            draft.draft_logits(output.last_hidden_state[:, 1:], target.get_output_embeddings())
+
+        for _ in range(repeats + 2):  # in turn, so that other load falls on all
+            run("one", one, cache, 1)
+            run("verify", verify, cache, size)
+            run("draft", drafting, draft_cache, 2 * size)
+    one_token, verify_block, draft_block = (statistics.median(seconds[2:]) for seconds in times.values())
+    return one_token, verify_block, draft_block
+
+
+def _synchronize(device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def bench(
+    target,
+    draft,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int = 128,
+    runs: int = 5,
+    methods: Sequence[str] = METHODS,
+    forced_acceptance: float | None = None,
+    assistant=None,
+    reference: str | Path | None = None,
+    reference_python: str | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> tuple[EvalReport, RoundReport]:
+    """
+    Time a pair by every method, alternating, in one process (the reference in one of its own).
+
+    Args:
+        target, draft: The pair.
+        prompts (`Sequence[Sequence[int]]`): Prompt ids.
+        max_new_tokens (`int`): Longest answer.
+        runs (`int`): Timed repetitions.
+        methods (`Sequence[str]`): `"target"`, `"dflash"` and any of `"target_static"` (compiled, static cache),
+            others of `OURS`, `"native"` (transformers' own `speculation_type="dflash"`), `"prompt_lookup"`.
+        forced_acceptance (`float`, *optional*): Tokens per verification that an oracle draft is to reach.
+        assistant (`PreTrainedModel`, *optional*): A small autoregressive assistant to time as well.
+        reference (path, *optional*): A checkout of z-lab/dflash to time as well.
+        reference_python (`str`, *optional*): Its interpreter; default: this one.
+        say: Called with a line on what is left out, and why.
+
+    Raises:
+        `ValueError`: `forced_acceptance` lies outside 1..block size.
+    """
+    size = draft.config.block_size
+    known = {TARGET, *OURS, STATIC, NATIVE, PROMPT_LOOKUP}
+    if unknown := set(methods) - known:
+        raise ValueError(f"methods={list(methods)} names {sorted(unknown)}; choose from {sorted(known)}.")
+    texts = None
+    if forced_acceptance is not None:
+        texts = [oracle_text(target, prompt, max_new_tokens, size, forced_acceptance) for prompt in prompts]
+    others: dict = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        if STATIC in methods:
+            others[STATIC] = {"cache_implementation": "static"}
+        if NATIVE in methods:
+            try:
+                folder = convert(_saved(draft, scratch), Path(scratch) / "native", to="native")
+                native = AutoModel.from_pretrained(folder, dtype=draft.dtype).to(draft.device).eval()
+                others[NATIVE] = {"assistant_model": native, "speculation_type": "dflash"}
+            except ValueError as error:
+                say(f"native            left out: {error}")
+        if assistant is not None:
+            others[ASSISTANT] = {"assistant_model": assistant}
+        server = None
+        if reference is not None:
+            target.save_pretrained(Path(scratch) / "target")
+            server = Reference(
+                reference, scratch, _saved(draft, scratch), target, max_new_tokens, texts, reference_python
+            )
+            others[REFERENCE] = server
+        ours = [method for method in methods if method in (TARGET, *OURS, PROMPT_LOOKUP)]
+        drafter = draft if texts is None else OracleDraft.of(draft, texts, prompts, forced_acceptance)
+        try:
+            with native_oracle(texts, prompts):
+                report = evaluate(target, drafter, prompts, max_new_tokens, runs, ours, others=others)
+        finally:
+            if server is not None:
+                server.close()
+    # The prompt with the longest answer; of it the rounds of the second half are timed.
+    prompt, answer = max(zip(prompts, report.responses, strict=True), key=lambda pair: len(pair[1]))
+    context = len(prompt) + 3 * len(answer) // 4
+    names = [name for name in OURS if name in report.methods]
+    ways = [variant(drafter, **OURS[name]) for name in names]
+    forwards, times = [], []
+    with out_of_sight():
+        for _ in range(7):  # in turn, since a machine's own speed drifts
+            forwards.append(time_forwards(target, draft, prompt, context))
+            times.append(time_rounds(target, ways, prompt, len(answer)))
+    one, verify, drafted = map(statistics.median, zip(*forwards, strict=True))
+    rounds = dict(zip(names, map(statistics.median, zip(*times, strict=True)), strict=True))
+    report.setting.update(
+        forced_acceptance=forced_acceptance,
+        target_parameters=sum(p.numel() for p in target.parameters()),
+        draft_parameters=sum(p.numel() for p in draft.parameters()),
+        context=context,
+    )
+    return report, RoundReport(one, verify, drafted, rounds, report.tau)
+
+
+def _saved(draft, scratch) -> Path:
+    folder = Path(scratch) / "draft"
+    if not folder.exists():
+        draft.save_pretrained(folder)
+    return folder
+
+
+def time_rounds(target, drafters: Sequence, prompt: Sequence[int], max_new_tokens: int) -> list[float]:
+    """
+    Seconds of a round of each drafter: what a whole answer takes longer than half of it, over the rounds that it has
+    more, so that the prompt and all that is done once for a call are left out.
+    """
+    ids = torch.tensor([list(prompt)], device=target.device)
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "return_dict_in_generate": True}
+
+    def call(draft, tokens: int) -> tuple[float, int]:
+        _synchronize(target.device)
+        start = time.perf_counter()
+        output = target.generate(ids, max_new_tokens=tokens, assistant_model=draft, **options)
+        _synchronize(target.device)
+        return time.perf_counter() - start, len(output.acceptance_lengths[0])
+
+    seconds = []
+    for draft in drafters:
+        (half, fewer), (whole, more) = call(draft, max(max_new_tokens // 2, 1)), call(draft, max_new_tokens)
+        seconds.append((whole - half) / max(more - fewer, 1))
+    return seconds
+
+
+# ------------------------------------------------------------------------------------------------------- command line
+
+
+def add_arguments(parser) -> None:
+    """The arguments of `dflash bench`."""
+    parser.add_argument("--target", help="the target: a folder or a repository")
+    parser.add_argument("--draft", help="its drafter")
+    parser.add_argument("--data", help="prompts: a .txt, JSON Lines, JSON, CSV or Parquet file, or a dataset")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of that shape, instead of a pair")
+    parser.add_argument("--forced-acceptance", type=float, help="tokens per verification of an oracle draft")
+    parser.add_argument("--dtype", choices=sorted(_DTYPES), default="fp32", help="default: %(default)s")
+    parser.add_argument("--device", default="cpu", help="default: %(default)s")
+    parser.add_argument("--prompts", type=positive, default=4, help="how many; default: %(default)s")
+    parser.add_argument("--max-new-tokens", type=positive, default=128, help="default: %(default)s")
+    parser.add_argument("--runs", type=positive, default=5, help="timed repetitions; default: %(default)s")
+    parser.add_argument(
+        "--methods",
+        default=",".join(METHODS),
+        help=f"separated by commas: {', '.join((TARGET, *OURS, STATIC, NATIVE, PROMPT_LOOKUP))}; default: %(default)s",
+    )
+    parser.add_argument("--assistant", help="a small autoregressive assistant to time as well")
+    parser.add_argument("--reference", help="a checkout of z-lab/dflash to time as well")
+    parser.add_argument("--reference-python", help="its interpreter; default: this one")
+    parser.add_argument("--output", type=Path, help="folder for bench.json, bench.md and bench.png")
+
+
+def run(arguments, echo) -> int:
+    """`dflash bench`; returns 1 where an output in fp32 is not the target's own."""
+    dtype = _DTYPES[arguments.dtype]
+    if (arguments.shape is None) == (arguments.target is None or arguments.draft is None):
+        raise ValueError("Give either --shape, or --target and --draft.")
+    if arguments.shape is not None:
+        if arguments.forced_acceptance is None:
+            raise ValueError(f"--shape {arguments.shape} has random weights: give --forced-acceptance TAU.")
+        target, draft, prompts = random_pair(arguments.shape, dtype, arguments.device, arguments.prompts)
+    else:
+        target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=dtype).to(arguments.device).eval()
+        draft = DFlashDraftModel.from_pretrained(arguments.draft, dtype=dtype).to(arguments.device).eval()
+        prompts = _prompts(arguments)
+    assistant = None
+    if arguments.assistant is not None:
+        assistant = AutoModelForCausalLM.from_pretrained(arguments.assistant, dtype=dtype).to(arguments.device).eval()
+    report, rounds = bench(
+        target,
+        draft,
+        prompts,
+        arguments.max_new_tokens,
+        arguments.runs,
+        arguments.methods.split(","),
+        arguments.forced_acceptance,
+        assistant,
+        arguments.reference,
+        arguments.reference_python,
+        say=echo,
+    )
+    lines = _lines(report, rounds, arguments)
+    for line in lines:
+        echo(line)
+    if arguments.output is not None:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        (arguments.output / "bench.md").write_text("```\n" + "\n".join(lines) + "\n```\n", encoding="utf-8")
+        facts = json.loads(report.to_json()) | {"round": {**vars(rounds), "overhead": rounds.overhead}}
+        (arguments.output / "bench.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        try:
+            from dflash_hf.evaluation.plots import plot_report
+
+            plot_report(report, arguments.output / "bench.png", _title(report, arguments))
+        except ImportError as error:
+            echo(f"no picture: {error}")
+        echo(f"written to {arguments.output}")
+    return 0 if report.lossless or dtype != torch.float32 else 1
+
+
+def _prompts(arguments) -> list[list[int]]:
+    if arguments.data is None:
+        raise ValueError("Give --data, the prompts to decode.")
+    from dflash_hf.data.encode import RowEncoder
+    from dflash_hf.data.prepare import load_tokenizer
+    from dflash_hf.evaluation.command import read_prompts
+
+    encoder = RowEncoder(load_tokenizer(arguments.target))
+    return [list(prompt) for prompt in read_prompts(arguments.data, encoder, arguments.prompts)]
+
+
+def _title(report: EvalReport, arguments) -> str:
+    forced = "" if arguments.forced_acceptance is None else f", FORCED acceptance {arguments.forced_acceptance}"
+    name = arguments.shape or Path(arguments.target).name
+    return f"{name}, {arguments.dtype}, {report.setting['threads']} threads{forced}"
+
+
+def _lines(report: EvalReport, rounds: RoundReport, arguments) -> list[str]:
+    setting = report.setting
+    head = [
+        f"{_title(report, arguments)}: target {setting['target_parameters'] / 1e6:.1f} M, drafter "
+        f"{setting['draft_parameters'] / 1e6:.1f} M parameters; {setting['hardware']}; torch {setting['torch']}, "
+        f"transformers {setting['transformers']}",
+        "",
+    ]
+    ours = [name for name in OURS if name in report.methods]
+    reached = ", ".join(f"{report.methods[name].speedup / rounds.attainable:.2f} {name}" for name in ours)
+    tail = rounds.lines() + [f"attained          of the attainable speed-up: {reached}"]
+    peers = [report.methods[name] for name in (NATIVE, REFERENCE) if name in report.methods]
+    if peers:
+        best = max(peer.speedup for peer in peers)
+        tail.append("over best peer    " + ", ".join(f"{report.methods[n].speedup / best:.2f}x {n}" for n in ours))
+    return head + summary_lines(report) + tail

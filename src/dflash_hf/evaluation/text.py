@@ -1,0 +1,71 @@
+"""A report and an answer as text for a terminal."""
+
+from collections.abc import Sequence
+
+from dflash_hf.evaluation.measure import COMPILED_METHODS, DFLASH, OURS, PROMPT_LOOKUP, TARGET, EvalReport
+
+
+LABELS = {method: "same, " + method.removeprefix(f"{DFLASH}_").replace("_", ", ") for method in OURS}
+LABELS |= {TARGET: "target alone", DFLASH: "with the drafter", PROMPT_LOOKUP: "prompt lookup"}
+
+
+def origins(lengths: Sequence[int], total: int) -> list[int]:
+    """
+    Where each token of an answer comes from.
+
+    Args:
+        lengths (`Sequence[int]`): Tokens committed by each verification, bonus included.
+        total (`int`): Tokens of the answer, the first one, from the prompt's forward, included.
+
+    Returns:
+        `list[int]`: 0 for a token of the target itself (the first, and each bonus), else the number of the
+        verification that accepted it, counted from 1.
+    """
+    sources = [0]
+    for number, length in enumerate(lengths, start=1):
+        sources += [number] * (length - 1) + [0]
+    return sources[:total]
+
+
+def summary_lines(report: EvalReport) -> list[str]:
+    """The table of a report and what stands under it."""
+    lines = [f"{'':30}{'tokens/s':>9}{'slowest-fastest':>17}{'speed-up':>10}{'tokens/forward':>16}{'equal':>9}"]
+    for name, method in report.methods.items():
+        spread = f"{min(method.runs):.0f}-{max(method.runs):.0f}"
+        lines.append(
+            f"{LABELS.get(name, name):30}{method.tokens_per_second:9.0f}{spread:>17}{method.speedup:9.2f}x"
+            f"{method.tokens_per_forward:16.2f}{method.equal:>5}/{report.num_prompts}"
+        )
+    lines += [
+        "",
+        f"tau               {report.tau:.2f} tokens per verification over {len(report.verifications)} verifications "
+        f"(mean of the answers' means {report.tau_per_response:.2f}), bonus included, prompt excluded",
+        "slot accepted, %  " + " ".join(f"{100 * share:.0f}" for share in report.acceptance_by_position),
+        f"lossless          {report.methods[DFLASH].equal} of {report.num_prompts} outputs equal the target's own"
+        + ("" if report.lossless else "  <- NOT LOSSLESS"),
+    ]
+    warm = [
+        f"{m.warmup_seconds:.0f} s {LABELS[name]}" for name, m in report.methods.items() if name in COMPILED_METHODS
+    ]
+    if warm:
+        lines.append(f"compiling         {', '.join(warm)}, once; the next run reads it")
+    if report.correct is not None:
+        right = sum(report.correct)
+        lines.append(
+            f"target's answers  {right} of {report.num_prompts} exactly right ({right / report.num_prompts:.0%})"
+        )
+    return lines
+
+
+def colored_answer(pieces: list[str], lengths: list[int], color: bool) -> str:
+    """An answer's text; accepted draft tokens are green, one shade for each verification, or in brackets."""
+    text, previous = "", 0
+    for piece, source in zip(pieces, origins(lengths, len(pieces)), strict=True):
+        if color:
+            code = 0 if source == 0 else 32 if source % 2 else 92
+            text += f"\x1b[{code}m{piece}" if source != previous else piece
+        else:
+            text += ("]" if previous and source != previous else "") + ("[" if source and source != previous else "")
+            text += piece
+        previous = source
+    return text + ("\x1b[0m" if color else "]" if previous else "")

@@ -1,0 +1,1 @@
+"""From a folder to the Hub: card, preflight of the engines, upload."""

@@ -1,0 +1,328 @@
+"""
+The model card of a drafter, rendered from facts alone: what nobody measured or named is left out.
+
+Facts come from the drafter's own files (`config.json`, the weights' headers, `eval_report.json`, `eval_report.png`)
+and from `card_facts.json` beside them, which holds the fields of [`CardFacts`].
+"""
+
+import json
+import math
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.utils import validate_repo_id
+
+from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
+from dflash_hf.hub.check import check, read_shapes
+from dflash_hf.hub.engine_rules import DFLASH2, MUSE
+from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
+
+
+FACTS_FILE = "card_facts.json"
+TEMPLATE = "model_card_template.md"
+RELATIONS = ("adapter", "finetune", "merge", "quantized")
+# Of the many training arguments, those that make a run; shown where they are set.
+_TRAINING = (
+    "num_train_epochs",
+    "max_steps",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "world_size",
+    "learning_rate",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "weight_decay",
+    "max_grad_norm",
+    "optim",
+    "bf16",
+    "fp16",
+    "num_anchors",
+    "loss_decay_gamma",
+    "label_source",
+    "seed",
+)
+
+
+@dataclass
+class CardFacts:
+    """
+    What a card says beyond the drafter's own files.
+
+    Args:
+        base_model (`str`): Repository of the target.
+        base_model_revision (`str`, *optional*): Its commit.
+        base_model_relation (`str`, *optional*): Only where one of the Hub's words fits, e.g. `"quantized"`. A drafter
+            as such is none of them.
+        license (`str`, *optional*): The Hub's short name, e.g. `"mit"`.
+        datasets (`list[str]`): Repositories of the training data.
+        data (`str`, *optional*): A sentence about the data: how many samples, whose responses.
+        hardware (`str`, *optional*): What the evaluation ran on.
+        training (`dict`): Training arguments; [`training_facts`] picks them.
+        evaluated_on (`str`, *optional*): The evaluation's dataset; without it there is no model-index.
+        report (`dict`, *optional*): An `EvalReport` as JSON.
+        plot (`str`, *optional*): Name of its picture in the folder.
+
+    Raises:
+        `ValueError`: names field, value and remedy.
+    """
+
+    base_model: str
+    base_model_revision: str | None = None
+    base_model_relation: str | None = None
+    license: str | None = None
+    datasets: list[str] = field(default_factory=list)
+    data: str | None = None
+    hardware: str | None = None
+    training: dict = field(default_factory=dict)
+    evaluated_on: str | None = None
+    report: dict | None = None
+    plot: str | None = None
+
+    def __post_init__(self):
+        for name in ("base_model", *self.datasets):
+            repo = getattr(self, name) if name == "base_model" else name
+            try:
+                validate_repo_id(repo)
+            except ValueError as error:  # huggingface_hub's own type is one
+                raise ValueError(f"{repo!r} is not the id of a repository, like 'Qwen/Qwen3-8B': {error}") from error
+        if self.base_model_relation not in (None, *RELATIONS):
+            raise ValueError(
+                f"base_model_relation={self.base_model_relation!r} must be one of {', '.join(RELATIONS)}, or left out."
+            )
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, **facts) -> "CardFacts":
+        """
+        The facts that lie in a drafter's folder; `facts` that are not `None` win.
+
+        Raises:
+            `ValueError`: a damaged file, an unknown field, or no base model.
+        """
+        folder = Path(folder)
+        known = _read_json(folder / FACTS_FILE)
+        if (folder / REPORT_FILE).is_file():
+            known["report"] = _read_json(folder / REPORT_FILE)
+        if (folder / PLOT_FILE).is_file():
+            known.setdefault("plot", PLOT_FILE)
+        known |= {name: value for name, value in facts.items() if value}
+        unknown = set(known) - {one.name for one in fields(cls)}
+        if unknown:
+            raise ValueError(
+                f"{FACTS_FILE} has unknown fields {sorted(unknown)}; see CardFacts for those it may have."
+            )
+        if not known.get("base_model"):
+            raise ValueError(
+                f"A card names the target: write base_model into {folder / FACTS_FILE}, or pass `base_model`."
+            )
+        return cls(**known)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write `card_facts.json` beside the weights, for [`from_folder`]; the report has a file of its own."""
+        known = {name: value for name, value in asdict(self).items() if value and name not in ("report", "plot")}
+        path = Path(folder) / FACTS_FILE
+        path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+        return path
+
+
+def training_facts(arguments) -> dict:
+    """The arguments worth a row of the card, of a `TrainingArguments` or its dictionary."""
+    values = arguments if isinstance(arguments, dict) else {**arguments.to_dict(), "world_size": arguments.world_size}
+    absent = (None, False, "", -1)  # -1: `max_steps` when epochs decide
+    return {name: values[name] for name in _TRAINING if values.get(name, None) not in absent}
+
+
+def save_training_facts(folder: str | Path, target, arguments, measured: dict) -> Path:
+    """
+    Write what training knows into `card_facts.json` beside a drafter's weights. Other facts that lie there stay.
+
+    Args:
+        folder (`str` or `Path`): The drafter's.
+        target (`PreTrainedModel`): Names the base model and its commit, if it was loaded from the Hub.
+        arguments (`TrainingArguments`): See [`training_facts`].
+        measured (`dict`): Further rows of the training table, such as the optimizer steps that were done.
+    """
+    path = Path(folder) / FACTS_FILE
+    known, origin = _read_json(path), _origin(target)
+    if origin:
+        known = {**known, "base_model_revision": None, **origin}
+    known["training"] = {**training_facts(arguments), **measured}
+    known = {name: value for name, value in known.items() if value}
+    path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def _origin(target) -> dict[str, str]:
+    """The repository and commit that a target was loaded from; nothing of one from a local folder."""
+    name = target.name_or_path
+    if not name or Path(name).exists():
+        return {}
+    try:
+        validate_repo_id(name)
+    except ValueError:
+        return {}
+    commit = getattr(target.config, "_commit_hash", None)
+    return {"base_model": name, **({"base_model_revision": commit} if commit else {})}
+
+
+def render_card(folder: str | Path, facts: CardFacts, repo: str) -> ModelCard:
+    """
+    Render the card of the drafter in `folder` as it will be published under `repo`.
+
+    Raises:
+        `ImportError`: jinja2 is not installed.
+        `ValueError`: the folder is not a drafter's, or the facts do not fit one another.
+    """
+    try:
+        import jinja2  # noqa: F401
+    except ImportError as error:
+        raise ImportError("A model card needs jinja2: `pip install dflash-hf[hub]`.") from error
+    folder = Path(folder)
+    config = DFlashDraftConfig.from_pretrained(folder)
+    summary = (facts.report or {}).get("summary", {})
+    return ModelCard.from_template(
+        metadata(facts, repo),
+        template_path=str(template_path()),
+        title=repo.split("/")[-1],
+        repo=repo,
+        base_model=facts.base_model,
+        base_model_revision=facts.base_model_revision,
+        block_size=config.block_size,
+        model=_model_rows(config, folder),
+        loading=_loading(folder),
+        engines=_engines(folder, config, facts, repo),
+        report=_report_rows(facts.report or {}),
+        positions=[
+            (k, f"{share:.2f}") for k, share in enumerate(summary.get("acceptance_by_position") or [], start=1)
+        ],
+        evaluated_on=facts.evaluated_on,
+        hardware=facts.hardware,
+        plot=facts.plot,
+        data=facts.data,
+        datasets=facts.datasets,
+        training=list(facts.training.items()),
+        license=facts.license,
+    )
+
+
+def metadata(facts: CardFacts, repo: str) -> ModelCardData:
+    """The card's YAML: what the Hub indexes."""
+    results = None
+    if facts.report and facts.evaluated_on:
+        summary = facts.report.get("summary", {})
+        named = {"tau": "tau: tokens committed per verification", "speedup": "speed-up over the target alone"}
+        results = [
+            EvalResult(
+                task_type="text-generation",
+                task_name="Speculative decoding",
+                dataset_type=facts.evaluated_on,
+                dataset_name=facts.evaluated_on,
+                metric_type=key,
+                metric_name=name,
+                metric_value=round(summary[key], 3),
+            )
+            for key, name in named.items()
+            if summary.get(key) is not None
+        ]
+    extra = {"base_model_relation": facts.base_model_relation} if facts.base_model_relation else {}
+    return ModelCardData(
+        base_model=facts.base_model,
+        datasets=facts.datasets or None,
+        eval_results=results or None,
+        model_name=repo.split("/")[-1] if results else None,
+        library_name="transformers",
+        license=facts.license,
+        pipeline_tag="text-generation",
+        tags=["dflash", "speculative-decoding", "block-diffusion", "draft-model"],
+        **extra,
+    )
+
+
+def template_path() -> Path:
+    """Where the template lies: in the package `dflash_hf.hub_cards`."""
+    from dflash_hf import hub_cards
+
+    return Path(hub_cards.__file__).parent / TEMPLATE
+
+
+def _model_rows(config, folder: Path) -> list[tuple[str, str]]:
+    sliding = sum(kind == "sliding_attention" for kind in config.layer_types)
+    layers = str(config.num_hidden_layers)
+    if sliding:
+        layers += f", {sliding} of them with a window of {config.sliding_window} tokens"
+    parameters = sum(math.prod(shape) for shape in read_shapes(folder).values())
+    rows = [
+        ("Parameters", f"{parameters:,}"),
+        ("Draft layers", layers),
+        ("Target layers read", f"{', '.join(map(str, config.target_layer_ids))} (counted from 0)"),
+    ]
+    if config.num_target_layers is not None:
+        rows[-1] = (rows[-1][0], f"{rows[-1][1]} of {config.num_target_layers}")
+    return [*rows, ("Block size", f"{config.block_size}, anchor included"), ("Mask token", str(config.mask_token_id))]
+
+
+def _loading(folder: Path) -> str:
+    """How transformers loads the folder: by its own class, by the code beside the weights, or with this package."""
+    if _read_json(folder / "config.json").get("architectures") == [MUSE]:
+        return "native"
+    found = check(folder, ["transformers"])
+    missing = any(one.severity == "error" or one.key == "auto_map" or one.key.endswith(".py") for one in found)
+    return "package" if missing else "code"
+
+
+def _report_rows(report: dict) -> list[tuple[str, str]]:
+    """Rows of the figures that a report holds."""
+    summary, methods = report.get("summary", {}), report.get("methods", {})
+    ours, alone = methods.get("dflash", {}), methods.get("target", {})
+    prompts = summary.get("prompts")
+    rows = [
+        ("tau, over all verifications", summary.get("tau"), "{:.2f}"),
+        ("tau, mean over responses", summary.get("tau_per_response"), "{:.2f}"),
+        ("Speed-up over the target alone", summary.get("speedup"), "{:.2f}x"),
+        ("Tokens per second", ours.get("tokens_per_second"), "{:.1f}"),
+        ("Tokens per second, target alone", alone.get("tokens_per_second"), "{:.1f}"),
+        ("Prompts", prompts, "{}"),
+    ]
+    if prompts is not None:
+        rows.append(("Outputs equal to the target's, token for token", ours.get("equal"), f"{{}} of {prompts}"))
+        rows.append(("Answers of the target that are right", summary.get("correct"), f"{{}} of {prompts}"))
+    setting = report.get("setting", {})
+    rows += [(name.replace("_", " "), setting[name], "{}") for name in setting if not name.startswith("prompt_lookup")]
+    return [(name, form.format(value)) for name, value, form in rows if value is not None]
+
+
+def _engines(folder: Path, config, facts: CardFacts, repo: str) -> list[dict]:
+    """Launch lines for the engines that the preflight finds no error for."""
+    sliding = "sliding_attention" in config.layer_types
+    written = _read_json(folder / "config.json").get("architectures")
+    kind = 2 if written == [DFLASH2] else 1 if sliding or written == [MUSE] else 0
+    speculative = {"method": "dflash", "model": repo, "num_speculative_tokens": config.block_size - 1}
+    mixed = "VLLM_USE_V2_MODEL_RUNNER=1 " if len(set(config.layer_types)) > 1 else ""
+    lines = {
+        "vllm": (
+            "vLLM",
+            ("0.21", "0.26", "0.30")[kind],
+            f"{mixed}vllm serve {facts.base_model} --speculative-config '{json.dumps(speculative)}'",
+        ),
+        "sglang": (
+            "SGLang",
+            ("0.5.12", "0.5.14", "0.5.20")[kind],
+            f"python -m sglang.launch_server --model-path {facts.base_model} --speculative-algorithm DFLASH \\\n"
+            f"  --speculative-draft-model-path {repo} --speculative-num-draft-tokens {config.block_size}",
+        ),
+    }
+    served = [name for name in lines if not any(finding.severity == "error" for finding in check(folder, [name]))]
+    return [dict(zip(("name", "version", "command"), lines[name])) for name in served]
+
+
+def _read_json(path: Path) -> dict:
+    """A JSON object, or an empty one where there is no file."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold one JSON object.")
+    return content

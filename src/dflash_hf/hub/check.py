@@ -1,0 +1,188 @@
+"""
+The preflight of a drafter's folder: will vLLM, SGLang and transformers read it, and read the same?
+
+Only `config.json` and the headers of the weights are read. The rules themselves are in `engine_rules`.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
+
+from dflash_hf.hub.engine_rules import ARCHITECTURES, ENGINES, RULES, Drafter, Finding, fits_target
+from dflash_hf.hub.remote import local_folder
+from dflash_hf.modeling.checkpoint_dflash import checkpoint_files, read_header
+from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
+from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
+
+
+def check(
+    folder: str | Path,
+    engines: Sequence[str] = ENGINES,
+    target=None,
+    revision: str | None = None,
+    subfolder: str = "",
+) -> list[Finding]:
+    """
+    Hold a drafter's folder, or its repository on the Hub, against what engines read.
+
+    Args:
+        folder (`str` or `Path`): A local folder with `config.json` and safetensors; or the id of a repository, of
+            which only `config.json` and the headers of the weights are downloaded.
+        engines (`Sequence[str]`): Of `"vllm"`, `"sglang"`, `"transformers"`.
+        target (`str`, `Path`, `dict` or `PreTrainedConfig`, *optional*): The target's configuration, its folder, its
+            `config.json` or its repository: width, depth and vocabulary are compared as well.
+        revision (`str`, *optional*): Branch, tag or commit of the drafter's repository.
+        subfolder (`str`): Where in folder or repository the drafter lies.
+
+    Returns:
+        `list[Finding]`, errors first; empty when all is well.
+
+    Raises:
+        `ValueError`: an unknown engine, a repository that cannot be read, or a target without a readable
+            configuration.
+    """
+    unknown = [engine for engine in engines if engine not in ENGINES]
+    if unknown:
+        raise ValueError(f"engines={list(engines)} holds {unknown[0]!r}; choose from {', '.join(ENGINES)}.")
+    target = None if target is None else _target_config(target)
+    findings = []
+    with local_folder(folder, revision, subfolder) as local:
+        for finding in _all_findings(local, target):
+            concerned = tuple(engine for engine in finding.engines if engine in engines)
+            if concerned:
+                findings.append(Finding(finding.severity, concerned, finding.key, finding.message))
+    return sorted(findings, key=lambda finding: finding.severity)
+
+
+def render(findings: Sequence[Finding]) -> str:
+    """A table of findings for a terminal, or one line when there are none."""
+    if not findings:
+        return "No findings: the folder is ready to be served."
+    rows = [(finding.severity, ", ".join(finding.engines), finding.key, finding.message) for finding in findings]
+    head = ("severity", "engines", "key", "finding")
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(3)]
+    lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[3]]) for row in (head, *rows)]
+    return "\n".join(lines)
+
+
+def add_arguments(parser) -> None:
+    """Arguments of `dflash check`."""
+    parser.add_argument("folder", help="folder of a drafter, or its Hub name; the weights are not downloaded")
+    parser.add_argument("--engine", choices=ENGINES, action="append", help="may be repeated; default: all three")
+    parser.add_argument("--target", help="folder, config.json or Hub name of the target, to compare sizes with")
+    parser.add_argument("--revision", help="branch, tag or commit on the Hub")
+    parser.add_argument("--subfolder", default="", help="where in the folder or repository the drafter lies")
+
+
+def run(arguments, echo) -> int:
+    """`dflash check`: `echo` the table; 1 when there is an error, else 0."""
+    try:
+        findings = check(
+            arguments.folder,
+            arguments.engine or ENGINES,
+            arguments.target,
+            arguments.revision,
+            arguments.subfolder,
+        )
+    except ValueError as error:
+        echo(f"error: {error}")
+        return 1
+    echo(render(findings))
+    return int(any(finding.severity == "error" for finding in findings))
+
+
+def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """
+    Names and shapes of all tensors, from the headers alone.
+
+    Raises:
+        `OSError`: there are no safetensors, or a shard is missing.
+        `ValueError`: a file is damaged; names it.
+    """
+    shapes = {}
+    for file in checkpoint_files(str(folder)):
+        shapes |= {name: shape for name, (_, shape) in read_header(file).items()}
+    return shapes
+
+
+def _all_findings(folder: Path, target: dict | None) -> Iterator[Finding]:
+    try:
+        config = _read_json(folder / "config.json")
+        if not isinstance(config, dict):
+            raise ValueError("config.json must hold one JSON object.")
+    except ValueError as error:
+        yield Finding("error", ENGINES, "config.json", str(error))
+        return
+    architectures = config.get("architectures")
+    if architectures not in [[name] for name in ARCHITECTURES]:
+        yield Finding(
+            "error",
+            ENGINES,
+            "architectures",
+            f"{architectures} is not one of {', '.join(ARCHITECTURES)}; `dflash convert` writes a folder that is.",
+        )
+        return
+    try:
+        parsed = DFlashDraftConfig.from_pretrained(folder)
+    except Exception as error:  # upstream's own validation raises many types
+        yield Finding("error", ENGINES, "config.json", " ".join(str(error).split()))
+        return
+    if (folder / SAFE_WEIGHTS_NAME).is_file() and (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
+        message = (
+            f"is there beside {SAFE_WEIGHTS_INDEX_NAME}; readers differ in which they take. Remove the stale one."
+        )
+        yield Finding("error", ENGINES, SAFE_WEIGHTS_NAME, message)
+    try:
+        shapes = read_shapes(folder)
+    except (ValueError, OSError) as error:
+        yield Finding("error", ENGINES, "weights", " ".join(str(error).split()))
+        return
+    try:
+        _load_without_weights(folder)
+    except (ValueError, OSError) as error:
+        yield Finding("error", ("transformers",), "weights", " ".join(str(error).split()))
+    with torch.device("meta"):
+        wanted = {name: tuple(tensor.shape) for name, tensor in DFlashDraftModel(parsed).state_dict().items()}
+    drafter = Drafter(folder, config, config.get("dflash_config") or {}, shapes, wanted)
+    for rule in RULES:
+        yield from rule(drafter)
+    if target is not None:
+        yield from fits_target(drafter, target)
+
+
+def _load_without_weights(folder: Path) -> None:
+    """Our own reader, on the meta device: it holds the headers against the model and reads no tensor."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        DFlashDraftModel.from_pretrained(folder, device_map="meta")
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _target_config(target) -> dict:
+    """A plain dictionary, of a multimodal target its text part."""
+    if hasattr(target, "get_text_config"):
+        return target.get_text_config().to_dict()
+    if not isinstance(target, dict):
+        try:
+            path = target if Path(target).is_file() else cached_file(str(target), "config.json")
+        except OSError as error:
+            raise ValueError(f"{target} cannot be read: {error}") from error
+        if path is None:
+            raise ValueError(f"{target} cannot be read: there is no config.json.")
+        target = _read_json(Path(path))
+    return target.get("text_config", target)
+
+
+def _read_json(path: Path):
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}.") from error

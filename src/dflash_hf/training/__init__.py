@@ -1,0 +1,1 @@
+"""Training a drafter: trainer, blocks, losses, features on disk, recipes."""

@@ -1,0 +1,348 @@
+"""
+Features of a frozen target on disk: safetensors shards beside a manifest that says what they were made of.
+
+A shard holds whole examples, one after the other: `features` `[T, L*H]`, `input_ids` `[T]`, `loss_mask` `[T]` and
+`offsets` `[examples + 1]`. It appears under its name when it is complete, and only then in the manifest, so that a run
+that is ended at any moment goes on after the last complete shard.
+"""
+
+import hashlib
+import json
+import shutil
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers.utils import logging
+
+from dflash_hf.data.examples import DFlashCollator
+from dflash_hf.modeling.target_dflash import decoder_layers
+from dflash_hf.target import target_features
+
+
+MANIFEST = "manifest.json"
+VERIFIED = "verified.json"  # sizes and times of shards whose hash was found right, so that each is read once
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass
+class FeatureManifest:
+    """
+    What stored features were made of; two sets with one manifest, shards aside, are the same.
+
+    Args:
+        target (`str`): Name or folder of the target.
+        revision (`str`, *optional*): Its commit on the Hub.
+        weights (`dict[str, str]`): Digests of the target's `ends` (embedding and head) and `layers`.
+        layer_ids (`list[int]`): Layers whose outputs are stored, in this order.
+        width (`int`): `L * H`.
+        dtype (`str`): Of the stored features.
+        template (`str`): Digest of the chat template.
+        chat_template_kwargs (`dict`): Its arguments.
+        tokenizer (`str`): Digest of the vocabulary.
+        max_length (`int`): Tokens at which examples were cut.
+        data (`str`): Digest of all ids and loss masks.
+        examples, tokens (`int`): Of the whole dataset.
+        shards (`list[dict]`): `file`, `examples`, `tokens`, `bytes` and `sha256` of each complete shard.
+    """
+
+    target: str
+    revision: str | None
+    weights: dict[str, str]
+    layer_ids: list[int]
+    width: int
+    dtype: str
+    template: str
+    chat_template_kwargs: dict
+    tokenizer: str
+    max_length: int | None
+    data: str = ""
+    examples: int = 0
+    tokens: int = 0
+    shards: list[dict] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        return sum(shard["examples"] for shard in self.shards) == self.examples
+
+    def save(self, folder: Path) -> None:
+        """Write `manifest.json`, in one step."""
+        _write_json(folder / MANIFEST, asdict(self))
+
+    @classmethod
+    def load(cls, folder: Path) -> "FeatureManifest":
+        """
+        Raises:
+            `ValueError`: there is none, or it is damaged.
+        """
+        path = folder / MANIFEST
+        if not path.is_file():
+            raise ValueError(f"{folder} has no {MANIFEST}: it holds no stored features; `dflash features` makes them.")
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path} is damaged ({error}); store the features again.") from error
+
+    def check_same(self, other: "FeatureManifest", folder: Path, remedy: str) -> None:
+        """
+        Raises:
+            `ValueError`: names the first thing in which the two differ.
+        """
+        for name, stored in asdict(self).items():
+            wanted = getattr(other, name)
+            if name != "shards" and stored != wanted:
+                raise ValueError(f"{folder} was stored with {name}={stored!r}, not {wanted!r}; {remedy}.")
+
+
+def digest_of_target(target) -> dict[str, str]:
+    """
+    Digests of a target's `ends` (embedding and head) and of its `layers`: names, shapes and 64 values of every
+    parameter, rounded to bf16, so that the dtype of loading does not matter. A part on the meta device has none.
+    """
+    ends = {id(target.get_input_embeddings().weight), *map(id, target.get_output_embeddings().parameters())}
+    parts: dict[str, list] = {"ends": [], "layers": []}
+    for name, parameter in target.named_parameters():
+        parts["ends" if id(parameter) in ends else "layers"].append((name, parameter))
+    digests = {}
+    for part, parameters in parts.items():
+        if any(parameter.is_meta for _, parameter in parameters):
+            continue
+        digest = hashlib.sha256()
+        for name, parameter in parameters:
+            flat = parameter.detach().reshape(-1)
+            values = flat[:: max(1, len(flat) // 64)][:64].to("cpu", torch.bfloat16)
+            digest.update(f"{name}{tuple(parameter.shape)}{values.tolist()}".encode())
+        digests[part] = digest.hexdigest()[:16]
+    return digests
+
+
+def drop_layers(target, device: torch.device):
+    """Keep a target's embedding and head on `device` and free its layers, which stored features make superfluous."""
+    decoder_layers(target).to("meta")
+    target.get_input_embeddings().to(device)
+    target.get_output_embeddings().to(device)
+    target.hf_device_map = {"": device}  # Trainer leaves it where it is
+    return target
+
+
+def describe(target, name: str, layer_ids: list[int], encoder, dtype: str) -> FeatureManifest:
+    """The manifest of features that are about to be stored, without data and shards."""
+    tokenizer = encoder.tokenizer
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())) if tokenizer is not None else ""
+    template = str(tokenizer.chat_template or "") if tokenizer is not None else ""
+    return FeatureManifest(
+        target=name,
+        revision=getattr(target.config, "_commit_hash", None),
+        weights=digest_of_target(target),
+        layer_ids=list(layer_ids),
+        width=len(layer_ids) * target.config.get_text_config().hidden_size,
+        dtype=dtype,
+        template=_digest(template),
+        chat_template_kwargs=encoder.chat_template_kwargs,
+        tokenizer=_digest(vocabulary),
+        max_length=encoder.max_length,
+    )
+
+
+def store_features(
+    target,
+    examples: Sequence[dict],
+    folder: str | Path,
+    manifest: FeatureManifest,
+    batch_size: int = 8,
+    shard_bytes: int = 1 << 30,
+    say: Callable[[str], None] = lambda line: None,
+) -> FeatureManifest:
+    """
+    Store the features of every token of a dataset, or go on where an earlier call was ended.
+
+    Args:
+        target (`PreTrainedModel`): The frozen target.
+        examples (`Sequence[dict]`): Rows with `input_ids` and `loss_mask`.
+        folder (`str` or `Path`): Where to.
+        manifest (`FeatureManifest`): Of [`describe`].
+        batch_size (`int`): Examples of one forward.
+        shard_bytes (`int`): Size of a shard; an interruption costs at most one.
+        say: Is told the size before anything is computed.
+
+    Raises:
+        `ValueError`: the folder holds other features, or the disk has no room for these.
+    """
+    folder = Path(folder)
+    manifest.data, lengths = _digest_of_data(examples)
+    manifest.examples, manifest.tokens = len(lengths), sum(lengths)
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / MANIFEST).exists():
+        begun = FeatureManifest.load(folder)
+        begun.check_same(manifest, folder, "choose another output, or remove this one")
+        manifest.shards = begun.shards
+        for shard in manifest.shards:
+            _check_size(folder, shard)
+    for half in folder.glob(".*.half"):
+        half.unlink()
+
+    # 1. What it will take, before anything is computed.
+    dtype = DTYPES[manifest.dtype]
+    token_bytes = manifest.width * dtype.itemsize + 8 + 1
+    done = sum(shard["tokens"] for shard in manifest.shards)
+    needed, free = (manifest.tokens - done) * token_bytes, shutil.disk_usage(folder).free
+    say(
+        f"{manifest.examples:,} examples, {manifest.tokens:,} tokens of {token_bytes:,} bytes: "
+        f"{_size(manifest.tokens * token_bytes)}, of which {_size(done * token_bytes)} are stored; "
+        f"{_size(free)} are free in {folder}"
+    )
+    if needed > free:
+        raise ValueError(f"{folder} has {_size(free)} left, but {_size(needed)} are needed; choose another output.")
+    manifest.save(folder)
+
+    # 2. Shard by shard.
+    first = sum(shard["examples"] for shard in manifest.shards)
+    with logging.tqdm(total=manifest.tokens, initial=done, unit="token", unit_scale=True, desc="features") as bar:
+        while first < len(lengths):
+            last, tokens = first + 1, lengths[first]
+            while last < len(lengths) and (tokens + lengths[last]) * token_bytes <= shard_bytes:
+                tokens, last = tokens + lengths[last], last + 1
+            rows = [examples[i] for i in range(first, last)]
+            tensors = _shard(target, rows, manifest, dtype, batch_size, bar.update)
+            name = f"features-{len(manifest.shards):05d}.safetensors"
+            half = folder / f".{name}.half"
+            save_file(tensors, half)
+            shard = {"file": name, "examples": len(rows), "tokens": tokens, "bytes": half.stat().st_size}
+            shard["sha256"] = _digest_of_file(half)
+            half.replace(folder / name)
+            manifest.shards.append(shard)
+            manifest.save(folder)
+            first = last
+    return manifest
+
+
+def _shard(target, rows, manifest, dtype, batch_size, on_tokens) -> dict[str, torch.Tensor]:
+    lengths = torch.tensor([0] + [len(row["input_ids"]) for row in rows])
+    offsets = lengths.cumsum(0)
+    features = torch.empty(int(offsets[-1]), manifest.width, dtype=dtype)
+    collate = DFlashCollator()
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))  # little padding
+    for start in range(0, len(order), batch_size):
+        chosen = order[start : start + batch_size]
+        batch = collate([{name: rows[i][name] for name in ("input_ids", "loss_mask")} for i in chosen])
+        ids, mask = (batch[name].to(target.device) for name in ("input_ids", "attention_mask"))
+        found = target_features(target, manifest.layer_ids, ids, attention_mask=mask).to("cpu", dtype)  # [N, S, L*H]
+        for row, i in enumerate(chosen):
+            features[offsets[i] : offsets[i + 1]] = found[row, : offsets[i + 1] - offsets[i]]
+            on_tokens(int(lengths[i + 1]))
+    return {
+        "features": features,
+        "input_ids": torch.cat([torch.as_tensor(row["input_ids"], dtype=torch.int64) for row in rows]),
+        "loss_mask": torch.cat([torch.as_tensor(row["loss_mask"], dtype=torch.uint8) for row in rows]),
+        "offsets": offsets,
+    }
+
+
+class StoredFeatures(torch.utils.data.Dataset):
+    """
+    Stored features as a dataset of rows `input_ids` `[S]`, `loss_mask` `[S]` and `features` `[S, L*H]`; only the row
+    that is asked for is read.
+
+    Args:
+        folder (`str` or `Path`): What [`store_features`] wrote.
+
+    Raises:
+        `ValueError`: the set is not complete, or a shard is missing or damaged; names the shard.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.manifest = FeatureManifest.load(self.folder)
+        if not self.manifest.complete:
+            stored = sum(shard["examples"] for shard in self.manifest.shards)
+            raise ValueError(
+                f"{self.folder} holds {stored} of {self.manifest.examples} examples; run the same `dflash features` "
+                "again to finish it."
+            )
+        self._verify()
+        self.starts = [0]
+        for shard in self.manifest.shards:
+            self.starts.append(self.starts[-1] + shard["examples"])
+        self.files: dict[int, tuple] = {}
+
+    def _verify(self) -> None:
+        notes = self.folder / VERIFIED
+        known = json.loads(notes.read_text(encoding="utf-8")) if notes.is_file() else {}
+        found = {}
+        for shard in logging.tqdm(self.manifest.shards, unit="shard", desc="checking features"):
+            path = _check_size(self.folder, shard)
+            found[shard["file"]] = [shard["sha256"], path.stat().st_mtime_ns]
+            if known.get(shard["file"]) != found[shard["file"]] and _digest_of_file(path) != shard["sha256"]:
+                raise ValueError(
+                    f"{path} is damaged: its content is not what was stored. Remove it with all shards after it and "
+                    f"their entries of {MANIFEST}, and run the same `dflash features` again."
+                )
+        if found != known:
+            _write_json(notes, found)
+
+    def __len__(self) -> int:
+        return self.manifest.examples
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        index = range(len(self))[index]
+        number = bisect_right(self.starts, index) - 1
+        if number not in self.files:
+            file = safe_open(str(self.folder / self.manifest.shards[number]["file"]), "pt")
+            self.files[number] = file, file.get_tensor("offsets").tolist()
+        file, offsets = self.files[number]
+        place = slice(*offsets[index - self.starts[number] :][:2])
+        return {name: file.get_slice(name)[place] for name in ("input_ids", "loss_mask", "features")}
+
+    def __getstate__(self):
+        return {**self.__dict__, "files": {}}  # open files stay in their process
+
+
+def _check_size(folder: Path, shard: dict) -> Path:
+    path = folder / shard["file"]
+    if not path.is_file():
+        raise ValueError(f"{path}, a shard of {MANIFEST}, is missing; put it back, or store the features again.")
+    if path.stat().st_size != shard["bytes"]:
+        raise ValueError(
+            f"{path} is damaged: it has {path.stat().st_size:,} bytes, not {shard['bytes']:,}; put it back, or store "
+            "the features again."
+        )
+    return path
+
+
+def _digest_of_data(examples: Sequence[dict]) -> tuple[str, list[int]]:
+    digest, lengths = hashlib.sha256(), []
+    for index in range(len(examples)):
+        ids, mask = examples[index]["input_ids"], examples[index]["loss_mask"]
+        digest.update(torch.tensor([len(ids), *ids, *mask], dtype=torch.int32).numpy().tobytes())
+        lengths.append(len(ids))
+    return digest.hexdigest()[:16], lengths
+
+
+def _digest_of_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as stream:
+        while chunk := stream.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _write_json(path: Path, value: dict) -> None:
+    half = path.with_name(f".{path.name}.half")
+    half.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    half.replace(path)
+
+
+def _size(count: float) -> str:
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:,.1f} TB"

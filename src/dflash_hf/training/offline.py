@@ -1,0 +1,161 @@
+"""Training on stored features, and `dflash features`, which stores them."""
+
+from pathlib import Path
+
+import torch
+
+from dflash_hf.data.encode import RowEncoder
+from dflash_hf.data.examples import DFlashCollator
+from dflash_hf.data.prepare import (
+    add_data_arguments,
+    load_tokenizer,
+    prepare_dataset,
+    resolve_template_kwargs,
+    template_arguments,
+)
+from dflash_hf.data.sources import load_rows
+from dflash_hf.terminal import positive
+from dflash_hf.training.features import DTYPES, StoredFeatures, describe, digest_of_target, store_features
+from dflash_hf.training.trainer import DFlashTrainer
+
+
+class FeatureCollator(DFlashCollator):
+    """As its parent, with `features` `[N, S, L*H]`, 0 on padding."""
+
+    def __call__(self, examples: list[dict]) -> dict[str, torch.Tensor]:
+        batch = super().__call__(examples)
+        first = examples[0]["features"]
+        batch["features"] = first.new_zeros(*batch["input_ids"].shape, first.shape[-1])
+        for row, example in enumerate(examples):
+            batch["features"][row, : len(example["features"])] = example["features"]
+        return batch
+
+
+class DFlashOfflineTrainer(DFlashTrainer):
+    """
+    A [`DFlashTrainer`] that reads the target's features from disk. Of the target it needs the embedding and the head
+    alone, see [`~dflash_hf.training.features.drop_layers`].
+
+    Args:
+        train_dataset, eval_dataset ([`~dflash_hf.training.features.StoredFeatures`]): Of the same target and layers.
+
+    Raises:
+        `ValueError`: the features are those of another target or other layers, or the loss needs the target itself.
+    """
+
+    def __init__(self, model, target, args=None, train_dataset=None, eval_dataset=None, data_collator=None, **kwargs):
+        eval_datasets = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
+        for dataset in (train_dataset, *eval_datasets):
+            if dataset is not None:
+                check_features(dataset, model.config, target)
+        if args is not None and (args.label_source != "data" or args.loss_type == "kl"):
+            raise ValueError(
+                f"label_source={args.label_source!r} and loss_type={args.loss_type!r} need the target's own forward; "
+                "stored features train with label_source='data' and loss_type='ce' or 'dpace'."
+            )
+        if data_collator is None:
+            pad_token_id = target.config.get_text_config().pad_token_id
+            data_collator = FeatureCollator(0 if pad_token_id is None else pad_token_id)
+        super().__init__(model, target, args, train_dataset, eval_dataset, data_collator, **kwargs)
+
+    def check_examples(self, dataset) -> None:
+        """Stored features were checked when they were stored; reading them all again would take hours."""
+
+    def read_target(self, inputs) -> tuple[torch.Tensor, torch.LongTensor, None]:
+        """The features of the batch, and its own tokens as labels."""
+        return inputs["features"], inputs["input_ids"], None
+
+
+def check_features(dataset, draft_config, target) -> None:
+    """
+    Whether stored features belong to a drafter and its target.
+
+    Raises:
+        `ValueError`: names what differs, and the remedy.
+    """
+    if not isinstance(dataset, StoredFeatures):
+        raise ValueError(f"The dataset is a {type(dataset).__name__}; pass `StoredFeatures(folder)`.")
+    manifest, folder = dataset.manifest, dataset.folder
+    if manifest.layer_ids != draft_config.target_layer_ids:
+        raise ValueError(
+            f"{folder} holds layer_ids={manifest.layer_ids}, but the drafter reads "
+            f"target_layer_ids={draft_config.target_layer_ids}; store its layers, or train a drafter that reads these."
+        )
+    if manifest.width != len(draft_config.target_layer_ids) * draft_config.target_hidden_size:
+        raise ValueError(f"{folder} holds features of width={manifest.width}, which is not this drafter's target's.")
+    for part, digest in digest_of_target(target).items():
+        if manifest.weights[part] != digest:
+            raise ValueError(
+                f"{folder} holds features of {manifest.target} with weights.{part}={manifest.weights[part]}, but this "
+                f"{type(target).__name__} has {digest}: load that target, or store the features again."
+            )
+    arguments = (draft_config.dflash_config or {}).get("chat_template_kwargs")
+    if arguments is not None and arguments != manifest.chat_template_kwargs:
+        raise ValueError(
+            f"{folder} was stored with chat_template_kwargs={manifest.chat_template_kwargs}, not {arguments}; store "
+            "the features again, or train with these."
+        )
+
+
+def add_arguments(parser) -> None:
+    """Arguments of `dflash features`."""
+    add_data_arguments(parser)
+    parser.add_argument("--target", required=True, help="folder or Hub name of the target")
+    parser.add_argument("--output", required=True, type=Path, help="folder; an existing one is continued")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--draft-config", help="config.json, folder or Hub name of the drafter that will read them")
+    which.add_argument("--layer-ids", type=int, nargs="+", help="default: the five of the paper's rule")
+    parser.add_argument("--max-length", type=positive, default=3072, help="cut examples here; default: %(default)s")
+    parser.add_argument("--mask-token-id", type=int, help="the drafter's mask token; rows that hold it are left out")
+    parser.add_argument("--store-dtype", choices=DTYPES, default="bfloat16", help="default: %(default)s")
+    parser.add_argument("--shard-size", type=float, default=1.0, help="GB; default: %(default)s")
+    parser.add_argument("--batch-size", type=positive, default=8, help="default: %(default)s")
+    parser.add_argument("--num-proc", type=positive, help="processes that encode the dataset")
+    parser.add_argument("--dtype", default="auto", help="of the target: auto, float32, bfloat16, float16")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, ... or auto; default: a GPU if any")
+
+
+def run(arguments, echo) -> int:
+    """`dflash features`: store what is missing in the output."""
+    from transformers import AutoModelForCausalLM
+
+    from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
+    from dflash_hf.modeling.layouts_dflash import default_target_layer_ids
+    from dflash_hf.target import freeze
+
+    if not arguments.shard_size > 0:
+        raise ValueError(f"--shard-size {arguments.shard_size} must be positive.")
+    layer_ids, mask_token_id = arguments.layer_ids, arguments.mask_token_id
+    if arguments.draft_config:
+        config = DFlashDraftConfig.from_pretrained(arguments.draft_config)
+        layer_ids, mask_token_id = config.target_layer_ids, mask_token_id or config.mask_token_id
+    encoder = RowEncoder(
+        load_tokenizer(arguments.target, arguments.chat_template),
+        arguments.max_length,
+        resolve_template_kwargs(template_arguments(arguments.template_args), arguments.data),
+        mask_token_id,
+    )
+    rows = load_rows(arguments.data, arguments.split, name=arguments.name)
+    if arguments.limit:
+        rows = rows.select(range(min(arguments.limit, len(rows))))
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    target = freeze(AutoModelForCausalLM.from_pretrained(arguments.target, dtype=arguments.dtype, device_map=device))
+    depth = target.config.get_text_config().num_hidden_layers
+    layer_ids = layer_ids or default_target_layer_ids(depth, 5)
+    if not 0 <= min(layer_ids) <= max(layer_ids) < depth or len(set(layer_ids)) < len(layer_ids):
+        raise ValueError(f"--layer-ids {layer_ids} must be distinct layers of the target's 0 to {depth - 1}.")
+    encoder.vocab_size = target.get_input_embeddings().weight.shape[0]
+    dataset, report = prepare_dataset(rows, encoder, num_proc=arguments.num_proc)
+    for line in report.lines():
+        echo(line)
+    manifest = store_features(
+        target,
+        dataset,
+        arguments.output,
+        describe(target, arguments.target, layer_ids, encoder, arguments.store_dtype),
+        arguments.batch_size,
+        int(arguments.shard_size * 1e9),
+        echo,
+    )
+    echo(f"{manifest.examples} examples in {len(manifest.shards)} shards are in {arguments.output}")
+    return 0

@@ -1,0 +1,194 @@
+"""A training run as a YAML file of flat keys: those of [`RecipeArguments`] and of `DFlashTrainingArguments`."""
+
+import dataclasses
+import difflib
+import types
+import typing
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from dflash_hf.training.training_args import DFlashTrainingArguments
+
+
+def _key(help: str, default=None):
+    if isinstance(default, dict):
+        return field(default_factory=dict, metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class RecipeArguments:
+    """
+    Pair and data of a training run; the rest is [`~dflash_hf.DFlashTrainingArguments`].
+
+    Raises:
+        `ValueError`: names key, value and remedy.
+    """
+
+    target: str | None = _key("Folder or Hub name of the target.")
+    target_revision: str | None = _key("Its commit on the Hub.")
+    target_dtype: str = _key("auto, float32, bfloat16 or float16.", "auto")
+    attn_implementation: str | None = _key("Of the target, such as sdpa or flash_attention_2.")
+    base_model: str | None = _key("Hub name of the target, for the card, where `target` is a folder.")
+    draft: str | None = _key("Folder or Hub name of a drafter to go on from; default: a fresh one.")
+    num_draft_layers: int = _key("Layers of a fresh drafter.", 5)
+    block_size: int = _key("Tokens of a block of a fresh drafter, the anchor included.", 16)
+    target_layer_ids: list[int] | None = _key("Target layers that a fresh drafter reads; default: the paper's rule.")
+    mask_token_id: int | None = _key("Default: the drafter's, or the target's first spare embedding row.")
+    draft_config: dict = _key("Further fields of a fresh drafter's configuration.", {})
+    peft_config: dict | None = _key("Train an adapter on the drafter, such as {peft_type: LORA, r: 16}.")
+    data: str | list[str] | None = _key("File, files or Hub name of the training data.")
+    data_name: str | None = _key("Configuration of a dataset of the Hub.")
+    data_revision: str | None = _key("Commit of a dataset of the Hub.")
+    split: str | None = _key("Default: train, or the only one.")
+    eval_data: str | list[str] | None = _key("As `data`, to evaluate on.")
+    eval_split: str | None = _key("Of `eval_data`, or of `data` where that is not given.")
+    streaming: bool = _key("Read rows as they are needed; then `max_steps` must be set.", False)
+    max_length: int = _key("Tokens at which examples are cut.", 3072)
+    packing: bool = _key("Join examples into rows of `max_length` tokens.", False)
+    chat_template: str | None = _key("Jinja file in place of the tokenizer's own template.")
+    chat_template_kwargs: dict | None = _key("Arguments of the chat template, such as {enable_thinking: false}.")
+    num_proc: int | None = _key("Processes that encode the data.")
+    features: str | None = _key("Folder of stored features, in place of `data`.")
+    eval_features: str | None = _key("As `features`, to evaluate on.")
+    decode_prompts: int = _key("Prompts to decode for real at each evaluation, for tau; 0: none.", 0)
+    decode_steps: int | None = _key("Decode them every so many steps, too.")
+    decode_max_new_tokens: int = _key("Longest answer of these.", 128)
+
+    def __post_init__(self):
+        if not self.target:
+            raise ValueError("target is not given; name the model to draft for, such as target=Qwen/Qwen3-8B.")
+        if bool(self.data) == bool(self.features):
+            given = "both are given" if self.data else "neither is given"
+            raise ValueError(f"A run needs data or features, but {given}; name one.")
+        if self.features and (self.packing or self.streaming or self.eval_data):
+            raise ValueError("features are read as they were stored: leave out packing, streaming and eval_data.")
+        if self.features and self.decode_prompts:
+            raise ValueError("decode_prompts need the target's layers, which stored features leave out; set it to 0.")
+        if self.streaming and (self.num_proc or self.eval_split):
+            raise ValueError("streaming=True reads in one process and one split: leave out num_proc and eval_split.")
+        for name in ("num_draft_layers", "block_size", "max_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+
+
+_HINTS = {
+    cls: {one.name: typing.get_type_hints(cls)[one.name] for one in dataclasses.fields(cls) if one.init}
+    for cls in (RecipeArguments, DFlashTrainingArguments)
+}
+
+
+def read_recipe(path: str | Path | None, overrides: typing.Sequence[str] = ()) -> tuple[RecipeArguments, dict]:
+    """
+    Read a recipe and apply overrides.
+
+    Args:
+        path (`str` or `Path`, *optional*): A YAML file of keys and values.
+        overrides (`Sequence[str]`): `key=value`, the value as in YAML; `key.inner=value` sets an entry of a mapping.
+
+    Returns:
+        The pair and data, and the arguments of `DFlashTrainingArguments`, all of the types that these declare.
+
+    Raises:
+        `ValueError`: an unknown key, with the nearest known one; a value of another type; not YAML.
+        `OSError`: no such file.
+    """
+    values = {} if path is None else _read_yaml(Path(path))
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        if not separator or not key:
+            raise ValueError(f"{override!r} is not an override; write key=value.")
+        value = _parse(text, f"the value of {key}")
+        key, *inner = key.split(".")
+        if inner:
+            entry = values[key] = dict(values.get(key) or {})
+            for name in inner[:-1]:
+                entry[name] = dict(entry.get(name) or {})
+                entry = entry[name]
+            entry[inner[-1]] = value
+        else:
+            values[key] = value
+    typed: dict[type, dict] = {cls: {} for cls in _HINTS}
+    for key, value in values.items():
+        owner = next((cls for cls, hints in _HINTS.items() if key in hints), None)
+        if owner is None:
+            known = [name for hints in _HINTS.values() for name in hints]
+            nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
+            raise ValueError(f"There is no key {key!r}; did you mean {nearest!r}? `dflash train --help` lists all.")
+        typed[owner][key] = _typed(key, value, _HINTS[owner][key])
+    return RecipeArguments(**typed[RecipeArguments]), typed[DFlashTrainingArguments]
+
+
+def key_lines() -> list[str]:
+    """All keys with their defaults, for `--help`."""
+    lines = []
+    for title, cls, inherited in (
+        ("pair and data", RecipeArguments, False),
+        ("training", DFlashTrainingArguments, False),
+        ("training, as in transformers.TrainingArguments", DFlashTrainingArguments, True),
+    ):
+        lines.append(f"{title}:")
+        for one in dataclasses.fields(cls):
+            if not one.init or bool(one.metadata.get("help")) == inherited:
+                continue
+            factory = one.default_factory is not dataclasses.MISSING
+            default = one.default_factory() if factory else one.default
+            default = None if default is dataclasses.MISSING else getattr(default, "value", default)
+            lines.append(f"  {one.name}={default}  {one.metadata.get('help', '')}".rstrip())
+    return lines
+
+
+def _read_yaml(path: Path) -> dict:
+    if not path.is_file():
+        raise FileNotFoundError(f"--config {path}: there is no such file.")
+    values = _parse(path.read_text(encoding="utf-8"), f"--config {path}")
+    if not isinstance(values, dict):
+        raise ValueError(f"--config {path} must hold keys and values, such as `target: Qwen/Qwen3-8B`.")
+    return values
+
+
+def _parse(text: str, what: str):
+    try:
+        import yaml
+    except ImportError as error:
+        raise ImportError("A recipe needs pyyaml: `pip install dflash-hf[train]`.") from error
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        place = " ".join(str(error).split())
+        raise ValueError(f"{what} is not YAML: {place}.") from error
+
+
+def _typed(key: str, value, hint):
+    """`value` as one of the types of `hint`; YAML reads `6e-4` as text and `3` as a whole number."""
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    kinds = [typing.get_origin(one) or one for one in (typing.get_args(hint) if union else (hint,))]
+    if value is None and (type(None) in kinds or None in kinds):
+        return None
+    for kind in kinds:
+        if isinstance(kind, type) and isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool):
+            return value
+    if not isinstance(value, bool):
+        if isinstance(value, int | float | str) and float in kinds:
+            try:
+                return float(value)
+            except ValueError:
+                pass
+        if isinstance(value, float | str) and int in kinds:
+            try:
+                number = float(value)
+                if number.is_integer():
+                    return int(number)
+            except ValueError:
+                pass
+        if isinstance(value, int | float) and str in kinds:
+            return str(value)
+        if isinstance(value, str) and any(isinstance(kind, type) and issubclass(kind, Enum) for kind in kinds):
+            return value
+    if value is False and any(isinstance(kind, type) and issubclass(kind, Enum) for kind in kinds):
+        return "no"  # as in `save_strategy: no`, which YAML reads as a truth value
+    if value is False and typing.Literal in kinds:
+        return value
+    names = [getattr(kind, "__name__", str(kind)) for kind in kinds if kind is not type(None)]
+    raise ValueError(f"{key}={value!r} must be of type {' or '.join(names)}.")

@@ -1,0 +1,231 @@
+"""`dflash train`: a recipe from its data to a saved, and if wanted published, drafter."""
+
+import argparse
+import shutil
+from pathlib import Path
+
+from dflash_hf.training.recipe import RecipeArguments, key_lines, read_recipe
+
+
+def add_arguments(parser) -> None:
+    """Arguments of `dflash train`."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "\n".join(
+        [
+            "On several GPUs: accelerate launch -m dflash_hf.cli train --config recipe.yaml",
+            "After an interruption: the same command with resume_from_checkpoint=auto",
+            "",
+            *key_lines(),
+        ]
+    )
+    parser.add_argument("--config", help="YAML file of keys and values")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="replaces or adds a key; key.inner=value too"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="check the recipe, print it, and load nothing")
+
+
+def run(arguments, echo) -> int:
+    """`dflash train`."""
+    recipe, training = read_recipe(arguments.config, arguments.overrides)
+    if not training.get("output_dir"):
+        raise ValueError("output_dir is not given; name the folder for the drafter, such as output_dir=my-drafter.")
+    if training.get("push_to_hub") and not training.get("hub_model_id"):
+        raise ValueError("push_to_hub=True needs hub_model_id, such as hub_model_id=me/my-drafter.")
+    if arguments.dry_run:
+        for key, value in {**_given(recipe), **training}.items():
+            echo(f"{key}: {value}")
+        return 0
+    trainer = train(recipe, training, echo)
+    if trainer.args.process_index == 0:
+        echo(f"The drafter is in {trainer.args.output_dir}")
+        if training.get("push_to_hub"):
+            _publish(recipe, trainer.args, echo)
+    return 0
+
+
+def train(recipe: RecipeArguments, training: dict, echo=lambda line: None):
+    """
+    Train as a recipe says, and save the drafter into its `output_dir`.
+
+    Args:
+        recipe, training: Of [`~dflash_hf.training.recipe.read_recipe`].
+        echo: Is told the counts of the data, by the main process.
+
+    Returns:
+        `DFlashTrainer`: After training.
+    """
+    from transformers import set_seed
+    from transformers.trainer_utils import get_last_checkpoint
+
+    from dflash_hf.training.training_args import DFlashTrainingArguments
+
+    # 1. The arguments. What is published is the finished drafter, once, with its card.
+    resume = training.get("resume_from_checkpoint")
+    options = {**training, "push_to_hub": False, "resume_from_checkpoint": None}
+    if recipe.streaming and not options.get("max_steps", -1) > 0:
+        raise ValueError("streaming=True has no length; set max_steps.")
+    args = DFlashTrainingArguments(**options)
+    if recipe.streaming:
+        args.accelerator_config.dispatch_batches = False  # batches of unlike width; each rank reads its own share
+    if resume == "auto":
+        resume = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
+    say = echo if args.process_index == 0 else lambda line: None
+
+    # 2. Target and drafter.
+    set_seed(args.seed)
+    encoder = _encoder(recipe)
+    target = _load_target(recipe, args)
+    draft = _make_draft(recipe, target, encoder)
+
+    # 3. Data, encoded by one process for all.
+    with args.main_process_first(desc="data"):
+        train_dataset, eval_dataset = _datasets(recipe, target, encoder, say)
+
+    # 4. Training.
+    extra = {} if recipe.peft_config is None else {"peft_config": recipe.peft_config}
+    if recipe.features:
+        from dflash_hf.training.offline import DFlashOfflineTrainer as Trainer
+    else:
+        from dflash_hf.training.trainer import DFlashTrainer as Trainer
+    trainer = Trainer(draft, target, args, train_dataset, eval_dataset, **extra)
+    if recipe.decode_prompts:
+        from dflash_hf.training.callbacks import DecodingCallback
+
+        prompts = {"num_prompts": recipe.decode_prompts, "max_new_tokens": recipe.decode_max_new_tokens}
+        trainer.add_callback(DecodingCallback(trainer, decode_steps=recipe.decode_steps, **prompts))
+    if resume:
+        say(f"going on from {resume}")
+    trainer.train(resume_from_checkpoint=resume)
+    if recipe.peft_config is None:
+        trainer.save_model(args.output_dir)
+    else:
+        _save_adapted(trainer)
+    return trainer
+
+
+def _save_adapted(trainer) -> None:
+    """The drafter with its adapter merged, which engines serve, and the adapter alone beside it."""
+    from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
+    from dflash_hf.hub.card import FACTS_FILE
+    from dflash_hf.training.adapters import merged
+
+    folder = Path(trainer.args.output_dir)
+    trainer.save_model(str(folder / "adapter"))
+    if trainer.is_world_process_zero():
+        merged(trainer.accelerator.unwrap_model(trainer.model)).save_pretrained(folder)
+        for name in (FACTS_FILE, REPORT_FILE, PLOT_FILE):
+            if (folder / "adapter" / name).is_file():
+                shutil.copyfile(folder / "adapter" / name, folder / name)
+
+
+def _given(recipe: RecipeArguments) -> dict:
+    return {name: value for name, value in vars(recipe).items() if value not in (None, {})}
+
+
+def _encoder(recipe: RecipeArguments):
+    from dflash_hf.data.encode import RowEncoder
+    from dflash_hf.data.prepare import load_tokenizer
+
+    tokenizer = load_tokenizer(recipe.target, recipe.chat_template, recipe.target_revision)
+    return RowEncoder(tokenizer, recipe.max_length)
+
+
+def _load_target(recipe: RecipeArguments, args):
+    """The target on the device of this process; for stored features its embedding and head alone."""
+    from transformers import AutoModelForCausalLM
+
+    from dflash_hf.training.features import drop_layers
+
+    options = {"revision": recipe.target_revision} if recipe.target_revision else {}
+    if recipe.attn_implementation:
+        options["attn_implementation"] = recipe.attn_implementation
+    device = "cpu" if recipe.features else args.device
+    target = AutoModelForCausalLM.from_pretrained(
+        recipe.target, dtype=recipe.target_dtype, device_map={"": device}, **options
+    )
+    return drop_layers(target, args.device) if recipe.features else target
+
+
+def _make_draft(recipe: RecipeArguments, target, encoder):
+    """A fresh drafter, or the one to go on from; its configuration keeps the arguments of the chat template."""
+    import torch
+
+    from dflash_hf.data.prepare import resolve_template_kwargs
+    from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
+    from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
+    from dflash_hf.target import spare_token_id
+    from dflash_hf.training.features import FeatureManifest
+
+    if recipe.draft:
+        draft = DFlashDraftModel.from_pretrained(recipe.draft, dtype=torch.float32)
+        config = draft.config
+        if recipe.mask_token_id not in (None, config.mask_token_id):
+            raise ValueError(
+                f"mask_token_id={recipe.mask_token_id} is not the {config.mask_token_id} that {recipe.draft} was "
+                "trained with; leave it out."
+            )
+    else:
+        mask_token_id = recipe.mask_token_id
+        if mask_token_id is None:
+            mask_token_id = spare_token_id(target, encoder.tokenizer)
+        if mask_token_id is None:
+            raise ValueError(
+                f"{recipe.target} has no spare row in its embedding for the mask token; set mask_token_id to an id "
+                "that its text never uses, such as a reserved token."
+            )
+        fields = {**recipe.draft_config}
+        if recipe.target_layer_ids:
+            fields["target_layer_ids"] = recipe.target_layer_ids
+        layers, block = recipe.num_draft_layers, recipe.block_size
+        config = DFlashDraftConfig.for_target(target.config, mask_token_id, layers, block, **fields)
+        draft = DFlashDraftModel(config)
+    known = config.dflash_config.get("chat_template_kwargs")
+    stored = {}
+    if recipe.features:
+        stored[recipe.features] = FeatureManifest.load(Path(recipe.features)).chat_template_kwargs
+    kwargs = resolve_template_kwargs(recipe.chat_template_kwargs, recipe.data, stored, known)
+    encoder.chat_template_kwargs = kwargs
+    encoder.mask_token_id = config.mask_token_id
+    encoder.vocab_size = target.get_input_embeddings().weight.shape[0]
+    if kwargs or known is not None:
+        config.dflash_config["chat_template_kwargs"] = kwargs
+    return draft
+
+
+def _datasets(recipe: RecipeArguments, target, encoder, say):
+    from dflash_hf.data.prepare import prepare_dataset
+    from dflash_hf.data.sources import load_rows
+    from dflash_hf.training.features import StoredFeatures
+
+    if recipe.features:
+        evaluated = StoredFeatures(recipe.eval_features) if recipe.eval_features else None
+        return StoredFeatures(recipe.features), evaluated
+
+    def prepared(data, split, streaming, packing):
+        rows = load_rows(data, split, streaming, recipe.data_name, recipe.data_revision)
+        dataset, report = prepare_dataset(rows, encoder, packing, recipe.num_proc)
+        say(f"{data}:" if not streaming else f"{data}, its first rows:")
+        for line in report.lines():
+            say(f"  {line}")
+        return dataset
+
+    dataset = prepared(recipe.data, recipe.split, recipe.streaming, recipe.packing)
+    if not recipe.eval_data and not recipe.eval_split:
+        return dataset, None
+    return dataset, prepared(recipe.eval_data or recipe.data, recipe.eval_split, False, False)
+
+
+def _publish(recipe: RecipeArguments, args, echo) -> None:
+    from dflash_hf.hub.card import CardFacts
+    from dflash_hf.hub.publish import PublishError, publish
+
+    names = [recipe.data] if isinstance(recipe.data, str) else recipe.data or []
+    of_the_hub = [name for name in names if name.count("/") == 1 and not Path(name).exists()]
+    facts = CardFacts.from_folder(args.output_dir, base_model=recipe.base_model, datasets=of_the_hub)
+    try:
+        result = publish(args.output_dir, args.hub_model_id, bool(args.hub_private_repo), facts=facts)
+    except PublishError as error:
+        again = f"dflash publish {args.output_dir} {args.hub_model_id}"
+        raise ValueError(f"The drafter is saved, but not published: {error}\nTry again with `{again}`.") from error
+    echo(f"published         {result.url or args.hub_model_id}")

@@ -1,0 +1,323 @@
+"""`DFlashTrainer`: a Hugging Face `Trainer` for drafters, with the frozen target beside the model."""
+
+from collections.abc import Sized
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, Trainer
+from transformers.utils import logging
+
+from dflash_hf.data.examples import DFlashCollator, check_examples
+from dflash_hf.modeling.modeling_dflash import additive
+from dflash_hf.modeling.target_dflash import raw_embedding
+from dflash_hf.target import (
+    check_fit,
+    check_logits,
+    freeze,
+    packed_masks,
+    target_features,
+    target_forward,
+    target_labels,
+    target_logits,
+)
+from dflash_hf.training.adapters import add_adapter, is_adapted
+from dflash_hf.training.blocks import (
+    Blocks,
+    block_mask,
+    build_blocks,
+    example_seeds,
+    flex_mask,
+    sample_anchors,
+)
+from dflash_hf.training.checkpoints import SafeCheckpoints
+from dflash_hf.training.losses import (
+    Teacher,
+    block_loss,
+    block_statistics,
+    loss_normalizer,
+    slot_weights,
+    statistics_to_metrics,
+    token_losses,
+)
+from dflash_hf.training.trainer_card import CardWriter
+from dflash_hf.training.training_args import DFlashTrainingArguments
+
+
+logger = logging.get_logger(__name__)
+
+_EVALUATION_STEP = -1  # evaluation draws the same anchors every time
+
+
+class DFlashTrainer(SafeCheckpoints, CardWriter, Trainer):
+    """
+    Trains a drafter against a frozen target.
+
+    The target hangs on the trainer, not under the model, so that no checkpoint ever holds it. Besides Trainer's
+    figures each log line holds `accuracy`, `accuracy_k` of each slot, `acceptance_k` (the same where all slots before
+    are right) and `simulated_tau`: the mean over all sampled blocks of the accepted prefix plus the bonus token,
+    teacher-forced. [`~dflash_hf.training.callbacks.DecodingCallback`] measures the real one.
+
+    Args:
+        model (`DFlashDraftModel`): The drafter.
+        target (`PreTrainedModel`): Its target, with head; frozen here.
+        args (`DFlashTrainingArguments`): Default: the paper's recipe.
+        train_dataset, eval_dataset: Rows with `input_ids` and `loss_mask`, see
+            [`~dflash_hf.data.examples.make_example`].
+        data_collator: Default: [`~dflash_hf.data.examples.DFlashCollator`].
+        peft_config (`PeftConfig` or `dict`): Train an adapter on the drafter, see
+            [`~dflash_hf.training.adapters.add_adapter`]; `merge_and_unload` makes a plain drafter of both.
+        kwargs: Any other argument of `Trainer`.
+
+    Raises:
+        `ValueError`: drafter and target do not fit, or a dataset has rows that cannot be trained on.
+    """
+
+    def __init__(
+        self,
+        model,
+        target: PreTrainedModel,
+        args: DFlashTrainingArguments | None = None,
+        train_dataset=None,
+        eval_dataset=None,
+        data_collator=None,
+        peft_config=None,
+        **kwargs,
+    ):
+        if args is None:
+            args = DFlashTrainingArguments(output_dir="dflash_draft")
+        if not isinstance(args, DFlashTrainingArguments):
+            raise ValueError(f"args is a {type(args).__name__}; pass `DFlashTrainingArguments` with the same fields.")
+        check_fit(model.config, target)
+        eval_datasets = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
+        for dataset in (train_dataset, *eval_datasets):
+            if isinstance(dataset, Sized):
+                self.check_examples(dataset)
+        if data_collator is None:
+            pad_token_id = target.config.get_text_config().pad_token_id
+            data_collator = DFlashCollator(0 if pad_token_id is None else pad_token_id)
+        if (args.bf16 or args.fp16) and model.dtype in (torch.bfloat16, torch.float16):
+            logger.info(f"The drafter's {model.dtype} weights are trained in fp32, with autocast.")
+            model.float()
+        if model.config.selector_rank is not None:
+            logger.warning("The path selector is not trained here: its tensors stay as they are.")
+            model.candidate_selector.requires_grad_(False)  # else distributed training waits for one
+        super().__init__(
+            model=model if peft_config is None else add_adapter(model, peft_config),
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            data_collator=data_collator,
+            **kwargs,
+        )
+        # compute_loss divides by the weights of the whole accumulated batch; Trainer must not divide again.
+        self.model_accepts_loss_kwargs = True
+        self.draft_config = model.config
+        # Layers of one type share one mask.
+        self.layer_of_type = {layer_type: i for i, layer_type in enumerate(model.config.layer_types)}
+        self.uses_flex = uses_flex(args.block_attention, model.config, args.device)
+        self.target = freeze(target)
+        if not hasattr(target, "hf_device_map") and target.device != args.device:
+            target.to(args.device)
+        if args.loss_type == "kl":
+            check_logits(target)
+        self.draft_head = partial(model.draft_logits, target_head=target.get_output_embeddings())
+        self.slot_weights = None  # D-PACE has its own
+        if args.loss_type != "dpace":
+            self.slot_weights = slot_weights(model.config.block_size, args.loss_decay_gamma).to(args.device)  # [B]
+        self.train_statistics = self.eval_statistics = self.no_statistics()
+
+    def check_examples(self, dataset) -> None:
+        """Refuse rows that cannot be trained on, see [`~dflash_hf.data.examples.check_examples`]."""
+        check_examples(dataset)
+
+    @property
+    def draft(self):
+        """The drafter itself, without what training wraps it in."""
+        model = self.accelerator.unwrap_model(self.model)
+        return model.get_base_model() if is_adapted(model) else model
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """
+        The loss of one micro-batch, divided by `num_items_in_batch`, what [`get_batch_samples`] counted over the whole
+        accumulated batch: slot weights, or valid anchors for D-PACE.
+
+        Args:
+            model: The (wrapped) drafter.
+            inputs (`dict`): A collated batch with `anchors` and `valid`, both `[N, A]`.
+            return_outputs (`bool`): Also return the statistics of each sequence.
+            num_items_in_batch (`torch.Tensor`): Default: of this micro-batch.
+        """
+        args = self.args
+
+        # 1. The frozen target reads the sequences: features [N, S, L*H_t] of every token.
+        features, label_ids, states = self.read_target(inputs)
+
+        # 2. Blocks of B slots at A anchors: [anchor, MASK, ..., MASK].
+        blocks = self.build_blocks(inputs, label_ids)
+        noise = raw_embedding(self.target, blocks.input_ids)  # [N, A*B, H]
+
+        # 3. One pass of the drafter over [context | blocks].
+        hidden = model(
+            noise_embeds=noise.to(self.model.dtype),
+            context_hidden_states=features.to(self.model.dtype),
+            attention_mask=self.attention_masks(inputs),
+            position_ids=blocks.position_ids,
+        ).last_hidden_state  # [N, A*B, H]
+
+        # 4. Token losses through the target's head, chunk by chunk, then the weighted sum of each sequence.
+        losses = token_losses(
+            hidden.view(*blocks.labels.shape, -1),  # [N, A, B, H]
+            self.draft_head,
+            blocks.labels,
+            blocks.counted,
+            args.loss_chunk_size,
+            None if states is None else self.teacher(states, inputs["anchors"]),
+        )
+        loss = block_loss(losses, blocks.counted, self.slot_weights, args.dpace_alpha)  # [N]
+        normalizer = loss_normalizer(blocks.counted, self.slot_weights)  # [N]
+        statistics = block_statistics(losses.correct, blocks.counted, loss, normalizer)  # [N, 4 * (B - 1) + 3]
+        if model.training:
+            self.train_statistics = self.train_statistics + statistics.sum(0)
+
+        # 5. Normalise over all micro-batches and ranks.
+        if num_items_in_batch is None:
+            num_items_in_batch = _never_zero(normalizer.sum())
+        loss = loss.sum() / num_items_in_batch
+        return (loss, {"statistics": statistics}) if return_outputs else loss
+
+    def read_target(self, inputs) -> tuple[torch.Tensor, torch.LongTensor, torch.Tensor | None]:
+        """
+        What the frozen target makes of a batch; a subclass may know it from elsewhere.
+
+        Returns:
+            The features `[N, S, L*H_t]` of every token, the labels by position `[N, S]`, its own tokens where the data
+            was not written by it, and its final hidden states `[N, S, H_t]` where distributions are compared.
+        """
+        args, input_ids, layer_ids = self.args, inputs["input_ids"], self.draft_config.target_layer_ids
+        masks = packed_masks(self.target, layer_ids, inputs)
+        if args.label_source == "data" and args.loss_type != "kl":
+            return target_features(self.target, layer_ids, input_ids, **masks), input_ids, None
+        output = target_forward(self.target, layer_ids, input_ids, **masks)
+        states, label_ids = output.last_hidden_state, input_ids
+        if args.label_source == "target":
+            label_ids = target_labels(self.target, states, input_ids, inputs["loss_mask"], args.loss_chunk_size)
+        return output.features, label_ids, states if args.loss_type == "kl" else None
+
+    def teacher(self, states: torch.Tensor, anchors: torch.LongTensor) -> Teacher:
+        """The target's distribution at each slot: slot `k` of anchor `a` is predicted by the state at `a + k - 1`."""
+        length = states.shape[1]
+        slot = torch.arange(self.draft_config.block_size, device=anchors.device)
+        place = (anchors[..., None] + slot - 1).clamp(0, length - 1)  # [N, A, B]; slot 0 and the end do not count
+        sequence = torch.arange(len(anchors), device=anchors.device)[:, None, None]
+        return Teacher(states.flatten(0, 1), sequence * length + place, partial(target_logits, self.target))
+
+    def build_blocks(self, inputs: dict[str, torch.Tensor], label_ids: torch.LongTensor | None = None) -> Blocks:
+        """The blocks of a batch with anchors, see [`~dflash_hf.training.blocks.build_blocks`]."""
+        return build_blocks(
+            inputs["input_ids"],
+            inputs["loss_mask"],
+            inputs["anchors"],
+            inputs["valid"],
+            self.draft_config.block_size,
+            self.draft_config.mask_token_id,
+            label_ids=label_ids,
+            position_ids=inputs.get("position_ids"),
+            document_ids=inputs.get("document_ids"),
+        )
+
+    def attention_masks(self, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """The mask of each layer type: a `BlockMask` for flex attention, else additive `[N, 1, A*B, S + A*B]`."""
+        config, masks = self.draft_config, {}
+        for layer_type, layer_idx in self.layer_of_type.items():
+            arguments = (
+                inputs["anchors"],
+                inputs["attention_mask"],
+                config.block_size,
+                config.sliding_window if layer_type == "sliding_attention" else None,
+                config.layer_is_causal(layer_idx),
+                inputs.get("document_ids"),
+            )
+            visible = (flex_mask if self.uses_flex else block_mask)(*arguments)
+            masks[layer_type] = visible if self.uses_flex else additive(visible, self.model.dtype)
+        return masks
+
+    def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
+        """
+        Collect the micro-batches of one optimizer step, draw their anchors, and sum their normalizers over all of
+        them and all ranks: how the batch is split then does not matter.
+        """
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        total = torch.zeros((), device=device)
+        for batch in batches:
+            self.draw_anchors(batch, self.state.global_step)
+            total += self.batch_normalizer(batch).to(device)
+        # Gradients (and the logged loss) are averaged over ranks; a sum over ranks needs the mean of the normalizers.
+        total = self.accelerator.reduce(total, "mean")
+        return batches, _never_zero(total)
+
+    def draw_anchors(self, batch: dict[str, torch.Tensor], step: int) -> None:
+        """Add `anchors` and `valid` `[N, A]` to a batch; they depend on each sequence, the seed and the step alone."""
+        seeds = example_seeds(batch["input_ids"], batch["attention_mask"], self.args.anchor_seed, step)
+        slots = min(self.args.num_anchors, batch["input_ids"].shape[1])  # more would all be invalid
+        batch["anchors"], batch["valid"] = sample_anchors(
+            batch["loss_mask"], slots, seeds=seeds, document_ids=batch.get("document_ids")
+        )
+
+    def batch_normalizer(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """What the summed loss of a batch with anchors is divided by, `[]`."""
+        counted = self.build_blocks(batch).counted
+        weights = None if self.slot_weights is None else self.slot_weights.to(counted.device)
+        return loss_normalizer(counted, weights).sum()
+
+    def no_statistics(self) -> torch.Tensor:
+        """Zeros `[4 * (B - 1) + 3]` to add [`~dflash_hf.training.losses.block_statistics`] to."""
+        return torch.zeros(4 * (self.draft_config.block_size - 1) + 3, device=self.args.device)
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        """The loss of one evaluation batch; its statistics are gathered without the last batch's padding samples."""
+        inputs = self._prepare_inputs(inputs)
+        self.draw_anchors(inputs, _EVALUATION_STEP)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        statistics = self.accelerator.gather_for_metrics(outputs["statistics"])
+        self.eval_statistics = self.eval_statistics + statistics.sum(0)
+        return loss, None, None
+
+    def evaluation_loop(
+        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
+    ):
+        """As upstream, with the figures of the training log, each over all tokens or blocks of the dataset."""
+        self.eval_statistics = self.no_statistics()
+        output = super().evaluation_loop(dataloader, description, True, ignore_keys, metric_key_prefix)
+        for name, value in statistics_to_metrics(self.eval_statistics).items():
+            output.metrics[f"{metric_key_prefix}_{name}"] = value
+        return output
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As upstream; a line of the training loss also gets the figures since the last one."""
+        if "loss" in logs:
+            metrics = statistics_to_metrics(self.accelerator.reduce(self.train_statistics, "sum"))
+            logs.update({**metrics, **logs})  # Trainer's own loss stays: the mean over optimizer steps
+            self.train_statistics = self.no_statistics()
+        super().log(logs, start_time)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Forward and backward of the drafter over its blocks: 6 operations for each parameter and token."""
+        return 6 * self.model.num_parameters() * inputs["anchors"].numel() * self.draft_config.block_size
+
+
+def uses_flex(choice: str, config, device: torch.device) -> bool:
+    """Whether blocks attend by flex attention; `"auto"` says yes on CUDA, where its kernels take this drafter."""
+    if choice == "flex" and config.attention_sink_bias:
+        raise ValueError(
+            "block_attention='flex' cannot train a drafter with attention_sink_bias=True, whose sinks are a column of "
+            "a dense mask; choose 'dense'."
+        )
+    fits = not config.attention_sink_bias and min(config.head_dim, config.v_head_dim) >= 16
+    return choice == "flex" or (choice == "auto" and device.type == "cuda" and fits)
+
+
+def _never_zero(weight: torch.Tensor) -> torch.Tensor:
+    # Without any anchor the loss is 0 / 1, and every rank still runs its backward.
+    return torch.where(weight > 0, weight, torch.ones_like(weight))

@@ -1,0 +1,84 @@
+"""Arguments of drafter training, with the paper's recipe as defaults (DFlash, arXiv 2602.06036)."""
+
+from dataclasses import dataclass, field
+
+from transformers import TrainingArguments
+
+
+_CHOICES = {
+    "loss_type": ("ce", "dpace", "kl"),
+    "label_source": ("data", "target"),
+    "block_attention": ("auto", "flex", "dense"),
+}
+
+
+@dataclass
+class DFlashTrainingArguments(TrainingArguments):
+    """
+    `TrainingArguments` and what DFlash adds.
+
+    Args:
+        num_anchors (`int`): Blocks sampled from each sequence at each step.
+        loss_type (`str`): `"ce"`: cross-entropy with decaying slot weights. `"dpace"`: with D-PACE's weights
+            (arXiv 2605.18810). `"kl"`: divergence from the target's own distribution, with decaying slot weights.
+        loss_decay_gamma (`float`): Slot `k` weighs `exp(-(k - 1) / gamma)`; `inf` weighs all alike. Default: by block
+            size, see [`~dflash_hf.training.losses.default_gamma`]. D-PACE does not use it.
+        dpace_alpha (`float`): How far D-PACE smooths the drafter's probabilities towards 1.
+        loss_chunk_size (`int`): Tokens whose logits exist at a time.
+        anchor_seed (`int`): Seed of the anchors. Default: `seed`.
+        label_source (`str`): `"data"`: the tokens of the examples, right when the target wrote them. `"target"`: the
+            target's argmax after each prefix, for text of other origin.
+        block_attention (`str`): `"dense"`: a mask over all pairs, for any device. `"flex"`: flex attention, which
+            skips what no block sees; CUDA. `"auto"`: flex where it runs.
+
+    Raises:
+        `ValueError`: names argument, value and remedy.
+    """
+
+    learning_rate: float = field(default=6e-4, metadata={"help": "Initial learning rate of AdamW."})
+    lr_scheduler_type: str = field(default="cosine", metadata={"help": "Schedule of the learning rate."})
+    warmup_steps: float = field(default=0.04, metadata={"help": "Warm-up: a share of all steps below 1, else steps."})
+    num_train_epochs: float = field(default=6.0, metadata={"help": "Passes over the data."})
+    remove_unused_columns: bool = field(
+        default=False, metadata={"help": "Must stay off: the columns are not arguments of the drafter's forward."}
+    )
+    num_anchors: int = field(default=512, metadata={"help": "Blocks sampled from each sequence at each step."})
+    loss_type: str = field(default="ce", metadata={"help": "The loss: 'ce', 'dpace' or 'kl'."})
+    dpace_alpha: float = field(default=0.5, metadata={"help": "Smoothing of D-PACE's probabilities, 0 to 1."})
+    loss_decay_gamma: float | None = field(
+        default=None, metadata={"help": "Decay of the slot weights; default by block size (7, 5, 4 for 16, 10, 8)."}
+    )
+    loss_chunk_size: int = field(default=512, metadata={"help": "Tokens whose logits exist at a time."})
+    anchor_seed: int | None = field(default=None, metadata={"help": "Seed of the anchors; default: `seed`."})
+    label_source: str = field(
+        default="data", metadata={"help": "Labels: tokens of the 'data', or the argmax of the 'target'."}
+    )
+    block_attention: str = field(
+        default="auto", metadata={"help": "Attention over blocks: 'flex' (CUDA), 'dense', or 'auto'."}
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.anchor_seed is None:
+            self.anchor_seed = self.seed
+        for name in ("num_anchors", "loss_chunk_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.loss_decay_gamma is not None and not self.loss_decay_gamma > 0:
+            raise ValueError(
+                f"loss_decay_gamma={self.loss_decay_gamma} must be positive; None is the default of the block size."
+            )
+        if not 0 <= self.dpace_alpha <= 1:
+            raise ValueError(f"dpace_alpha={self.dpace_alpha} must lie between 0 and 1.")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(map(repr, choices))}.")
+        if self.remove_unused_columns:
+            raise ValueError(
+                "remove_unused_columns=True would drop `input_ids` and `loss_mask`, which are no arguments of the "
+                "drafter's forward; leave it off."
+            )
+        if self.label_smoothing_factor:
+            raise ValueError(
+                f"label_smoothing_factor={self.label_smoothing_factor} is not part of this loss; leave it at 0."
+            )

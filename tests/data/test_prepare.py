@@ -1,0 +1,163 @@
+"""Datasets from files, what is counted and left out, and `dflash prepare` as a newcomer would use it."""
+
+import json
+
+import pytest
+from support.tiny_chat import CHATML, CROOKED, make_tokenizer
+
+from dflash_hf.cli import main
+from dflash_hf.data.encode import RowEncoder
+from dflash_hf.data.examples import check_examples
+from dflash_hf.data.prepare import colored_example, prepare_dataset
+from dflash_hf.data.sources import load_rows
+
+
+datasets = pytest.importorskip("datasets")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def chat(question, answer):
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+ROWS = [
+    *(chat(f"Say {i}", f"{i}, as you wish." * (1 + i % 3)) for i in range(20)),
+    {"messages": chat("?", "")["messages"][:1]},
+]
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def tokenizer_folder(tmp_path):
+    make_tokenizer(CHATML).save_pretrained(tmp_path / "tokenizer")
+    return str(tmp_path / "tokenizer")
+
+
+def prepare(capsys, *arguments):
+    code = main(["prepare", *map(str, arguments)])
+    printed = capsys.readouterr()
+    last = printed.err.strip().splitlines()[-1:] or [""]
+    return code, printed.out, last[0]
+
+
+def test_every_kind_of_file_gives_the_same_rows(tmp_path):
+    rows = [{"prompt": f"{i}+1=", "completion": ("NA", "", "5.", "01")[i]} for i in range(4)]
+    dataset = datasets.Dataset.from_list(rows)
+    write(tmp_path / "a.jsonl", rows)
+    (tmp_path / "a.json").write_text(json.dumps(rows), encoding="utf-8")
+    dataset.to_parquet(tmp_path / "a.parquet")
+    dataset.to_csv(tmp_path / "a.csv")
+    dataset.save_to_disk(tmp_path / "folder")
+    datasets.DatasetDict({"only": dataset}).save_to_disk(tmp_path / "splits")
+    for name in ("a.jsonl", "a.json", "a.parquet", "a.csv", "folder", "splits"):
+        for streaming in (False, True):
+            found = load_rows(tmp_path / name, streaming=streaming)
+            assert isinstance(found, datasets.IterableDataset) == streaming
+            assert list(found) == rows, (name, streaming)
+    assert len(load_rows([tmp_path / "a.jsonl", write(tmp_path / "b.jsonl", rows)])) == 8
+
+
+def test_counts_are_of_what_is_left(tmp_path):
+    encoder = RowEncoder(make_tokenizer(), max_length=60)
+    dataset, report = prepare_dataset(load_rows(write(tmp_path / "a.jsonl", ROWS)), encoder)
+    examples = [example for row in ROWS[:20] for example in encoder(row)]
+    assert list(dataset) == examples
+    check_examples(dataset)
+    assert (report.rows, report.examples) == (21, 20)
+    assert report.tokens == sum(len(one["input_ids"]) for one in examples)
+    assert report.supervised == sum(sum(one["loss_mask"]) for one in examples)
+    assert report.longest == max(len(one["input_ids"]) for one in examples) <= 60
+    assert report.dropped == {"it has no assistant message": 1}
+
+
+def test_a_stream_gives_the_same_examples(tmp_path):
+    encoder = RowEncoder(make_tokenizer(), max_length=60)
+    path = write(tmp_path / "a.jsonl", ROWS)
+    for packing in (False, True):
+        whole, _ = prepare_dataset(load_rows(path), encoder, packing)
+        stream, report = prepare_dataset(load_rows(path, streaming=True), encoder, packing)
+        assert list(stream) == list(whole)
+        assert ("document_ids" in whole[0]) == packing
+    assert (report.rows, report.examples, sum(report.dropped.values())) == (21, 20, 1)
+    with pytest.raises(ValueError, match="packing=True needs max_length"):
+        prepare_dataset(load_rows(path), RowEncoder(make_tokenizer()), packing=True)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_dataset_that_teaches_nothing_is_refused(streaming, tmp_path):
+    rows = load_rows(write(tmp_path / "a.jsonl", ROWS), streaming=streaming)
+    with pytest.raises(ValueError, match="None of 21 rows can be trained on: 20 because the ids up to the generation"):
+        prepare_dataset(rows, RowEncoder(make_tokenizer(CROOKED)))
+    ones = [*({"input_ids": [3, 4, 5], "loss_mask": [0, 1, 1]},) * 2, {"input_ids": [3, 4], "loss_mask": [1, 1]}]
+    with pytest.raises(ValueError, match="Row 2: The loss mask is all ones"):
+        prepare_dataset(load_rows(write(tmp_path / "b.jsonl", ones), streaming=streaming), RowEncoder())
+
+
+def test_supervised_text_is_marked():
+    tokenizer = make_tokenizer()
+    (example,) = RowEncoder(tokenizer)(ROWS[0])
+    assert colored_example(example, tokenizer, color=False).endswith("assistant\n[0, as you wish.<|im_end|>]\n")
+    assert "\x1b[32m0, as you wish.<|im_end|>\x1b[0m" in colored_example(example, tokenizer, color=True)
+    short = colored_example(example, tokenizer, color=False, longest_run=10)
+    assert "[0, as ... 6 tokens ... ish.<|im_end|>]" in short
+
+
+def test_prepare_shows_counts_and_writes(tmp_path, tokenizer_folder, capsys):
+    data = write(tmp_path / "a.jsonl", ROWS)
+    for suffix in (".jsonl", ".parquet"):
+        output = tmp_path / f"out{suffix}"
+        code, out, _ = prepare(capsys, data, "--tokenizer", tokenizer_folder, "--output", output, "--examples", 2)
+        assert code == 0
+        assert out.count("--- example") == 2 and "[1, as you wish.1, as you wish.<|im_end|>]" in out
+        assert "rows              21" in out and "  1: it has no assistant message" in out
+        again, report = prepare_dataset(load_rows(output), RowEncoder())
+        assert report.examples == 20 and not report.dropped
+        assert again[3] == RowEncoder(make_tokenizer())(ROWS[3])[0]
+    assert not list(tmp_path.glob(".*half"))
+    code, out, _ = prepare(capsys, data, "--tokenizer", tokenizer_folder, "--color", "--limit", 1, "--examples", 1)
+    assert code == 0 and "\x1b[32m" in out and "rows              1\n" in out
+
+
+def test_prepare_says_what_is_wrong_in_one_line(tmp_path, tokenizer_folder, capsys):
+    good = json.dumps(ROWS[0])
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "half.jsonl").write_text(good + "\n" + good[:-9], encoding="utf-8")
+    (tmp_path / "bad.parquet").write_text("nothing", encoding="utf-8")
+    (tmp_path / "notes.txt").write_text("Hi", encoding="utf-8")
+    write(tmp_path / "text.jsonl", [{"text": "Hi"}])
+    zeros = {"input_ids": [3, 4, 5], "loss_mask": [0, 0, 0]}
+    write(tmp_path / "zeros.jsonl", [zeros])
+    write(tmp_path / "good.jsonl", [ROWS[0]])
+    (tmp_path / "folder").mkdir()
+    for name, options, message in (
+        ("empty.jsonl", (), "is an empty file"),
+        ("half.jsonl", (), "half.jsonl is not a JSON object"),
+        ("half.jsonl", (), "it is the last one and was perhaps only half written"),
+        ("bad.parquet", (), "bad.parquet' cannot be read as parquet"),
+        ("notes.txt", (), "must be of one kind: .jsonl"),
+        ("absent.jsonl", (), "there is no such file"),
+        ("folder", (), "without dataset_info.json"),
+        ("text.jsonl", (), "Row 0: There is no column to train on, only ['text']; give `messages`"),
+        ("zeros.jsonl", (), "Row 0: The loss_mask supervise none of 3 tokens"),
+        ("good.jsonl", ("--output", "a.txt"), "--output a.txt must end in .jsonl or .parquet"),
+        ("good.jsonl", ("--template-args", "[1"), "--template-args [1 is not JSON"),
+        ("good.jsonl", ("--template-args", "[1]"), "--template-args [1] must be a JSON object"),
+        (
+            "good.jsonl",
+            ("--mask-token-id", "2"),
+            "None of 1 rows can be trained on: 1 because it holds the",
+        ),
+    ):
+        code, out, error = prepare(capsys, tmp_path / name, "--tokenizer", tokenizer_folder, *options)
+        assert code == 1 and error.startswith("dflash prepare: ") and message in error, (name, error)
+        assert not out
+    code, _, error = prepare(capsys, tmp_path / "good.jsonl", "--tokenizer", str(tmp_path / "absent"))
+    assert code == 1 and error == f"dflash prepare: {tmp_path / 'absent'}: there is no such folder."

@@ -1,0 +1,328 @@
+"""`dflash regenerate`: the target's own responses, each once, whatever happens in between."""
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+import torch
+from support.chat_stand_in import chat_server
+from support.pairs import make_draft
+from support.tiny_chat import CHATML, END, make_tokenizer, save_target
+from transformers import AutoModelForCausalLM
+
+from dflash_hf.cli import main
+from dflash_hf.data import chat_client as client
+from dflash_hf.data.encode import RowEncoder
+from dflash_hf.data.regenerate import prompt_of
+
+
+datasets = pytest.importorskip("datasets")
+QUESTIONS = [f"{'Why ' * (1 + i % 4)}{i}?" for i in range(12)]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": question}) + "\n" for question in QUESTIONS), encoding="utf-8")
+    return path
+
+
+def regenerate(capsys, data, target, output, *options):
+    options = ["--max-new-tokens", "8", *map(str, options)]
+    code = main(["regenerate", str(data), "--target", str(target), "--output", str(output), *options])
+    printed = capsys.readouterr()
+    print(printed.err)  # for the report of a failure
+    return code, printed.out, (printed.err.strip().splitlines() or [""])[-1]
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def check_complete(path):
+    rows = rows_of(path)
+    assert sorted(row["row"] for row in rows) == list(range(len(QUESTIONS)))
+    for row in rows:
+        assert row["messages"][0] == {"role": "user", "content": QUESTIONS[row["row"]]}
+    return {row["row"]: row for row in rows}
+
+
+HERE = ("--device", "cpu", "--batch-size", "5")
+
+
+def test_responses_are_the_target_s_own_with_and_without_a_drafter(folder, data, tmp_path, capsys):
+    target = AutoModelForCausalLM.from_pretrained(folder).eval()
+    draft = make_draft(target, own_mask_embedding=False)
+    draft.save_pretrained(tmp_path / "draft")
+    tokenizer = make_tokenizer(CHATML)
+    outputs = []
+    for name, options in (("alone", ()), ("drafted", ("--draft", tmp_path / "draft"))):
+        output = tmp_path / f"{name}.jsonl"
+        mask = ("--mask-token-id", draft.config.mask_token_id)
+        code, out, _ = regenerate(capsys, data, folder, output, *HERE, *mask, *options)
+        assert code == 0 and "0 of 12 rows are finished" in out and "12 of 12 rows are in" in out
+        outputs.append(check_complete(output))
+    assert outputs[0] == outputs[1]
+    lengths = set()
+    for index, row in outputs[0].items():
+        prompt = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True, return_dict=False)
+        with torch.no_grad():
+            alone = target.generate(torch.tensor([prompt]), max_new_tokens=8, suppress_tokens=[279])[0].tolist()
+        assert row["input_ids"] == alone, index
+        assert row["loss_mask"] == [0] * len(prompt) + [1] * (len(alone) - len(prompt))
+        assert row["finish_reason"] == ("stop" if alone[-1] == END else "length")
+        assert RowEncoder()(row) == [{"input_ids": alone, "loss_mask": row["loss_mask"]}]
+        lengths.add(len(prompt))
+    assert len(lengths) > 3  # padded on the left
+
+
+def test_raw_prompts_and_samples(folder, data, tmp_path, capsys):
+    output = tmp_path / "raw.jsonl"
+    options = ("--raw", "--temperature", "1.5", "--top-p", "0.9", "--limit", "4")
+    code, _, _ = regenerate(capsys, data, folder, output, *HERE, *options)
+    assert code == 0
+    rows = rows_of(output)
+    tokenizer = make_tokenizer(CHATML)
+    assert sorted(row["prompt"] for row in rows) == sorted(QUESTIONS[:4])
+    for row in rows:
+        start = tokenizer(row["prompt"])["input_ids"]
+        assert row["input_ids"][: len(start)] == start and row["loss_mask"].index(1) == len(start)
+
+
+def test_what_a_kill_leaves_is_repaired_and_finished(folder, data, tmp_path, capsys):
+    """The file is cut at every kind of place; the finished rows stay as they are, byte for byte."""
+    whole = tmp_path / "whole.jsonl"
+    assert regenerate(capsys, data, folder, whole, *HERE)[0] == 0
+    expected, lines = check_complete(whole), whole.read_bytes().splitlines(keepends=True)
+    for cut in (0, len(lines[0]) // 2, len(lines[0]), len(lines[0]) + len(lines[1]) - 1, sum(map(len, lines))):
+        output = tmp_path / f"cut{cut}.jsonl"
+        output.write_bytes(b"".join(lines)[:cut])
+        (tmp_path / f"cut{cut}.jsonl.settings.json").write_bytes((tmp_path / "whole.jsonl.settings.json").read_bytes())
+        code, out, _ = regenerate(capsys, data, folder, output, *HERE)
+        assert code == 0
+        finished = next(n for n in range(len(lines), -1, -1) if sum(map(len, lines[:n])) <= cut)
+        assert f"{finished} of 12 rows are finished" in out
+        assert ("half-written" in out) == (cut > sum(map(len, lines[:finished])))
+        assert output.read_bytes().startswith(b"".join(lines[:finished]))
+        assert check_complete(output) == expected
+
+
+def test_other_settings_and_other_data_are_not_mixed(folder, data, tmp_path, capsys):
+    output = tmp_path / "out.jsonl"
+    assert regenerate(capsys, data, folder, output, *HERE, "--limit", "3")[0] == 0
+    code, _, error = regenerate(capsys, data, folder, output, *HERE, "--temperature", "0.5")
+    assert code == 1 and "was begun with temperature=None, not 0.5" in error
+    other = ("--template-args", '{"enable_thinking": false}')
+    code, _, error = regenerate(capsys, data, folder, output, *HERE, *other)
+    assert code == 1 and "was begun with chat_template_kwargs={}, not {'enable_thinking': False}" in error
+    data.write_text(data.read_text(encoding="utf-8").replace("Why 0?", "Who 0?"), encoding="utf-8")
+    code, _, error = regenerate(capsys, data, folder, output, *HERE)
+    assert code == 1 and "Row 0 of" in error and "the data has changed" in error
+    lines = output.read_text(encoding="utf-8").splitlines(keepends=True)
+    output.write_text(lines[0] + "nonsense\n" + lines[1], encoding="utf-8")
+    code, _, error = regenerate(capsys, data, folder, output, *HERE)
+    assert code == 1 and "Line 2 of" in error and "is not a response" in error
+
+
+def test_prompts_of_rows():
+    user, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}
+    assert prompt_of({"messages": [user, answer, user, answer]}, True) == [user, answer, user]
+    assert prompt_of({"messages": [user]}, True) == [user]
+    assert prompt_of({"prompt": "Hi"}, True) == [user]
+    assert prompt_of({"prompt": "Hi"}, False) == "Hi"
+    assert prompt_of({"prompt": [{**user, "name": None}], "messages": None}, True) == [user]
+    with pytest.raises(ValueError, match=r"no prompt, only \['text'\]"):
+        prompt_of({"text": "Hi"}, True)
+
+
+# ------------------------------------------------------------------------------------------------------------ a server
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Waits take no time."""
+    waits = []
+    monkeypatch.setattr(client.time, "sleep", waits.append)
+    return waits
+
+
+def test_a_server_s_answers_are_kept_in_its_own_words(data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    with chat_server(lambda body: f"You asked {body['messages'][0]['content']}") as (url, received):
+        options = ("--server", url + "/v1", "--temperature", "0", "--template-args", '{"enable_thinking": false}')
+        assert regenerate(capsys, data, "served", tmp_path / "out.jsonl", *options)[0] == 0
+    for index, row in check_complete(tmp_path / "out.jsonl").items():
+        assert row["messages"][1] == {"role": "assistant", "content": f"You asked {QUESTIONS[index]}"}
+    assert len(received) == 12
+    body = received[0]
+    assert (body["path"], body["key"], body["model"]) == ("/v1/chat/completions", "Bearer secret", "served")
+    assert (body["max_tokens"], body["temperature"]) == (8, 0.0)
+    assert body["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+def test_a_busy_server_is_asked_again(data, tmp_path, capsys, quick):
+    asked = dict.fromkeys(QUESTIONS, 0)
+
+    def reply(body):
+        question = body["messages"][0]["content"]
+        asked[question] += 1
+        return {1: None, 2: (503, "loading"), 3: "Yes."}[asked[question]]
+
+    with chat_server(reply) as (url, received):
+        assert regenerate(capsys, data, "served", tmp_path / "out.jsonl", "--server", url)[0] == 0
+    check_complete(tmp_path / "out.jsonl")
+    assert len(received) == 36
+    assert len(quick) == 24 and max(quick) > min(quick)
+
+
+def test_a_server_that_dies_leaves_what_is_finished(data, tmp_path, capsys, quick):
+    answered = []
+
+    def reply(body):
+        answered.append(body)
+        return "Yes." if len(answered) <= 5 else None
+
+    output = tmp_path / "out.jsonl"
+    options = ("--concurrency", "1", "--retries", "2", "--server")
+    with chat_server(reply) as (url, _):
+        code, _, error = regenerate(capsys, data, "served", output, *options, url)
+    assert code == 1 and f"{url}/v1/chat/completions does not answer" in error
+    assert "tried 3 times; is the server still running?" in error
+    assert len(rows_of(output)) == 5
+    code, _, error = regenerate(capsys, data, "served", output, *options, url)  # now there is nobody
+    assert code == 1 and "Connection refused" in error
+    with chat_server(lambda body: "Yes.") as (url, received):
+        assert regenerate(capsys, data, "served", output, *options, url)[0] == 0
+    check_complete(output)
+    assert len(received) == 7
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ((401, "no key"), "answers 401: no key; set OPENAI_API_KEY."),
+        ((404, "no model"), "does it serve the model 'served' there?"),
+        ((200, "<html>"), "something else than a chat completion"),
+        ((200, "{}"), "something else than a chat completion"),
+    ],
+)
+def test_a_server_that_refuses_everything_is_not_asked_again(answer, message, data, tmp_path, capsys, quick):
+    with chat_server(lambda body: answer) as (url, received):
+        output = tmp_path / "out.jsonl"
+        code, _, error = regenerate(capsys, data, "served", output, "--server", url, "--concurrency", "1")
+    assert code == 1 and message in error and error.startswith("dflash regenerate: ")
+    assert len(received) == 1 and not quick
+
+
+def test_a_row_that_a_server_refuses_is_left_out(data, tmp_path, capsys):
+    def reply(body):
+        return (400, "too long") if body["messages"][0]["content"] == QUESTIONS[3] else "Yes."
+
+    with chat_server(reply) as (url, _):
+        code, out, _ = regenerate(capsys, data, "served", tmp_path / "out.jsonl", "--server", url)
+    assert code == 1 and "11 of 12 rows are in" in out and "1 rows were refused" in out
+    assert sorted(row["row"] for row in rows_of(tmp_path / "out.jsonl")) == [0, 1, 2, *range(4, 12)]
+
+
+def test_wrong_options_are_told_in_one_line(data, tmp_path, capsys):
+    for options, message in (
+        (("--server", "localhost:8000"), "server='localhost:8000' must be an address"),
+        (("--server", "http://127.0.0.1:1", "--raw"), "leave out --raw"),
+        (("--temperature", "-1"), "--temperature -1.0 must lie between 0"),
+        (("--top-p", "2"), "--top-p 2.0 must lie between 0 and 1"),
+    ):
+        code, _, error = regenerate(capsys, data, tmp_path / "absent", tmp_path / "out.jsonl", *options)
+        assert code == 1 and message in error
+    code, _, error = regenerate(capsys, data, tmp_path / "absent", tmp_path / "out.jsonl")
+    assert code == 1 and "there is no such folder" in error
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def command(*arguments):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    arguments = [sys.executable, "-m", "dflash_hf.cli", *map(str, arguments)]
+    return subprocess.Popen(arguments, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_killed_in_the_middle_and_started_again(data, tmp_path, capsys):
+    """A real SIGKILL, a second process at the same time, and a third that finishes."""
+    output = tmp_path / "out.jsonl"
+
+    def reply(body):
+        time.sleep(0.05)
+        return "Yes."
+
+    with chat_server(reply) as (url, received):
+        options = ("--server", url, "--concurrency", 1, "--max-new-tokens", 8)
+        process = command("regenerate", data, "--target", "served", "--output", output, *options)
+        try:
+            deadline = time.monotonic() + 120
+            while not output.exists() or output.read_bytes().count(b"\n") < 3:
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.01)
+            code, _, error = regenerate(capsys, data, "served", output, *options)
+            assert code == 1 and "is being written by another process" in error
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        finished = output.read_bytes()
+        assert 3 <= finished.count(b"\n") < 12
+        assert regenerate(capsys, data, "served", output, *options)[0] == 0
+    check_complete(output)
+    assert output.read_bytes().startswith(finished[: finished.rindex(b"\n") + 1])
+
+
+@pytest.mark.slow
+def test_against_transformers_serve(folder, data, tmp_path, capsys):
+    """About half a minute: a real server with the same target writes what the target writes in this process."""
+    missing = [name for name in ("fastapi", "uvicorn", "openai") if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"`transformers serve` needs {', '.join(missing)}: pip install 'transformers[serving]'")
+    here = tmp_path / "here.jsonl"
+    assert regenerate(capsys, data, folder, here, *HERE, "--temperature", "0")[0] == 0
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    code = "from transformers.cli.transformers import main; main()"
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    arguments = [sys.executable, "-c", code, "serve", "--port", port, "--host", "127.0.0.1", "--device", "cpu"]
+    with open(tmp_path / "serve.log", "w") as log:
+        server = subprocess.Popen(arguments, env=env, stdout=log, stderr=subprocess.STDOUT)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(600):
+            try:
+                urllib.request.urlopen(f"{url}/health", timeout=5)
+                break
+            except OSError:
+                assert server.poll() is None, (tmp_path / "serve.log").read_text()
+                time.sleep(0.2)
+        there = tmp_path / "there.jsonl"
+        options = ("--server", url, "--concurrency", "3", "--temperature", "0")
+        assert regenerate(capsys, data, folder, there, *options)[0] == 0, (tmp_path / "serve.log").read_text()
+    finally:
+        server.terminate()
+        server.wait(timeout=30)
+    ours, theirs = check_complete(here), check_complete(there)
+    for index, row in ours.items():
+        assert theirs[index]["messages"] == row["messages"]
+        assert theirs[index]["finish_reason"] == row["finish_reason"]
+    code, _, error = regenerate(capsys, data, folder, tmp_path / "gone.jsonl", *options, "--retries", "0")
+    assert code == 1 and "is the server still running?" in error

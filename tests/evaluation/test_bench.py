@@ -1,0 +1,141 @@
+"""`dflash bench`: forced acceptance, ways of decoding side by side, the protocol with the published implementation."""
+
+import json
+
+import pytest
+import torch
+
+from dflash_hf.cli import main
+from dflash_hf.evaluation.bench import NATIVE, REFERENCE, bench
+from dflash_hf.evaluation.bench_pairs import SHAPES, oracle_text, random_pair, slot_accuracy
+from dflash_hf.evaluation.measure import DFLASH, TARGET, TREE
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return random_pair("tiny", torch.float32, "cpu", 3, prompt_length=10)
+
+
+@pytest.mark.parametrize("tau", [1.0, 2.5, 6.5, 16.0])
+def test_slot_accuracy_gives_the_wanted_length(tau):
+    chance = slot_accuracy(tau, 16)
+    assert sum(chance**k for k in range(16)) == pytest.approx(tau, abs=1e-6)
+
+
+@pytest.mark.parametrize("tau", [0.5, 9.0])
+def test_impossible_lengths_are_named(tau):
+    with pytest.raises(ValueError, match=f"forced_acceptance={tau}"):
+        slot_accuracy(tau, 8)
+
+
+def test_every_shape_has_layers_for_its_features():
+    for shape in SHAPES.values():
+        assert shape["target"]["num_hidden_layers"] > shape["draft_layers"]
+
+
+def test_random_targets_write_diverse_text_in_any_precision(pair):
+    target, _, prompts = pair
+    texts = []
+    for dtype in (torch.float32, torch.bfloat16):
+        text = target.to(dtype).generate(torch.tensor(prompts[:1]), max_new_tokens=40, do_sample=False)[0].tolist()
+        texts.append(text)
+    target.float()
+    assert texts[0] == texts[1] and len(set(texts[0])) > 40
+
+
+def test_methods_accept_alike_and_equal_the_target(pair):
+    target, draft, prompts = pair
+    report, rounds = bench(target, draft, prompts, 60, 1, (TARGET, DFLASH, TREE, NATIVE), forced_acceptance=4.0)
+    assert list(report.methods) == [TARGET, DFLASH, TREE, NATIVE]
+    assert all(method.equal == 3 for method in report.methods.values())
+    assert report.methods[NATIVE].target_forwards == report.methods[DFLASH].target_forwards  # the same oracle
+    # A tree of 15 nodes has the oracle's path in it, but for the ends of the longest.
+    assert report.methods[TREE].target_forwards <= 1.2 * report.methods[DFLASH].target_forwards
+    assert 2.5 < report.tau < 6 and len(set(report.verifications)) > 3
+    assert rounds.rounds[DFLASH] > 0 and rounds.attainable > 0
+
+
+def test_rounds_are_timed_where_the_answers_end(pair, monkeypatch):
+    """Not where they might have ended: there is nothing to time."""
+    target, draft, prompts = pair
+    text = target.generate(torch.tensor(prompts[:1]), max_new_tokens=40, do_sample=False)[0].tolist()
+    monkeypatch.setattr(target.generation_config, "eos_token_id", text[len(prompts[0]) + 24])
+    report, rounds = bench(target, draft, prompts[:1], 200, 1, (TARGET, DFLASH))
+    assert len(report.responses[0]) == 25
+    assert rounds.overhead[DFLASH] > 0.5
+
+
+def test_the_oracle_errs_as_often_as_it_should(pair):
+    target, _, prompts = pair
+    right = target.generate(torch.tensor(prompts[:1]), max_new_tokens=409, do_sample=False)[0]
+    drafted = oracle_text(target, prompts[0], 400, 8, tau=5.0)
+    share = (drafted == right).float().mean().item()
+    assert share == pytest.approx(slot_accuracy(5.0, 8), abs=0.06)
+
+
+STAND_IN = """
+import sys
+class DFlashDraftModel:
+    @classmethod
+    def from_pretrained(cls, folder, **options):
+        return cls()
+    def to(self, device):
+        return self
+    def eval(self):
+        return self
+    block_size = 8
+    def forward(self, *args, position_ids, **kwargs):
+        pass
+def sample(logits, temperature=0.0):
+    return logits.argmax(-1)
+def dflash_generate(model, target, input_ids, max_new_tokens, stop_token_ids, temperature):
+    if DIE:
+        sys.exit(3)
+    return target.generate(input_ids, max_new_tokens=max_new_tokens, do_sample=False)
+"""
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_reference_answers_from_its_own_process(pair, tmp_path, dies):
+    target, draft, prompts = pair
+    (tmp_path / "dflash").mkdir()
+    (tmp_path / "dflash" / "model.py").write_text(STAND_IN.replace("DIE", str(dies)))
+
+    def run():
+        return bench(target, draft, prompts, 20, 1, (TARGET, DFLASH), forced_acceptance=3.0, reference=tmp_path)
+
+    if dies:
+        with pytest.raises(ValueError, match="exit code 3"):
+            run()
+    else:
+        assert run()[0].methods[REFERENCE].equal == 3
+
+
+def test_a_reference_that_is_none_is_named(pair, tmp_path):
+    with pytest.raises(ValueError, match=r"no dflash/model\.py"):
+        bench(*pair, 4, 1, (TARGET, DFLASH), reference=tmp_path)
+
+
+def test_command_writes_table_figures_and_picture(tmp_path, capsys):
+    options = ["--max-new-tokens", "24", "--prompts", "2", "--runs", "2", "--methods", "target,dflash"]
+    forced = ["--shape", "tiny", "--forced-acceptance", "4"]
+    assert main(["bench", *forced, *options, "--output", str(tmp_path / "out")]) == 0
+    assert "FORCED acceptance 4.0" in capsys.readouterr().out
+    facts = json.loads((tmp_path / "out" / "bench.json").read_text())
+    assert facts["round"]["overhead"]["dflash"] > 0 and facts["setting"]["forced_acceptance"] == 4.0
+    assert "FORCED" in (tmp_path / "out" / "bench.md").read_text()
+    pytest.importorskip("matplotlib")
+    assert (tmp_path / "out" / "bench.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--shape", "tiny"], "give --forced-acceptance"),
+        (["--target", "x"], "Give either --shape, or --target and --draft"),
+        (["--shape", "tiny", "--forced-acceptance", "4", "--methods", "target,dflash,magic"], "magic"),
+    ],
+)
+def test_bad_arguments_are_told_in_one_line(arguments, told, capsys):
+    assert main(["bench", *arguments]) == 1
+    assert told in capsys.readouterr().err

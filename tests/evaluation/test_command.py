@@ -1,0 +1,124 @@
+"""`dflash eval` on prompt files, from the command line to the report that a card shows."""
+
+import json
+
+import pytest
+from support.pairs import make_draft, make_target
+from support.tiny_chat import CHATML, make_tokenizer
+
+from dflash_hf import DFlashDraftModel
+from dflash_hf.cli import main
+from dflash_hf.data.encode import RowEncoder
+from dflash_hf.evaluation.command import prompt_ids, read_prompts
+from dflash_hf.hub.card import CardFacts
+
+
+USER = {"role": "user", "content": "Say 1"}
+ANSWER = {"role": "assistant", "content": "1"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer(CHATML)
+
+
+@pytest.fixture(scope="module")
+def pair(tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pair")
+    target = make_target(vocab_size=len(tokenizer) + 1)
+    target.save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    make_draft(target, target_layer_ids=[0, 1, 2]).save_pretrained(folder / "draft")
+    return folder
+
+
+def test_the_prompt_of_a_row_is_what_the_target_is_given(tokenizer):
+    encode = RowEncoder(tokenizer)
+    served = tokenizer.apply_chat_template([USER], add_generation_prompt=True, return_dict=False)
+    for row in (
+        {"messages": [USER]},
+        {"messages": [USER, ANSWER]},
+        {"prompt": [USER], "completion": [ANSWER]},
+        {"prompt": "Say 1", "answer": "1"},
+        {"messages": [{**USER, "tool_calls": None}, ANSWER], "prompt": None},
+    ):
+        assert prompt_ids(encode, row) == served, row
+    earlier = [USER, ANSWER, {"role": "user", "content": "And 2"}]
+    assert prompt_ids(encode, {"messages": [*earlier, ANSWER]}) == prompt_ids(encode, {"messages": earlier})
+    text = tokenizer("Say 1")["input_ids"]
+    assert prompt_ids(encode, {"prompt": "Say 1"}, raw=True) == text
+    assert prompt_ids(encode, {"prompt": "Say 1", "completion": "1"}) == text
+    assert prompt_ids(RowEncoder(make_tokenizer(None)), {"prompt": "Say 1"}) == text
+    ids = [5, 6, 7, 8]
+    assert prompt_ids(encode, {"input_ids": ids}) == ids
+    assert prompt_ids(encode, {"input_ids": ids, "loss_mask": [0, 0, 1, 1]}) == [5, 6]
+    assert prompt_ids(encode, {"input_ids": ids, "labels": [-100, 6, 7, 8]}) == [5]
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"text": "x"}, r"Row 1 of .*no prompt, only \['text'\]"),
+        ({"prompt": "", "completion": "1"}, "Row 1 of .*The prompt is empty"),
+        ({"messages": [ANSWER]}, "Row 1 of .*The prompt is empty"),
+        ({"input_ids": [4, 5], "loss_mask": [1, 1]}, "Row 1 of .*The prompt is empty"),
+    ],
+)
+def test_a_row_without_a_prompt_is_named(row, message, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("dflash_hf.evaluation.command.load_rows", lambda data, split: [{"prompt": "fine"}, row])
+    with pytest.raises(ValueError, match=message):
+        read_prompts("rows.jsonl", RowEncoder(tokenizer), 9)
+
+
+def evaluate(pair, data, *arguments):
+    names = ["--target", pair / "target", "--draft", pair / "draft", "--data", data, "--device", "cpu"]
+    return main(["eval", *map(str, [*names, "--max-new-tokens", "8", "--runs", "1", *arguments])])
+
+
+def test_from_a_file_to_the_report_beside_the_weights(pair, tmp_path, capsys):
+    (tmp_path / "prompts.txt").write_text("Say 1\n\nSay 2\nSay 3\n", encoding="utf-8")
+    assert evaluate(pair, tmp_path / "prompts.txt", "--prompts", "2", "--output", pair / "draft") == 0
+    printed = capsys.readouterr().out
+    for part in ("tokens/s", "tau ", "2 of 2 outputs equal", "eval_report.json"):
+        assert part in printed, part
+    assert "prompt lookup" not in printed
+    report = json.loads((pair / "draft" / "eval_report.json").read_text(encoding="utf-8"))
+    assert report["summary"]["prompts"] == 2 and report["summary"]["lossless"] is True
+    facts = CardFacts.from_folder(pair / "draft", base_model="someone/target")
+    assert facts.report == report
+
+    pytest.importorskip("datasets")
+    rows = [{"prompt": [USER]}, {"prompt": [{**USER, "content": "Say 2"}]}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    assert evaluate(pair, tmp_path / "p.jsonl", "--prompt-lookup", "--output", tmp_path / "out") == 0
+    again = json.loads((tmp_path / "out" / "eval_report.json").read_text(encoding="utf-8"))
+    assert again["responses"] == report["responses"] and "prompt_lookup" in again["methods"]
+
+
+def test_template_arguments_are_those_of_training_unless_given(pair, tmp_path, monkeypatch):
+    """A drafter trained without thinking and used with it loses much of its acceptance."""
+    seen = []
+    monkeypatch.setattr(
+        "dflash_hf.evaluation.command.read_prompts", lambda data, encoder, *_: seen.append(encoder) or [[5]]
+    )
+    draft = DFlashDraftModel.from_pretrained(pair / "draft")
+    draft.config.dflash_config = {**draft.config.dflash_config, "chat_template_kwargs": {"enable_thinking": False}}
+    draft.save_pretrained(tmp_path / "draft")
+    for arguments in ((), ("--draft", tmp_path / "draft"), ("--draft", tmp_path / "draft", "--template-args", "{}")):
+        assert evaluate(pair, "prompts.txt", *arguments) == 0
+    assert [encoder.chat_template_kwargs for encoder in seen] == [{}, {"enable_thinking": False}, {}]
+
+
+def test_an_output_that_is_not_the_target_s_own_is_an_error(pair, tmp_path, capsys, monkeypatch):
+    (tmp_path / "prompts.txt").write_text("Say 1\n", encoding="utf-8")
+    monkeypatch.setattr("dflash_hf.evaluation.measure.EvalReport.lossless", False)
+    assert evaluate(pair, tmp_path / "prompts.txt") == 1
+    assert "NOT LOSSLESS" in capsys.readouterr().out
+
+
+def test_errors_are_one_line(pair, tmp_path, capsys):
+    assert evaluate(pair, tmp_path / "nothing.txt") == 1
+    assert "nothing.txt" in capsys.readouterr().err.strip().splitlines()[-1]
+    (tmp_path / "empty.txt").write_text("\n")
+    assert evaluate(pair, tmp_path / "empty.txt") == 1
+    assert "prompts holds 0" in capsys.readouterr().err.strip().splitlines()[-1]

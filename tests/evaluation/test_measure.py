@@ -1,0 +1,115 @@
+"""Decoding side by side: the figures of a report, losslessness noticed when broken, JSON and back."""
+
+import pytest
+import torch
+from support.pairs import make_draft, make_target
+
+from dflash_hf.evaluation.measure import DFLASH, METHODS, PROMPT_LOOKUP, TARGET, EvalReport, evaluate
+
+
+PROMPTS = [[5, 9, 11, 60], [7, 3], [40, 41, 42, 43, 44, 45]]
+NEW = 20
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = make_target()
+    return target, make_draft(target)
+
+
+@pytest.fixture
+def drafts(pair, oracle):
+    """Right drafts for the first prompt's text, with errors, so that acceptance is spread over 0..B-1."""
+    text = pair[0].generate(torch.tensor([PROMPTS[0]]), max_new_tokens=NEW)
+    assert len(set(text[0].tolist())) > 10  # else anything is lossless
+    oracle(text, [0], error_rate=0.3)
+
+
+def decode(pair, runs):
+    return evaluate(*pair, PROMPTS, max_new_tokens=NEW, runs=runs, check=lambda i, answer: i != 1)
+
+
+def test_counts_agree_with_each_other(pair, drafts):
+    report = decode(pair, runs=1)
+    assert list(report.methods) == list(METHODS)
+    for method in report.methods.values():
+        assert method.tokens == NEW * len(PROMPTS)
+        assert method.equal == len(PROMPTS) == report.num_prompts
+    assert report.lossless
+    # One forward for each token; one for the prompt and one for each verification.
+    assert report.methods[TARGET].target_forwards == NEW * len(PROMPTS)
+    assert report.methods[TARGET].speedup == 1.0
+    assert report.methods[DFLASH].target_forwards == len(PROMPTS) + len(report.verifications)
+    assert len(set(report.verifications)) > 2
+    for lengths, response in zip(report.acceptance_lengths, report.responses, strict=True):
+        assert 1 + sum(lengths) == len(response)
+    assert report.correct == [True, False, True]
+    assert report.setting["threads"] == torch.get_num_threads()
+    # Tau is one plus the accepted slots.
+    assert len(report.acceptance_by_position) == report.block_size - 1
+    assert report.tau == pytest.approx(1 + sum(report.acceptance_by_position))
+    assert report.acceptance_by_position == sorted(report.acceptance_by_position, reverse=True)
+
+
+def test_medians_of_the_runs(pair):
+    report = decode(pair, runs=3)
+    for method in report.methods.values():
+        assert len(method.runs) == 3 and method.tokens_per_second == sorted(method.runs)[1]
+    ratios = [ours / base for ours, base in zip(report.methods[DFLASH].runs, report.methods[TARGET].runs)]
+    assert report.methods[DFLASH].speedup == sorted(ratios)[1]
+
+
+def test_both_means_of_tau():
+    lengths = [[4, 4, 4, 4], [1]]
+    report = EvalReport({}, lengths, [[0] * 17, [0, 0]], block_size=4)
+    assert report.tau == pytest.approx(17 / 5)
+    assert report.tau_per_response == pytest.approx((4 + 1) / 2)
+    assert report.acceptance_by_position == pytest.approx([4 / 5, 4 / 5, 4 / 5])
+
+
+def test_json_and_back(pair, tmp_path):
+    report = decode(pair, runs=1)
+    path = report.save(tmp_path / "report.json")
+    again = EvalReport.from_json(path.read_text(encoding="utf-8"))
+    assert again == report
+    assert again.to_json() == report.to_json()
+
+
+def test_a_wrong_token_is_noticed(pair, monkeypatch):
+    target, draft = pair
+    original = type(target).generate
+
+    def spoiled(self, *args, **kwargs):
+        output = original(self, *args, **kwargs)
+        if "assistant_model" in kwargs and kwargs["input_ids"].tolist() == [PROMPTS[2]]:
+            output.sequences[0, -1] += 1
+        return output
+
+    monkeypatch.setattr(type(target), "generate", spoiled)
+    report = evaluate(target, draft, PROMPTS, max_new_tokens=8, runs=1)
+    assert not report.lossless
+    assert report.methods[DFLASH].equal == len(PROMPTS) - 1
+    assert report.methods[PROMPT_LOOKUP].equal == len(PROMPTS)
+    assert report.correct is None
+
+
+def test_the_user_is_left_alone(pair):
+    target, draft = pair
+    before = torch.get_num_threads(), [len(module._forward_pre_hooks) for module in target.modules()]
+    evaluate(target, draft, PROMPTS[:1], max_new_tokens=4, runs=1, methods=(TARGET, DFLASH))
+    assert before == (torch.get_num_threads(), [len(module._forward_pre_hooks) for module in target.modules()])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompts": []}, "prompts holds 0"),
+        ({"prompts": [[3], []]}, "one of them empty"),
+        ({"runs": 0}, "runs=0"),
+        ({"methods": ("target",)}, "lacks \\['dflash'\\]"),
+        ({"methods": (*METHODS, "magic")}, "names \\['magic'\\]"),
+    ],
+)
+def test_wrong_arguments(pair, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        evaluate(*pair, **{"prompts": PROMPTS, **arguments})

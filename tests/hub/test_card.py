@@ -1,0 +1,190 @@
+"""The card says what is known and nothing else; two rendered examples are held to the template."""
+
+import builtins
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+from support.pairs import make_draft
+
+from dflash_hf import DFlashTrainingArguments
+from dflash_hf.convert import convert
+from dflash_hf.hub.card import CardFacts, render_card, template_path, training_facts
+
+
+CARDS = Path(__file__).resolve().parents[2] / "hub_cards"
+REPORT = Path(__file__).parents[1] / "fixtures" / "card" / "eval_report.json"  # of the trained pair of these tests
+# The report is real, the names are made up.
+EXAMPLES = {
+    "example_with_report.md": {
+        "repo": "example/tiny-walk-DFlash",
+        "facts": {
+            "base_model": "example/tiny-walk",
+            "base_model_revision": "0123456789abcdef0123456789abcdef01234567",
+            "license": "mit",
+            "datasets": ["example/walks"],
+            "data": "1,000 walks of 40 tokens.",
+            "hardware": "one thread of a shared CPU",
+            "evaluated_on": "example/walks",
+            "plot": "eval_report.png",
+            "training": {"max_steps": 150, "per_device_train_batch_size": 16, "learning_rate": 4e-3, "num_anchors": 8},
+        },
+    },
+    "example_without_report.md": {
+        "repo": "example/tiny-sliding-DFlash",
+        "facts": {"base_model": "example/tiny-sliding"},
+        "config": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64, "block_size": 16},
+    },
+}
+
+
+@pytest.fixture
+def folder(target, tmp_path):
+    make_draft(target, block_size=6, target_layer_ids=[0, 1, 2]).save_pretrained(tmp_path / "draft")
+    return tmp_path / "draft"
+
+
+def render_example(name, target, folder):
+    example = EXAMPLES[name]
+    fields = {"block_size": 6, "target_layer_ids": [0, 1, 2], **example.get("config", {})}
+    make_draft(target, **fields).save_pretrained(folder)
+    if name == "example_with_report.md":
+        shutil.copy(REPORT, folder / "eval_report.json")
+    return render_card(folder, CardFacts.from_folder(folder, **example["facts"]), example["repo"])
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_examples_are_what_the_template_renders(name, target, tmp_path):
+    assert str(render_example(name, target, tmp_path)) == (CARDS / name).read_text(encoding="utf-8")
+
+
+def test_figures_come_from_the_report(target, tmp_path):
+    card = render_example("example_with_report.md", target, tmp_path)
+    report = json.loads(REPORT.read_text())
+    text = card.text
+    assert f"| tau, over all verifications | {report['summary']['tau']:.2f} |" in text
+    assert f"| Speed-up over the target alone | {report['summary']['speedup']:.2f}x |" in text
+    assert "| Outputs equal to the target's, token for token | 8 of 8 |" in text
+    for share in report["summary"]["acceptance_by_position"]:
+        assert f" {share:.2f} |" in text
+    # Not measured: whether the answers are right, and prompt lookup.
+    assert "that are right" not in text and "lookup" not in text
+    results = {result.metric_type: result for result in card.data.eval_results}
+    assert results["tau"].metric_value == round(report["summary"]["tau"], 3)
+    assert results["speedup"].dataset_name == "example/walks"
+    assert card.data.base_model == "example/tiny-walk" and card.data.license == "mit"
+    metadata = card.data.to_dict()
+    assert metadata["library_name"] == "transformers" and metadata["pipeline_tag"] == "text-generation"
+    assert "base_model_relation" not in metadata
+
+
+def test_what_is_not_known_is_left_out(target, tmp_path):
+    text = str(render_example("example_without_report.md", target, tmp_path))
+    for word in ("Evaluation", "tau", "Training", "Licence", "license", "model-index", "datasets", "revision", "None"):
+        assert word not in text, word
+    report = {"summary": {"tau": 2.5, "speedup": None}}
+    facts = CardFacts("example/tiny-sliding", report=report)
+    card = render_card(tmp_path, facts, "example/draft")
+    assert "| tau, over all verifications | 2.50 |" in card.text
+    assert "Speed-up" not in card.text and "equal" not in card.text
+    assert card.data.eval_results is None  # nobody said on what
+    facts = CardFacts(
+        "example/tiny-sliding", report=report, evaluated_on="example/walks", base_model_relation="finetune"
+    )
+    card = render_card(tmp_path, facts, "example/draft")
+    assert [result.metric_type for result in card.data.eval_results] == ["tau"]
+    assert card.data.to_dict()["base_model_relation"] == "finetune"
+
+
+def test_metadata_survives_reading_back(target, tmp_path):
+    card = render_example("example_with_report.md", target, tmp_path)
+    again = ModelCard(str(card))
+    assert again.data.to_dict() == card.data.to_dict()
+    assert again.data.to_dict()["model-index"][0]["name"] == "tiny-walk-DFlash"
+
+
+@pytest.mark.parametrize(
+    "config, served",
+    [
+        ({}, {"vLLM 0.21", "SGLang 0.5.12"}),
+        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 8}, {"vLLM 0.26", "SGLang 0.5.14"}),
+        (
+            {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 4, "selector_top_k": 4},
+            {"vLLM 0.30", "SGLang 0.5.20"},
+        ),
+        ({"hidden_act": "gelu"}, set()),
+        ({"input_embedding_scale": 2.0}, set()),
+    ],
+)
+def test_only_engines_that_take_the_drafter_are_named(config, served, target, tmp_path):
+    make_draft(target, target_layer_ids=[0, 1, 2], block_size=6, **config).save_pretrained(tmp_path)
+    text = str(render_card(tmp_path, CardFacts("example/target"), "example/draft"))
+    assert set(re.findall(r"With (\S+ \S+) or newer", text)) == served
+    assert ('"num_speculative_tokens": 5}' in text) is ("--speculative-num-draft-tokens 6" in text) is bool(served)
+
+
+def test_the_card_loads_the_drafter_as_it_can_be_loaded(folder, tmp_path):
+    def text(folder):
+        return str(render_card(folder, CardFacts("example/target"), "example/draft"))
+
+    assert 'from_pretrained("example/draft", trust_remote_code=True,' in text(folder) and "custom_generate" in text(
+        folder
+    )
+    convert(folder, tmp_path / "native", to="native")
+    native = text(tmp_path / "native")
+    assert 'assistant_model=draft, speculation_type="dflash"' in native
+    assert "trust_remote_code" not in native and "dflash-hf" not in native
+    for path in folder.rglob("*.py"):
+        path.unlink()
+    assert "\nimport dflash_hf" in text(folder) and "trust_remote_code" not in text(folder)
+
+
+def test_facts_are_read_from_the_folder(folder):
+    with pytest.raises(ValueError, match="write base_model into"):
+        CardFacts.from_folder(folder)
+    CardFacts("example/target", license="mit", report={"not": "saved here"}).save(folder)
+    (folder / "eval_report.png").write_bytes(b"")
+    facts = CardFacts.from_folder(folder, hardware="a CPU", license=None)
+    assert facts == CardFacts("example/target", license="mit", hardware="a CPU", plot="eval_report.png")
+    assert CardFacts.from_folder(folder, base_model="other/target").base_model == "other/target"
+    for content, message in (('{"taus": 9}', "taus"), ("{", "not JSON"), ("[]", "one JSON object")):
+        (folder / "card_facts.json").write_text(content)
+        with pytest.raises(ValueError, match=message):
+            CardFacts.from_folder(folder)
+
+
+def test_facts_that_the_hub_would_refuse():
+    for wrong in ({"base_model": "a/b/c"}, {"base_model": "a b"}, {"base_model": "a/b", "datasets": ["x y"]}):
+        with pytest.raises(ValueError, match="is not the id of a repository"):
+            CardFacts(**wrong)
+    with pytest.raises(ValueError, match="base_model_relation='drafter' must be one of"):
+        CardFacts("a/b", base_model_relation="drafter")
+
+
+def test_training_arguments_that_make_a_run(tmp_path):
+    arguments = DFlashTrainingArguments(output_dir=str(tmp_path), max_steps=150, use_cpu=True, report_to=[])
+    facts = training_facts(arguments)
+    assert facts["max_steps"] == 150 and facts["learning_rate"] == 6e-4 and facts["num_anchors"] == 512
+    assert facts["world_size"] == 1 and facts["label_source"] == "data"
+    assert not {"output_dir", "bf16", "loss_decay_gamma", "hub_token"} & set(facts)
+    assert training_facts({"learning_rate": 1e-3, "max_steps": -1}) == {"learning_rate": 1e-3}
+
+
+def test_jinja_is_asked_for(folder, monkeypatch):
+    original = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name == "jinja2":
+            raise ImportError(name)
+        return original(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ImportError, match=r"pip install dflash-hf\[hub\]"):
+        render_card(folder, CardFacts("example/target"), "example/draft")
+
+
+def test_the_template_is_in_the_package():
+    assert template_path().is_file()

@@ -1,0 +1,531 @@
+"""The preflight: what we write passes, every way to go wrong is named, and vLLM itself reads what we say it reads."""
+
+import argparse
+import copy
+import json
+import math
+import os
+import struct
+import subprocess
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.hub_stand_in import stand_in
+from support.pairs import make_draft
+
+from dflash_hf import DFlashDraftConfig, DFlashDraftModel
+from dflash_hf.hub.check import add_arguments, check, read_shapes, render, run
+from dflash_hf.hub.engine_rules import ENGINES, Drafter, Finding, layers_as_read
+
+
+PUBLISHED = Path(__file__).parents[1] / "fixtures" / "published"
+SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8}
+VARIANTS = {
+    "full": {},
+    "bias": {"attention_bias": True},
+    "sliding_causal": SLIDING,
+    "sliding_bidirectional": {**SLIDING, "is_causal": False},
+    "mixed": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8},
+    "causal": {"is_causal": True},
+    "yarn": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "rope_theta": 50000.0,
+        }
+    },
+}
+VARIANTS["dflash2"] = {
+    **SLIDING,
+    "is_causal": False,
+    **{"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 6, "selector_top_k": 5},
+}
+VARIANTS["sinks"] = {"attention_sink_bias": True, "attention_value_scale": 0.5}
+REMOVE = object()
+
+
+@pytest.fixture
+def folder(target, tmp_path):
+    """A drafter that is right for every engine."""
+    make_draft(target, target_layer_ids=[0, 1, 2]).save_pretrained(tmp_path / "draft")
+    return tmp_path / "draft"
+
+
+def edit(folder, nested=None, **changes):
+    """Change keys of a folder's config.json; `REMOVE` takes one out."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    for table, edits in ((config, changes), (config["dflash_config"], nested or {})):
+        for key, value in edits.items():
+            table.pop(key, None) if value is REMOVE else table.update({key: value})
+    path.write_text(json.dumps(config))
+
+
+def edit_tensors(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def errors(findings):
+    return {finding.key: finding for finding in findings if finding.severity == "error"}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_we_write_passes_and_is_the_documented_layout(variant, target, tmp_path):
+    draft = make_draft(target, target_layer_ids=[0, 1, 2], **VARIANTS[variant])
+    draft.config.dflash_config["num_anchors"] = 512  # a training-only key survives
+    draft.save_pretrained(tmp_path, max_shard_size="20KB" if variant == "mixed" else "50GB")
+    findings = check(tmp_path, target=target.config)
+    assert [f.key for f in findings] == (["layer_types"] if variant == "mixed" else []), render(findings)
+    assert not errors(findings)
+
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["DFlash2DraftModel" if variant == "dflash2" else "DFlashDraftModel"]
+    assert config["model_type"] == "qwen3"
+    for key in ("block_size", "mask_token_id", "target_layer_ids"):
+        assert config[key] == config["dflash_config"][key] == getattr(draft.config, key)
+    assert config["dflash_config"]["num_anchors"] == 512
+    rope = draft.config.rope_parameters
+    assert config["rope_parameters"] == rope and config["rope_theta"] == rope["rope_theta"]
+    scaled = {key: value for key, value in rope.items() if key != "rope_theta"} if variant == "yarn" else None
+    assert config["rope_scaling"] == scaled
+    assert len(config["layer_types"]) == config["num_hidden_layers"] == 2
+    assert config["use_sliding_window"] is (draft.config.sliding_window is not None)
+    assert config["dtype"] == config["torch_dtype"] == "float32"
+    assert ("is_causal" in config) is ("is_causal" in VARIANTS[variant])
+    assert "causal" not in config["dflash_config"]
+    for key in ("num_target_layers", "vocab_size", "head_dim", "attention_bias", "max_position_embeddings"):
+        assert config[key] == getattr(draft.config, key)
+    assert set(config["auto_map"]) == {"AutoConfig", "AutoModel"}
+    assert (tmp_path / "custom_generate" / "generate.py").is_file()
+    # Tensors by their published names, nothing else; and both engines see the layers as we do.
+    assert read_shapes(tmp_path) == {name: tuple(tensor.shape) for name, tensor in draft.state_dict().items()}
+    ours = [
+        (8 if kind == "sliding_attention" else None, draft.config.layer_is_causal(i))
+        for i, kind in enumerate(draft.config.layer_types)
+    ]
+    assert layers_as_read(Drafter(tmp_path, config, config["dflash_config"], {}, {})) == {"vllm": ours, "sglang": ours}
+
+
+def write_header(folder, shapes):
+    """Weights of any size that cost nothing: a header, and a hole."""
+    header, offset = {}, 0
+    for name, shape in shapes.items():
+        size = 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header).encode()
+    with open(folder / "model.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + offset)
+
+
+@pytest.mark.parametrize(
+    "name, count, fc, warnings",
+    [
+        ("qwen3-4b-dflash.specforge", 58, (2560, 12800), {"auto_map"}),
+        ("qwen3-8b-dflash.specforge", 58, (4096, 20480), {"auto_map"}),
+        ("qwen3.6-27b-dflash.specforge", 58, (5120, 25600), {"auto_map", "layer_types"}),
+        ("qwen3.8-27b-dflash2", 81, (5120, 25600), {"auto_map", "block_size", "mask_token_id", "rope_theta"}),
+        ("muse-glimmer-30b-assistant", 58, (6656, 33280), {"rope_theta"}),
+    ],
+)
+def test_published_configurations_have_no_errors(name, count, fc, warnings, tmp_path):
+    config = json.loads((PUBLISHED / f"{name}.config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with torch.device("meta"):
+        draft = DFlashDraftModel(DFlashDraftConfig.from_pretrained(tmp_path))
+    shapes = {name: tuple(tensor.shape) for name, tensor in draft.state_dict().items()}
+    assert len(shapes) == count and shapes["fc.weight"] == fc
+    if "muse" in name:
+        shapes["encoder.fc.weight"] = shapes.pop("fc.weight")
+        shapes["encoder.output_norm_enc.weight"] = shapes.pop("hidden_norm.weight")
+    write_header(tmp_path, shapes)
+    findings = check(tmp_path)
+    assert not errors(findings), render(findings)
+    found = {finding.key for finding in findings}
+    # "auto_map" names the publisher's own code, which is not in this folder; ids are nested only in all but Muse's.
+    assert warnings - {"auto_map"} <= found and found <= warnings | {
+        "dflash.py",
+        "auto_map",
+        "mask_token_id",
+        "target_layer_ids",
+    }
+
+
+MISTAKES = {
+    # what is changed: (nested, top level), the key of the finding, whom it concerns
+    "unknown_architecture": (({}, {"architectures": ["DominoDraftModel"]}), "architectures", ENGINES),
+    "unknown_model_type": (({}, {"model_type": "dflash"}), "model_type", ("vllm", "sglang")),
+    "muse_in_name_only": (({}, {"model_type": "muse_glimmer_assistant"}), "model_type", ENGINES),
+    "no_vocabulary": (({}, {"vocab_size": REMOVE}), "vocab_size", ("vllm", "sglang")),
+    "no_length": (({}, {"max_position_embeddings": REMOVE}), "max_position_embeddings", ("vllm", "sglang")),
+    "ids_out_of_range": (({"target_layer_ids": [0, 1, 9]}, {"target_layer_ids": [0, 1, 9]}), "config.json", ENGINES),
+    "ids_twice": (({"target_layer_ids": [0, 1, 1]}, {"target_layer_ids": [0, 1, 1]}), "config.json", ENGINES),
+    "ids_out_of_order": (
+        ({"target_layer_ids": [2, 1, 0]}, {"target_layer_ids": [2, 1, 0]}),
+        "target_layer_ids",
+        ("vllm", "sglang"),
+    ),
+    "ids_for_eagle": (
+        ({}, {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}),
+        "eagle_aux_hidden_state_layer_ids",
+        ("vllm",),
+    ),
+    "two_block_sizes": (({}, {"block_size": 16}), "block_size", ENGINES),
+    "no_block_size": (({"block_size": REMOVE}, {"block_size": REMOVE}), "block_size", ENGINES),
+    "mask_outside": (({"mask_token_id": 96}, {"mask_token_id": 96}), "config.json", ENGINES),
+    "layer_types_short": (({}, {"layer_types": ["full_attention"]}), "config.json", ENGINES),
+    "window_dropped": (({}, {**SLIDING, "use_sliding_window": False}), "use_sliding_window", ("vllm", "sglang")),
+    "causality_nested_only": (({"causal": True}, {}), "is_causal", ("vllm", "sglang")),
+    "causality_twice": (({"causal": False}, {**SLIDING, "use_sliding_window": True}), "is_causal", ("vllm", "sglang")),
+    "window_forced": (({"use_swa": True, "swa_window_size": 8}, {}), "is_causal", ("vllm", "sglang")),
+    "two_thetas": (({}, {"rope_theta": 5000.0}), "rope_theta", ENGINES),
+    "no_theta": (({}, {"rope_theta": REMOVE, "rope_parameters": REMOVE}), "rope_theta", ("vllm", "sglang")),
+    "rope_by_layer_type": (
+        ({}, {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}}),
+        "rope_parameters",
+        ("vllm", "sglang"),
+    ),
+    "two_rope_types": (({}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}), "rope_scaling", ENGINES),
+    "another_context_theta": (({"backbone_rotary_base": 7.0}, {}), "backbone_rotary_base", ("vllm", "sglang")),
+    "gelu": (({}, {"hidden_act": "gelu"}), "hidden_act", ("vllm", "sglang")),
+    "embedding_scale": (({"input_embedding_scale": 2.0}, {}), "input_embedding_scale", ("vllm", "sglang")),
+    "convolution_in_v1": (
+        ({"conv_kernel_size": 2, "conv_group_size": 4}, {}),
+        "architectures",
+        ("vllm", "sglang"),
+    ),
+    "wide_feature": (({}, {"target_hidden_size": 64}), "target_hidden_size", ("vllm", "sglang")),
+    "bias_without_tensors": (({}, {"attention_bias": True}), "layers.0.self_attn.q_proj.bias", ("vllm", "sglang")),
+    "too_many_layers": (
+        ({}, {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}),
+        "layers.2.mlp.up_proj.weight",
+        ("vllm", "sglang"),
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_the_configuration_is_named(mistake, folder):
+    (nested, top), key, engines = MISTAKES[mistake]
+    edit(folder, nested, **top)
+    found = errors(check(folder))
+    assert key in found, render(check(folder))
+    assert found[key].engines == engines
+    for engine in ENGINES:
+        assert (key in errors(check(folder, [engine]))) is (engine in engines)
+
+
+WARNINGS = {
+    "last_layer": (({"target_layer_ids": [0, 1, 3]}, {"target_layer_ids": [0, 1, 3]}), "target_layer_ids"),
+    "no_depth": (({}, {"num_target_layers": REMOVE}), "num_target_layers"),
+    "nested_block_size": (({}, {"block_size": REMOVE}), "block_size"),
+    "no_dtype": (({}, {"dtype": REMOVE, "torch_dtype": REMOVE}), "dtype"),
+    "new_rope_only": (({}, {"rope_theta": REMOVE}), "rope_theta"),
+    "yarn_mscale": (
+        (
+            {},
+            {
+                "rope_parameters": {**VARIANTS["yarn"]["rope_parameters"], "mscale": 1.0},
+                "rope_theta": 50000.0,
+                "rope_scaling": {**VARIANTS["yarn"]["rope_parameters"], "mscale": 1.0},
+            },
+        ),
+        "rope_parameters",
+    ),
+    "yarn_lost": (
+        ({}, {"rope_parameters": VARIANTS["yarn"]["rope_parameters"], "rope_theta": 50000.0, "rope_scaling": None}),
+        "rope_scaling",
+    ),
+    "no_code_named": (({}, {"auto_map": REMOVE}), "auto_map"),
+}
+
+
+@pytest.mark.parametrize("mistake", WARNINGS)
+def test_what_deserves_a_look_is_a_warning(mistake, folder):
+    (nested, top), key = WARNINGS[mistake]
+    edit(folder, nested, **top)
+    findings = check(folder)
+    assert not errors(findings), render(findings)
+    assert [finding.key for finding in findings] == [key]
+
+
+def test_gemma_is_a_warning_on_vllm(folder):
+    (finding,) = check(folder, target={**json.loads((folder / "config.json").read_text()), **GEMMA})
+    assert (finding.severity, finding.engines, finding.key) == ("warning", ("vllm",), "vocab_size")
+
+
+GEMMA = {"model_type": "gemma3_text", "num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize(
+    "change, key",
+    [
+        (lambda t: t.pop("layers.1.mlp.up_proj.weight"), "layers.1.mlp.up_proj.weight"),
+        (lambda t: t.update({"layers.2.mlp.up_proj.weight": torch.zeros(3)}), "layers.2.mlp.up_proj.weight"),
+        (lambda t: t.update({"fc.weight": torch.zeros(32, 64)}), "fc.weight"),
+        (lambda t: t.update({"lm_head.weight": torch.zeros(96, 32)}), "lm_head.weight"),
+    ],
+)
+def test_a_wrong_tensor_is_named(change, key, folder):
+    edit_tensors(folder, change)
+    assert list(errors(check(folder, ["vllm", "sglang"]))) == [key]
+    assert key.replace(".1.mlp.up_proj.weight", "") in errors(check(folder, ["transformers"]))["weights"].message
+
+
+def test_a_prefix_is_read_here_and_refused_by_engines(folder):
+    edit_tensors(folder, lambda t: t.update({"model.norm.weight": t.pop("norm.weight")}))
+    findings = errors(check(folder))
+    assert {key: finding.engines for key, finding in findings.items()} == {
+        "norm.weight": ("vllm", "sglang"),
+        "model.norm.weight": ("vllm", "sglang"),
+    }
+
+
+def test_damaged_and_missing_files(folder, tmp_path):
+    (folder / "custom_generate" / "generate.py").unlink()
+    assert [finding.key for finding in check(folder)] == ["custom_generate/generate.py"]
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    for damaged in (whole[:100], whole[:-4], b"", b"\xff" * 64):
+        weights.write_bytes(damaged)
+        assert "model.safetensors is damaged" in errors(check(folder))["weights"].message
+    weights.write_bytes(whole)
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"fc.weight": "model.safetensors"}}')
+    assert list(errors(check(folder))) == ["model.safetensors"]
+    weights.unlink()
+    assert "model.safetensors" in errors(check(folder))["weights"].message
+    (folder / "model.safetensors.index.json").unlink()
+    assert "Only safetensors are read" in errors(check(folder))["weights"].message
+    (folder / "config.json").write_text("{")
+    assert "is not JSON" in errors(check(folder))["config.json"].message
+    assert "cannot be read" in errors(check(tmp_path / "nowhere"))["config.json"].message
+    (folder / "config.json").write_text("[]")
+    assert set(errors(check(folder))) == {"config.json"}
+
+
+def test_no_configuration_breaks_the_check(folder, target):
+    """Any value under any key: findings, never an exception."""
+    random = Random(0)
+    whole = json.loads((folder / "config.json").read_text())
+    values = [
+        None,
+        0,
+        -1,
+        2.5,
+        math.nan,
+        math.inf,
+        "x",
+        "",
+        [],
+        {},
+        [1],
+        [[1]],
+        {"a": 1},
+        True,
+        False,
+        10**30,
+        "../../x",
+    ]
+    more = [
+        "eagle_aux_hidden_state_layer_ids",
+        "rope_scaling",
+        "backbone_rotary_base",
+        "draft_vocab_size",
+        "v_head_dim",
+    ]
+    more += ["input_embedding_scale", "conv_kernel_size", "is_causal", "quantization_config", "partial_rotary_factor"]
+    for _ in range(400):
+        config = copy.deepcopy(whole)
+        for _ in range(random.choice([1, 1, 2])):
+            table = random.choice([config, config, config["dflash_config"], config["rope_parameters"]])
+            table = table if isinstance(table, dict) else config
+            key = random.choice([*table, *more])
+            keep = key in ("dflash_config", "rope_parameters")
+            table[key] = random.choice(values) if not keep else table[key]
+        (folder / "config.json").write_text(json.dumps(config))
+        for finding in check(folder, target=target.config):
+            assert finding.message and finding.severity in ("error", "warning")
+    for key in ("dflash_config", "rope_parameters"):
+        for value in values:
+            (folder / "config.json").write_text(json.dumps({**whole, key: value}))
+            check(folder, target=target.config)
+
+
+def test_the_target_is_compared(folder, target, tmp_path):
+    config = target.config.to_dict()
+    for change, key in (
+        ({"hidden_size": 64}, "hidden_size"),
+        ({"num_hidden_layers": 2}, "num_target_layers"),
+        ({"vocab_size": 90}, "vocab_size"),
+    ):
+        assert key in errors(check(folder, target={**config, **change}))
+    assert {"target_layer_ids"} <= set(errors(check(folder, target={**config, "num_hidden_layers": 2})))
+    assert {"mask_token_id"} <= set(errors(check(folder, target={**config, "vocab_size": 90})))
+    (finding,) = check(folder, target={**config, "max_position_embeddings": 4096})
+    assert (finding.key, finding.engines) == ("max_position_embeddings", ("vllm",))
+    # A file, a folder, and the text part of a multimodal configuration.
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": config}))
+    for name in (tmp_path, tmp_path / "config.json", str(tmp_path)):
+        assert check(folder, target=name) == []
+    with pytest.raises(ValueError, match="nothing.json cannot be read"):
+        check(folder, target=tmp_path / "nothing.json")
+
+
+def test_the_command(folder, target, tmp_path):
+    target.config.save_pretrained(tmp_path / "target")
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+
+    def call(*words):
+        lines = []
+        return run(parser.parse_args([str(word) for word in words]), lines.append), "\n".join(lines)
+
+    assert call(folder) == (0, "No findings: the folder is ready to be served.")
+    edit(folder, {"causal": True}, num_target_layers=REMOVE)
+    code, text = call(folder, "--engine", "vllm", "--engine", "sglang", "--target", tmp_path / "target")
+    rows = text.splitlines()
+    assert code == 1 and rows[0].split() == ["severity", "engines", "key", "finding"]
+    assert rows[1].startswith("error     vllm, sglang  is_causal") and rows[2].startswith("warning ")
+    assert call(folder, "--engine", "transformers")[0] == 0
+    assert call(folder, "--target", tmp_path / "nowhere")[0] == 1
+    with pytest.raises(ValueError, match="tensorrt"):
+        check(folder, ["tensorrt"])
+    assert render([Finding("error", ("vllm",), "a", "b")]).splitlines()[1].split() == ["error", "vllm", "a", "b"]
+
+
+# ---------------------------------------------------------------------------------------------------------------- vLLM
+
+VLLM = """
+import json, sys
+from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
+from vllm.model_executor.models.qwen3_dflash import _resolve_layer_attention
+from vllm.model_executor.models import qwen3_dflash
+from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
+
+class Runner:
+    use_v2_model_runner = True
+
+qwen3_dflash.get_current_vllm_config = Runner
+target_folder, *drafts = sys.argv[1:]
+target = ModelConfig(model=target_folder, skip_tokenizer_init=True, max_model_len=128, dtype="float32")
+for folder in drafts:
+    config = SpeculativeConfig(
+        method="dflash", model=folder, num_speculative_tokens=3,
+        target_model_config=target, target_parallel_config=ParallelConfig(),
+    )
+    hf = config.draft_model_config.hf_config
+    print("RESULT " + json.dumps({
+        "architecture": config.draft_model_config.architecture,
+        "layers": [_resolve_layer_attention(hf, i) for i in range(hf.num_hidden_layers)],
+        "ids": get_eagle3_aux_layers_from_config(config),
+        "rope": hf.rope_parameters,
+        "vocab_size": hf.vocab_size,
+        "mask_token_id": hf.dflash_config["mask_token_id"],
+        "dtype": str(config.draft_model_config.dtype),
+    }))
+"""
+
+
+def test_vllm_reads_what_the_check_says(target, tmp_path):
+    """
+    vLLM's own configuration code on a CPU. It needs an environment of its own, whose interpreter is named by
+    `DFLASH_VLLM_PYTHON`: torch 2.13, transformers 5.20, vllm 0.33 without its requirements, and what it imports.
+    """
+    python = os.environ.get("DFLASH_VLLM_PYTHON")
+    if not python:
+        pytest.skip("DFLASH_VLLM_PYTHON does not name the interpreter of an environment with vLLM 0.33")
+    target.save_pretrained(tmp_path / "target")
+    for variant, changes in VARIANTS.items():
+        make_draft(target, target_layer_ids=[0, 1, 2], **changes).save_pretrained(tmp_path / variant)
+    # And what the check calls read differently.
+    make_draft(target, target_layer_ids=[0, 1, 2]).save_pretrained(tmp_path / "nested")
+    edit(tmp_path / "nested", {"causal": True})
+    make_draft(target, target_layer_ids=[0, 1, 2]).save_pretrained(tmp_path / "forced")
+    edit(tmp_path / "forced", {"use_swa": True, "swa_window_size": 5})
+    make_draft(target, target_layer_ids=[0, 1, 2], **SLIDING).save_pretrained(tmp_path / "dropped")
+    edit(tmp_path / "dropped", use_sliding_window=False)
+
+    names = [*VARIANTS, "nested", "forced"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "VLLM_LOGGING_LEVEL": "ERROR"}
+
+    def read(*folders):
+        command = [python, "-c", VLLM, str(tmp_path / "target"), *[str(tmp_path / name) for name in folders]]
+        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+
+    done = read(*names)
+    assert done.returncode == 0, done.stderr[-4000:]
+    results = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    for name, result in zip(names, results, strict=True):
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        said = layers_as_read(Drafter(tmp_path / name, config, config["dflash_config"], {}, {}))["vllm"]
+        assert [tuple(layer) for layer in result["layers"]] == said, name
+        assert result["architecture"] == config["architectures"][0]
+        assert result["ids"] == [i + 1 for i in config["target_layer_ids"]]
+        assert result["rope"] == config["rope_parameters"]
+        assert (result["vocab_size"], result["mask_token_id"]) == (96, 95)
+        assert result["dtype"] == "torch.float32"
+        assert bool(errors(check(tmp_path / name, ["vllm"]))) is (name in ("nested", "forced"))
+    # A window that Qwen3Config drops: vLLM refuses the layer, as the check says.
+    done = read("dropped")
+    assert done.returncode != 0 and "sliding_window" in done.stderr
+    assert "use_sliding_window" in errors(check(tmp_path / "dropped", ["vllm"]))
+
+
+# ------------------------------------------------------------------------------------------------------------- the Hub
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_TOKEN", "hf_right")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("transformers.utils.hub.TRANSFORMERS_CACHE", str(tmp_path / "cache"), raising=False)
+    with stand_in(monkeypatch) as hub:
+        yield hub
+
+
+def contents(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_repository_is_checked_by_its_headers(hub, target, tmp_path):
+    """The findings are those of the folder, and of the weights only the beginning is downloaded."""
+    draft = make_draft(target, target_layer_ids=[0, 1, 2], intermediate_size=3000)
+    draft.save_pretrained(tmp_path / "draft", max_shard_size="600KB")
+    files = contents(tmp_path / "draft")
+    weights = [name for name in files if name.endswith(".safetensors")]
+    assert len(weights) > 1
+    hub.files["someone/draft"] = files
+    hub.files["someone/target"] = {"config.json": json.dumps(target.config.to_dict()).encode()}
+    assert check("someone/draft", target="someone/target") == check(tmp_path / "draft", target=target.config) == []
+    for name in weights:
+        assert 0 < hub.sent[name] <= 100_001 < len(files[name])
+    assert not any(name.endswith(".py") for name in hub.sent)
+    # A tensor that is not there, a repository that was damaged, a drafter in a subfolder.
+    config = {**json.loads(files["config.json"]), "intermediate_size": 2999}
+    hub.files["someone/other"] = {**files, "config.json": json.dumps(config).encode()}
+    del hub.files["someone/other"]["modeling_dflash.py"]
+    assert {"weights", "modeling_dflash.py"} <= {finding.key for finding in check("someone/other")}
+    hub.files["someone/nested"] = {"README.md": b"", **{f"dflash/{name}": data for name, data in files.items()}}
+    assert check("someone/nested", subfolder="dflash") == []
+    assert "config.json" in errors(check("someone/nested"))
+    assert "weights" in errors(check("someone/target")) or "architectures" in errors(check("someone/target"))
+
+
+def test_a_repository_that_cannot_be_read(hub, monkeypatch, folder):
+    with pytest.raises(ValueError, match="someone/nothing is neither a local folder nor a repository"):
+        check("someone/nothing")
+    with pytest.raises(ValueError, match="someone/nothing cannot be read"):
+        check(folder, target="someone/nothing")
+    hub.files["someone/damaged"] = {**contents(folder), "model.safetensors": b"no safetensors"}
+    with pytest.raises(ValueError, match="(?s)someone/damaged is neither.*model.safetensors"):
+        check("someone/damaged")
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ValueError, match="the Hub cannot be reached"):
+        check("someone/damaged")

@@ -1,0 +1,377 @@
+"""Ways of calling `generate` that broke other implementations."""
+
+import gc
+import weakref
+from threading import Thread
+
+import pytest
+import torch
+from support.pairs import VOCAB, make_draft, make_target
+from support.tiny_chat import make_tokenizer
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import DynamicCache, StaticCache, TextIteratorStreamer, TextStreamer, pipeline
+from transformers.generation import GenerationConfig
+
+from dflash_hf.modeling.cache_dflash import SlotCache
+from dflash_hf.modeling.generation_dflash import DFlashCandidateGenerator
+from dflash_hf.modeling.sessions_dflash import SlotSession
+
+
+PROMPT = torch.tensor([[5, 9, 17, 33, 5, 9, 17, 33, 5, 9]])
+
+
+def both(target, draft, *args, **options):
+    options = {"max_new_tokens": 24, "do_sample": False, **options}
+    expected = target.generate(*args, **options)
+    return expected, target.generate(*args, **options, assistant_model=draft)
+
+
+def test_inputs_embeds(target, draft, oracle):
+    embeds = target.get_input_embeddings()(PROMPT)
+    expected, output = both(target, draft, inputs_embeds=embeds)
+    assert torch.equal(output, expected)
+    expected, output = both(target, draft, PROMPT, inputs_embeds=embeds)
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_token_types_go_on_as_the_prompt_ended(rows, oracle):
+    """GPT-2 adds an embedding for them, to generated tokens too."""
+    target = make_target("gpt2")
+    draft = make_draft(target)
+    ids = PROMPT.repeat(rows, 1)
+    types = torch.arange(rows)[:, None] + torch.tensor([3] * 4 + [7] * 6)
+    options = {"max_new_tokens": 24, "do_sample": False, "token_type_ids": types}
+    expected = target.generate(ids, **options)
+    assert not torch.equal(expected, target.generate(ids, max_new_tokens=24, do_sample=False)), "types change nothing"
+    oracle(expected, [0])
+    output = target.generate(ids, **options, assistant_model=draft, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, expected)
+    assert len({n for row in output.acceptance_lengths for n in row}) >= 3
+
+
+@pytest.mark.parametrize("hidden", [slice(6, 10), slice(3, 5)], ids=["on the right", "a gap"])
+def test_masks_that_leave_out_more_than_padding_on_the_left(hidden, target, draft):
+    ids, mask = PROMPT.repeat(2, 1), torch.ones(2, 10, dtype=torch.long)
+    mask[1, hidden] = 0
+    expected, output = both(target, draft, ids, attention_mask=mask, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, expected.sequences) and output.acceptance_lengths == [[], []]
+    assert not torch.equal(expected.sequences[0], expected.sequences[1]), "the mask changes nothing"
+
+
+def test_positions_never_pass_the_targets_length():
+    """Learned positions end: a block may not reach past them, in a batch either."""
+    target = make_target("gpt2", n_positions=32)
+    draft = make_draft(target, block_size=16)
+    expected, output = both(target, draft, PROMPT, max_new_tokens=22)
+    assert torch.equal(output, expected)
+    ids, mask = PROMPT.repeat(3, 1), torch.ones(3, 10, dtype=torch.long)
+    ids[1, :4], mask[1, :4], ids[2, :7], mask[2, :7] = 0, 0, 0, 0
+    stop = target.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False)[0, -1].item()
+    expected, output = both(target, draft, ids, attention_mask=mask, max_new_tokens=22, eos_token_id=stop)
+    assert torch.equal(output, expected)
+
+
+def test_the_mask_token_is_an_ordinary_token_of_the_text(target, oracle):
+    """Nothing is trimmed, stopped or compared by the mask id."""
+    text = target.generate(PROMPT, max_new_tokens=24, do_sample=False)
+    draft = make_draft(target)
+    draft.config.mask_token_id = text[0, 15].item()
+    oracle(text, [0])
+    assert torch.equal(target.generate(PROMPT, max_new_tokens=24, do_sample=False, assistant_model=draft), text)
+
+
+def test_num_return_sequences_samples_rows(target, draft):
+    torch.manual_seed(0)
+    output = target.generate(
+        PROMPT, do_sample=True, num_return_sequences=4, max_new_tokens=12, assistant_model=draft, temperature=1.5
+    )
+    assert output.shape == (4, 22) and len({tuple(row) for row in output.tolist()}) == 4
+
+
+def test_a_users_cache_is_continued_and_filled(target, draft, oracle):
+    """The features of a prefilled prefix were never seen: drafting starts late, the text is the same."""
+    for with_mask in (False, True):
+        caches = [DynamicCache(config=target.config) for _ in range(2)]
+        for cache in caches:
+            target(PROMPT[:, :6], past_key_values=cache, use_cache=True)
+        options = {"attention_mask": torch.ones_like(PROMPT)} if with_mask else {}
+        expected = target.generate(PROMPT, past_key_values=caches[0], max_new_tokens=20, do_sample=False, **options)
+        oracle(expected, [0])
+        output = target.generate(
+            PROMPT, past_key_values=caches[1], max_new_tokens=20, do_sample=False, assistant_model=draft, **options
+        )
+        assert torch.equal(output, expected)
+        assert caches[0].get_seq_length() == caches[1].get_seq_length() == 29
+        torch.testing.assert_close(caches[0].layers[2].keys, caches[1].layers[2].keys, atol=1e-4, rtol=1e-4)
+
+
+def test_static_cache_is_replaced_or_refused(target, draft):
+    expected, output = both(target, draft, PROMPT, cache_implementation="static")
+    assert torch.equal(output, expected)
+    with pytest.raises(ValueError, match="past_key_values"):
+        target.generate(
+            PROMPT,
+            past_key_values=StaticCache(target.config, max_cache_len=64),
+            assistant_model=draft,
+            max_new_tokens=9,
+        )
+
+
+def test_generation_config_and_chunked_prefill(target, draft, oracle):
+    config = GenerationConfig(max_new_tokens=18, do_sample=False, pad_token_id=0, prefill_chunk_size=3)
+    expected = target.generate(PROMPT, generation_config=config)
+    oracle(expected, [0])
+    output = target.generate(PROMPT, generation_config=config, assistant_model=draft, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, expected) and max(output.acceptance_lengths[0]) > 1
+
+
+def test_chunked_prefill_drafts_what_whole_prefill_drafts(target, draft, monkeypatch):
+    from dflash_hf.modeling.generation_dflash import DFlashCandidateGenerator
+
+    drafted = []
+    original = DFlashCandidateGenerator.draft
+    monkeypatch.setattr(
+        DFlashCandidateGenerator,
+        "draft",
+        lambda self, *args, **kwargs: drafted.append(original(self, *args, **kwargs)) or drafted[-1],
+    )
+    options = {"max_new_tokens": 5, "do_sample": False, "assistant_model": draft}
+    target.generate(PROMPT, **options)
+    whole, drafted[:] = [block.tolist() for block in drafted], []
+    target.generate(PROMPT, prefill_chunk_size=3, **options)
+    assert [block.tolist() for block in drafted] == whole
+
+
+def test_max_time_stops_after_a_round(target, draft):
+    output = target.generate(PROMPT, max_new_tokens=200, max_time=1e-9, do_sample=False, assistant_model=draft)
+    assert 11 <= output.shape[1] <= 15
+
+
+def test_half_precision_reports_a_match_rate():
+    """bf16 is not bitwise lossless in any speculative decoder; the texts still begin alike."""
+    target = make_target(dtype=torch.bfloat16)
+    draft = make_draft(target)
+    same = 0
+    for seed in range(8):
+        prompt = torch.randint(2, VOCAB - 1, (1, 9), generator=torch.Generator().manual_seed(seed))
+        expected, output = both(target, draft, prompt)
+        same += torch.equal(expected, output)
+        assert torch.equal(expected[:, :10], output[:, :10])
+    assert same >= 4
+
+
+def test_under_autocast(target, draft):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = target.generate(PROMPT, max_new_tokens=12, do_sample=False, assistant_model=draft)
+    assert output.shape == (1, 22)
+
+
+@pytest.fixture(scope="module")
+def talking():
+    """A target whose tokens are letters, its drafter and its tokenizer."""
+    target = make_target(vocab_size=280)
+    return target, make_draft(target), make_tokenizer()
+
+
+def test_streamers_of_text(talking, capsys):
+    target, draft, tokenizer = talking
+    inputs = tokenizer("Once", return_tensors="pt", return_token_type_ids=False)
+    options = {"max_new_tokens": 20, "do_sample": False}
+    written = []
+    for assistant in (None, draft):
+        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
+        call = {**inputs, **options, "streamer": streamer, "assistant_model": assistant}
+        thread = Thread(target=target.generate, kwargs=call)
+        thread.start()
+        pieces = list(streamer)
+        thread.join()
+        target.generate(**inputs, **options, streamer=TextStreamer(tokenizer), assistant_model=assistant)
+        written.append((pieces, capsys.readouterr().out))
+    assert written[0] == written[1] and len(written[0][0]) > 5
+
+
+def test_stop_strings_stop_exactly(talking, oracle):
+    target, draft, tokenizer = talking
+    inputs = tokenizer("Once", return_tensors="pt", return_token_type_ids=False)
+    letters = set(tokenizer("abcdefghijklmnopqrstuvwxyz")["input_ids"])
+    others = [token for token in range(280) if token not in letters]
+    options = {"max_new_tokens": 40, "do_sample": False, "tokenizer": tokenizer, "suppress_tokens": others}
+    text = target.generate(**inputs, **options)
+    stop = tokenizer.decode(text[0, 4 + 13 : 4 + 15])
+    expected = target.generate(**inputs, **options, stop_strings=[stop])
+    assert expected.shape[1] < text.shape[1]
+    oracle(text, [0])
+    output = target.generate(**inputs, **options, stop_strings=[stop], assistant_model=draft)
+    assert torch.equal(output, expected)
+
+
+def test_pipeline(talking):
+    target, draft, tokenizer = talking
+    options = {"max_new_tokens": 12, "do_sample": False, "return_tensors": True}
+    plain = pipeline("text-generation", model=target, tokenizer=tokenizer)
+    drafted = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=draft)
+    rounds = []
+    handle = draft.register_forward_hook(lambda *_: rounds.append(1))
+    assert drafted("Once", **options) == plain("Once", **options)
+    handle.remove()
+    assert rounds
+
+
+def test_dola_is_refused(target, draft):
+    with pytest.raises(ValueError, match="dola_layers"):
+        target.generate(PROMPT, max_new_tokens=5, dola_layers="low", assistant_model=draft)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text"])
+def test_an_interruption_leaves_the_callers_cache_whole(family, oracle):
+    """Stopped inside a block, the cache holds committed tokens and no others: its text can be gone on with."""
+
+    class Interrupted:
+        def __init__(self, after):
+            self.after, self.tokens = after, []
+
+        def put(self, value):
+            if value.numel() > 1:
+                return
+            self.tokens.append(int(value))
+            if len(self.tokens) == self.after:
+                raise KeyboardInterrupt
+
+    target = make_target(family)
+    draft = make_draft(target, block_size=8)
+    expected = target.generate(PROMPT, max_new_tokens=24, do_sample=False)
+    oracle(expected, [0], error_rate=0.1)
+    for after in (4, 7, 11):
+        cache, streamer = DynamicCache(config=target.config), Interrupted(after)
+        options = {"max_new_tokens": 24, "do_sample": False, "past_key_values": cache}
+        with pytest.raises(KeyboardInterrupt):
+            target.generate(PROMPT, **options, streamer=streamer, assistant_model=draft)
+        assert streamer.tokens == expected[0, 10 : 10 + after].tolist()
+        length = cache.get_seq_length()
+        assert 10 + after - 1 <= length < 10 + after + 8
+        whole = DynamicCache(config=target.config)
+        target(expected[:, :length], past_key_values=whole, use_cache=True)
+        options = {"max_new_tokens": 3, "do_sample": False}
+        texts = [
+            target.generate(expected[:, : length + 1], past_key_values=held, **options) for held in (cache, whole)
+        ]
+        assert torch.equal(*texts)
+
+
+@pytest.mark.slow
+def test_ten_thousand_tokens_in_constant_memory(oracle):
+    """Beyond the cache nothing grows with the text."""
+
+    class Meter:
+        """Resident megabytes after so many tokens."""
+
+        def __init__(self):
+            self.tokens, self.resident = 0, {}
+
+        def put(self, value):
+            self.tokens += value.numel()
+            if self.tokens % 1000 == 0:
+                with open("/proc/self/statm", encoding="ascii") as statm:
+                    self.resident[self.tokens] = int(statm.read().split()[1]) * 4096 / 2**20
+
+        def end(self):
+            pass
+
+    target = make_target(max_position_embeddings=16384)
+    draft, meter = make_draft(target, block_size=16), Meter()
+    expected = target.generate(PROMPT, max_new_tokens=10_000, do_sample=False)
+    oracle(expected, [0], error_rate=0.02)
+    output = target.generate(PROMPT, max_new_tokens=10_000, do_sample=False, assistant_model=draft, streamer=meter)
+    assert torch.equal(output, expected)
+    # Keys and values of 8,000 tokens in 4 + 2 layers, in buffers with a quarter to spare, moved when they grow.
+    cache = 8000 * 2 * (4 * 2 * 8 + 2 * 2 * 8) * 4 / 2**20
+    assert meter.resident[10_000] - meter.resident[2000] < 2.5 * cache + 10, meter.resident
+
+
+class Interruption:
+    """Raises `error` when it is reached for the `nth` time, at one place of a call of `generate`."""
+
+    def __init__(self, error, nth):
+        self.error, self.left = error, nth
+
+    def __call__(self, *args, **kwargs):
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+
+    def put(self, value):
+        if value.numel() == 1:
+            self()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, FloatingPointError])
+@pytest.mark.parametrize("place", ["prefill", "draft", "verify", "commit", "streamer", "processor", "criterion"])
+def test_an_interruption_anywhere_leaves_nothing_behind(place, error, target, draft, oracle, monkeypatch):
+    """Both models decode as before, no hook stays, and no cache of the call is alive."""
+    options = {"max_new_tokens": 20, "do_sample": False}
+    expected = target.generate(PROMPT, **options)
+    oracle(expected, [0])
+    assert torch.equal(target.generate(PROMPT, **options, assistant_model=draft), expected)
+
+    def hooks():
+        modules = [*target.modules(), *draft.modules()]
+        return [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules]
+
+    before, caches, original = hooks(), [], SlotCache.__init__
+
+    def remember(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        caches.append(weakref.ref(self))
+
+    interruption, own = Interruption(error, 2 if place in ("streamer", "processor", "criterion") else 1), {}
+    with monkeypatch.context() as patch:
+        patch.setattr(SlotCache, "__init__", remember)
+        if place in ("verify", "commit"):
+            patch.setattr(SlotSession, place, lambda self, *args: interruption())
+        elif place == "draft":
+            patch.setattr(DFlashCandidateGenerator, "draft", lambda self, *args, **kwargs: interruption())
+        elif place == "prefill":  # behind the tap of a first layer
+            handle = target.model.layers[2].register_forward_hook(lambda *args: interruption())
+        elif place == "streamer":
+            own = {"streamer": interruption}
+        elif place == "processor":
+            own = {"logits_processor": [lambda ids, scores: interruption() or scores]}
+        else:
+            own = {"stopping_criteria": [lambda ids, scores: interruption() or torch.zeros(1, dtype=torch.bool)]}
+        with pytest.raises(error):
+            target.generate(PROMPT, **options, **own, assistant_model=draft)
+        if place == "prefill":
+            handle.remove()
+    assert hooks() == before
+    assert caches and all(cache() is None or not cache().layers for cache in caches)
+    assert torch.equal(target.generate(PROMPT, **options, assistant_model=draft), expected)
+
+
+@pytest.mark.parametrize("backend", [False, "eager"])
+def test_many_calls_leave_nothing_behind(backend):
+    """Over pairs that come and go: as many living tensors after many calls as after some, and none of a dead pair."""
+
+    def living() -> int:
+        gc.collect()
+        # Fake tensors are a compiler's notes; they hold no values.
+        return sum(isinstance(thing, torch.Tensor) and type(thing) is not FakeTensor for thing in gc.get_objects())
+
+    def calls(seed: int) -> tuple[int, int]:
+        target = make_target(seed=seed)
+        draft = make_draft(target, seed=seed + 1)
+        draft.decoding_config.compile = backend
+        counts = []
+        for call in range(10 if backend else 30):
+            target.generate(PROMPT[:, : 4 + call % 5], max_new_tokens=4, do_sample=False, assistant_model=draft)
+            counts.append(living() if call in (4, 9, 29) else None)  # every length of the prompt was seen
+        return counts[4], counts[-1]
+
+    torch._dynamo.reset()
+    after = [living()]
+    for seed in range(3):
+        first, last = calls(seed)
+        assert last <= first
+        torch._dynamo.reset()
+        after.append(living())
+    assert after[3] <= after[1] <= after[0] + 10

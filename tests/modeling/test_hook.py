@@ -1,0 +1,241 @@
+"""The hook changes nothing for anybody else, and bad calls get a sentence that names the remedy."""
+
+import inspect
+
+import pytest
+import torch
+from support.pairs import VOCAB, make_draft, make_target
+from transformers import GenerationMixin
+
+from dflash_hf import DFlashCandidateGenerator, DFlashDraftConfig, DFlashDraftModel, install_hook, remove_hook
+
+
+@pytest.fixture
+def unhooked():
+    remove_hook()
+    yield
+    install_hook()
+
+
+PROMPT = torch.tensor([[5, 9, 17, 33, 5, 9, 17, 33, 5, 9]])
+
+
+def everybody_else(target, assistant):
+    torch.manual_seed(0)
+    calls = [
+        {"assistant_model": assistant, "do_sample": False},
+        {"assistant_model": assistant, "do_sample": True},
+        {"prompt_lookup_num_tokens": 3, "do_sample": False},
+        {"assistant_early_exit": 2, "do_sample": False},
+        {"assistant_model": assistant, "assistant_confidence_threshold": 0.2, "num_assistant_tokens": 3},
+        {"num_beams": 3, "do_sample": False},
+        {"do_sample": True},
+    ]
+    return [target.generate(PROMPT, max_new_tokens=15, **call) for call in calls]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "lfm2"])
+def test_other_generation_modes_are_unchanged(unhooked, family):
+    target, assistant = make_target(family), make_target(seed=1)
+    before = everybody_else(target, assistant)
+    install_hook()
+    after = everybody_else(target, assistant)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_installing_twice_is_a_no_op_and_removing_puts_upstream_back(unhooked):
+    upstream = GenerationMixin._assisted_decoding, GenerationMixin._validate_generation_mode
+    assert not any(hasattr(method, "_dflash_original") for method in upstream)
+    install_hook()
+    hooked = GenerationMixin._assisted_decoding
+    install_hook()
+    assert GenerationMixin._assisted_decoding is hooked
+    assert inspect.signature(hooked) == inspect.signature(upstream[0])
+    remove_hook()
+    assert (GenerationMixin._assisted_decoding, GenerationMixin._validate_generation_mode) == upstream
+
+
+def test_canary_upstream_signatures(unhooked):
+    """The hook relies on these; a new release that changes them must fail here first."""
+    assert list(inspect.signature(GenerationMixin._validate_generation_mode).parameters) == [
+        "self",
+        "generation_mode",
+        "generation_config",
+        "generation_mode_kwargs",
+    ]
+    assert list(inspect.signature(GenerationMixin._assisted_decoding).parameters) == [
+        "self",
+        "input_ids",
+        "logits_processor",
+        "stopping_criteria",
+        "generation_config",
+        "synced_gpus",
+        "streamer",
+        "inputs_tensor",
+        "assistant_model",
+        "assistant_tokenizer",
+        "tokenizer",
+        "model_kwargs",
+    ]
+    assert list(inspect.signature(GenerationMixin._prefill).parameters)[:4] == [
+        "self",
+        "input_ids",
+        "generation_config",
+        "model_kwargs",
+    ]
+
+
+def test_candidate_generator_runs_in_upstreams_own_loop(monkeypatch, oracle, unhooked):
+    """A real `CandidateGenerator`: upstream's `_assisted_decoding` drives it to the same tokens."""
+    target = make_target()
+    draft = make_draft(target, block_size=5)
+    remove_hook()
+    expected = target.generate(PROMPT, max_new_tokens=30, do_sample=False)
+    oracle(expected, [0], error_rate=0.2)
+    forwards = []
+    target.register_forward_hook(lambda *args: forwards.append(1))
+    monkeypatch.setattr(
+        type(target),
+        "_get_candidate_generator",
+        lambda self, generation_config, **kwargs: DFlashCandidateGenerator(draft, self, generation_config.max_length),
+    )
+    monkeypatch.setattr(GenerationMixin, "_validate_generation_mode", lambda *args: None)
+    for mask in (None, torch.tensor([[0, 0, 0] + [1] * 7])):
+        wanted = target.generate(PROMPT, attention_mask=mask, max_new_tokens=30, do_sample=False)
+        oracle(wanted, [0 if mask is None else 3], error_rate=0.2)
+        forwards.clear()
+        output = target.generate(
+            PROMPT, attention_mask=mask, max_new_tokens=30, do_sample=False, assistant_model=draft
+        )
+        assert torch.equal(output, wanted)
+        assert len(forwards) < 20  # drafts were accepted: 30 tokens in fewer forwards
+
+
+def test_native_speculation_type_runs_the_drafter(target, draft):
+    """Upstream's own DFlash path takes our model as it is: its forward has the native contract."""
+    expected = target.generate(PROMPT, max_new_tokens=30, do_sample=False)
+    output = target.generate(
+        PROMPT, max_new_tokens=30, do_sample=False, assistant_model=draft, speculation_type="dflash"
+    )
+    assert torch.equal(output, expected)
+
+
+def test_drafts_agree_between_our_loop_and_the_native_one(monkeypatch):
+    """Same contexts, same drafts: our slots and upstream's cache. (No tap on the last layer, whose norm it reads.)"""
+    target = make_target()
+    for overrides in ({}, {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}):
+        draft = make_draft(target, block_size=4, target_layer_ids=[0, 1, 2], **overrides)
+        traces = []
+        original_forward = DFlashDraftModel.forward
+
+        def record(self, *args, original_forward=original_forward, traces=traces, **kwargs):
+            output = original_forward(self, *args, **kwargs)
+            traces[-1].append(output.last_hidden_state)
+            return output
+
+        monkeypatch.setattr(DFlashDraftModel, "forward", record)
+        for options in ({}, {"speculation_type": "dflash"}):
+            traces.append([])
+            target.generate(PROMPT, max_new_tokens=12, do_sample=False, assistant_model=draft, **options)
+        monkeypatch.setattr(DFlashDraftModel, "forward", original_forward)
+        ours, native = traces
+        assert len(ours) >= 8
+        for a, b in zip(ours, native, strict=False):
+            torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hidden_size": 16, "head_dim": 4}, "hidden_size=16"),
+        ({"vocab_size": VOCAB + 5, "mask_token_id": 3}, "vocab_size"),
+        ({"vocab_size": VOCAB * 3 // 4, "mask_token_id": 3}, "vocab_size"),
+        ({"vocab_size": None, "mask_token_id": VOCAB + 3}, "mask_token_id"),
+        ({"num_target_layers": None, "target_layer_ids": [1, 9]}, "target_layer_ids"),
+        ({"num_target_layers": 7}, "num_target_layers"),
+        ({"target_hidden_size": 64}, "target_hidden_size"),
+    ],
+)
+def test_a_drafter_of_another_target_is_refused(target, changes, named):
+    fields = DFlashDraftConfig.for_target(target.config, 95, 2, target_layer_ids=[0, 2, 3]).to_dict()
+    fields = {k: v for k, v in fields.items() if k != "dflash_config"}
+    draft = DFlashDraftModel(DFlashDraftConfig(**{**fields, **changes}))
+    with pytest.raises(ValueError, match=named) as error:
+        target.generate(PROMPT, max_new_tokens=5, assistant_model=draft)
+    assert "load the drafter" in str(error.value) or "deeper target" in str(error.value)
+
+
+def test_bad_calls(target, draft):
+    with pytest.raises(ValueError, match="num_beams"):
+        target.generate(PROMPT, max_new_tokens=5, num_beams=3, assistant_model=draft)
+    with pytest.raises(ValueError, match="use_cache"):
+        target.generate(PROMPT, max_new_tokens=5, use_cache=False, assistant_model=draft)
+    for bad in ({"max_new_tokens": 0}, {"max_length": 3}):
+        with pytest.raises(ValueError) as plain:
+            target.generate(PROMPT, **bad)
+        with pytest.raises(ValueError) as ours:
+            target.generate(PROMPT, **bad, assistant_model=draft)
+        assert str(plain.value) == str(ours.value)
+    with pytest.raises(Exception) as plain:
+        target.generate(torch.zeros(1, 0, dtype=torch.long), max_new_tokens=3)
+    with pytest.raises(type(plain.value)):
+        target.generate(torch.zeros(1, 0, dtype=torch.long), max_new_tokens=3, assistant_model=draft)
+
+
+def test_not_a_drafter_passes_through(target):
+    """An assistant without the protocol is upstream's business, with upstream's own error."""
+    linear = torch.nn.Linear(2, 2)
+    with pytest.raises(Exception) as hooked:
+        target.generate(PROMPT, max_new_tokens=5, assistant_model=linear)
+    remove_hook()
+    try:
+        with pytest.raises(type(hooked.value)):
+            target.generate(PROMPT, max_new_tokens=5, assistant_model=linear)
+    finally:
+        install_hook()
+
+
+def test_missing_context_and_wrong_width(draft):
+    block = torch.zeros(1, 4, 32)
+    with pytest.raises(ValueError, match="context_hidden_states"):
+        draft(noise_embeds=block)
+    with pytest.raises(ValueError, match="width 64"):
+        draft(noise_embeds=block, context_hidden_states=torch.zeros(1, 3, 64))
+
+
+@pytest.mark.parametrize(
+    ("target_dtype", "draft_dtype"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+)
+def test_drafter_of_another_dtype_still_drafts(target_dtype, draft_dtype):
+    target = make_target(dtype=target_dtype)
+    draft = make_draft(target).to(draft_dtype)
+    output = target.generate(PROMPT, max_new_tokens=20, do_sample=False, assistant_model=draft)
+    assert output.shape == (1, 30)
+    if target_dtype == torch.float32:
+        assert torch.equal(output, target.generate(PROMPT, max_new_tokens=20, do_sample=False))
+
+
+def test_rotary_frequencies_stay_in_fp32(draft):
+    """Rounded to bf16 they are positions off at long range."""
+    exact = draft.rotary_emb.inv_freq.clone()
+    half = draft.to(torch.bfloat16)
+    assert half.rotary_emb.inv_freq.dtype == torch.float32
+    assert torch.equal(half.rotary_emb.inv_freq, exact)
+    draft.to(torch.float32)
+
+
+def test_hidden_states_by_index_is_not_relied_upon(target):
+    """`output_hidden_states=[i]` changed its meaning in 5.23; the tap reads the decoder layer itself."""
+    from dflash_hf.modeling.target_dflash import FeatureTap
+
+    with FeatureTap(target, [0, 2, 3]) as tap:
+        target(PROMPT)
+        features = tap.take()
+    every = target(PROMPT, output_hidden_states=True).hidden_states
+    last = []
+    handle = target.model.layers[3].register_forward_hook(lambda module, args, output: last.append(output))
+    target(PROMPT)
+    handle.remove()
+    before_final_norm = last[0] if isinstance(last[0], torch.Tensor) else last[0][0]
+    torch.testing.assert_close(features, torch.cat([every[1], every[3], before_final_norm], dim=-1))
+    assert not torch.allclose(every[-1], before_final_norm)  # upstream's last entry is after the norm

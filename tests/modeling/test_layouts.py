@@ -1,0 +1,315 @@
+"""
+Every layout that is published loads and drafts what an element-wise reference drafts. The checkpoints are written here
+from the documented keys and tensor names, never by the package's own writer.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.layouts import LAYOUTS, MIXED, MUSE_FILE, SLIDING, renamed, speculators, write, zlab
+from support.pairs import make_target
+from support.reference import draft_hidden_states, draft_tokens
+from transformers import AutoConfig, AutoModel
+
+from dflash_hf import DFlashDraftConfig, DFlashDraftModel
+from dflash_hf.modeling.generation_dflash import DFlashCandidateGenerator
+
+
+PUBLISHED = Path(__file__).parents[1] / "fixtures" / "published"
+
+
+def drafted(draft, target, features, anchor):
+    """A block of a drafter by the way that `generate` takes."""
+    generator = DFlashCandidateGenerator(draft, target)
+    past = len(features)
+    generator.absorb(features[None])
+    generator.open([0], past, 64, torch.zeros(1, 1, dtype=torch.long))
+    generator.cache.reserve(past + draft.config.block_size)
+    return generator.draft(torch.tensor([anchor]), torch.tensor([past]))[0]
+
+
+@pytest.fixture(scope="module")
+def big_target():
+    return make_target(num_hidden_layers=8)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@torch.no_grad()
+def test_layout_drafts_as_the_reference(tmp_path, layout, big_target):
+    truth, tensors = write(tmp_path / "draft", layout, shards=1 + len(layout) % 2)
+    draft = DFlashDraftModel.from_pretrained(tmp_path / "draft")
+    config = draft.config
+    assert config.target_layer_ids == truth["target_layer_ids"]
+    assert (config.block_size, config.mask_token_id) == (5, 95)
+    assert {name: tuple(tensor.shape) for name, tensor in draft.state_dict().items()} == {
+        name: tuple(tensor.shape) for name, tensor in tensors.items()
+    }
+    random = torch.Generator().manual_seed(1)
+    features, anchor = torch.randn(9, 96, generator=random), 17
+    noise = big_target.get_input_embeddings().weight[torch.tensor([anchor, 95, 95, 95, 95])]
+    expected = draft_hidden_states(tensors, truth, features, noise)
+    for attn in ("sdpa", "eager"):
+        draft.set_attn_implementation(attn)
+        actual = draft(noise_embeds=noise[None], context_hidden_states=features[None]).last_hidden_state[0]
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+    block = drafted(draft, big_target, features, anchor)
+    assert block.tolist() == [anchor, *draft_tokens(tensors, truth, expected, big_target.lm_head.weight, anchor)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_survives_saving(tmp_path, layout):
+    """What is written is the published layout, and it is read back as the same model."""
+    write(tmp_path / "draft", layout)
+    first = DFlashDraftModel.from_pretrained(tmp_path / "draft")
+    first.save_pretrained(tmp_path / "again")
+    again, info = DFlashDraftModel.from_pretrained(tmp_path / "again", output_loading_info=True)
+    assert not info["unexpected_keys"] and not info["missing_keys"]
+    configs = [{**draft.config.to_dict(), "_name_or_path": None} for draft in (first, again)]
+    assert configs[0] == configs[1]
+    for (name, ours), (_, theirs) in zip(first.state_dict().items(), again.state_dict().items(), strict=True):
+        assert torch.equal(ours, theirs), name
+    written = json.loads((tmp_path / "again" / "config.json").read_text())
+    dflash2 = "conv_kernel_size" in str(LAYOUTS[layout][0])
+    assert written["architectures"] == ["DFlash2DraftModel" if dflash2 else "DFlashDraftModel"]
+    assert written["model_type"] == "qwen3" and "source_layout" not in written
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_auto_classes_return_our_model(tmp_path, layout):
+    write(tmp_path / "draft", layout)
+    # Code that must not run: it would end the test.
+    (tmp_path / "draft" / "dflash.py").write_text("raise SystemExit('remote code was run')")
+    for trust in (None, True, False):
+        config = AutoConfig.from_pretrained(tmp_path / "draft", trust_remote_code=trust)
+        assert type(config) is DFlashDraftConfig
+        draft = AutoModel.from_pretrained(tmp_path / "draft", trust_remote_code=trust, dtype=torch.bfloat16)
+        assert type(draft) is DFlashDraftModel and draft.dtype == torch.bfloat16
+
+
+def test_subfolder_and_device_map(tmp_path):
+    truth, tensors = write(tmp_path / "target" / "dflash", "MiMo", shards=3)
+    draft = DFlashDraftModel.from_pretrained(tmp_path / "target", subfolder="dflash", device_map="cpu")
+    assert torch.equal(draft.fc.weight, tensors["fc.weight"])
+    draft = AutoModel.from_pretrained(tmp_path / "target", subfolder="dflash", dtype=torch.float64, block_size=4)
+    assert type(draft) is DFlashDraftModel and draft.dtype == torch.float64 and draft.config.block_size == 4
+
+
+def test_names_of_ones_own(tmp_path):
+    _, tensors = write(tmp_path / "draft", "z-lab v1")
+    save_file(
+        renamed(tensors, {"": "draft_net."}), tmp_path / "draft" / "model.safetensors", metadata={"format": "pt"}
+    )
+    draft = DFlashDraftModel.from_pretrained(tmp_path / "draft", key_mapping={r"^draft_net\.": ""})
+    assert torch.equal(draft.fc.weight, tensors["fc.weight"])
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_variant(tmp_path, shards):
+    draft = DFlashDraftModel(DFlashDraftConfig.from_dict(zlab()))
+    draft.save_pretrained(tmp_path, variant="fp16", max_shard_size="5GB" if shards == 1 else "40KB")
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shards > 1)
+    again = DFlashDraftModel.from_pretrained(tmp_path, variant="fp16")
+    assert torch.equal(again.fc.weight, draft.fc.weight)
+    with pytest.raises(OSError, match="Only safetensors"):
+        DFlashDraftModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "count"), [("qwen3.8-27b-dflash2", 81), ("muse", 58), ("qwen3", 58), ("qwen3.6", 58)]
+)
+def test_published_configurations(file, count):
+    for path in PUBLISHED.glob(f"{file}*.json"):
+        raw = json.loads(path.read_text())
+        config = DFlashDraftConfig.from_pretrained(path)
+        with torch.device("meta"):
+            draft = DFlashDraftModel(config)
+        shapes = {name: tuple(parameter.shape) for name, parameter in draft.state_dict().items()}
+        nested = {**raw, **raw.get("dflash_config", {})}
+        hidden, inner, dim = raw["hidden_size"], raw["intermediate_size"], raw["head_dim"]
+        heads, kv_heads = raw["num_attention_heads"], raw["num_key_value_heads"]
+        expected = {"fc.weight": (hidden, 5 * hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
+        for i in range(5):
+            layer = {
+                "input_layernorm.weight": (hidden,),
+                "post_attention_layernorm.weight": (hidden,),
+                "self_attn.q_proj.weight": (heads * dim, hidden),
+                "self_attn.k_proj.weight": (kv_heads * dim, hidden),
+                "self_attn.v_proj.weight": (kv_heads * dim, hidden),
+                "self_attn.o_proj.weight": (hidden, heads * dim),
+                "self_attn.q_norm.weight": (dim,),
+                "self_attn.k_norm.weight": (dim,),
+                "mlp.gate_proj.weight": (inner, hidden),
+                "mlp.up_proj.weight": (inner, hidden),
+                "mlp.down_proj.weight": (hidden, inner),
+            }
+            if "conv_kernel_size" in nested:
+                for name in ("attention_conv", "mlp_conv"):
+                    layer[f"{name}.base_kernel"] = (2, 2, hidden)
+                    layer[f"{name}.kernel_projection.weight"] = (2 * 2 * hidden // 16, hidden)
+            expected |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+        if "selector_rank" in nested:
+            expected["candidate_selector.hidden_projection.weight"] = (256, hidden)
+            for name in ("predecessor", "successor"):
+                expected[f"candidate_selector.{name}_codebook"] = (raw["vocab_size"], 256)
+        assert shapes == expected and len(shapes) == (81 if "selector_rank" in nested else 58)
+        assert config.target_layer_ids == nested["target_layer_ids"]
+        assert config.block_size == nested["block_size"] and config.mask_token_id == nested["mask_token_id"]
+        theta = raw.get("rope_theta") or raw["rope_parameters"]["rope_theta"]
+        assert config.rope_parameters == {"rope_type": "default", "rope_theta": theta}
+        assert config.layer_types == raw["layer_types"]
+        bidirectional = "dflash2" in path.name or "muse" in path.name
+        for i, kind in enumerate(config.layer_types):
+            assert config.layer_is_causal(i) == (kind == "sliding_attention" and not bidirectional)
+
+
+@torch.no_grad()
+def test_a_mask_embedding_beside_the_weights(tmp_path, big_target):
+    """MiMo ships one; left out, every block would start from another embedding."""
+    truth, tensors = write(tmp_path / "draft", "MiMo")
+    mask = torch.randn(32, generator=torch.Generator().manual_seed(2))
+    side = tmp_path / "draft" / "mask_embedding.pt"
+    torch.save({"embedding": mask, "mask_token_id": 95}, side)
+    draft = DFlashDraftModel.from_pretrained(tmp_path / "draft")
+    random = torch.Generator().manual_seed(1)
+    features, anchor = torch.randn(9, 96, generator=random), 17
+    noise = torch.stack([big_target.get_input_embeddings().weight[anchor], mask, mask, mask, mask])
+    expected = draft_hidden_states(tensors, truth, features, noise)
+    tokens = [anchor, *draft_tokens(tensors, truth, expected, big_target.lm_head.weight, anchor)]
+    draft.save_pretrained(tmp_path / "again")  # there it is one of the safetensors
+    assert not (tmp_path / "again" / "mask_embedding.pt").exists()
+    for model in (draft, DFlashDraftModel.from_pretrained(tmp_path / "again")):
+        assert torch.equal(model.mask_embedding, mask)
+        torch.testing.assert_close(model(noise[None] * 0 + noise[:1], features[None]).last_hidden_state[0], expected)
+        assert drafted(model, big_target, features, anchor).tolist() == tokens
+    for wrong in ({"embedding": mask[:5], "mask_token_id": 95}, {"embedding": mask, "mask_token_id": 3}, [mask]):
+        torch.save(wrong, side)
+        with pytest.raises(ValueError, match=r"mask_embedding\.pt"):
+            DFlashDraftModel.from_pretrained(tmp_path / "draft")
+    side.write_bytes(b"not a file of torch")
+    with pytest.raises(ValueError, match=r"mask_embedding\.pt"):
+        DFlashDraftModel.from_pretrained(tmp_path / "draft")
+
+
+def test_muse_assistant_equals_the_native_model(tmp_path):
+    """Upstream's own class on its own checkpoint. Its window counts distances up to and including the window."""
+    from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
+    from transformers.cache_utils import DFlashCache
+
+    file = {**MUSE_FILE, "layer_types": MIXED, "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}
+    for key in ("model_type", "dtype"):
+        del file[key]
+    torch.manual_seed(0)
+    native = MuseGlimmerAssistantModel(MuseGlimmerAssistantConfig(**file, block_size=5, sliding_window=4)).eval()
+    native.save_pretrained(tmp_path / "muse")
+    draft = AutoModel.from_pretrained(tmp_path / "muse")
+    assert type(draft) is DFlashDraftModel and draft.config.sliding_window == 4
+    wider = DFlashDraftModel.from_pretrained(tmp_path / "muse", sliding_window=5)
+    inputs = {"noise_embeds": torch.randn(2, 5, 32), "context_hidden_states": torch.randn(2, 9, 96)}
+    cache = DFlashCache(config=native.config)  # the native mask needs it to know the context's length
+    cache.activate_past_recording()
+    cache.set_previous_accepted_tokens(9)
+    with torch.no_grad():
+        expected = native(**inputs, past_key_values=cache, position_ids=torch.arange(14)[None]).last_hidden_state
+        torch.testing.assert_close(wider(**inputs).last_hidden_state, expected, atol=1e-5, rtol=1e-5)
+
+
+REFUSED = {
+    "DominoDraftModel": (zlab(architectures=["DominoDraftModel"]), "Domino"),
+    "projector": (zlab(nested={"projector_type": "domino"}), "Domino"),
+    "DSpark": (zlab(architectures=["Qwen3DSparkModel"]), "anchor-first"),
+    "anchor first": (zlab(nested={"sample_from_anchor": True}), "sample_from_anchor"),
+    "speculators, anchor first": (speculators(sample_from_anchor=True), "sample_from_anchor"),
+    "speculators, DSpark": (speculators("dspark"), "DSpark"),
+    "Markov head": (zlab(markov_rank=256), "markov_rank"),
+    "Laguna": (zlab(architectures=["DFlashLagunaForCausalLM"]), "Laguna"),
+    "interleaved rotary": (zlab(is_neox_style=False), "is_neox_style"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_heads_are_refused_with_the_reason(tmp_path, name):
+    file, reason = REFUSED[name]
+    write(tmp_path / "draft", "z-lab v1")
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(file))
+    with pytest.raises(ValueError, match=reason) as error:
+        DFlashDraftModel.from_pretrained(tmp_path / "draft")
+    assert str(tmp_path / "draft") in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["prefix_gru.weight_ih_l0", "markov_head.markov_w1.weight", "confidence_head.proj.bias"]
+)
+def test_tensors_of_other_heads_are_refused_with_the_reason(tmp_path, name):
+    _, tensors = write(tmp_path / "draft", "z-lab v1")
+    save_file({**tensors, name: torch.zeros(3)}, tmp_path / "draft" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="which is refused") as error:
+        DFlashDraftModel.from_pretrained(tmp_path / "draft")
+    assert name in str(error.value) and "model.safetensors" in str(error.value)
+
+
+def test_copies_are_dropped_only_where_they_are_copies(tmp_path):
+    """An embedding in a published checkpoint would be trained: leaving it out would be another model."""
+    _, tensors = write(tmp_path / "draft", "z-lab v1")
+    own = {**tensors, "embed_tokens.weight": torch.ones(96, 32)}
+    save_file(own, tmp_path / "draft" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"unexpected keys: embed_tokens\.weight"):
+        DFlashDraftModel.from_pretrained(tmp_path / "draft")
+
+
+def test_damage_is_named(tmp_path):
+    folder = tmp_path / "draft"
+    _, tensors = write(folder, "speculators, reduced vocabulary")
+    with pytest.raises(ValueError, match="d2t maps draft tokens"):
+        broken = {**tensors, "d2t": tensors["d2t"] + 90}
+        save_file(broken, folder / "model.safetensors", metadata={"format": "pt"})
+        DFlashDraftModel.from_pretrained(folder)
+    twice = {**tensors, "model.norm.weight": torch.ones(32)}
+    save_file(twice, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"both norm\.weight"):
+        DFlashDraftModel.from_pretrained(folder)
+    save_file({**tensors, "norm.weight": torch.ones(32, dtype=torch.int32)}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"norm\.weight has dtype I32"):
+        DFlashDraftModel.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    with pytest.raises(OSError, match="Only safetensors are read"):
+        DFlashDraftModel.from_pretrained(folder)
+
+
+def test_causality_at_the_top_wins():
+    """SGLang reads nothing else, vLLM reads it first."""
+    config = DFlashDraftConfig.from_dict(zlab(nested={"causal": True}, is_causal=False))
+    assert not config.layer_is_causal(0)
+    assert json.loads(config.to_json_string())["is_causal"] is False
+    assert "causal" not in config.to_dict()["dflash_config"]
+
+
+def test_a_forced_window_makes_every_layer_slide():
+    """Also layers that are listed as full, as vLLM reads it; they stay bidirectional in the block."""
+    config = DFlashDraftConfig.from_dict(zlab(nested={"use_swa": True, "swa_window_size": 7}, sliding_window=9))
+    assert config.layer_types == SLIDING and config.sliding_window == 7 and not config.layer_is_causal(0)
+    mixed = DFlashDraftConfig.from_dict(zlab(nested={"use_swa": True, "swa_window_size": 7}, layer_types=MIXED))
+    assert mixed.layer_types == MIXED and mixed.layer_is_causal(0) and not mixed.layer_is_causal(2)
+
+
+def test_training_keys_survive():
+    config = DFlashDraftConfig.from_dict(
+        zlab(nested={"enable_thinking": False}, loss_decay_gamma=7.0, num_anchors=512)
+    )
+    written = json.loads(config.to_json_string())
+    assert written["loss_decay_gamma"] == 7.0 and written["num_anchors"] == 512
+    assert written["dflash_config"]["enable_thinking"] is False
+
+
+def test_rotary_frequencies_of_many_channels_stay_in_fp32():
+    """The context's table too, and through a change of dtype."""
+    config = DFlashDraftConfig.from_dict(LAYOUTS["MiMo"][0])
+    draft = DFlashDraftModel(config)
+    for table, theta in ((draft.rotary_emb, 10000.0), (draft.context_rotary_emb, 640.0)):
+        expected = torch.tensor([theta ** (-2.0 * i / 4) for i in range(2)])
+        draft.to(torch.bfloat16)
+        assert table.inv_freq.dtype == torch.float32
+        torch.testing.assert_close(table.inv_freq, expected)

@@ -1,0 +1,61 @@
+"""What a drafter may add to a call's peak, counted to the byte: see `examples/benchmarks/prompt_memory.py`."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from support.pairs import VOCAB, make_draft, make_target
+from transformers import DynamicCache
+
+from dflash_hf.modeling.cache_dflash import SlotCache
+
+
+ROWS, TOKENS, WIDTH = 2, 512, 32
+HIDDEN = ROWS * TOKENS * WIDTH * 4  # bytes of one hidden state for each token of a prompt
+
+
+def live_bytes():
+    path = Path(__file__).parents[2] / "examples" / "benchmarks" / "prompt_memory.py"
+    spec = importlib.util.spec_from_file_location("prompt_memory", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.LiveBytes()
+
+
+@pytest.mark.parametrize("chunk", [None, 128])
+def test_a_prompt_adds_one_hidden_state_for_each_token(chunk):
+    """
+    Until the target's forward is over: neither the drafter's keys and values, here three times as large, nor raw
+    features, here three.
+    """
+    target = make_target(num_hidden_layers=8, intermediate_size=96, max_position_embeddings=1024)
+    draft = make_draft(target, num_hidden_layers=3, target_layer_ids=[1, 3, 5])
+    ids = torch.randint(2, VOCAB - 1, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
+    options = {"max_new_tokens": 2, "do_sample": False, "prefill_chunk_size": chunk}
+    target.generate(ids[:, :9], **options, assistant_model=draft)  # probes
+    peaks = []
+    for assistant in (None, draft):
+        with live_bytes() as counted:
+            target.generate(ids, **options, assistant_model=assistant)
+        peaks.append(counted.peak)
+        assert counted.now < HIDDEN / 10  # all is gone afterwards but the text
+    assert peaks[1] - peaks[0] < 1.5 * HIDDEN, (peaks, HIDDEN)
+
+
+@pytest.mark.parametrize("padding", [[0], [0, 3]])
+def test_moving_a_cache_holds_one_tensor_twice(padding):
+    """Neither a layer nor the cache: to slots when decoding starts, back when it ends."""
+    config = make_target(num_hidden_layers=6).config
+    with live_bytes() as counted:
+        cache = DynamicCache(config=config)
+        for layer in range(6):
+            cache.update(*(torch.randn(len(padding), 2, 256, 8) for _ in "kv"), layer)
+        prompt = counted.now
+        one = prompt / 12 * 1.3  # with slots to spare
+        slots = SlotCache.adopt(cache, padding, 300)
+        assert prompt < counted.now < prompt * 1.3 and counted.peak < prompt * 1.3 + one
+        held, counted.peak = counted.now, 0
+        slots.release(cache, padding, 290)
+        assert counted.peak < held + 2.1 * one  # a row's padding is put before it, then rows are put together
+        assert counted.now < held * 1.01

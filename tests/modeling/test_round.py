@@ -1,0 +1,143 @@
+"""Compiled rounds: as many graphs as buckets, whatever the prompts; memory that outlives a call; the way back."""
+
+import pytest
+import torch
+from support.pairs import make_draft, make_target
+from torch._dynamo.utils import counters
+
+from dflash_hf.modeling import compile_dflash
+from dflash_hf.modeling.compile_dflash import _pools
+
+
+@pytest.fixture
+def pair():
+    torch._dynamo.reset()
+    target = make_target()
+    draft = make_draft(target)
+    draft.decoding_config.compile = "aot_eager"
+    yield target, draft
+    torch._dynamo.reset()
+
+
+def prompt(length: int) -> torch.Tensor:
+    return (torch.arange(length) * 7 % 90 + 2)[None]
+
+
+def decode(target, ids, draft=None, new=12, **options):
+    return target.generate(ids, max_new_tokens=new, do_sample=False, assistant_model=draft, **options)
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def test_the_number_of_graphs_is_that_of_the_buckets(pair):
+    target, draft = pair
+    counters.clear()
+    for length, new in ((5, 12), (9, 30), (40, 7), (70, 25)):
+        assert torch.equal(decode(target, prompt(length), draft, new), decode(target, prompt(length), new=new))
+        assert graphs() == 1
+    # From the first bucket into the second, and back into the first.
+    for length, new in ((245, 24), (255, 3), (20, 9)):
+        assert torch.equal(decode(target, prompt(length), draft, new), decode(target, prompt(length), new=new))
+    assert graphs() == 2
+
+
+def test_the_backend_is_the_one_that_was_named(pair):
+    target, draft = pair
+    counters.clear()
+    graphs_seen = []
+
+    @torch._dynamo.register_backend(name="seeing")
+    def seeing(graph, inputs):
+        graphs_seen.append(graph)
+        return graph.forward
+
+    draft.decoding_config.compile = "seeing"
+    decode(target, prompt(8), draft)
+    draft.decoding_config.compile = "eager"
+    decode(target, prompt(8), draft)
+    assert len(graphs_seen) == 1 and graphs() == 2
+
+
+def test_slots_outlive_the_call_and_returned_caches_do_not_lie_in_them(pair):
+    target, draft = pair
+    options = {"return_dict_in_generate": True, "new": 20}
+    first = decode(target, prompt(8), draft, **options)
+    (slots,) = _pools[target]
+    places = {key: buffer.data_ptr() for key, buffer in slots.items()}
+    kept = [layer.keys.clone() for layer in first.past_key_values.layers]
+    decode(target, prompt(30), draft, **options)
+    assert {key: buffer.data_ptr() for key, buffer in _pools[target][0].items()} == places
+    assert len(places) == 2 * target.config.num_hidden_layers
+    for layer, keys in zip(first.past_key_values.layers, kept, strict=True):
+        assert torch.equal(layer.keys, keys)
+    # And so the first conversation goes on.
+    more = torch.cat([first.sequences, torch.tensor([[11, 12, 13]])], dim=1)
+    expected = decode(target, more)
+    assert torch.equal(decode(target, more, draft, past_key_values=first.past_key_values), expected)
+
+
+def test_calls_in_and_out_of_inference_mode_share_slots(pair):
+    """Slots that were made in that mode could not be written outside of it."""
+    target, draft = pair
+    draft.decoding_config.tree_nodes = 9
+    expected = decode(target, prompt(8))
+    for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(decode(target, prompt(8), draft), expected)
+
+
+def test_a_seed_gives_the_sample_that_it_gives_eagerly(pair):
+    target, draft = pair
+    samples = []
+    for compiled in (False, "aot_eager"):
+        draft.decoding_config.compile = compiled
+        torch.manual_seed(3)
+        samples.append(target.generate(prompt(7), max_new_tokens=16, do_sample=True, top_p=0.9, assistant_model=draft))
+    assert torch.equal(*samples)
+
+
+def test_no_position_past_the_end_of_the_text(pair):
+    """A block keeps its size at the end; a table of learned positions has nothing there."""
+    target = make_target("gpt2", n_positions=64)
+    draft = make_draft(target, block_size=8)
+    draft.decoding_config.compile = "aot_eager"
+    expected = decode(target, prompt(20), new=44)
+    assert torch.equal(decode(target, prompt(20), draft, new=44), expected)
+    assert compile_dflash._uncompilable.isdisjoint({target})
+
+
+def test_what_cannot_be_compiled_decodes_eagerly_with_one_warning(pair, monkeypatch):
+    target, draft = pair
+    warnings = []
+    monkeypatch.setattr(compile_dflash.logger, "warning", warnings.append)
+    target.lm_head.register_forward_hook(lambda *args: torch._dynamo.graph_break())
+    for length in (6, 11):
+        assert torch.equal(decode(target, prompt(length), draft), decode(target, prompt(length)))
+    assert ["cannot be compiled" in text for text in warnings if not text.startswith("Compiling")] == [True]
+
+
+def test_who_waits_for_a_compilation_is_told(pair, monkeypatch):
+    target, draft = pair
+    warnings = []
+    compile_dflash.logger.warning_once.cache_clear()
+    monkeypatch.setattr(type(compile_dflash.logger), "warning", lambda self, text, *args: warnings.append(text))
+    for length in (5, 9, 250):
+        decode(target, prompt(length), draft)
+    slots = [text.split("of ")[-1] for text in warnings if text.startswith("Compiling a round of Qwen3ForCausalLM")]
+    assert slots == ["256 slots. This takes a while, once.", "512 slots. This takes a while, once."]
+
+
+def test_an_error_of_the_target_is_not_hidden_by_the_way_back(pair):
+    target, draft = pair
+    decode(target, prompt(6), draft)  # probes, which may fail in silence
+
+    def fail(module, args):
+        if args[0].shape[1] > 1:
+            raise FloatingPointError("the target's own")
+
+    target.lm_head.register_forward_pre_hook(fail)
+    torch._dynamo.reset()  # graphs do not watch hooks
+    with pytest.raises(FloatingPointError, match="the target's own"):
+        decode(target, prompt(6), draft)

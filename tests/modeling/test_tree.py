@@ -1,0 +1,366 @@
+"""Draft trees: the likeliest paths, who sees whom, the way the target takes, and texts that are its own."""
+
+import heapq
+import math
+
+import pytest
+import torch
+from support.pairs import VOCAB, make_draft, make_draft2, make_target
+from support.rows import ragged_prompts
+from support.sampling import STEPS, assert_follows, exact_distribution, sample
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
+
+from dflash_hf.modeling.accept_dflash import Draft, Verdict
+from dflash_hf.modeling.cache_dflash import slot_mask
+from dflash_hf.modeling.drafting_dflash import DFlashCandidateGenerator
+from dflash_hf.modeling.sessions_dflash import SlotSession
+from dflash_hf.modeling.tree_dflash import chained_paths, every_path, independent_paths, likeliest_tree
+
+
+CPU = torch.device("cpu")
+
+
+def paths_of(tree, row=0):
+    """The tree as a set of paths of tokens."""
+    tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
+    paths = set()
+    for node in range(1, len(tokens)):
+        path = []
+        while node:
+            path.append(tokens[node])
+            node = parents[node]
+        paths.add(tuple(reversed(path)))
+    return paths
+
+
+def best_first(likely, nodes, depth):
+    """DDTree's heap; `likely(path)` lists the tokens that may follow with their log-probabilities, likeliest first."""
+    first = likely(())
+    heap, chosen = [(-first[0][1], (), 0)], set()
+    while heap and len(chosen) < nodes:
+        cost, prefix, rank = heapq.heappop(heap)
+        siblings = likely(prefix)
+        path = (*prefix, siblings[rank][0])
+        chosen.add(path)
+        if rank + 1 < len(siblings):
+            heapq.heappush(heap, (cost + siblings[rank][1] - siblings[rank + 1][1], prefix, rank + 1))
+        if len(path) < depth:
+            heapq.heappush(heap, (cost - likely(path)[0][1], path, 0))
+    return chosen
+
+
+@pytest.mark.parametrize(("nodes", "depth"), [(1, 3), (7, 3), (16, 7), (40, 15), (64, 2), (30, 1)])
+@pytest.mark.parametrize("sharpness", [0.3, 3.0])
+def test_the_likeliest_paths_are_those_of_a_best_first_search(nodes, depth, sharpness):
+    torch.manual_seed(nodes)
+    rows, top_k = 3, 8
+    log_probs, ids = (sharpness * torch.randn(rows, depth, 50)).log_softmax(-1).topk(top_k, dim=-1)
+    paths = every_path(nodes, depth, top_k, CPU)
+    tree = likeliest_tree(torch.tensor([90, 91, 92]), *independent_paths(ids, log_probs, paths), paths)
+    for row in range(rows):
+        listed = log_probs[row].clamp(-20, -1e-3).tolist()
+
+        def likely(prefix, row=row, listed=listed):
+            return list(zip(ids[row, len(prefix)].tolist(), listed[len(prefix)], strict=True))
+
+        expected = best_first(likely, nodes, depth)
+        assert paths_of(tree, row) == expected and tree.tokens.shape[1] == len(expected) + 1
+        assert tree.tokens[row, 0] == 90 + row
+
+
+@pytest.mark.parametrize(("nodes", "depth", "candidates"), [(7, 3, 5), (24, 7, 16), (9, 1, 4)])
+def test_chained_paths_are_those_of_a_best_first_search(nodes, depth, candidates):
+    torch.manual_seed(depth)
+    rows, top_k = 2, 4
+    ids = torch.stack([torch.randperm(VOCAB)[:candidates] for _ in range(rows * depth)]).view(rows, depth, candidates)
+    first = (2 * torch.randn(rows, candidates)).log_softmax(-1)
+    transitions = (2 * torch.randn(rows, depth - 1, candidates, candidates)).log_softmax(-1)
+    paths = every_path(nodes, depth, top_k, CPU)
+    tree = likeliest_tree(torch.zeros(rows, dtype=torch.long), *chained_paths(ids, first, transitions, paths), paths)
+    for row in range(rows):
+
+        def likely(prefix, row=row):
+            slot = len(prefix)
+            scores = first[row]
+            if slot:
+                scores = transitions[row, slot - 1, ids[row, slot - 1].tolist().index(prefix[-1])]
+            best, order = scores.clamp(-20, -1e-3).topk(top_k)
+            return list(zip(ids[row, slot, order].tolist(), best.tolist(), strict=True))
+
+        assert paths_of(tree, row) == best_first(likely, nodes, depth)
+
+
+@pytest.mark.parametrize("peak", [0.0, -1e-7, -math.inf])
+def test_a_tree_holds_all_that_its_paths_begin_with(peak):
+    """Tokens that are certain, all alike, or impossible: sums are equal then, or equal but for rounding."""
+    ids = torch.arange(8).expand(1, 15, 8)
+    log_probs = torch.full((1, 15, 8), peak if peak else -30.0)
+    log_probs[..., 0] = 0.0 if peak == -math.inf else peak
+    paths = every_path(64, 15, 8, CPU)
+    tree = likeliest_tree(torch.tensor([5]), *independent_paths(ids, log_probs, paths), paths)
+    depths, parents = tree.depths[0].tolist(), tree.parents[0].tolist()
+    assert all(parent < node for node, parent in enumerate(parents) if node)
+    assert all(depths[node] == depths[parent] + 1 for node, parent in enumerate(parents) if node)
+    assert len(paths_of(tree)) == 64 and max(depths) > 1
+
+
+def random_tree(rows, nodes, depth, seed=0):
+    torch.manual_seed(seed)
+    log_probs, ids = torch.randn(rows, depth, VOCAB).log_softmax(-1).topk(8, dim=-1)
+    paths = every_path(nodes, depth, 8, CPU)
+    return likeliest_tree(torch.arange(rows) + 3, *independent_paths(ids, log_probs, paths), paths)
+
+
+def test_who_sees_whom():
+    tree = random_tree(2, 20, 5)
+    for row in range(2):
+        parents = tree.parents[row].tolist()
+        for node in range(21):
+            seen, at = {node, 0}, node
+            while at:
+                at = parents[at]
+                seen.add(at)
+            assert set(tree.ancestors[row, node].nonzero().flatten().tolist()) == seen
+            assert tree.depths[row, node] == len(seen) - 1
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_way_is_walked_as_far_as_the_target_agrees(seed):
+    tree = random_tree(3, 20, 5, seed)
+    tokens = torch.randint(VOCAB, tree.tokens.shape)
+    for row in range(3):  # make the target agree with some child of most nodes
+        for node in range(1, 21):
+            if torch.rand(()) < 0.6:
+                tokens[row, tree.parents[row, node]] = tree.tokens[row, node]
+    way, counts = tree.walk(tokens, 5)
+    assert way.shape == (3, 6)
+    for row in range(3):
+        expected, at = [0], 0
+        while True:
+            children = [
+                n for n in range(1, 21) if tree.parents[row, n] == at and tree.tokens[row, n] == tokens[row, at]
+            ]
+            if not children:
+                break
+            (at,) = children
+            expected.append(at)
+        assert way[row].tolist() == expected + [0] * (6 - len(expected)) and counts[row] == len(expected)
+        if row == 0:
+            found = [0]
+            while (child := tree.child(found[-1], int(tokens[0, found[-1]]))) is not None:
+                found.append(child)
+            assert found == expected
+
+
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (3, None), (None, 4)])
+def test_mask_against_an_element_wise_oracle(window, chunk):
+    tree = random_tree(2, 12, 4)
+    start = torch.tensor([9, 2])
+    slots = start[:, None] + torch.arange(13)
+    mask = slot_mask(slots, slots, 64, window, chunk, torch.float64, tree)
+    assert mask.shape == (2, 1, 13, 64)
+    for row in range(2):
+        for node in range(13):
+            query = int(start[row] + tree.depths[row, node])
+            for slot in range(64):
+                other = slot - int(start[row])
+                if other < 0:
+                    key, seen = slot, True
+                elif other < 13:
+                    key, seen = int(start[row] + tree.depths[row, other]), bool(tree.ancestors[row, node, other])
+                else:
+                    key, seen = slot, False
+                seen = seen and (window is None or query - key < window)
+                seen = seen and (chunk is None or query // chunk == key // chunk)
+                assert bool(mask[row, 0, node, slot] == 0) == seen
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "deepseek_v3", "gpt2"])
+@torch.no_grad()
+def test_logits_of_a_node_are_those_of_its_path(family):
+    target = make_target(family, torch.float64)
+    inputs, pads = ragged_prompts(2)
+    ids = inputs["input_ids"]
+    tree = random_tree(2, 14, 5)
+    cache = DynamicCache(config=target.config)
+    offset = torch.zeros(2, 1, dtype=torch.long)
+    positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    target(input_ids=ids, attention_mask=inputs["attention_mask"], position_ids=positions, past_key_values=cache)
+    session = SlotSession(target, cache, pads, 64, offset, {})
+    start = torch.tensor([ids.shape[1] - pad for pad in pads])
+    session.cache.reserve(40)
+    logits = session.verify(Draft(tree.tokens, tree=tree), start).logits
+    way = torch.zeros(2, 6, dtype=torch.long)
+    for row in range(2):
+        deepest = int(tree.depths[row].argmax())
+        for node in range(15):
+            nodes = [n for n in range(15) if tree.ancestors[row, node, n]]
+            text = torch.cat([ids[row, pads[row] :], tree.tokens[row, nodes]])[None]
+            torch.testing.assert_close(logits[row, node], target(text).logits[0, -1], atol=1e-6, rtol=1e-6)
+            if node == deepest:
+                way[row, : len(nodes)] = torch.tensor(nodes)
+    # Put straight, the deepest path is what the next token sees.
+    session.commit(start, Verdict(way, way[:, 0], way[:, 0], way[:, 0] == 0, path=way))
+    depths = [int(tree.depths[row].max()) for row in range(2)]
+    logits = session.verify(Draft(torch.tensor([[7], [8]])), start + torch.tensor(depths) + 1).logits
+    for row in range(2):
+        path = tree.tokens[row, way[row, : depths[row] + 1]]
+        text = torch.cat([ids[row, pads[row] :], path, torch.tensor([7 + row])])[None]
+        torch.testing.assert_close(logits[row, 0], target(text).logits[0, -1], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3", "gemma3", "gemma4", "gpt_oss", "mistral_sliding", "qwen3_moe", "deepseek_v3"]
+)
+@pytest.mark.parametrize("nodes", [3, 20])
+def test_texts_are_equal(family, nodes, oracle):
+    target = make_target(family, torch.float64, attn=None)
+    draft = make_draft(target, block_size=8)
+    draft.decoding_config.tree_nodes = nodes
+    inputs, pads = ragged_prompts(3)
+    options = {"max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True}
+    expected = target.generate(**inputs, **options)
+    oracle(expected.sequences, pads, error_rate=0.2)
+    output = target.generate(**inputs, **options, assistant_model=draft)
+    assert torch.equal(output.sequences, expected.sequences)
+    lengths = {n for row in output.acceptance_lengths for n in row}
+    assert {1, 2, 3} <= lengths and (nodes == 3 or max(lengths) > 4)
+    # The cache holds the accepted path, and goes on without a drafter.
+    for ours, theirs in zip(output.past_key_values.layers, expected.past_key_values.layers, strict=True):
+        if theirs.is_initialized:
+            kept = ours.keys.shape[2]
+            torch.testing.assert_close(ours.keys[0], theirs.keys[0, :, -kept:], atol=1e-8, rtol=1e-6)
+
+
+def test_a_tree_accepts_what_a_block_cannot(target, oracle):
+    """The oracle puts the right token in any of three places: a block, which takes the first, is mostly wrong."""
+    prompt = torch.tensor([[5, 9, 17, 33]])
+    options = {"max_new_tokens": 120, "do_sample": False, "return_dict_in_generate": True}
+    expected = target.generate(prompt, **options).sequences
+    draft = make_draft(target, block_size=8)
+    draft.decoding_config.tree_nodes = 64
+    oracle(expected, [0], error_rate=0.0)
+    lengths = target.generate(prompt, **options, assistant_model=draft).acceptance_lengths[0]
+    draft.decoding_config.tree_nodes = 7
+    fewer = target.generate(prompt, **options, assistant_model=draft).acceptance_lengths[0]
+    assert sum(lengths) == sum(fewer) == 119 and len(lengths) < len(fewer) < 80
+
+
+@pytest.mark.parametrize("make", [make_draft, make_draft2])
+@pytest.mark.parametrize("ahead", [None, 3])
+def test_a_drafter_s_own_trees(make, ahead, target):
+    draft = make(target, block_size=6)
+    draft.decoding_config.tree_nodes, draft.decoding_config.look_ahead = 12, ahead
+    inputs, _ = ragged_prompts(3)
+    expected = target.generate(**inputs, max_new_tokens=25, do_sample=False)
+    assert torch.equal(target.generate(**inputs, max_new_tokens=25, do_sample=False, assistant_model=draft), expected)
+
+
+@torch.no_grad()
+def test_the_first_path_of_a_selector_s_tree_is_its_walk(target):
+    """Through candidates that it is sure of, the likeliest path is what the greedy walk takes."""
+    draft = make_draft2(target, block_size=5)
+    with torch.no_grad():
+        draft.candidate_selector.successor_codebook.mul_(30.0)
+    generator = DFlashCandidateGenerator(draft, target)
+    generator.plan_trees(12, 4)
+    trees, blocks = [], []
+    for way in (trees, blocks):
+        generator.open([0], 0, 64, torch.zeros(1, 1, dtype=torch.long))
+        anchors, start = torch.tensor([11]), torch.tensor([0])
+        generator.cache.reserve(8)
+        way.append(generator.tree(anchors, start) if way is trees else generator.draft(anchors, start))
+    paths = paths_of(trees[0])
+    block = tuple(blocks[0][0, 1:].tolist())
+    assert {block[:n] for n in range(1, 5)} <= paths
+
+
+@pytest.mark.parametrize(("rows", "temperature", "top_p"), [(1, 1.0, 0.9), (250, 0.7, 1.0), (250, 1.0, 0.9)])
+def test_samples_follow_the_target(small, oracle, rows, temperature, top_p):  # noqa: F811
+    prompt = [3, 1, 4]
+    expected = exact_distribution(small, prompt, temperature, top_p)
+    likely = max(expected, key=expected.get)
+    oracle(torch.tensor([prompt + list(likely) + [0]]), [0], error_rate=0.2)
+    draft = make_draft(small, block_size=4)
+    draft.decoding_config.tree_nodes = 9
+    counts, accepted, draws = dict.fromkeys(expected, 0), set(), 1000 if rows == 1 else 12_000
+    torch.manual_seed(0)
+    for _ in range(draws // rows):
+        output = sample(small, draft, prompt, rows, temperature, top_p)
+        accepted.update(n for lengths in output.acceptance_lengths for n in lengths)
+        for text in output.sequences[:, 3:].tolist():
+            counts[tuple(text)] += 1
+    assert accepted == set(range(1, STEPS))
+    assert_follows(counts, expected)
+
+
+def test_one_row_gives_the_same_sample_for_the_same_seed(target, draft, oracle):
+    prompt = torch.tensor([[5, 9, 17, 33]])
+    draft.decoding_config.tree_nodes = 10
+    for options in ({}, {"top_k": 5, "repetition_penalty": 1.3}):
+        torch.manual_seed(7)
+        expected = target.generate(prompt, do_sample=True, max_new_tokens=40, **options)
+        oracle(expected, [0], error_rate=0.2)
+        torch.manual_seed(7)
+        options |= {"assistant_model": draft, "return_dict_in_generate": True}
+        output = target.generate(prompt, do_sample=True, max_new_tokens=40, **options)
+        assert torch.equal(output.sequences, expected) and max(output.acceptance_lengths[0]) > 1
+
+
+class Unchanged(LogitsProcessor):
+    """Somebody's own: it is shown each committed text, one after the other."""
+
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+def test_token_by_token_the_same_way_is_taken(target, oracle):
+    draft = make_draft(target, block_size=8)
+    draft.decoding_config.tree_nodes = 20
+    prompt = torch.tensor([[5, 9, 17, 33]])
+    options = {"max_new_tokens": 60, "do_sample": False, "return_dict_in_generate": True}
+    expected, lengths = target.generate(prompt, **options).sequences, []
+    for processors in ([], [Unchanged()]):
+        oracle(expected, [0], error_rate=0.1)
+        options["logits_processor"] = LogitsProcessorList(processors)
+        output = target.generate(prompt, **options, assistant_model=draft)
+        assert torch.equal(output.sequences, expected)
+        lengths.append(output.acceptance_lengths[0])
+    assert lengths[0] == lengths[1] and max(lengths[0]) > 3
+
+
+@pytest.mark.parametrize("nodes", [5, 20])
+def test_compiled_rounds_draft_trees(nodes, target, oracle):
+    torch._dynamo.reset()
+    draft = make_draft(target, block_size=4)
+    draft.decoding_config.compile, draft.decoding_config.tree_nodes = "aot_eager", nodes
+    for length in (5, 40):
+        prompt = (torch.arange(length) * 7 % 90 + 2)[None]
+        expected = target.generate(prompt, max_new_tokens=20, do_sample=False)
+        output = target.generate(prompt, max_new_tokens=20, do_sample=False, assistant_model=draft)
+        assert torch.equal(output, expected)
+        torch.manual_seed(5)  # token by token, with the way walked on the host
+        expected = target.generate(prompt, max_new_tokens=20, do_sample=True, top_k=3)
+        torch.manual_seed(5)
+        output = target.generate(prompt, max_new_tokens=20, do_sample=True, top_k=3, assistant_model=draft)
+        assert torch.equal(output, expected)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("family", ["lfm2", "bloom"])
+def test_other_caches_are_verified_in_blocks(family, oracle):
+    target = make_target(family, attn=None)
+    draft = make_draft(target)
+    draft.decoding_config.tree_nodes = 12
+    prompt = torch.tensor([[5, 9, 17, 33]])
+    expected = target.generate(prompt, max_new_tokens=20, do_sample=False)
+    oracle(expected, [0], error_rate=0.2)
+    options = {"assistant_model": draft, "return_dict_in_generate": True}
+    output = target.generate(prompt, max_new_tokens=20, do_sample=False, **options)
+    assert torch.equal(output.sequences, expected) and max(output.acceptance_lengths[0]) > 2
+
+
+def test_trees_are_not_drawn(target, draft):
+    draft.decoding_config.tree_nodes, draft.decoding_config.draft_temperature = 8, 0.7
+    with pytest.raises(ValueError, match="tree_nodes=8 holds the likeliest tokens.*draft_temperature=0.7"):
+        target.generate(torch.tensor([[5, 9]]), max_new_tokens=4, do_sample=True, assistant_model=draft)

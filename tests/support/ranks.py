@@ -1,0 +1,114 @@
+"""What each rank of the distributed tests runs; one process alone runs the same for comparison."""
+
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import DistributedType, PartialState
+from torch.distributed.fsdp import fully_shard
+
+from dflash_hf.modeling.target_dflash import decoder_layers, raw_embedding
+from dflash_hf.target import target_features, target_forward, target_logits
+from support.pairs import make_draft, make_target
+from support.rows import uneven_rows
+from support.runs import PLAIN_SGD, history, make_trainer
+
+
+# The rows of one step, in order, for each loss: the first half is the first rank's. The second row has no anchor.
+ROWS = {"ce": (1, 1, 0, 3), "dpace": (0, 2, 1, 3), "kl": (2, 1, 3, 0)}
+LOSSES = {"ddp": ("ce", "dpace", "kl"), "fsdp2": ("ce",)}
+KEYS = ("loss", "accuracy", "simulated_tau")
+
+
+def train_and_evaluate(folder, ranks, loss_type):
+    """
+    One step on four rows; three rows to evaluate, so that two ranks are given the first of them twice.
+
+    Returns the figures, and the parameters after the step.
+    """
+    rows = [uneven_rows()[i] for i in ROWS[loss_type]]
+    fields = {"per_device_train_batch_size": 4 // ranks, "per_device_eval_batch_size": 1, "loss_type": loss_type}
+    target = make_target(dtype=torch.float64)
+    trainer = make_trainer(folder, target, rows, eval_rows=rows[:0:-1], **fields, **PLAIN_SGD)
+    assert trainer.args.world_size == ranks
+    trainer.train()
+    evaluated = trainer.evaluate()
+    figures = [history(trainer, key)[0] for key in KEYS] + [evaluated[f"eval_{key}"] for key in KEYS]
+    return figures, {name: whole(parameter) for name, parameter in trainer.model.named_parameters()}
+
+
+def save_and_resume(folder, ranks):
+    """Losses of two steps, the same with a resume between them, the parameters, and of which kind these were."""
+    fields = {"per_device_train_batch_size": 4 // ranks, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    results = []
+    for checkpoint in (None, str(Path(folder, "checkpoint-1"))):
+        trainer = make_trainer(folder, make_target(), uneven_rows(), warmup_steps=0, **fields)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        results.append(history(trainer, "loss"))
+    kinds = {type(parameter).__name__ for parameter in trainer.model.parameters()}
+    return results, {name: whole(parameter) for name, parameter in trainer.model.named_parameters()}, kinds
+
+
+def whole(parameter):
+    return (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach()
+
+
+def read_target(shard=None):
+    """Features, final states, embeddings and logits of a target, whose layers alone or which as a whole is sharded."""
+    target = make_target(dtype=torch.float64)
+    for layer in decoder_layers(target) if shard else ():
+        fully_shard(layer)
+    if shard == "whole":
+        fully_shard(target)
+    ids = uneven_rows()[0]["input_ids"]
+    ids = torch.tensor([ids, ids[::-1]])
+    features = [target_features(target, [0, 2], ids) for _ in range(2)]  # the second must not notice the first
+    output = target_forward(target, [1, 3], ids)
+    logits = target_logits(target, output.last_hidden_state)
+    embedded = raw_embedding(target, ids)
+    return [whole(t) for t in (*features, output.features, output.last_hidden_state, logits, embedded)]
+
+
+def generate_in_step(rank, shard=False):
+    """Texts of different lengths, without and with a drafter, of a target sharded or whole; how often it was run."""
+    target = make_target(dtype=torch.float64)
+    draft, forwards = make_draft(target), []
+    if shard:
+        fully_shard(target)
+    target.register_forward_pre_hook(lambda *_: forwards.append(1))
+    prompt = torch.tensor([[5, 9, 17, 33 + rank]])
+    options = {"max_new_tokens": (4, 11)[rank], "do_sample": False, "synced_gpus": shard}
+    texts, counts = [], []
+    for assistant in (None, draft):
+        forwards.clear()
+        texts.append(target.generate(prompt, **options, assistant_model=assistant))
+        counts.append(len(forwards))
+    return texts, counts
+
+
+def take_cpus_for_accelerators():
+    """accelerate shards on accelerators only, although torch shards on CPUs as well."""
+    initialize = PartialState.__init__
+
+    def patched(self, *args, **kwargs):
+        initialize(self, *args, **kwargs)
+        if self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.MULTI_GPU
+
+    PartialState.__init__ = patched
+
+
+def main(scenario, folder):
+    if scenario == "fsdp2":
+        take_cpus_for_accelerators()
+    results = {loss_type: train_and_evaluate(folder, 2, loss_type) for loss_type in LOSSES[scenario]}
+    results["resumed"] = save_and_resume(folder, 2)
+    if scenario == "ddp":
+        results["targets"] = [read_target(shard) for shard in ("layers", "whole")]
+        results["texts"] = generate_in_step(torch.distributed.get_rank(), shard=True)
+    torch.save(results, Path(folder, f"rank{torch.distributed.get_rank()}.pt"))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

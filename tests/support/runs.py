@@ -1,0 +1,40 @@
+"""Short runs of the trainer."""
+
+from dflash_hf.training.trainer import DFlashTrainer
+from dflash_hf.training.training_args import DFlashTrainingArguments
+from support.pairs import make_draft
+
+
+BLOCK = 4
+
+
+def make_trainer(folder, target, rows, draft=None, eval_rows=None, **overrides):
+    fields = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 2,
+        "num_anchors": 6,
+        "max_steps": 1,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        **overrides,
+    }
+    draft = make_draft(target, block_size=BLOCK) if draft is None else draft
+    return DFlashTrainer(draft, target, DFlashTrainingArguments(**fields), rows, eval_rows)
+
+
+# With these, one step moves every parameter by minus its gradient.
+PLAIN_SGD = {
+    "optim": "sgd",
+    "learning_rate": 1.0,
+    "lr_scheduler_type": "constant",
+    "warmup_steps": 0,
+    "max_grad_norm": 0.0,
+    "train_sampling_strategy": "sequential",
+}
+
+
+def history(trainer, key):
+    return [line[key] for line in trainer.state.log_history if key in line]

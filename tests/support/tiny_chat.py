@@ -1,0 +1,63 @@
+"""A byte-level tokenizer made on the fly, chat templates of several kinds, and a tiny target that goes with them."""
+
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from support.pairs import make_target
+
+
+SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
+PAD, START, END = 0, 1, 2
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+GENERATION = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ m.content }}<|im_end|>\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# As Qwen3 does it: a thought is put before the last turn, an empty one if need be, and dropped from earlier turns.
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last and '<think>' not in m.content %}"
+    "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}"
+    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1].lstrip('\n') }}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+THINKING_GENERATION = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}<think>\n\n</think>\n\n{{ m.content }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+)
+# The turn begins in another way than the generation prompt says.
+CROOKED = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>bot: {% endif %}")
+
+
+def make_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
+    """One token for each byte, after the special ones."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = {"pad_token": SPECIAL[PAD], "eos_token": SPECIAL[END], "extra_special_tokens": [SPECIAL[START]]}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    fast.chat_template = template
+    return fast
+
+
+def save_target(folder: Path, template: str | None = CHATML, **overrides) -> Path:
+    """A random target with that tokenizer, 280 rows wide, in a folder."""
+    target = make_target(vocab_size=280, **overrides)
+    target.generation_config.eos_token_id = END
+    target.generation_config.pad_token_id = PAD
+    target.save_pretrained(folder)
+    make_tokenizer(template).save_pretrained(folder)
+    return folder

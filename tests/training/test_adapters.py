@@ -1,0 +1,119 @@
+"""LoRA on a drafter: only the adapter moves, and merged it is a plain drafter that decodes as it was trained."""
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.pairs import make_draft, make_target
+from support.rows import counting_rows
+from support.runs import BLOCK, history, make_trainer
+
+from dflash_hf import DecodingCallback, DFlashDraftModel, DFlashTrainer
+from dflash_hf.hub.check import check
+from dflash_hf.training.adapters import TARGET_MODULES, merged
+
+
+peft = pytest.importorskip("peft")
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target()
+
+
+def adapted_trainer(folder, target, peft_config, draft=None, **overrides):
+    """As `make_trainer`, with a drafter that was saved and loaded."""
+    plain = make_trainer(folder, target, counting_rows(8, modulus=10), **overrides)
+    draft = make_draft(target, block_size=BLOCK, target_layer_ids=[0, 1, 2]) if draft is None else draft
+    return DFlashTrainer(draft, target, plain.args, plain.train_dataset, plain.eval_dataset, peft_config=peft_config)
+
+
+@pytest.mark.parametrize("kind", ["LoraConfig", "dict"])
+def test_only_the_adapter_moves_and_merged_it_is_a_plain_drafter(kind, target, tmp_path):
+    make_draft(target, block_size=BLOCK, target_layer_ids=[0, 1, 2]).save_pretrained(tmp_path / "draft")
+    draft = DFlashDraftModel.from_pretrained(tmp_path / "draft")
+    before = load_file(tmp_path / "draft" / "model.safetensors")
+    config = {"r": 4, "lora_alpha": 8}
+    config = peft.LoraConfig(**config) if kind == "LoraConfig" else config
+    trainer = adapted_trainer(
+        tmp_path / "run", target, config, draft, max_steps=30, learning_rate=2e-2, warmup_steps=0
+    )
+    start = {name: tensor.detach().clone() for name, tensor in trainer.model.named_parameters()}
+    trainer.train()
+
+    # 1. What moved: every B matrix, and nothing outside of the adapter.
+    matrices = len(TARGET_MODULES) * draft.config.num_hidden_layers
+    for name, tensor in trainer.model.named_parameters():
+        moved = not torch.equal(tensor, start[name])
+        assert moved == tensor.requires_grad == ("lora_" in name), name
+    assert sum("lora_B" in name for name in start) == matrices
+    assert history(trainer, "loss")[-1] < history(trainer, "loss")[0]
+
+    # 2. What is saved: the adapter alone, which knows its drafter.
+    trainer.save_model()
+    saved = load_file(tmp_path / "run" / "adapter_model.safetensors")
+    assert len(saved) == 2 * matrices and not (tmp_path / "run" / "model.safetensors").exists()
+    adapter = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == str(tmp_path / "draft") and adapter["r"] == 4
+    facts = json.loads((tmp_path / "run" / "card_facts.json").read_text())
+    assert facts["training"]["optimizer_steps"] == 30
+
+    # 3. Merged: a plain drafter, by the trainer's model or by the saved adapter.
+    plain = merged(trainer.model)
+    assert type(plain) is DFlashDraftModel and "lora_A" in str(trainer.model)
+    plain.save_pretrained(tmp_path / "merged")
+    assert check(tmp_path / "merged", target=target.config) == []
+    again = DFlashDraftModel.from_pretrained(tmp_path / "merged")
+    fresh = DFlashDraftModel.from_pretrained(tmp_path / "draft")
+    by_hand = peft.PeftModel.from_pretrained(fresh, tmp_path / "run").merge_and_unload()
+    assert set(again.state_dict()) == set(before)
+    for name, tensor in again.state_dict().items():
+        assert torch.equal(tensor, by_hand.state_dict()[name]), name
+        changed = any(f".{module}." in name for module in TARGET_MODULES)
+        assert torch.equal(tensor, before[name]) != changed, name
+
+    # 4. It decodes as the adapted one: the same text in the same verifications.
+    options = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
+    prompt = torch.tensor([[5, 9, 11, 60]])
+    alone = target.generate(prompt, **options).sequences
+    outputs = [target.generate(prompt, assistant_model=one, **options) for one in (trainer.draft.eval(), again.eval())]
+    assert torch.equal(outputs[0].sequences, alone) and torch.equal(outputs[1].sequences, alone)
+    assert outputs[0].acceptance_lengths == outputs[1].acceptance_lengths
+
+
+def test_resuming_an_adapter_equals_an_uninterrupted_run(target, tmp_path):
+    fields = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "warmup_steps": 0}
+    whole = adapted_trainer(tmp_path, target, {"r": 2}, **fields)
+    whole.train()
+    resumed = adapted_trainer(tmp_path, target, {"r": 2}, **fields)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert history(resumed, "loss") == pytest.approx(history(whole, "loss"), abs=1e-6)
+
+
+def test_decoding_during_training_uses_the_adapter(target, tmp_path):
+    trainer = adapted_trainer(tmp_path, target, {"r": 2, "target_modules": ["fc", "o_proj"]}, max_steps=2)
+    trainer.add_callback(DecodingCallback(trainer, [[5, 9, 11]], max_new_tokens=6, decode_steps=1))
+    trainer.train()
+    assert len(history(trainer, "tau")) == 2 and history(trainer, "lossless") == [1.0, 1.0]
+    assert isinstance(trainer.draft, DFlashDraftModel) and trainer.model.active_adapter == "default"
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({"rank": 4}, "peft_config={'rank': 4} is not a configuration of PEFT"),
+        ({"peft_type": "MAGIC"}, "is not a configuration of PEFT"),
+        ("lora", "peft_config='lora' must be a configuration of PEFT"),
+    ],
+)
+def test_wrong_configurations_are_named(config, message, target, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        adapted_trainer(tmp_path, target, config)
+
+
+def test_an_adapter_on_an_adapter_is_refused(target, tmp_path):
+    trainer = adapted_trainer(tmp_path, target, {"r": 2})
+    with pytest.raises(ValueError, match="model is a PeftModel: merge its adapter first"):
+        adapted_trainer(tmp_path, target, {"r": 2}, trainer.model)

@@ -1,0 +1,162 @@
+"""Checkpoints: whole or not there, found again, and the same losses after them as without the interruption."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.pairs import make_target
+from support.rows import counting_rows
+from support.runs import history, make_trainer
+
+from dflash_hf import DFlashDraftModel
+
+
+FIELDS = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1}  # four steps are one epoch
+KEYS = ("loss", "accuracy", "simulated_tau")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of six steps with a checkpoint after each."""
+    folder = tmp_path_factory.mktemp("whole")
+    trainer = make_trainer(folder, make_target(), counting_rows(8), loss_type="dpace", **FIELDS)
+    trainer.train()
+    return folder, trainer
+
+
+@pytest.mark.parametrize("step", [1, 4, 5])
+def test_resuming_from_any_checkpoint_equals_an_uninterrupted_run(step, whole, tmp_path):
+    """In the middle of an epoch, at its end, and before the last step; anchors included."""
+    folder, uninterrupted = whole
+    resumed = make_trainer(tmp_path, make_target(), counting_rows(8), loss_type="dpace", **FIELDS)
+    resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
+    for key in KEYS:
+        assert len(history(uninterrupted, key)) == 6
+        assert history(resumed, key) == pytest.approx(history(uninterrupted, key), abs=1e-6)
+    for one, other in zip(uninterrupted.model.parameters(), resumed.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+def test_nothing_is_left_aside(whole):
+    folder, trainer = whole
+    assert {path.name for path in folder.iterdir()} == {f"checkpoint-{step}" for step in range(1, 7)}
+    assert trainer.args.output_dir == trainer._get_output_dir(None) == str(folder)
+
+
+# Where a process dies while it saves its second checkpoint: before the weights, in the middle of their file, after
+# them, after the optimizer, and before the rename.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import safetensors.torch
+from transformers import Trainer
+from test_checkpoints import FIELDS, counting_rows, make_target, make_trainer
+from dflash_hf import DFlashDraftModel
+from dflash_hf.training import checkpoints
+
+
+def die(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_in_the_weights(self, folder, **kwargs):
+    save(self, folder, **kwargs)
+    weights = Path(folder, "model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:5000])
+    die()
+
+
+save = DFlashDraftModel.save_pretrained
+points = {
+    "before": (Trainer, "save_model", die),
+    "weights": (DFlashDraftModel, "save_pretrained", die_in_the_weights),
+    "optimizer": (Trainer, "_save_optimizer_and_scheduler", die),
+    "random": (Trainer, "_save_rng_state", die),
+    "rename": (checkpoints, "_rename", die),
+}
+for name, (owner, attribute, replacement) in points.items():
+    if os.fork() == 0:
+        trainer = make_trainer(Path(sys.argv[1], name), make_target(), counting_rows(8), loss_type="dpace", **FIELDS)
+        original = getattr(owner, attribute)
+        def later(*args, **kwargs):
+            return (replacement if trainer.state.global_step == 2 else original)(*args, **kwargs)
+        setattr(owner, attribute, later)
+        trainer.train()
+        os._exit(1)
+    _, status = os.wait()
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (name, status)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_kill_in_the_middle_of_a_save_leaves_the_last_checkpoint(whole, tmp_path):
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    folders = sorted(tmp_path.iterdir())
+    assert len(folders) == 5
+    for folder in folders:
+        assert {path.name for path in folder.iterdir()} - {"_unfinished"} == {"checkpoint-1"}
+        first = load_file(folder / "checkpoint-1" / "model.safetensors")
+        for name, tensor in load_file(whole[0] / "checkpoint-1" / "model.safetensors").items():
+            assert torch.equal(first[name], tensor)
+    cut = next((folders[-1] / "_unfinished").glob("*/model.safetensors"))
+    assert cut.parent.parent.parent.name == "weights" and cut.stat().st_size == 5000
+    resumed = make_trainer(folders[-1], make_target(), counting_rows(8), loss_type="dpace", **FIELDS)
+    resumed.train(resume_from_checkpoint=True)
+    for key in KEYS:
+        assert history(resumed, key) == pytest.approx(history(whole[1], key), abs=1e-6)
+    assert {path.name for path in folders[-1].iterdir()} == {f"checkpoint-{step}" for step in range(1, 7)}
+
+
+def test_a_checkpoint_of_an_earlier_run_is_replaced(whole, tmp_path):
+    """Resumed from the first, a run meets the second on its way."""
+    rows = counting_rows(8)
+    fields = {**FIELDS, "max_steps": 2}
+    make_trainer(tmp_path, make_target(), rows, **fields).train()
+    (tmp_path / "checkpoint-2" / "old").touch()
+    trainer = make_trainer(tmp_path, make_target(), rows, **fields)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-1", "checkpoint-2"}
+    assert not (tmp_path / "checkpoint-2" / "old").exists()
+
+
+def test_the_best_checkpoint_is_named_kept_and_loaded(tmp_path):
+    fields = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_total_limit": 2}
+    fields |= {"metric_for_best_model": "simulated_tau", "greater_is_better": True}
+    target, rows = make_target(), counting_rows(8)
+    trainer = make_trainer(tmp_path, target, rows, eval_rows=rows[:2], **FIELDS, **fields)
+    taus = iter([1.0, 3.0, 2.0, 2.0, 2.0, 2.0])
+    evaluation_loop = trainer.evaluation_loop
+
+    def with_tau(*args, **kwargs):
+        output = evaluation_loop(*args, **kwargs)
+        output.metrics["eval_simulated_tau"] = next(taus)
+        return output
+
+    trainer.evaluation_loop = with_tau
+    trainer.train()
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2", "checkpoint-6"}
+    for step in (2, 6):
+        state = (tmp_path / f"checkpoint-{step}" / "trainer_state.json").read_text()
+        assert f'"best_model_checkpoint": "{tmp_path}/checkpoint-2"' in state
+    best = DFlashDraftModel.from_pretrained(tmp_path / "checkpoint-2").state_dict()
+    for name, tensor in trainer.model.state_dict().items():
+        assert torch.equal(tensor, best[name])
+
+
+def test_without_a_checkpoint_there_is_nothing_to_resume(tmp_path):
+    for folder in (tmp_path, tmp_path / "none"):
+        trainer = make_trainer(folder, make_target(), counting_rows(2))
+        (tmp_path / "_unfinished" / "checkpoint-3").mkdir(parents=True, exist_ok=True)
+        with pytest.raises(ValueError, match=f"resume_from_checkpoint=True, but output_dir='{folder}' holds no"):
+            trainer.train(resume_from_checkpoint=True)

@@ -1,0 +1,116 @@
+"""Two processes train as one: the configurations of `examples/accelerate`, on CPUs."""
+
+import functools
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.ranks import LOSSES, ROWS, generate_in_step, read_target, save_and_resume, train_and_evaluate
+
+from dflash_hf import DFlashDraftModel
+
+
+TESTS = Path(__file__).parents[1]
+CONFIGURATIONS = TESTS.parent / "examples" / "accelerate"
+
+
+def launch(scenario, folder):
+    """Start two ranks with `accelerate launch`; the process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]), "OMP_NUM_THREADS": "1"}
+    env |= {"ACCELERATE_USE_CPU": "true", "PYTHONFAULTHANDLER": "1"}
+    options = ["--config_file", str(CONFIGURATIONS / f"{scenario}.yaml"), "--num_processes", "2"]
+    options += [
+        "--mixed_precision",
+        "no",
+        "--main_process_port",
+        port,
+        str(TESTS / "support" / "ranks.py"),
+        scenario,
+        str(folder),
+    ]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *options]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=env, start_new_session=True, **streams)
+
+
+def results_of(process, folder):
+    try:
+        output, _ = process.communicate(timeout=600)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGABRT)  # each rank tells where it hangs
+        output, _ = process.communicate(timeout=30)
+    assert process.returncode == 0, output
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What one process gets."""
+    folder = tmp_path_factory.mktemp("alone")
+    results = {loss_type: train_and_evaluate(folder, 1, loss_type) for loss_type in ROWS}
+    return {**results, "resumed": save_and_resume(folder, 1), "target": read_target()}
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """Folder and results of each rank, of each configuration; launched when first asked for."""
+
+    @functools.cache
+    def get(scenario):
+        folder = tmp_path_factory.mktemp(scenario)
+        return folder, results_of(launch(scenario, folder), folder)
+
+    return get
+
+
+@pytest.mark.parametrize("scenario, loss_type", [(name, loss) for name, losses in LOSSES.items() for loss in losses])
+def test_two_ranks_train_as_one(scenario, loss_type, launched, alone):
+    """Also where one of them has no anchors: it takes part in every reduction, and its zeros are right."""
+    expected_figures, expected = alone[loss_type]
+    for results in launched(scenario)[1]:
+        figures, parameters = results[loss_type]
+        assert figures == pytest.approx(expected_figures, rel=1e-6)
+        for name, parameter in expected.items():
+            torch.testing.assert_close(parameters[name], parameter, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("scenario", LOSSES)
+def test_two_ranks_save_one_whole_drafter_and_resume_from_it(scenario, launched, alone):
+    folder, ranks = launched(scenario)
+    for (uninterrupted, resumed), parameters, kinds in (results["resumed"] for results in ranks):
+        assert kinds == {"DTensor" if scenario == "fsdp2" else "Parameter"}
+        assert uninterrupted == pytest.approx(alone["resumed"][0][0], abs=1e-5)
+        assert resumed == pytest.approx(uninterrupted, abs=1e-6)
+        saved = DFlashDraftModel.from_pretrained(folder / "checkpoint-2").state_dict()
+        for name, parameter in parameters.items():
+            assert torch.equal(saved[name], parameter), name
+    assert {path.name for path in folder.glob("*point*")} == {"checkpoint-1", "checkpoint-2"}
+    assert not (folder / "_unfinished").exists()
+
+
+def test_a_sharded_target_is_read_like_a_whole_one(launched, alone):
+    """Its forward must run to the end, however few of its layers are wanted."""
+    for results in launched("ddp")[1]:
+        assert len(results["targets"]) == 2
+        for values in results["targets"]:
+            for value, expected in zip(values, alone["target"], strict=True):
+                torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
+
+
+def test_ranks_of_a_sharded_target_generate_in_step(launched):
+    """`synced_gpus`: the rank with the shorter text runs as many forwards as the other, also with a drafter."""
+    counts = []
+    for rank, results in enumerate(launched("ddp")[1]):
+        texts, forwards = results["texts"]
+        for text in texts:
+            assert torch.equal(text, generate_in_step(rank)[0][0])
+        counts.append(forwards)
+    assert counts == [[11, 11], [11, 11]]

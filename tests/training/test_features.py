@@ -1,0 +1,237 @@
+"""Stored features: the same loss as online, resumed after an interruption, and never those of something else."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from support.pairs import make_draft, make_target
+from support.rows import counting_rows, uneven_rows
+from support.runs import BLOCK, history, make_trainer
+from support.tiny_chat import make_tokenizer, save_target
+from transformers import AutoModelForCausalLM
+
+from dflash_hf.cli import main
+from dflash_hf.data.encode import RowEncoder
+from dflash_hf.training import features
+from dflash_hf.training.features import StoredFeatures, describe, drop_layers, store_features
+from dflash_hf.training.offline import DFlashOfflineTrainer
+from dflash_hf.training.training_args import DFlashTrainingArguments
+
+
+LAYERS = [0, 2, 3]  # of `make_draft`
+
+
+def store(target, rows, folder, layer_ids=LAYERS, dtype="float32", shard_bytes=20_000, **template_kwargs):
+    encoder = RowEncoder(make_tokenizer(), 64, template_kwargs)
+    manifest = describe(target, "some/target", layer_ids, encoder, dtype)
+    lines = []
+    return store_features(
+        target, rows, folder, manifest, batch_size=2, shard_bytes=shard_bytes, say=lines.append
+    ), lines
+
+
+@pytest.fixture
+def stored(target, tmp_path):
+    store(target, counting_rows(6), tmp_path / "features")
+    return tmp_path / "features"
+
+
+def make_offline_trainer(folder, target, dataset, draft=None, **overrides):
+    arguments = make_trainer(folder, target, counting_rows(2), **overrides).args
+    return DFlashOfflineTrainer(draft or make_draft(target, block_size=BLOCK), target, arguments, dataset)
+
+
+def test_a_row_is_what_the_target_makes_of_it(target, stored):
+    dataset = StoredFeatures(stored)
+    assert len(dataset) == 6 and len(dataset.manifest.shards) == 3
+    for row, example in zip(counting_rows(6), dataset, strict=True):
+        assert example["input_ids"].tolist() == row["input_ids"]
+        assert example["loss_mask"].tolist() == row["loss_mask"]
+        alone = features.target_features(target, LAYERS, torch.tensor([row["input_ids"]]))[0]
+        torch.testing.assert_close(example["features"], alone, rtol=1e-5, atol=1e-4)
+    assert torch.equal(dataset[-1]["input_ids"], dataset[5]["input_ids"])
+    with pytest.raises(IndexError):
+        dataset[6]
+
+
+def test_the_offline_loss_is_the_online_loss_without_the_layers(tmp_path):
+    rows = [*uneven_rows(), *counting_rows(2)]
+    losses, tau = [], []
+    for offline in (False, True):
+        target = make_target()
+        options = {"max_steps": 3, "eval_rows": rows[:3]}
+        if offline:
+            store(target, rows, tmp_path / "train")
+            store(target, rows[:3], tmp_path / "eval")
+            drop_layers(target, torch.device("cpu"))
+            with pytest.raises((RuntimeError, NotImplementedError)):
+                target(torch.tensor([[1, 2]]))
+            arguments = DFlashTrainingArguments(str(tmp_path), **{**trainer_fields(tmp_path), "max_steps": 3})
+            draft = make_draft(make_target(), block_size=BLOCK)
+            data = StoredFeatures(tmp_path / "train"), StoredFeatures(tmp_path / "eval")
+            trainer = DFlashOfflineTrainer(draft, target, arguments, *data)
+        else:
+            trainer = make_trainer(tmp_path, target, rows, **options)
+        trainer.train()
+        losses.append(history(trainer, "loss"))
+        tau.append(trainer.evaluate()["eval_loss"])
+    assert len(losses[0]) == 3
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert tau[1] == pytest.approx(tau[0], rel=1e-6)
+
+
+def trainer_fields(folder):
+    fields = make_trainer(folder, make_target(), counting_rows(2)).args.to_dict()
+    names = ("per_device_train_batch_size", "num_anchors", "logging_steps", "save_strategy", "disable_tqdm", "use_cpu")
+    return {name: fields[name] for name in names} | {"report_to": []}
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_an_interrupted_run_goes_on_after_its_last_shard(target, tmp_path, monkeypatch):
+    rows, folder = counting_rows(6), tmp_path / "features"
+    calls = []
+
+    def killed(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 3:
+            raise Killed
+        return forward(*arguments, **options)
+
+    forward = features.target_features
+    monkeypatch.setattr(features, "target_features", killed)
+    with pytest.raises(Killed):
+        store(target, rows, folder)
+    monkeypatch.setattr(features, "target_features", forward)
+    before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
+    assert len(before) == 2
+    with pytest.raises(ValueError, match="holds 4 of 6 examples; run the same `dflash features` again"):
+        StoredFeatures(folder)
+    (folder / ".features-00002.safetensors.half").write_bytes(b"half")
+    _, lines = store(target, rows, folder)
+    assert "56.6 kB, of which 37.7 kB are stored" in lines[0]
+    assert {name: (folder / name).stat().st_mtime_ns for name in before} == before
+    store(target, rows, tmp_path / "whole")
+    for one, other in zip(StoredFeatures(folder), StoredFeatures(tmp_path / "whole"), strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    assert not list(folder.glob(".*"))
+
+
+def test_a_full_disk_is_known_before_anything_is_computed(target, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(features.shutil, "disk_usage", lambda path: usage._replace(free=50_000))
+    monkeypatch.setattr(features, "target_features", lambda *_, **__: pytest.fail("computed"))
+    with pytest.raises(ValueError, match="has 50.0 kB left, but 56.6 kB are needed"):
+        store(target, counting_rows(6), tmp_path / "features")
+    assert not list((tmp_path / "features").iterdir())
+
+
+def test_missing_damaged_and_unfinished_shards_are_named(stored, tmp_path):
+    StoredFeatures(stored)
+    shard = stored / "features-00001.safetensors"
+    whole = shard.read_bytes()
+    shard.unlink()
+    with pytest.raises(ValueError, match="features-00001.safetensors, a shard of manifest.json, is missing"):
+        StoredFeatures(stored)
+    shard.write_bytes(whole[:-1])
+    with pytest.raises(ValueError, match="features-00001.safetensors is damaged: it has"):
+        StoredFeatures(stored)
+    shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(ValueError, match="features-00001.safetensors is damaged: its content"):
+        StoredFeatures(stored)
+    shard.write_bytes(whole)
+    StoredFeatures(stored)
+    (stored / "manifest.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"manifest.json is damaged"):
+        StoredFeatures(stored)
+    with pytest.raises(ValueError, match="has no manifest.json"):
+        StoredFeatures(tmp_path)
+
+
+def test_a_shard_is_hashed_once(stored, monkeypatch):
+    StoredFeatures(stored)
+    monkeypatch.setattr(features, "_digest_of_file", lambda path: pytest.fail(f"read {path} again"))
+    StoredFeatures(stored)
+
+
+@pytest.mark.parametrize("what", ["dtype", "layer_ids", "data", "chat_template_kwargs", "weights"])
+def test_other_features_are_not_mixed_with_them(what, target, stored):
+    rows = counting_rows(6) if what != "data" else counting_rows(7)
+    options = {
+        "dtype": {"dtype": "bfloat16"},
+        "layer_ids": {"layer_ids": [0, 1, 3]},
+        "chat_template_kwargs": {"enable_thinking": False},
+    }.get(what, {})
+    other = make_target(seed=5) if what == "weights" else target
+    with pytest.raises(ValueError, match=f"was stored with {what}="):
+        store(other, rows, stored, **options)
+
+
+def test_features_of_something_else_are_refused_in_training(target, stored, tmp_path):
+    dataset = StoredFeatures(stored)
+    for draft, other, message in (
+        (make_draft(target, target_layer_ids=[0, 1, 3]), target, r"holds layer_ids=\[0, 2, 3\], but the drafter"),
+        (make_draft(target), make_target(seed=5), "holds features of some/target with weights.ends="),
+        (make_draft(target, dflash_config={"chat_template_kwargs": {"a": 1}}), target, "chat_template_kwargs={}, not"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_offline_trainer(tmp_path, other, dataset, draft)
+    for overrides in ({"label_source": "target"}, {"loss_type": "kl"}):
+        with pytest.raises(ValueError, match="need the target's own forward"):
+            make_offline_trainer(tmp_path, target, dataset, **overrides)
+    with pytest.raises(ValueError, match="The dataset is a list; pass `StoredFeatures"):
+        make_offline_trainer(tmp_path, target, counting_rows(2))
+
+
+def test_a_digest_tells_targets_apart_but_not_dtypes():
+    one, same, half = make_target(), make_target(), make_target().to(torch.bfloat16)
+    tuned = make_target()
+    with torch.no_grad():
+        tuned.model.layers[1].mlp.up_proj.weight.mul_(1.05)
+    digest = features.digest_of_target(one)
+    assert features.digest_of_target(same) == digest == features.digest_of_target(half)
+    changed = features.digest_of_target(tuned)
+    assert changed["ends"] == digest["ends"] and changed["layers"] != digest["layers"]
+    assert set(features.digest_of_target(drop_layers(tuned, torch.device("cpu")))) == {"ends"}
+
+
+def test_the_command(tmp_path, capsys, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = save_target(tmp_path / "target")
+    rows = [{"prompt": f"{i}+{i}=", "completion": f"{2 * i}, of course"} for i in range(8)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+    def run(*options):
+        code = main(["features", str(tmp_path / "a.jsonl"), "--target", str(folder), "--device", "cpu", *options])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err.strip().splitlines()[-1]
+
+    output = str(tmp_path / "features")
+    code, out, error = run("--output", output, "--layer-ids", "0", "2", "--shard-size", "1e-5")
+    assert code == 0, error
+    assert "8 examples, " in out and " are free in " in out and "8 examples in 2 shards are in" in out
+    dataset = StoredFeatures(output)
+    assert dataset.manifest.dtype == "bfloat16" and dataset[3]["features"].dtype == torch.bfloat16
+    draft = make_draft(AutoModelForCausalLM.from_pretrained(folder), target_layer_ids=[0, 2])
+    draft.save_pretrained(tmp_path / "draft")
+    code, out, _ = run("--output", output, "--draft-config", str(tmp_path / "draft"))
+    assert code == 0 and "8 examples in 2 shards" in out  # nothing is left to do
+    notes = tmp_path / "a.jsonl.settings.json"
+    notes.write_text(json.dumps({"chat_template_kwargs": {"enable_thinking": False}}), encoding="utf-8")
+    code, _, error = run("--output", str(tmp_path / "other"), "--layer-ids", "0", "2", "--template-args", "{}")
+    assert code == 1 and "was made with chat_template_kwargs={'enable_thinking': False}, not {}" in error
+    assert run("--output", str(tmp_path / "other"), "--layer-ids", "0", "2")[0] == 0
+    assert StoredFeatures(tmp_path / "other").manifest.chat_template_kwargs == {"enable_thinking": False}
+    notes.unlink()
+    for options, message in (
+        (("--layer-ids", "0", "4"), "--layer-ids [0, 4] must be distinct layers of the target's 0 to 3"),
+        (("--layer-ids", "0", "1"), "was stored with layer_ids=[0, 2], not [0, 1]"),
+        (("--shard-size", "0"), "--shard-size 0.0 must be positive"),
+        ((), "are not distinct layers"),
+    ):
+        code, _, error = run("--output", output, *options)
+        assert code == 1 and message in error and error.startswith("dflash features: ")

@@ -1,0 +1,308 @@
+"""Slot weights, the chunked loss against the dense one, and figures that are never means of means."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from dflash_hf.training.losses import (
+    Teacher,
+    TokenLosses,
+    block_loss,
+    block_statistics,
+    default_gamma,
+    dpace_weights,
+    loss_normalizer,
+    slot_weights,
+    statistics_to_metrics,
+    token_losses,
+)
+
+
+class RecordingHead(nn.Linear):
+    """A frozen head that notes how many rows each pass asks for."""
+
+    def __init__(self, width, vocab, dtype):
+        super().__init__(width, vocab, bias=False, dtype=dtype)
+        self.requires_grad_(False)
+        self.rows = []
+
+    def forward(self, hidden):
+        self.rows.append(hidden.shape[0])
+        return super().forward(hidden)
+
+
+def tokens(dtype=torch.float32, shape=(2, 3, 5), width=8, vocab=40):
+    """Hidden states, a head, labels, which tokens count (never slot 0), and a teacher over the same head."""
+    random = torch.Generator().manual_seed(0)
+    head = RecordingHead(width, vocab, torch.float32)
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(vocab, width, generator=random))
+    head = head.to(dtype)
+    hidden = torch.randn(*shape, width, generator=random).to(dtype).requires_grad_()
+    labels = torch.randint(0, vocab, shape, generator=random)
+    right = torch.rand(shape, generator=random) < 0.5
+    labels = torch.where(right, (hidden @ head.weight.T).argmax(-1), labels)
+    counted = torch.rand(shape, generator=random) < 0.8
+    counted[..., 0] = False
+    states = torch.randn(7, width, generator=random).to(dtype)
+    teacher_weight = torch.randn(vocab, width, generator=random).to(dtype)
+    rows = torch.randint(0, 7, shape, generator=random)
+    teacher = Teacher(states, rows, lambda chosen: chosen @ teacher_weight.T)
+    return hidden, head, labels, counted, teacher
+
+
+def dense_values(hidden, head, labels, counted, teacher=None):
+    """All logits at once."""
+    log_q = (hidden @ head.weight.T).log_softmax(-1)
+    if teacher is None:
+        values = -log_q.gather(-1, labels[..., None])[..., 0]
+    else:
+        log_p = teacher.head(teacher.states[teacher.rows]).log_softmax(-1)
+        values = (log_p.exp() * (log_p - log_q)).sum(-1)
+    return values * counted
+
+
+# ------------------------------------------------------------------------------------------------------------ weights
+
+
+@pytest.mark.parametrize("block_size, gamma", [(16, 7), (10, 5), (8, 4)])
+def test_slot_weights_of_the_paper(block_size, gamma):
+    weights = slot_weights(block_size)
+    expected = [0.0] + [math.exp(-(k - 1) / gamma) for k in range(1, block_size)]
+    torch.testing.assert_close(weights, torch.tensor(expected))
+    torch.testing.assert_close(slot_weights(block_size, float(gamma)), weights)
+
+
+def test_gamma_grows_with_the_block():
+    gammas = [default_gamma(size) for size in range(2, 33)]
+    assert all(a < b for a, b in zip(gammas, gammas[1:], strict=False))
+    assert slot_weights(4, math.inf).tolist() == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("gamma", [0, -1.0, math.nan])
+def test_gamma_must_be_positive(gamma):
+    with pytest.raises(ValueError, match="loss_decay_gamma.*must be positive"):
+        slot_weights(8, gamma)
+
+
+# -------------------------------------------------------------------------------------------------------- token losses
+
+
+@pytest.mark.parametrize("kind", ["ce", "kl"])
+@pytest.mark.parametrize("chunk_size", [1, 3, 24, 1000])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.float64, 1e-13)])
+def test_chunked_equals_dense(dtype, tolerance, chunk_size, kind):
+    hidden, head, labels, counted, teacher = tokens(dtype)
+    teacher = teacher if kind == "kl" else None
+    upstream = torch.rand(labels.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    dense = dense_values(hidden, head, labels, counted, teacher)
+    (dense_grad,) = torch.autograd.grad((dense * upstream).sum(), hidden)
+
+    result = token_losses(hidden, head, labels, counted, chunk_size, teacher)
+    (grad,) = torch.autograd.grad((result.values * upstream).sum(), hidden)
+    torch.testing.assert_close(result.values, dense, atol=tolerance, rtol=10 * tolerance)
+    torch.testing.assert_close(grad, dense_grad, atol=tolerance, rtol=10 * tolerance)
+    assert torch.equal(result.correct, ((hidden @ head.weight.T).argmax(-1) == labels) & counted)
+    assert result.correct.any()
+
+
+@pytest.mark.parametrize("kind", ["ce", "kl"])
+def test_gradient_of_the_chunked_losses_numerically(kind):
+    hidden, head, labels, counted, teacher = tokens(torch.float64, shape=(1, 2, 3))
+    teacher = teacher if kind == "kl" else None
+    assert torch.autograd.gradcheck(lambda h: token_losses(h, head, labels, counted, 2, teacher).values, hidden)
+
+
+def test_a_head_with_a_cap_has_its_own_gradient():
+    """Only the step from logits to loss is differentiated by hand; what makes the logits is the head's affair."""
+    hidden, linear, labels, counted, _ = tokens(torch.float64)
+
+    def head(states):
+        return 3.0 * torch.tanh(linear(states) / 3.0)
+
+    assert torch.autograd.gradcheck(lambda h: token_losses(h, head, labels, counted, 4).values, hidden)
+
+
+def test_the_divergence_from_itself_is_zero():
+    hidden, head, labels, counted, _ = tokens(torch.float64)
+    rows = torch.arange(labels.numel()).view(labels.shape)
+    own = Teacher(hidden.detach().flatten(0, -2), rows, head)
+    values = token_losses(hidden, head, labels, counted, 5, own).values
+    (grad,) = torch.autograd.grad(values.sum(), hidden)
+    assert values.abs().max() < 1e-12 and grad.abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("kind", ["ce", "kl"])
+def test_logits_never_exist_all_at_once_nor_twice(kind):
+    hidden, head, labels, counted, teacher = tokens()
+    asked = []
+    teacher.head = lambda states, head=teacher.head: (asked.append(len(states)), head(states))[1]
+    token_losses(hidden, head, labels, counted, 7, teacher if kind == "kl" else None).values.sum().backward()
+    total = int(counted.sum())  # tokens that do not count never reach the head, and backward asks for nothing
+    chunks = [7] * (total // 7) + [total % 7] * (total % 7 > 0)
+    assert len(chunks) > 1 and head.rows == chunks
+    assert asked == (chunks if kind == "kl" else [])
+    assert head.weight.grad is None
+    assert not hidden.grad[~counted].any()
+
+
+def test_evaluation_needs_no_gradient():
+    hidden, head, labels, counted, _ = tokens()
+    with torch.no_grad():
+        result = token_losses(hidden, head, labels, counted, chunk_size=7)
+    assert not result.values.requires_grad
+    assert sum(head.rows) == counted.sum()
+
+
+@pytest.mark.parametrize("kind", ["ce", "kl"])
+def test_without_a_counted_token_the_loss_is_zero_and_finite(kind):
+    hidden, head, labels, counted, teacher = tokens()
+    nothing = torch.zeros_like(counted)
+    result = token_losses(hidden, head, labels, nothing, 7, teacher if kind == "kl" else None)
+    result.values.sum().backward()
+    assert not result.values.any() and not head.rows
+    assert not hidden.grad.any() and hidden.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["ce", "kl"])
+def test_half_precision_is_summed_in_single(kind):
+    """A bf16 sum stops growing long before a thousand tokens: 256 + 1 == 256."""
+    hidden, head, labels, counted, teacher = tokens(torch.bfloat16, shape=(1, 400, 5))
+    teacher = teacher if kind == "kl" else None
+    result = token_losses(hidden, head, labels, counted, 64, teacher)
+    log_q = (hidden @ head.weight.T).float().log_softmax(-1)
+    expected = -log_q.gather(-1, labels[..., None])[..., 0]
+    if kind == "kl":
+        log_p = teacher.head(teacher.states[teacher.rows]).float().log_softmax(-1)
+        expected = (log_p.exp() * (log_p - log_q)).sum(-1)
+    assert result.values.dtype == torch.float32
+    torch.testing.assert_close(result.values.sum(), (expected * counted).sum(), rtol=1e-5, atol=0)
+    result.values.sum().backward()
+    assert hidden.grad.dtype == torch.bfloat16 and hidden.grad.isfinite().all()
+
+
+# -------------------------------------------------------------------------------------------------------- block losses
+
+
+def dpace_oracle(nll, counted, alpha):
+    """Credit by credit, in the words of the paper."""
+    weights = torch.zeros_like(nll)
+    for block in itertools.product(*map(range, nll.shape[:-1])):
+        credit, product = [], 1.0
+        for j in range(nll.shape[-1]):
+            if counted[block][j]:
+                product *= (1 - alpha) * math.exp(-nll[block][j]) + alpha
+            credit.append(product if counted[block][j] else 0.0)
+        for j in range(nll.shape[-1]):
+            weights[block][j] = sum(credit[j:]) if counted[block][j] else 0.0
+    return weights
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_dpace_weights_equal_the_oracle(alpha):
+    random = torch.Generator().manual_seed(0)
+    nll = -torch.rand(3, 4, 6, generator=random, dtype=torch.float64).log()
+    counted = torch.rand(nll.shape, generator=random) < 0.7
+    counted[..., 0] = False
+    weights = dpace_weights(nll * counted, counted, alpha)
+    torch.testing.assert_close(weights, dpace_oracle(nll, counted, alpha), rtol=1e-12, atol=0)
+
+
+def test_dpace_written_out_by_hand():
+    """Probabilities 0.6 and 0.2 make factors 0.8 and 0.6: credits 0.8 and 0.48."""
+    nll = -torch.tensor([1.0, 0.6, 0.2, 0.9], dtype=torch.float64).log().requires_grad_()
+    weights = dpace_weights(nll, torch.tensor([False, True, True, False]))
+    torch.testing.assert_close(weights, torch.tensor([0, 1.28, 0.48, 0], dtype=torch.float64))
+    assert not weights.requires_grad  # a weight is a fact about the drafter, not something to be learned
+
+
+def weighted_oracle(values, counted, weights):
+    return sum(
+        weights[n, a, k] * values[n, a, k]
+        for n, a, k in itertools.product(*map(range, values.shape))
+        if counted[n, a, k]
+    )
+
+
+@pytest.mark.parametrize("kind", ["decay", "uniform", "dpace"])
+def test_block_losses_equal_the_oracle_and_split_anywhere(kind):
+    """Sums and normalizers of the parts add up to those of the whole, sequence by sequence."""
+    hidden, head, labels, counted, _ = tokens(torch.float64, shape=(4, 3, 5))
+    counted[2] = False
+    losses = token_losses(hidden, head, labels, counted, 7)
+    slots = {"decay": slot_weights(5, 2.0), "uniform": slot_weights(5, math.inf), "dpace": None}[kind]
+    if kind == "dpace":
+        weights = dpace_oracle(losses.values.detach(), counted, 0.5)
+        blocks = sum(bool(counted[n, a].any()) for n in range(4) for a in range(3))
+        normalizer = blocks  # never the sum of the weights
+    else:
+        gamma = {"decay": 2.0, "uniform": math.inf}[kind]
+        decay = [0.0] + [math.exp(-(k - 1) / gamma) for k in range(1, 5)]
+        weights = torch.tensor(decay, dtype=torch.float64).expand(4, 3, 5)
+        normalizer = sum(
+            weights[n, a, k] for n, a, k in itertools.product(range(4), range(3), range(5)) if counted[n, a, k]
+        )
+    total = block_loss(losses, counted, slots)
+    torch.testing.assert_close(total.sum(), weighted_oracle(losses.values, counted, weights), rtol=1e-6, atol=0)
+    assert loss_normalizer(counted, slots).sum().item() == pytest.approx(float(normalizer), rel=1e-6)
+    assert total[2] == loss_normalizer(counted, slots)[2] == 0
+    (grad,) = torch.autograd.grad(total.sum(), hidden, retain_graph=True)
+    (expected,) = torch.autograd.grad((losses.values * weights).sum(), hidden)
+    torch.testing.assert_close(grad, expected, rtol=1e-6, atol=1e-9)
+
+
+def test_dpace_is_not_divided_by_its_weights():
+    """A better drafter has more credit: divided by the weights, that would be cancelled."""
+    counted = torch.tensor([[[False, True, True]]])
+    likely, unlikely = (torch.tensor([[[0.0, 0.1, 0.1]]]), torch.tensor([[[0.0, 5.0, 5.0]]]))
+    assert loss_normalizer(counted, None).tolist() == [1]
+    weights = [dpace_weights(nll, counted).sum() for nll in (likely, unlikely)]
+    assert weights[0] > 1.5 * weights[1]
+    for nll, weight in zip((likely, unlikely), weights, strict=True):
+        loss = block_loss(TokenLosses(nll, counted), counted, None)
+        assert loss.item() > nll[0, 0, 1].item() * 0.99 * weight.item()
+
+
+# ------------------------------------------------------------------------------------------------------------ figures
+
+
+def statistics_of(correct, counted):
+    correct, counted = torch.tensor(correct, dtype=torch.bool), torch.tensor(counted, dtype=torch.bool)
+    normalizer = counted.sum((1, 2)) * 0.5
+    return block_statistics(correct, counted, 2 * normalizer, normalizer)
+
+
+def test_figures_written_out_by_hand():
+    """Two sequences of two blocks of four slots; the last block is invalid, the third ends after two tokens."""
+    correct = [[[0, 1, 0, 1], [0, 0, 1, 1]], [[0, 1, 1, 0], [0, 0, 0, 0]]]
+    counted = [[[0, 1, 1, 1], [0, 1, 1, 1]], [[0, 1, 1, 0], [0, 0, 0, 0]]]
+    metrics = statistics_to_metrics(statistics_of(correct, counted).sum(0))
+    assert metrics == pytest.approx(
+        {
+            "loss": 2.0,
+            "accuracy": 6 / 8,
+            "accuracy_1": 2 / 3,
+            "accuracy_2": 2 / 3,
+            "accuracy_3": 2 / 2,
+            # Given that the slots before are right; no block gets to slot 3.
+            "acceptance_1": 2 / 3,
+            "acceptance_2": 1 / 2,
+            # Accepted prefixes 1, 0 and 2. The product of marginal accuracies would give 2/3 + 4/9 + 4/9 + 1.
+            "simulated_tau": (1 + 0 + 2) / 3 + 1,
+        }
+    )
+
+
+def test_figures_pool_tokens_not_batches():
+    long = statistics_of([[[0, 1, 1, 1]] * 9], [[[0, 1, 1, 1]] * 9])
+    short = statistics_of([[[0, 0, 0, 0]]], [[[0, 1, 0, 0]]])
+    metrics = statistics_to_metrics(long.sum(0) + short.sum(0))
+    assert metrics["accuracy"] == pytest.approx(27 / 28)
+    assert metrics["simulated_tau"] == pytest.approx(27 / 10 + 1)
+
+
+def test_figures_without_blocks_are_absent():
+    assert statistics_to_metrics(statistics_of([[[0, 0]]], [[[0, 0]]]).sum(0)) == {}

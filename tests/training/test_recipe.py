@@ -1,0 +1,312 @@
+"""`dflash train`: recipes, overrides, what is refused, and runs of a tiny target from data to a loadable drafter."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.pairs import make_draft
+from support.tiny_chat import CHATML, THINKING, save_target
+from transformers import AutoModelForCausalLM
+
+from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainingArguments, cli
+from dflash_hf.cli import main
+from dflash_hf.training.recipe import RecipeArguments, key_lines, read_recipe
+from dflash_hf.training.train import _publish
+
+
+pytest.importorskip("yaml")
+datasets = pytest.importorskip("datasets")
+RECIPES = sorted((Path(__file__).parents[2] / "examples" / "recipes").glob("*.yaml"))
+DEMO = next(path for path in RECIPES if path.stem == "demo")
+OFFLINE = next(path for path in RECIPES if path.stem == "offline")
+LORA = next(path for path in RECIPES if path.stem == "lora")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+# ------------------------------------------------------------------------------------------------------------- recipes
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipes_are_those_of_the_arguments(path, tmp_path):
+    recipe, training = read_recipe(path, [f"output_dir={tmp_path}", "use_cpu=true", "bf16=false"])
+    args = DFlashTrainingArguments(**training)
+    assert args.learning_rate >= 2e-4 and args.logging_steps == 10
+    for command in [line for line in path.read_text(encoding="utf-8").splitlines() if "--config" in line]:
+        assert f"--config examples/recipes/{path.name}" in command
+
+
+@pytest.mark.parametrize("size", ["4b", "8b"])
+def test_the_papers_settings(size, tmp_path):
+    (path,) = [path for path in RECIPES if path.stem == f"qwen3-{size}"]
+    recipe, training = read_recipe(path, ["use_cpu=true", f"output_dir={tmp_path}"])
+    assert (recipe.num_draft_layers, recipe.block_size, recipe.max_length) == (5, 16, 3072)
+    assert recipe.target_layer_ids == [1, 9, 17, 25, 33] and recipe.chat_template_kwargs == {"enable_thinking": False}
+    assert training["bf16"] is True
+    args = DFlashTrainingArguments(**{**training, "bf16": False})
+    assert (args.learning_rate, args.lr_scheduler_type, args.max_grad_norm) == (6e-4, "cosine", 1.0)
+    assert (args.num_train_epochs, args.num_anchors, args.loss_decay_gamma) == (6, 512, 7)
+    assert "adamw" in args.optim and args.get_warmup_steps(1000) == 40
+
+
+def test_values_are_typed_like_the_arguments():
+    given = ("target=t", "data=[a.jsonl, b.jsonl]", "learning_rate=6e-4", "max_steps=1e3", "eval_steps=5")
+    more = (
+        "chat_template_kwargs.enable_thinking=false",
+        "chat_template_kwargs.depth.a=1",
+        "save_strategy=no",
+        "seed=3",
+    )
+    recipe, training = read_recipe(None, [*given, *more, "lr_scheduler_kwargs={num_cycles: 2}", "report_to=none"])
+    assert recipe.data == ["a.jsonl", "b.jsonl"]
+    assert recipe.chat_template_kwargs == {"enable_thinking": False, "depth": {"a": 1}}
+    assert training["learning_rate"] == 6e-4 and isinstance(training["learning_rate"], float)
+    assert training["max_steps"] == 1000 and isinstance(training["max_steps"], int)
+    assert training["lr_scheduler_kwargs"] == {"num_cycles": 2}
+    assert training["save_strategy"] == "no"  # a truth value to YAML
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["blok_size=8"], "no key 'blok_size'; did you mean 'block_size'"),
+        (["learning_rat=1"], "did you mean 'learning_rate'"),
+        (["block_size=many"], "block_size='many' must be of type int"),
+        (["block_size=2.5"], "block_size=2.5 must be of type int"),
+        (["block_size=true"], "block_size=True must be of type int"),
+        (["packing=1"], "packing=1 must be of type bool"),
+        (["learning_rate=fast"], "learning_rate='fast' must be of type float"),
+        (["block_size=null"], "block_size=None must be of type int"),
+        (["chat_template_kwargs=yes"], "chat_template_kwargs=True must be of type dict"),
+        (["block_size"], "'block_size' is not an override; write key=value"),
+        (["data=[a"], "the value of data is not YAML"),
+        (["block_size=0"], "block_size=0 must be at least 1"),
+        (["features=f"], "A run needs data or features, but both are given"),
+        (["data=null"], "A run needs data or features, but neither is given"),
+        (["target=null"], "target is not given"),
+        (["data=null", "features=f", "packing=true"], "leave out packing"),
+        (["data=null", "features=f", "decode_prompts=2"], "decode_prompts need the target's layers"),
+        (["streaming=true", "num_proc=2"], "leave out num_proc"),
+    ],
+)
+def test_wrong_keys_and_values_are_named(overrides, message):
+    with pytest.raises(ValueError, match="^(?s:.*)" + message):
+        read_recipe(None, ["target=t", "data=d.jsonl", *overrides])
+
+
+def test_no_key_has_two_owners_and_help_lists_all(capsys):
+    ours, theirs = RecipeArguments.__dataclass_fields__, DFlashTrainingArguments.__dataclass_fields__
+    assert not set(ours) & set(theirs)
+    listed = {line.strip().split("=")[0] for line in key_lines()}
+    assert set(ours) | {name for name, one in theirs.items() if one.init} <= listed
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    assert "  block_size=16  Tokens of a block" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------------------------- runs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_target(tmp_path_factory.mktemp("target"), THINKING)
+
+
+@pytest.fixture
+def data(tmp_path):
+    rows = []
+    for i in range(12):
+        user, answer = {"role": "user", "content": f"Say {i}"}, {"role": "assistant", "content": f"{i}, as you wish."}
+        rows.append({"messages": [user, answer]})
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+TINY = (
+    *("mask_token_id=null", "target_layer_ids=[0, 2]", "num_draft_layers=1", "block_size=4", "max_length=64"),
+    *("draft_config.intermediate_size=32", "max_steps=2", "logging_steps=1", "disable_tqdm=true", "report_to=none"),
+    *("num_anchors=4", "per_device_train_batch_size=2", "gradient_accumulation_steps=1", "bf16=false", "use_cpu=true"),
+    *("dataloader_num_workers=0", "target_dtype=float32"),
+)
+
+
+def train(capsys, folder, output, *overrides, config=DEMO):
+    code = main(["train", "--config", str(config), f"target={folder}", f"output_dir={output}", *TINY, *overrides])
+    printed = capsys.readouterr()
+    print(printed.err)
+    return code, printed.out, (printed.err.strip().splitlines() or [""])[-1]
+
+
+def test_the_demo_recipe_from_data_to_a_drafter_that_decodes(folder, data, tmp_path, capsys):
+    output = tmp_path / "drafter"
+    options = (f"data={data}", f"eval_data={data}", "eval_strategy=steps", "eval_steps=2", "save_steps=1")
+    options = (*options, "decode_prompts=2", "decode_max_new_tokens=4")
+    kwargs = "chat_template_kwargs.enable_thinking=false"
+    code, out, error = train(capsys, folder, output, *options, kwargs)
+    assert code == 0, error
+    assert "rows              12" in out and f"The drafter is in {output}" in out
+    assert "eval_loss" in out and "eval_tau" in out
+    config = DFlashDraftConfig.from_pretrained(output)
+    assert config.dflash_config["chat_template_kwargs"] == {"enable_thinking": False}
+    assert (config.mask_token_id, config.block_size, config.target_layer_ids) == (259, 4, [0, 2])
+    draft = DFlashDraftModel.from_pretrained(output).eval()
+    draft.save_pretrained(tmp_path / "again")
+    again = DFlashDraftConfig.from_pretrained(tmp_path / "again")
+    assert again.dflash_config == config.dflash_config  # training's keys survive
+    target = AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids = torch.tensor([[5, 6, 7]])
+    alone = target.generate(ids, max_new_tokens=12, do_sample=False)
+    assert torch.equal(target.generate(ids, max_new_tokens=12, do_sample=False, assistant_model=draft), alone)
+
+    # Another mode than the drafter's, further training, and going on from a checkpoint.
+    code, out, error = train(capsys, folder, output, *options, kwargs, "resume_from_checkpoint=auto", "max_steps=3")
+    assert code == 0 and "going on from" in out and "checkpoint-2" in out
+    code, out, _ = train(capsys, folder, tmp_path / "more", f"data={data}", f"draft={output}")
+    assert code == 0
+    more = DFlashDraftConfig.from_pretrained(tmp_path / "more")
+    assert more.dflash_config["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize("mode", ["packing", "streaming"])
+def test_packed_and_streamed_data_train(mode, folder, data, tmp_path, capsys):
+    code, out, error = train(capsys, folder, tmp_path / "drafter", f"data={data}", f"{mode}=true")
+    assert code == 0, error
+    assert (tmp_path / "drafter" / "model.safetensors").is_file()
+
+
+def test_stored_features_train_with_what_they_were_stored_with(folder, data, tmp_path, capsys):
+    features = tmp_path / "features"
+    command = ["features", str(data), "--target", str(folder), "--output", str(features), "--device", "cpu"]
+    options = ["--layer-ids", "0", "2", "--max-length", "64", "--template-args", '{"enable_thinking": false}']
+    assert main([*command, *options, "--store-dtype", "float32"]) == 0
+    code, _, error = train(capsys, folder, tmp_path / "drafter", f"features={features}", config=OFFLINE)
+    assert code == 0, error
+    config = DFlashDraftConfig.from_pretrained(tmp_path / "drafter")
+    assert config.dflash_config["chat_template_kwargs"] == {"enable_thinking": False}
+    other = (f"features={features}", "chat_template_kwargs.enable_thinking=true")
+    code, _, error = train(capsys, folder, tmp_path / "drafter", *other, config=OFFLINE)
+    assert code == 1 and "was made with chat_template_kwargs={'enable_thinking': False}, not" in error
+
+
+def test_an_adapter_is_merged_into_the_drafter_it_was_trained_on(folder, data, tmp_path, capsys):
+    pytest.importorskip("peft")
+    target = AutoModelForCausalLM.from_pretrained(folder)
+    draft = make_draft(target, target_layer_ids=[0, 2])
+    draft.save_pretrained(tmp_path / "published")
+    output = tmp_path / "adapted"
+    options = (f"draft={tmp_path / 'published'}", f"data={data}", "peft_config.r=2", "warmup_steps=0")
+    code, _, error = train(capsys, folder, output, *options, config=LORA)
+    assert code == 0, error
+    adapted = DFlashDraftModel.from_pretrained(output)
+    assert adapted.config.mask_token_id == 279
+    changed = [not torch.equal(one, other) for one, other in zip(adapted.parameters(), draft.parameters())]
+    assert any(changed) and not all(changed)  # norms are not adapted
+    assert (output / "adapter" / "adapter_model.safetensors").is_file()
+    assert json.loads((output / "card_facts.json").read_text(encoding="utf-8"))["training"]["optimizer_steps"] == 2
+
+
+def test_responses_of_another_mode_are_refused(folder, data, tmp_path, capsys):
+    """A drafter trained without thinking and used with it accepts less than half (z-lab/dflash#133)."""
+    notes = data.with_name(f"{data.name}.settings.json")
+    notes.write_text(json.dumps({"chat_template_kwargs": {"enable_thinking": False}}), encoding="utf-8")
+    wrong = (f"data={data}", "chat_template_kwargs={enable_thinking: true}")
+    code, _, error = train(capsys, folder, tmp_path / "drafter", *wrong)
+    assert code == 1 and "was made with chat_template_kwargs={'enable_thinking': False}, not" in error
+
+
+def test_what_is_wrong_is_told_in_one_line(folder, data, tmp_path, capsys):
+    (tmp_path / "list.yaml").write_text("- a", encoding="utf-8")
+    (tmp_path / "broken.yaml").write_text("a: [", encoding="utf-8")
+    output, good = tmp_path / "drafter", f"data={data}"
+    for overrides, options, message in (
+        ([good], {"config": tmp_path / "absent.yaml"}, "absent.yaml: there is no such file"),
+        ([good], {"config": tmp_path / "list.yaml"}, "list.yaml must hold keys and values"),
+        ([good], {"config": tmp_path / "broken.yaml"}, "broken.yaml is not YAML"),
+        (["data=absent.jsonl"], {}, "there is no such file"),
+        ([good, "blok_size=1"], {}, "did you mean 'block_size'"),
+        ([good, "output_dir=null"], {}, "output_dir is not given"),
+        ([good, "push_to_hub=true"], {}, "push_to_hub=True needs hub_model_id"),
+        ([good, "streaming=true", "max_steps=-1"], {}, "streaming=True has no length; set max_steps"),
+        ([good, "mask_token_id=2"], {}, "12 because it holds the mask token 2"),
+        ([good, "num_anchors=0"], {}, "num_anchors=0"),
+        ([good, f"draft={tmp_path}"], {}, "config.json"),
+    ):
+        code, _, error = train(capsys, folder, output, *overrides, **options)
+        assert code == 1 and message in error and error.startswith("dflash train: "), (message, error)
+    assert main(["train", f"target={folder}", good]) == 1
+    assert "output_dir is not given" in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_a_dry_run_loads_nothing(capsys):
+    code, out, _ = train(capsys, "nowhere", "there", "data=nothing.jsonl", "--dry-run")
+    assert code == 0 and "block_size: 4\n" in out and "max_steps: 2\n" in out
+
+
+def test_the_finished_drafter_is_published_once(folder, data, tmp_path, capsys, monkeypatch):
+    from dflash_hf.hub import publish
+
+    calls = []
+
+    def stand_in(folder, repo, private, facts):
+        calls.append((Path(folder, "model.safetensors").is_file(), repo, facts.base_model))
+        if len(calls) > 1:
+            raise publish.PublishError("the Hub is away")
+        return publish.Publication(repo, {}, [], None, [], "https://hub/commit")
+
+    monkeypatch.setattr(publish, "publish", stand_in)
+    options = (f"data={data}", "push_to_hub=true", "hub_model_id=me/drafter", "base_model=some/target")
+    code, out, error = train(capsys, folder, tmp_path / "drafter", *options)
+    assert code == 0 and "published         https://hub/commit" in out, error
+    assert calls == [(True, "me/drafter", "some/target")]
+    recipe, training = read_recipe(None, [f"target={folder}", f"output_dir={tmp_path / 'drafter'}", *options])
+    with pytest.raises(ValueError, match="is saved, but not published: the Hub is away\nTry again with `dflash publi"):
+        _publish(recipe, DFlashTrainingArguments(**{**training, "push_to_hub": False}), print)
+
+
+def test_targets_without_a_spare_row_need_a_mask_token(data, tmp_path, capsys):
+    from support.pairs import make_target
+    from support.tiny_chat import make_tokenizer
+
+    make_target(vocab_size=259).save_pretrained(tmp_path / "full")
+    make_tokenizer(CHATML).save_pretrained(tmp_path / "full")
+    code, _, error = train(capsys, tmp_path / "full", tmp_path / "drafter", f"data={data}")
+    assert code == 1 and "has no spare row in its embedding for the mask token; set mask_token_id" in error
+
+
+@pytest.mark.slow
+def test_accelerate_launches_two_processes(folder, data, tmp_path):
+    """About half a minute: two ranks encode the data once, train, and one of them saves and speaks."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--cpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+    ]
+    run = ["-m", "dflash_hf.cli", "train", "--config", str(DEMO), f"target={folder}", f"data={data}", *TINY]
+    for name, extra in (("whole", ()), ("stream", ("streaming=true",))):
+        command = [*launch, *run, f"output_dir={tmp_path / name}", *extra]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("rows              12") == 1
+        assert done.stdout.count("The drafter is in") == 1
+        DFlashDraftModel.from_pretrained(tmp_path / name)
+
+
+def test_the_command_line_is_a_module():
+    """`accelerate launch -m dflash_hf.cli` runs it by this name."""
+    text = Path(cli.__file__).read_text(encoding="utf-8")
+    assert text.rstrip().endswith("sys.exit(main())")

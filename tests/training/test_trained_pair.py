@@ -1,0 +1,195 @@
+"""A trained pair: the published loop's trace, and what training measured against what decoding does."""
+
+import copy
+
+import pytest
+import torch
+from support.reference import published_loop
+from support.trained_pair import train_pair, walk
+
+from dflash_hf import DFlashTrainer, DFlashTrainingArguments
+from dflash_hf.data.examples import make_example
+from dflash_hf.modeling.generation_dflash import DFlashCandidateGenerator
+from dflash_hf.modeling.modeling_dflash import additive
+from dflash_hf.modeling.target_dflash import raw_embedding
+from dflash_hf.target import target_features
+from dflash_hf.training.blocks import block_mask, build_blocks
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return train_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    generator = torch.Generator().manual_seed(99)
+    return torch.tensor([walk(generator, 8) for _ in range(12)])
+
+
+def test_text_and_trace_equal_the_published_loop(pair, prompts):
+    target, draft = pair
+    config = {
+        "target_layer_ids": draft.config.target_layer_ids,
+        "block_size": draft.config.block_size,
+        "mask_token_id": draft.config.mask_token_id,
+    }
+
+    def draft_hidden(features, block):
+        return draft(noise_embeds=block[None], context_hidden_states=features[None]).last_hidden_state[0]
+
+    seen = set()
+    for prompt in prompts:
+        text, trace = published_loop(draft_hidden, target, config, prompt[None], 60, [])
+        # Without a mask, `generate` would take a 0 in the prompt for padding.
+        options = {"attention_mask": torch.ones_like(prompt[None]), "max_new_tokens": 60, "do_sample": False}
+        output = target.generate(prompt[None], **options, assistant_model=draft, return_dict_in_generate=True)
+        plain = target.generate(prompt[None], **options)
+        assert output.sequences[0].tolist() == text == plain[0].tolist()
+        committed = output.acceptance_lengths[0]
+        assert committed[:-1] == trace[: len(committed) - 1]
+        seen.update(committed)
+    assert len(seen) >= 4, seen
+
+
+def test_batched_traces_equal_single_ones(pair, prompts):
+    """Each row keeps its own pace: a batch commits what its rows commit alone."""
+    target, draft = pair
+    pads = [0, 3, 1, 5, 2, 0]
+    inputs = prompts[:6].clone()
+    mask = torch.ones_like(inputs)
+    for row, pad in enumerate(pads):
+        inputs[row, :pad], mask[row, :pad] = 0, 0
+    options = {"max_new_tokens": 50, "do_sample": False, "assistant_model": draft, "return_dict_in_generate": True}
+    batch = target.generate(inputs, attention_mask=mask, **options)
+    for row, pad in enumerate(pads):
+        single = prompts[row : row + 1, pad:]
+        alone = target.generate(single, attention_mask=torch.ones_like(single), **options)
+        assert batch.sequences[row, 8:].tolist() == alone.sequences[0, 8 - pad :].tolist()
+        assert batch.acceptance_lengths[row] == alone.acceptance_lengths[0]
+
+
+def test_teacher_forced_accuracy_is_the_decode_path_s(pair, prompts, tmp_path, monkeypatch):
+    """
+    Counted by the trainer's own step at the anchors that decoding stopped at: counted, right, reached and accepted
+    tokens of every slot are those of the drafts that decoding made, and the prefixes those that verification accepted.
+    """
+    target, draft = pair
+    size = draft.config.block_size
+    original, drafted = DFlashCandidateGenerator.draft, []
+
+    def record(self, anchors, start, *args, **kwargs):
+        block = original(self, anchors, start, *args, **kwargs)
+        drafted.append((int(start[0]), block[0].tolist()))
+        return block
+
+    monkeypatch.setattr(DFlashCandidateGenerator, "draft", record)
+    arguments = DFlashTrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    trainer = DFlashTrainer(draft, target, arguments)
+    options = {"max_new_tokens": 60, "do_sample": False, "assistant_model": draft, "return_dict_in_generate": True}
+    sums, expected = 0, torch.zeros(4, size - 1)
+    draft.eval()
+    for prompt in prompts[:6]:
+        drafted.clear()
+        output = target.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]), **options)
+        text = output.sequences[0].tolist()
+        committed = []
+        for start, block in drafted:
+            right = [text[start + k] == block[k] for k in range(1, size) if start + k < len(text)]
+            prefix = right.index(False) if False in right else len(right)
+            committed.append(prefix + 1)
+            for k, hit in enumerate(right):
+                expected[:, k] += torch.tensor([1, hit, k <= prefix, k < prefix])
+        # The last verification is cut short by the end of the text.
+        assert committed[:-1] == output.acceptance_lengths[0][:-1]
+        batch = trainer.data_collator([make_example(text[: len(prompt)], text[len(prompt) :])])
+        batch["anchors"] = torch.tensor([[start for start, _ in drafted]])
+        batch["valid"] = torch.ones_like(batch["anchors"], dtype=torch.bool)
+        with torch.no_grad():
+            _, outputs = trainer.compute_loss(draft, batch, return_outputs=True)
+        sums = sums + outputs["statistics"].sum(0)
+    assert torch.equal(sums[:-3].view(4, -1), expected)
+    counted, correct = expected[0].sum(), expected[1].sum()
+    assert 0.2 * counted < correct < 0.95 * counted  # neither is empty
+
+
+def test_training_and_decoding_draft_the_same_tokens(pair, prompts):
+    """Teacher-forced drafts of the training forward equal the decode path's on the same contexts, token for token."""
+    target, draft = pair
+    size = draft.config.block_size
+    options = {"attention_mask": torch.ones_like(prompts[:1]), "max_new_tokens": 60, "do_sample": False}
+    text = target.generate(prompts[:1], **options)
+    drafted = {}
+    original = DFlashCandidateGenerator.draft
+
+    def record(self, anchors, start, *args, **kwargs):
+        block = original(self, anchors, start, *args, **kwargs)
+        drafted[int(start[0])] = block[0].tolist()
+        return block
+
+    DFlashCandidateGenerator.draft = record
+    try:
+        target.generate(prompts[:1], **options, assistant_model=draft)
+    finally:
+        DFlashCandidateGenerator.draft = original
+    anchors = torch.tensor([sorted(drafted)])
+    valid = torch.ones_like(anchors, dtype=torch.bool)
+    ones = torch.ones_like(text)
+    blocks = build_blocks(text, ones, anchors, valid, size, draft.config.mask_token_id)
+    mask = additive(block_mask(anchors, ones, size), torch.float32)
+    with torch.no_grad():
+        hidden = draft(
+            noise_embeds=raw_embedding(target, blocks.input_ids),
+            context_hidden_states=target_features(target, draft.config.target_layer_ids, text),
+            attention_mask={"full_attention": mask},
+            position_ids=blocks.position_ids,
+        ).last_hidden_state
+    teacher_forced = target.lm_head(hidden).argmax(-1).view(-1, size)
+    for block, anchor in zip(teacher_forced, anchors[0].tolist(), strict=True):
+        assert block[1:].tolist() == drafted[anchor][1:]
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["at once", "step by step"])
+def test_trees_are_drafted_from_the_features_of_the_text(pair, prompts, sampled, monkeypatch):
+    """
+    Whatever way was taken through the trees before: each tree is the one that the text up to its anchor gives. Greedy
+    texts are committed inside the round, a sample of one row token by token.
+    """
+    target, draft = (copy.deepcopy(model).double() for model in pair)
+    draft.decoding_config.tree_nodes = 12
+    original, drafted, ways = DFlashCandidateGenerator.tree, [], set()
+
+    def record(self, anchors, start, *args):
+        tree = original(self, anchors, start, *args)
+        drafted.append((int(start[0]), tree.tokens[0].tolist(), tree.parents[0].tolist()))
+        return tree
+
+    monkeypatch.setattr(DFlashCandidateGenerator, "tree", record)
+    blocks = trees = 0
+    for prompt in prompts[:4]:
+        drafted.clear()
+        torch.manual_seed(0)
+        options = {"attention_mask": torch.ones_like(prompt[None]), "max_new_tokens": 50, "do_sample": sampled}
+        options |= {"top_k": 2} if sampled else {}
+        output = target.generate(prompt[None], **options, assistant_model=draft, return_dict_in_generate=True)
+        text, recorded = output.sequences, drafted[:]
+        features = target_features(target, draft.config.target_layer_ids, text)
+        for start, tokens, parents in recorded:
+            generator = DFlashCandidateGenerator(draft, target)
+            generator.open([0], 0, 128, torch.zeros(1, 1, dtype=torch.long))
+            generator.plan_trees(12, draft.config.block_size - 1)
+            generator.absorb(features[:, :start])
+            generator.write_context()
+            place = torch.tensor([start])
+            with torch.no_grad():
+                tree = original(generator, text[:, start], place, *generator.no_features(place, 6), start + 16)
+            assert tree.tokens[0].tolist() == tokens and tree.parents[0].tolist() == parents
+        ways |= set(output.acceptance_lengths[0])
+        trees += len(output.acceptance_lengths[0])
+        draft.decoding_config.tree_nodes = None
+        torch.manual_seed(0)
+        output = target.generate(prompt[None], **options, assistant_model=draft, return_dict_in_generate=True)
+        assert torch.equal(output.sequences, text)
+        blocks += len(output.acceptance_lengths[0])
+        draft.decoding_config.tree_nodes = 12
+    assert len(ways) >= 4 and trees < blocks

@@ -1,0 +1,473 @@
+"""`DFlashTrainer`: what is learned, what is left alone, and figures that do not depend on how a batch is split."""
+
+import math
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.pairs import VOCAB, make_draft, make_target
+from support.rows import counting_rows, uneven_rows
+from support.runs import BLOCK, PLAIN_SGD, history, make_trainer
+from transformers import TrainingArguments
+
+from dflash_hf.data.examples import DFlashCollator, check_examples, make_example
+from dflash_hf.modeling.target_dflash import FeatureTap, raw_embedding
+from dflash_hf.target import generate_responses
+from dflash_hf.training.blocks import build_blocks
+from dflash_hf.training.losses import slot_weights
+from dflash_hf.training.trainer import DFlashTrainer
+from dflash_hf.training.training_args import DFlashTrainingArguments
+
+
+# ------------------------------------------------------------------------------------------------------- one true loss
+
+
+def reference_loss(trainer, rows):
+    """The loss in plain loops: row by row, block by block, all logits, one division at the end."""
+    draft, target, kind = trainer.model, trainer.target, trainer.args.loss_type
+    batch = trainer.data_collator(rows)
+    trainer.draw_anchors(batch, step=0)
+    decay = slot_weights(BLOCK).double()
+    total = normalizer = 0.0
+    for row, example in enumerate(rows):
+        ids = torch.tensor([example["input_ids"]])
+        with torch.no_grad(), FeatureTap(target, draft.config.target_layer_ids) as tap:
+            target_logits = target(ids).logits[0]
+            features = tap.take()
+        for anchor in batch["anchors"][row][batch["valid"][row]].tolist():
+            block = torch.full((1, BLOCK), draft.config.mask_token_id)
+            block[0, 0] = ids[0, anchor]
+            hidden = draft(raw_embedding(target, block), features[:, :anchor]).last_hidden_state
+            log_q = target.get_output_embeddings()(hidden)[0].log_softmax(-1)
+            values = {}
+            for k in range(1, BLOCK):
+                if anchor + k < ids.shape[1] and example["loss_mask"][anchor + k]:
+                    log_p = target_logits[anchor + k - 1].log_softmax(-1)
+                    divergence = (log_p.exp() * (log_p - log_q[k])).sum()
+                    values[k] = divergence if kind == "kl" else -log_q[k, ids[0, anchor + k]]
+            if kind == "dpace":
+                credit, product = {}, 1.0
+                for k, value in values.items():
+                    product *= 0.5 * math.exp(-value.item()) + 0.5
+                    credit[k] = product
+                total = total + sum(sum(c for m, c in credit.items() if m >= k) * v for k, v in values.items())
+                normalizer += 1
+            else:
+                total = total + sum(decay[k] * value for k, value in values.items())
+                normalizer += sum(decay[k] for k in values)
+    return total / normalizer
+
+
+SPLITS = {"1x4": (4, 1), "2x2": (2, 2), "4x1": (1, 4)}
+
+
+@pytest.mark.parametrize("loss_type", ["ce", "dpace", "kl"])
+@pytest.mark.parametrize("split", SPLITS)
+def test_the_gradient_does_not_depend_on_how_the_batch_is_split(split, loss_type, tmp_path):
+    size, accumulation = SPLITS[split]
+    target = make_target(dtype=torch.float64)
+    trainer = make_trainer(
+        tmp_path,
+        target,
+        uneven_rows(),
+        per_device_train_batch_size=size,
+        gradient_accumulation_steps=accumulation,
+        loss_type=loss_type,
+        **PLAIN_SGD,
+    )
+    before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    loss = reference_loss(trainer, uneven_rows())
+    gradients = torch.autograd.grad(loss, list(trainer.model.parameters()))
+    trainer.train()
+    assert history(trainer, "loss") == pytest.approx([loss.item()], rel=1e-6)
+    for (name, parameter), gradient in zip(trainer.model.named_parameters(), gradients, strict=True):
+        # Norms of the drafter are computed in fp32 at best.
+        assert (before[name] - parameter - gradient).norm() < 1e-6 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("family", ["gemma4", "gpt2"])
+def test_the_divergence_is_from_the_targets_own_distribution(family, tmp_path):
+    """Gemma caps its logits behind the head."""
+    overrides = {"final_logit_softcapping": 3.0} if family == "gemma4" else {}
+    target = make_target(family, dtype=torch.float64, **overrides)
+    trainer = make_trainer(tmp_path, target, counting_rows(2), loss_type="kl", **PLAIN_SGD)
+    loss = reference_loss(trainer, counting_rows(2)).item()
+    trainer.train()
+    assert history(trainer, "loss") == pytest.approx([loss], rel=1e-6)
+
+
+def test_an_unknown_distribution_is_refused(tmp_path, monkeypatch):
+    target = make_target()
+    forward = type(target).forward
+
+    def scaled(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        output.logits = output.logits * 0.5
+        return output
+
+    monkeypatch.setattr(type(target), "forward", scaled)
+    with pytest.raises(ValueError, match="loss_type='kl' needs the target's distribution"):
+        make_trainer(tmp_path, target, counting_rows(2), loss_type="kl")
+    make_trainer(tmp_path, target, counting_rows(2), loss_type="ce")
+
+
+@pytest.mark.parametrize("causal", [None, False, True])
+def test_every_layer_type_has_its_own_mask(causal, tmp_path):
+    target = make_target(dtype=torch.float64)
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "is_causal": causal}
+    draft = make_draft(target, block_size=BLOCK, **layers)
+    trainer = make_trainer(tmp_path, target, uneven_rows(), draft, per_device_train_batch_size=4, **PLAIN_SGD)
+    loss = reference_loss(trainer, uneven_rows()).item()
+    trainer.train()
+    assert history(trainer, "loss") == pytest.approx([loss], rel=1e-6)
+
+
+def test_a_batch_without_anchors_gives_zero_loss_and_zero_gradient(tmp_path):
+    target = make_target()
+    trainer = make_trainer(tmp_path, target, [uneven_rows()[1]] * 2, **PLAIN_SGD)
+    before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    trainer.train()
+    assert history(trainer, "loss") == [0.0]
+    assert history(trainer, "grad_norm") in ([], [0.0])
+    assert not history(trainer, "accuracy")
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, before[name])
+
+
+def test_labels_of_the_target_are_its_own_continuation(tmp_path):
+    """On text that the target wrote, both sources name the same labels; on other text they do not."""
+    target = make_target(dtype=torch.float64)
+    prompts = [[5, 6, 7], [8, 9, 10]]
+    responses = generate_responses(target, prompts, 12, mask_token_id=VOCAB - 1)
+    written = [make_example(p, r) for p, r in zip(prompts, responses, strict=True)]
+    assert len({token for response in responses for token in response}) > 8
+    for rows, equal in ((written, True), (counting_rows(2), False)):
+        losses = []
+        for source in ("data", "target"):
+            trainer = make_trainer(tmp_path, target, rows, label_source=source, **PLAIN_SGD)
+            trainer.train()
+            losses += history(trainer, "loss")
+        assert (losses[0] == pytest.approx(losses[1], rel=1e-9)) == equal
+
+
+# ---------------------------------------------------------------------------------------------- what moves, what stays
+
+
+def test_every_parameter_of_the_drafter_moves_and_none_of_the_target(tmp_path):
+    target = make_target().train()
+    before_target = {name: tensor.clone() for name, tensor in target.state_dict().items()}
+    trainer = make_trainer(tmp_path, target, counting_rows(4), warmup_steps=0)
+    before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    trainer.train()
+    assert trainer.model.training
+    assert not target.training
+    for name, parameter in trainer.model.named_parameters():
+        assert not torch.equal(parameter, before[name]), name
+    for name, tensor in target.state_dict().items():
+        assert torch.equal(tensor, before_target[name]), name
+    assert not any(parameter.requires_grad or parameter.grad is not None for parameter in target.parameters())
+
+
+def test_checkpoints_hold_the_drafter_and_never_the_target(tmp_path):
+    target = make_target()
+    trainer = make_trainer(tmp_path, target, counting_rows(4), save_strategy="steps", save_steps=1)
+    trainer.train()
+    checkpoint = tmp_path / "checkpoint-1"
+    saved = load_file(checkpoint / "model.safetensors")
+    assert set(saved) == set(trainer.model.state_dict())
+    for name, tensor in trainer.model.state_dict().items():
+        assert torch.equal(saved[name], tensor)
+    draft_size = sum(parameter.numel() for parameter in trainer.model.parameters())
+    moments = torch.load(checkpoint / "optimizer.pt")["state"].values()
+    assert sum(moment["exp_avg"].numel() for moment in moments) == draft_size
+    reloaded = type(trainer.model).from_pretrained(checkpoint)
+    assert reloaded.config.target_layer_ids == trainer.model.config.target_layer_ids
+
+
+def test_training_learns(tmp_path):
+    target = make_target()
+    rows = counting_rows(64, modulus=10)
+    draft = make_draft(target, block_size=BLOCK)
+    trainer = make_trainer(
+        tmp_path,
+        target,
+        rows,
+        draft,
+        eval_rows=rows[:8],
+        per_device_train_batch_size=8,
+        max_steps=80,
+        learning_rate=5e-3,
+        logging_steps=20,
+    )
+    before = trainer.evaluate()
+    trainer.train()
+    after = trainer.evaluate()
+    assert before["eval_simulated_tau"] < 1.2
+    assert after["eval_simulated_tau"] > 2.5
+    assert after["eval_loss"] < before["eval_loss"] / 3
+    losses = history(trainer, "loss")
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_resuming_equals_an_uninterrupted_run(tmp_path):
+    target = make_target()
+    fields = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}  # four steps are one epoch
+    whole = make_trainer(tmp_path, target, counting_rows(8), **fields)
+    whole.train()
+    resumed = make_trainer(tmp_path, target, counting_rows(8), **fields)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    for key in ("loss", "accuracy", "simulated_tau"):
+        assert len(history(whole, key)) == 6
+        assert history(resumed, key) == pytest.approx(history(whole, key), abs=1e-6)
+    for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"mask_token_id": 91}, {"block_size": 8}, {"target_layer_ids": [0, 1, 3]}, {"is_causal": True}]
+)
+def test_resuming_with_another_drafter_is_refused(changed, tmp_path):
+    """All of these load: no tensor has another shape."""
+    target = make_target()
+    make_trainer(tmp_path, target, counting_rows(4), save_strategy="steps", save_steps=1).train()
+    draft = make_draft(target, block_size=BLOCK)
+    ((name, value),) = changed.items()
+    setattr(draft.config, name, value)
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r} of this drafter is not the ")):
+        make_trainer(tmp_path, target, counting_rows(4), draft, max_steps=2).train(
+            resume_from_checkpoint=str(tmp_path / "checkpoint-1")
+        )
+
+
+@pytest.mark.parametrize("kind", ["half_target", "autocast", "checkpointing", "mixed_layers"])
+def test_other_settings_train(kind, tmp_path):
+    """A bf16 target under an fp32 drafter, autocast, gradient checkpointing, sliding and full layers side by side."""
+    target = make_target(dtype=torch.bfloat16 if kind in ("half_target", "autocast") else torch.float32)
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+    draft = make_draft(target, block_size=BLOCK, **(layers if kind == "mixed_layers" else {})).float()
+    if kind == "checkpointing":
+        draft.gradient_checkpointing_enable()
+    trainer = make_trainer(
+        tmp_path,
+        target,
+        counting_rows(4),
+        draft,
+        bf16=kind == "autocast",
+        max_steps=2,
+        warmup_steps=0,
+    )
+    before = {name: parameter.detach().clone() for name, parameter in draft.named_parameters()}
+    trainer.train()
+    assert all(math.isfinite(loss) and loss > 0 for loss in history(trainer, "loss"))
+    for name, parameter in draft.named_parameters():
+        assert parameter.dtype == torch.float32
+        assert not torch.equal(parameter, before[name]), name
+
+
+# ------------------------------------------------------------------------------------------------------------- anchors
+
+
+def test_anchors_change_from_step_to_step_and_follow_the_seed(tmp_path):
+    target = make_target()
+    batch = DFlashCollator()(counting_rows(4))
+
+    def anchors(step, **arguments):
+        trainer = make_trainer(tmp_path, target, counting_rows(4), **arguments)
+        drawn = dict(batch)
+        trainer.draw_anchors(drawn, step)
+        return drawn["anchors"]
+
+    assert torch.equal(anchors(0), anchors(0))
+    assert torch.equal(anchors(0, seed=5), anchors(0, anchor_seed=5))
+    assert not torch.equal(anchors(0), anchors(1))
+    assert not torch.equal(anchors(0), anchors(0, anchor_seed=5))
+
+
+def test_more_anchors_than_positions_cost_nothing(tmp_path):
+    target = make_target()
+    losses = []
+    for num_anchors in (24, 512):
+        trainer = make_trainer(tmp_path, target, counting_rows(2), num_anchors=num_anchors)
+        batch = trainer.data_collator(counting_rows(2))
+        trainer.draw_anchors(batch, step=0)
+        assert batch["anchors"].shape == (2, 24)
+        trainer.train()
+        losses += history(trainer, "loss")
+    assert losses[0] == losses[1]
+
+
+# ---------------------------------------------------------------------------------------------------------- evaluation
+
+
+def test_evaluation_does_not_depend_on_the_batch_size_and_repeats(tmp_path):
+    target = make_target()
+    rows = [row for row in uneven_rows() for _ in range(2)][:7]
+    draft = make_draft(target, block_size=BLOCK)
+    results = []
+    for size in (1, 3, 3, 7):
+        trainer = make_trainer(
+            tmp_path, target, counting_rows(4), draft, eval_rows=rows, per_device_eval_batch_size=size
+        )
+        metrics = trainer.evaluate()
+        speed = ("runtime", "per_second", "preparation_time")
+        results.append({key: value for key, value in metrics.items() if not key.endswith(speed)})
+        assert {"eval_loss", "eval_accuracy", "eval_simulated_tau", "eval_accuracy_3"} < set(metrics)
+    assert not draft.training
+    for result in results:
+        assert result == pytest.approx(results[0], rel=1e-5)
+    expected = reference_evaluation(trainer, rows)
+    assert results[0]["eval_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def reference_evaluation(trainer, rows):
+    """The weighted loss over all evaluation blocks, one row at a time through `compute_loss`."""
+    total = weight = 0.0
+    for row in rows:
+        batch = trainer.data_collator([row])
+        trainer.draw_anchors(batch, step=-1)
+        with torch.no_grad():
+            share = trainer.batch_normalizer(batch).item()
+            total += trainer.compute_loss(trainer.model, batch).item() * share
+        weight += share
+    return total / weight
+
+
+def test_evaluation_keeps_the_training_figures(tmp_path):
+    """Evaluation in the middle of training must not leak into the training log."""
+    target = make_target()
+    rows = counting_rows(8)
+    logs = []
+    for strategy in ("no", "steps"):
+        trainer = make_trainer(
+            tmp_path, target, rows, eval_rows=rows[:3], max_steps=4, eval_strategy=strategy, eval_steps=1
+        )
+        trainer.train()
+        logs.append([history(trainer, key) for key in ("loss", "accuracy", "accuracy_1", "simulated_tau")])
+    assert logs[0] == logs[1]
+    assert len(history(trainer, "eval_simulated_tau")) == 4
+
+
+def test_several_evaluation_sets_have_their_prefixes(tmp_path):
+    target = make_target()
+    rows = counting_rows(6)
+    trainer = make_trainer(tmp_path, target, rows, eval_rows={"a": rows[:2], "b": rows[2:4]})
+    metrics = trainer.evaluate()
+    assert {"eval_a_loss", "eval_a_simulated_tau", "eval_b_loss", "eval_b_accuracy_1"} < set(metrics)
+    assert "test_simulated_tau" in trainer.predict(rows[:2]).metrics
+
+
+# ---------------------------------------------------------------------------------------------------------------- data
+
+
+def test_examples_and_their_batch():
+    rows = [make_example([1, 2], [3, 4, 5]), make_example([6], [7])]
+    assert rows[0] == {"input_ids": [1, 2, 3, 4, 5], "loss_mask": [0, 0, 1, 1, 1]}
+    assert make_example([1, 2], [3, 4, 5], max_length=3) == {"input_ids": [1, 2, 3], "loss_mask": [0, 0, 1]}
+    batch = DFlashCollator(pad_token_id=9)(rows)
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5], [6, 7, 9, 9, 9]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]
+    assert batch["loss_mask"].tolist() == [[0, 0, 1, 1, 1], [0, 1, 0, 0, 0]]
+
+
+def test_an_example_without_a_response_is_refused():
+    with pytest.raises(ValueError, match="3 prompt ids and 2 response ids with max_length=3"):
+        make_example([1, 2, 3], [4, 5], max_length=3)
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"input_ids": [1, 2], "loss_mask": [0, 0]}, "Row 1 has a loss_mask of zeros only"),
+        ({"input_ids": [1, 2], "loss_mask": [1]}, "Row 1 has 2 input_ids but 1 loss_mask entries"),
+        ({"input_ids": [1, 2]}, r"Row 1 has no column \['loss_mask'\]"),
+    ],
+)
+def test_rows_that_cannot_be_trained_on_are_named(row, message, tmp_path):
+    rows = [make_example([1], [2, 3]), row]
+    with pytest.raises(ValueError, match=message):
+        check_examples(rows)
+    target = make_target()
+    with pytest.raises(ValueError, match=message):
+        make_trainer(tmp_path, target, rows)
+    with pytest.raises(ValueError, match=message):
+        make_trainer(tmp_path, target, rows[:1], eval_rows={"a": rows})
+
+
+def test_datasets_of_the_hub_train(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = counting_rows(4)
+    extra = datasets.Dataset.from_list([{**row, "source": "counting"} for row in rows])
+    target = make_target()
+    losses = []
+    for dataset in (rows, extra):
+        trainer = make_trainer(tmp_path, target, dataset, train_sampling_strategy="sequential")
+        trainer.train()
+        losses += history(trainer, "loss")
+    assert losses[0] == losses[1]
+
+
+# ----------------------------------------------------------------------------------------------------------- arguments
+
+
+def test_defaults_are_the_papers(tmp_path):
+    args = DFlashTrainingArguments(str(tmp_path), use_cpu=True, seed=11)
+    assert (args.learning_rate, args.lr_scheduler_type, args.max_grad_norm) == (6e-4, "cosine", 1.0)
+    assert (args.get_warmup_steps(1000), args.num_train_epochs) == (40, 6)
+    assert "adamw" in args.optim
+    assert (args.num_anchors, args.anchor_seed, args.label_source, args.loss_type) == (512, 11, "data", "ce")
+    assert not args.remove_unused_columns
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_anchors": 0},
+        {"loss_chunk_size": 0},
+        {"loss_decay_gamma": -1.0},
+        {"label_source": "gold"},
+        {"loss_type": "l2"},
+        {"dpace_alpha": 1.5},
+        {"block_attention": "flash"},
+        {"remove_unused_columns": True},
+        {"label_smoothing_factor": 0.1},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_wrong_arguments_are_named(wrong, tmp_path):
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=f"{name}={value!r}"):
+        DFlashTrainingArguments(str(tmp_path), use_cpu=True, **wrong)
+
+
+def test_plain_training_arguments_are_refused(tmp_path):
+    target = make_target()
+    with pytest.raises(ValueError, match="args is a TrainingArguments; pass `DFlashTrainingArguments`"):
+        DFlashTrainer(make_draft(target), target, TrainingArguments(str(tmp_path), use_cpu=True), counting_rows(2))
+
+
+def test_a_drafter_of_another_target_is_refused(tmp_path):
+    target, other = make_target(), make_target(hidden_size=64)
+    with pytest.raises(ValueError, match="hidden_size=64"):
+        make_trainer(tmp_path, target, counting_rows(2), make_draft(other))
+
+
+def test_the_loss_decay_reaches_the_loss(tmp_path):
+    target = make_target()
+    losses = []
+    for gamma in (None, 2.0, 0.1, math.inf):
+        trainer = make_trainer(tmp_path, target, counting_rows(2), loss_decay_gamma=gamma)
+        trainer.train()
+        losses += history(trainer, "loss")
+    assert losses[0] == losses[1]  # 2 is the default of a block of 4
+    assert len(set(losses)) == 3
+
+
+def test_blocks_of_a_batch_weigh_what_the_loss_counts(tmp_path):
+    target = make_target()
+    trainer = make_trainer(tmp_path, target, uneven_rows())
+    batch = trainer.data_collator(uneven_rows())
+    trainer.draw_anchors(batch, step=0)
+    blocks = build_blocks(batch["input_ids"], batch["loss_mask"], batch["anchors"], batch["valid"], BLOCK, VOCAB - 1)
+    weight = sum(slot_weights(BLOCK)[k] * blocks.counted[..., k].sum() for k in range(BLOCK))
+    torch.testing.assert_close(trainer.batch_normalizer(batch), weight)

@@ -1,0 +1,175 @@
+"""From training to the Hub: the card says what training and decoding measured, about the weights that it is about."""
+
+import json
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from support.hub_stand_in import stand_in
+from support.pairs import make_target
+from support.rows import counting_rows
+from support.runs import make_trainer
+
+from dflash_hf.evaluation.measure import evaluate
+from dflash_hf.hub.card import CardFacts
+from dflash_hf.hub.publish import publish
+
+
+REPO = "someone/my-DFlash"
+PROMPTS = [[5, 9, 11, 60], [7, 3]]
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def hub_target():
+    """As `from_pretrained("someone/target")` leaves it."""
+    target = make_target()
+    target.name_or_path = target.config.name_or_path = "someone/target"
+    target.config._commit_hash = COMMIT
+    return target
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_right")
+    with stand_in(monkeypatch) as hub:
+        yield hub
+
+
+def measure(trainer):
+    return evaluate(trainer.target, trainer.model, PROMPTS, max_new_tokens=8, runs=1, methods=("target", "dflash"))
+
+
+def test_train_save_and_publish_with_the_full_card(hub_target, hub, tmp_path):
+    trainer = make_trainer(tmp_path, hub_target, counting_rows(4), max_steps=2)
+    trainer.train()
+    trainer.eval_report = report = measure(trainer)
+    trainer.save_model()
+    result = publish(tmp_path, REPO, facts=CardFacts.from_folder(tmp_path, license="mit", evaluated_on="someone/data"))
+    published = hub.files[REPO]
+    assert {"eval_report.json", "README.md", "config.json", "modeling_dflash.py"} <= set(published)
+    assert not {"card_facts.json", "training_args.bin"} & set(published)
+    assert json.loads(published["eval_report.json"])["summary"]["tau"] == report.tau
+    card = ModelCard(published["README.md"].decode())
+    assert card.data.to_dict() == result.card.data.to_dict()
+    assert card.data.base_model == "someone/target" and card.data.license == "mit"
+    metrics = {one.metric_type: one.metric_value for one in card.data.eval_results}
+    assert metrics["tau"] == round(report.tau, 3)
+    for row in (
+        f"(revision `{COMMIT}`)",
+        f"| tau, over all verifications | {report.tau:.2f} |",
+        f"| hardware | {report.setting['hardware']} |",
+        "| optimizer_steps | 2 |",
+        "| train_examples | 4 |",
+        "| num_anchors | 6 |",
+    ):
+        assert row in card.text, row
+    assert "None" not in card.text and "that are right" not in card.text
+    pytest.importorskip("matplotlib")
+    assert published["eval_report.png"].startswith(b"\x89PNG") and "(eval_report.png)" in card.text
+
+
+def test_without_an_evaluation_the_card_claims_none(hub_target, tmp_path):
+    make_trainer(tmp_path, hub_target, counting_rows(4)).save_model()
+    text = str(publish(tmp_path, REPO, dry_run=True).card)
+    assert "someone/target" in text and "| optimizer_steps | 0 |" in text
+    assert "tau" not in text and "Evaluation" not in text
+
+
+def test_a_report_of_other_weights_is_dropped(hub_target, tmp_path):
+    """By the next step, by the next save over it, but not by saving the same weights again."""
+    trainer = make_trainer(tmp_path, hub_target, counting_rows(4), max_steps=1, warmup_steps=0)
+    trainer.eval_report = measure(trainer)
+    trainer.save_model()
+    trainer.eval_report = None
+    trainer.save_model()
+    assert (tmp_path / "eval_report.json").is_file()
+    trainer.eval_report = measure(trainer)
+    trainer.train()
+    assert trainer.eval_report is None
+    trainer.save_model()
+    assert not list(tmp_path.glob("eval_report.*"))
+
+
+def test_facts_written_by_hand_stay(hub_target, tmp_path):
+    CardFacts("other/target", base_model_revision="old", license="mit", data="Nine walks.").save(tmp_path)
+    make_trainer(tmp_path, hub_target, counting_rows(4)).save_model()
+    facts = CardFacts.from_folder(tmp_path)
+    assert (facts.license, facts.data, facts.base_model, facts.base_model_revision) == (
+        "mit",
+        "Nine walks.",
+        "someone/target",  # what was really trained for
+        COMMIT,
+    )
+
+
+def test_a_target_from_a_folder_names_no_repository(tmp_path):
+    target = make_target()
+    target.save_pretrained(tmp_path / "target")
+    target = type(target).from_pretrained(tmp_path / "target")
+    trainer = make_trainer(tmp_path / "draft", target, counting_rows(4))
+    trainer.save_model()
+    assert "base_model" not in json.loads((tmp_path / "draft" / "card_facts.json").read_text())
+    with pytest.raises(ValueError, match="write base_model into"):
+        trainer.create_model_card()
+    trainer.create_model_card(finetuned_from="someone/target", license="mit", tags="walks", dataset="someone/data")
+    card = ModelCard((tmp_path / "draft" / "README.md").read_text())
+    assert (card.data.base_model, card.data.datasets) == ("someone/target", ["someone/data"])
+    assert {"dflash", "walks"} <= set(card.data.tags) and "# draft" in card.text
+
+
+@pytest.mark.parametrize("strategy", ["end", "checkpoint"])
+def test_push_to_hub_of_the_trainer(strategy, hub_target, hub, tmp_path):
+    """Trainer's own way up, with our card, and with the code that config.json names."""
+    trainer = make_trainer(
+        tmp_path / "out",
+        hub_target,
+        counting_rows(4),
+        push_to_hub=True,
+        hub_model_id=REPO,
+        hub_strategy=strategy,
+        save_strategy="steps",
+        save_steps=1,
+    )
+    trainer.train()
+    if strategy == "checkpoint":
+        assert {"modeling_dflash.py", "custom_generate/generate.py", "config.json"} <= set(hub.files[REPO])
+    trainer.push_to_hub(license="mit")
+    files = hub.files[REPO]
+    assert {"modeling_dflash.py", "custom_generate/generate.py", "model.safetensors", "README.md"} <= set(files)
+    card = ModelCard(files["README.md"].decode())
+    assert card.data.base_model == "someone/target" and card.data.license == "mit"
+    assert "# my-DFlash" in card.text and f'from_pretrained("{REPO}"' in card.text
+    assert "generated_from_trainer" not in card.data.tags
+
+
+def test_the_best_weights_come_with_their_own_report(hub_target, tmp_path):
+    trainer = make_trainer(
+        tmp_path,
+        hub_target,
+        counting_rows(4),
+        eval_rows=counting_rows(2),
+        max_steps=3,
+        save_strategy="steps",
+        eval_strategy="steps",
+        save_steps=1,
+        eval_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="tau",
+    )
+    taus, reports = iter([1.5, 2.5, 2.0]), []
+    original = trainer.evaluate
+
+    def evaluate_with_tau(*args, **kwargs):
+        trainer.eval_report = measure(trainer)
+        reports.append(trainer.eval_report)
+        return {**original(*args, **kwargs), "eval_tau": next(taus)}
+
+    trainer.evaluate = evaluate_with_tau
+    trainer.train()
+    assert trainer.state.best_global_step == 2 and trainer.eval_report == reports[1]
+    trainer.save_model()
+    facts = json.loads((tmp_path / "card_facts.json").read_text())
+    assert facts["training"]["optimizer_steps"] == 2
+    saved = torch.load(tmp_path / "checkpoint-2" / "optimizer.pt", weights_only=True)
+    assert saved and json.loads((tmp_path / "eval_report.json").read_text())["responses"] == reports[1].responses

@@ -1,0 +1,42 @@
+"""The benchmarks of training run, at shapes that take a moment."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+
+FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks"
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_benchmark_of_a_gpu_runs_without_one(monkeypatch, capsys):
+    script = load("training_gpu")
+    monkeypatch.setattr(sys, "argv", ["training_gpu.py", "--tiny", "--steps", "2", "--loss", "dpace"])
+    script.main()
+    output = capsys.readouterr().out
+    result = json.loads(output[output.index('{\n "device"') :])
+    assert result["tokens_per_second"] == pytest.approx(96 / result["seconds_per_step"])
+    # By hand: 6 of 8 layers of 64 x (64 + 2 * 32 + 64) + 3 * 64 * 128 weights, 96 tokens, attention to half of them.
+    layer = 64 * (64 + 2 * 32 + 64) + 3 * 64 * 128
+    depth = 6
+    target = 2 * depth * layer * 96 + depth * 4 * 64 * 96 * 97 / 2
+    assert result["tflop_per_step"]["target"] * 1e12 == pytest.approx(target)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the kernel's figures")
+def test_both_losses_of_the_step_benchmark_agree():
+    script = load("training_step")
+    shape = {"anchors": 6, "block": 4, "length": 32, "hidden": 128, "vocab": 300, "dtype": "float32"}
+    losses = [script.measure_memory(shape, kind)["loss"] for kind in script.LOSSES]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    timed = script.measure_time(shape, pairs=1)  # compares losses and gradients before it starts
+    assert timed["processor"]["ratio_median"] > 0

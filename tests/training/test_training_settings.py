@@ -1,0 +1,172 @@
+"""Devices, dtypes, attention and recomputation: none of them changes what is learned."""
+
+import math
+
+import pytest
+import torch
+from support.pairs import make_draft, make_target
+from support.rows import counting_rows, uneven_rows
+from support.runs import BLOCK, PLAIN_SGD, history, make_trainer
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import AutoModelForCausalLM
+
+from dflash_hf.modeling.target_dflash import decoder_layers
+from dflash_hf.target import check_fit, target_features
+
+
+LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+
+
+def gradients_of(trainer):
+    """Loss and gradients of the first step."""
+    batch = trainer.data_collator(uneven_rows())
+    trainer.draw_anchors(batch, step=0)
+    trainer.model.zero_grad()
+    loss = trainer.compute_loss(trainer.model.train(), batch)
+    loss.backward()
+    return loss.item(), [parameter.grad.clone() for parameter in trainer.model.parameters()]
+
+
+@pytest.mark.parametrize("dflash2", [False, True])
+def test_recomputed_activations_give_the_same_gradients(dflash2, tmp_path):
+    target = make_target()
+    extra = {"conv_kernel_size": 2, "conv_group_size": 8} if dflash2 else {}
+    results = []
+    for recompute in (False, True):
+        draft = make_draft(target, block_size=BLOCK, **LAYERS, **extra)
+        trainer = make_trainer(tmp_path, target, uneven_rows(), draft, loss_type="dpace")
+        passes = []
+        draft.layers[0].self_attn.register_forward_hook(lambda *args, passes=passes: passes.append(1))
+        if recompute:
+            draft.gradient_checkpointing_enable()
+        results.append(gradients_of(trainer))
+        assert len(passes) == 1 + recompute
+    assert results[0][0] == results[1][0]
+    for one, other in zip(results[0][1], results[1][1], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
+
+
+def test_half_precision_keeps_single_precision_weights(tmp_path):
+    """At this rate a step is far below the resolution of bf16: weights kept in it would stand still."""
+    target = make_target(dtype=torch.bfloat16)
+    draft = make_draft(target, block_size=BLOCK)
+    assert draft.dtype == torch.bfloat16
+    trainer = make_trainer(
+        tmp_path, target, counting_rows(4), draft, bf16=True, learning_rate=1e-7, warmup_steps=0, max_steps=2
+    )
+    before = {name: parameter.detach().clone() for name, parameter in draft.named_parameters()}
+    trainer.train()
+    assert target.dtype == torch.bfloat16
+    for name, parameter in draft.named_parameters():
+        assert parameter.dtype == torch.float32
+        moved = (parameter - before[name]).abs().max().item()
+        assert 0 < moved < 1e-5, name
+    moments = [state["exp_avg"] for state in trainer.optimizer.state.values()]
+    assert all(moment.dtype == torch.float32 for moment in moments)
+
+
+def test_a_half_precision_target_trains_a_single_precision_drafter(tmp_path):
+    """Its features and head are bf16; losses and gradients are those of the same rounded weights in fp32."""
+    half = make_target(dtype=torch.bfloat16)
+    single = make_target()
+    single.load_state_dict(half.state_dict())
+    results = []
+    for target in (half, single):
+        draft = make_draft(single, block_size=BLOCK)
+        results.append(gradients_of(make_trainer(tmp_path, target, uneven_rows(), draft)))
+    assert results[0][0] == pytest.approx(results[1][0], rel=0.03)
+    one, other = (torch.cat([gradient.flatten() for gradient in gradients]) for _, gradients in results)
+    assert one.dtype == torch.float32
+    assert torch.nn.functional.cosine_similarity(one, other, dim=0) > 0.98
+
+
+# ------------------------------------------------------------------------------------------------------------- devices
+
+
+@pytest.fixture(scope="module")
+def scattered_target(tmp_path_factory):
+    """A target loaded with a `device_map`; some of its layers wait on a disk."""
+    folder = tmp_path_factory.mktemp("target")
+    make_target().save_pretrained(folder)
+    devices = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    devices |= {f"model.layers.{i}": "disk" if i in (1, 2, 3) else "cpu" for i in range(4)}
+    target = AutoModelForCausalLM.from_pretrained(folder, device_map=devices, offload_folder=folder / "disk")
+    assert decoder_layers(target)[1].mlp.up_proj.weight.is_meta
+    return target
+
+
+@pytest.mark.parametrize("loss_type", ["ce", "kl"])
+def test_a_target_with_a_device_map_is_read_where_it_is(loss_type, scattered_target, tmp_path):
+    losses = []
+    for target in (make_target(), scattered_target):
+        draft = make_draft(make_target(), block_size=BLOCK, target_layer_ids=[0, 2])
+        trainer = make_trainer(tmp_path, target, uneven_rows(), draft, loss_type=loss_type, max_steps=2, **PLAIN_SGD)
+        trainer.train()
+        losses.append(history(trainer, "loss"))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert decoder_layers(scattered_target)[1].mlp.up_proj.weight.is_meta  # nothing was left behind in memory
+    assert len(decoder_layers(scattered_target)) == 4
+
+
+def test_an_embedding_that_cannot_be_read_is_refused(tmp_path):
+    make_target().save_pretrained(tmp_path)
+    devices = {"model": "cpu", "lm_head": "disk"}
+    target = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=devices, offload_folder=tmp_path / "disk")
+    with pytest.raises(ValueError, match="output_embeddings of Qwen3ForCausalLM are offloaded.*`device_map`"):
+        check_fit(make_draft(make_target()).config, target)
+
+
+def test_a_failed_forward_leaves_the_target_whole(target):
+    layers = decoder_layers(target)
+    with pytest.raises(IndexError):
+        target_features(target, [1], torch.tensor([[10**6]]))
+    assert decoder_layers(target) is layers and len(layers) == 4
+
+
+# ----------------------------------------------------------------------------------------------------------- attention
+
+
+def test_flex_attention_evaluates_to_the_same_figures(tmp_path, uncompiled_flex):
+    target = make_target()
+    rows = uneven_rows()
+    figures = []
+    for attention in ("dense", "flex"):
+        draft = make_draft(target, block_size=BLOCK, **LAYERS)
+        trainer = make_trainer(tmp_path, target, rows, draft, eval_rows=rows, block_attention=attention)
+        batch = trainer.data_collator(rows)
+        trainer.draw_anchors(batch, step=0)
+        kinds = {type(mask) for mask in trainer.attention_masks(batch).values()}
+        assert kinds == {BlockMask if attention == "flex" else torch.Tensor}
+        figures.append(trainer.evaluate())
+    for key in ("eval_loss", "eval_accuracy", "eval_simulated_tau"):
+        assert math.isfinite(figures[0][key])
+        assert figures[0][key] == pytest.approx(figures[1][key], rel=1e-5)
+
+
+def test_flex_attention_is_for_devices_and_drafters_that_have_it(tmp_path):
+    target = make_target()
+    draft = make_draft(target, block_size=BLOCK)
+    assert not make_trainer(tmp_path, target, uneven_rows(), draft).uses_flex
+    sinks = make_draft(target, block_size=BLOCK, attention_sink_bias=True)
+    assert not make_trainer(tmp_path, target, uneven_rows(), sinks).uses_flex
+    with pytest.raises(ValueError, match="block_attention='flex' cannot train .* attention_sink_bias=True"):
+        make_trainer(tmp_path, target, uneven_rows(), sinks, block_attention="flex")
+
+
+def test_a_drafter_with_a_head_of_its_own_is_refused(tmp_path):
+    target = make_target()
+    draft = make_draft(target, block_size=BLOCK, draft_vocab_size=40)
+    with pytest.raises(ValueError, match="draft_vocab_size=40: a drafter with a head of its own"):
+        make_trainer(tmp_path, target, uneven_rows(), draft)
+
+
+def test_the_selector_of_dflash_2_stays_and_everything_else_learns(tmp_path):
+    target = make_target()
+    dflash2 = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 4}
+    draft = make_draft(target, block_size=BLOCK, **dflash2)
+    trainer = make_trainer(tmp_path, target, counting_rows(4), draft, warmup_steps=0, max_steps=2)
+    before = {name: parameter.detach().clone() for name, parameter in draft.named_parameters()}
+    trainer.train()
+    for name, parameter in draft.named_parameters():
+        stays = name.startswith("candidate_selector.")
+        assert torch.equal(parameter, before[name]) == stays == (not parameter.requires_grad), name
