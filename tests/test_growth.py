@@ -54,12 +54,12 @@ def known(texts, target, option: str, rows: int, length: int):
     return texts[option, rows, length]
 
 
-LENGTHS = [(1, 40), (3, 40), (1, 300)]
-LENGTHS += [pytest.param(*case, marks=pytest.mark.slow) for case in ((3, 300), (1, 1000), (3, 1000))]
+CASES = [(option, rows, 40) for option in OPTIONS for rows in (1, 3)] + [("sampling", 1, 300), ("criterion", 1, 300)]
+LONGER = [(option, rows, length) for option in OPTIONS for rows in (1, 3) for length in (300, 1000)]
+CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in LONGER if case not in CASES]
 
 
-@pytest.mark.parametrize(("rows", "length"), LENGTHS)
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(("option", "rows", "length"), CASES)
 def test_trees_grow_with_the_text(option, rows, length, target, texts):
     """Slots that grow in the middle of a round, where some of what is accepted is found outside of it."""
     inputs, text, draft = known(texts, target, option, rows, length)

@@ -119,10 +119,10 @@ def drawn(seconds: float, clients: Clients) -> None:
 
 def test_many_calls_at_once():
     """Eager rounds, trees, plain calls; of every way of rolling back."""
-    clients = Clients(pairs_of("qwen3", "gemma3", "gpt_oss", "llama", "qwen3_5_text", "mamba2", "mamba", "bloom"), 0)
-    drawn(12, clients)
+    clients = Clients(pairs_of("qwen3", "gemma3", "llama", "qwen3_5_text", "mamba", "bloom"), 0)
+    drawn(10, clients)
     clients.check()
-    assert len(_summed(clients.done, 0)) == 8 and len(_summed(clients.done, 1)) == 4
+    assert len(_summed(clients.done, 0)) == 6 and len(_summed(clients.done, 1)) == 4
 
 
 COMPILED = {
