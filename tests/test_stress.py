@@ -51,7 +51,7 @@ class Clients:
         try:
             output, streamer = call(pair.target, pair.drafts.get(way), return_dict_in_generate=bool(listed))
             problem = call.problem(output, streamer)
-            if call.greedy:
+            if call.greedy and len(call.pads) == 1:  # rows in step wait for one another
                 lengths = [n for row in getattr(output, "acceptance_lengths", None) or [] for n in row[:-1]]
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
@@ -94,8 +94,8 @@ class Clients:
             assert shape_of(*pair.models) == before, f"{pair.family}: left behind"
             for way in pair.drafts:
                 tokens, rounds = (self.accepted[pair.family, way, kind] for kind in ("tokens", "rounds"))
-                if pair.family not in PLAIN and rounds > 30:  # 4.1 with nine of ten right
-                    least = 1.8 if way == "prefix" else 2.5
+                if pair.family not in PLAIN and rounds > 30:  # alone 4.4 to 5.8
+                    least = 2.0 if way == "prefix" else 3.2
                     assert tokens > least * rounds, f"{pair.family}, {way}: {tokens} tokens in {rounds} rounds"
 
 
