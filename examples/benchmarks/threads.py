@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from dflash_hf.bench_pairs import SHAPES, OracleDraft, oracle_text, random_pair
+from dflash_hf.evaluation.bench_pairs import SHAPES, OracleDraft, oracle_text, random_pair
 
 
 def main():

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_target
-from scripted_draft import ScriptedDraft
-from stress_calls import StopAfter, prompt
+from support.pairs import make_target
+from support.scripted_draft import ScriptedDraft
+from support.stress_calls import StopAfter, prompt
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 from dflash_hf import DFlashDecodingConfig
@@ -91,7 +91,7 @@ def address_space():
 
 
 def live_bytes():
-    path = Path(__file__).parents[1] / "examples" / "benchmarks" / "prompt_memory.py"
+    path = Path(__file__).parents[2] / "examples" / "benchmarks" / "prompt_memory.py"
     spec = importlib.util.spec_from_file_location("prompt_memory", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 import torch
-from conftest import make_draft
 from torch import nn
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
 from dflash_hf.modeling.target_dflash import decoder_layers, raw_embedding
+from support.pairs import make_draft
 
 
 ANCHORS_AT_ONCE = 128

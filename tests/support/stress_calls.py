@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from conftest import make_target
-from scripted_draft import ScriptedDraft
 from torch import nn
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import dflash_hf
+from support.pairs import make_target
+from support.scripted_draft import ScriptedDraft
 
 
 BLOCK_SIZE = 6

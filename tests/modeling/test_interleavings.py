@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from scripted_draft import features_of
-from stress_calls import BLOCK_SIZE, PLAIN, TARGETS, Call, Collected, Pair, StopAfter, Turns, at_once, shape_of
+from support.scripted_draft import features_of
+from support.stress_calls import BLOCK_SIZE, PLAIN, TARGETS, Call, Collected, Pair, StopAfter, Turns, at_once, shape_of
 from torch import nn
 from transformers import StoppingCriteriaList
 from transformers.utils import logging

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import make_target
-from scripted_draft import ScriptedDraft
-from stress_calls import Collected, StopAfter, prompt
+from support.pairs import make_target
+from support.scripted_draft import ScriptedDraft
+from support.stress_calls import Collected, StopAfter, prompt
 from tiny_chat import make_tokenizer
 from transformers import (
     DynamicCache,

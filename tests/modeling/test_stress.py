@@ -13,7 +13,7 @@ from collections import Counter
 
 import pytest
 import torch
-from stress_calls import LARGE, PLAIN, TARGETS, Pair, at_once, packed, shape_of
+from support.stress_calls import LARGE, PLAIN, TARGETS, Pair, at_once, packed, shape_of
 
 
 MINUTES = os.environ.get("DFLASH_STRESS_MINUTES")
