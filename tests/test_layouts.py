@@ -549,10 +549,21 @@ def test_muse_assistant_equals_the_native_model(tmp_path):
 REFUSED = {
     "DominoDraftModel": (zlab(architectures=["DominoDraftModel"]), "Domino"),
     "projector": (zlab(nested={"projector_type": "domino"}), "Domino"),
-    "DSpark": (zlab(architectures=["Qwen3DSparkModel"]), "anchor-first"),
+    "DSpark": (zlab(architectures=["Qwen3DSparkModel"]), "Markov head.*anchor-first"),
+    "DSpark, DeepSpec's plain drafter": (
+        zlab(architectures=["Qwen3DSparkModel"], markov_rank=0),
+        "Qwen3DSparkModel with markov_rank=0 is a plain drafter in DSpark's layout: its blocks are anchor-first",
+    ),
+    "DSpark, nested": (zlab(nested={"projector_type": "dspark"}), "dspark is a DSpark drafter.*Markov head.*anchor-first"),
+    "LiLiCorr": (zlab(nested={"projector_type": "lilicorr"}), "lilicorr is a LiLiCorr drafter.*lattice"),
+    "LiLiCorrDraftModel": (zlab(architectures=["LiLiCorrDraftModel"]), "is a LiLiCorr drafter"),
+    "shifted labels": (zlab(nested={"shift_label": True}), "shift_label=True: its blocks are anchor-first"),
+    "causality that contradicts itself": (zlab(nested={"causal_head": True}, is_causal=False), "causal_head=True"),
+    "causality that is no flag": (zlab(nested={"causal_head": "all"}), "is_causal='all'"),
     "anchor first": (zlab(nested={"sample_from_anchor": True}), "sample_from_anchor"),
     "speculators, anchor first": (speculators(sample_from_anchor=True), "sample_from_anchor"),
-    "speculators, DSpark": (speculators("dspark"), "DSpark"),
+    "speculators, DSpark": (speculators("dspark"), "dspark is a DSpark drafter.*Markov head"),
+    "speculators, DSpark with anchor": (speculators("dspark", sample_from_anchor=True), "Markov head.*anchor-first"),
     "Markov head": (zlab(markov_rank=256), "markov_rank"),
     "Laguna": (zlab(architectures=["DFlashLagunaForCausalLM"]), "Laguna"),
     "interleaved rotary": (zlab(is_neox_style=False), "is_neox_style"),
@@ -567,10 +578,19 @@ def test_other_heads_are_refused_with_the_reason(tmp_path, name):
     with pytest.raises(ValueError, match=reason) as error:
         DFlashDraftModel.from_pretrained(tmp_path / "draft")
     assert str(tmp_path / "draft") in str(error.value)
+    # A reason that is another head's helps nobody.
+    assert "Markov" not in str(error.value) or "Markov" in reason or "markov" in reason
+    assert "anchor-first" not in str(error.value) or "anchor" in reason
 
 
 @pytest.mark.parametrize(
-    "name", ["prefix_gru.weight_ih_l0", "markov_head.markov_w1.weight", "confidence_head.proj.bias"]
+    "name",
+    [
+        "prefix_gru.weight_ih_l0",
+        "markov_head.markov_w1.weight",
+        "confidence_head.proj.bias",
+        "lilicorr.slot_embedding",
+    ],
 )
 def test_tensors_of_other_heads_are_refused_with_the_reason(tmp_path, name):
     _, tensors = write(tmp_path / "draft", "z-lab v1")
