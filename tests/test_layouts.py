@@ -637,6 +637,22 @@ def test_causality_at_the_top_wins():
     assert "causal" not in config.to_dict()["dflash_config"]
 
 
+@pytest.mark.parametrize("layer_types", [FULL, MIXED, SLIDING])
+def test_jetspec_is_causal_on_every_layer(layer_types):
+    """`dflash_config.causal_head` was not read: such drafters were bidirectional, at a low acceptance length."""
+    file = zlab(nested={"causal_head": True}, layer_types=layer_types, sliding_window=4, use_sliding_window=True)
+    config = DFlashDraftConfig.from_dict(file)
+    assert all(config.layer_is_causal(i) for i in range(3))
+    written = json.loads(config.to_json_string())
+    # Engines read the top level, JetSpec its own key.
+    assert written["is_causal"] is True and written["dflash_config"]["causal_head"] is True
+    assert DFlashDraftConfig.from_dict(written).to_dict() == config.to_dict()
+    config.is_causal = False
+    assert config.dflash_config["causal_head"] is False
+    plain = DFlashDraftConfig.from_dict(zlab(nested={"causal_head": False}))
+    assert plain.is_causal is None and not plain.layer_is_causal(0)
+
+
 def test_a_forced_window_makes_every_layer_slide():
     """Also layers that are listed as full, as vLLM reads it; they stay bidirectional in the block."""
     config = DFlashDraftConfig.from_dict(zlab(nested={"use_swa": True, "swa_window_size": 7}, sliding_window=9))
