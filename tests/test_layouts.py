@@ -508,8 +508,7 @@ def test_a_mask_embedding_beside_the_weights(tmp_path, big_target):
     noise = torch.stack([big_target.get_input_embeddings().weight[anchor], mask, mask, mask, mask])
     expected = draft_hidden_states(tensors, truth, features, noise)
     tokens = [anchor, *draft_tokens(tensors, truth, expected, big_target.lm_head.weight, anchor)]
-    draft.save_pretrained(tmp_path / "again")  # there it is one of the safetensors
-    assert not (tmp_path / "again" / "mask_embedding.pt").exists()
+    draft.save_pretrained(tmp_path / "again")  # there it is one of the safetensors too
     for model in (draft, DFlashDraftModel.from_pretrained(tmp_path / "again")):
         assert torch.equal(model.mask_embedding, mask)
         torch.testing.assert_close(model(noise[None] * 0 + noise[:1], features[None]).last_hidden_state[0], expected)
@@ -521,6 +520,37 @@ def test_a_mask_embedding_beside_the_weights(tmp_path, big_target):
     side.write_bytes(b"not a file of torch")
     with pytest.raises(ValueError, match=r"mask_embedding\.pt"):
         DFlashDraftModel.from_pretrained(tmp_path / "draft")
+
+
+@torch.no_grad()
+def test_a_mask_embedding_is_written_as_engines_read_it(tmp_path):
+    """
+    It was saved as a tensor, which vLLM and SGLang skip in silence: every slot but the anchor started from the
+    target's embedding of the mask token.
+    """
+    config = DFlashDraftConfig.from_dict(zlab(nested={"own_mask_embedding": True}))
+    draft = DFlashDraftModel(config).to(torch.bfloat16)
+    draft.save_pretrained(tmp_path)
+    side = tmp_path / "mask_embedding.pt"
+    stored = torch.load(side, weights_only=True)
+    assert set(stored) == {"embedding", "mask_token_id"} and stored["mask_token_id"] == 95
+    assert torch.equal(stored["embedding"], draft.mask_embedding) and not stored["embedding"].requires_grad
+    assert torch.equal(DFlashDraftModel.from_pretrained(tmp_path).mask_embedding, stored["embedding"])
+    # The weights of a sharded training are given apart; only one process writes.
+    state = {**draft.state_dict(), "mask_embedding": torch.full((32,), 3.0, dtype=torch.bfloat16)}
+    draft.save_pretrained(tmp_path, is_main_process=False, state_dict=dict(state))
+    assert torch.equal(torch.load(side, weights_only=True)["embedding"], stored["embedding"])
+    draft.save_pretrained(tmp_path, state_dict=dict(state))
+    assert torch.equal(torch.load(side, weights_only=True)["embedding"], state["mask_embedding"])
+    # The file decides here too, or engines would draft otherwise than we do; without it there is the tensor.
+    torch.save({"embedding": torch.ones(32), "mask_token_id": 95}, side)
+    assert torch.equal(DFlashDraftModel.from_pretrained(tmp_path).mask_embedding, torch.ones(32, dtype=torch.bfloat16))
+    side.unlink()
+    assert torch.equal(DFlashDraftModel.from_pretrained(tmp_path).mask_embedding, state["mask_embedding"])
+    # A drafter without one leaves none behind for engines to find.
+    draft.save_pretrained(tmp_path)
+    DFlashDraftModel(DFlashDraftConfig.from_dict(zlab())).save_pretrained(tmp_path)
+    assert not side.exists()
 
 
 def test_muse_assistant_equals_the_native_model(tmp_path):
