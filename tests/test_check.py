@@ -81,7 +81,8 @@ def test_what_we_write_passes_and_is_the_documented_layout(variant, target, tmp_
     draft.config.dflash_config["num_anchors"] = 512  # a training-only key survives
     draft.save_pretrained(tmp_path, max_shard_size="20KB" if variant == "mixed" else "50GB")
     findings = check(tmp_path, target=target.config)
-    assert [f.key for f in findings] == (["layer_types"] if variant == "mixed" else []), render(findings)
+    expected = {"mixed": ["layer_types"], "dflash2": ["architectures"]}  # both need vLLM's V2 runner
+    assert [f.key for f in findings] == expected.get(variant, []), render(findings)
     assert not errors(findings)
 
     config = json.loads((tmp_path / "config.json").read_text())
@@ -131,7 +132,12 @@ def write_header(folder, shapes):
         ("qwen3-4b-dflash.specforge", 58, (2560, 12800), {"auto_map"}),
         ("qwen3-8b-dflash.specforge", 58, (4096, 20480), {"auto_map"}),
         ("qwen3.6-27b-dflash.specforge", 58, (5120, 25600), {"auto_map", "layer_types"}),
-        ("qwen3.8-27b-dflash2", 81, (5120, 25600), {"auto_map", "block_size", "mask_token_id", "rope_theta"}),
+        (
+            "qwen3.8-27b-dflash2",
+            81,
+            (5120, 25600),
+            {"architectures", "auto_map", "block_size", "mask_token_id", "rope_theta"},
+        ),
         ("muse-glimmer-30b-assistant", 58, (6656, 33280), {"rope_theta"}),
     ],
 )
@@ -185,6 +191,8 @@ MISTAKES = {
     "causality_nested_only": (({"causal": True}, {}), "is_causal", ("vllm", "sglang")),
     "causality_twice": (({"causal": False}, {**SLIDING, "use_sliding_window": True}), "is_causal", ("vllm", "sglang")),
     "window_forced": (({"use_swa": True, "swa_window_size": 8}, {}), "is_causal", ("vllm", "sglang")),
+    "jetspec_as_published": (({"causal_head": True}, {}), "causal_head", ("vllm", "sglang")),
+    "mask_embedding_nowhere": (({"own_mask_embedding": True}, {}), "mask_embedding.pt", ("vllm", "sglang")),
     "two_thetas": (({}, {"rope_theta": 5000.0}), "rope_theta", ENGINES),
     "no_theta": (({}, {"rope_theta": REMOVE, "rope_parameters": REMOVE}), "rope_theta", ("vllm", "sglang")),
     "rope_by_layer_type": (
@@ -254,6 +262,41 @@ def test_what_deserves_a_look_is_a_warning(mistake, folder):
     findings = check(folder)
     assert not errors(findings), render(findings)
     assert [finding.key for finding in findings] == [key]
+
+
+def test_dflash2_and_the_engines(target, tmp_path):
+    """On vLLM its selector exists in the V2 runner alone; on SGLang it may do without a convolution."""
+    make_draft(target, target_layer_ids=[0, 1, 2], **VARIANTS["dflash2"]).save_pretrained(tmp_path)
+    (finding,) = check(tmp_path)
+    assert (finding.severity, finding.engines, finding.key) == ("warning", ("vllm",), "architectures")
+    assert "VLLM_USE_V2_MODEL_RUNNER" in finding.message
+    keys = {"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"}
+    selector = {key: VARIANTS["dflash2"][key] for key in ("selector_rank", "selector_top_k")}
+    make_draft(target, target_layer_ids=[0, 1, 2], **selector).save_pretrained(tmp_path)
+    assert not errors(check(tmp_path, ["sglang", "transformers"]))
+    assert keys & set(errors(check(tmp_path, ["vllm"]))) == {"conv_kernel_size", "conv_group_size"}
+    convolution = {key: VARIANTS["dflash2"][key] for key in ("conv_kernel_size", "conv_group_size")}
+    make_draft(target, target_layer_ids=[0, 1, 2], **convolution).save_pretrained(tmp_path)
+    for engine in ("vllm", "sglang"):
+        assert keys & set(errors(check(tmp_path, [engine]))) == {"selector_rank", "selector_top_k"}
+
+
+def test_the_scale_of_embeddings_is_read_by_one_model_alone(target, tmp_path):
+    """vLLM's DFlash 2 model multiplies by `dflash_config.input_embedding_scale`; its v1 model and SGLang do not."""
+    for variant, blind in (("full", ("vllm", "sglang")), ("dflash2", ("sglang",))):
+        draft = make_draft(target, target_layer_ids=[0, 1, 2], input_embedding_scale=2.0, **VARIANTS[variant])
+        draft.save_pretrained(tmp_path / variant)
+        assert errors(check(tmp_path / variant))["input_embedding_scale"].engines == blind
+
+
+def test_a_mask_embedding_of_its_own(target, tmp_path):
+    make_draft(target, target_layer_ids=[0, 1, 2], own_mask_embedding=True).save_pretrained(tmp_path)
+    (finding,) = check(tmp_path)  # SGLang joins the path of the drafter with the file's name
+    assert (finding.severity, finding.engines, finding.key) == ("warning", ("sglang",), "mask_embedding.pt")
+    tied = {**target.config.to_dict(), "tie_word_embeddings": True}
+    assert [finding.key for finding in check(tmp_path, target=tied)] == ["mask_embedding.pt", "tie_word_embeddings"]
+    (tmp_path / "mask_embedding.pt").unlink()
+    assert errors(check(tmp_path))["mask_embedding.pt"].engines == ("vllm", "sglang")
 
 
 def test_gemma_is_a_warning_on_vllm(folder):

@@ -584,7 +584,10 @@ REFUSED = {
         zlab(architectures=["Qwen3DSparkModel"], markov_rank=0),
         "Qwen3DSparkModel with markov_rank=0 is a plain drafter in DSpark's layout: its blocks are anchor-first",
     ),
-    "DSpark, nested": (zlab(nested={"projector_type": "dspark"}), "dspark is a DSpark drafter.*Markov head.*anchor-first"),
+    "DSpark, nested": (
+        zlab(nested={"projector_type": "dspark"}),
+        "dspark is a DSpark drafter.*Markov head.*anchor-first",
+    ),
     "LiLiCorr": (zlab(nested={"projector_type": "lilicorr"}), "lilicorr is a LiLiCorr drafter.*lattice"),
     "LiLiCorrDraftModel": (zlab(architectures=["LiLiCorrDraftModel"]), "is a LiLiCorr drafter"),
     "shifted labels": (zlab(nested={"shift_label": True}), "shift_label=True: its blocks are anchor-first"),
