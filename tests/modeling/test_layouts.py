@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.layouts import LAYOUTS, MIXED, MUSE_FILE, SLIDING, renamed, speculators, write, zlab
+from support.layouts import FULL, LAYOUTS, MIXED, MUSE_FILE, SLIDING, renamed, speculators, write, zlab
 from support.pairs import make_target
 from support.reference import draft_hidden_states, draft_tokens
 from transformers import AutoConfig, AutoModel

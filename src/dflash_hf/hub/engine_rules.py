@@ -12,7 +12,7 @@ from pathlib import Path
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from .modeling.checkpoint_dflash import MASK_EMBEDDING
+from dflash_hf.modeling.checkpoint_dflash import MASK_EMBEDDING
 
 
 ENGINES = ("vllm", "sglang", "transformers")
