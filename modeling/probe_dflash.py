@@ -1,7 +1,6 @@
 """What a target can do, found out by trying it once on a few tokens, never from a list of names."""
 
 import inspect
-import threading
 import weakref
 from dataclasses import dataclass, field
 
@@ -24,7 +23,6 @@ KINDS = (SlotSession, ReplaySession, StepSession)
 EXACT, CLOSE = 1e-4, 1e-3
 
 _known: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
-_probing = threading.RLock()
 
 
 @dataclass
@@ -81,14 +79,13 @@ def facts_of(target) -> TargetFacts:
     A short prompt, a block with rejected tokens, a roll-back and a second block must give the logits, and leave the
     state, that decoding the kept tokens one by one gives. Tried with slots, with slots and replay of the recurrent
     layers, then with slots and steps through the recurrent layers. The target is watched in copies of its modules, so
-    that it may be in use meanwhile.
+    that it may be in use meanwhile; first calls at the same time find out the same.
     """
-    with _probing:
-        known = _known.setdefault(target, {})
-        key = (target.config._attn_implementation, target.dtype)
-        if key not in known:
-            known[key] = _found_out(target)
-        return known[key]
+    known = _known.setdefault(target, {})
+    key = (target.config._attn_implementation, target.dtype)
+    if key not in known:
+        known[key] = _found_out(target)
+    return known[key]
 
 
 def probe_rollback(target) -> type | None:
