@@ -59,8 +59,12 @@ LAYER_COUNTS = r"(num_)?(hidden|decoder|encoder|text)?_?layers?|n_layers?|num_(e
 OTHER_PARTS = r".*(vision|audio|image|vq|speech|encoder)"  # of a wrapper, besides its text model
 # Fields that some classes leave empty though their models need them.
 NEEDED = {"num_key_value_heads": 4, "head_dim": HEAD, "num_experts_per_tok": 2}
-# What rules cannot know: relations between the fields of one class.
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+# Models whose three axes stand in no field of the defaults.
+MROPE = {
+    "rope_parameters": {**PLAIN_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0},
+}
+# What rules cannot know: relations between the fields of one class.
 EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
 OVERRIDES: dict[str, dict] = {
     "bamba": {"attn_layer_indices": [1, 3]},
@@ -77,12 +81,18 @@ OVERRIDES: dict[str, dict] = {
     },
     "gemma4_text": {"global_head_dim": HEAD},
     "gemma4_unified_text": {"global_head_dim": HEAD},
+    "glm4v_moe_text": MROPE,
+    "glm4v_text": MROPE,
+    "glm_ocr_text": MROPE,
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"head_dim": 16},
     "ministral3": {
         "rope_parameters": {**PLAIN_ROPE, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16}
     },
+    "paddleocr_vl_text": MROPE,
+    "qwen2_5_vl_text": MROPE,
+    "qwen2_vl_text": MROPE,
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
