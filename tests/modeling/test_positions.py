@@ -52,3 +52,14 @@ def test_padded_rows_of_a_llama_that_hands_positions_on(model_class, oracle):
 def test_padded_rows_of_families_with_positions_of_their_own(model_type, oracle):
     """A text-only GIT widens the mask by columns of an image that is not there."""
     check_padded_rows(tiny_model(model_type), oracle)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_positions_that_a_target_moves_before_its_forward(rows, oracle):
+    """A PaliGemma counts from one: `prepare_inputs_for_generation` adds it to what `generate` made."""
+    target = tiny_model("paligemma", wrapper=True)
+    inputs, pads = prompts(rows)
+    options = {**inputs, "max_new_tokens": 40, "do_sample": False}
+    expected = target.generate(**options)
+    oracle(expected, pads, error_rate=0.15)
+    assert torch.equal(target.generate(**options, assistant_model=make_draft(target, 8)), expected)
