@@ -136,7 +136,7 @@ def prefilled(call: Call, target, draft, text: Continuation, input_ids, generati
         tap.consume = None
         cache = outputs.get(name, given)  # Phi-3 starts a new one where a long prompt takes other frequencies
         columns = filled_columns(target, cache, call.past, drafter.absorbed)
-        offset = first_positions(positions[-1], columns, padding, drafter.device, call.facts.counts_columns)
+        offset = first_positions(positions, columns, padding, drafter.device, call.facts.counts_columns)
         logits = outputs.logits[:, -1:].to(drafter.device, copy=True)  # of all others nothing stays
         prompt_states = None if text.hidden_states is None else outputs.hidden_states
         del outputs

@@ -180,7 +180,7 @@ def _empty_cache(target) -> DynamicCache:
 
 
 def _fed(target, tokens, mask, cache, count: int | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Logits, and positions, of a forward over the last `count` of `tokens` `[2, S]`, as in `generate`; default: all."""
+    """Logits and positions of a forward over the last `count` of `tokens` `[2, S]`, as in `generate`; default: all."""
     arguments = {cache_argument(target): cache, "use_cache": True}
     if bool(mask.all()):
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None, -(count or 0) :]
