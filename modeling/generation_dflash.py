@@ -127,15 +127,16 @@ def prefilled(call: Call, target, draft, text: Continuation, input_ids, generati
         if "logits_to_keep" in model_kwargs and getattr(target.config.get_text_config(), "num_kv_shared_layers", 0):
             # An index: told a number, Gemma 4 takes those tokens alone through the layers that share keys.
             model_kwargs["logits_to_keep"] = torch.tensor([-1])
-        padding, prompts = padding_of(model_kwargs.get("attention_mask"), call.rows), []
-        watch = own.register_forward_pre_hook(lambda _, args, kwargs: prompts.append(kwargs), with_kwargs=True)
+        padding, positions = padding_of(model_kwargs.get("attention_mask"), call.rows), []
+        watch = own.register_forward_pre_hook(
+            lambda _, args, kwargs: positions.append(kwargs.get("position_ids")), with_kwargs=True
+        )
         outputs = own._prefill(input_ids, generation_config, model_kwargs)
         watch.remove()
-        positions, tap.consume = prompts[-1].get("position_ids"), None
-        del prompts
+        tap.consume = None
         cache = outputs.get(name, given)  # Phi-3 starts a new one where a long prompt takes other frequencies
         columns = filled_columns(target, cache, call.past, drafter.absorbed)
-        offset = first_positions(positions, columns, padding, drafter.device, call.facts.counts_columns)
+        offset = first_positions(positions[-1], columns, padding, drafter.device, call.facts.counts_columns)
         logits = outputs.logits[:, -1:].to(drafter.device, copy=True)  # of all others nothing stays
         prompt_states = None if text.hidden_states is None else outputs.hidden_states
         del outputs
