@@ -216,7 +216,7 @@ def test_remote_code_imports_torch_transformers_and_its_own_folder(path):
     relative imports are found by a regular expression: only the form with one dot and one name survives it.
     """
     tree = tree_of(path)
-    assert third_party(absolute_imports(tree)) <= {"torch", "transformers"}
+    assert third_party(absolute_imports(tree)) <= {"torch", "transformers", "safetensors"}
     assert not any(name.partition(".")[0] == "dflash_hf" for name in absolute_imports(tree))
     for node in relative_imports(tree):
         where = f"{name_of(path)}:{node.lineno}"
