@@ -80,7 +80,7 @@ def _shape_of_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 # `_multiply` as an operator, for graphs: no compiler reads the layout, and what is packed may change behind a graph.
 _library = torch.library.Library("dflash_hf", "FRAGMENT")
 _library.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-_library.impl("packed_linear", _multiply, "CPU")
+_library.impl("packed_linear", _multiply, "CompositeExplicitAutograd")  # and if the layer is moved to a GPU
 _library.impl("packed_linear", _shape_of_product, "Meta")
 
 
@@ -142,7 +142,8 @@ class packed_weights:
     Args:
         models (`nn.Module`): Whose layers, such as a target and its drafter, or a target alone.
         tokens (`int`): Tokens of a forward for which the layout is chosen; others are multiplied too. Of 1, 8, 16 and
-            32, all but 1 are equally fast from 1 to 32 tokens (`README.md`).
+            32, all but 1 were equally fast for forwards over 1 to 32 tokens, within the noise; 1 was up to a third
+            slower.
 
     Attributes:
         layers (`list[nn.Linear]`): What was packed.
@@ -187,8 +188,10 @@ class packed_weights:
             for layer in self.layers:
                 held = _held.get(layer, {})
                 held.pop(self._key, None)
-                if not held and type(layer) is PackedLinear:  # and not what others have made of it meanwhile
-                    layer.__class__ = nn.Linear
+                if not held:
+                    _held.pop(layer, None)
+                    if type(layer) is PackedLinear:  # and not what others have made of it meanwhile
+                        layer.__class__ = nn.Linear
         self.layers = []
 
     def __enter__(self) -> "packed_weights":
