@@ -87,14 +87,14 @@ def _draw_speed(axes, report: EvalReport) -> None:
             f"{method.tokens_per_second:.0f}\n{method.speedup:.2f}x" + ("" if over is None else f"\n({over:.2f}x)"),
             ha="center",
             va="bottom",
-            fontsize=9 if len(names) <= 5 else 7.5,
+            fontsize=9 if len(names) <= 5 else 7.5 if over is None else 6.5,
         )
     labels = [LABELS.get(name, name) for name in names]
     if len(names) > 5:  # too many for words below one another
         axes.set_xticks(range(len(names)), labels, fontsize=7.5, rotation=40, ha="right", rotation_mode="anchor")
     else:
         axes.set_xticks(range(len(names)), [label.replace(" ", "\n") for label in labels], fontsize=8)
-    axes.set_ylim(0, max(max(method.runs) for method in report.methods.values()) * 1.25)
+    axes.set_ylim(0, max(max(method.runs) for method in report.methods.values()) * 1.3)
     axes.set_ylabel("tokens per second")
     title = f"Speed, median of {len(report.methods[DFLASH].runs)} runs (bars: slowest to fastest)"
     axes.set_title(title + ("\nin brackets: over the target alone, packed" if TARGET_PACKED in names else ""))
