@@ -460,6 +460,28 @@ def test_two_threads_that_pack(pair):
     assert are_plain(target, draft)
 
 
+@torch.no_grad()
+def test_nothing_is_packed_while_another_thread_compiles(products, fresh_compiler):
+    """Dynamo raised "Guard failed on the same frame", or guarded a plain graph as if the layer had been packed."""
+    layer, x = nn.Linear(16, 16), torch.randn(3, 16)
+    expected = layer(x)
+    threads = [threading.Thread(target=packed_weights, args=(layer,))]
+
+    def backend(graph, inputs):
+        if threads[0].ident is None:
+            threads[0].start()
+            threads[0].join(0.3)
+            assert threads[0].is_alive() and type(layer) is nn.Linear
+        return graph.forward
+
+    multiply = torch.compile(layer, backend=backend, fullgraph=True)
+    assert torch.equal(multiply(x), expected)
+    threads[0].join()
+    assert not products and type(layer) is PackedLinear
+    torch.testing.assert_close(multiply(x), expected)
+    assert products
+
+
 def test_leaving_within_a_compiled_call(pair, products, fresh_compiler):
     """Its graph, whose guards are not checked again, multiplies by the weights themselves from then on."""
     target, draft = pair

@@ -3,6 +3,8 @@ Weights packed for the processor: the linear layers of models multiply by copies
 tokens at a time, which it otherwise does anew in every forward. Nothing here knows of drafters.
 """
 
+import contextlib
+import sys
 import threading
 import weakref
 
@@ -23,7 +25,18 @@ SMALLEST = 1 << 17  # weights of a layer in fp32, below which asking oneDNN take
 _packs: "weakref.WeakValueDictionary[int, _Pack]" = weakref.WeakValueDictionary()
 # What keeps a `_Pack` alive: each layer that has the weight, for each call that has packed the layer.
 _held: "weakref.WeakKeyDictionary[nn.Linear, dict[object, _Pack]]" = weakref.WeakKeyDictionary()
-_lock = threading.RLock()  # of those who pack and restore; forwards take none
+_lock = threading.RLock()
+
+
+@contextlib.contextmanager
+def _alone():
+    """
+    No other thread packs, restores or compiles meanwhile; forwards go on. Dynamo reads the class of a layer once for a
+    graph and again for its guards: between the two it must not change.
+    """
+    dynamo = sys.modules.get("torch._dynamo.convert_frame")  # nobody compiles before it is imported
+    with getattr(dynamo, "compile_lock", contextlib.nullcontext()), _lock:
+        yield
 
 
 def _can_be_packed(weight: torch.Tensor) -> bool:
@@ -127,8 +140,8 @@ class packed_weights:
 
     The models compute the same, up to rounding; their parameters, state dicts, copies and pickles are as ever. The
     packed copies take as much memory as the weights. Layers that several calls have packed stay so until the last of
-    them is restored. Entering and leaving is safe while other threads decode; a graph that was compiled before is not
-    used after, and the other way round.
+    them is restored. Entering and leaving is safe while other threads decode, and waits while they compile; a graph
+    that was compiled before is not used after, and the other way round.
 
     Every forward looks whether the weight is the one that was packed, and packs again after a change in place
     (optimizer steps, `load_state_dict`), `.to(dtype)` or other `.data`. What cannot be packed is multiplied as ever: a
@@ -168,7 +181,7 @@ class packed_weights:
                 f"No linear layer of {', '.join(type(model).__name__ for model in models)} can be packed."
             )
         try:
-            with _lock:
+            with _alone():
                 for layer in self.layers:
                     pack = _packs.get(id(layer.weight))
                     if pack is None:
@@ -184,7 +197,7 @@ class packed_weights:
 
     def restore(self) -> None:
         """Make plain layers of those that no other call has packed. May be called again."""
-        with _lock:
+        with _alone():
             for layer in self.layers:
                 held = _held.get(layer, {})
                 held.pop(self._key, None)
