@@ -24,6 +24,7 @@ _LAZY = {
     "DFlashCollator": ".data.examples",
     "make_example": ".data.examples",
     "generate_responses": ".target",
+    "packed_weights": ".packed_linear",
     "DFlashTrainer": ".training.trainer",
     "DFlashOfflineTrainer": ".training.offline",
     "StoredFeatures": ".training.features",
