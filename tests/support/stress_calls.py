@@ -176,11 +176,7 @@ class Pair:
 
 def packed(pair: Pair):
     """A context in which the layers of a pair are packed."""
-    if hasattr(dflash_hf, "packed_weights"):
-        return dflash_hf.packed_weights(*pair.models)
-    for draft in pair.drafts.values():
-        draft.decoding_config.pack_weights = True
-    return contextlib.nullcontext()
+    return dflash_hf.packed_weights(*pair.models)
 
 
 def shape_of(*models) -> list[tuple]:
