@@ -160,7 +160,7 @@ class HostView:
         return max(self.lengths)
 
     @property
-    def reach(self) -> int:
+    def longest_possible(self) -> int:
         """What `longest` is at most, pending rounds included."""
         return self.longest + sum(size for _, _, size in self.pending)
 
@@ -226,7 +226,7 @@ class Continuation:
         self.host = HostView(rows)
         self.done = False
         self.step_by_step = (
-            any(listed is not None for listed in (self.scores, self.raw_logits, self.hidden_states))
+            any(asked is not None for asked in (self.scores, self.raw_logits, self.hidden_states))
             # One row is sampled token by token, so that a seed gives the text that it gives without a drafter.
             or (rows == 1 and self.do_sample)
             or generators is not None
@@ -244,9 +244,9 @@ class Continuation:
         return self.host.longest
 
     @property
-    def reach(self) -> int:
+    def longest_possible(self) -> int:
         """What `longest` is at most, with the blocks that the host has not looked at."""
-        return min(self.host.reach, self.max_new)
+        return min(self.host.longest_possible, self.max_new)
 
     @property
     def tokens_left(self) -> int:
@@ -273,7 +273,7 @@ class Continuation:
         Args:
             draft (`Draft`, *optional*): `[R, n]` tokens; `None` after the prompt.
             logits (`torch.Tensor`): `[R, n, V]`, the target's after each of them.
-            hidden_states (`tuple[torch.Tensor]`, *optional*): `[R, n, H]` of each layer, where they are listed.
+            hidden_states (`tuple[torch.Tensor]`, *optional*): `[R, n, H]` of each layer, where they are asked for.
         """
         logits = logits.to(device=self.device)
         if self.step_by_step:
@@ -291,7 +291,7 @@ class Continuation:
         self.left = self.left - counts
         self.host.pending.append((counts, self.unfinished, size))
         # Near the end of the text a block too many would cost more than a look.
-        if len(self.host.pending) < self.look_ahead and self.reach + size <= self.max_new:
+        if len(self.host.pending) < self.look_ahead and self.longest_possible + size <= self.max_new:
             return
         self.host.sync()
         self.done = not any(self.host.alive)
@@ -306,7 +306,7 @@ class Continuation:
 
     def _reserve(self, size: int) -> None:
         """Room for `size` more tokens: a block is written whole, and the next one over what was rejected of it."""
-        needed = self.prompt_length + self.reach + size
+        needed = self.prompt_length + self.longest_possible + size
         if needed > self.buffer.shape[1]:
             more = max(needed, self.buffer.shape[1] * 3 // 2) - self.buffer.shape[1]
             with torch.inference_mode(False):

@@ -93,8 +93,8 @@ def what_is_asked(target, draft, input_ids, generation_config, model_kwargs, syn
         raise ValueError(f"decoding_config.generators cannot be followed: {reason}; set it to None to decode plainly.")
 
     free = facts is not None and facts.session_class is not None and facts.session_class.rollback_is_free
-    listed = generation_config.return_dict_in_generate and generation_config.output_hidden_states
-    compilable = free and not listed and generators is None and is_compilable(target)
+    listing = generation_config.return_dict_in_generate and generation_config.output_hidden_states
+    compilable = free and not listing and generators is None and is_compilable(target)
     asked = generation_config.num_assistant_tokens
     limit = draft.config.block_size if asked in (None, _DEFAULT_ASSISTANT_TOKENS) else max(int(asked), 0) + 1
     return Call(

@@ -49,7 +49,7 @@ class Verified(NamedTuple):
     draft: Draft
     logits: torch.Tensor  # [R, n, V]
     features: torch.Tensor  # [R, n, L * H]
-    hidden_states: tuple | None  # [R, n, H] of each layer, where they are listed
+    hidden_states: tuple | None  # [R, n, H] of each layer, where they are asked for
 
 
 @dataclass
@@ -59,23 +59,23 @@ class Pair:
     drafter: DFlashCandidateGenerator
     session: SlotSession
     tap: FeatureTap
-    text: Continuation
+    continuation: Continuation
     columns: int  # of the prompt, padding included
     cache: Cache | None = None  # the caller's, once the call has ended
 
     def reserve(self, breadth: int) -> None:
         """Make room in both caches for a round that writes so many tokens."""
         for cache in (self.drafter.cache, self.session.cache):
-            cache.reserve(self.columns + self.text.reach + breadth)
+            cache.reserve(self.columns + self.continuation.longest_possible + breadth)
 
 
 def draft_and_verify(pair: Pair, start: torch.LongTensor, context: Context, size: int) -> Verified:
     """The two forwards of [`one_round`]."""
-    drafter, session, tap, text = pair.drafter, pair.session, pair.tap, pair.text
-    draft = text.padded(drafter.propose(text.last, start, *context).prefix(size))
+    drafter, session, tap, continuation = pair.drafter, pair.session, pair.tap, pair.continuation
+    draft = continuation.padded(drafter.propose(continuation.last, start, *context).prefix(size))
     output = session.verify(draft, start)
-    listed = None if text.hidden_states is None else output.hidden_states
-    return Verified(draft, output.logits, tap.take(), listed)
+    hidden_states = None if continuation.hidden_states is None else output.hidden_states
+    return Verified(draft, output.logits, tap.take(), hidden_states)
 
 
 def one_round(pair: Pair, start: torch.LongTensor, context: Context, size: int, verified=draft_and_verify):
@@ -95,14 +95,14 @@ def one_round(pair: Pair, start: torch.LongTensor, context: Context, size: int, 
     # 2. Draft a block for each row, and 3. verify it with one forward of the target.
     draft, logits, features, hidden_states = verified(pair, start, context, size)
     # 4. Accept what the target agrees with, and its own next token.
-    verdict = pair.text.judge(draft, logits, hidden_states)
+    verdict = pair.continuation.judge(draft, logits, hidden_states)
     # 5. Commit: the accepted tokens stay, everything after them will be written over.
     pair.session.commit(start, verdict)
     return verdict, Context(verdict.along(features), start)
 
 
 @contextmanager
-def prefilled(call: Call, target, draft, text: Continuation, input_ids, generation_config, model_kwargs):
+def prefilled(call: Call, target, draft, continuation: Continuation, input_ids, generation_config, model_kwargs):
     """
     Run the prompt through a target of this call's own, and open on what it leaves behind what the rounds need.
 
@@ -138,7 +138,7 @@ def prefilled(call: Call, target, draft, text: Continuation, input_ids, generati
         columns = filled_columns(target, cache, call.past, drafter.absorbed)
         offset = first_positions(positions[-1], columns, padding, drafter.device, call.facts.counts_columns)
         logits = outputs.logits[:, -1:].to(drafter.device, copy=True)  # of all others nothing stays
-        prompt_states = None if text.hidden_states is None else outputs.hidden_states
+        prompt_states = None if continuation.hidden_states is None else outputs.hidden_states
         del outputs
 
         room = (
@@ -148,30 +148,30 @@ def prefilled(call: Call, target, draft, text: Continuation, input_ids, generati
         extra = extra_arguments(target, generation_config, model_kwargs)
         session = call.facts.open_session(own, cache, padding, room, offset, extra, pools[1])
         session.last_slot = torch.tensor(columns + call.max_new - 1, device=drafter.device)
-        if call.tree_nodes and call.block_size > 1 and (call.rows == 1 or not text.step_by_step):
+        if call.tree_nodes and call.block_size > 1 and (call.rows == 1 or not continuation.step_by_step):
             drafter.plan_trees(call.tree_nodes, call.block_size - 1)
-        pair = Pair(drafter, session, tap, text, columns)
+        pair = Pair(drafter, session, tap, continuation, columns)
         keep_cache = generation_config.return_dict_in_generate or getattr(given, "_is_user_defined", False)
         try:
-            text.commit(text.judge(None, logits, prompt_states))
+            continuation.commit(continuation.judge(None, logits, prompt_states))
             start = torch.tensor([columns - pad for pad in padding], device=drafter.device)
             yield pair, start, _runner(call, target, pair)
         finally:
             if keep_cache:  # whole again for the caller, also after an interruption
-                pair.cache = session.close(columns + max(text.longest - 1, 0))
+                pair.cache = session.close(columns + max(continuation.longest - 1, 0))
             for holder in (drafter.cache, session):
                 holder.clear()
 
 
 def _runner(call: Call, target, pair: Pair):
     """[`one_round`], or where its acceptance takes more than tensors its two forwards, in the cheapest form."""
-    piece = one_round if pair.text.by_tensors else draft_and_verify
+    piece = one_round if pair.continuation.by_tensors else draft_and_verify
     # The cheapest dispatch; but what inference mode leaves in a cache would be read-only.
     run = torch.inference_mode()(piece) if pair.session.rollback_is_free else piece
     if call.compile:
         how = None if call.compile is True else call.compile
         run = CompiledRound(piece, run, target, how, (pair.drafter.cache, pair.session.cache))
-    return run if pair.text.by_tensors else functools.partial(one_round, verified=run)
+    return run if pair.continuation.by_tensors else functools.partial(one_round, verified=run)
 
 
 @torch.no_grad()
@@ -208,29 +208,30 @@ def decode(
             return output
         return DFlashGenerateOutput(**output, acceptance_lengths=[[] for _ in input_ids])
 
-    text = Continuation(input_ids, *asked, streamer, call.block_size, call.look_ahead, call.generators)
+    continuation = Continuation(input_ids, *asked, streamer, call.block_size, call.look_ahead, call.generators)
     # 1. Prefill by the target's own path; the features of the prompt become the drafter's context on the way.
-    with prefilled(call, target, draft, text, input_ids, generation_config, model_kwargs) as (pair, start, run):
+    prompt = (input_ids, generation_config, model_kwargs)
+    with prefilled(call, target, draft, continuation, *prompt) as (pair, start, run):
         context = Context(*pair.drafter.no_features(start, call.block_size))
-        whole = call.compile or text.look_ahead > 1  # every block has one shape, also at the end of the text
-        while not text.done:
+        whole = call.compile or continuation.look_ahead > 1  # every block has one shape, also at the end of the text
+        while not continuation.done:
             pair.reserve(max(draft.config.block_size, call.tree_nodes + 1))
-            size = call.block_size if whole else min(call.block_size, text.tokens_left)
+            size = call.block_size if whole else min(call.block_size, continuation.tokens_left)
             verdict, context = run(pair, start, context, size)
-            text.commit(verdict)
+            continuation.commit(verdict)
             start = start + verdict.counts
             if not whole:
-                context = context._replace(features=context.features[:, : max(text.host.committed)])
+                context = context._replace(features=context.features[:, : max(continuation.host.committed)])
 
     if streamer is not None:
         streamer.end()
     if not generation_config.return_dict_in_generate:
-        return text.sequences
+        return continuation.sequences
     return DFlashGenerateOutput(
-        sequences=text.sequences,
-        scores=text.scores,
-        logits=text.raw_logits,
-        hidden_states=text.hidden_states,
+        sequences=continuation.sequences,
+        scores=continuation.scores,
+        logits=continuation.raw_logits,
+        hidden_states=continuation.hidden_states,
         past_key_values=pair.cache,
-        acceptance_lengths=text.host.acceptance_lengths,
+        acceptance_lengths=continuation.host.acceptance_lengths,
     )

@@ -1,6 +1,6 @@
 """
 Draft trees (DDTree, arXiv 2604.12989): of all paths through the likely tokens of each slot the likeliest are verified
-in one forward. What the target says after each node decides which way is taken, so the text is the target's own.
+in one forward. What the target says after each node decides which path is accepted, so the text is the target's own.
 """
 
 import functools
@@ -117,14 +117,14 @@ class DraftTree(NamedTuple):
 
     def walk(self, tokens: torch.LongTensor, depth: int) -> tuple[torch.LongTensor, torch.LongTensor]:
         """
-        The way that the target takes.
+        The path that the target accepts.
 
         Args:
             tokens (`torch.LongTensor`): `[R, n + 1]`, its own token after each node.
             depth (`int`): Slots of a path at most, `D`.
 
         Returns:
-            The nodes on the way, `[R, D + 1]`, the anchor first and zeros past the end, and how many they are, `[R]`.
+            The nodes on the path, `[R, D + 1]`, the anchor first and zeros past the end, and how many they are, `[R]`.
         """
         agrees = self.tokens == tokens.gather(1, self.parents)  # [R, n + 1]
         agrees[:, 0] = True
@@ -132,8 +132,8 @@ class DraftTree(NamedTuple):
         # Siblings differ, so that at each depth one node is reached at most; the others go past the end.
         places = torch.where(reached, self.depths, depth + 1)
         nodes = torch.arange(tokens.shape[1], device=tokens.device).expand_as(places)
-        way = torch.zeros(len(tokens), depth + 2, dtype=torch.long, device=tokens.device).scatter_(1, places, nodes)
-        return way[:, : depth + 1], reached.sum(dim=1)
+        path = torch.zeros(len(tokens), depth + 2, dtype=torch.long, device=tokens.device).scatter_(1, places, nodes)
+        return path[:, : depth + 1], reached.sum(dim=1)
 
     def child(self, node: int, token: int) -> int | None:
         """In the first row, the child of a node that holds a token."""
