@@ -30,8 +30,8 @@ def test_no_family_is_wrong_and_none_ends_in_an_error():
 
 
 def test_families_of_three_ways_of_rolling_back():
-    """With a wrapper for images, and with layers that are not in the decoder."""
-    names = [("qwen3_5_text", False), ("falcon_mamba", False), ("modernbert-decoder", False), ("llava", True)]
+    """With a wrapper for images whose positions begin at 1, and with layers that are not in the decoder."""
+    names = [("qwen3_5_text", False), ("falcon_mamba", False), ("modernbert-decoder", False), ("paligemma", True)]
     outcomes = examine_all(names)
     assert [outcome.verdict for outcome in outcomes] == ["right"] * 4, failures(outcomes)
     assert {outcome.detail for outcome in outcomes} == {
@@ -48,3 +48,11 @@ def test_tiny_models_keep_what_their_family_is_known_for():
         config = tiny_config(model_type)
         assert config.num_hidden_layers == 4 and config.hidden_size == 32 and config.vocab_size == 96
         assert kinds <= set(config.layer_types) or model_type == "bamba"
+
+
+def test_layers_that_are_skipped_or_read_by_nobody_mean_plain_decoding():
+    """Mllama skips cross-attention layers over text, HRM-Text runs two stacks in cycles, Gemma 3n hands on four."""
+    outcomes = examine_all([("mllama", False), ("hrm_text", False), ("gemma3n_text", False)])
+    assert [outcome.verdict for outcome in outcomes] == ["plain"] * 3, outcomes
+    said = [outcome.detail for outcome in outcomes]
+    assert "skips decoder layer 3" in said[0] and "stand in no list" in said[1] and "shape (4," in said[2]
