@@ -1,6 +1,7 @@
 """The frozen target in training: features, labels, responses, and whether a drafter fits it."""
 
 import copy
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,28 @@ class TargetOutput:
 def freeze(target: PreTrainedModel) -> PreTrainedModel:
     """Put a target in evaluation mode and take the gradient from all of its parameters; returns it."""
     return target.requires_grad_(False).eval()
+
+
+def digest_of_target(target) -> dict[str, str]:
+    """
+    Digests of a target's `ends` (embedding and head) and of its `layers`: names, shapes and 64 values of every
+    parameter, rounded to bf16, so that the dtype of loading does not matter. A part on the meta device has none.
+    """
+    ends = {id(target.get_input_embeddings().weight), *map(id, target.get_output_embeddings().parameters())}
+    parts: dict[str, list] = {"ends": [], "layers": []}
+    for name, parameter in target.named_parameters():
+        parts["ends" if id(parameter) in ends else "layers"].append((name, parameter))
+    digests = {}
+    for part, parameters in parts.items():
+        if any(parameter.is_meta for _, parameter in parameters):
+            continue
+        digest = hashlib.sha256()
+        for name, parameter in parameters:
+            flat = parameter.detach().reshape(-1)
+            values = flat[:: max(1, len(flat) // 64)][:64].to("cpu", torch.bfloat16)
+            digest.update(f"{name}{tuple(parameter.shape)}{values.tolist()}".encode())
+        digests[part] = digest.hexdigest()[:16]
+    return digests
 
 
 def check_fit(draft_config, target: PreTrainedModel) -> None:

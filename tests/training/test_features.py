@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
+from dflash_hf.files import locked
+from dflash_hf.target import digest_of_target
 from dflash_hf.training import features
 from dflash_hf.training.features import StoredFeatures, describe, drop_layers, store_features
 from dflash_hf.training.offline import DFlashOfflineTrainer
@@ -120,6 +122,16 @@ def test_an_interrupted_run_goes_on_after_its_last_shard(target, tmp_path, monke
     assert not list(folder.glob(".*"))
 
 
+def test_two_runs_do_not_store_into_one_folder(target, tmp_path):
+    """Each wrote shards under the names of the other's, and the manifest of whoever was last told of its own."""
+    folder = tmp_path / "features"
+    with locked(folder):
+        with pytest.raises(ValueError, match="features is being written by another process; wait for it, or end it"):
+            store(target, counting_rows(6), folder)
+    store(target, counting_rows(6), folder)
+    assert len(StoredFeatures(folder)) == 6 and not list(folder.glob(".*"))
+
+
 def test_a_full_disk_is_known_before_anything_is_computed(target, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(features.shutil, "disk_usage", lambda path: usage._replace(free=50_000))
@@ -153,7 +165,7 @@ def test_missing_damaged_and_unfinished_shards_are_named(stored, tmp_path):
 
 def test_a_shard_is_hashed_once(stored, monkeypatch):
     StoredFeatures(stored)
-    monkeypatch.setattr(features, "_digest_of_file", lambda path: pytest.fail(f"read {path} again"))
+    monkeypatch.setattr(features, "digest_of_file", lambda path: pytest.fail(f"read {path} again"))
     StoredFeatures(stored)
 
 
@@ -191,11 +203,11 @@ def test_a_digest_tells_targets_apart_but_not_dtypes():
     tuned = make_target()
     with torch.no_grad():
         tuned.model.layers[1].mlp.up_proj.weight.mul_(1.05)
-    digest = features.digest_of_target(one)
-    assert features.digest_of_target(same) == digest == features.digest_of_target(half)
-    changed = features.digest_of_target(tuned)
+    digest = digest_of_target(one)
+    assert digest_of_target(same) == digest == digest_of_target(half)
+    changed = digest_of_target(tuned)
     assert changed["ends"] == digest["ends"] and changed["layers"] != digest["layers"]
-    assert set(features.digest_of_target(drop_layers(tuned, torch.device("cpu")))) == {"ends"}
+    assert set(digest_of_target(drop_layers(tuned, torch.device("cpu")))) == {"ends"}
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):

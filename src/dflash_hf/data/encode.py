@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from dflash_hf.files import digest_of
+
 
 COLUMNS = "`messages`, `prompt` and `completion`, or `input_ids` with `loss_mask` or `labels`"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -204,6 +206,13 @@ class RowEncoder:
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def digests_of_tokenizer(tokenizer) -> dict[str, str]:
+    """Digests of a tokenizer's chat `template` and of its vocabulary (`tokenizer`); of none, those of nothing."""
+    template = "" if tokenizer is None else str(tokenizer.chat_template or "")
+    vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
+    return {"template": digest_of(template), "tokenizer": digest_of(vocabulary)}
 
 
 def _mask_of_ids(row: Mapping) -> list[int]:

@@ -14,6 +14,7 @@ from dflash_hf.data.encode import RowEncoder, UnusableRow
 from dflash_hf.data.examples import pack
 from dflash_hf.data.response_file import SETTINGS
 from dflash_hf.data.sources import load_rows
+from dflash_hf.files import atomic
 from dflash_hf.terminal import add_color, positive, wants_color
 
 
@@ -249,9 +250,8 @@ def run(arguments, echo) -> int:
     for line in report.lines():
         echo(line)
     if output is not None:
-        half = output.with_name(f".{output.name}.half")
-        (dataset.to_parquet if output.suffix == ".parquet" else dataset.to_json)(str(half))
-        half.replace(output)
+        with atomic(output) as half:
+            (dataset.to_parquet if output.suffix == ".parquet" else dataset.to_json)(str(half))
         echo(f"written           {output}")
     return 0
 

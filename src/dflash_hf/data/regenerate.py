@@ -10,8 +10,9 @@ from transformers.utils import logging
 from dflash_hf.data.chat_client import ChatClient, RequestRefused, in_parallel
 from dflash_hf.data.encode import RowEncoder, UnusableRow
 from dflash_hf.data.prepare import add_data_arguments, load_tokenizer, template_arguments
-from dflash_hf.data.response_file import ResponseFile, digest
+from dflash_hf.data.response_file import ResponseFile
 from dflash_hf.data.sources import load_rows
+from dflash_hf.files import digest_of
 from dflash_hf.terminal import positive
 
 
@@ -181,7 +182,7 @@ def run(arguments, echo) -> int:
         if output.repaired:
             echo(f"cut off a half-written line of {output.repaired} bytes at the end of {arguments.output}")
         for index, before in output.finished.items():
-            if index in prompts and digest(prompts[index][0]) != before:
+            if index in prompts and digest_of(prompts[index][0]) != before:
                 raise ValueError(
                     f"Row {index} of {arguments.output} answers another prompt than row {index} of {arguments.data}: "
                     "the data has changed; choose another output."

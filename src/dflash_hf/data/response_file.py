@@ -1,9 +1,10 @@
 """A JSON Lines file of responses that grows by whole lines and survives a kill at any moment."""
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
+
+from dflash_hf.files import digest_of, lock, write_json
 
 
 SETTINGS = ".settings.json"  # added to the file's name
@@ -43,29 +44,19 @@ class ResponseFile:
                     )
         path.parent.mkdir(parents=True, exist_ok=True)
         self.file = path.open("ab+")
-        self._lock()
+        try:
+            lock(self.file, path)
+        except ValueError:
+            self.file.close()
+            raise
         self._read()
-        half = notes.with_name(f".{notes.name}.half")
-        half.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
-        half.replace(notes)
+        write_json(notes, settings)
 
     def __enter__(self):
         return self
 
     def __exit__(self, *exc):
         self.file.close()
-
-    def _lock(self) -> None:
-        """Two processes would write every response twice; the lock ends with its process, however that ends."""
-        try:
-            import fcntl
-        except ImportError:  # Windows
-            return
-        try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self.file.close()
-            raise ValueError(f"{self.path} is being written by another process; wait for it, or end it.") from error
 
     def _read(self) -> None:
         self.file.seek(0)
@@ -75,7 +66,7 @@ class ResponseFile:
                 break
             try:
                 row = json.loads(line)
-                self.finished[row["row"]] = digest(prompt_in(row))
+                self.finished[row["row"]] = digest_of(prompt_in(row))
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
                     f"Line {number} of {self.path} is not a response with its `row` ({error!r}); remove that line, or "
@@ -92,14 +83,9 @@ class ResponseFile:
         self.file.write(b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows))
         self.file.flush()
         for row in rows:
-            self.finished[row["row"]] = digest(prompt_in(row))
+            self.finished[row["row"]] = digest_of(prompt_in(row))
 
 
 def prompt_in(row: Mapping) -> str | list[dict]:
     """What a response answers."""
     return row["prompt"] if "prompt" in row else row["messages"][:-1]
-
-
-def digest(prompt: str | list[dict]) -> str:
-    """Tells prompts apart."""
-    return hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).hexdigest()[:16]

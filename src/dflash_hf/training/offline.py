@@ -14,8 +14,9 @@ from dflash_hf.data.prepare import (
     template_arguments,
 )
 from dflash_hf.data.sources import load_rows
+from dflash_hf.target import digest_of_target
 from dflash_hf.terminal import positive
-from dflash_hf.training.features import DTYPES, StoredFeatures, describe, digest_of_target, store_features
+from dflash_hf.training.features import DTYPES, StoredFeatures, describe, store_features
 from dflash_hf.training.trainer import DFlashTrainer
 
 
