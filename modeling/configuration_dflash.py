@@ -15,7 +15,7 @@ from .checks_dflash import (
     check_sizes,
     check_tokens,
 )
-from .layouts_dflash import canonical_config, default_target_layer_ids
+from .layouts_dflash import canonical_config, default_target_layer_ids, fitting_target_layer_ids
 
 
 # Keys that some publishers nest in `dflash_config` and others keep at the top level. Nested wins, as in the engines.
@@ -194,7 +194,8 @@ class DFlashDraftConfig(PreTrainedConfig):
             mask_token_id (`int`): An id inside the target's embedding that its text never uses.
             num_hidden_layers (`int`): Draft layers.
             block_size (`int`): Tokens of a block, anchor included.
-            kwargs: Any other field of the configuration, e.g. `target_layer_ids`.
+            kwargs: Any other field of the configuration, e.g. `target_layer_ids`. Default of these: the paper's rule,
+                for as many layers of the target as the drafter has, or as fit.
         """
         text = target_config.get_text_config()
         rope = copy.deepcopy(getattr(text, "rope_parameters", None)) or {}
@@ -226,6 +227,8 @@ class DFlashDraftConfig(PreTrainedConfig):
             "eos_token_id": text.eos_token_id,
             "pad_token_id": text.pad_token_id,
         }
+        if kwargs.get("target_layer_ids") is None:
+            kwargs["target_layer_ids"] = fitting_target_layer_ids(text.num_hidden_layers, num_hidden_layers)
         return cls(**{**fields, **kwargs})
 
     @classmethod
