@@ -48,6 +48,15 @@ def digest_of_file(path: Path) -> str:
     return digest.hexdigest()
 
 
+def differences(before: dict, now: dict) -> list[str]:
+    """What has one value in `before` and another in `now`, in words; a name that only one of them has is no matter."""
+    return [
+        f"{name}={before[name]!r}, not {value!r}"
+        for name, value in now.items()
+        if name in before and before[name] != value
+    ]
+
+
 def lock(file, path: Path) -> None:
     """
     Lock an open file for as long as it is open; the lock also ends with its process, however that ends.

@@ -185,7 +185,11 @@ def test_other_features_are_not_mixed_with_them(what, target, stored):
 def test_features_of_something_else_are_refused_in_training(target, stored, tmp_path):
     dataset = StoredFeatures(stored)
     for draft, other, message in (
-        (make_draft(target, target_layer_ids=[0, 1, 3]), target, r"holds layer_ids=\[0, 2, 3\], but the drafter"),
+        (
+            make_draft(target, target_layer_ids=[0, 1, 3]),
+            target,
+            r"holds target_layer_ids=\[0, 2, 3\], but the ",
+        ),
         (make_draft(target), make_target(seed=5), "holds features of some/target with weights.ends="),
         (make_draft(target, dflash_config={"chat_template_kwargs": {"a": 1}}), target, "chat_template_kwargs={}, not"),
     ):
@@ -223,7 +227,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
         return code, printed.out, printed.err.strip().splitlines()[-1]
 
     output = str(tmp_path / "features")
-    code, out, error = run("--output", output, "--layer-ids", "0", "2", "--shard-size", "1e-5")
+    code, out, error = run("--output", output, "--target-layer-ids", "0", "2", "--shard-size", "1e-5")
     assert code == 0, error
     assert "8 examples, " in out and " are free in " in out and "8 examples in 2 shards are in" in out
     dataset = StoredFeatures(output)
@@ -234,16 +238,16 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert code == 0 and "8 examples in 2 shards" in out  # nothing is left to do
     notes = tmp_path / "a.jsonl.settings.json"
     notes.write_text(json.dumps({"chat_template_kwargs": {"enable_thinking": False}}), encoding="utf-8")
-    code, _, error = run("--output", str(tmp_path / "other"), "--layer-ids", "0", "2", "--template-args", "{}")
+    code, _, error = run("--output", str(tmp_path / "other"), "--target-layer-ids", "0", "2", "--template-args", "{}")
     assert code == 1 and "was made with chat_template_kwargs={'enable_thinking': False}, not {}" in error
-    assert run("--output", str(tmp_path / "other"), "--layer-ids", "0", "2")[0] == 0
+    assert run("--output", str(tmp_path / "other"), "--target-layer-ids", "0", "2")[0] == 0
     assert StoredFeatures(tmp_path / "other").manifest.chat_template_kwargs == {"enable_thinking": False}
     notes.unlink()
     for options, message in (
-        (("--layer-ids", "0", "4"), "--layer-ids [0, 4] must be distinct layers of the target's 0 to 3"),
-        (("--layer-ids", "0", "1"), "was stored with layer_ids=[0, 2], not [0, 1]"),
+        (("--target-layer-ids", "0", "4"), "--target-layer-ids [0, 4] must be distinct layers of the target's 0 to 3"),
+        (("--target-layer-ids", "0", "1"), "was stored with layer_ids=[0, 2], not [0, 1]"),
         (("--shard-size", "0"), "--shard-size 0.0 must be positive"),
-        ((), "are not distinct layers"),
+        ((), "was stored with layer_ids=[0, 2], not [2]; width=64, not 32"),
     ):
         code, _, error = run("--output", output, *options)
         assert code == 1 and message in error and error.startswith("dflash features: ")

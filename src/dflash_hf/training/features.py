@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from dflash_hf.data.encode import digests_of_tokenizer
 from dflash_hf.data.examples import DFlashCollator
-from dflash_hf.files import atomic, digest_of_file, locked, write_json
+from dflash_hf.files import atomic, differences, digest_of_file, locked, write_json
 from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.target import digest_of_target, target_features
 
@@ -92,12 +92,12 @@ class FeatureManifest:
     def check_same(self, other: "FeatureManifest", folder: Path, remedy: str) -> None:
         """
         Raises:
-            `ValueError`: names the first thing in which the two differ.
+            `ValueError`: names everything in which the two differ. Where the target was found does not count.
         """
-        for name, stored in asdict(self).items():
-            wanted = getattr(other, name)
-            if name != "shards" and stored != wanted:
-                raise ValueError(f"{folder} was stored with {name}={stored!r}, not {wanted!r}; {remedy}.")
+        where = {"shards", "target", "revision"}
+        wanted = {name: value for name, value in asdict(other).items() if name not in where}
+        if others := differences(asdict(self), wanted):
+            raise ValueError(f"{folder} was stored with {'; '.join(others)}; {remedy}.")
 
 
 def drop_layers(target, device: torch.device):

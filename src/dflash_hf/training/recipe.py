@@ -34,7 +34,7 @@ class RecipeArguments:
     draft: str | None = _key("Folder or Hub name of a drafter to go on from; default: a fresh one.")
     num_draft_layers: int = _key("Layers of a fresh drafter.", 5)
     block_size: int = _key("Tokens of a block of a fresh drafter, the anchor included.", 16)
-    target_layer_ids: list[int] | None = _key("Target layers that a fresh drafter reads; default: the paper's rule.")
+    target_layer_ids: list[int] | None = _key("Target layers of a fresh drafter; default: of features, or the paper.")
     mask_token_id: int | None = _key("Default: the drafter's, or the target's first spare embedding row.")
     draft_config: dict = _key("Further fields of a fresh drafter's configuration.", {})
     peft_config: dict | None = _key("Train an adapter on the drafter, such as {peft_type: LORA, r: 16}.")

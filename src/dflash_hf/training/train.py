@@ -4,6 +4,7 @@ import argparse
 import shutil
 from pathlib import Path
 
+from dflash_hf.terminal import note
 from dflash_hf.training.recipe import RecipeArguments, key_lines, read_recipe
 
 
@@ -76,7 +77,7 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None):
     set_seed(args.seed)
     encoder = _encoder(recipe)
     target = _load_target(recipe, args)
-    draft = _make_draft(recipe, target, encoder)
+    draft = _make_draft(recipe, target, encoder, note if args.process_index == 0 else lambda line: None)
 
     # 3. Data, encoded by one process for all.
     with args.main_process_first(desc="data"):
@@ -147,16 +148,17 @@ def _load_target(recipe: RecipeArguments, args):
     return drop_layers(target, args.device) if recipe.features else target
 
 
-def _make_draft(recipe: RecipeArguments, target, encoder):
+def _make_draft(recipe: RecipeArguments, target, encoder, say):
     """A fresh drafter, or the one to go on from; its configuration keeps the arguments of the chat template."""
     import torch
 
-    from dflash_hf.data.prepare import resolve_template_kwargs
+    from dflash_hf.data.prompts import template_kwargs
     from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
     from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
     from dflash_hf.target import spare_token_id
     from dflash_hf.training.features import FeatureManifest
 
+    stored = FeatureManifest.load(Path(recipe.features)) if recipe.features else None
     if recipe.draft:
         draft = DFlashDraftModel.from_pretrained(recipe.draft, dtype=torch.float32)
         config = draft.config
@@ -175,16 +177,14 @@ def _make_draft(recipe: RecipeArguments, target, encoder):
                 "that its text never uses, such as a reserved token."
             )
         fields = {**recipe.draft_config}
-        if recipe.target_layer_ids:
-            fields["target_layer_ids"] = recipe.target_layer_ids
+        if recipe.target_layer_ids or stored:
+            fields["target_layer_ids"] = recipe.target_layer_ids or stored.layer_ids
         layers, block = recipe.num_draft_layers, recipe.block_size
         config = DFlashDraftConfig.for_target(target.config, mask_token_id, layers, block, **fields)
         draft = DFlashDraftModel(config)
     known = config.dflash_config.get("chat_template_kwargs")
-    stored = {}
-    if recipe.features:
-        stored[recipe.features] = FeatureManifest.load(Path(recipe.features)).chat_template_kwargs
-    kwargs = resolve_template_kwargs(recipe.chat_template_kwargs, recipe.data, stored, known)
+    made_with = {recipe.features: stored.chat_template_kwargs} if stored else {}
+    kwargs = template_kwargs(recipe.chat_template_kwargs, recipe.data, made_with, config, say)
     encoder.chat_template_kwargs = kwargs
     encoder.mask_token_id = config.mask_token_id
     encoder.vocab_size = target.get_input_embeddings().weight.shape[0]
