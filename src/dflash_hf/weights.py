@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from torch.distributed.tensor import DTensor
 
 from dflash_hf.modeling.checkpoint_dflash import checkpoint_files
 
@@ -36,6 +37,7 @@ def check_finite_weights(folder: str | Path) -> None:
 
 
 def is_finite(tensors) -> bool:
-    """Whether all numbers of some tensors are finite; waits for their device once."""
-    flags = [tensor.detach().isfinite().all() for tensor in tensors]
+    """Whether all numbers of some tensors are finite; of sharded ones, of this process's part. Waits only once."""
+    parts = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    flags = [part.detach().isfinite().all() for part in parts]
     return not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())

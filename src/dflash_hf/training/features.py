@@ -189,7 +189,7 @@ def _store(target, examples, folder: Path, manifest, batch_size: int, shard_byte
             while last < len(lengths) and (tokens + lengths[last]) * token_bytes <= shard_bytes:
                 tokens, last = tokens + lengths[last], last + 1
             rows = [examples[i] for i in range(first, last)]
-            tensors = _shard(target, rows, manifest, dtype, batch_size, bar.update)
+            tensors = _shard(target, rows, first, manifest, dtype, batch_size, bar.update)
             name = f"features-{len(manifest.shards):05d}.safetensors"
             with atomic(folder / name) as half:
                 save_file(tensors, half)
@@ -201,7 +201,7 @@ def _store(target, examples, folder: Path, manifest, batch_size: int, shard_byte
     return manifest
 
 
-def _shard(target, rows, manifest, dtype, batch_size, on_tokens) -> dict[str, torch.Tensor]:
+def _shard(target, rows, first, manifest, dtype, batch_size, on_tokens) -> dict[str, torch.Tensor]:
     lengths = torch.tensor([0] + [len(row["input_ids"]) for row in rows])
     offsets = lengths.cumsum(0)
     features = torch.empty(int(offsets[-1]), manifest.width, dtype=dtype)
@@ -211,9 +211,11 @@ def _shard(target, rows, manifest, dtype, batch_size, on_tokens) -> dict[str, to
         chosen = order[start : start + batch_size]
         batch = collate([{name: rows[i][name] for name in ("input_ids", "loss_mask")} for i in chosen])
         ids, mask = (batch[name].to(target.device) for name in ("input_ids", "attention_mask"))
-        found = target_features(target, manifest.layer_ids, ids, attention_mask=mask).to("cpu", dtype)  # [N, S, L*H]
+        found = target_features(target, manifest.layer_ids, ids, attention_mask=mask)  # [N, S, L*H]
         for row, i in enumerate(chosen):
-            features[offsets[i] : offsets[i + 1]] = found[row, : offsets[i + 1] - offsets[i]]
+            computed = found[row, : offsets[i + 1] - offsets[i]]
+            features[offsets[i] : offsets[i + 1]] = computed.to("cpu", dtype)
+            _check_finite(features[offsets[i] : offsets[i + 1]], computed, first + i, manifest)
             on_tokens(int(lengths[i + 1]))
     return {
         "features": features,
@@ -221,6 +223,22 @@ def _shard(target, rows, manifest, dtype, batch_size, on_tokens) -> dict[str, to
         "loss_mask": torch.cat([torch.as_tensor(row["loss_mask"], dtype=torch.uint8) for row in rows]),
         "offsets": offsets,
     }
+
+
+def _check_finite(stored: torch.Tensor, computed: torch.Tensor, row: int, manifest: FeatureManifest) -> None:
+    """Refuse `[S, L*H]` that hold inf or NaN: a drafter that reads one becomes NaN altogether."""
+    wrong = ~stored.isfinite().all(0)  # [L*H]
+    if not wrong.any():
+        return
+    layer = manifest.layer_ids[int(wrong.nonzero()[0]) * len(manifest.layer_ids) // manifest.width]
+    where = f"Example {row}: features of layer {layer} of {manifest.target}"
+    if computed.isfinite().all():
+        raise ValueError(
+            f"{where} reach {computed.abs().max().item():.3g}, which is more than {manifest.dtype} holds; store them "
+            "with --store-dtype bfloat16 in another output."
+        )
+    dtype = str(computed.dtype).removeprefix("torch.")
+    raise ValueError(f"{where} are inf or NaN as {dtype}; load the target with --dtype bfloat16 or float32.")
 
 
 class StoredFeatures(torch.utils.data.Dataset):

@@ -31,6 +31,7 @@ from dflash_hf.training.blocks import (
     sample_anchors,
 )
 from dflash_hf.training.checkpoints import SafeCheckpoints
+from dflash_hf.training.finite import StopsAtNonFinite
 from dflash_hf.training.losses import (
     Teacher,
     block_loss,
@@ -49,7 +50,7 @@ logger = logging.get_logger(__name__)
 _EVALUATION_STEP = -1  # evaluation draws the same anchors every time
 
 
-class DFlashTrainer(SafeCheckpoints, CardWriter, Trainer):
+class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
     """
     Trains a drafter against a frozen target.
 

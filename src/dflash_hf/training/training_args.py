@@ -42,6 +42,9 @@ class DFlashTrainingArguments(TrainingArguments):
     remove_unused_columns: bool = field(
         default=False, metadata={"help": "Must stay off: the columns are not arguments of the drafter's forward."}
     )
+    logging_nan_inf_filter: bool = field(
+        default=False, metadata={"help": "Must stay off: training stops at a loss that is not finite."}
+    )
     num_anchors: int = field(default=512, metadata={"help": "Blocks sampled from each sequence at each step."})
     loss_type: str = field(default="ce", metadata={"help": "The loss: 'ce', 'dpace' or 'kl'."})
     dpace_alpha: float = field(default=0.5, metadata={"help": "Smoothing of D-PACE's probabilities, 0 to 1."})
@@ -77,6 +80,10 @@ class DFlashTrainingArguments(TrainingArguments):
             raise ValueError(
                 "remove_unused_columns=True would drop `input_ids` and `loss_mask`, which are no arguments of the "
                 "drafter's forward; leave it off."
+            )
+        if self.logging_nan_inf_filter:
+            raise ValueError(
+                "logging_nan_inf_filter=True hides losses that are not finite, at which training stops; leave it off."
             )
         if self.label_smoothing_factor:
             raise ValueError(
