@@ -18,8 +18,9 @@ _BYTES = {
     **{"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1},
     **{"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1},
 }
-# A mask embedding beside the weights (MiMo): the one other file that is read, by torch's restricted loader.
-_MASK_EMBEDDING = "mask_embedding.pt"
+# A mask embedding beside the weights (MiMo): the one other file that is read, by torch's restricted loader. Engines
+# know this file only and skip a tensor of that name.
+MASK_EMBEDDING = "mask_embedding.pt"
 _WEIGHTS = ("F64", "F32", "F16", "BF16")
 _LONGEST_HEADER = 100_000_000  # as safetensors itself
 
@@ -78,7 +79,7 @@ def read_mask_embedding(name_or_path: str, config, **hub_arguments) -> torch.Ten
     Raises:
         `ValueError`: it is damaged, of another width, or for another token.
     """
-    path = cached_file(name_or_path, _MASK_EMBEDDING, _raise_exceptions_for_missing_entries=False, **hub_arguments)
+    path = cached_file(name_or_path, MASK_EMBEDDING, _raise_exceptions_for_missing_entries=False, **hub_arguments)
     if path is None:
         return None
     try:
@@ -92,6 +93,23 @@ def read_mask_embedding(name_or_path: str, config, **hub_arguments) -> torch.Ten
             f"hidden_size={config.hidden_size} and mask_token_id={config.mask_token_id}."
         )
     return embedding
+
+
+def write_mask_embedding(folder: str, embedding: torch.Tensor | None, mask_token_id: int) -> None:
+    """
+    Write the drafter's own mask embedding `[H]` beside the weights, as engines read it.
+
+    Args:
+        folder (`str`): Where the drafter is saved.
+        embedding (`torch.Tensor`, *optional*): `[H]`. `None`: the drafter has none, and a file that an earlier one
+            left is removed, which engines would put in place of the target's embedding.
+        mask_token_id (`int`): The token it stands for.
+    """
+    path = os.path.join(folder, MASK_EMBEDDING)
+    if embedding is not None:
+        torch.save({"embedding": embedding.detach().cpu().clone(), "mask_token_id": mask_token_id}, path)
+    elif os.path.exists(path):
+        os.remove(path)
 
 
 def read_header(path: str) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -73,7 +73,9 @@ class DFlashDraftConfig(PreTrainedConfig):
         v_head_dim (`int`): Size of a head's values. Default: `head_dim`.
         backbone_rotary_base (`float`): Rotary base of the context's keys. Default: that of the block.
         own_mask_embedding (`bool`): The mask's embedding is the drafter's own, not the target's.
-        dflash_config (`dict`): The nested form of the keys above; unknown keys in it are kept for re-saving.
+        dflash_config (`dict`): The nested form of the keys above, as engines read it; the fields decide what it says.
+            Unknown keys in it are kept for re-saving. JetSpec's `causal_head: true` is another name of
+            `is_causal: true`.
 
     A part of each head is rotated when `rope_parameters` holds `partial_rotary_factor`. The remaining arguments are
     those of Qwen3. Saved files name `model_type: qwen3`, which inference engines know.
@@ -131,12 +133,13 @@ class DFlashDraftConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs):
-        if not isinstance(self.dflash_config, dict | None):
+        nested = self.__dict__["dflash_config"]
+        if not isinstance(nested, dict):
             raise ValueError(
-                f"dflash_config={self.dflash_config!r} must be a dictionary such as "
+                f"dflash_config={nested!r} must be a dictionary such as "
                 '{"target_layer_ids": [1, 9, 17], "mask_token_id": 151669}.'
             )
-        nested = copy.deepcopy(self.dflash_config or {})
+        nested = copy.deepcopy(nested)
         for key, field in _NESTED_KEYS.items():
             if nested.get(key) is not None:
                 setattr(self, field, nested.pop(key))
@@ -144,6 +147,13 @@ class DFlashDraftConfig(PreTrainedConfig):
         causal = nested.pop("causal", None)
         if self.is_causal is None:
             self.is_causal = causal
+        if nested.get("causal_head"):
+            if self.is_causal is not None and not self.is_causal:
+                raise ValueError(
+                    f"dflash_config.causal_head={nested['causal_head']!r} and is_causal={self.is_causal} contradict "
+                    "each other: both say whether every layer is causal inside the block. Remove one."
+                )
+            self.is_causal = nested["causal_head"]
         use_swa = nested.pop("use_swa", None)
         self.dflash_config = nested
 
@@ -282,18 +292,14 @@ class DFlashDraftConfig(PreTrainedConfig):
         return self.layer_types[layer_idx] == "sliding_attention"
 
     def to_dict(self) -> dict:
-        """The written form: nested and top-level keys, all three rotary spellings, a model type that engines know."""
+        """The written form: nested and top-level keys, two rotary spellings, a model type that engines know."""
         output = super().to_dict()
         output["model_type"] = "qwen3"
         output["architectures"] = ["DFlash2DraftModel" if self.is_dflash2 else "DFlashDraftModel"]
         del output["source_layout"]
-        nested = {**self.dflash_config, "block_size": self.block_size, "mask_token_id": self.mask_token_id}
-        nested["target_layer_ids"] = self.target_layer_ids
         for key in _WRITTEN_NESTED:
-            value = output.pop(key)
-            if value != type(self).__dataclass_fields__[key].default:
-                nested[key] = value
-        output["dflash_config"] = nested
+            del output[key]
+        output["dflash_config"] = copy.deepcopy(self.dflash_config)
         if self.is_causal is None:
             output.pop("is_causal", None)
         for key in ("draft_vocab_size", "v_head_dim"):
@@ -301,18 +307,45 @@ class DFlashDraftConfig(PreTrainedConfig):
                 del output[key]
         # Qwen3Config drops the window of a reader that does not find this flag.
         output["use_sliding_window"] = "sliding_attention" in self.layer_types
-        rope = copy.deepcopy(self.rope_parameters)
-        if rope:
-            output["rope_theta"] = rope["rope_theta"]
-            scaled = rope.get("rope_type", "default") != "default"
-            output["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"} if scaled else None
-            if "partial_rotary_factor" in rope:
-                output["partial_rotary_factor"] = rope["partial_rotary_factor"]
+        # No `rope_scaling`: it is another name of `rope_parameters` now, and vLLM sets these keys one after the other.
+        if self.rope_parameters:
+            output["rope_theta"] = self.rope_parameters["rope_theta"]
+            if "partial_rotary_factor" in self.rope_parameters:
+                output["partial_rotary_factor"] = self.rope_parameters["partial_rotary_factor"]
         return output
 
     def to_diff_dict(self) -> dict:
-        """What `config.json` holds; engines of different ages read `dtype` or `torch_dtype`."""
+        """What `config.json` holds: also the names that readers before transformers 5 know."""
         output = super().to_diff_dict()
         if output.get("dtype") is not None:
             output["torch_dtype"] = output["dtype"]
+        if self.rope_parameters:
+            scaled = self.rope_parameters.get("rope_type", "default") != "default"
+            scaling = {key: value for key, value in self.rope_parameters.items() if key != "rope_theta"}
+            output["rope_scaling"] = copy.deepcopy(scaling) if scaled else None
         return output
+
+
+def _nested_keys(config: DFlashDraftConfig) -> dict:
+    """
+    `dflash_config` whole: SGLang takes the object that remote code makes and reads these keys nowhere else. What is a
+    field says what the field says; the rest is kept as it came, and may be changed in place.
+    """
+    nested = config.__dict__["dflash_config"]
+    nested |= {key: getattr(config, key) for key in ("block_size", "mask_token_id", "target_layer_ids")}
+    for key in _WRITTEN_NESTED:
+        value = getattr(config, key)
+        nested.pop(key, None)
+        if value != type(config).__dataclass_fields__[key].default:
+            nested[key] = value
+    if "causal_head" in nested:
+        nested["causal_head"] = bool(config.is_causal)
+    return nested
+
+
+def _set_nested_keys(config: DFlashDraftConfig, nested: dict | None) -> None:
+    config.__dict__["dflash_config"] = {} if nested is None else nested
+
+
+# Only now: in the body of the class it would be taken for the field's default.
+DFlashDraftConfig.dflash_config = property(_nested_keys, _set_nested_keys)

@@ -21,7 +21,10 @@ _ARCHITECTURES = {
     "DFlashSpeculator",  # speculators
 }
 # Heads that are refused, known here so that they are not taken for the target's own architecture.
-_REFUSED = {"DominoDraftModel", "Qwen3DSparkModel", "Qwen3XPressModel", "DFlashLagunaForCausalLM"}
+_REFUSED = {
+    *("DominoDraftModel", "Qwen3DSparkModel", "Qwen3OmniDSparkModel", "Gemma4DSparkModel", "DSparkDraftModel"),
+    *("LiLiCorrDraftModel", "Qwen3XPressModel", "DFlashLagunaForCausalLM"),
+}
 _MUSE = {
     "hidden_size": 6656,
     "intermediate_size": 19968,
@@ -60,17 +63,27 @@ _LAYER_KEYS = (
 _SPECULATORS_DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 
 # Heads of the same family that draft in another way. A key that is set or the start of a tensor name gives it away.
+_ANCHOR_FIRST = "its blocks are anchor-first (slot k predicts the token at anchor + 1 + k, here the one at anchor + k)"
+_MARKOV = "its logits need a Markov head over the tokens drafted before, which is not supported yet"
 _OTHER_HEADS = {
-    "Domino": "its logits need a GRU over the tokens drafted before",
-    "DSpark": "its blocks are anchor-first (slot k predicts anchor + 1 + k) and its logits need a Markov head",
+    "Domino": "its logits need a GRU over the tokens drafted before, which is not supported yet",
+    "DSpark": _MARKOV,
+    "LiLiCorr": "it chooses among candidates with an attention over their lattice, which is not supported",
     "XPress": "its drafts are rewritten by a refiner",
     "Laguna": "its attention is gated (`g_proj`) and its features have norms of their own (`aux_hidden_norms`)",
+}
+_OTHER_KEYS = {
+    "markov_rank": _MARKOV,
+    "enable_confidence_head": "it has a confidence head, which is not supported yet",
+    "sample_from_anchor": _ANCHOR_FIRST,
+    "shift_label": _ANCHOR_FIRST,
 }
 _OTHER_TENSORS = {
     "prefix_gru.": "Domino",
     "embed_proj.": "Domino",
     "markov_head.": "DSpark",
     "confidence_head.": "DSpark",
+    "lilicorr.": "LiLiCorr",
     "aux_hidden_norms.": "Laguna",
 }
 
@@ -141,7 +154,7 @@ def is_drafter_config(config: dict) -> bool:
     return (
         any(name in _ARCHITECTURES | _REFUSED for name in names if isinstance(name, str))
         or "dflash_config" in config
-        or str(config.get("speculators_model_type")).startswith("dflash")
+        or str(config.get("speculators_model_type")).startswith(("dflash", "dspark"))
     )
 
 
@@ -213,15 +226,23 @@ def _refuse_other_heads(config: dict) -> None:
     kind = str(config.get("speculators_model_type", ""))
     for head, reason in _OTHER_HEADS.items():
         named = [name for name in (*names, kind, str(both.get("projector_type", ""))) if head.lower() in name.lower()]
-        if named:
-            raise ValueError(f"{named[0]} is a {head} drafter, not a DFlash one: {reason}. It cannot be loaded here.")
+        if not named:
+            continue
+        what = f"{named[0]} is a {head} drafter, not a DFlash one"
+        if head == "DSpark":
+            reasons = [_MARKOV] if both.get("markov_rank") != 0 else []
+            # Unsaid, DeepSpec's and nested files are anchor-first; those of speculators are not.
+            reasons += [_ANCHOR_FIRST] if both.get("sample_from_anchor", not kind) else []
+            if both.get("markov_rank") == 0:
+                what = f"{named[0]} with markov_rank=0 is a plain drafter in DSpark's layout"
+            reason = ", and ".join(reasons) or "that layout is not supported yet"
+        raise ValueError(f"{what}: {reason}. It cannot be loaded here.")
     if kind and kind not in ("dflash", "dflash2"):
         raise ValueError(f"speculators_model_type={kind!r} is not a DFlash drafter; it must be 'dflash' or 'dflash2'.")
-    for key in ("markov_rank", "enable_confidence_head", "sample_from_anchor", "shift_label"):
+    for key, reason in _OTHER_KEYS.items():
         if both.get(key):
             raise ValueError(
-                f"{key}={both[key]!r}: this drafter does not predict the token at anchor + k in slot k alone "
-                f"({_OTHER_HEADS['DSpark']}), so it would load and draft wrongly. It is refused."
+                f"{key}={both[key]!r}: {reason}. The drafter would load and draft wrongly, so it is refused."
             )
     for key, wanted in (("is_neox_style", True), ("rope_is_neox_style", True), ("use_gemma_norm", False)):
         if both.get(key, wanted) != wanted:

@@ -20,7 +20,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
 from .attention_dflash import DFlashAttention, DFlashRotaryEmbedding, additive, visible_in_block  # noqa: F401
-from .checkpoint_dflash import check_checkpoint, checkpoint_files, read_mask_embedding
+from .checkpoint_dflash import (
+    MASK_EMBEDDING,
+    check_checkpoint,
+    checkpoint_files,
+    read_mask_embedding,
+    write_mask_embedding,
+)
 from .configuration_dflash import DFlashDraftConfig
 from .convolution_dflash import BlockConvolution
 from .custom_generate_dflash import generate as custom_generate
@@ -290,8 +296,9 @@ class DFlashDraftModel(PreTrainedModel):
         quantized, embedding = getattr(config, "quantization_config", None) is not None, None
         if name is not None:
             files = checkpoint_files(str(name), variant=kwargs.get("variant"), **hub)
-            embedding = None if config.own_mask_embedding else read_mask_embedding(str(name), config, **hub)
-            if embedding is not None:
+            # Beside a tensor of the same name this file decides, as in the engines.
+            embedding = read_mask_embedding(str(name), config, **hub)
+            if embedding is not None and not config.own_mask_embedding:
                 config = copy.deepcopy(config)
                 config.own_mask_embedding = True
             if not quantized:
@@ -331,8 +338,11 @@ class DFlashDraftModel(PreTrainedModel):
                     f"{self.config.vocab_size}. It holds differences: draft id i is the target's id i + d2t[i]."
                 )
 
-    def save_pretrained(self, save_directory, *args, **kwargs):
-        """As upstream, and the code beside the weights, so that `trust_remote_code=True` works without the package."""
+    def save_pretrained(self, save_directory, is_main_process: bool = True, state_dict: dict | None = None, **kwargs):
+        """
+        As upstream, and beside the weights the code, so that `trust_remote_code=True` works without the package, and
+        the drafter's own mask embedding, if it has one, in the file that engines read.
+        """
         self.config.auto_map = {
             "AutoConfig": "configuration_dflash.DFlashDraftConfig",
             "AutoModel": "modeling_dflash.DFlashDraftModel",
@@ -344,9 +354,13 @@ class DFlashDraftModel(PreTrainedModel):
             copy.parent.mkdir(parents=True, exist_ok=True)
             if source.resolve() != copy.resolve():
                 shutil.copyfile(source, copy)
-        super().save_pretrained(save_directory, *args, **kwargs)
+        if is_main_process:
+            embedding = (state_dict or {}).get("mask_embedding", getattr(self, "mask_embedding", None))
+            write_mask_embedding(str(save_directory), embedding, self.config.mask_token_id)
+        super().save_pretrained(save_directory, is_main_process=is_main_process, state_dict=state_dict, **kwargs)
 
     def _get_files_timestamps(self, working_dir):
-        """Upstream's list of what `push_to_hub=True` need not upload; the code was copied before it is made."""
+        """Upstream's list of what `push_to_hub=True` need not upload; ours was written before it is made."""
         stamps = super()._get_files_timestamps(working_dir)
-        return {name: t for name, t in stamps.items() if name != "custom_generate" and not name.endswith("_dflash.py")}
+        ours = ("custom_generate", MASK_EMBEDDING)
+        return {name: t for name, t in stamps.items() if name not in ours and not name.endswith("_dflash.py")}

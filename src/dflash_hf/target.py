@@ -3,7 +3,7 @@
 import copy
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
+from dflash_hf.modeling.isolation_dflash import isolated
 from dflash_hf.modeling.target_dflash import FeatureTap, check_pair, decoder_layers
 
 
@@ -96,8 +97,8 @@ def target_forward(
         input_ids, attention_mask, position_ids: `[N, S]`. Positions that start again, without an attention mask, are
             packed documents, which do not see each other.
     """
-    with FeatureTap(target, layer_ids) as tap:
-        last_hidden_state = _decoder_forward(target, input_ids, attention_mask, position_ids)
+    with _tapped(target, layer_ids) as (own, tap):
+        last_hidden_state = _decoder_forward(own, input_ids, attention_mask, position_ids)
         return TargetOutput(features=tap.take(), last_hidden_state=last_hidden_state)
 
 
@@ -110,9 +111,19 @@ def target_features(
     position_ids: torch.LongTensor | None = None,
 ) -> torch.Tensor:
     """The features `[N, S, L*H]` of [`target_forward`]; the layers above the highest of `layer_ids` do not run."""
-    with FeatureTap(target, layer_ids) as tap, _cut_above(target, max(layer_ids)):
-        _decoder_forward(target, input_ids, attention_mask, position_ids)
+    with _tapped(target, layer_ids) as (own, tap), _cut_above(own, max(layer_ids)):
+        _decoder_forward(own, input_ids, attention_mask, position_ids)
         return tap.take()
+
+
+@contextmanager
+def _tapped(target: PreTrainedModel, layer_ids: list[int]):
+    """The target with modules of the caller's own, which run eagerly (sharded as a whole: as it is), and their tap."""
+    layers = decoder_layers(target)
+    sharded = isinstance(target, FSDPModule)
+    with nullcontext(target) if sharded else isolated(target, [layers[i] for i in layer_ids]) as own:
+        with FeatureTap(own, layer_ids) as tap:
+            yield own, tap
 
 
 @contextmanager

@@ -40,8 +40,8 @@ def refused(target, draft, words, **arguments):
     assert torch.equal(target.generate(PROMPT, **OPTIONS, assistant_model=draft), expected)
 
 
-# A target in slots, one with recurrent layers, one whose cache is cropped.
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_5_text", "bloom"])
+# A target in slots, one with recurrent layers.
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5_text"])
 def test_static_and_offloaded_caches_of_the_caller_are_refused(family):
     target = make_target(family, attn=None)
     draft = make_draft(target)
@@ -54,7 +54,7 @@ def test_static_and_offloaded_caches_of_the_caller_are_refused(family):
 
 
 @pytest.mark.parametrize(("backend", "package"), [("hqq", "hqq"), ("quanto", "optimum"), ("fp8", "torch")])
-@pytest.mark.parametrize("family", ["qwen3", "bloom"])
+@pytest.mark.parametrize("family", ["qwen3"])
 def test_quantised_caches_are_refused(family, backend, package):
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")

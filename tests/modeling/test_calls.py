@@ -344,7 +344,7 @@ def test_an_interruption_anywhere_leaves_nothing_behind(place, error, target, dr
         if place == "prefill":
             handle.remove()
     assert hooks() == before
-    assert caches and all(cache() is None or not cache().layers for cache in caches)
+    assert (caches or place == "prefill") and all(cache() is None or not cache().layers for cache in caches)
     assert torch.equal(target.generate(PROMPT, **options, assistant_model=draft), expected)
 
 

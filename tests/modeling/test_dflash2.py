@@ -117,20 +117,20 @@ def test_saved_and_loaded(tmp_path):
 def opened(draft, target, rows=1, length=9, seed=1):
     """A candidate generator with a context, and the arguments of a draft."""
     generator = DFlashCandidateGenerator(draft, target)
-    generator.open([0] * rows, 0, 64, torch.zeros(rows, 1, dtype=torch.long))
     random = torch.Generator().manual_seed(seed)
     generator.absorb(torch.randn(rows, length, 96, generator=random).to(target.dtype))
-    generator.write_context()
+    generator.open([0] * rows, length, 64, torch.zeros(rows, 1, dtype=torch.long))
+    generator.cache.reserve(length + draft.config.block_size)
     anchors = torch.randint(2, 90, (rows,), generator=random)
-    return generator, (anchors, torch.full((rows,), length)), {"used": length + draft.config.block_size}
+    return generator, (anchors, torch.full((rows,), length))
 
 
 @torch.no_grad()
 def test_rows_of_a_batch_walk_by_themselves():
     target = make_target()
     draft = make_draft2(target)
-    generator, (anchors, start), options = opened(draft, target, rows=4)
-    blocks = generator.draft(anchors, start, **options)
+    generator, (anchors, start) = opened(draft, target, rows=4)
+    blocks = generator.draft(anchors, start)
     assert len({tuple(block) for block in blocks[:, 1:].tolist()}) >= 3
     hidden = torch.randn(4, 3, 32)
     together, _ = generator.walk(anchors, hidden, temperature=0.0)
@@ -144,7 +144,7 @@ def test_the_walk_takes_the_best_successor_of_each_token():
     """Against all paths written out: each step maximises `U + <A[a] * W h, C[b]>` over the likeliest tokens."""
     target = make_target()
     draft = make_draft2(target, output_multiplier=0.3, final_logit_softcapping=4.0)
-    generator, (anchors, _), _ = opened(draft, target)
+    generator, (anchors, _) = opened(draft, target)
     selector, hidden = draft.candidate_selector, torch.randn(1, 3, 32)
     block, _ = generator.walk(anchors, hidden, temperature=0.0)
     before, plain = int(anchors), []
@@ -168,7 +168,7 @@ def test_drawn_candidates_follow_the_selector():
     target = make_target()
     draft = make_draft2(target)
     rows = 20_000
-    generator, _, _ = opened(draft, target)
+    generator, _ = opened(draft, target)
     hidden = 0.02 * torch.randn(1, 2, 32, generator=torch.Generator().manual_seed(2))
     anchors = torch.full((rows,), 17)
     torch.manual_seed(0)

@@ -168,8 +168,6 @@ def test_a_drafter_of_another_target_is_refused(target, changes, named):
 def test_bad_calls(target, draft):
     with pytest.raises(ValueError, match="num_beams"):
         target.generate(PROMPT, max_new_tokens=5, num_beams=3, assistant_model=draft)
-    with pytest.raises(ValueError, match="use_cache"):
-        target.generate(PROMPT, max_new_tokens=5, use_cache=False, assistant_model=draft)
     for bad in ({"max_new_tokens": 0}, {"max_length": 3}):
         with pytest.raises(ValueError) as plain:
             target.generate(PROMPT, **bad)

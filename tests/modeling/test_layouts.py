@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.layouts import LAYOUTS, MIXED, MUSE_FILE, SLIDING, renamed, speculators, write, zlab
+from support.layouts import FULL, LAYOUTS, MIXED, MUSE_FILE, SLIDING, renamed, speculators, write, zlab
 from support.pairs import make_target
 from support.reference import draft_hidden_states, draft_tokens
 from transformers import AutoConfig, AutoModel
@@ -178,8 +178,7 @@ def test_a_mask_embedding_beside_the_weights(tmp_path, big_target):
     noise = torch.stack([big_target.get_input_embeddings().weight[anchor], mask, mask, mask, mask])
     expected = draft_hidden_states(tensors, truth, features, noise)
     tokens = [anchor, *draft_tokens(tensors, truth, expected, big_target.lm_head.weight, anchor)]
-    draft.save_pretrained(tmp_path / "again")  # there it is one of the safetensors
-    assert not (tmp_path / "again" / "mask_embedding.pt").exists()
+    draft.save_pretrained(tmp_path / "again")  # there it is one of the safetensors too
     for model in (draft, DFlashDraftModel.from_pretrained(tmp_path / "again")):
         assert torch.equal(model.mask_embedding, mask)
         torch.testing.assert_close(model(noise[None] * 0 + noise[:1], features[None]).last_hidden_state[0], expected)
@@ -191,6 +190,37 @@ def test_a_mask_embedding_beside_the_weights(tmp_path, big_target):
     side.write_bytes(b"not a file of torch")
     with pytest.raises(ValueError, match=r"mask_embedding\.pt"):
         DFlashDraftModel.from_pretrained(tmp_path / "draft")
+
+
+@torch.no_grad()
+def test_a_mask_embedding_is_written_as_engines_read_it(tmp_path):
+    """
+    It was saved as a tensor, which vLLM and SGLang skip in silence: every slot but the anchor started from the
+    target's embedding of the mask token.
+    """
+    config = DFlashDraftConfig.from_dict(zlab(nested={"own_mask_embedding": True}))
+    draft = DFlashDraftModel(config).to(torch.bfloat16)
+    draft.save_pretrained(tmp_path)
+    side = tmp_path / "mask_embedding.pt"
+    stored = torch.load(side, weights_only=True)
+    assert set(stored) == {"embedding", "mask_token_id"} and stored["mask_token_id"] == 95
+    assert torch.equal(stored["embedding"], draft.mask_embedding) and not stored["embedding"].requires_grad
+    assert torch.equal(DFlashDraftModel.from_pretrained(tmp_path).mask_embedding, stored["embedding"])
+    # The weights of a sharded training are given apart; only one process writes.
+    state = {**draft.state_dict(), "mask_embedding": torch.full((32,), 3.0, dtype=torch.bfloat16)}
+    draft.save_pretrained(tmp_path, is_main_process=False, state_dict=dict(state))
+    assert torch.equal(torch.load(side, weights_only=True)["embedding"], stored["embedding"])
+    draft.save_pretrained(tmp_path, state_dict=dict(state))
+    assert torch.equal(torch.load(side, weights_only=True)["embedding"], state["mask_embedding"])
+    # The file decides here too, or engines would draft otherwise than we do; without it there is the tensor.
+    torch.save({"embedding": torch.ones(32), "mask_token_id": 95}, side)
+    assert torch.equal(DFlashDraftModel.from_pretrained(tmp_path).mask_embedding, torch.ones(32, dtype=torch.bfloat16))
+    side.unlink()
+    assert torch.equal(DFlashDraftModel.from_pretrained(tmp_path).mask_embedding, state["mask_embedding"])
+    # A drafter without one leaves none behind for engines to find.
+    draft.save_pretrained(tmp_path)
+    DFlashDraftModel(DFlashDraftConfig.from_dict(zlab())).save_pretrained(tmp_path)
+    assert not side.exists()
 
 
 def test_muse_assistant_equals_the_native_model(tmp_path):
@@ -219,10 +249,24 @@ def test_muse_assistant_equals_the_native_model(tmp_path):
 REFUSED = {
     "DominoDraftModel": (zlab(architectures=["DominoDraftModel"]), "Domino"),
     "projector": (zlab(nested={"projector_type": "domino"}), "Domino"),
-    "DSpark": (zlab(architectures=["Qwen3DSparkModel"]), "anchor-first"),
+    "DSpark": (zlab(architectures=["Qwen3DSparkModel"]), "Markov head.*anchor-first"),
+    "DSpark, DeepSpec's plain drafter": (
+        zlab(architectures=["Qwen3DSparkModel"], markov_rank=0),
+        "Qwen3DSparkModel with markov_rank=0 is a plain drafter in DSpark's layout: its blocks are anchor-first",
+    ),
+    "DSpark, nested": (
+        zlab(nested={"projector_type": "dspark"}),
+        "dspark is a DSpark drafter.*Markov head.*anchor-first",
+    ),
+    "LiLiCorr": (zlab(nested={"projector_type": "lilicorr"}), "lilicorr is a LiLiCorr drafter.*lattice"),
+    "LiLiCorrDraftModel": (zlab(architectures=["LiLiCorrDraftModel"]), "is a LiLiCorr drafter"),
+    "shifted labels": (zlab(nested={"shift_label": True}), "shift_label=True: its blocks are anchor-first"),
+    "causality that contradicts itself": (zlab(nested={"causal_head": True}, is_causal=False), "causal_head=True"),
+    "causality that is no flag": (zlab(nested={"causal_head": "all"}), "is_causal='all'"),
     "anchor first": (zlab(nested={"sample_from_anchor": True}), "sample_from_anchor"),
     "speculators, anchor first": (speculators(sample_from_anchor=True), "sample_from_anchor"),
-    "speculators, DSpark": (speculators("dspark"), "DSpark"),
+    "speculators, DSpark": (speculators("dspark"), "dspark is a DSpark drafter.*Markov head"),
+    "speculators, DSpark with anchor": (speculators("dspark", sample_from_anchor=True), "Markov head.*anchor-first"),
     "Markov head": (zlab(markov_rank=256), "markov_rank"),
     "Laguna": (zlab(architectures=["DFlashLagunaForCausalLM"]), "Laguna"),
     "interleaved rotary": (zlab(is_neox_style=False), "is_neox_style"),
@@ -237,10 +281,19 @@ def test_other_heads_are_refused_with_the_reason(tmp_path, name):
     with pytest.raises(ValueError, match=reason) as error:
         DFlashDraftModel.from_pretrained(tmp_path / "draft")
     assert str(tmp_path / "draft") in str(error.value)
+    # A reason that is another head's helps nobody.
+    assert "Markov" not in str(error.value) or "Markov" in reason or "markov" in reason
+    assert "anchor-first" not in str(error.value) or "anchor" in reason
 
 
 @pytest.mark.parametrize(
-    "name", ["prefix_gru.weight_ih_l0", "markov_head.markov_w1.weight", "confidence_head.proj.bias"]
+    "name",
+    [
+        "prefix_gru.weight_ih_l0",
+        "markov_head.markov_w1.weight",
+        "confidence_head.proj.bias",
+        "lilicorr.slot_embedding",
+    ],
 )
 def test_tensors_of_other_heads_are_refused_with_the_reason(tmp_path, name):
     _, tensors = write(tmp_path / "draft", "z-lab v1")
@@ -285,6 +338,22 @@ def test_causality_at_the_top_wins():
     assert not config.layer_is_causal(0)
     assert json.loads(config.to_json_string())["is_causal"] is False
     assert "causal" not in config.to_dict()["dflash_config"]
+
+
+@pytest.mark.parametrize("layer_types", [FULL, MIXED, SLIDING])
+def test_jetspec_is_causal_on_every_layer(layer_types):
+    """`dflash_config.causal_head` was not read: such drafters were bidirectional, at a low acceptance length."""
+    file = zlab(nested={"causal_head": True}, layer_types=layer_types, sliding_window=4, use_sliding_window=True)
+    config = DFlashDraftConfig.from_dict(file)
+    assert all(config.layer_is_causal(i) for i in range(3))
+    written = json.loads(config.to_json_string())
+    # Engines read the top level, JetSpec its own key.
+    assert written["is_causal"] is True and written["dflash_config"]["causal_head"] is True
+    assert DFlashDraftConfig.from_dict(written).to_dict() == config.to_dict()
+    config.is_causal = False
+    assert config.dflash_config["causal_head"] is False
+    plain = DFlashDraftConfig.from_dict(zlab(nested={"causal_head": False}))
+    assert plain.is_causal is None and not plain.layer_is_causal(0)
 
 
 def test_a_forced_window_makes_every_layer_slide():

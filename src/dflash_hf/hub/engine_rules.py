@@ -12,6 +12,8 @@ from pathlib import Path
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from dflash_hf.modeling.checkpoint_dflash import MASK_EMBEDDING
+
 
 ENGINES = ("vllm", "sglang", "transformers")
 SERVERS = ("vllm", "sglang")
@@ -21,6 +23,7 @@ ARCHITECTURES = ("DFlashDraftModel", DFLASH2, MUSE)
 _DFLASH2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 _MUSE_NAMES = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 _GEMMA_VOCABULARY = 262144
+_V2_RUNNER = "for which vLLM needs its V2 model runner: do not set VLLM_USE_V2_MODEL_RUNNER=0."
 
 
 @dataclass(frozen=True)
@@ -148,9 +151,11 @@ def _attention(drafter: Drafter) -> Iterator[Finding]:
         message = "must be true: Qwen3Config drops the window of sliding layers without it."
         yield Finding("error", SERVERS, "use_sliding_window", message)
     if len(kinds) > 1:
-        message = "mixes full and sliding layers, for which vLLM needs its V2 model runner."
-        yield Finding("warning", ("vllm",), "layer_types", message)
+        yield Finding("warning", ("vllm",), "layer_types", f"mixes full and sliding layers, {_V2_RUNNER}")
     read = layers_as_read(drafter)
+    if drafter.nested.get("causal_head") and not all(causal for layers in read.values() for _, causal in layers):
+        message = "is JetSpec's key, which engines do not read: they draft bidirectionally. Save the drafter again."
+        yield Finding("error", SERVERS, "causal_head", message)
     for i, (vllm, sglang) in enumerate(zip(read["vllm"], read["sglang"])):
         if vllm != sglang:
             message = (
@@ -210,6 +215,7 @@ def _numbers(drafter: Drafter) -> Iterator[Finding]:
     scale = get("input_embedding_scale", 1.0)
     dflash2 = drafter.config["architectures"] == [DFLASH2]
     if scale != 1.0:
+        # vLLM's DFlash 2 model alone has it. SGLang asks the target's class for a factor, and none has one.
         blind = ("sglang",) if dflash2 and "input_embedding_scale" in drafter.nested else SERVERS
         yield Finding("error", blind, "input_embedding_scale", f"{scale} is not read: the raw embedding is fed.")
     if has_own_head(drafter):
@@ -227,10 +233,14 @@ def _dflash2(drafter: Drafter) -> Iterator[Finding]:
             message = f"{config['architectures'][0]} has no {named[0]}; engines need {DFLASH2} to build it."
             yield Finding("error", SERVERS, "architectures", message)
         return
+    message = f"{DFLASH2} drafts through a path selector, {_V2_RUNNER}"
+    yield Finding("warning", ("vllm",), "architectures", message)
     for key in _DFLASH2_KEYS:
         if type(nested.get(key)) is not int or nested[key] < 1:
+            # Where both keys of the convolution are missing, SGLang builds none.
+            alone = key.startswith("conv") and not any(nested.get(other) for other in _DFLASH2_KEYS[:2])
             message = f"{nested.get(key)} in dflash_config must be a positive integer; it is read nowhere else."
-            yield Finding("error", SERVERS, key, message)
+            yield Finding("error", ("vllm",) if alone else SERVERS, key, message)
     group = nested.get("conv_group_size")
     if type(group) is int and group > 0 and config["hidden_size"] % group:
         message = f"{group} must divide hidden_size={config['hidden_size']}."
@@ -239,7 +249,9 @@ def _dflash2(drafter: Drafter) -> Iterator[Finding]:
 
 def _tensors(drafter: Drafter) -> Iterator[Finding]:
     """Engines know the published names alone; what else this package reads, its own reader decides."""
-    wanted, found = drafter.wanted, drafter.shapes
+    wanted, found = dict(drafter.wanted), dict(drafter.shapes)
+    for shapes in (wanted, found):  # it is skipped by both: a file of its own is read
+        shapes.pop("mask_embedding", None)
     if drafter.config["architectures"] == [MUSE]:
         wanted = {_MUSE_NAMES.get(name, name): shape for name, shape in wanted.items()}
     for name in sorted(wanted.keys() - found.keys()):
@@ -253,6 +265,17 @@ def _tensors(drafter: Drafter) -> Iterator[Finding]:
         if wanted[name] != found[name]:
             message = f"has shape {found[name]}, but config.json asks for {wanted[name]}."
             yield Finding("error", SERVERS, name, message)
+
+
+def _own_mask(drafter: Drafter) -> Iterator[Finding]:
+    """Engines take the mask's embedding from a file of its own, and are quiet about a tensor of that name."""
+    there = (drafter.folder / MASK_EMBEDDING).is_file()
+    if not there and (drafter.get("own_mask_embedding") or "mask_embedding" in drafter.shapes):
+        message = "is missing: engines skip the tensor mask_embedding and feed the target's. Save the drafter again."
+        yield Finding("error", SERVERS, MASK_EMBEDDING, message)
+    elif there:
+        message = "is read from a local folder only: SGLang passes over it when the drafter is named by repository."
+        yield Finding("warning", ("sglang",), MASK_EMBEDDING, message)
 
 
 def _beside_the_weights(drafter: Drafter) -> Iterator[Finding]:
@@ -295,6 +318,9 @@ def fits_target(drafter: Drafter, target: dict) -> Iterator[Finding]:
     if longest is not None and ours is not None and ours < longest:
         message = f"{ours} is below the target's {longest}; vLLM before 0.33 reads past its rotary table. Raise it."
         yield Finding("warning", ("vllm",), "max_position_embeddings", message)
+    if target.get("tie_word_embeddings") and (drafter.folder / MASK_EMBEDDING).is_file():
+        message = "is written into the target's embedding, here also its head: its logits of that token change."
+        yield Finding("warning", ("sglang",), "tie_word_embeddings", message)
     if str(name).startswith("gemma") and get("vocab_size") != _GEMMA_VOCABULARY:
         yield _gemma()
 
@@ -304,4 +330,4 @@ def _gemma() -> Finding:
     return Finding("warning", ("vllm",), "vocab_size", message)
 
 
-RULES = (_identity, _features, _attention, _rope, _numbers, _dflash2, _tensors, _beside_the_weights)
+RULES = (_identity, _features, _attention, _rope, _numbers, _dflash2, _tensors, _own_mask, _beside_the_weights)
