@@ -2,7 +2,7 @@
 
 import copy
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -40,17 +40,19 @@ def digest_of_target(target) -> dict[str, str]:
     parts: dict[str, list] = {"ends": [], "layers": []}
     for name, parameter in target.named_parameters():
         parts["ends" if id(parameter) in ends else "layers"].append((name, parameter))
-    digests = {}
-    for part, parameters in parts.items():
-        if any(parameter.is_meta for _, parameter in parameters):
-            continue
-        digest = hashlib.sha256()
-        for name, parameter in parameters:
-            flat = parameter.detach().reshape(-1)
-            values = flat[:: max(1, len(flat) // 64)][:64].to("cpu", torch.bfloat16)
-            digest.update(f"{name}{tuple(parameter.shape)}{values.tolist()}".encode())
-        digests[part] = digest.hexdigest()[:16]
-    return digests
+    whole = {part: some for part, some in parts.items() if not any(one.is_meta for _, one in some)}
+    return {part: digest_of_parameters(parameters) for part, parameters in whole.items()}
+
+
+@torch.no_grad()
+def digest_of_parameters(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """A digest of names, shapes and 64 values of each of `named_parameters()`, rounded to bf16."""
+    digest = hashlib.sha256()
+    for name, parameter in parameters:
+        flat = parameter.reshape(-1)
+        values = flat[:: max(1, len(flat) // 64)][:64].to("cpu", torch.bfloat16)
+        digest.update(f"{name}{tuple(parameter.shape)}{values.tolist()}".encode())
+    return digest.hexdigest()[:16]
 
 
 def check_fit(draft_config, target: PreTrainedModel) -> None:

@@ -192,7 +192,7 @@ def test_stored_features_train_with_what_they_were_stored_with(folder, data, tmp
     config = DFlashDraftConfig.from_pretrained(tmp_path / "drafter")
     assert config.dflash_config["chat_template_kwargs"] == {"enable_thinking": False}
     other = (f"features={features}", "chat_template_kwargs.enable_thinking=true")
-    code, _, error = train(capsys, folder, tmp_path / "drafter", *other, config=OFFLINE)
+    code, _, error = train(capsys, folder, tmp_path / "other", *other, config=OFFLINE)
     assert code == 1 and "was made with chat_template_kwargs={'enable_thinking': False}, not" in error
 
 

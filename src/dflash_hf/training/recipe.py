@@ -50,6 +50,7 @@ class RecipeArguments:
     chat_template: str | None = _key("Jinja file in place of the tokenizer's own template.")
     chat_template_kwargs: dict | None = _key("Arguments of the chat template, such as {enable_thinking: false}.")
     num_proc: int | None = _key("Processes that encode the data.")
+    overwrite_output_dir: bool = _key("Begin anew in an output_dir that holds a run or a drafter.", False)
     features: str | None = _key("Folder of stored features, in place of `data`.")
     eval_features: str | None = _key("As `features`, to evaluate on.")
     decode_prompts: int = _key("Prompts to decode for real at each evaluation, for tau; 0: none.", 0)

@@ -2,6 +2,8 @@
 
 import argparse
 import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from dflash_hf.terminal import note
@@ -57,20 +59,19 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None):
         `DFlashTrainer`: After training.
     """
     from transformers import set_seed
-    from transformers.trainer_utils import get_last_checkpoint
 
+    from dflash_hf.training.run_file import checkpoint_to_resume, describe_run
     from dflash_hf.training.training_args import DFlashTrainingArguments
 
     # 1. The arguments. What is published is the finished drafter, once, with its card.
-    resume = training.get("resume_from_checkpoint")
+    folder = Path(training["output_dir"])
+    resume = checkpoint_to_resume(folder, training.get("resume_from_checkpoint"), recipe.overwrite_output_dir)
     options = {**training, "push_to_hub": False, "resume_from_checkpoint": None}
     if recipe.streaming and not options.get("max_steps", -1) > 0:
         raise ValueError("streaming=True has no length; set max_steps.")
     args = DFlashTrainingArguments(**options)
     if recipe.streaming:
         args.accelerator_config.dispatch_batches = False  # batches of unlike width; each rank reads its own share
-    if resume == "auto":
-        resume = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
     say = echo if args.process_index == 0 else lambda line: None
 
     # 2. Target and drafter.
@@ -83,7 +84,12 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None):
     with args.main_process_first(desc="data"):
         train_dataset, eval_dataset = _datasets(recipe, target, encoder, say)
 
-    # 4. Training.
+    # 4. What the run depends on, before training changes any of it.
+    run = None
+    if args.process_index == 0:
+        run = describe_run(recipe, args, target, draft, encoder, train_dataset, resume)
+
+    # 5. Training.
     extra = {} if recipe.peft_config is None else {"peft_config": recipe.peft_config}
     if recipe.features:
         from dflash_hf.training.offline import DFlashOfflineTrainer as Trainer
@@ -95,14 +101,35 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None):
 
         prompts = {"num_prompts": recipe.decode_prompts, "max_new_tokens": recipe.decode_max_new_tokens}
         trainer.add_callback(DecodingCallback(trainer, decode_steps=recipe.decode_steps, **prompts))
-    if resume:
-        say(f"going on from {resume}")
-    trainer.train(resume_from_checkpoint=resume)
-    if recipe.peft_config is None:
-        trainer.save_model(args.output_dir)
-    else:
-        _save_adapted(trainer)
+    with _begun(args, run, resume):
+        if resume:
+            say(f"going on from {resume}")
+        trainer.train(resume_from_checkpoint=resume)
+        if recipe.peft_config is None:
+            trainer.save_model(args.output_dir)
+        else:
+            _save_adapted(trainer)
     return trainer
+
+
+@contextmanager
+def _begun(args, run: dict | None, resume: str | None) -> Iterator[None]:
+    """The first process holds the folder of the run, and tells the others if it may not."""
+    from accelerate.utils import broadcast_object_list
+
+    from dflash_hf.training.run_file import begun
+
+    outcome: list = [None]
+    with ExitStack() as stack:
+        if run is not None:
+            try:
+                stack.enter_context(begun(Path(args.output_dir), run, resume))
+            except (ValueError, OSError) as error:
+                outcome[0] = error
+        (error,) = broadcast_object_list(outcome)
+        if error is not None:
+            raise error
+        yield
 
 
 def _save_adapted(trainer) -> None:
