@@ -142,7 +142,7 @@ def _generate(arguments, echo) -> int:
 
     from dflash_hf.data.encode import RowEncoder
     from dflash_hf.data.prepare import load_tokenizer
-    from dflash_hf.data.prompts import prompt_ids, template_kwargs
+    from dflash_hf.data.prompts import ids_of_prompt, prompt_of, template_kwargs
     from dflash_hf.evaluation.text import colored_answer
     from dflash_hf.pairs import load_pair
 
@@ -157,10 +157,11 @@ def _generate(arguments, echo) -> int:
 
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     kwargs = {} if arguments.raw else template_kwargs(given, draft_config=draft and draft.config, say=note)
-    try:
-        ids = prompt_ids(RowEncoder(tokenizer, chat_template_kwargs=kwargs), {"prompt": prompt}, arguments.raw)
-    except ValueError as error:
-        raise ValueError(f"--prompt: {error}") from error
+    as_chat = bool(tokenizer.chat_template) and not arguments.raw
+    encoder = RowEncoder(tokenizer, chat_template_kwargs=kwargs)
+    ids = ids_of_prompt(encoder, prompt_of({"prompt": prompt}, as_chat))
+    if not ids:
+        raise ValueError("--prompt is empty under this tokenizer; pass some text.")
     input_ids = torch.tensor([ids], device=target.device)
     inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
     length = len(ids)

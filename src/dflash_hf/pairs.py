@@ -1,5 +1,7 @@
 """Target and drafter by name: from the arguments of a command, or of a trainer."""
 
+from pathlib import Path
+
 import torch
 
 
@@ -23,6 +25,19 @@ def load_pair(arguments) -> tuple:
     if not arguments.draft:
         return target, None
     return target, DFlashDraftModel.from_pretrained(arguments.draft, **_loading(arguments)).eval()
+
+
+def loaded(model, target) -> tuple:
+    """Drafter, in fp32 to be trained, and target; those that are a folder or a name on the Hub are loaded."""
+    from transformers import AutoModelForCausalLM
+
+    from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
+
+    if isinstance(model, str | Path):
+        model = DFlashDraftModel.from_pretrained(model, dtype=torch.float32)
+    if isinstance(target, str | Path):
+        target = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+    return model, target
 
 
 def _loading(arguments) -> dict:

@@ -101,6 +101,10 @@ class DecodingCallback(TrainerCallback):
 
     def measure(self) -> EvalReport:
         """The report of the first process, on every process."""
+        with self.trainer.off_the_clock():
+            return self._measure()
+
+    def _measure(self) -> EvalReport:
         outcome: list = [None, None]  # a report as JSON, or what went wrong
         if self.trainer.is_world_process_zero():
             model, target = self.trainer.draft, self.trainer.target

@@ -9,7 +9,7 @@ from dflash_hf.data.examples import DFlashCollator
 from dflash_hf.data.prepare import add_data_arguments, load_tokenizer, prepare_dataset
 from dflash_hf.data.prompts import template_kwargs
 from dflash_hf.data.sources import load_rows
-from dflash_hf.pairs import load_target
+from dflash_hf.pairs import load_target, loaded
 from dflash_hf.target import digest_of_target
 from dflash_hf.terminal import note, positive, template_arguments
 from dflash_hf.training.features import DTYPES, StoredFeatures, describe, store_features
@@ -41,6 +41,7 @@ class DFlashOfflineTrainer(DFlashTrainer):
     """
 
     def __init__(self, model, target, args=None, train_dataset=None, eval_dataset=None, data_collator=None, **kwargs):
+        model, target = loaded(model, target)
         eval_datasets = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
         for dataset in (train_dataset, *eval_datasets):
             if dataset is not None:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
+from transformers.integrations import get_available_reporting_integrations
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 
 _CHOICES = {
@@ -33,6 +35,7 @@ class DFlashTrainingArguments(TrainingArguments):
 
     Raises:
         `ValueError`: names argument, value and remedy.
+        `ImportError`: a package of `report_to` is not installed.
     """
 
     learning_rate: float = field(default=6e-4, metadata={"help": "Initial learning rate of AdamW."})
@@ -62,6 +65,8 @@ class DFlashTrainingArguments(TrainingArguments):
 
     def __post_init__(self):
         super().__post_init__()
+        for name in set(self.report_to) & set(INTEGRATION_TO_CALLBACK) - set(get_available_reporting_integrations()):
+            raise ImportError(f"report_to={name!r} needs {name}: `pip install {name}`, or leave it out.")
         if self.anchor_seed is None:
             self.anchor_seed = self.seed
         for name in ("num_anchors", "loss_chunk_size"):
