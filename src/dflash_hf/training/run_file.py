@@ -170,7 +170,7 @@ def _digests_of_data(recipe, known: dict) -> dict[str, list]:
         files = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
         for file in files:
             if file.is_file():
-                there, status = str(file.resolve()), file.stat()
+                there, status = digest_of(str(file.resolve())), file.stat()  # nobody else need know the path
                 stamp = [status.st_size, status.st_mtime_ns]
                 same = known.get(there, [])[:2] == stamp
                 found[there] = [*stamp, known[there][2] if same else digest_of_file(file)]
