@@ -292,7 +292,7 @@ def test_tools_and_their_calls_are_trained_on_as_they_were_served(as_text, tmp_p
     written = tmp_path / "ids.jsonl"
     assert main(["prepare", str(output), "--tokenizer", str(tmp_path / "tokenizer"), "--output", str(written)]) == 0
     for row, (ids, mask) in zip(rows_of(written), expected, strict=True):
-        assert row["input_ids"] == ids and row["loss_mask"][-len(mask) :] == mask
+        assert row["input_ids"] == ids and row["loss_mask"] == [0] * (len(ids) - len(mask)) + mask
     assert '<call>weather(city="Oslo";)' in tokenizer.decode(expected[0][0])
 
 

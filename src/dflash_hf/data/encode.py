@@ -49,7 +49,8 @@ class RowEncoder:
 
     def __call__(self, row: Mapping) -> list[dict]:
         """
-        The examples of a row: one, or one for each assistant turn, see above.
+        The examples of a row: one, or one for each assistant turn, see above. Of `messages` all assistant turns are
+        learned, but not those among the first `given`, where the row says so.
 
         Returns:
             `list[dict]`: With `input_ids` and `loss_mask`, two lists of one length.
@@ -62,7 +63,7 @@ class RowEncoder:
         if "input_ids" in row:
             examples = [(list(row["input_ids"]), _mask_of_ids(row))]
         elif "messages" in row:
-            examples = self._conversation(row["messages"], 0, tools_of(row))
+            examples = self._conversation(row["messages"], row.get("given", 0), tools_of(row))
             if row.get("finish_reason") == "length":
                 self._without_end(*examples[-1])
         elif "prompt" in row and "completion" in row:

@@ -32,7 +32,7 @@ def response_row(index: int, prompt: Prompt, tools: list | None, answer: dict, f
     if isinstance(prompt, str):
         row = {"prompt": prompt, "completion": answer["content"]}
     else:
-        row = {"messages": [*prompt, answer]}
+        row = {"messages": [*prompt, answer], "given": len(prompt)}  # earlier answers are not this target's
     if tools:
         row["tools"] = json.dumps(tools, ensure_ascii=False)  # as text: a table would merge tools of different kinds
     return {"row": index, **row, "finish_reason": finish_reason}
