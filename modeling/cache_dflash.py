@@ -246,6 +246,13 @@ def holds_nothing(layer) -> bool:
     return not isinstance(layer, CacheLayerMixin | LinearAttentionCacheLayerMixin)
 
 
+def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A float mask from a boolean one: eager attention would *add* a boolean mask as 0 and 1, silently."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
+        ~visible, torch.finfo(dtype).min
+    )
+
+
 def slot_mask(
     slots: torch.Tensor,
     last_seen: torch.Tensor,
@@ -285,9 +292,7 @@ def slot_mask(
         visible = visible & (query - key < window)
     if chunk is not None:
         visible = visible & (query // chunk == key // chunk)
-    lowest = torch.finfo(dtype).min
-    mask = torch.zeros(visible.shape, dtype=dtype, device=slots.device).masked_fill_(~visible, lowest)
-    return mask[:, None]
+    return additive(visible, dtype)[:, None]
 
 
 def _round_up(length: int) -> int:

@@ -92,7 +92,9 @@ class CompiledRound:
         try:
             with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=1024):
                 output = self._replayed(self.compiled, args)
-            self.run = self._graph(args) or self.compiled
+            self.run = self._graph(args)
+            if self.run is None:
+                self.bucket = None  # the next round comes here again, and its guards are checked again
             return output
         except Exception as error:
             # Nothing is lost: a round writes slots that the same round may write again. If the error has nothing to do

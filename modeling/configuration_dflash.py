@@ -16,6 +16,7 @@ from .checks_dflash import (
     check_tokens,
 )
 from .layouts_dflash import canonical_config, default_target_layer_ids, fitting_target_layer_ids
+from .target_dflash import text_depth
 
 
 # Keys that some publishers nest in `dflash_config` and others keep at the top level. Nested wins, as in the engines.
@@ -206,11 +207,22 @@ class DFlashDraftConfig(PreTrainedConfig):
             block_size (`int`): Tokens of a block, anchor included.
             kwargs: Any other field of the configuration, e.g. `target_layer_ids`. Default of these: the paper's rule,
                 for as many layers of the target as the drafter has, or as fit.
+
+        Raises:
+            `ValueError`: the target's embedding and head, of which a drafter shares both, have different widths.
         """
         text = target_config.get_text_config()
+        width = getattr(text, "embedding_size", None) or getattr(text, "word_embed_proj_dim", None) or text.hidden_size
+        narrow, wide = (getattr(text, f"{side}_embedding_size", width) for side in ("input", "output"))
+        if narrow != wide:
+            raise ValueError(
+                f"{type(text).__name__} has input_embedding_size={narrow} and output_embedding_size={wide}, but a "
+                "drafter shares the target's embedding and its head, in one width: such a target can have no drafter."
+            )
         rope = copy.deepcopy(getattr(text, "rope_parameters", None)) or {}
-        # Per-layer-type rotary tables (Gemma): the drafter takes the one of the full-attention layers.
-        rope = rope.get("full_attention", rope)
+        # Tables by layer type (Gemma): the drafter takes that of the full-attention layers, if these rotate at all.
+        tables = [table for table in rope.values() if isinstance(table, dict)]
+        rope = rope.get("full_attention") or (tables[0] if tables else rope)
         if rope.get("partial_rotary_factor") is not None or rope.get("rope_type") not in (None, "default"):
             plain = {"rope_type": "default", "rope_theta": rope.get("rope_theta", cls.default_theta)}
             rope = plain if rope.get("rope_type") not in ("yarn", "llama3", "linear") else rope
@@ -219,26 +231,31 @@ class DFlashDraftConfig(PreTrainedConfig):
         layer = (getattr(text, "per_layer_config", None) or [text])[0]
         heads = getattr(layer, "num_attention_heads", None) or max(text.hidden_size // 128, 1)
         head_dim = getattr(layer, "head_dim", None) or text.hidden_size // heads
+        inner = getattr(layer, "intermediate_size", None) or 3 * width
+        length = getattr(text, "max_position_embeddings", 0)
+        ids = {  # of a wrapper, beside its text configuration
+            name: next((getattr(c, name) for c in (text, target_config) if getattr(c, name, None) is not None), None)
+            for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+        }
         fields = {
             "vocab_size": text.vocab_size,
-            "hidden_size": text.hidden_size,
-            "intermediate_size": getattr(layer, "intermediate_size", None) or 3 * text.hidden_size,
+            "hidden_size": width,
+            "target_hidden_size": text.hidden_size,
+            "intermediate_size": inner[0] if isinstance(inner, list) else inner,  # Gemma 3n has one for each layer
             "num_attention_heads": heads,
             "num_key_value_heads": getattr(layer, "num_key_value_heads", None) or heads,
             "head_dim": head_dim,
             "rms_norm_eps": getattr(text, "rms_norm_eps", None) or 1e-6,
-            "max_position_embeddings": getattr(text, "max_position_embeddings", 32768),
+            "max_position_embeddings": length if length > 0 else 32768,  # XLNet, which has no limit, says -1
             "rope_parameters": rope or None,
-            "num_target_layers": text.num_hidden_layers,
+            "num_target_layers": text_depth(target_config),
             "num_hidden_layers": num_hidden_layers,
             "block_size": block_size,
             "mask_token_id": mask_token_id,
-            "bos_token_id": text.bos_token_id,
-            "eos_token_id": text.eos_token_id,
-            "pad_token_id": text.pad_token_id,
+            **ids,
         }
         if kwargs.get("target_layer_ids") is None:
-            kwargs["target_layer_ids"] = fitting_target_layer_ids(text.num_hidden_layers, num_hidden_layers)
+            kwargs["target_layer_ids"] = fitting_target_layer_ids(fields["num_target_layers"], num_hidden_layers)
         return cls(**{**fields, **kwargs})
 
     @classmethod

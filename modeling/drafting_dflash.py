@@ -247,7 +247,9 @@ class DFlashCandidateGenerator(CandidateGenerator):
         layers = [model_outputs.hidden_states[i + 1] for i in self.config.target_layer_ids]
         features = torch.cat([layer.to(self.device) for layer in layers], dim=-1)
         if self.cache is None:
-            padding, offset = layout(model_kwargs, 1, self.device)
+            padding, positions = padding_of(model_kwargs.get("attention_mask"), 1), model_kwargs.get("position_ids")
+            columns = length if positions is None else positions.shape[-1]
+            offset = first_positions(positions, columns, padding, self.device)
             self.absorb(features)
             self.open(padding, length - 1, length + self.config.block_size, offset)
             features = features_start = None
@@ -262,20 +264,24 @@ class DFlashCandidateGenerator(CandidateGenerator):
         """Nothing to adapt: a block is always drafted whole. (Abstract upstream before 5.20.)"""
 
 
-def layout(model_kwargs: dict, rows: int, device, counts_columns: bool = False) -> tuple[list[int], torch.Tensor]:
+def padding_of(mask: torch.Tensor | None, rows: int) -> list[int]:
+    """The padding columns at the start of each row of a prompt."""
+    return [0] * rows if mask is None else (mask.shape[1] - mask.long().sum(dim=1)).tolist()
+
+
+def first_positions(positions, columns: int, padding: list[int], device, counts_columns: bool = False) -> torch.Tensor:
     """
-    Where a prompt's tokens stand: the padding columns of each row, and the position of its first token, `[R, 1]`, or
-    `[axes, R, 1]` where positions have several axes. They are counted back from the position of the last token as if
-    all of the prompt were text, which images are not.
+    The position of the first token of each row, `[R, 1]`, or `[axes, R, 1]` where positions have several axes.
 
     Args:
-        counts_columns (`bool`): Whether the target, where it is given no positions, counts columns, padding included.
+        positions (`torch.LongTensor`, *optional*): `[..., R, n]`, what the prompt's last forward was given. They are
+            counted back from the last one as if all of the prompt were text, which images are not.
+        columns (`int`): Of the prompt, padding included.
+        padding (`list[int]`): Padding columns at the start of each row.
+        counts_columns (`bool`): Whether a target that is given no positions counts columns, padding included.
     """
-    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    padding = torch.zeros(rows, dtype=torch.long, device=device)
-    if mask is not None:
-        padding = (mask.shape[1] - mask.long().sum(dim=1)).to(device)
-    offset = padding if counts_columns else torch.zeros_like(padding)
-    if positions is not None:
-        offset = positions[..., -1].to(device) - (positions.shape[-1] - 1 - padding)  # [..., R]
-    return padding.tolist(), offset[..., None]
+    pads = torch.tensor(padding, device=device)
+    if positions is None:
+        return (pads if counts_columns else torch.zeros_like(pads))[:, None]
+    last = positions[..., -1].to(device)  # [..., R], or [..., 1] for all rows
+    return (last - (columns - 1 - pads))[..., None]

@@ -17,7 +17,7 @@ from transformers.utils import logging
 from .accept_dflash import Continuation, Draft
 from .call_dflash import Call, extra_arguments, say_what_is_ignored, usable_cache, what_is_asked
 from .compile_dflash import CompiledRound, slots_of
-from .drafting_dflash import DFlashCandidateGenerator, layout
+from .drafting_dflash import DFlashCandidateGenerator, first_positions, padding_of
 from .isolation_dflash import isolated
 from .sessions_dflash import SlotSession, cache_argument, filled_columns
 from .target_dflash import FeatureTap, decoder_layers
@@ -127,11 +127,16 @@ def prefilled(call: Call, target, draft, text: Continuation, input_ids, generati
         if "logits_to_keep" in model_kwargs and getattr(target.config.get_text_config(), "num_kv_shared_layers", 0):
             # An index: told a number, Gemma 4 takes those tokens alone through the layers that share keys.
             model_kwargs["logits_to_keep"] = torch.tensor([-1])
-        padding, offset = layout(model_kwargs, call.rows, drafter.device, call.facts.counts_columns)
+        padding, positions = padding_of(model_kwargs.get("attention_mask"), call.rows), []
+        watch = own.register_forward_pre_hook(
+            lambda _, args, kwargs: positions.append(kwargs.get("position_ids")), with_kwargs=True
+        )
         outputs = own._prefill(input_ids, generation_config, model_kwargs)
+        watch.remove()
         tap.consume = None
         cache = outputs.get(name, given)  # Phi-3 starts a new one where a long prompt takes other frequencies
         columns = filled_columns(target, cache, call.past, drafter.absorbed)
+        offset = first_positions(positions[-1], columns, padding, drafter.device, call.facts.counts_columns)
         logits = outputs.logits[:, -1:].to(drafter.device, copy=True)  # of all others nothing stays
         prompt_states = None if text.hidden_states is None else outputs.hidden_states
         del outputs

@@ -12,14 +12,22 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.generation import GenerationMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    eager_attention_forward,
+    rotate_half,
+)
 
-from .attention_dflash import DFlashAttention, DFlashRotaryEmbedding, additive, visible_in_block  # noqa: F401
+from .cache_dflash import additive
 from .checkpoint_dflash import (
     MASK_EMBEDDING,
     check_checkpoint,
@@ -28,13 +36,11 @@ from .checkpoint_dflash import (
     write_mask_embedding,
 )
 from .configuration_dflash import DFlashDraftConfig
-from .convolution_dflash import BlockConvolution
 from .custom_generate_dflash import generate as custom_generate
 from .decoding_config_dflash import DFlashDecodingConfig
 from .generation_dflash import decode
 from .hook_dflash import install_hook
 from .layouts_dflash import TENSOR_NAMES
-from .selector_dflash import CandidateSelector
 from .target_dflash import check_pair, running_device
 
 
@@ -42,6 +48,252 @@ _HUB_ARGUMENTS = (
     *("subfolder", "revision", "token", "cache_dir", "force_download", "local_files_only", "proxies", "user_agent"),
     *("repo_type", "_commit_hash"),
 )
+
+
+class DFlashRotaryEmbedding(Qwen3RotaryEmbedding):
+    """
+    Rotary tables of the rotated part of a head. Their frequencies stay in fp32: rounded to bf16 they are wrong by
+    several positions at 10k tokens.
+    """
+
+    @staticmethod
+    def compute_default_rope_parameters(config, device=None, **kwargs) -> tuple[torch.Tensor, float]:
+        """`theta ** (-2i / d)` over the `d` channels that are rotated; Qwen3's own always rotates the whole head."""
+        rope = config.rope_parameters
+        dim = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
+        pairs = torch.arange(0, dim, 2, dtype=torch.float, device=device)
+        return 1.0 / rope["rope_theta"] ** (pairs / dim), 1.0
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        if self.inv_freq.dtype != torch.float32 and self.inv_freq.device.type != "meta":
+            fresh = type(self)(self.config)
+            self.inv_freq = fresh.inv_freq.to(self.inv_freq.device)
+            self.original_inv_freq = self.inv_freq.clone()
+        return self
+
+
+def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the first `d` channels of `x` `[N, heads, T, head_dim]` by `cos`, `sin` `[N, T, d]`."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    dim = cos.shape[-1]
+    if dim == x.shape[-1]:
+        return x * cos + rotate_half(x) * sin
+    rotated, rest = x[..., :dim], x[..., dim:]
+    return torch.cat([rotated * cos + rotate_half(rotated) * sin, rest], dim=-1)
+
+
+def visible_in_block(num_keys: int, block_size: int, window: int | None, causal: bool, device) -> torch.Tensor | None:
+    """
+    Which of the last `num_keys` keys each slot of a block sees, when the block's own keys are the last `block_size` of
+    them. `None` when every slot sees everything.
+
+    Returns:
+        `torch.BoolTensor` `[block_size, num_keys]` or `None`.
+    """
+    if not causal and (window is None or num_keys <= window):
+        return None
+    key = torch.arange(num_keys, device=device) - (num_keys - block_size)  # 0 is the anchor, negative is context
+    slot = torch.arange(block_size, device=device)[:, None]
+    visible = key <= slot if causal else torch.ones(block_size, num_keys, dtype=torch.bool, device=device)
+    if window is not None:
+        visible = visible & (slot - key < window)
+    return visible  # [block, keys]
+
+
+class DFlashAttention(nn.Module):
+    """Attention of a draft layer: queries from the block, keys and values from context and block."""
+
+    def __init__(self, config: DFlashDraftConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = config.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = False  # read by SDPA; causality inside the block comes from the mask
+        self.causal_in_block = config.layer_is_causal(layer_idx)
+        self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * config.head_dim, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * config.head_dim, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * config.v_head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * config.v_head_dim, config.hidden_size, bias=bias)
+        self.q_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.value_dim, self.value_scale = config.v_head_dim, config.attention_value_scale
+        if config.attention_sink_bias:
+            self.attention_sink_bias = nn.Parameter(torch.empty(config.num_attention_heads))
+
+    def keys_values(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
+        """Keys `[N, kv_heads, T, head_dim]` and values `[N, kv_heads, T, v_head_dim]` of `states` `[N, T, H]`."""
+        keys = self.k_norm(self.k_proj(states).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
+        values = self.v_proj(states).unflatten(-1, (-1, self.value_dim)).transpose(1, 2)
+        if self.value_scale != 1.0:
+            values = values * self.value_scale
+        return apply_rotary(keys, cos, sin), values
+
+    def forward(self, hidden_states, context, position_embeddings, attention_mask, past_key_values=None, **kwargs):
+        block_size = hidden_states.shape[1]
+        cos, sin = position_embeddings  # [N, C + B, head_dim]
+        states = hidden_states if context is None else torch.cat([context, hidden_states], dim=1)  # [N, C + B, H]
+
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)  # [N, heads, B, head_dim]
+        query = apply_rotary(query, cos[:, -block_size:], sin[:, -block_size:])
+        key, value = self.keys_values(states, cos, sin)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+
+        # A caller that keeps slots or trains hands over a 4-D mask; otherwise the block's keys are the last ones.
+        if attention_mask is None or (torch.is_tensor(attention_mask) and attention_mask.dim() == 2):
+            attention_mask = self._mask_from_padding(attention_mask, key.shape[2], block_size, query)
+
+        if self.config.attention_sink_bias:
+            key, value, attention_mask = self._with_sink(key, value, attention_mask, query)
+        implementation = self.config._attn_implementation
+        if isinstance(attention_mask, BlockMask):  # training; only flex attention reads it, in one dtype
+            implementation = "flex_attention"
+            query, key = query.to(value.dtype), key.to(value.dtype)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+        output, weights = attend(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            **kwargs,
+        )
+        return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights
+
+    def _with_sink(self, key, value, attention_mask, query):
+        """
+        A sink is one more key whose score is the head's own constant and whose value is zero: it takes weight from the
+        others and gives nothing. As a column of the mask it works with every attention function that takes one.
+        """
+        rows, heads, size, _ = query.shape
+        seen = query.new_zeros(()) if attention_mask is None else attention_mask[..., : key.shape[2]]
+        seen = seen.to(query.dtype).expand(rows, heads, size, key.shape[2])
+        sink = self.attention_sink_bias.to(query.dtype)[None, :, None, None].expand(rows, heads, size, 1)
+        pad = (0, 0, 0, 1)
+        return (
+            nn.functional.pad(key, pad),  # a key of zeros scores 0 before the mask is added
+            nn.functional.pad(value, pad),
+            torch.cat([seen, sink], dim=-1),  # [N, heads, B, keys + 1]
+        )
+
+    def _mask_from_padding(self, padding, num_keys, block_size, query):
+        visible = visible_in_block(num_keys, block_size, self.sliding_window, self.causal_in_block, query.device)
+        if padding is not None and not padding.all():
+            real = padding[:, None, None, -num_keys:].bool()  # [N, 1, 1, keys]
+            visible = real if visible is None else visible & real
+        if visible is None:
+            return None
+        return additive(visible.expand(query.shape[0], 1, block_size, num_keys), query.dtype)
+
+
+class BlockConvolution(nn.Module):
+    """
+    Mixes each slot of a block with the slots before it; one instance is applied to a sublayer's input and to its
+    output.
+
+    With `x` the sublayer's input after its norm, a projection of `x_t` gives the corrections `delta` of *both*
+    applications, and each computes `y_t[c] = sum_o (base[o, c] + delta_t[o, group(c)]) * x_{t-o}[c]`. Slots before the
+    anchor are zeros: a convolution never crosses the edge of a block. At initialisation it is the identity, bit for
+    bit.
+
+    Args:
+        config (`DFlashDraftConfig`): `conv_kernel_size` taps, `conv_group_size` channels that share a correction.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.block_size, self.taps, self.group_size = (
+            config.block_size,
+            config.conv_kernel_size,
+            config.conv_group_size,
+        )
+        self.groups = config.hidden_size // self.group_size
+        self.base_kernel = nn.Parameter(torch.empty(2, self.taps, config.hidden_size))  # before, after the sublayer
+        self.kernel_projection = nn.Linear(config.hidden_size, 2 * self.taps * self.groups, bias=False)
+
+    def corrections(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`delta` before and after the sublayer, each `[N, Q, taps, G]`, from the sublayer's input `[N, Q, H]`."""
+        delta = self.kernel_projection(hidden_states).unflatten(-1, (2, self.taps, self.groups))
+        return delta[:, :, 0], delta[:, :, 1]
+
+    def forward(self, hidden_states: torch.Tensor, delta: torch.Tensor, after: bool) -> torch.Tensor:
+        """
+        Args:
+            hidden_states (`torch.Tensor`): `[N, Q, H]`, `Q` a single block or a whole number of them side by side.
+            delta (`torch.Tensor`): `[N, Q, taps, G]`.
+            after (`bool`): Whether this is the sublayer's output.
+
+        Raises:
+            `ValueError`: a length that is not a whole number of blocks.
+        """
+        length = hidden_states.shape[1]
+        size = min(self.block_size, length)
+        if length % size:
+            raise ValueError(
+                f"noise_embeds has {length} slots, which are not whole blocks of block_size={self.block_size}: the "
+                "convolution would run across the edge of a block."
+            )
+        blocks = hidden_states.unflatten(-1, (self.groups, self.group_size))  # [N, Q, G, C/G]
+        blocks = blocks.unflatten(1, (-1, size))  # [N, blocks, B, G, C/G]
+        delta = delta.unflatten(1, (-1, size)).unsqueeze(-1)  # [N, blocks, B, taps, G, 1]
+        base = self.base_kernel[int(after)].unflatten(-1, (self.groups, self.group_size))  # [taps, G, C/G]
+        output = (base[0] + delta[:, :, :, 0]) * blocks
+        for tap in range(1, self.taps):
+            earlier = nn.functional.pad(blocks[:, :, :-tap], (0, 0, 0, 0, tap, 0))  # slot t - tap, zeros at the edge
+            output = output + (base[tap] + delta[:, :, :, tap]) * earlier
+        return output.flatten(1, 2).flatten(-2)
+
+
+class CandidateSelector(nn.Module):
+    """
+    Scores the `top_k` likeliest tokens `b` of a slot given the token `a` that was chosen before it:
+    `S(a, b) = U(b) + <A[a] * (W h), C[b]>`, with `U` the draft logit and `h` the slot's hidden state.
+
+    At initialisation `C` is zero, so that the walk is the argmax of every slot.
+
+    Args:
+        config (`DFlashDraftConfig`): `selector_rank`, `selector_top_k`, `vocab_size` of the target.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.top_k = config.selector_top_k
+        self.predecessor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.selector_rank))  # A
+        self.successor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.selector_rank))  # C
+        self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)  # W
+
+    def candidates(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        The likeliest tokens of each slot and their logits, both `[..., k]`, from draft logits `[..., V]`. In the order
+        of their ids, so that of equal scores the lowest id is taken, as `argmax` over the vocabulary does.
+        """
+        logits = logits[..., : self.successor_codebook.shape[0]]  # a head may be padded with rows of no token
+        ids = logits.topk(self.top_k, dim=-1).indices.sort(dim=-1).values
+        return ids, logits.gather(-1, ids)
+
+    def scores(self, before: torch.Tensor, hidden: torch.Tensor, ids: torch.Tensor, logits: torch.Tensor):
+        """
+        `S(before, ids)` in fp32, `[..., k]`.
+
+        Args:
+            before (`torch.LongTensor`): `[...]`, the token of the slot before.
+            hidden (`torch.Tensor`): `[..., H]`, the slot's hidden state after the final norm.
+            ids (`torch.LongTensor`): `[..., k]`.
+            logits (`torch.Tensor`): `[..., k]`.
+        """
+        query = self.predecessor_codebook[before] * self.hidden_projection(hidden)  # [..., r]
+        transition = (self.successor_codebook[ids] @ query.unsqueeze(-1)).squeeze(-1)  # [..., k]
+        return logits.float() + transition.float()
 
 
 class DFlashDecoderLayer(GradientCheckpointingLayer):

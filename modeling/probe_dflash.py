@@ -1,7 +1,6 @@
 """What a target can do, found out by trying it once on a few tokens, never from a list of names."""
 
 import inspect
-import threading
 import weakref
 from dataclasses import dataclass, field
 
@@ -10,6 +9,7 @@ from transformers import DynamicCache
 from transformers.utils import logging
 
 from .accept_dflash import Draft, Verdict
+from .drafting_dflash import first_positions
 from .isolation_dflash import isolated
 from .recurrent_dflash import ReplaySession, StepSession, moving_modules, recurrent_states
 from .sessions_dflash import SlotSession, cache_argument
@@ -24,7 +24,6 @@ KINDS = (SlotSession, ReplaySession, StepSession)
 EXACT, CLOSE = 1e-4, 1e-3
 
 _known: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
-_probing = threading.RLock()
 
 
 @dataclass
@@ -53,6 +52,8 @@ class TargetFacts:
         """Why a drafter that reads these layers cannot draft for a prompt with this mask, or `None`."""
         if self.session_class is None:
             return f"the cache of {self.name} cannot be rolled back"
+        if not self.features:
+            return f"the decoder layers of {self.name} stand in no list, so that their outputs cannot be read"
         for layer_id in layer_ids:
             shape = self.features.get(layer_id)
             if shape is None:
@@ -81,14 +82,13 @@ def facts_of(target) -> TargetFacts:
     A short prompt, a block with rejected tokens, a roll-back and a second block must give the logits, and leave the
     state, that decoding the kept tokens one by one gives. Tried with slots, with slots and replay of the recurrent
     layers, then with slots and steps through the recurrent layers. The target is watched in copies of its modules, so
-    that it may be in use meanwhile.
+    that it may be in use meanwhile; first calls at the same time find out the same.
     """
-    with _probing:
-        known = _known.setdefault(target, {})
-        key = (target.config._attn_implementation, target.dtype)
-        if key not in known:
-            known[key] = _found_out(target)
-        return known[key]
+    known = _known.setdefault(target, {})
+    key = (target.config._attn_implementation, target.dtype)
+    if key not in known:
+        known[key] = _found_out(target)
+    return known[key]
 
 
 def probe_rollback(target) -> type | None:
@@ -143,12 +143,12 @@ def _error(target, facts: TargetFacts, padding: int) -> float:
             if padding and not bool(expected.isfinite().all()):
                 return 0.0  # upstream gives no numbers for padded rows: there is nothing to be equal to
             cache = _empty_cache(own)
-            _fed(own, tokens[:, :5], mask[:, :5], cache)
+            positions = _fed(own, tokens[:, :5], mask[:, :5], cache)[1]
             if not facts.session_class.takes(cache):
                 return float("inf")
             padded = torch.tensor([0, padding], device=device)
-            offset = padded if facts.counts_columns else torch.zeros_like(padded)
-            session = facts.open_session(own, cache, padded.tolist(), 32, offset[:, None], {})
+            offset = first_positions(positions, 5, padded.tolist(), device, facts.counts_columns)
+            session = facts.open_session(own, cache, padded.tolist(), 32, offset, {})
             start = 5 - padded
             first = _verified(session, block, start, kept)
             errors = [
@@ -179,18 +179,18 @@ def _empty_cache(target) -> DynamicCache:
     return DynamicCache(config=target.config.get_text_config(decoder=True))
 
 
-def _fed(target, tokens, mask, cache, count: int | None = None) -> torch.Tensor:
-    """Logits of a forward over the last `count` of `tokens` `[2, S]`, with what `generate` passes; default: all."""
+def _fed(target, tokens, mask, cache, count: int | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Logits and positions of a forward over the last `count` of `tokens` `[2, S]`, as in `generate`; default: all."""
     arguments = {cache_argument(target): cache, "use_cache": True}
     if bool(mask.all()):
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None, -(count or 0) :]
-        return target(input_ids=tokens[:, -(count or 0) :], position_ids=positions, **arguments).logits
+        return target(input_ids=tokens[:, -(count or 0) :], position_ids=positions, **arguments).logits, positions
     if "position_ids" in inspect.signature(target.forward).parameters:
         arguments["position_ids"] = (mask.cumsum(dim=1) - 1).masked_fill(mask == 0, 0)
     inputs = target.prepare_inputs_for_generation(
         tokens, next_sequence_length=count, is_first_iteration=count is None, attention_mask=mask, **arguments
     )
-    return target(**inputs, return_dict=True).logits
+    return target(**inputs, return_dict=True).logits, inputs.get("position_ids")
 
 
 def _decoded(target, tokens, mask, kept: list[int]):
@@ -198,7 +198,7 @@ def _decoded(target, tokens, mask, kept: list[int]):
     cache, logits, states = _empty_cache(target), [], {}
     _fed(target, tokens[:, :5], mask[:, :5], cache)
     for step in range(1, tokens.shape[1] - 4):
-        logits.append(_fed(target, tokens[:, : 5 + step], mask[:, : 5 + step], cache, count=1))
+        logits.append(_fed(target, tokens[:, : 5 + step], mask[:, : 5 + step], cache, count=1)[0])
         rows = [row for row, count in enumerate(kept) if count == step]
         states |= {row: [state[row].clone() for state in recurrent_states(cache.layers)] for row in rows}
     return torch.cat(logits, dim=1), states
@@ -216,7 +216,10 @@ def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 def _features(target) -> dict[int, tuple]:
     """The shape of each decoder layer's output in a short forward over text."""
-    layers, shapes = decoder_layers(target), {}
+    try:
+        layers, shapes = decoder_layers(target), {}
+    except ValueError:  # HRM-Text runs two stacks in cycles
+        return {}
     with isolated(target, layers) as own:
         for layer_id, layer in enumerate(decoder_layers(own)):
 

@@ -6,20 +6,27 @@ import torch
 from torch import nn
 
 
+def text_depth(target_config) -> int:
+    """Decoder layers of a target's text stack; LongCat counts the two attentions of a layer as `num_hidden_layers`."""
+    text = target_config.get_text_config()
+    return getattr(text, "num_layers", None) or text.num_hidden_layers
+
+
 def decoder_layers(target) -> nn.ModuleList:
     """
     The decoder layers of a target's text stack (of a multimodal wrapper too).
 
     Raises:
-        `ValueError`: no list of `num_hidden_layers` layers can be found.
+        `ValueError`: no list of so many layers as the configuration counts can be found.
     """
-    depth = target.config.get_text_config().num_hidden_layers
-    for module in target.get_decoder().modules():
-        if isinstance(module, nn.ModuleList) and len(module) == depth:
-            return module
+    depth = text_depth(target.config)
+    for stack in (target.get_decoder(), target.base_model):  # the decoder of a ModernBERT is a part of its head
+        for module in stack.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == depth:
+                return module
     raise ValueError(
-        f"{type(target).__name__} has no list of num_hidden_layers={depth} decoder layers, so its features cannot be "
-        "read; use a decoder-only transformer as the target."
+        f"{type(target).__name__} has no list of {depth} decoder layers, so its features cannot be read; use a "
+        "decoder-only transformer as the target."
     )
 
 
@@ -120,6 +127,12 @@ def check_pair(target, draft_config) -> None:
             f"{name} has no language-model head, which the drafter shares; load it with `AutoModelForCausalLM`."
         )
     rows, width = target.get_input_embeddings().weight.shape
+    head_width = getattr(target.get_output_embeddings(), "in_features", width)
+    if head_width != width:
+        raise ValueError(
+            f"The embedding of {name} has width {width} and its head {head_width}, but a drafter shares both: it can "
+            "have no drafter. Call `generate` without `assistant_model`."
+        )
     if draft_config.hidden_size != width:
         raise ValueError(
             f"The drafter has hidden_size={draft_config.hidden_size}, but the embedding of {name}, which it shares, "
@@ -139,7 +152,7 @@ def check_pair(target, draft_config) -> None:
             f"mask_token_id={draft_config.mask_token_id} lies outside the embedding of {name} ({rows} rows): resize "
             "that embedding, or load the drafter that was trained for this target."
         )
-    depth = len(decoder_layers(target))
+    depth = text_depth(target.config)
     if max(draft_config.target_layer_ids) >= depth:
         raise ValueError(
             f"target_layer_ids={draft_config.target_layer_ids} reach past the {depth} layers of {name}: this drafter "

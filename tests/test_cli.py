@@ -104,7 +104,11 @@ def test_generate_prints_the_target_s_own_text(pair_arguments, capsys, monkeypat
     assert main([*without_draft, "--prompt", "a.x1 = n"]) == 0
     alone = capsys.readouterr()
     assert alone.out == printed.out and alone.out.strip()
-    assert "target alone" in alone.err
+    assert "target alone: " in alone.err
+    assert main([*generate, "--prompt", "a.x1 = n", "--compare", "--packed"]) == 0
+    packed = capsys.readouterr()
+    assert packed.out == printed.out
+    assert "with the drafter, packed: " in packed.err and "target alone, packed: " in packed.err
 
     monkeypatch.setattr(sys, "stdin", io.StringIO("a.x1 = n"))
     assert main([*generate, "--prompt", "-", "--show-drafts", "--color"]) == 0

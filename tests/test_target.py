@@ -3,9 +3,11 @@
 import pytest
 import torch
 from support.pairs import COMMON, VOCAB, make_draft, make_target
+from support.tiny_models import tiny_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 
-from dflash_hf.modeling.target_dflash import decoder_layers
+from dflash_hf import DFlashDraftConfig
+from dflash_hf.modeling.target_dflash import check_pair, decoder_layers
 from dflash_hf.target import check_fit, freeze, generate_responses, target_features, target_forward, target_labels
 
 
@@ -216,8 +218,8 @@ def test_a_target_needs_a_head(target, draft):
         check_fit(draft.config, target.model)
 
 
-def test_a_target_has_one_vector_for_each_token(input_ids, caplog):
-    """Gemma 3n hands several from layer to layer."""
+def test_a_target_that_has_several_vectors_for_each_token_decodes_plainly(input_ids, caplog):
+    """Gemma 3n hands four from layer to layer."""
     special = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
     target = AutoModelForCausalLM.from_config(
         CONFIG_MAPPING["gemma3n_text"](
@@ -229,8 +231,25 @@ def test_a_target_has_one_vector_for_each_token(input_ids, caplog):
             activation_sparsity_pattern=None,
         )
     )
-    expected = target.generate(input_ids, max_new_tokens=4, do_sample=False)
-    output = target.generate(input_ids, max_new_tokens=4, do_sample=False, assistant_model=make_draft(target))
-    assert torch.equal(output, expected)
-    said = [record.getMessage() for record in caplog.records]
-    assert any("decoder layer 0 of Gemma3nForCausalLM has an output of shape (4," in text for text in said)
+    options = {"max_new_tokens": 4, "do_sample": False}
+    with caplog.at_level("WARNING"):
+        drafted = target.generate(input_ids, **options, assistant_model=make_draft(target))
+    assert "decoder layer 0 of Gemma3nForCausalLM has an output of shape (4, 1, 3, 32)" in caplog.text
+    assert torch.equal(drafted, target.generate(input_ids, **options))
+
+
+# -------------------------------------------------------------------------------------------------------------- layers
+
+
+@pytest.mark.parametrize(
+    "model_type, kind",
+    [("modernbert-decoder", "ModernBertDecoderLayer"), ("longcat_flash", "LongcatFlashDecoderLayer")],
+)
+def test_layers_are_found_where_configuration_and_class_mislead(model_type, kind, input_ids):
+    """`get_decoder()` of a ModernBERT is a part of its head; LongCat counts each layer twice, for two attentions."""
+    target = tiny_model(model_type)
+    layers = decoder_layers(target)
+    assert [type(layer).__name__ for layer in layers] == [kind] * 4
+    config = DFlashDraftConfig.for_target(target.config, MASK, num_hidden_layers=2, target_layer_ids=[0, 3])
+    assert config.num_target_layers == 4
+    check_pair(target, config)

@@ -12,6 +12,7 @@ equal the target alone. On a CPU: `--device cpu --shapes tiny --tokens 48`.
 import argparse
 import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -90,7 +91,7 @@ def main():
             reference=arguments.reference,
         )
         print(f"\n{shape}, bf16, FORCED acceptance (tau {report.tau:.2f}), {report.setting['hardware']}")
-        facts = {"shape": shape, "bandwidth": speed, "least_round_seconds": least, "round": vars(rounds)}
+        facts = {"shape": shape, "bandwidth": speed, "least_round_seconds": least, "round": asdict(rounds)}
         for name, method in report.methods.items():
             line = f"{name:16} {method.tokens_per_second:8.0f} tokens/s {method.speedup:6.2f}x"
             if name in rounds.rounds:

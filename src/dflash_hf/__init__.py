@@ -24,6 +24,7 @@ _LAZY = {
     "DFlashCollator": ".data.examples",
     "make_example": ".data.examples",
     "generate_responses": ".target",
+    "packed_weights": ".packed_linear",
     "DFlashTrainer": ".training.trainer",
     "DFlashOfflineTrainer": ".training.offline",
     "StoredFeatures": ".training.features",
@@ -51,6 +52,10 @@ def _register_classes():
     importlib.import_module(".auto", __name__).register_classes()
 
 
+def _register_pipelines():
+    importlib.import_module(".auto", __name__).register_pipelines()
+
+
 def _install_hook():
     importlib.import_module(".modeling.hook_dflash", __name__).install_hook()
 
@@ -58,3 +63,4 @@ def _install_hook():
 _when_imported("transformers.models.auto.configuration_auto", _register)
 _when_imported("dflash_hf.modeling.modeling_dflash", _register_classes)
 _when_imported("transformers.generation.utils", _install_hook)
+_when_imported("transformers.pipelines.base", _register_pipelines)

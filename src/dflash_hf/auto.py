@@ -52,6 +52,33 @@ def register_classes() -> None:
     AutoModel.register(DFlashDraftConfig, DFlashDraftModel, exist_ok=True)
 
 
+def register_pipelines() -> None:
+    """
+    Let `pipeline(..., assistant_model="<drafter>")` load a drafter by its name. Upstream looks for the class among its
+    own, and compares tokenizers, of which a drafter has none. Registering twice is a no-op.
+    """
+    from transformers.pipelines import base
+
+    original = base.load_assistant_model
+    if hasattr(original, "_dflash_original"):
+        return
+
+    @functools.wraps(original)
+    def load_assistant_model(model, assistant_model, assistant_tokenizer):
+        if isinstance(assistant_model, str) and model.can_generate():
+            from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
+
+            if isinstance(AutoConfig.from_pretrained(assistant_model), DFlashDraftModel.config_class):
+                draft = DFlashDraftModel.from_pretrained(assistant_model, dtype=model.dtype)
+                return draft.to(model.device), None
+        elif hasattr(type(assistant_model), "dflash_decode"):
+            return assistant_model, None
+        return original(model, assistant_model, assistant_tokenizer)
+
+    load_assistant_model._dflash_original = original
+    base.load_assistant_model = load_assistant_model
+
+
 def unregister() -> None:
     """Give `AutoConfig` back to upstream, and with it `AutoModel`, for folders that name another model type."""
     original = getattr(AutoConfig.from_pretrained, "_dflash_original", None)

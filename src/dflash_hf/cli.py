@@ -110,6 +110,7 @@ def _add_generate(parser) -> None:
         "--show-drafts", action="store_true", help="print the text again, accepted draft tokens marked"
     )
     parser.add_argument("--compare", action="store_true", help="also decode with the target alone")
+    parser.add_argument("--packed", action="store_true", help="pack the weights of both models for a CPU; once")
     add_color(parser, "accepted draft tokens")
 
 
@@ -140,6 +141,7 @@ def _generate(arguments, echo) -> int:
     import torch
     from transformers import AutoConfig, TextStreamer, set_seed
 
+    from dflash_hf import packed_weights
     from dflash_hf.data.encode import RowEncoder
     from dflash_hf.data.prepare import load_tokenizer
     from dflash_hf.data.prompts import ids_of_prompt, prompt_of, template_kwargs
@@ -154,6 +156,9 @@ def _generate(arguments, echo) -> int:
     tokenizer = load_tokenizer(arguments.target)
     given = template_arguments(arguments.template_args)
     target, draft = load_pair(arguments)
+
+    if arguments.packed:
+        packed_weights(*(model for model in (target, draft) if model is not None))
 
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     kwargs = {} if arguments.raw else template_kwargs(given, draft_config=draft and draft.config, say=note)
@@ -186,11 +191,13 @@ def _generate(arguments, echo) -> int:
         if arguments.show_drafts:
             pieces = [tokenizer.decode([token]) for token in ids]
             echo(f"\n{colored_answer(pieces, lengths[0], wants_color(arguments.color, sys.stdout))}")
-    print(f"\nwith the drafter: {speed}" if draft is not None else f"\ntarget alone: {speed}", file=sys.stderr)
+    packed = ", packed" if arguments.packed else ""
+    who = "target alone" if draft is None else "with the drafter"
+    print(f"\n{who}{packed}: {speed}", file=sys.stderr)
     if arguments.compare and draft is not None:
         _, alone, speed = decode()
         equal = "the same tokens" if alone == ids else "other tokens"
-        print(f"target alone: {speed}; {equal}", file=sys.stderr)
+        print(f"target alone{packed}: {speed}; {equal}", file=sys.stderr)
     return 0
 
 

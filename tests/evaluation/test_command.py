@@ -96,6 +96,14 @@ def test_from_a_file_to_the_report_beside_the_weights(pair, tmp_path, capsys):
     assert again["responses"] == report["responses"] and "prompt_lookup" in again["methods"]
 
 
+def test_packed_weights_are_measured_beside_the_packed_target(pair, tmp_path, capsys):
+    (tmp_path / "prompts.txt").write_text("Say 1\n", encoding="utf-8")
+    assert evaluate(pair, tmp_path / "prompts.txt", "--packed") == 0
+    printed = capsys.readouterr().out
+    for part in ("target alone, packed", "same, packed", "over packed"):
+        assert part in printed, part
+
+
 def test_template_arguments_are_those_of_training_unless_given(pair, tmp_path, monkeypatch):
     """A drafter trained without thinking and used with it loses much of its acceptance."""
     seen = []

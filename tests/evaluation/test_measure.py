@@ -4,7 +4,20 @@ import pytest
 import torch
 from support.pairs import make_draft, make_target
 
-from dflash_hf.evaluation.measure import DFLASH, METHODS, PROMPT_LOOKUP, TARGET, EvalReport, evaluate
+from dflash_hf import packed_linear
+from dflash_hf.evaluation.measure import (
+    DFLASH,
+    METHODS,
+    OURS,
+    PACKED,
+    PACKED_METHODS,
+    PROMPT_LOOKUP,
+    TARGET,
+    TARGET_PACKED,
+    EvalReport,
+    evaluate,
+)
+from dflash_hf.evaluation.text import LABELS, summary_lines
 
 
 PROMPTS = [[5, 9, 11, 60], [7, 3], [40, 41, 42, 43, 44, 45]]
@@ -59,6 +72,28 @@ def test_medians_of_the_runs(pair):
     assert report.methods[DFLASH].speedup == sorted(ratios)[1]
 
 
+def test_every_way_has_its_name():
+    assert str(OURS["dflash_tree_compiled_packed"]) == "dflash_tree_compiled_packed" and len(OURS) == 8
+    assert PACKED_METHODS == {TARGET_PACKED, *(name for name in OURS if name.endswith("packed"))}
+    assert {*PACKED_METHODS, *OURS} <= LABELS.keys()
+
+
+def test_packed_methods_decode_with_packed_weights(pair, drafts, monkeypatch):
+    monkeypatch.setattr(packed_linear, "SMALLEST", 0)
+    methods = (TARGET, TARGET_PACKED, DFLASH, PACKED)
+    seen, linear = [0], packed_linear._linear
+    monkeypatch.setattr(packed_linear, "_linear", lambda *args: seen.append(1) or linear(*args))
+    report = evaluate(*pair, PROMPTS, max_new_tokens=NEW, runs=1, methods=methods)
+    assert len(seen) > NEW and not packed_linear._packs
+    assert all(method.equal == len(PROMPTS) for method in report.methods.values())
+    assert report.methods[TARGET_PACKED].speedup_over_packed == report.methods[TARGET].speedup == 1.0
+    packed = report.methods[PACKED]
+    assert packed.target_forwards < report.methods[TARGET_PACKED].target_forwards == NEW * len(PROMPTS)
+    assert packed.speedup_over_packed == pytest.approx(packed.speedup / report.methods[TARGET_PACKED].speedup)
+    table = summary_lines(report)
+    assert "over packed" in table[0] and any(line.startswith("target alone, packed") for line in table)
+
+
 def test_both_means_of_tau():
     lengths = [[4, 4, 4, 4], [1]]
     report = EvalReport({}, lengths, [[0] * 17, [0, 0]], block_size=4)
@@ -107,6 +142,7 @@ def test_the_user_is_left_alone(pair):
         ({"prompts": [[3], []]}, "one of them empty"),
         ({"runs": 0}, "runs=0"),
         ({"methods": ("target",)}, "lacks \\['dflash'\\]"),
+        ({"methods": (*METHODS, "dflash_packed")}, "lacks \\['target_packed'\\]"),
         ({"methods": (*METHODS, "magic")}, "names \\['magic'\\]"),
     ],
 )

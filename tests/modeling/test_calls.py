@@ -218,6 +218,44 @@ def test_pipeline(talking):
     assert rounds
 
 
+def test_pipeline_takes_a_drafter_by_its_name(talking, tmp_path):
+    """With other special tokens than the target's, which upstream takes for another tokenizer."""
+    target, draft, tokenizer = talking
+    target.config.eos_token_id, before = 7, target.config.eos_token_id
+    draft.save_pretrained(tmp_path)
+    options = {"max_new_tokens": 12, "do_sample": False, "return_tensors": True}
+    plain = pipeline("text-generation", model=target, tokenizer=tokenizer)
+    for assistant in (str(tmp_path), draft):
+        drafted = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=assistant)
+        assert isinstance(drafted.assistant_model, type(draft)) and drafted.assistant_tokenizer is None
+        assert drafted("Once", **options) == plain("Once", **options)
+    target.config.eos_token_id = before
+
+
+def test_settings_of_other_assistants_are_followed_or_named(target, draft, oracle, caplog):
+    """`num_assistant_tokens` drafted tokens are verified; what a drafter cannot follow is said once."""
+    options = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
+    expected = target.generate(PROMPT, **options)
+    oracle(expected.sequences, [0], error_rate=0.0)
+    output = target.generate(PROMPT, **options, assistant_model=draft, num_assistant_tokens=2)
+    assert torch.equal(output.sequences, expected.sequences) and max(output.acceptance_lengths[0]) == 3
+    for name, value in (
+        ("assistant_confidence_threshold", 0.7),
+        ("num_assistant_tokens_schedule", "heuristic"),
+        ("prompt_lookup_num_tokens", 3),
+    ):
+        output = target.generate(PROMPT, **options, assistant_model=draft, **{name: value})
+        assert torch.equal(output.sequences, expected.sequences)
+        assert any(f"does not follow {name}={value!r}" in record.getMessage() for record in caplog.records), name
+
+
+def test_a_misspelt_setting_is_an_error_with_the_nearest_name(draft):
+    with pytest.raises(AttributeError, match="no field 'tree_node': did you mean 'tree_nodes'"):
+        draft.decoding_config.tree_node = 9
+    with pytest.raises(AttributeError, match="the fields are block_size, draft_temperature"):
+        draft.decoding_config.pack_my_things = True
+
+
 def test_dola_is_refused(target, draft):
     with pytest.raises(ValueError, match="dola_layers"):
         target.generate(PROMPT, max_new_tokens=5, dola_layers="low", assistant_model=draft)

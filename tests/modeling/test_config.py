@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from support.tiny_models import tiny_config
 from transformers import CONFIG_MAPPING
 
 from dflash_hf import DFlashDraftConfig
@@ -115,3 +116,33 @@ def test_targets_without_the_usual_fields(model_type, fields):
     assert config.head_dim == (8 if fields else 32)
     assert config.num_attention_heads == (4 if fields else 1)
     assert config.rms_norm_eps == 1e-6
+
+
+@pytest.mark.parametrize("model_type", ["beam", "gemma3n_text", "codegen", "cpmant", "pegasus", "roc_bert", "rwkv"])
+def test_a_drafter_for_every_shape_of_target_configuration(model_type):
+    """A rotary table that is `None` for some layers, a width for each layer, and ids that a class does not have."""
+    text = tiny_config(model_type)
+    config = DFlashDraftConfig.for_target(text, 95, num_hidden_layers=2, target_layer_ids=[0, 3])
+    assert config.hidden_size == config.target_hidden_size == 32 and config.num_target_layers == 4
+    if model_type == "beam":
+        assert config.rope_parameters["rope_theta"] == text.rope_parameters["sliding_attention"]["rope_theta"]
+    if model_type == "gemma3n_text":
+        assert config.intermediate_size == text.intermediate_size[0]
+
+
+def test_token_ids_of_a_wrapper_stand_beside_its_text_configuration():
+    wrapper = tiny_config("qwen3_vl", bos_token_id=3, eos_token_id=[4, 5])
+    config = DFlashDraftConfig.for_target(wrapper, 95, num_hidden_layers=2, target_layer_ids=[0, 3])
+    assert (config.bos_token_id, config.eos_token_id) == (3, [4, 5])
+
+
+@pytest.mark.parametrize("model_type, field", [("electra", "embedding_size"), ("opt", "word_embed_proj_dim")])
+def test_a_drafter_is_as_wide_as_the_embedding_it_shares(model_type, field):
+    text = tiny_config(model_type, **{field: 16})
+    config = DFlashDraftConfig.for_target(text, 95, num_hidden_layers=2, target_layer_ids=[0, 3])
+    assert (config.hidden_size, config.target_hidden_size) == (16, 32)
+
+
+def test_an_embedding_and_a_head_of_different_widths_have_no_drafter():
+    with pytest.raises(ValueError, match="input_embedding_size=16 and output_embedding_size=24"):
+        DFlashDraftConfig.for_target(tiny_config("rembert"), 95)

@@ -12,9 +12,8 @@ from support.sampling import assert_follows, exact_distribution
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.modeling.accept_dflash import Proposal, sample_tokens
-from dflash_hf.modeling.attention_dflash import additive
-from dflash_hf.modeling.convolution_dflash import BlockConvolution
 from dflash_hf.modeling.generation_dflash import DFlashCandidateGenerator
+from dflash_hf.modeling.modeling_dflash import BlockConvolution, additive
 from dflash_hf.training.blocks import block_mask
 
 

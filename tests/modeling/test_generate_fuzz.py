@@ -10,7 +10,7 @@ import torch
 from support.pairs import make_target
 from support.scripted_draft import ScriptedDraft
 from support.stress_calls import Collected, StopAfter, prompt
-from tiny_chat import make_tokenizer
+from support.tiny_chat import make_tokenizer
 from transformers import (
     DynamicCache,
     GenerationConfig,

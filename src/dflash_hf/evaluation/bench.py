@@ -5,12 +5,13 @@ With `--forced-acceptance` random weights of a given shape are timed, drafted by
 trained drafter would be, so that the shapes of real models can be timed anywhere.
 """
 
+import contextlib
 import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -24,8 +25,11 @@ from dflash_hf.evaluation.measure import (
     COMPILED,
     DFLASH,
     OURS,
+    PACKED,
+    PACKED_METHODS,
     PROMPT_LOOKUP,
     TARGET,
+    TARGET_PACKED,
     TREE,
     EvalReport,
     evaluate,
@@ -34,55 +38,87 @@ from dflash_hf.evaluation.measure import (
 )
 from dflash_hf.evaluation.text import summary_lines
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
+from dflash_hf.packed_linear import packed_weights
 from dflash_hf.terminal import add_template_arguments, note, positive, template_arguments
 
 
 STATIC, NATIVE, ASSISTANT, REFERENCE = "target_static", "native", "assistant", "reference"
 METHODS = (TARGET, DFLASH, TREE, COMPILED, NATIVE, PROMPT_LOOKUP)
+ON_CPU = (TARGET, TARGET_PACKED, DFLASH, PACKED, TREE, COMPILED, NATIVE, PROMPT_LOOKUP)  # the default there
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass
-class RoundReport:
+class Forwards:
     """
-    Where the time of a round goes; seconds, medians. The forwards are timed bare, with an ordinary cache.
+    Seconds of bare forwards, with an ordinary cache; medians.
 
     Args:
         one_token (`float`): The target's forward over one token.
         verify (`float`): The target's forward over a block.
         draft (`float`): The drafter's forward over a block and as many context features, and the head on its slots.
-        rounds (`dict[str, float]`): A whole round of each method that drafts; see `time_rounds`.
-        tau (`float`): Tokens committed per verification.
     """
 
     one_token: float
     verify: float
     draft: float
+
+    def attainable(self, tau: float) -> float:
+        """The speed-up that they allow over one-token forwards alone: `tau * t_1 / (t_draft + t_verify)`."""
+        return tau * self.one_token / (self.draft + self.verify)
+
+
+@dataclass
+class RoundReport:
+    """
+    Where the time of a round goes.
+
+    Args:
+        plain (`Forwards`): The bare forwards.
+        packed (`Forwards`, *optional*): The same with packed weights, where a method has them.
+        rounds (`dict[str, float]`): Seconds of a whole round of each method that drafts; see `time_round`.
+        tau (`float`): Tokens committed per verification.
+    """
+
+    plain: Forwards
+    packed: Forwards | None
     rounds: dict[str, float]
     tau: float
 
+    def forwards_of(self, method: str) -> Forwards:
+        """The bare forwards with the weights that a method has."""
+        return self.packed if method in PACKED_METHODS else self.plain
+
     @property
     def overhead(self) -> dict[str, float]:
-        """Time of a round over that of its two forwards."""
-        return {name: seconds / (self.verify + self.draft) for name, seconds in self.rounds.items()}
+        """Time of a round over that of its two forwards, packed where the method's are."""
+        both = {name: self.forwards_of(name).verify + self.forwards_of(name).draft for name in self.rounds}
+        return {name: seconds / both[name] for name, seconds in self.rounds.items()}
 
-    @property
-    def attainable(self) -> float:
-        """The speed-up that the bare forwards allow: `tau * t_1 / (t_draft + t_verify)`."""
-        return self.tau * self.one_token / (self.draft + self.verify)
+    def attained(self, report: EvalReport) -> dict[str, float]:
+        """Of the speed-up that the bare forwards allow, over the target alone with the same weights."""
+        speedups = {
+            name: report.methods[name].speedup_over_packed if name in PACKED_METHODS else report.methods[name].speedup
+            for name in self.rounds
+        }
+        return {name: value / self.forwards_of(name).attainable(self.tau) for name, value in speedups.items()}
 
     def lines(self) -> list[str]:
-        lines = [
-            f"bare forwards     {1e3 * self.one_token:.2f} ms one token, {1e3 * self.verify:.2f} ms block, "
-            f"{1e3 * self.draft:.2f} ms draft; attainable {self.attainable:.2f}x over one-token forwards alone",
-        ]
+        lines = []
+        for weights, forwards in (("", self.plain), (", packed", self.packed)):
+            if forwards is not None:
+                lines.append(
+                    f"bare forwards     {1e3 * forwards.one_token:.2f} ms one token, {1e3 * forwards.verify:.2f} ms "
+                    f"block, {1e3 * forwards.draft:.2f} ms draft{weights}; attainable "
+                    f"{forwards.attainable(self.tau):.2f}x over one-token forwards alone{weights}"
+                )
         for name, seconds in self.rounds.items():
             lines.append(f"round             {1e3 * seconds:.2f} ms {name}: {self.overhead[name]:.2f} of its forwards")
         return lines
 
 
-def time_forwards(target, draft, prompt: Sequence[int], context: int, repeats: int = 5) -> tuple[float, float, float]:
-    """Median seconds of `(one-token forward, block forward, draft forward)` at a context of so many tokens."""
+def time_forwards(target, draft, prompt: Sequence[int], context: int, repeats: int = 5) -> Forwards:
+    """The bare forwards at a context of so many tokens."""
     device, size = target.device, draft.config.block_size
     ids = torch.tensor([(list(prompt) * (context // len(prompt) + 2))[:context]], device=device)
     block = ids[:, :size]
@@ -119,8 +155,7 @@ def time_forwards(target, draft, prompt: Sequence[int], context: int, repeats: i
             run("one", one, cache, 1)
             run("verify", verify, cache, size)
             run("draft", drafting, draft_cache, 2 * size)
-    one_token, verify_block, draft_block = (statistics.median(seconds[2:]) for seconds in times.values())
-    return one_token, verify_block, draft_block
+    return Forwards(*(statistics.median(seconds[2:]) for seconds in times.values()))
 
 
 def _synchronize(device) -> None:
@@ -150,7 +185,8 @@ def bench(
         max_new_tokens (`int`): Longest answer.
         runs (`int`): Timed repetitions.
         methods (`Sequence[str]`): `"target"`, `"dflash"` and any of `"target_static"` (compiled, static cache),
-            others of `OURS`, `"native"` (transformers' own `speculation_type="dflash"`), `"prompt_lookup"`.
+            others of `OURS`, `"native"` (transformers' own `speculation_type="dflash"`), `"prompt_lookup"`; with a
+            packed one also `"target_packed"`, the target alone with packed weights.
         forced_acceptance (`float`, *optional*): Tokens per verification that an oracle draft is to reach.
         assistant (`PreTrainedModel`, *optional*): A small autoregressive assistant to time as well.
         reference (path, *optional*): A checkout of z-lab/dflash to time as well.
@@ -161,7 +197,7 @@ def bench(
         `ValueError`: `forced_acceptance` lies outside 1..block size.
     """
     size = draft.config.block_size
-    known = {TARGET, *OURS, STATIC, NATIVE, PROMPT_LOOKUP}
+    known = {TARGET, TARGET_PACKED, *OURS, STATIC, NATIVE, PROMPT_LOOKUP}
     if unknown := set(methods) - known:
         raise ValueError(f"methods={list(methods)} names {sorted(unknown)}; choose from {sorted(known)}.")
     texts = None
@@ -187,7 +223,7 @@ def bench(
                 reference, scratch, _saved(draft, scratch), target, max_new_tokens, texts, reference_python
             )
             others[REFERENCE] = server
-        ours = [method for method in methods if method in (TARGET, *OURS, PROMPT_LOOKUP)]
+        ours = [method for method in methods if method in (TARGET, TARGET_PACKED, *OURS, PROMPT_LOOKUP)]
         drafter = draft if texts is None else OracleDraft.of(draft, texts, prompts, forced_acceptance)
         try:
             with native_oracle(texts, prompts):
@@ -198,22 +234,34 @@ def bench(
     # The prompt with the longest answer; of it the rounds of the second half are timed.
     prompt, answer = max(zip(prompts, report.responses, strict=True), key=lambda pair: len(pair[1]))
     context = len(prompt) + 3 * len(answer) // 4
-    names = [name for name in OURS if name in report.methods]
-    ways = [variant(drafter, **OURS[name]) for name in names]
-    forwards, times = [], []
-    with out_of_sight():
-        for _ in range(7):  # in turn, since a machine's own speed drifts
-            forwards.append(time_forwards(target, draft, prompt, context))
-            times.append(time_rounds(target, ways, prompt, len(answer)))
-    one, verify, drafted = map(statistics.median, zip(*forwards, strict=True))
-    rounds = dict(zip(names, map(statistics.median, zip(*times, strict=True)), strict=True))
+    drafters = {name: variant(drafter, **OURS[name].changes) for name in OURS if name in report.methods}
+    rounds = _round_report(target, draft, drafters, prompt, len(answer), context, report.tau)
     report.setting.update(
         forced_acceptance=forced_acceptance,
         target_parameters=sum(p.numel() for p in target.parameters()),
         draft_parameters=sum(p.numel() for p in draft.parameters()),
         context=context,
     )
-    return report, RoundReport(one, verify, drafted, rounds, report.tau)
+    return report, rounds
+
+
+def _round_report(target, draft, drafters: dict, prompt, max_new_tokens: int, context: int, tau: float) -> RoundReport:
+    forwards: dict[bool, list[Forwards]] = {packed: [] for packed in sorted({OURS[name].packed for name in drafters})}
+    times: dict[str, list[float]] = {name: [] for name in drafters}
+    with out_of_sight():
+        for _ in range(7):  # in turn, since a machine's own speed drifts
+            for packed in forwards:
+                with packed_weights(target, draft) if packed else contextlib.nullcontext():
+                    forwards[packed].append(time_forwards(target, draft, prompt, context))
+                    for name, drafter in drafters.items():
+                        if OURS[name].packed == packed:
+                            times[name].append(time_round(target, drafter, prompt, max_new_tokens))
+    medians = {
+        packed: Forwards(*map(statistics.median, zip(*(vars(one).values() for one in timed), strict=True)))
+        for packed, timed in forwards.items()
+    }
+    rounds = {name: statistics.median(seconds) for name, seconds in times.items()}
+    return RoundReport(medians[False], medians.get(True), rounds, tau)
 
 
 def _saved(draft, scratch) -> Path:
@@ -223,26 +271,23 @@ def _saved(draft, scratch) -> Path:
     return folder
 
 
-def time_rounds(target, drafters: Sequence, prompt: Sequence[int], max_new_tokens: int) -> list[float]:
+def time_round(target, draft, prompt: Sequence[int], max_new_tokens: int) -> float:
     """
-    Seconds of a round of each drafter: what a whole answer takes longer than half of it, over the rounds that it has
-    more, so that the prompt and all that is done once for a call are left out.
+    Seconds of a round: what a whole answer takes longer than half of it, over the rounds that it has more, so that the
+    prompt and all that is done once for a call are left out.
     """
     ids = torch.tensor([list(prompt)], device=target.device)
     options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "return_dict_in_generate": True}
 
-    def call(draft, tokens: int) -> tuple[float, int]:
+    def call(tokens: int) -> tuple[float, int]:
         _synchronize(target.device)
         start = time.perf_counter()
         output = target.generate(ids, max_new_tokens=tokens, assistant_model=draft, **options)
         _synchronize(target.device)
         return time.perf_counter() - start, len(output.acceptance_lengths[0])
 
-    seconds = []
-    for draft in drafters:
-        (half, fewer), (whole, more) = call(draft, max(max_new_tokens // 2, 1)), call(draft, max_new_tokens)
-        seconds.append((whole - half) / max(more - fewer, 1))
-    return seconds
+    (half, fewer), (whole, more) = call(max(max_new_tokens // 2, 1)), call(max_new_tokens)
+    return (whole - half) / max(more - fewer, 1)
 
 
 # ------------------------------------------------------------------------------------------------------- command line
@@ -263,8 +308,8 @@ def add_arguments(parser) -> None:
     parser.add_argument("--runs", type=positive, default=5, help="timed repetitions; default: %(default)s")
     parser.add_argument(
         "--methods",
-        default=",".join(METHODS),
-        help=f"separated by commas: {', '.join((TARGET, *OURS, STATIC, NATIVE, PROMPT_LOOKUP))}; default: %(default)s",
+        help=f"separated by commas: {', '.join((TARGET, TARGET_PACKED, *OURS, STATIC, NATIVE, PROMPT_LOOKUP))}; "
+        f"default: {','.join(ON_CPU)} on a CPU, else without the packed ones",
     )
     parser.add_argument("--assistant", help="a small autoregressive assistant to time as well")
     parser.add_argument("--reference", help="a checkout of z-lab/dflash to time as well")
@@ -288,13 +333,14 @@ def run(arguments, echo) -> int:
     assistant = None
     if arguments.assistant is not None:
         assistant = AutoModelForCausalLM.from_pretrained(arguments.assistant, dtype=dtype).to(arguments.device).eval()
+    default = ON_CPU if target.device.type == "cpu" else METHODS
     report, rounds = bench(
         target,
         draft,
         prompts,
         arguments.max_new_tokens,
         arguments.runs,
-        arguments.methods.split(","),
+        default if arguments.methods is None else arguments.methods.split(","),
         arguments.forced_acceptance,
         assistant,
         arguments.reference,
@@ -307,7 +353,7 @@ def run(arguments, echo) -> int:
     if arguments.output is not None:
         arguments.output.mkdir(parents=True, exist_ok=True)
         (arguments.output / "bench.md").write_text("```\n" + "\n".join(lines) + "\n```\n", encoding="utf-8")
-        facts = json.loads(report.to_json()) | {"round": {**vars(rounds), "overhead": rounds.overhead}}
+        facts = json.loads(report.to_json()) | {"round": {**asdict(rounds), "overhead": rounds.overhead}}
         (arguments.output / "bench.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         try:
             from dflash_hf.evaluation.plots import plot_report
@@ -345,11 +391,13 @@ def _lines(report: EvalReport, rounds: RoundReport, arguments) -> list[str]:
         f"transformers {setting['transformers']}",
         "",
     ]
-    ours = [name for name in OURS if name in report.methods]
-    reached = ", ".join(f"{report.methods[name].speedup / rounds.attainable:.2f} {name}" for name in ours)
+    reached = ", ".join(f"{share:.2f} {name}" for name, share in rounds.attained(report).items())
     tail = rounds.lines() + [f"attained          of the attainable speed-up: {reached}"]
     peers = [report.methods[name] for name in (NATIVE, REFERENCE) if name in report.methods]
-    if peers:
-        best = max(peer.speedup for peer in peers)
-        tail.append("over best peer    " + ", ".join(f"{report.methods[n].speedup / best:.2f}x {n}" for n in ours))
+    for packed, remark in ((False, ""), (True, "; ours alone is packed")):
+        ours = {name: report.methods[name].speedup for name in rounds.rounds if OURS[name].packed == packed}
+        if peers and ours:
+            best = max(peer.speedup for peer in peers)
+            ratios = ", ".join(f"{speedup / best:.2f}x {name}" for name, speedup in ours.items())
+            tail.append(f"over best peer    {ratios}{remark}")
     return head + summary_lines(report) + tail

@@ -7,7 +7,7 @@ from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prepare import load_tokenizer
 from dflash_hf.data.prompts import prompt_ids, template_kwargs
 from dflash_hf.data.sources import load_rows
-from dflash_hf.evaluation.measure import DFLASH, METHODS, PROMPT_LOOKUP, EvalReport, evaluate
+from dflash_hf.evaluation.measure import DFLASH, PACKED, PROMPT_LOOKUP, TARGET, TARGET_PACKED, EvalReport, evaluate
 from dflash_hf.evaluation.report import save_report
 from dflash_hf.evaluation.text import summary_lines
 from dflash_hf.pairs import load_pair
@@ -48,6 +48,9 @@ def add_arguments(parser) -> None:
     parser.add_argument("--raw", action="store_true", help="feed text as it is, without the chat template")
     add_template_arguments(parser)
     parser.add_argument("--prompt-lookup", action="store_true", help="also decode with transformers' prompt lookup")
+    parser.add_argument(
+        "--packed", action="store_true", help="also decode with packed weights, alone and drafted (CPU)"
+    )
     parser.add_argument("--dtype", default="auto", help="of both models: auto, float32, bfloat16, float16")
     parser.add_argument("--device", help="cpu, cuda, ... or auto, to spread a large target; default: a GPU if any")
     parser.add_argument("--threads", type=positive, help="CPU threads of this process; default: as torch chooses")
@@ -92,6 +95,9 @@ def _measure(arguments) -> EvalReport:
         prompts,
         max_new_tokens=arguments.max_new_tokens,
         runs=arguments.runs,
-        methods=[method for method in METHODS if arguments.prompt_lookup or method != PROMPT_LOOKUP],
+        methods=[
+            *([TARGET, TARGET_PACKED, DFLASH, PACKED] if arguments.packed else [TARGET, DFLASH]),
+            *([PROMPT_LOOKUP] if arguments.prompt_lookup else []),
+        ],
         progress=lambda rounds: logging.tqdm(rounds, desc="decoding", disable=None, leave=False),
     )

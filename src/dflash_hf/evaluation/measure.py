@@ -9,27 +9,42 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain, combinations
+from itertools import chain, product
 from pathlib import Path
 
 import torch
 import transformers
 
 from dflash_hf.modeling.target_dflash import decoder_layers
+from dflash_hf.packed_linear import packed_weights
 
 
-TARGET, DFLASH, COMPILED, PROMPT_LOOKUP = "target", "dflash", "dflash_compiled", "prompt_lookup"
-TREE = "dflash_tree"
-# Ways of decoding with a drafter, and what each changes in its `decoding_config`: "dflash", "dflash_packed", ...,
-# "dflash_tree_compiled_packed".
-_CHANGES = {"tree": {"tree_nodes": 15}, "compiled": {"compile": True}, "packed": {"pack_weights": True}}
-OURS: dict[str, dict] = {
-    "_".join((DFLASH, *names)): {key: value for name in names for key, value in _CHANGES[name].items()}
-    for count in range(len(_CHANGES) + 1)
-    for names in combinations(_CHANGES, count)
-}
-COMPILED_METHODS = {method for method, changes in OURS.items() if "compile" in changes}
+TARGET, TARGET_PACKED, PROMPT_LOOKUP = "target", "target_packed", "prompt_lookup"
+DFLASH, TREE, COMPILED, PACKED = "dflash", "dflash_tree", "dflash_compiled", "dflash_packed"
 METHODS = (TARGET, DFLASH, PROMPT_LOOKUP)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of decoding with a drafter: what is switched on."""
+
+    tree: bool
+    compiled: bool
+    packed: bool
+
+    def __str__(self) -> str:
+        return "_".join([DFLASH, *[name for name, switch in vars(self).items() if switch]])
+
+    @property
+    def changes(self) -> dict:
+        """To the drafter's `decoding_config`."""
+        return ({"tree_nodes": 15} if self.tree else {}) | ({"compile": True} if self.compiled else {})
+
+
+# "dflash", "dflash_packed", "dflash_compiled", ..., "dflash_tree_compiled_packed"
+OURS = {str(way): way for way in (Way(*switches) for switches in product((False, True), repeat=3))}
+PACKED_METHODS = {TARGET_PACKED, *(name for name, way in OURS.items() if way.packed)}
+COMPILED_METHODS = {name for name, way in OURS.items() if way.compiled}
 
 
 @dataclass
@@ -40,6 +55,7 @@ class MethodReport:
     Args:
         tokens_per_second (`float`): Median over the runs, prompt included in the time, not in the tokens.
         speedup (`float`): Median over the runs of the ratio to the target alone in the same run.
+        speedup_over_packed (`float`, *optional*): The same to the target alone, packed, where that was decoded too.
         runs (`list[float]`): Tokens per second of each run.
         tokens (`int`): New tokens of one run.
         target_forwards (`int`): Forwards of the target in one run, prompts included.
@@ -54,6 +70,7 @@ class MethodReport:
     target_forwards: int
     equal: int
     warmup_seconds: float = 0.0
+    speedup_over_packed: float | None = None
 
     @property
     def tokens_per_forward(self) -> float:
@@ -160,15 +177,16 @@ def evaluate(
     Decode every prompt greedily, one at a time, by each method in turn, `runs` times.
 
     The methods alternate prompt by prompt and change their order from run to run, so that other load on the machine
-    falls on all of them. Each is warmed up, a compiled one on every prompt. Threads are left as they are, and named in
-    the report.
+    falls on all of them. Each is warmed up, a compiled one on every prompt. Weights are packed while the
+    clock stands. Threads are left as they are, and named in the report.
 
     Args:
         target, draft (`PreTrainedModel`): The pair.
         prompts (`Sequence[Sequence[int]]`): Prompt ids.
         max_new_tokens (`int`): Longest answer.
         runs (`int`): Timed repetitions; the medians are reported.
-        methods (`Sequence[str]`): `"target"` and `"dflash"`, and any of `OURS` and `"prompt_lookup"` if wanted.
+        methods (`Sequence[str]`): `"target"` and `"dflash"`, and any of `OURS`, `"target_packed"` and
+            `"prompt_lookup"` if wanted. A packed one needs `"target_packed"` beside it: what packing brings alone.
         prompt_lookup_num_tokens (`int`): Candidate tokens of prompt lookup.
         check: Called with a prompt's number and the target's answer ids: whether the answer is right.
         progress: Wraps the iteration over runs and prompts.
@@ -185,95 +203,35 @@ def evaluate(
         raise ValueError(f"prompts holds {len(prompts)} prompts, one of them empty or none at all; pass token ids.")
     if runs < 1:
         raise ValueError(f"runs={runs} must be at least 1.")
-    known = {*METHODS, *OURS}
+    known = {*METHODS, *OURS, TARGET_PACKED}
     if unknown := set(methods) - known:
         raise ValueError(f"methods={list(methods)} names {sorted(unknown)}; choose from {sorted(known)}.")
-    if missing := {TARGET, DFLASH} - set(methods):
+    needed = {TARGET, DFLASH} | ({TARGET_PACKED} if PACKED_METHODS & set(methods) else set())
+    if missing := needed - set(methods):
         raise ValueError(f"methods={list(methods)} lacks {sorted(missing)}, which the others are compared with.")
 
-    arguments = {
-        TARGET: {},
-        **{method: {"assistant_model": variant(draft, **changes)} for method, changes in OURS.items()},
-        PROMPT_LOOKUP: {"prompt_lookup_num_tokens": prompt_lookup_num_tokens},
-        **(others or {}),
-    }
     methods = (*methods, *(others or {}))
+    decoder = _Decoder(target, draft, max_new_tokens, prompt_lookup_num_tokens, others or {})
     target.eval()
     draft.eval()
-
-    def decode(method: str, index: int):
-        if callable(arguments[method]):
-            return None, arguments[method](prompts[index])
-        input_ids = torch.tensor([list(prompts[index])], device=target.device)
-        output = target.generate(
-            input_ids=input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            return_dict_in_generate=True,
-            **arguments[method],
-        )
-        return output, output.sequences[0, input_ids.shape[1] :].tolist()
-
     # 1. Warm up: the first calls of a method compile, probe and allocate, and again for each size of a compiled one,
     # which comes last: others may leave hooks on the target, for which it would be compiled again.
     warmup = {}
     for method in sorted(methods, key=lambda name: name in COMPILED_METHODS):
-        start = _now(target)
-        for index in range(len(prompts) if method in COMPILED_METHODS else 1):
-            decode(method, index)
-        warmup[method] = _now(target) - start
-    # 2. Alternate. `tokens_per_second[method]` gets one entry from each run.
-    tokens_per_second = {method: [] for method in methods}
-    answers: list[list[int]] = [[] for _ in prompts]
-    lengths: list[list[int]] = [[] for _ in prompts]
-    tokens, forwards = dict.fromkeys(methods, 0), dict.fromkeys(methods, 0)
-    unequal = {method: set() for method in methods}
-    seconds: dict[str, float] = {}
+        first = prompts if method in COMPILED_METHODS else prompts[:1]
+        warmup[method] = sum(decoder(method, prompt).seconds for prompt in first)
+    # 2. Alternate. `decoded[run][method]` gets one entry from each prompt.
+    decoded: list[dict[str, list[_Decoded]]] = [{method: [] for method in methods} for _ in range(runs)]
     with out_of_sight():
         for run, index in progress([(run, index) for run in range(runs) for index in range(len(prompts))]):
-            if index == 0:
-                seconds = dict.fromkeys(methods, 0.0)
-                tokens, forwards = dict.fromkeys(methods, 0), dict.fromkeys(methods, 0)
             shift = (run + index) % len(methods)
-            outputs = {}
             for method in (*methods[shift:], *methods[:shift]):
-                # A hook would be compiled, too; without a drafter a compiled target makes one forward for each token.
-                way = arguments[method]
-                counts = method not in OURS and not callable(way) and "cache_implementation" not in way
-                with _count_forwards(target) if counts else contextlib.nullcontext([0]) as count:
-                    start = _now(target)
-                    output, outputs[method] = decode(method, index)
-                    seconds[method] += _now(target) - start
-                tokens[method] += len(outputs[method])
-                if method in OURS:
-                    count[0] = 1 + len(output.acceptance_lengths[0])
-                forwards[method] += count[0] or len(outputs[method])
-                if method == DFLASH:
-                    lengths[index] = list(output.acceptance_lengths[0])
-            answers[index] = outputs[TARGET]
-            for method in methods:
-                if outputs[method] != outputs[TARGET]:
-                    unequal[method].add(index)
-            if index == len(prompts) - 1:
-                for method in methods:
-                    tokens_per_second[method].append(tokens[method] / seconds[method])
+                decoded[run][method].append(decoder(method, prompts[index]))
     # 3. Medians; ratios are taken inside a run, where the load was the same.
-    reports = {}
-    for method in methods:
-        ratios = [own / base for own, base in zip(tokens_per_second[method], tokens_per_second[TARGET], strict=True)]
-        reports[method] = MethodReport(
-            tokens_per_second=statistics.median(tokens_per_second[method]),
-            speedup=statistics.median(ratios),
-            runs=tokens_per_second[method],
-            tokens=tokens[method],
-            target_forwards=forwards[method],
-            equal=len(prompts) - len(unequal[method]),
-            warmup_seconds=warmup[method],
-        )
+    answers = [one.ids for one in decoded[-1][TARGET]]
     return EvalReport(
-        methods=reports,
-        acceptance_lengths=lengths,
+        methods={method: _method_report(decoded, method, warmup[method]) for method in methods},
+        acceptance_lengths=[one.acceptance_lengths for one in decoded[-1][DFLASH]],
         responses=answers,
         block_size=draft.config.block_size,
         correct=None if check is None else [bool(check(i, answer)) for i, answer in enumerate(answers)],
@@ -289,6 +247,78 @@ def evaluate(
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
+    )
+
+
+@dataclass
+class _Decoded:
+    """One answer of one method."""
+
+    ids: list[int]
+    seconds: float
+    forwards: int  # of the target
+    acceptance_lengths: list[int]
+
+
+class _Decoder:
+    """Decodes a prompt by a method, and takes the time."""
+
+    def __init__(self, target, draft, max_new_tokens: int, prompt_lookup_num_tokens: int, others: dict):
+        self.target, self.draft, self.max_new_tokens = target, draft, max_new_tokens
+        self.arguments = {
+            TARGET: {},
+            TARGET_PACKED: {},
+            **{method: {"assistant_model": variant(draft, **way.changes)} for method, way in OURS.items()},
+            PROMPT_LOOKUP: {"prompt_lookup_num_tokens": prompt_lookup_num_tokens},
+            **others,
+        }
+
+    def __call__(self, method: str, prompt: Sequence[int]) -> _Decoded:
+        way = self.arguments[method]
+        # A hook would be compiled, too; without a drafter a compiled target makes one forward for each token.
+        counts = method not in OURS and not callable(way) and "cache_implementation" not in way
+        with (
+            _count_forwards(self.target) if counts else contextlib.nullcontext([0]) as count,
+            packed_weights(self.target, self.draft) if method in PACKED_METHODS else contextlib.nullcontext(),
+        ):
+            start = _now(self.target)
+            lengths, ids = ([], way(prompt)) if callable(way) else self._generate(prompt, way)
+            seconds = _now(self.target) - start
+        forwards = 1 + len(lengths) if method in OURS else count[0] or len(ids)
+        return _Decoded(ids, seconds, forwards, lengths)
+
+    def _generate(self, prompt: Sequence[int], way: dict) -> tuple[list[int], list[int]]:
+        input_ids = torch.tensor([list(prompt)], device=self.target.device)
+        output = self.target.generate(
+            input_ids=input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=self.max_new_tokens,
+            do_sample=False,
+            return_dict_in_generate=True,
+            **way,
+        )
+        lengths = getattr(output, "acceptance_lengths", None) or [[]]  # where a drafter of ours has drafted
+        return list(lengths[0]), output.sequences[0, input_ids.shape[1] :].tolist()
+
+
+def _method_report(decoded: list[dict[str, list[_Decoded]]], method: str, warmup_seconds: float) -> MethodReport:
+    def speeds(name: str) -> list[float]:
+        return [sum(len(one.ids) for one in run[name]) / sum(one.seconds for one in run[name]) for run in decoded]
+
+    def speedup(base: str) -> float:
+        return statistics.median(own / other for own, other in zip(speeds(method), speeds(base), strict=True))
+
+    pairs = [zip(run[method], run[TARGET], strict=True) for run in decoded]
+    equal = [all(same) for same in zip(*([own.ids == base.ids for own, base in one] for one in pairs), strict=True)]
+    return MethodReport(
+        tokens_per_second=statistics.median(speeds(method)),
+        speedup=speedup(TARGET),
+        runs=speeds(method),
+        tokens=sum(len(one.ids) for one in decoded[-1][method]),
+        target_forwards=sum(one.forwards for one in decoded[-1][method]),
+        equal=sum(equal),
+        warmup_seconds=warmup_seconds,
+        speedup_over_packed=speedup(TARGET_PACKED) if TARGET_PACKED in decoded[-1] else None,
     )
 
 

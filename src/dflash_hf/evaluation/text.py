@@ -2,11 +2,20 @@
 
 from collections.abc import Sequence
 
-from dflash_hf.evaluation.measure import COMPILED_METHODS, DFLASH, OURS, PROMPT_LOOKUP, TARGET, EvalReport
+from dflash_hf.evaluation.measure import (
+    COMPILED_METHODS,
+    DFLASH,
+    OURS,
+    PROMPT_LOOKUP,
+    TARGET,
+    TARGET_PACKED,
+    EvalReport,
+)
 
 
 LABELS = {method: "same, " + method.removeprefix(f"{DFLASH}_").replace("_", ", ") for method in OURS}
-LABELS |= {TARGET: "target alone", DFLASH: "with the drafter", PROMPT_LOOKUP: "prompt lookup"}
+LABELS |= {TARGET: "target alone", TARGET_PACKED: "target alone, packed"}
+LABELS |= {DFLASH: "with the drafter", PROMPT_LOOKUP: "prompt lookup"}
 
 
 def origins(lengths: Sequence[int], total: int) -> list[int]:
@@ -29,13 +38,21 @@ def origins(lengths: Sequence[int], total: int) -> list[int]:
 
 def summary_lines(report: EvalReport) -> list[str]:
     """The table of a report and what stands under it."""
-    lines = [f"{'':30}{'tokens/s':>9}{'slowest-fastest':>17}{'speed-up':>10}{'tokens/forward':>16}{'equal':>9}"]
+    packed = TARGET_PACKED in report.methods  # what packing brings alone: no speed-up is shown without it
+    lines = [
+        f"{'':30}{'tokens/s':>9}{'slowest-fastest':>17}{'speed-up':>10}"
+        + (f"{'over packed':>12}" if packed else "")
+        + f"{'tokens/forward':>16}{'equal':>9}"
+    ]
     for name, method in report.methods.items():
         spread = f"{min(method.runs):.0f}-{max(method.runs):.0f}"
         lines.append(
             f"{LABELS.get(name, name):30}{method.tokens_per_second:9.0f}{spread:>17}{method.speedup:9.2f}x"
-            f"{method.tokens_per_forward:16.2f}{method.equal:>5}/{report.num_prompts}"
+            + (f"{method.speedup_over_packed:11.2f}x" if packed else "")
+            + f"{method.tokens_per_forward:16.2f}{method.equal:>5}/{report.num_prompts}"
         )
+    if packed:
+        lines += ["", "speed-up          over the target alone; over packed: over the target alone, packed"]
     lines += [
         "",
         f"tau               {report.tau:.2f} tokens per verification over {len(report.verifications)} verifications "

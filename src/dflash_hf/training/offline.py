@@ -123,6 +123,7 @@ def run(arguments, echo) -> int:
     """`dflash features`: store what is missing in the output."""
     from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
     from dflash_hf.modeling.layouts_dflash import fitting_target_layer_ids
+    from dflash_hf.modeling.target_dflash import text_depth
     from dflash_hf.target import freeze
 
     if not arguments.shard_size > 0:
@@ -143,7 +144,7 @@ def run(arguments, echo) -> int:
     if arguments.limit:
         rows = rows.select(range(min(arguments.limit, len(rows))))
     target = freeze(load_target(arguments))
-    depth = target.config.get_text_config().num_hidden_layers
+    depth = text_depth(target.config)
     layer_ids = layer_ids or fitting_target_layer_ids(depth, 5)
     if not 0 <= min(layer_ids) <= max(layer_ids) < depth or len(set(layer_ids)) < len(layer_ids):
         raise ValueError(f"--target-layer-ids {layer_ids} must be distinct layers of the target's 0 to {depth - 1}.")

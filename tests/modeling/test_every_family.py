@@ -1,0 +1,50 @@
+"""Every language model that the installed transformers knows: drafted without loss, or decoded plainly."""
+
+import pytest
+from support.every_family import examine_all, families
+from support.tiny_models import tiny_config
+from transformers import CONFIG_MAPPING
+
+
+# Their embedding and their head have different widths, and a drafter shares both.
+NO_DRAFTER = {"rembert"}
+
+
+def failures(outcomes):
+    return [
+        f"{outcome.model_type}: {outcome.verdict}: {outcome.detail}"
+        for outcome in outcomes
+        if outcome.verdict in ("wrong", "error")
+        or outcome.verdict == "refused"
+        and outcome.model_type not in NO_DRAFTER
+    ]
+
+
+@pytest.mark.slow
+def test_no_family_is_wrong_and_none_ends_in_an_error():
+    outcomes = examine_all(families())
+    assert not failures(outcomes)
+    verdicts = [outcome.verdict for outcome in outcomes]
+    assert verdicts.count("right") > len(verdicts) / 2
+    assert verdicts.count("not made") < len(verdicts) / 4, "too little was tried"
+
+
+def test_families_of_three_ways_of_rolling_back():
+    """With a wrapper for images, and with layers that are not in the decoder."""
+    names = [("qwen3_5_text", False), ("falcon_mamba", False), ("modernbert-decoder", False), ("llava", True)]
+    outcomes = examine_all(names)
+    assert [outcome.verdict for outcome in outcomes] == ["right"] * 4, failures(outcomes)
+    assert {outcome.detail for outcome in outcomes} == {
+        "slots",
+        "slots, recurrent layers replayed",
+        "slots, recurrent layers in steps",
+    }
+
+
+def test_tiny_models_keep_what_their_family_is_known_for():
+    """Every kind of layer of the defaults is there, in half a dozen shapes of configuration."""
+    for model_type in ("gemma3_text", "qwen3_next", "llama4_text", "deepseek_v32", "bamba", "olmo3"):
+        kinds = set(CONFIG_MAPPING[model_type]().layer_types)
+        config = tiny_config(model_type)
+        assert config.num_hidden_layers == 4 and config.hidden_size == 32 and config.vocab_size == 96
+        assert kinds <= set(config.layer_types) or model_type == "bamba"

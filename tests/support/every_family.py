@@ -1,0 +1,219 @@
+"""
+Is decoding with a drafter lossless for one family of targets, and how is it rolled back? Asked in a process of its
+own, with a limit of time and memory, so that no family can hold up or bring down the others.
+"""
+
+import logging
+import math
+import multiprocessing
+import os
+import resource
+import sys
+import traceback
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from pathlib import Path
+from unittest import mock
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from dflash_hf import DFlashDraftConfig, DFlashDraftModel
+from dflash_hf.modeling.probe_dflash import facts_of, probe_rollback
+from support.tiny_models import DIVERSE, VOCAB, prompts, tiny_model
+
+
+NEW_TOKENS, ERROR_RATE, BLOCK_SIZE = 40, 0.15, 8
+SECONDS, BYTES = 120, 4 << 30
+ROLLBACK = {
+    "SlotSession": "slots",
+    "ReplaySession": "slots, recurrent layers replayed",
+    "StepSession": "slots, recurrent layers in steps",
+}
+
+
+@dataclass
+class Outcome:
+    """
+    What became of one family.
+
+    Args:
+        verdict (`str`): `"right"`, with drafts that were accepted; `"plain"`, decoded without the drafter, with the
+            warning; `"refused"`, told before any call that there can be no drafter; `"wrong"`; `"error"`;
+            `"not made"`, no tiny model of it, or one that does not generate alone.
+        detail (`str`): The way of rolling back, the warning, the place of the difference, the message.
+        tau (`list[float]`): Tokens committed per verification, for one row and for four.
+    """
+
+    model_type: str
+    name: str = ""
+    verdict: str = "not made"
+    detail: str = ""
+    tau: tuple[float, ...] = ()
+
+
+def families() -> list[tuple[str, bool]]:
+    """Model types of all causal language models, and of wrappers that read images too: those are `True`."""
+    wrappers = set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items()) - set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())
+    return [(name, False) for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES] + [
+        (name, True) for name, _ in sorted(wrappers)
+    ]
+
+
+class KnownDraft(DFlashDraftModel):
+    """A drafter that computes everything, and then drafts a known text `[R, columns]`, with errors."""
+
+    def knows(self, texts: torch.Tensor, pads: list[int]) -> "KnownDraft":
+        random = torch.Generator().manual_seed(0)
+        wrong = torch.rand(texts.shape, generator=random) < ERROR_RATE
+        self.texts, self.pads = torch.where(wrong, (texts + 1) % VOCAB, texts), torch.tensor(pads)[:, None]
+        return self
+
+    def dflash_decode(self, target, input_ids, *args, **kwargs):
+        given = kwargs.get("position_ids")
+        self.first = self.pads * facts_of(target).counts_columns  # positions of each row's first token
+        if given is not None:
+            self.first = given[..., -1:] - (given.shape[-1] - 1 - self.pads)
+            self.first = self.first.expand(*self.first.shape[:-2], len(self.pads), 1)
+        return super().dflash_decode(target, input_ids, *args, **kwargs)
+
+    def forward(self, noise_embeds, *args, position_ids=None, **kwargs):
+        slots = position_ids[..., -self.config.block_size + 1 :] - self.first + self.pads
+        self.columns = slots.reshape(-1, len(self.pads), slots.shape[-1])[0]  # [R, B - 1]
+        return super().forward(noise_embeds, *args, position_ids=position_ids, **kwargs)
+
+    def target_ids(self, draft_ids):
+        return self.texts.gather(1, self.columns.clamp(max=self.texts.shape[1] - 1))
+
+
+def examine(model_type: str, wrapper: bool = False) -> Outcome:
+    """Greedy text of a tiny target with and without a drafter that knows it: one prompt, and four left-padded ones."""
+    transformers.logging.set_verbosity_error()
+    outcome = Outcome(model_type)
+    try:
+        target = tiny_model(model_type, wrapper)
+        outcome.name = type(target).__name__
+        if target.config.is_encoder_decoder:
+            raise ValueError("an encoder-decoder model")
+        expected = {rows: _generated(target, rows).sequences for rows in (1, 4)}
+        if not torch.equal(_generated(target, 4).sequences, expected[4]):
+            raise ValueError("its own greedy text differs from call to call")
+        if len(set(expected[4][:, -NEW_TOKENS:].flatten().tolist())) < DIVERSE / 2:
+            raise ValueError("its greedy text is not diverse")
+    except Exception as error:
+        outcome.detail = _said(error)
+        return outcome
+    try:
+        draft = known_draft(target)
+    except ValueError as error:
+        outcome.verdict, outcome.detail = "refused", str(error)
+        return outcome
+    except Exception as error:
+        outcome.verdict, outcome.detail = "error", _said(error)
+        return outcome
+    warnings = _Warnings()
+    logging.getLogger().addHandler(warnings)
+    tau = []
+    try:
+        for rows, text in expected.items():
+            output = _generated(target, rows, draft.knows(text, prompts(rows)[1]))
+            if output.sequences.shape != text.shape or not torch.equal(output.sequences, text):
+                outcome.verdict, outcome.detail = "wrong", _difference(target, rows, output.sequences, text)
+                return outcome
+            lengths = [n for row in output.acceptance_lengths for n in row]
+            tau.append(sum(lengths) / len(lengths) if lengths else math.nan)
+    except Exception as error:
+        outcome.verdict, outcome.detail = "error", _said(error)
+        return outcome
+    outcome.tau = tuple(tau)
+    if not any(math.isnan(number) for number in tau):
+        outcome.verdict, outcome.detail = "right", ROLLBACK[probe_rollback(target).__name__]
+    elif warnings.said:
+        outcome.verdict, outcome.detail = "plain", warnings.said[0].removeprefix("Decoding without the drafter: ")
+    else:
+        outcome.verdict, outcome.detail = "error", "decoded without the drafter and without a warning"
+    return outcome
+
+
+def known_draft(target) -> KnownDraft:
+    torch.manual_seed(1)
+    config = DFlashDraftConfig.for_target(
+        target.config, VOCAB - 1, num_hidden_layers=2, block_size=BLOCK_SIZE, target_layer_ids=[0, 2, 3]
+    )
+    return KnownDraft(config).eval()
+
+
+def examine_all(names, report=lambda outcome: None) -> list[Outcome]:
+    """Each family in a process of its own, one after the other; `report` is told of each as it is known."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # imported once, and found there through the environment
+    with mock.patch.dict(os.environ, PYTHONPATH=str(Path(__file__).resolve().parents[1])):
+        forkserver.ensure_running()
+    outcomes = []
+    for model_type, wrapper in names:
+        receiving, sending = context.Pipe(duplex=False)
+        process = context.Process(target=_apart, args=(model_type, wrapper, sending))
+        process.start()
+        sending.close()
+        outcome = Outcome(model_type, detail=f"not done after {SECONDS} s")
+        try:
+            if receiving.poll(SECONDS):
+                outcome = receiving.recv()
+        except EOFError:
+            process.join()
+            outcome.detail = f"the process ended with status {process.exitcode}"
+        process.kill()
+        process.join()
+        outcomes.append(outcome)
+        report(outcome)
+    return outcomes
+
+
+def _apart(model_type: str, wrapper: bool, sending) -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
+    torch.set_num_threads(1)
+    sys.stdout = open(os.devnull, "w")  # where a model prints
+    sending.send(examine(model_type, wrapper))
+
+
+@torch.no_grad()
+def _generated(target, rows: int, draft=None):
+    return target.generate(
+        **prompts(rows)[0],
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        return_dict_in_generate=True,
+        assistant_model=draft,
+    )
+
+
+def _difference(target, rows: int, actual, expected) -> str:
+    if actual.shape != expected.shape:
+        return f"{rows} rows: {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+    different = actual != expected
+    row = int(different.any(dim=1).nonzero()[0])
+    column = int(different[row].nonzero()[0])
+    new = column - prompts(rows)[0]["input_ids"].shape[1]
+    return f"batch of {rows}: {int(different.any(dim=1).sum())} rows differ, row {row} from new token {new} on"
+
+
+def _said(error: Exception) -> str:
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    text = str(error).strip().split("\n")[0][:200]
+    return f"{type(error).__name__}: {text} ({'/'.join(place.filename.split('/')[-2:])}:{place.lineno})"
+
+
+class _Warnings(logging.Handler):
+    """Keeps what the package warned of."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record):
+        if record.name.startswith("dflash_hf"):
+            self.said.append(record.getMessage())

@@ -1,0 +1,510 @@
+"""Packed weights: the same products, whatever happens to the weights, to the models or in other threads meanwhile."""
+
+import copy
+import gc
+import logging
+import pickle
+import threading
+
+import pytest
+import torch
+from support.pairs import make_draft, make_target
+from torch import nn
+from torch._dynamo.utils import counters
+
+from dflash_hf import DFlashDraftModel, packed_linear, packed_weights
+from dflash_hf.packed_linear import PackedLinear, packable
+
+
+@pytest.fixture(autouse=True)
+def any_size(monkeypatch):
+    monkeypatch.setattr(packed_linear, "SMALLEST", 0)
+
+
+@pytest.fixture
+def pair():
+    target = make_target()
+    return target, make_draft(target)
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Counts the products with packed weights."""
+    seen, linear = [], packed_linear._linear
+
+    def counted(x, *args):
+        seen.append(tuple(x.shape))
+        return linear(x, *args)
+
+    monkeypatch.setattr(packed_linear, "_linear", counted)
+    return seen
+
+
+@pytest.fixture
+def packings(monkeypatch):
+    """Counts how often a weight is packed."""
+    seen, reorder = [], packed_linear._reorder
+    monkeypatch.setattr(packed_linear, "_reorder", lambda *args: seen.append(1) or reorder(*args))
+    return seen
+
+
+@pytest.fixture
+def fresh_compiler():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def prompt(length: int) -> torch.Tensor:
+    return (torch.arange(length) * 7 % 90 + 2)[None]
+
+
+def decode(target, ids, draft=None, new=16):
+    return target.generate(ids, max_new_tokens=new, do_sample=False, assistant_model=draft)
+
+
+def linear_layers(*models) -> list[nn.Linear]:
+    return [module for model in models for module in model.modules() if isinstance(module, nn.Linear)]
+
+
+def are_plain(*models) -> bool:
+    return not packed_linear._packs and all(type(layer) is nn.Linear for layer in linear_layers(*models))
+
+
+# -------------------------------------------------------------------------------------------------------- one layer
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_products_are_those_of_the_layer(dtype, bias, products):
+    torch.manual_seed(0)
+    layer = nn.Linear(48, 80, bias=bias).to(dtype)
+    x = torch.randn(2, 5, 48, dtype=dtype)
+    if not packable(layer):
+        pytest.skip(f"oneDNN multiplies no {dtype} here")
+    expected = layer(x)
+    with packed_weights(layer, tokens=10) as packed:
+        assert type(layer) is PackedLinear and packed.layers == [layer]
+        torch.testing.assert_close(layer(x), expected)
+        # Other numbers of tokens than it was packed for, and other strides.
+        torch.testing.assert_close(layer(x[:1, :1]), expected[:1, :1])
+        torch.testing.assert_close(layer(x[1, 2]), expected[1, 2])
+        torch.testing.assert_close(layer(x.transpose(0, 1)), expected.transpose(0, 1))
+        assert layer(x[:0]).shape == (0, 5, 80)
+        assert len(products) == 5
+    assert are_plain(layer) and torch.equal(layer(x), expected)
+
+
+@torch.no_grad()
+def test_other_types_and_autocast_are_multiplied_as_ever(products):
+    layer = nn.Linear(8, 8)
+    with packed_weights(layer):
+        with pytest.raises(RuntimeError, match="same dtype"):
+            layer(torch.randn(2, 8, dtype=torch.float64))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert layer(torch.randn(2, 8)).dtype == torch.bfloat16
+    assert not products
+
+
+def test_gradients_flow_where_they_are_wanted(products):
+    layer = nn.Linear(8, 8).train()
+    x = torch.randn(2, 8)
+    with packed_weights(layer):
+        layer(x).sum().backward()
+        assert layer.weight.grad.abs().sum() > 0 and not products
+        layer.requires_grad_(False)
+        y = x.clone().requires_grad_()  # a frozen head under a drafter in training
+        layer(y).sum().backward()
+        assert y.grad.abs().sum() > 0 and not products
+        layer(x)
+        assert len(products) == 1
+
+
+def test_other_layers_stay_as_they_are(monkeypatch, caplog):
+    class Own(nn.Linear):
+        pass
+
+    moved = nn.Linear(8, 8)
+    moved.forward = lambda x: x  # as accelerate's hooks do
+    with torch.inference_mode():
+        uncounted = nn.Linear(8, 8)
+    emptied = nn.Linear(8, 8)
+    emptied.weight.data = torch.empty(0)
+    others = (
+        Own(8, 8),
+        moved,
+        uncounted,
+        emptied,
+        nn.Linear(8, 8).double(),
+        nn.Linear(8, 8, device="meta"),
+        nn.ReLU(),
+    )
+    assert not any(map(packable, others))
+    with caplog.at_level(logging.WARNING, "dflash_hf"):
+        packed_weights(*others)
+    assert "can be packed" in caplog.text
+    assert packable(nn.Linear(8, 8))
+    monkeypatch.setattr(packed_linear, "SMALLEST", 65)
+    assert not packable(nn.Linear(8, 8)) and packable(nn.Linear(9, 8))
+    monkeypatch.setattr(packed_linear, "_linear", None)  # a PyTorch without oneDNN
+    assert not packable(nn.Linear(9, 8))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tokens", "message"),
+    [((), 16, r"but got \[\]"), (("target",), 16, r"\['str'\]"), ((nn.ReLU(),), 0, "tokens=0")],
+)
+def test_wrong_arguments(arguments, tokens, message):
+    with pytest.raises(ValueError, match=message):
+        packed_weights(*arguments, tokens=tokens)
+
+
+# ------------------------------------------------------------------------------------------------- changing weights
+
+CHANGES = {
+    "in place": lambda layer: layer.weight.add_(1.0),
+    "in inference mode": torch.inference_mode()(lambda layer: layer.weight.add_(1.0)),
+    "by an optimizer": lambda layer: torch._foreach_add_([layer.weight], [torch.ones_like(layer.weight)]),
+    "a view of it": lambda layer: layer.weight[3].mul_(2.0),
+    "loaded": lambda layer: layer.load_state_dict(nn.Linear(16, 16).state_dict()),
+    "other data": lambda layer: setattr(layer.weight, "data", torch.randn(16, 16)),
+    "uncounted data": lambda layer: setattr(layer.weight, "data", torch.inference_mode()(torch.randn)(16, 16)),
+    "transposed": lambda layer: setattr(layer.weight, "data", layer.weight.data.t()),
+    "other data twice": lambda layer: [setattr(layer.weight, "data", torch.randn(16, 16)) for _ in range(2)],
+    "another parameter": lambda layer: setattr(layer, "weight", nn.Parameter(torch.randn(16, 16))),
+    "assigned": lambda layer: layer.load_state_dict(nn.Linear(16, 16).state_dict(), assign=True),
+    "cast": lambda layer: layer.double().weight.mul_(2.0),
+    "cast and back": lambda layer: layer.to(torch.bfloat16).float(),  # a little coarser now
+}
+
+
+@pytest.mark.parametrize("form", ["eager", "graph"])
+@pytest.mark.parametrize("change", CHANGES)
+@torch.no_grad()
+def test_a_changed_weight_is_seen_by_the_next_product(change, form, fresh_compiler):
+    layer = nn.Linear(16, 16)
+    multiply = torch.compile(layer, backend="aot_eager", fullgraph=True) if form == "graph" else layer
+    x = torch.randn(3, 16)
+    with packed_weights(layer):
+        before = multiply(x).clone()
+        CHANGES[change](layer)
+        x = x.to(layer.weight.dtype)
+        after = multiply(x)
+        torch.testing.assert_close(after, nn.functional.linear(x, layer.weight, layer.bias))
+        assert not torch.allclose(after.float(), before, atol=1e-5)
+    assert are_plain(layer)
+
+
+@torch.no_grad()
+def test_what_is_not_seen_is_seen_after_a_new_call():
+    """As documented: merging an adapter by `weight.data += delta` is not counted."""
+    layer, x = nn.Linear(16, 16), torch.randn(3, 16)
+    first = packed_weights(layer)
+    before = layer(x)
+    layer.weight.data += 1.0
+    assert torch.equal(layer(x), before), "if this is seen by now, say so in the docstring"
+    second = packed_weights(layer)
+    torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+    first.restore()
+    assert type(layer) is PackedLinear
+    second.restore()
+    assert are_plain(layer)
+
+
+@torch.no_grad()
+def test_a_weight_is_packed_once_for_all_that_hold_it(packings):
+    """Two layers with one weight, and two calls; the last that is restored unpacks."""
+    one, two = nn.Linear(16, 16), nn.Linear(16, 16)
+    two.weight = one.weight
+    model, x = nn.Sequential(one, two), torch.randn(3, 16)
+    expected = model(x)
+    outer = packed_weights(model)
+    model(x)
+    assert len(packed_linear._packs) == 1
+    with packed_weights(two, model), packed_weights(one):
+        torch.testing.assert_close(model(x), expected)
+    assert type(one) is type(two) is PackedLinear and len(packed_linear._packs) == 1
+    count = len(packings)
+    model(x)
+    assert len(packings) == count
+    outer.restore()
+    outer.restore()
+    assert are_plain(model) and torch.equal(model(x), expected)
+
+
+# ----------------------------------------------------------------------------------------------------- life and copies
+
+
+def test_what_was_packed_goes_with_its_layer():
+    layer = nn.Linear(8, 8)
+    packed_weights(layer)  # for good: nobody keeps what it returns
+    assert type(layer) is PackedLinear and len(packed_linear._packs) == 1
+    del layer
+    gc.collect()
+    assert not packed_linear._packs and not len(packed_linear._held)
+
+
+def test_leaving_gives_the_memory_back_at_once():
+    """Without the garbage collector: the copies are as large as the models."""
+    layer = nn.Linear(8, 8)
+    gc.disable()
+    try:
+        with packed_weights(layer):
+            (pack,) = packed_linear._packs.values()
+            copies = [pack.made[1]]
+            del pack
+        assert not packed_linear._packs
+        assert gc.get_referrers(copies[0]) == [copies]
+    finally:
+        gc.enable()
+
+
+def test_an_interruption_while_packing_restores(pair, monkeypatch):
+    target, _ = pair
+    reorder, count = packed_linear._reorder, []
+
+    def interrupted(*args):
+        count.append(1)
+        if len(count) == 5:
+            raise KeyboardInterrupt
+        return reorder(*args)
+
+    with packed_weights(target.lm_head):
+        monkeypatch.setattr(packed_linear, "_reorder", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            packed_weights(target)
+        assert type(target.lm_head) is PackedLinear and len(packed_linear._packs) == 1  # who packed it before keeps it
+    assert are_plain(target)
+
+
+def test_an_error_inside_restores(pair):
+    with pytest.raises(KeyboardInterrupt), packed_weights(*pair):
+        raise KeyboardInterrupt
+    assert are_plain(*pair)
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_and_pickles_are_plain(pair, how):
+    target, _ = pair
+    expected = decode(target, prompt(7))
+    with packed_weights(target):
+        layer, twin = how(target.lm_head), how(target)
+        assert type(layer) is nn.Linear and vars(layer).keys() == vars(target.lm_head).keys()
+        if how is not copy.copy:  # which shares the layers
+            assert all(type(module) is nn.Linear for module in linear_layers(twin))
+        assert torch.equal(decode(twin, prompt(7)), expected)
+        with packed_weights(twin):
+            assert torch.equal(decode(twin, prompt(7)), expected)
+    assert are_plain(target, twin)
+
+
+def test_a_packed_model_is_saved_as_ever(pair, tmp_path):
+    target, draft = pair
+    plain = {name: value.clone() for name, value in target.state_dict().items()}
+    with packed_weights(target, draft):
+        packed = target.state_dict()
+        assert packed.keys() == plain.keys() and all(torch.equal(packed[name], plain[name]) for name in plain)
+        target.save_pretrained(tmp_path / "target")
+        draft.save_pretrained(tmp_path / "draft")
+        torch.save(target, tmp_path / "whole.pt")
+    again = type(target).from_pretrained(tmp_path / "target")
+    twin = DFlashDraftModel.from_pretrained(tmp_path / "draft")
+    assert torch.equal(decode(again, prompt(7), twin), decode(target, prompt(7)))
+    assert are_plain(torch.load(tmp_path / "whole.pt", weights_only=False))
+
+
+# ------------------------------------------------------------------------------------------------------------ decoding
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_target_alone_and_with_a_drafter(dtype, products):
+    target = make_target(dtype=dtype)
+    draft = make_draft(target)
+    plain = [decode(target, prompt(length)) for length in (5, 30)]
+    with packed_weights(target, draft) as packed:
+        assert packed.layers == linear_layers(target, draft)
+        for ids, expected in zip((prompt(5), prompt(30)), plain, strict=True):
+            products.clear()
+            alone = decode(target, ids)
+            assert len(products) == 16 * len(linear_layers(target))  # the first of the 16 from the prompt's forward
+            drafted = decode(target, ids, draft)
+            if dtype == torch.float32:  # in half precision single tokens may differ
+                assert torch.equal(alone, expected) and torch.equal(drafted, expected)
+            assert drafted.shape == expected.shape
+    assert are_plain(target, draft)
+
+
+def test_tied_weights_and_batches(pair, products):
+    target = make_target(tie_word_embeddings=True)
+    draft = make_draft(target)
+    ids = torch.cat([prompt(9), prompt(9) + 1])
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
+    expected = target.generate(ids, **options)
+    with packed_weights(target, draft):
+        assert target.lm_head.weight is target.get_input_embeddings().weight
+        assert torch.equal(target.generate(ids, **options), expected)
+        assert torch.equal(target.generate(ids, assistant_model=draft, **options), expected)
+    assert products and are_plain(target, draft)
+
+
+def test_a_drafter_in_training_mode(pair, products):
+    """Its modules are copied for the call, packed as they are."""
+    target, draft = pair
+    expected = decode(target, prompt(9))
+    draft.train()
+    with packed_weights(draft):
+        assert torch.equal(decode(target, prompt(9), draft), expected)
+        assert products and draft.training
+    assert are_plain(draft)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param(True, marks=pytest.mark.slow)])
+def test_compiled_rounds_have_a_graph_for_each_of_both(pair, backend, products, fresh_compiler):
+    target, draft = pair
+    draft.decoding_config.compile = backend
+    expected = decode(target, prompt(8))
+    for number in range(3):
+        assert torch.equal(decode(target, prompt(8), draft), expected)
+        assert not products
+        with packed_weights(target, draft):
+            assert torch.equal(decode(target, prompt(8), draft), expected)
+            assert products
+            with torch.no_grad():  # the graph stays, the weight is packed again
+                target.lm_head.weight.add_(torch.randn_like(target.lm_head.weight) * number)
+            expected = decode(target, prompt(8))
+            assert torch.equal(decode(target, prompt(8), draft), expected)
+        products.clear()
+        assert counters["stats"]["unique_graphs"] == 2
+    assert are_plain(target, draft)
+
+
+# ------------------------------------------------------------------------------------------------------------- threads
+
+
+def in_threads(*works) -> None:
+    """Run each in a thread of its own; raises what one of them has raised."""
+    errors = []
+
+    def guarded(work):
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def test_a_plain_call_beside_a_drafted_one(pair, products):
+    target, draft = pair
+    ids = [prompt(5), prompt(11)]
+    expected = [decode(target, each) for each in ids]
+    seen = set()
+
+    def work(which, drafter):
+        for _ in range(4):
+            assert torch.equal(decode(target, ids[which], drafter), expected[which])
+            seen.update(type(layer) for layer in linear_layers(target))
+
+    with packed_weights(target, draft):
+        in_threads(lambda: work(0, None), lambda: work(1, draft))
+    assert seen == {PackedLinear} and products and are_plain(target, draft)
+
+
+@pytest.mark.parametrize("compiled", [False, "aot_eager"])
+def test_entering_and_leaving_while_others_decode(pair, compiled, products, fresh_compiler):
+    target, draft = pair
+    ids = [prompt(5), prompt(11)]
+    expected = [decode(target, each) for each in ids]
+    draft.decoding_config.compile = compiled
+    decode(target, ids[1], draft)
+    with packed_weights(target, draft):
+        decode(target, ids[1], draft)  # both graphs are there
+    products.clear()
+    busy = [True, True]
+
+    def work(which, drafter):
+        try:
+            for _ in range(6):
+                assert torch.equal(decode(target, ids[which], drafter), expected[which])
+        finally:
+            busy[which] = False
+
+    def pack():
+        while any(busy):
+            with packed_weights(target, draft), packed_weights(target):
+                copy.deepcopy(draft)
+
+    in_threads(lambda: work(0, None), lambda: work(1, draft), pack)
+    assert products and are_plain(target, draft)
+
+
+def test_two_threads_that_pack(pair):
+    target, draft = pair
+    expected = decode(target, prompt(9))
+
+    def work():
+        for _ in range(5):
+            with packed_weights(target, draft):
+                assert all(type(layer) is PackedLinear for layer in linear_layers(target, draft))
+                assert torch.equal(decode(target, prompt(9), draft), expected)
+
+    in_threads(work, work)
+    assert are_plain(target, draft)
+
+
+@torch.no_grad()
+def test_nothing_is_packed_while_another_thread_compiles(products, fresh_compiler):
+    """Dynamo raised "Guard failed on the same frame", or guarded a plain graph as if the layer had been packed."""
+    layer, x = nn.Linear(16, 16), torch.randn(3, 16)
+    expected = layer(x)
+    threads = [threading.Thread(target=packed_weights, args=(layer,))]
+
+    def backend(graph, inputs):
+        if threads[0].ident is None:
+            threads[0].start()
+            threads[0].join(0.3)
+            assert threads[0].is_alive() and type(layer) is nn.Linear
+        return graph.forward
+
+    multiply = torch.compile(layer, backend=backend, fullgraph=True)
+    assert torch.equal(multiply(x), expected)
+    threads[0].join()
+    assert not products and type(layer) is PackedLinear
+    torch.testing.assert_close(multiply(x), expected)
+    assert products
+
+
+def test_leaving_within_a_compiled_call(pair, products, fresh_compiler):
+    """Its graph, whose guards are not checked again, multiplies by the weights themselves from then on."""
+    target, draft = pair
+    draft.decoding_config.compile = "aot_eager"
+    expected = decode(target, prompt(9))
+    packed = packed_weights(target, draft)
+    counts = []
+
+    class Leave:
+        def put(self, token):
+            if token.numel() == 1:
+                counts.append(len(products))
+                packed.restore()
+
+        def end(self):
+            pass
+
+    output = target.generate(prompt(9), max_new_tokens=16, do_sample=False, assistant_model=draft, streamer=Leave())
+    assert torch.equal(output, expected) and are_plain(target, draft)
+    assert counts[0] == counts[-1] == len(products) > 0
+
+
+def test_nothing_is_said_of_it(pair, caplog):
+    with caplog.at_level(logging.WARNING), packed_weights(*pair):
+        decode(pair[0], prompt(5), pair[1])
+    assert not caplog.records
