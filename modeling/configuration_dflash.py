@@ -15,7 +15,7 @@ from .checks_dflash import (
     check_sizes,
     check_tokens,
 )
-from .layouts_dflash import canonical_config, default_target_layer_ids
+from .layouts_dflash import canonical_config, default_target_layer_ids, fitting_target_layer_ids
 from .target_dflash import text_depth
 
 
@@ -205,7 +205,8 @@ class DFlashDraftConfig(PreTrainedConfig):
             mask_token_id (`int`): An id inside the target's embedding that its text never uses.
             num_hidden_layers (`int`): Draft layers.
             block_size (`int`): Tokens of a block, anchor included.
-            kwargs: Any other field of the configuration, e.g. `target_layer_ids`.
+            kwargs: Any other field of the configuration, e.g. `target_layer_ids`. Default of these: the paper's rule,
+                for as many layers of the target as the drafter has, or as fit.
 
         Raises:
             `ValueError`: the target's embedding and head, of which a drafter shares both, have different widths.
@@ -253,6 +254,8 @@ class DFlashDraftConfig(PreTrainedConfig):
             "mask_token_id": mask_token_id,
             **ids,
         }
+        if kwargs.get("target_layer_ids") is None:
+            kwargs["target_layer_ids"] = fitting_target_layer_ids(fields["num_target_layers"], num_hidden_layers)
         return cls(**{**fields, **kwargs})
 
     @classmethod

@@ -8,8 +8,10 @@ The rest of the code knows one layout only. What is not a DFlash drafter whose s
 import re
 
 from transformers import CONFIG_MAPPING
+from transformers.utils import logging
 
 
+logger = logging.get_logger(__name__)
 _ARCHITECTURES = {
     "DFlashDraftModel",
     "DFlash2DraftModel",
@@ -124,6 +126,22 @@ def default_target_layer_ids(num_target_layers: int, num_features: int) -> list[
             "drafter with fewer layers."
         )
     return ids
+
+
+def fitting_target_layer_ids(num_target_layers: int, num_features: int) -> list[int]:
+    """[`default_target_layer_ids`] of a fresh drafter; of a shallow target as many as fit, which is said."""
+    for fitting in range(num_features, 0, -1):
+        try:
+            ids = default_target_layer_ids(num_target_layers, fitting)
+        except ValueError:  # not that many
+            continue
+        if fitting < num_features:
+            logger.warning(
+                f"A target of {num_target_layers} layers has no {num_features} distinct ones by the paper's rule: the "
+                f"drafter reads target_layer_ids={ids}. Pass `target_layer_ids` to choose others."
+            )
+        return ids
+    raise ValueError(f"num_target_layers={num_target_layers} must be at least 1.")
 
 
 def is_drafter_config(config: dict) -> bool:

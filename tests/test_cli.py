@@ -8,6 +8,9 @@ import sys
 
 import pytest
 import torch
+from support.pairs import make_draft
+from support.tiny_chat import THINKING, save_target
+from transformers import AutoModelForCausalLM
 
 from dflash_hf import cli
 from dflash_hf.cli import main, wants_color
@@ -113,6 +116,29 @@ def test_generate_prints_the_target_s_own_text(pair_arguments, capsys, monkeypat
     assert again.startswith(printed.out)
     marked = re.sub(r"\x1b\[\d+m", "", again[len(printed.out) :])
     assert printed.out.strip() in marked
+
+
+def test_generate_speaks_as_the_drafter_was_trained(tmp_path, capsys):
+    """It left out the arguments that `eval` honours: README trains without thinking, and then generated with it."""
+    folder = save_target(tmp_path / "target", THINKING)
+    draft = make_draft(AutoModelForCausalLM.from_pretrained(folder), own_mask_embedding=False)
+    draft.config.dflash_config["chat_template_kwargs"] = {"enable_thinking": False}
+    draft.save_pretrained(tmp_path / "draft")
+    command = ["generate", "--target", str(folder), "--prompt", "Say 1", "--device", "cpu", "--max-new-tokens", "12"]
+    drafted = [*command, "--draft", str(tmp_path / "draft")]
+    texts = []
+    for arguments, said in (
+        (drafted, '{"enable_thinking": false}, as the drafter was trained'),
+        ([*command, "--template-args", '{"enable_thinking": false}'], '{"enable_thinking": false}, as given'),
+        ([*drafted, "--template-args", "{}"], "expect it to draft worse"),
+        (command, None),
+    ):
+        assert main(arguments) == 0
+        printed = capsys.readouterr()
+        assert ("arguments of the chat template" in printed.err) == (said is not None)
+        assert said is None or said in printed.err
+        texts.append(printed.out)
+    assert texts[0] == texts[1] != texts[2] == texts[3]
 
 
 def test_sampling_takes_a_seed(pair_arguments, capsys):

@@ -23,6 +23,11 @@ print(*sorted(name for name in set(sys.modules) - before if not name.startswith(
     assert set(_python(code).split()) <= {"dflash_hf", "dflash_hf.when_imported"}
 
 
+def test_any_module_of_the_package_may_be_the_first():
+    """Registration imported `layouts_dflash` while that was being imported."""
+    assert _python("import dflash_hf.modeling.layouts_dflash as first; print(first.is_drafter_config({}))") == "False"
+
+
 @pytest.mark.parametrize("first", ["dflash_hf", "transformers.generation.utils, dflash_hf"])
 def test_generate_and_auto_classes_are_ready_whatever_comes_first(first):
     code = f"""

@@ -13,8 +13,6 @@ import os
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from dflash_hf.modeling.layouts_dflash import is_drafter_config
-
 
 def register() -> None:
     """Make `AutoConfig` return our class for a drafter's folder. Registering twice is a no-op."""
@@ -24,6 +22,9 @@ def register() -> None:
 
     @functools.wraps(original)
     def from_pretrained(pretrained_model_name_or_path, **kwargs):
+        # Not with this module, which is imported in the middle of that one where that one comes first.
+        from dflash_hf.modeling.layouts_dflash import is_drafter_config
+
         lookup = {key: value for key, value in kwargs.items() if key not in ("trust_remote_code", "code_revision")}
         try:
             config_dict, _ = PreTrainedConfig.get_config_dict(pretrained_model_name_or_path, **lookup)

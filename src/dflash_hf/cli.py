@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from dflash_hf.terminal import add_color, positive, wants_color
+from dflash_hf.terminal import add_color, add_template_arguments, note, positive, template_arguments, wants_color
 
 
 # Commands that live in rooms of their own, as `add_arguments(parser)` and `run(arguments, echo) -> int`. A room is
@@ -96,6 +96,7 @@ def _add_generate(parser) -> None:
     parser.add_argument("--draft", help="folder or Hub name of its drafter; without it the target decodes alone")
     parser.add_argument("--prompt", required=True, help="the user's message; - reads it from standard input")
     parser.add_argument("--raw", action="store_true", help="feed the prompt as it is, without the chat template")
+    add_template_arguments(parser)
     parser.add_argument("--max-new-tokens", type=positive, default=512, help="default: %(default)s")
     parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
     parser.add_argument("--top-p", type=float, default=1.0, help="default: %(default)s")
@@ -138,37 +139,37 @@ def _demo(arguments, echo) -> int:
 
 def _generate(arguments, echo) -> int:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
+    from transformers import AutoConfig, TextStreamer, set_seed
 
-    from dflash_hf import DFlashDraftModel, packed_weights
+    from dflash_hf import packed_weights
+    from dflash_hf.data.encode import RowEncoder
+    from dflash_hf.data.prepare import load_tokenizer
+    from dflash_hf.data.prompts import ids_of_prompt, prompt_of, template_kwargs
     from dflash_hf.evaluation.text import colored_answer
+    from dflash_hf.pairs import load_pair
 
     if arguments.temperature < 0:
         raise ValueError(f"--temperature {arguments.temperature} must not be negative; 0 decodes greedily.")
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    loading = {"dtype": arguments.dtype, "device_map": device}
     AutoConfig.from_pretrained(arguments.target)  # says more clearly than the tokenizer that there is no model
-    tokenizer = AutoTokenizer.from_pretrained(arguments.target)
-    target = AutoModelForCausalLM.from_pretrained(arguments.target, **loading).eval()
-    draft = DFlashDraftModel.from_pretrained(arguments.draft, **loading).eval() if arguments.draft else None
+    tokenizer = load_tokenizer(arguments.target)
+    given = template_arguments(arguments.template_args)
+    target, draft = load_pair(arguments)
 
     if arguments.packed:
         packed_weights(*(model for model in (target, draft) if model is not None))
 
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
-    if tokenizer.chat_template and not arguments.raw:
-        message = [{"role": "user", "content": prompt}]
-        inputs = tokenizer.apply_chat_template(
-            message, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        )
-    else:
-        inputs = tokenizer(prompt, return_tensors="pt")
-    inputs = inputs.to(target.device)
-    length = inputs["input_ids"].shape[1]
-    if length == 0:
+    kwargs = {} if arguments.raw else template_kwargs(given, draft_config=draft and draft.config, say=note)
+    as_chat = bool(tokenizer.chat_template) and not arguments.raw
+    encoder = RowEncoder(tokenizer, chat_template_kwargs=kwargs)
+    ids = ids_of_prompt(encoder, prompt_of({"prompt": prompt}, as_chat))
+    if not ids:
         raise ValueError("--prompt is empty under this tokenizer; pass some text.")
+    input_ids = torch.tensor([ids], device=target.device)
+    inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+    length = len(ids)
     options = {"max_new_tokens": arguments.max_new_tokens, "return_dict_in_generate": True, "do_sample": False}
     if arguments.temperature:
         options.update(do_sample=True, temperature=arguments.temperature, top_p=arguments.top_p)

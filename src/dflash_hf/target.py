@@ -1,7 +1,8 @@
 """The frozen target in training: features, labels, responses, and whether a drafter fits it."""
 
 import copy
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -28,6 +29,30 @@ class TargetOutput:
 def freeze(target: PreTrainedModel) -> PreTrainedModel:
     """Put a target in evaluation mode and take the gradient from all of its parameters; returns it."""
     return target.requires_grad_(False).eval()
+
+
+def digest_of_target(target) -> dict[str, str]:
+    """
+    Digests of a target's `ends` (embedding and head) and of its `layers`: names, shapes and 64 values of every
+    parameter, rounded to bf16, so that the dtype of loading does not matter. A part on the meta device has none.
+    """
+    ends = {id(target.get_input_embeddings().weight), *map(id, target.get_output_embeddings().parameters())}
+    parts: dict[str, list] = {"ends": [], "layers": []}
+    for name, parameter in target.named_parameters():
+        parts["ends" if id(parameter) in ends else "layers"].append((name, parameter))
+    whole = {part: some for part, some in parts.items() if not any(one.is_meta for _, one in some)}
+    return {part: digest_of_parameters(parameters) for part, parameters in whole.items()}
+
+
+@torch.no_grad()
+def digest_of_parameters(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """A digest of names, shapes and 64 values of each of `named_parameters()`, rounded to bf16."""
+    digest = hashlib.sha256()
+    for name, parameter in parameters:
+        flat = parameter.reshape(-1)
+        values = flat[:: max(1, len(flat) // 64)][:64].to("cpu", torch.bfloat16)
+        digest.update(f"{name}{tuple(parameter.shape)}{values.tolist()}".encode())
+    return digest.hexdigest()[:16]
 
 
 def check_fit(draft_config, target: PreTrainedModel) -> None:

@@ -1,7 +1,9 @@
 """What the commands share: colours for those who can see them, and numbers that make sense."""
 
 import argparse
+import json
 import os
+import sys
 
 
 def wants_color(choice: bool | None, stream) -> bool:
@@ -19,6 +21,34 @@ def add_color(parser, what: str) -> None:
         default=None,
         help=f"colour {what}; default: if the output is a terminal and NO_COLOR is unset",
     )
+
+
+def note(line: str) -> None:
+    """Print to standard error what is no result, so that results alone can be piped."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def add_template_arguments(parser) -> None:
+    """`--template-args`."""
+    parser.add_argument(
+        "--template-args",
+        metavar="JSON",
+        help="arguments of the chat template, such as '{\"enable_thinking\": false}'; default: those that the drafter "
+        "or the data was made with",
+    )
+
+
+def template_arguments(text: str | None) -> dict | None:
+    """The value of `--template-args`."""
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"--template-args {text} is not JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"--template-args {text} must be a JSON object, such as '{{\"enable_thinking\": false}}'.")
+    return value
 
 
 def positive(text: str) -> int:

@@ -126,6 +126,23 @@ def test_prepare_shows_counts_and_writes(tmp_path, tokenizer_folder, capsys):
     assert code == 0 and "\x1b[32m" in out and "rows              1\n" in out
 
 
+def test_prepare_overwrites_nothing_unless_told(tmp_path, tokenizer_folder, capsys):
+    """`--output data.jsonl` replaced the data by its ids."""
+    data, output = write(tmp_path / "a.jsonl", ROWS), tmp_path / "out.jsonl"
+    output.write_text("precious", encoding="utf-8")
+    before = data.read_bytes()
+    command = (data, "--tokenizer", tokenizer_folder, "--output")
+    code, out, error = prepare(capsys, *command, output)
+    assert code == 1 and not out and "out.jsonl exists; choose another file, or replace it with --overwrite" in error
+    assert output.read_text(encoding="utf-8") == "precious"
+    for options in ((), ("--overwrite",)):
+        code, _, error = prepare(capsys, *command, tmp_path / "." / "a.jsonl", *options)
+        assert code == 1 and "a.jsonl is the data itself" in error
+        assert data.read_bytes() == before
+    assert prepare(capsys, *command, output, "--overwrite")[0] == 0
+    assert len(load_rows(output)) == 20
+
+
 def test_prepare_says_what_is_wrong_in_one_line(tmp_path, tokenizer_folder, capsys):
     good = json.dumps(ROWS[0])
     (tmp_path / "empty.jsonl").touch()

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,13 +15,13 @@ import pytest
 import torch
 from support.chat_stand_in import chat_server
 from support.pairs import make_draft
-from support.tiny_chat import CHATML, END, make_tokenizer, save_target
+from support.tiny_chat import CHATML, END, TOOLS, make_tokenizer, save_target
 from transformers import AutoModelForCausalLM
 
 from dflash_hf.cli import main
 from dflash_hf.data import chat_client as client
 from dflash_hf.data.encode import RowEncoder
-from dflash_hf.data.regenerate import prompt_of
+from dflash_hf.data.prompts import prompt_of
 
 
 datasets = pytest.importorskip("datasets")
@@ -141,6 +142,59 @@ def test_other_settings_and_other_data_are_not_mixed(folder, data, tmp_path, cap
     assert code == 1 and "Line 2 of" in error and "is not a response" in error
 
 
+@pytest.mark.parametrize("what", ["chat_template", "seed", "dtype", "mask_token_id", "weights", "tokenizer"])
+def test_responses_of_another_target_or_template_are_not_mixed(what, folder, data, tmp_path, capsys):
+    """Rows 0-3 in one format and 4-7 in another, without a word."""
+    output, template = tmp_path / "out.jsonl", tmp_path / "other.jinja"
+    template.write_text(CHATML.replace("<|im_end|>", "<|im_end|>\n"), encoding="utf-8")
+    assert regenerate(capsys, data, folder, output, *HERE, "--limit", "3")[0] == 0
+    before = output.read_bytes()
+    target, options, named = {
+        "chat_template": (folder, ("--chat-template", template), "template"),
+        "seed": (folder, ("--seed", "1"), "seed=0, not 1"),
+        "dtype": (folder, ("--dtype", "bfloat16"), "dtype='torch.float32', not 'torch.bfloat16'"),
+        "mask_token_id": (folder, ("--mask-token-id", "270"), "mask_token_id=259, not 270"),
+        "weights": (tmp_path / "other", (), "weights={"),
+        "tokenizer": (tmp_path / "other", (), "tokenizer="),
+    }[what]
+    if target != folder:
+        save_target(target, **({"seed": 5} if what == "weights" else {}))
+    if what == "tokenizer":
+        tokenizer = make_tokenizer()
+        tokenizer.add_tokens(["more"])
+        tokenizer.save_pretrained(target)
+    code, _, error = regenerate(capsys, data, target, output, *HERE, *options)
+    assert code == 1 and "out.jsonl was begun with " in error and named in error
+    assert "go on with that, or choose another output" in error and output.read_bytes() == before
+    assert regenerate(capsys, data, folder, output, *HERE)[0] == 0
+
+
+def test_the_same_files_elsewhere_are_the_same(folder, data, tmp_path, capsys):
+    output = tmp_path / "out.jsonl"
+    assert regenerate(capsys, data, folder, output, *HERE, "--limit", "3")[0] == 0
+    moved, again = data.rename(tmp_path / "moved.jsonl"), shutil.copytree(folder, tmp_path / "again")
+    template = tmp_path / "same.jinja"
+    template.write_text(CHATML, encoding="utf-8")
+    options = ("--dtype", "float32", "--chat-template", template)
+    code, out, error = regenerate(capsys, moved, again, output, *HERE, *options)
+    assert code == 0 and "3 of 12 rows are finished" in out, error
+    check_complete(output)
+
+
+def test_a_drafter_brings_the_template_arguments_of_its_training(folder, data, tmp_path, capsys):
+    draft = make_draft(AutoModelForCausalLM.from_pretrained(folder), own_mask_embedding=False)
+    draft.config.dflash_config["chat_template_kwargs"] = {"enable_thinking": False}
+    draft.save_pretrained(tmp_path / "draft")
+    output = tmp_path / "out.jsonl"
+    options = (*HERE, "--draft", tmp_path / "draft", "--limit", "2")
+    code, _, error = regenerate(capsys, data, folder, output, *options)
+    assert code == 0
+    notes = json.loads((tmp_path / "out.jsonl.settings.json").read_text(encoding="utf-8"))
+    assert notes["chat_template_kwargs"] == {"enable_thinking": False}
+    code, _, error = regenerate(capsys, data, folder, output, *options, "--template-args", "{}")
+    assert code == 1 and "chat_template_kwargs={'enable_thinking': False}, not {}" in error
+
+
 def test_prompts_of_rows():
     user, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}
     assert prompt_of({"messages": [user, answer, user, answer]}, True) == [user, answer, user]
@@ -175,6 +229,85 @@ def test_a_server_s_answers_are_kept_in_its_own_words(data, tmp_path, capsys, mo
     assert (body["path"], body["key"], body["model"]) == ("/v1/chat/completions", "Bearer secret", "served")
     assert (body["max_tokens"], body["temperature"]) == (8, 0.0)
     assert body["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+def tool(name, **properties):
+    function = {"name": name, "parameters": {"type": "object", "properties": properties}}
+    return {"type": "function", "function": function}
+
+
+def call(name, arguments):
+    return {"id": f"call_{name}", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+# Tables merge what rows have in common: tools of different kinds, mappings with different keys, none at all.
+TOOL_ROWS = [
+    {"messages": [{"role": "user", "content": "Weather?"}], "tools": [tool("weather", city={"type": "string"})]},
+    {"messages": [{"role": "user", "content": "Sum?"}], "tools": [tool("sum", of={"type": "array", "minItems": 2})]},
+    {
+        "messages": [
+            {"role": "user", "content": "Both?"},
+            {"role": "assistant", "content": "", "tool_calls": [call("weather", {"city": "Rome"})]},
+            {"role": "tool", "content": "rain"},
+        ],
+        "tools": [tool("weather", city={"type": "string"}), tool("none")],
+    },
+    {"messages": [{"role": "user", "content": "Hi"}]},
+]
+TOOL_ANSWERS = {
+    "Weather?": {"role": "assistant", "content": None, "tool_calls": [call("weather", '{"city": "Oslo"}')]},
+    "Sum?": {"role": "assistant", "content": "So:", "tool_calls": [call("sum", '{"of": [1, 2], "exact": true}')]},
+    "Both?": {"role": "assistant", "content": "Take an umbrella."},
+    "Hi": {"role": "assistant", "content": None, "tool_calls": [call("x", "{}")]},
+}
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_tools_and_their_calls_are_trained_on_as_they_were_served(as_text, tmp_path, capsys):
+    """`tools` was sent but not written, and an answer that calls one became an empty text."""
+    data = tmp_path / "tools.jsonl"
+    rows = [{**row, "tools": json.dumps(row["tools"])} if as_text and "tools" in row else row for row in TOOL_ROWS]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    output = tmp_path / "out.jsonl"
+    with chat_server(lambda body: TOOL_ANSWERS[body["messages"][0]["content"]]) as (url, received):
+        assert regenerate(capsys, data, "served", output, "--server", url, "--concurrency", "1")[0] == 0
+        assert regenerate(capsys, data, "served", output, "--server", url)[0] == 0  # the prompts are known again
+    assert len(received) == 4
+    tokenizer = make_tokenizer(TOOLS)
+    expected = []
+    for body in received:
+        assert all(isinstance(one["function"]["arguments"], str) for m in body["messages"] for one in calls_of(m))
+        tools = next(row.get("tools") for row in TOOL_ROWS if row["messages"][0] == body["messages"][0])
+        assert body.get("tools") == tools
+        # What a server makes of it, and of its answer.
+        served = [parsed(message) for message in body["messages"]]
+        prompt = tokenizer.apply_chat_template(served, tools=tools, add_generation_prompt=True, tokenize=False)
+        answer = parsed({**TOOL_ANSWERS[served[0]["content"]]})
+        answer["content"] = answer["content"] or ""
+        whole = tokenizer.apply_chat_template([*served, answer], tools=tools, tokenize=False)
+        assert whole.startswith(prompt) and len(whole) > len(prompt) + len("<|im_end|>\n")
+        ids, start = tokenizer(whole)["input_ids"], len(tokenizer(prompt)["input_ids"])
+        expected.append((ids, [1] * (len(ids) - start - 1) + [0]))  # the last line break is the template's
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    written = tmp_path / "ids.jsonl"
+    assert main(["prepare", str(output), "--tokenizer", str(tmp_path / "tokenizer"), "--output", str(written)]) == 0
+    for row, (ids, mask) in zip(rows_of(written), expected, strict=True):
+        assert row["input_ids"] == ids and row["loss_mask"] == [0] * (len(ids) - len(mask)) + mask
+    assert '<call>weather(city="Oslo";)' in tokenizer.decode(expected[0][0])
+
+
+def calls_of(message):
+    return message.get("tool_calls") or []
+
+
+def parsed(message):
+    if not calls_of(message):
+        return message
+    calls = [
+        {**c, "function": {**c["function"], "arguments": json.loads(c["function"]["arguments"])}}
+        for c in calls_of(message)
+    ]
+    return {**message, "tool_calls": calls}
 
 
 def test_a_busy_server_is_asked_again(data, tmp_path, capsys, quick):

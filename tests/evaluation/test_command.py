@@ -9,7 +9,8 @@ from support.tiny_chat import CHATML, make_tokenizer
 from dflash_hf import DFlashDraftModel
 from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
-from dflash_hf.evaluation.command import prompt_ids, read_prompts
+from dflash_hf.data.prompts import prompt_ids
+from dflash_hf.evaluation.command import read_prompts
 from dflash_hf.hub.card import CardFacts
 
 

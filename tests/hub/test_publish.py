@@ -146,6 +146,14 @@ def test_what_must_not_be_published(folder):
     assert "SGLang" not in str(result.card)
 
 
+def test_weights_that_are_not_finite_stay_here(folder, target):
+    draft = make_draft(target, target_layer_ids=[0, 1, 2])
+    draft.fc.weight.data[0, 0] = float("nan")
+    draft.save_pretrained(folder)
+    with pytest.raises(PublishError, match="1 of [0-9,]+ weights are not finite"):
+        publish(folder, REPO, dry_run=True)
+
+
 def test_ones_own_card_is_taken_as_it_is(folder):
     own = "---\nbase_model: someone/target\n---\n# Mine\n"
     (folder / "README.md").write_text(own)

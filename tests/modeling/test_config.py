@@ -85,6 +85,24 @@ def test_errors_name_key_value_and_remedy(changes, named):
 
 
 @pytest.mark.parametrize(
+    ("depth", "expected"), [(1, [0]), (4, [2]), (6, [1, 2, 3]), (8, [1, 2, 3, 4, 5]), (36, [1, 9, 17, 25, 33])]
+)
+def test_a_fresh_drafter_reads_as_many_layers_as_fit(depth, expected, caplog):
+    """README's ten lines failed on a target of six layers: five features do not fit."""
+    from transformers.utils import logging
+
+    target = CONFIG_MAPPING["qwen3"](hidden_size=32, num_hidden_layers=depth, vocab_size=96)
+    logging.enable_propagation()
+    try:
+        config = DFlashDraftConfig.for_target(target, mask_token_id=95)
+    finally:
+        logging.disable_propagation()
+    assert config.target_layer_ids == expected and config.num_hidden_layers == 5
+    assert (f"the drafter reads target_layer_ids={expected}" in caplog.text) == (len(expected) < 5)
+    assert DFlashDraftConfig.for_target(target, 95, target_layer_ids=[0]).target_layer_ids == [0]
+
+
+@pytest.mark.parametrize(
     ("model_type", "fields"),
     [
         ("gemma4_text", {"head_dim": 8, "global_head_dim": 16, "num_attention_heads": 4}),  # layers of two shapes

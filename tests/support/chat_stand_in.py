@@ -9,7 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 @contextmanager
 def chat_server(reply):
     """
-    `reply(body)` gives the answer's text, or `(status, text)`; `None` closes the connection without an answer.
+    `reply(body)` gives the answer's text, its message, or `(status, text)`; `None` closes the connection without an
+    answer.
 
     Yields the address and the list of bodies received so far.
     """
@@ -26,7 +27,8 @@ def chat_server(reply):
                 return
             status, text = answer if isinstance(answer, tuple) else (200, None)
             if text is None:
-                choice = {"message": {"role": "assistant", "content": answer}, "finish_reason": "stop"}
+                message = answer if isinstance(answer, dict) else {"role": "assistant", "content": answer}
+                choice = {"message": message, "finish_reason": "tool_calls" if "tool_calls" in message else "stop"}
                 text = json.dumps({"choices": [choice]})
             self.send_response(status)
             self.send_header("Content-Length", str(len(text.encode())))

@@ -36,6 +36,14 @@ THINKING_GENERATION = (
     "{% generation %}<think>\n\n</think>\n\n{{ m.content }}<|im_end|>{% endgeneration %}"
     "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
 )
+# Tools before the conversation, calls in the answers; arguments are mappings, as in most published templates.
+TOOLS = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}({% for key, value in c.function.arguments.items() %}"
+    "{{ key }}={{ value | tojson }};{% endfor %}){% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 # The turn begins in another way than the generation prompt says.
 CROOKED = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>bot: {% endif %}")
 

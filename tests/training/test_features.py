@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
+from dflash_hf.files import locked
+from dflash_hf.target import digest_of_target
 from dflash_hf.training import features
 from dflash_hf.training.features import StoredFeatures, describe, drop_layers, store_features
 from dflash_hf.training.offline import DFlashOfflineTrainer
@@ -120,6 +122,16 @@ def test_an_interrupted_run_goes_on_after_its_last_shard(target, tmp_path, monke
     assert not list(folder.glob(".*"))
 
 
+def test_two_runs_do_not_store_into_one_folder(target, tmp_path):
+    """Each wrote shards under the names of the other's, and the manifest of whoever was last told of its own."""
+    folder = tmp_path / "features"
+    with locked(folder):
+        with pytest.raises(ValueError, match="features is being written by another process; wait for it, or end it"):
+            store(target, counting_rows(6), folder)
+    store(target, counting_rows(6), folder)
+    assert len(StoredFeatures(folder)) == 6 and not list(folder.glob(".*"))
+
+
 def test_a_full_disk_is_known_before_anything_is_computed(target, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(features.shutil, "disk_usage", lambda path: usage._replace(free=50_000))
@@ -153,7 +165,7 @@ def test_missing_damaged_and_unfinished_shards_are_named(stored, tmp_path):
 
 def test_a_shard_is_hashed_once(stored, monkeypatch):
     StoredFeatures(stored)
-    monkeypatch.setattr(features, "_digest_of_file", lambda path: pytest.fail(f"read {path} again"))
+    monkeypatch.setattr(features, "digest_of_file", lambda path: pytest.fail(f"read {path} again"))
     StoredFeatures(stored)
 
 
@@ -173,7 +185,11 @@ def test_other_features_are_not_mixed_with_them(what, target, stored):
 def test_features_of_something_else_are_refused_in_training(target, stored, tmp_path):
     dataset = StoredFeatures(stored)
     for draft, other, message in (
-        (make_draft(target, target_layer_ids=[0, 1, 3]), target, r"holds layer_ids=\[0, 2, 3\], but the drafter"),
+        (
+            make_draft(target, target_layer_ids=[0, 1, 3]),
+            target,
+            r"holds target_layer_ids=\[0, 2, 3\], but the ",
+        ),
         (make_draft(target), make_target(seed=5), "holds features of some/target with weights.ends="),
         (make_draft(target, dflash_config={"chat_template_kwargs": {"a": 1}}), target, "chat_template_kwargs={}, not"),
     ):
@@ -191,11 +207,11 @@ def test_a_digest_tells_targets_apart_but_not_dtypes():
     tuned = make_target()
     with torch.no_grad():
         tuned.model.layers[1].mlp.up_proj.weight.mul_(1.05)
-    digest = features.digest_of_target(one)
-    assert features.digest_of_target(same) == digest == features.digest_of_target(half)
-    changed = features.digest_of_target(tuned)
+    digest = digest_of_target(one)
+    assert digest_of_target(same) == digest == digest_of_target(half)
+    changed = digest_of_target(tuned)
     assert changed["ends"] == digest["ends"] and changed["layers"] != digest["layers"]
-    assert set(features.digest_of_target(drop_layers(tuned, torch.device("cpu")))) == {"ends"}
+    assert set(digest_of_target(drop_layers(tuned, torch.device("cpu")))) == {"ends"}
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):
@@ -211,7 +227,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
         return code, printed.out, printed.err.strip().splitlines()[-1]
 
     output = str(tmp_path / "features")
-    code, out, error = run("--output", output, "--layer-ids", "0", "2", "--shard-size", "1e-5")
+    code, out, error = run("--output", output, "--target-layer-ids", "0", "2", "--shard-size", "1e-5")
     assert code == 0, error
     assert "8 examples, " in out and " are free in " in out and "8 examples in 2 shards are in" in out
     dataset = StoredFeatures(output)
@@ -222,16 +238,16 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert code == 0 and "8 examples in 2 shards" in out  # nothing is left to do
     notes = tmp_path / "a.jsonl.settings.json"
     notes.write_text(json.dumps({"chat_template_kwargs": {"enable_thinking": False}}), encoding="utf-8")
-    code, _, error = run("--output", str(tmp_path / "other"), "--layer-ids", "0", "2", "--template-args", "{}")
+    code, _, error = run("--output", str(tmp_path / "other"), "--target-layer-ids", "0", "2", "--template-args", "{}")
     assert code == 1 and "was made with chat_template_kwargs={'enable_thinking': False}, not {}" in error
-    assert run("--output", str(tmp_path / "other"), "--layer-ids", "0", "2")[0] == 0
+    assert run("--output", str(tmp_path / "other"), "--target-layer-ids", "0", "2")[0] == 0
     assert StoredFeatures(tmp_path / "other").manifest.chat_template_kwargs == {"enable_thinking": False}
     notes.unlink()
     for options, message in (
-        (("--layer-ids", "0", "4"), "--layer-ids [0, 4] must be distinct layers of the target's 0 to 3"),
-        (("--layer-ids", "0", "1"), "was stored with layer_ids=[0, 2], not [0, 1]"),
+        (("--target-layer-ids", "0", "4"), "--target-layer-ids [0, 4] must be distinct layers of the target's 0 to 3"),
+        (("--target-layer-ids", "0", "1"), "was stored with layer_ids=[0, 2], not [0, 1]"),
         (("--shard-size", "0"), "--shard-size 0.0 must be positive"),
-        ((), "are not distinct layers"),
+        ((), "was stored with layer_ids=[0, 2], not [2]; width=64, not 32"),
     ):
         code, _, error = run("--output", output, *options)
         assert code == 1 and message in error and error.startswith("dflash features: ")

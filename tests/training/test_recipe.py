@@ -185,14 +185,14 @@ def test_packed_and_streamed_data_train(mode, folder, data, tmp_path, capsys):
 def test_stored_features_train_with_what_they_were_stored_with(folder, data, tmp_path, capsys):
     features = tmp_path / "features"
     command = ["features", str(data), "--target", str(folder), "--output", str(features), "--device", "cpu"]
-    options = ["--layer-ids", "0", "2", "--max-length", "64", "--template-args", '{"enable_thinking": false}']
+    options = ["--target-layer-ids", "0", "2", "--max-length", "64", "--template-args", '{"enable_thinking": false}']
     assert main([*command, *options, "--store-dtype", "float32"]) == 0
     code, _, error = train(capsys, folder, tmp_path / "drafter", f"features={features}", config=OFFLINE)
     assert code == 0, error
     config = DFlashDraftConfig.from_pretrained(tmp_path / "drafter")
     assert config.dflash_config["chat_template_kwargs"] == {"enable_thinking": False}
     other = (f"features={features}", "chat_template_kwargs.enable_thinking=true")
-    code, _, error = train(capsys, folder, tmp_path / "drafter", *other, config=OFFLINE)
+    code, _, error = train(capsys, folder, tmp_path / "other", *other, config=OFFLINE)
     assert code == 1 and "was made with chat_template_kwargs={'enable_thinking': False}, not" in error
 
 

@@ -8,10 +8,13 @@ the turn. Where later messages change how earlier turns are rendered (templates 
 becomes an example of its own, again as it is served.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+
+from dflash_hf.files import digest_of
 
 
 COLUMNS = "`messages`, `prompt` and `completion`, or `input_ids` with `loss_mask` or `labels`"
@@ -46,7 +49,8 @@ class RowEncoder:
 
     def __call__(self, row: Mapping) -> list[dict]:
         """
-        The examples of a row: one, or one for each assistant turn, see above.
+        The examples of a row: one, or one for each assistant turn, see above. Of `messages` all assistant turns are
+        learned, but not those among the first `given`, where the row says so.
 
         Returns:
             `list[dict]`: With `input_ids` and `loss_mask`, two lists of one length.
@@ -55,11 +59,11 @@ class RowEncoder:
             `UnusableRow`: it is left out, for a reason that others may share.
             `ValueError`: the dataset or the template is not what it should be.
         """
-        row = {name: value for name, value in row.items() if value is not None}
+        row = without_none(row)
         if "input_ids" in row:
             examples = [(list(row["input_ids"]), _mask_of_ids(row))]
         elif "messages" in row:
-            examples = self._conversation(row["messages"], 0, row.get("tools"))
+            examples = self._conversation(row["messages"], row.get("given", 0), tools_of(row))
             if row.get("finish_reason") == "length":
                 self._without_end(*examples[-1])
         elif "prompt" in row and "completion" in row:
@@ -70,7 +74,7 @@ class RowEncoder:
                 raise ValueError("`prompt` is text but `completion` is not; give both as text or both as messages.")
             else:
                 turns = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-                examples = self._conversation([*prompt, *turns], len(prompt), row.get("tools"))
+                examples = self._conversation([*prompt, *turns], len(prompt), tools_of(row))
         else:
             raise ValueError(f"There is no column to train on, only {sorted(row)}; give {COLUMNS}.")
         return [self._checked(ids, mask) for ids, mask in examples]
@@ -106,8 +110,6 @@ class RowEncoder:
 
     def _conversation(self, messages: Sequence[Mapping], given: int, tools) -> list[tuple[list[int], list[int]]]:
         """`given`: of that many messages no token is supervised, whoever wrote them."""
-        # Arrow tables have every key in every message.
-        messages = [{key: value for key, value in one.items() if value is not None} for one in messages]
         last = max((i for i, one in enumerate(messages) if one.get("role") == "assistant"), default=-1)
         messages = messages[: last + 1]
         if last < given:
@@ -163,6 +165,7 @@ class RowEncoder:
         from jinja2 import TemplateError
 
         options = {"tools": tools, "add_generation_prompt": add_generation_prompt, "return_dict": return_dict}
+        messages = [_for_template(one) for one in messages]
         try:
             return self.tokenizer.apply_chat_template(messages, **options, **kwargs, **self.chat_template_kwargs)
         except TemplateError as error:
@@ -204,6 +207,63 @@ class RowEncoder:
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def without_none(value):
+    """A row, or a part of one, without what it does not have: Arrow tables have every key in every message."""
+    if isinstance(value, Mapping):
+        return {key: without_none(one) for key, one in value.items() if one is not None}
+    if isinstance(value, list) and value and isinstance(value[0], Mapping):
+        return [without_none(one) for one in value]
+    return value
+
+
+def tools_of(row: Mapping) -> list | None:
+    """
+    The tools of a row: a list, or JSON text, which keeps tools of different kinds apart in a table.
+
+    Raises:
+        `ValueError`: neither.
+    """
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools else None
+        except ValueError as error:
+            raise ValueError(f"`tools` is text but not JSON ({error}); give a list of tools.") from error
+    if tools is not None and not isinstance(tools, list):
+        raise ValueError(f"`tools` is a {type(tools).__name__}; give a list of tools, or leave it out.")
+    return without_none(tools) or None
+
+
+def _for_template(message: Mapping) -> Mapping:
+    """A message with the arguments of its tool calls as mappings, as servers hand them to the template."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = dict(call.get("function", {}))
+        if isinstance(function.get("arguments"), str):
+            try:
+                function["arguments"] = json.loads(function["arguments"])
+            except ValueError:  # the target wrote it so
+                pass
+        calls.append({**call, "function": function} if function else call)
+    return {**message, "tool_calls": calls}
+
+
+def given_ids(row: Mapping) -> list[int]:
+    """The ids of a row before the first supervised one; all of a row without a mask."""
+    ids = list(row["input_ids"])
+    mask = list(row["loss_mask"]) if "loss_mask" in row else [one != _IGNORED_LABEL for one in row.get("labels", [])]
+    return ids[: mask.index(True)] if True in mask else ids
+
+
+def digests_of_tokenizer(tokenizer) -> dict[str, str]:
+    """Digests of a tokenizer's chat `template` and of its vocabulary (`tokenizer`); of none, those of nothing."""
+    template = "" if tokenizer is None else str(tokenizer.chat_template or "")
+    vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
+    return {"template": digest_of(template), "tokenizer": digest_of(vocabulary)}
 
 
 def _mask_of_ids(row: Mapping) -> list[int]:

@@ -1,6 +1,5 @@
 """From a dataset to what is trained on, with a count of everything that was left out; and `dflash prepare`."""
 
-import json
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
@@ -12,9 +11,10 @@ from transformers.utils import logging
 
 from dflash_hf.data.encode import RowEncoder, UnusableRow
 from dflash_hf.data.examples import pack
-from dflash_hf.data.response_file import SETTINGS
+from dflash_hf.data.prompts import template_kwargs
 from dflash_hf.data.sources import load_rows
-from dflash_hf.terminal import add_color, positive, wants_color
+from dflash_hf.files import atomic
+from dflash_hf.terminal import add_color, add_template_arguments, note, positive, template_arguments, wants_color
 
 
 logger = logging.get_logger(__name__)
@@ -204,11 +204,7 @@ def add_data_arguments(parser) -> None:
     parser.add_argument("--name", help="configuration of a dataset of the Hub")
     parser.add_argument("--limit", type=positive, help="take the first rows only")
     parser.add_argument("--chat-template", type=Path, help="Jinja file in place of the tokenizer's own")
-    parser.add_argument(
-        "--template-args",
-        metavar="JSON",
-        help="arguments of the chat template, such as '{\"enable_thinking\": false}'",
-    )
+    add_template_arguments(parser)
 
 
 def add_arguments(parser) -> None:
@@ -221,6 +217,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--mask-token-id", type=int, help="the drafter's mask token; rows that hold it are left out")
     parser.add_argument("--examples", type=int, default=3, help="examples to show; default: %(default)s")
     parser.add_argument("--output", type=Path, help="write the examples here, as .jsonl or .parquet")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
     parser.add_argument("--num-proc", type=positive, help="processes")
     add_color(parser, "supervised tokens")
 
@@ -230,10 +227,12 @@ def run(arguments, echo) -> int:
     output = arguments.output
     if output is not None and output.suffix not in (".jsonl", ".parquet"):
         raise ValueError(f"--output {output} must end in .jsonl or .parquet.")
+    if output is not None:
+        _check_output(output, arguments.data, arguments.overwrite)
     encoder = RowEncoder(
         load_tokenizer(arguments.tokenizer or arguments.target, arguments.chat_template),
         arguments.max_length,
-        resolve_template_kwargs(template_arguments(arguments.template_args), arguments.data),
+        template_kwargs(template_arguments(arguments.template_args), arguments.data, say=note),
         arguments.mask_token_id,
     )
     rows = load_rows(arguments.data, arguments.split, name=arguments.name)
@@ -249,52 +248,19 @@ def run(arguments, echo) -> int:
     for line in report.lines():
         echo(line)
     if output is not None:
-        half = output.with_name(f".{output.name}.half")
-        (dataset.to_parquet if output.suffix == ".parquet" else dataset.to_json)(str(half))
-        half.replace(output)
+        with atomic(output) as half:
+            (dataset.to_parquet if output.suffix == ".parquet" else dataset.to_json)(str(half))
         echo(f"written           {output}")
     return 0
 
 
-def template_arguments(text: str | None) -> dict | None:
-    """The value of `--template-args`."""
-    if text is None:
-        return None
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"--template-args {text} is not JSON: {error}.") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"--template-args {text} must be a JSON object, such as '{{\"enable_thinking\": false}}'.")
-    return value
-
-
-def resolve_template_kwargs(given: dict | None, data, stored: dict[str, dict] | None = None, default=None) -> dict:
-    """
-    The arguments of the chat template: those that are given, else those that the data were made with.
-
-    Args:
-        given (`dict`, *optional*): What the user says.
-        data: File or files of rows; `dflash regenerate` leaves its settings beside what it writes.
-        stored (`dict[str, dict]`): Arguments of other inputs, such as stored features, by name.
-        default (`dict`): Where nobody knows any.
-
-    Raises:
-        `ValueError`: an input was made with other arguments.
-    """
-    made_with = dict(stored or {})
-    for path in [data] if isinstance(data, str | Path) else data or []:
-        notes = Path(f"{path}{SETTINGS}")
-        if notes.is_file():
-            made_with[str(path)] = json.loads(notes.read_text(encoding="utf-8")).get("chat_template_kwargs", {})
-    wanted = given if given is not None else next(iter(made_with.values()), default or {})
-    for name, kwargs in made_with.items():
-        if kwargs != wanted:
-            raise ValueError(
-                f"{name} was made with chat_template_kwargs={kwargs}, not {wanted}; a drafter drafts badly in a mode "
-                "that it was not trained in. Make the data again, or leave these arguments out."
-            )
-    return wanted
+def _check_output(output: Path, data: str, overwrite: bool) -> None:
+    if not output.exists():
+        return
+    if Path(data).exists() and output.samefile(data):
+        raise ValueError(f"--output {output} is the data itself, which it would replace by ids; choose another file.")
+    if not overwrite:
+        raise ValueError(f"--output {output} exists; choose another file, or replace it with --overwrite.")
 
 
 def load_tokenizer(name: str, chat_template: str | Path | None = None, revision: str | None = None):

@@ -1,52 +1,41 @@
 """The target's own responses to the prompts of a dataset, in this process or from a server; `dflash regenerate`."""
 
 import copy
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
 from transformers.utils import logging
 
 from dflash_hf.data.chat_client import ChatClient, RequestRefused, in_parallel
-from dflash_hf.data.encode import RowEncoder, UnusableRow
-from dflash_hf.data.prepare import add_data_arguments, load_tokenizer, template_arguments
-from dflash_hf.data.response_file import ResponseFile, digest
+from dflash_hf.data.encode import RowEncoder, UnusableRow, digests_of_tokenizer, tools_of, without_none
+from dflash_hf.data.prepare import add_data_arguments, load_tokenizer
+from dflash_hf.data.prompts import Prompt, ids_of_prompt, prompt_of, template_kwargs
+from dflash_hf.data.response_file import ResponseFile
 from dflash_hf.data.sources import load_rows
-from dflash_hf.terminal import positive
+from dflash_hf.files import digest_of
+from dflash_hf.terminal import note, positive, template_arguments
 
 
 logger = logging.get_logger(__name__)
-Prompt = str | list[dict]
 
 
-def prompt_of(row: Mapping, as_chat: bool) -> Prompt:
+def response_row(index: int, prompt: Prompt, tools: list | None, answer: dict, finish_reason: str) -> dict:
     """
-    What the target is asked: the messages before the last assistant turn, or those up to the last user's if that
-    comes later; `prompt`, as a user's message where it is text and `as_chat`.
+    A line of the output: a row that [`~dflash_hf.data.encode.RowEncoder`] reads.
 
-    Raises:
-        `ValueError`: the row has neither column.
+    Args:
+        prompt, tools: What was asked, see [`~dflash_hf.data.prompts.prompt_of`].
+        answer (`dict`): The assistant's message.
     """
-    if row.get("messages"):
-        messages = [{key: value for key, value in one.items() if value is not None} for one in row["messages"]]
-        while messages and messages[-1].get("role") == "assistant":
-            messages.pop()
-        return messages
-    prompt = row.get("prompt")
-    if prompt is None:
-        raise ValueError(f"There is no prompt, only {sorted(row)}; give `messages` or `prompt`.")
     if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}] if as_chat else prompt
-    return [{key: value for key, value in one.items() if value is not None} for one in prompt]
-
-
-def response_row(index: int, prompt: Prompt, text: str, finish_reason: str, **more) -> dict:
-    """A line of the output: a row that [`~dflash_hf.data.encode.RowEncoder`] reads."""
-    if isinstance(prompt, str):
-        row = {"prompt": prompt, "completion": text}
+        row = {"prompt": prompt, "completion": answer["content"]}
     else:
-        row = {"messages": [*prompt, {"role": "assistant", "content": text}]}
-    return {"row": index, **row, "finish_reason": finish_reason, **more}
+        row = {"messages": [*prompt, answer], "given": len(prompt)}  # earlier answers are not this target's
+    if tools:
+        row["tools"] = json.dumps(tools, ensure_ascii=False)  # as text: a table would merge tools of different kinds
+    return {"row": index, **row, "finish_reason": finish_reason}
 
 
 def generate_rows(
@@ -81,10 +70,7 @@ def generate_rows(
     ids = {}
     for index, (prompt, tools) in prompts.items():
         try:
-            if isinstance(prompt, str):
-                found = encoder.tokenizer(prompt)["input_ids"]
-            else:
-                found = encoder.render(prompt, tools, add_generation_prompt=True)
+            found = ids_of_prompt(encoder, prompt, tools)
             if not found:
                 raise UnusableRow("its prompt is empty")
             ids[index] = found
@@ -109,7 +95,8 @@ def generate_rows(
         for index, response in zip(batch, responses, strict=True):
             stopped = response[-1] in (eos if isinstance(eos, list) else [eos])
             text = encoder.tokenizer.decode(response[: len(response) - stopped])
-            row = response_row(index, prompts[index][0], text, "stop" if stopped else "length")
+            answer = {"role": "assistant", "content": text}
+            row = response_row(index, *prompts[index], answer, "stop" if stopped else "length")
             row["input_ids"] = [*ids[index], *response]
             row["loss_mask"] = [0] * len(ids[index]) + [1] * len(response)
             rows.append(row)
@@ -119,16 +106,18 @@ def generate_rows(
 def ask_rows(server: ChatClient, prompts: dict, concurrency: int) -> Iterator[list[dict]]:
     """Responses of a server, one by one; an empty list for one that it refuses."""
     answers = in_parallel(lambda question: server.answer(*question), prompts.items(), concurrency)
-    for (index, (prompt, _)), choice in answers:
+    for (index, question), choice in answers:
         if isinstance(choice, RequestRefused):
             logger.warning_once(f"A row is left out: {choice}")
             yield []
             continue
-        message = choice["message"]
-        row = response_row(index, prompt, message.get("content") or "", choice.get("finish_reason") or "stop")
+        message = without_none(choice["message"])
+        answer = {"role": "assistant", "content": message.get("content") or ""}
         if thought := message.get("reasoning_content") or message.get("reasoning"):
-            row["messages"][-1]["reasoning_content"] = thought
-        yield [row]
+            answer["reasoning_content"] = thought
+        if message.get("tool_calls"):
+            answer["tool_calls"] = message["tool_calls"]
+        yield [response_row(index, *question, answer, choice.get("finish_reason") or "stop")]
 
 
 def add_arguments(parser) -> None:
@@ -156,32 +145,34 @@ def add_arguments(parser) -> None:
 
 def run(arguments, echo) -> int:
     """`dflash regenerate`: finish what is missing in the output; 1 if some rows were refused."""
+    from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
+
     _check(arguments)
-    template_kwargs = template_arguments(arguments.template_args) or {}
-    server = _server(arguments, template_kwargs) if arguments.server else None
+    draft_config = DFlashDraftConfig.from_pretrained(arguments.draft) if arguments.draft else None
+    kwargs = template_kwargs(template_arguments(arguments.template_args), draft_config=draft_config, say=note)
+    server = _server(arguments, kwargs) if arguments.server else None
     rows = load_rows(arguments.data, arguments.split, name=arguments.name)
     count = min(arguments.limit or len(rows), len(rows))
-    tokenizer = None if arguments.server else load_tokenizer(arguments.target, arguments.chat_template)
+    tokenizer = None if server else load_tokenizer(arguments.target, arguments.chat_template)
     as_chat = not arguments.raw and (tokenizer is None or bool(tokenizer.chat_template))
-    prompts = {}
-    for index, row in enumerate(islice(rows, count)):
-        prompts[index] = prompt_of(row, as_chat), row.get("tools")
+    prompts = {index: (prompt_of(row, as_chat), tools_of(row)) for index, row in enumerate(islice(rows, count))}
 
+    # What the responses depend on. Files are known by their content: data by each prompt, the target by its weights.
     settings = {
-        "data": str(arguments.data),
-        "split": arguments.split,
-        "target": arguments.target,
         "max_new_tokens": arguments.max_new_tokens,
         "temperature": arguments.temperature,
         "top_p": arguments.top_p,
-        "chat_template_kwargs": template_kwargs,
+        "seed": arguments.seed,
+        "chat_template_kwargs": kwargs,
         "raw": arguments.raw,
+        "served": arguments.target if server else None,
+        **({} if server else digests_of_tokenizer(tokenizer)),
     }
     with ResponseFile(arguments.output, settings) as output:
         if output.repaired:
             echo(f"cut off a half-written line of {output.repaired} bytes at the end of {arguments.output}")
         for index, before in output.finished.items():
-            if index in prompts and digest(prompts[index][0]) != before:
+            if index in prompts and digest_of(prompts[index]) != before:
                 raise ValueError(
                     f"Row {index} of {arguments.output} answers another prompt than row {index} of {arguments.data}: "
                     "the data has changed; choose another output."
@@ -193,8 +184,8 @@ def run(arguments, echo) -> int:
         if server:
             batches = ask_rows(server, missing, arguments.concurrency)
         else:
-            encoder = RowEncoder(tokenizer, chat_template_kwargs=template_kwargs)
-            batches = _in_process(arguments, encoder, missing)
+            encoder = RowEncoder(tokenizer, chat_template_kwargs=kwargs)
+            batches = _in_process(arguments, encoder, missing, output)
         refused = 0
         with logging.tqdm(total=count, initial=count - len(missing), unit="row", desc="regenerate") as bar:
             for batch in batches:
@@ -216,32 +207,26 @@ def _check(arguments) -> None:
         raise ValueError("--server takes conversations and decodes itself: leave out --raw, --draft, --chat-template.")
 
 
-def _server(arguments, template_kwargs: dict) -> ChatClient:
+def _server(arguments, kwargs: dict) -> ChatClient:
     options = {"max_tokens": arguments.max_new_tokens, "seed": arguments.seed, "stream": False}
     for name in ("temperature", "top_p"):
         if getattr(arguments, name) is not None:
             options[name] = getattr(arguments, name)
-    if template_kwargs:
-        options["chat_template_kwargs"] = template_kwargs
+    if kwargs:
+        options["chat_template_kwargs"] = kwargs
     return ChatClient(arguments.server, arguments.target, options, arguments.retries, arguments.timeout)
 
 
-def _in_process(arguments, encoder: RowEncoder, prompts: dict) -> Iterator[list[dict]]:
-    import torch
-    from transformers import AutoModelForCausalLM
+def _in_process(arguments, encoder: RowEncoder, prompts: dict, output: ResponseFile) -> Iterator[list[dict]]:
+    from dflash_hf.pairs import load_pair
+    from dflash_hf.target import digest_of_target, spare_token_id
 
-    from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
-    from dflash_hf.target import spare_token_id
-
-    loading = {
-        "dtype": arguments.dtype,
-        "device_map": arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"),
-    }
-    target = AutoModelForCausalLM.from_pretrained(arguments.target, **loading).eval()
-    draft = DFlashDraftModel.from_pretrained(arguments.draft, **loading).eval() if arguments.draft else None
+    target, draft = load_pair(arguments)
     encoder.mask_token_id = arguments.mask_token_id
     if encoder.mask_token_id is None:
         encoder.mask_token_id = draft.config.mask_token_id if draft else spare_token_id(target, encoder.tokenizer)
+    known = {"weights": digest_of_target(target), "dtype": str(target.dtype), "mask_token_id": encoder.mask_token_id}
+    output.settle(known)
     config = copy.deepcopy(target.generation_config)
     if arguments.temperature is not None:
         config.do_sample = arguments.temperature > 0

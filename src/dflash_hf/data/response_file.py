@@ -1,9 +1,11 @@
 """A JSON Lines file of responses that grows by whole lines and survives a kill at any moment."""
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
+
+from dflash_hf.data.encode import tools_of
+from dflash_hf.files import differences, digest_of, lock, write_json
 
 
 SETTINGS = ".settings.json"  # added to the file's name
@@ -31,23 +33,17 @@ class ResponseFile:
         self.path = path
         self.finished: dict[int, str] = {}
         self.repaired = 0
-        notes = Path(f"{path}{SETTINGS}")
-        settings = json.loads(json.dumps(settings))
-        if path.exists() and path.stat().st_size and notes.exists():
-            before = json.loads(notes.read_text(encoding="utf-8"))
-            for name in sorted(before.keys() | settings.keys()):
-                if before.get(name) != settings.get(name):
-                    raise ValueError(
-                        f"{path} was begun with {name}={before.get(name)!r}, not {settings.get(name)!r}; go on with "
-                        "that, or choose another output."
-                    )
+        self.notes = Path(f"{path}{SETTINGS}")
         path.parent.mkdir(parents=True, exist_ok=True)
         self.file = path.open("ab+")
-        self._lock()
-        self._read()
-        half = notes.with_name(f".{notes.name}.half")
-        half.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
-        half.replace(notes)
+        try:
+            lock(self.file, path)
+            self.settings = self._settings_before()
+            self.settle(settings)
+            self._read()
+        except BaseException:
+            self.file.close()
+            raise
 
     def __enter__(self):
         return self
@@ -55,17 +51,25 @@ class ResponseFile:
     def __exit__(self, *exc):
         self.file.close()
 
-    def _lock(self) -> None:
-        """Two processes would write every response twice; the lock ends with its process, however that ends."""
-        try:
-            import fcntl
-        except ImportError:  # Windows
-            return
-        try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self.file.close()
-            raise ValueError(f"{self.path} is being written by another process; wait for it, or end it.") from error
+    def _settings_before(self) -> dict:
+        if not self.path.stat().st_size or not self.notes.exists():
+            return {}
+        return json.loads(self.notes.read_text(encoding="utf-8"))
+
+    def settle(self, settings: dict) -> None:
+        """
+        Add settings that are known only now.
+
+        Raises:
+            `ValueError`: the file was begun with others; names them.
+        """
+        settings = json.loads(json.dumps(settings))
+        if others := differences(self.settings, settings):
+            raise ValueError(
+                f"{self.path} was begun with {'; '.join(others)}; go on with that, or choose another output."
+            )
+        self.settings |= settings
+        write_json(self.notes, self.settings)
 
     def _read(self) -> None:
         self.file.seek(0)
@@ -75,7 +79,7 @@ class ResponseFile:
                 break
             try:
                 row = json.loads(line)
-                self.finished[row["row"]] = digest(prompt_in(row))
+                self.finished[row["row"]] = digest_of(question_in(row))
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
                     f"Line {number} of {self.path} is not a response with its `row` ({error!r}); remove that line, or "
@@ -92,14 +96,9 @@ class ResponseFile:
         self.file.write(b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows))
         self.file.flush()
         for row in rows:
-            self.finished[row["row"]] = digest(prompt_in(row))
+            self.finished[row["row"]] = digest_of(question_in(row))
 
 
-def prompt_in(row: Mapping) -> str | list[dict]:
-    """What a response answers."""
-    return row["prompt"] if "prompt" in row else row["messages"][:-1]
-
-
-def digest(prompt: str | list[dict]) -> str:
-    """Tells prompts apart."""
-    return hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).hexdigest()[:16]
+def question_in(row: Mapping) -> list:
+    """What a response answers: prompt and tools."""
+    return [row["prompt"] if "prompt" in row else row["messages"][:-1], tools_of(row)]

@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 
 from dflash_hf.convert import convert
+from dflash_hf.data.prompts import template_kwargs
 from dflash_hf.evaluation.bench_pairs import SHAPES, OracleDraft, native_oracle, oracle_text, random_pair
 from dflash_hf.evaluation.bench_reference import Reference
 from dflash_hf.evaluation.measure import (
@@ -38,7 +39,7 @@ from dflash_hf.evaluation.measure import (
 from dflash_hf.evaluation.text import summary_lines
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.packed_linear import packed_weights
-from dflash_hf.terminal import positive
+from dflash_hf.terminal import add_template_arguments, note, positive, template_arguments
 
 
 STATIC, NATIVE, ASSISTANT, REFERENCE = "target_static", "native", "assistant", "reference"
@@ -297,6 +298,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--target", help="the target: a folder or a repository")
     parser.add_argument("--draft", help="its drafter")
     parser.add_argument("--data", help="prompts: a .txt, JSON Lines, JSON, CSV or Parquet file, or a dataset")
+    add_template_arguments(parser)
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of that shape, instead of a pair")
     parser.add_argument("--forced-acceptance", type=float, help="tokens per verification of an oracle draft")
     parser.add_argument("--dtype", choices=sorted(_DTYPES), default="fp32", help="default: %(default)s")
@@ -327,7 +329,7 @@ def run(arguments, echo) -> int:
     else:
         target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=dtype).to(arguments.device).eval()
         draft = DFlashDraftModel.from_pretrained(arguments.draft, dtype=dtype).to(arguments.device).eval()
-        prompts = _prompts(arguments)
+        prompts = _prompts(arguments, draft.config)
     assistant = None
     if arguments.assistant is not None:
         assistant = AutoModelForCausalLM.from_pretrained(arguments.assistant, dtype=dtype).to(arguments.device).eval()
@@ -363,14 +365,15 @@ def run(arguments, echo) -> int:
     return 0 if report.lossless or dtype != torch.float32 else 1
 
 
-def _prompts(arguments) -> list[list[int]]:
+def _prompts(arguments, draft_config) -> list[list[int]]:
     if arguments.data is None:
         raise ValueError("Give --data, the prompts to decode.")
     from dflash_hf.data.encode import RowEncoder
     from dflash_hf.data.prepare import load_tokenizer
     from dflash_hf.evaluation.command import read_prompts
 
-    encoder = RowEncoder(load_tokenizer(arguments.target))
+    kwargs = template_kwargs(template_arguments(arguments.template_args), draft_config=draft_config, say=note)
+    encoder = RowEncoder(load_tokenizer(arguments.target), chat_template_kwargs=kwargs)
     return [list(prompt) for prompt in read_prompts(arguments.data, encoder, arguments.prompts)]
 
 

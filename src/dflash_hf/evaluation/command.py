@@ -1,56 +1,17 @@
 """The prompts of a dataset, and `dflash eval`, which decodes them with and without a drafter."""
 
-from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 
 from dflash_hf.data.encode import RowEncoder
-from dflash_hf.data.prepare import load_tokenizer, template_arguments
+from dflash_hf.data.prepare import load_tokenizer
+from dflash_hf.data.prompts import prompt_ids, template_kwargs
 from dflash_hf.data.sources import load_rows
 from dflash_hf.evaluation.measure import DFLASH, PACKED, PROMPT_LOOKUP, TARGET, TARGET_PACKED, EvalReport, evaluate
 from dflash_hf.evaluation.report import save_report
 from dflash_hf.evaluation.text import summary_lines
-from dflash_hf.terminal import positive
-
-
-def prompt_ids(encoder: RowEncoder, row: Mapping, raw: bool = False) -> list[int]:
-    """
-    What the target is given of a row; it answers by itself.
-
-    Args:
-        encoder (`RowEncoder`): Tokenizer and chat template.
-        row (`Mapping`): With `messages`, of which the last answer is dropped; `prompt`, text or messages; or
-            `input_ids`, up to the first supervised one.
-        raw (`bool`): Text is no user's message but the beginning of the target's own text.
-
-    Raises:
-        `ValueError`: no such column, or an empty prompt.
-    """
-    row = {name: value for name, value in row.items() if value is not None}
-    if "input_ids" in row:
-        ids = list(row["input_ids"])
-        labels = row.get("labels", [])
-        mask = list(row["loss_mask"] if "loss_mask" in row else [value != -100 for value in labels])
-        ids = ids[: mask.index(True)] if True in mask else ids
-    elif "messages" in row or "prompt" in row:
-        messages = row["messages"] if "messages" in row else row["prompt"]
-        # Beside a completion in text a prompt is text: that is how training reads such a row.
-        text = isinstance(messages, str) and (raw or "completion" in row or not encoder.tokenizer.chat_template)
-        if text:
-            ids = encoder.tokenizer(messages)["input_ids"]
-        else:
-            if isinstance(messages, str):
-                messages = [{"role": "user", "content": messages}]
-            messages = [{key: value for key, value in one.items() if value is not None} for one in messages]
-            while messages and messages[-1].get("role") == "assistant":
-                messages.pop()
-            encoder.template(row.get("tools"))  # there is one, or an error that says so
-            ids = encoder.render(messages, row.get("tools"), add_generation_prompt=True) if messages else []
-    else:
-        raise ValueError(f"There is no prompt, only {sorted(row)}; give `messages`, `prompt` or `input_ids`.")
-    if not ids:
-        raise ValueError("The prompt is empty.")
-    return ids
+from dflash_hf.pairs import load_pair
+from dflash_hf.terminal import add_template_arguments, note, positive, template_arguments
 
 
 def read_prompts(data: str, encoder: RowEncoder, limit: int, split: str | None = None, raw: bool = False):
@@ -85,11 +46,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--runs", type=positive, default=3, help="timed repetitions; default: %(default)s")
     parser.add_argument("--max-new-tokens", type=positive, default=256, help="default: %(default)s")
     parser.add_argument("--raw", action="store_true", help="feed text as it is, without the chat template")
-    parser.add_argument(
-        "--template-args",
-        metavar="JSON",
-        help="arguments of the chat template, such as '{\"enable_thinking\": false}'; default: those of training",
-    )
+    add_template_arguments(parser)
     parser.add_argument("--prompt-lookup", action="store_true", help="also decode with transformers' prompt lookup")
     parser.add_argument(
         "--packed", action="store_true", help="also decode with packed weights, alone and drafted (CPU)"
@@ -119,26 +76,19 @@ def run(arguments, echo) -> int:
 
 def _measure(arguments) -> EvalReport:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.utils import logging
 
     from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
-    from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 
     AutoConfig.from_pretrained(arguments.target)  # says more clearly than the tokenizer that there is no model
-    if arguments.template_args is None:
-        nested = DFlashDraftConfig.from_pretrained(arguments.draft).dflash_config or {}
-        template_kwargs = nested.get("chat_template_kwargs") or {}
-    else:
-        template_kwargs = template_arguments(arguments.template_args)
-    encoder = RowEncoder(load_tokenizer(arguments.target), chat_template_kwargs=template_kwargs)
+    given = template_arguments(arguments.template_args)
+    kwargs = template_kwargs(given, draft_config=DFlashDraftConfig.from_pretrained(arguments.draft), say=note)
+    encoder = RowEncoder(load_tokenizer(arguments.target), chat_template_kwargs=kwargs)
     prompts = read_prompts(arguments.data, encoder, arguments.prompts, arguments.split, arguments.raw)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    loading = {"dtype": arguments.dtype, "device_map": device}
-    target = AutoModelForCausalLM.from_pretrained(arguments.target, **loading).eval()
-    draft = DFlashDraftModel.from_pretrained(arguments.draft, **loading).eval()
+    target, draft = load_pair(arguments)
     return evaluate(
         target,
         draft,

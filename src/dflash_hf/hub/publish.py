@@ -14,6 +14,7 @@ from dflash_hf.hub.card import RELATIONS, CardFacts, render_card
 from dflash_hf.hub.check import check, render
 from dflash_hf.hub.engine_rules import Finding
 from dflash_hf.modeling.checkpoint_dflash import checkpoint_files
+from dflash_hf.weights import check_finite_weights
 
 
 # What a published drafter consists of, besides its weights. Everything else in the folder stays at home: optimizer
@@ -79,7 +80,8 @@ def publish(
         token (`str`, *optional*): Of the Hub. Default: the one of `hf auth login` or `HF_TOKEN`.
 
     Raises:
-        `PublishError`: the folder has errors, the metadata is invalid, or the upload was refused or interrupted.
+        `PublishError`: the folder has errors, its weights are not finite, the metadata is invalid, or the upload was
+            refused or interrupted.
     """
     folder = Path(folder)
     try:
@@ -92,6 +94,10 @@ def publish(
     blocking = [finding for finding in findings if finding.severity == "error" and "transformers" in finding.engines]
     if blocking:
         raise PublishError(f"{folder} cannot be published as it is:\n{render(blocking)}")
+    try:
+        check_finite_weights(folder)
+    except ValueError as error:
+        raise PublishError(str(error)) from error
     # 2. The card.
     card = _card(folder, repo, facts)
     # 3. The files.

@@ -7,6 +7,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 from transformers.utils import logging
 
+from dflash_hf.data.encode import given_ids
 from dflash_hf.evaluation.measure import DFLASH, TARGET, EvalReport, evaluate
 
 
@@ -100,6 +101,10 @@ class DecodingCallback(TrainerCallback):
 
     def measure(self) -> EvalReport:
         """The report of the first process, on every process."""
+        with self.trainer.off_the_clock():
+            return self._measure()
+
+    def _measure(self) -> EvalReport:
         outcome: list = [None, None]  # a report as JSON, or what went wrong
         if self.trainer.is_world_process_zero():
             model, target = self.trainer.draft, self.trainer.target
@@ -134,5 +139,4 @@ def prompts_of_rows(trainer, count: int) -> list[list[int]]:
         rows = next(iter(rows.values()))
     if rows is None:
         raise ValueError("prompts is None and the trainer has no dataset to take them from; pass lists of token ids.")
-    first = list(islice(iter(rows), count))
-    return [list(row["input_ids"])[: list(row["loss_mask"]).index(1)] for row in first]
+    return [given_ids(row) for row in islice(iter(rows), count)]

@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
 
 
-_UNFINISHED = "_unfinished"  # of each run; not uploaded, not a name of a checkpoint
+UNFINISHED = "_unfinished"  # of each run; not uploaded, not a name of a checkpoint
 _STATE_FILE = "trainer_state.json"
 # What the weights of a checkpoint were trained for; another value would load and silently draft worse.
 _FIXED_ON_RESUME = ("mask_token_id", "block_size", "target_layer_ids", "layer_types", "sliding_window", "is_causal")
@@ -56,11 +56,11 @@ class SafeCheckpoints:
 
     def _get_output_dir(self, trial) -> str:
         run_dir = super()._get_output_dir(trial)
-        return str(Path(run_dir, _UNFINISHED)) if self._saves_aside else run_dir
+        return str(Path(run_dir, UNFINISHED)) if self._saves_aside else run_dir
 
     def _save_checkpoint(self, model, trial) -> None:
         run_dir = Path(self._get_output_dir(trial))
-        aside = run_dir / _UNFINISHED
+        aside = run_dir / UNFINISHED
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
 
         # 1. Upstream writes everything aside. What a killed process left there goes first.

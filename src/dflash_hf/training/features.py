@@ -19,9 +19,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers.utils import logging
 
+from dflash_hf.data.encode import digests_of_tokenizer
 from dflash_hf.data.examples import DFlashCollator
+from dflash_hf.files import atomic, differences, digest_of_file, locked, write_json
 from dflash_hf.modeling.target_dflash import decoder_layers
-from dflash_hf.target import target_features
+from dflash_hf.target import digest_of_target, target_features
 
 
 MANIFEST = "manifest.json"
@@ -71,7 +73,7 @@ class FeatureManifest:
 
     def save(self, folder: Path) -> None:
         """Write `manifest.json`, in one step."""
-        _write_json(folder / MANIFEST, asdict(self))
+        write_json(folder / MANIFEST, asdict(self))
 
     @classmethod
     def load(cls, folder: Path) -> "FeatureManifest":
@@ -90,34 +92,12 @@ class FeatureManifest:
     def check_same(self, other: "FeatureManifest", folder: Path, remedy: str) -> None:
         """
         Raises:
-            `ValueError`: names the first thing in which the two differ.
+            `ValueError`: names everything in which the two differ. Where the target was found does not count.
         """
-        for name, stored in asdict(self).items():
-            wanted = getattr(other, name)
-            if name != "shards" and stored != wanted:
-                raise ValueError(f"{folder} was stored with {name}={stored!r}, not {wanted!r}; {remedy}.")
-
-
-def digest_of_target(target) -> dict[str, str]:
-    """
-    Digests of a target's `ends` (embedding and head) and of its `layers`: names, shapes and 64 values of every
-    parameter, rounded to bf16, so that the dtype of loading does not matter. A part on the meta device has none.
-    """
-    ends = {id(target.get_input_embeddings().weight), *map(id, target.get_output_embeddings().parameters())}
-    parts: dict[str, list] = {"ends": [], "layers": []}
-    for name, parameter in target.named_parameters():
-        parts["ends" if id(parameter) in ends else "layers"].append((name, parameter))
-    digests = {}
-    for part, parameters in parts.items():
-        if any(parameter.is_meta for _, parameter in parameters):
-            continue
-        digest = hashlib.sha256()
-        for name, parameter in parameters:
-            flat = parameter.detach().reshape(-1)
-            values = flat[:: max(1, len(flat) // 64)][:64].to("cpu", torch.bfloat16)
-            digest.update(f"{name}{tuple(parameter.shape)}{values.tolist()}".encode())
-        digests[part] = digest.hexdigest()[:16]
-    return digests
+        where = {"shards", "target", "revision"}
+        wanted = {name: value for name, value in asdict(other).items() if name not in where}
+        if others := differences(asdict(self), wanted):
+            raise ValueError(f"{folder} was stored with {'; '.join(others)}; {remedy}.")
 
 
 def drop_layers(target, device: torch.device):
@@ -131,9 +111,7 @@ def drop_layers(target, device: torch.device):
 
 def describe(target, name: str, layer_ids: list[int], encoder, dtype: str) -> FeatureManifest:
     """The manifest of features that are about to be stored, without data and shards."""
-    tokenizer = encoder.tokenizer
-    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())) if tokenizer is not None else ""
-    template = str(tokenizer.chat_template or "") if tokenizer is not None else ""
+    digests = digests_of_tokenizer(encoder.tokenizer)
     return FeatureManifest(
         target=name,
         revision=getattr(target.config, "_commit_hash", None),
@@ -141,9 +119,9 @@ def describe(target, name: str, layer_ids: list[int], encoder, dtype: str) -> Fe
         layer_ids=list(layer_ids),
         width=len(layer_ids) * target.config.get_text_config().hidden_size,
         dtype=dtype,
-        template=_digest(template),
+        template=digests["template"],
         chat_template_kwargs=encoder.chat_template_kwargs,
-        tokenizer=_digest(vocabulary),
+        tokenizer=digests["tokenizer"],
         max_length=encoder.max_length,
     )
 
@@ -170,12 +148,16 @@ def store_features(
         say: Is told the size before anything is computed.
 
     Raises:
-        `ValueError`: the folder holds other features, or the disk has no room for these.
+        `ValueError`: the folder holds other features, another process is storing there, or the disk has no room.
     """
     folder = Path(folder)
+    with locked(folder):
+        return _store(target, examples, folder, manifest, batch_size, shard_bytes, say)
+
+
+def _store(target, examples, folder: Path, manifest, batch_size: int, shard_bytes: int, say) -> FeatureManifest:
     manifest.data, lengths = _digest_of_data(examples)
     manifest.examples, manifest.tokens = len(lengths), sum(lengths)
-    folder.mkdir(parents=True, exist_ok=True)
     if (folder / MANIFEST).exists():
         begun = FeatureManifest.load(folder)
         begun.check_same(manifest, folder, "choose another output, or remove this one")
@@ -207,20 +189,19 @@ def store_features(
             while last < len(lengths) and (tokens + lengths[last]) * token_bytes <= shard_bytes:
                 tokens, last = tokens + lengths[last], last + 1
             rows = [examples[i] for i in range(first, last)]
-            tensors = _shard(target, rows, manifest, dtype, batch_size, bar.update)
+            tensors = _shard(target, rows, first, manifest, dtype, batch_size, bar.update)
             name = f"features-{len(manifest.shards):05d}.safetensors"
-            half = folder / f".{name}.half"
-            save_file(tensors, half)
-            shard = {"file": name, "examples": len(rows), "tokens": tokens, "bytes": half.stat().st_size}
-            shard["sha256"] = _digest_of_file(half)
-            half.replace(folder / name)
+            with atomic(folder / name) as half:
+                save_file(tensors, half)
+                shard = {"file": name, "examples": len(rows), "tokens": tokens, "bytes": half.stat().st_size}
+                shard["sha256"] = digest_of_file(half)
             manifest.shards.append(shard)
             manifest.save(folder)
             first = last
     return manifest
 
 
-def _shard(target, rows, manifest, dtype, batch_size, on_tokens) -> dict[str, torch.Tensor]:
+def _shard(target, rows, first, manifest, dtype, batch_size, on_tokens) -> dict[str, torch.Tensor]:
     lengths = torch.tensor([0] + [len(row["input_ids"]) for row in rows])
     offsets = lengths.cumsum(0)
     features = torch.empty(int(offsets[-1]), manifest.width, dtype=dtype)
@@ -230,9 +211,11 @@ def _shard(target, rows, manifest, dtype, batch_size, on_tokens) -> dict[str, to
         chosen = order[start : start + batch_size]
         batch = collate([{name: rows[i][name] for name in ("input_ids", "loss_mask")} for i in chosen])
         ids, mask = (batch[name].to(target.device) for name in ("input_ids", "attention_mask"))
-        found = target_features(target, manifest.layer_ids, ids, attention_mask=mask).to("cpu", dtype)  # [N, S, L*H]
+        found = target_features(target, manifest.layer_ids, ids, attention_mask=mask)  # [N, S, L*H]
         for row, i in enumerate(chosen):
-            features[offsets[i] : offsets[i + 1]] = found[row, : offsets[i + 1] - offsets[i]]
+            computed = found[row, : offsets[i + 1] - offsets[i]]
+            features[offsets[i] : offsets[i + 1]] = computed.to("cpu", dtype)
+            _check_finite(features[offsets[i] : offsets[i + 1]], computed, first + i, manifest)
             on_tokens(int(lengths[i + 1]))
     return {
         "features": features,
@@ -240,6 +223,22 @@ def _shard(target, rows, manifest, dtype, batch_size, on_tokens) -> dict[str, to
         "loss_mask": torch.cat([torch.as_tensor(row["loss_mask"], dtype=torch.uint8) for row in rows]),
         "offsets": offsets,
     }
+
+
+def _check_finite(stored: torch.Tensor, computed: torch.Tensor, row: int, manifest: FeatureManifest) -> None:
+    """Refuse `[S, L*H]` that hold inf or NaN: a drafter that reads one becomes NaN altogether."""
+    wrong = ~stored.isfinite().all(0)  # [L*H]
+    if not wrong.any():
+        return
+    layer = manifest.layer_ids[int(wrong.nonzero()[0]) * len(manifest.layer_ids) // manifest.width]
+    where = f"Example {row}: features of layer {layer} of {manifest.target}"
+    if computed.isfinite().all():
+        raise ValueError(
+            f"{where} reach {computed.abs().max().item():.3g}, which is more than {manifest.dtype} holds; store them "
+            "with --store-dtype bfloat16 in another output."
+        )
+    dtype = str(computed.dtype).removeprefix("torch.")
+    raise ValueError(f"{where} are inf or NaN as {dtype}; load the target with --dtype bfloat16 or float32.")
 
 
 class StoredFeatures(torch.utils.data.Dataset):
@@ -276,13 +275,13 @@ class StoredFeatures(torch.utils.data.Dataset):
         for shard in logging.tqdm(self.manifest.shards, unit="shard", desc="checking features"):
             path = _check_size(self.folder, shard)
             found[shard["file"]] = [shard["sha256"], path.stat().st_mtime_ns]
-            if known.get(shard["file"]) != found[shard["file"]] and _digest_of_file(path) != shard["sha256"]:
+            if known.get(shard["file"]) != found[shard["file"]] and digest_of_file(path) != shard["sha256"]:
                 raise ValueError(
                     f"{path} is damaged: its content is not what was stored. Remove it with all shards after it and "
                     f"their entries of {MANIFEST}, and run the same `dflash features` again."
                 )
         if found != known:
-            _write_json(notes, found)
+            write_json(notes, found)
 
     def __len__(self) -> int:
         return self.manifest.examples
@@ -320,24 +319,6 @@ def _digest_of_data(examples: Sequence[dict]) -> tuple[str, list[int]]:
         digest.update(torch.tensor([len(ids), *ids, *mask], dtype=torch.int32).numpy().tobytes())
         lengths.append(len(ids))
     return digest.hexdigest()[:16], lengths
-
-
-def _digest_of_file(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as stream:
-        while chunk := stream.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _write_json(path: Path, value: dict) -> None:
-    half = path.with_name(f".{path.name}.half")
-    half.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    half.replace(path)
 
 
 def _size(count: float) -> str:

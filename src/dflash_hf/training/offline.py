@@ -6,16 +6,13 @@ import torch
 
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.examples import DFlashCollator
-from dflash_hf.data.prepare import (
-    add_data_arguments,
-    load_tokenizer,
-    prepare_dataset,
-    resolve_template_kwargs,
-    template_arguments,
-)
+from dflash_hf.data.prepare import add_data_arguments, load_tokenizer, prepare_dataset
+from dflash_hf.data.prompts import template_kwargs
 from dflash_hf.data.sources import load_rows
-from dflash_hf.terminal import positive
-from dflash_hf.training.features import DTYPES, StoredFeatures, describe, digest_of_target, store_features
+from dflash_hf.pairs import load_target, loaded
+from dflash_hf.target import digest_of_target
+from dflash_hf.terminal import note, positive, template_arguments
+from dflash_hf.training.features import DTYPES, StoredFeatures, describe, store_features
 from dflash_hf.training.trainer import DFlashTrainer
 
 
@@ -44,6 +41,7 @@ class DFlashOfflineTrainer(DFlashTrainer):
     """
 
     def __init__(self, model, target, args=None, train_dataset=None, eval_dataset=None, data_collator=None, **kwargs):
+        model, target = loaded(model, target)
         eval_datasets = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
         for dataset in (train_dataset, *eval_datasets):
             if dataset is not None:
@@ -78,8 +76,9 @@ def check_features(dataset, draft_config, target) -> None:
     manifest, folder = dataset.manifest, dataset.folder
     if manifest.layer_ids != draft_config.target_layer_ids:
         raise ValueError(
-            f"{folder} holds layer_ids={manifest.layer_ids}, but the drafter reads "
-            f"target_layer_ids={draft_config.target_layer_ids}; store its layers, or train a drafter that reads these."
+            f"{folder} holds target_layer_ids={manifest.layer_ids}, but the drafter reads "
+            f"target_layer_ids={draft_config.target_layer_ids}; store them with `dflash features --target-layer-ids`, "
+            "or train a drafter that reads these with `dflash train target_layer_ids=...`."
         )
     if manifest.width != len(draft_config.target_layer_ids) * draft_config.target_hidden_size:
         raise ValueError(f"{folder} holds features of width={manifest.width}, which is not this drafter's target's.")
@@ -104,7 +103,12 @@ def add_arguments(parser) -> None:
     parser.add_argument("--output", required=True, type=Path, help="folder; an existing one is continued")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--draft-config", help="config.json, folder or Hub name of the drafter that will read them")
-    which.add_argument("--layer-ids", type=int, nargs="+", help="default: the five of the paper's rule")
+    which.add_argument(
+        "--target-layer-ids",
+        type=int,
+        nargs="+",
+        help="layers of the target, from 0; default: five by the paper's rule, fewer of a shallow target",
+    )
     parser.add_argument("--max-length", type=positive, default=3072, help="cut examples here; default: %(default)s")
     parser.add_argument("--mask-token-id", type=int, help="the drafter's mask token; rows that hold it are left out")
     parser.add_argument("--store-dtype", choices=DTYPES, default="bfloat16", help="default: %(default)s")
@@ -117,33 +121,33 @@ def add_arguments(parser) -> None:
 
 def run(arguments, echo) -> int:
     """`dflash features`: store what is missing in the output."""
-    from transformers import AutoModelForCausalLM
-
     from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
-    from dflash_hf.modeling.layouts_dflash import default_target_layer_ids
+    from dflash_hf.modeling.layouts_dflash import fitting_target_layer_ids
+    from dflash_hf.modeling.target_dflash import text_depth
     from dflash_hf.target import freeze
 
     if not arguments.shard_size > 0:
         raise ValueError(f"--shard-size {arguments.shard_size} must be positive.")
-    layer_ids, mask_token_id = arguments.layer_ids, arguments.mask_token_id
-    if arguments.draft_config:
-        config = DFlashDraftConfig.from_pretrained(arguments.draft_config)
-        layer_ids, mask_token_id = config.target_layer_ids, mask_token_id or config.mask_token_id
+    layer_ids, mask_token_id = arguments.target_layer_ids, arguments.mask_token_id
+    config = DFlashDraftConfig.from_pretrained(arguments.draft_config) if arguments.draft_config else None
+    if config is not None:
+        layer_ids = config.target_layer_ids
+        mask_token_id = config.mask_token_id if mask_token_id is None else mask_token_id
+    given = template_arguments(arguments.template_args)
     encoder = RowEncoder(
         load_tokenizer(arguments.target, arguments.chat_template),
         arguments.max_length,
-        resolve_template_kwargs(template_arguments(arguments.template_args), arguments.data),
+        template_kwargs(given, arguments.data, draft_config=config, say=note),
         mask_token_id,
     )
     rows = load_rows(arguments.data, arguments.split, name=arguments.name)
     if arguments.limit:
         rows = rows.select(range(min(arguments.limit, len(rows))))
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    target = freeze(AutoModelForCausalLM.from_pretrained(arguments.target, dtype=arguments.dtype, device_map=device))
-    depth = target.config.get_text_config().num_hidden_layers
-    layer_ids = layer_ids or default_target_layer_ids(depth, 5)
+    target = freeze(load_target(arguments))
+    depth = text_depth(target.config)
+    layer_ids = layer_ids or fitting_target_layer_ids(depth, 5)
     if not 0 <= min(layer_ids) <= max(layer_ids) < depth or len(set(layer_ids)) < len(layer_ids):
-        raise ValueError(f"--layer-ids {layer_ids} must be distinct layers of the target's 0 to {depth - 1}.")
+        raise ValueError(f"--target-layer-ids {layer_ids} must be distinct layers of the target's 0 to {depth - 1}.")
     encoder.vocab_size = target.get_input_embeddings().weight.shape[0]
     dataset, report = prepare_dataset(rows, encoder, num_proc=arguments.num_proc)
     for line in report.lines():

@@ -2,8 +2,11 @@
 
 import argparse
 import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from dflash_hf.terminal import note
 from dflash_hf.training.recipe import RecipeArguments, key_lines, read_recipe
 
 
@@ -56,33 +59,37 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None):
         `DFlashTrainer`: After training.
     """
     from transformers import set_seed
-    from transformers.trainer_utils import get_last_checkpoint
 
+    from dflash_hf.training.run_file import checkpoint_to_resume, describe_run
     from dflash_hf.training.training_args import DFlashTrainingArguments
 
     # 1. The arguments. What is published is the finished drafter, once, with its card.
-    resume = training.get("resume_from_checkpoint")
+    folder = Path(training["output_dir"])
+    resume = checkpoint_to_resume(folder, training.get("resume_from_checkpoint"), recipe.overwrite_output_dir)
     options = {**training, "push_to_hub": False, "resume_from_checkpoint": None}
     if recipe.streaming and not options.get("max_steps", -1) > 0:
         raise ValueError("streaming=True has no length; set max_steps.")
     args = DFlashTrainingArguments(**options)
     if recipe.streaming:
         args.accelerator_config.dispatch_batches = False  # batches of unlike width; each rank reads its own share
-    if resume == "auto":
-        resume = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
     say = echo if args.process_index == 0 else lambda line: None
 
     # 2. Target and drafter.
     set_seed(args.seed)
     encoder = _encoder(recipe)
     target = _load_target(recipe, args)
-    draft = _make_draft(recipe, target, encoder)
+    draft = _make_draft(recipe, target, encoder, note if args.process_index == 0 else lambda line: None)
 
     # 3. Data, encoded by one process for all.
     with args.main_process_first(desc="data"):
         train_dataset, eval_dataset = _datasets(recipe, target, encoder, say)
 
-    # 4. Training.
+    # 4. What the run depends on, before training changes any of it.
+    run = None
+    if args.process_index == 0:
+        run = describe_run(recipe, args, target, draft, encoder, train_dataset, resume)
+
+    # 5. Training.
     extra = {} if recipe.peft_config is None else {"peft_config": recipe.peft_config}
     if recipe.features:
         from dflash_hf.training.offline import DFlashOfflineTrainer as Trainer
@@ -94,14 +101,35 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None):
 
         prompts = {"num_prompts": recipe.decode_prompts, "max_new_tokens": recipe.decode_max_new_tokens}
         trainer.add_callback(DecodingCallback(trainer, decode_steps=recipe.decode_steps, **prompts))
-    if resume:
-        say(f"going on from {resume}")
-    trainer.train(resume_from_checkpoint=resume)
-    if recipe.peft_config is None:
-        trainer.save_model(args.output_dir)
-    else:
-        _save_adapted(trainer)
+    with _begun(args, run, resume):
+        if resume:
+            say(f"going on from {resume}")
+        trainer.train(resume_from_checkpoint=resume)
+        if recipe.peft_config is None:
+            trainer.save_model(args.output_dir)
+        else:
+            _save_adapted(trainer)
     return trainer
+
+
+@contextmanager
+def _begun(args, run: dict | None, resume: str | None) -> Iterator[None]:
+    """The first process holds the folder of the run, and tells the others if it may not."""
+    from accelerate.utils import broadcast_object_list
+
+    from dflash_hf.training.run_file import begun
+
+    outcome: list = [None]
+    with ExitStack() as stack:
+        if run is not None:
+            try:
+                stack.enter_context(begun(Path(args.output_dir), run, resume))
+            except (ValueError, OSError) as error:
+                outcome[0] = error
+        (error,) = broadcast_object_list(outcome)
+        if error is not None:
+            raise error
+        yield
 
 
 def _save_adapted(trainer) -> None:
@@ -147,16 +175,17 @@ def _load_target(recipe: RecipeArguments, args):
     return drop_layers(target, args.device) if recipe.features else target
 
 
-def _make_draft(recipe: RecipeArguments, target, encoder):
+def _make_draft(recipe: RecipeArguments, target, encoder, say):
     """A fresh drafter, or the one to go on from; its configuration keeps the arguments of the chat template."""
     import torch
 
-    from dflash_hf.data.prepare import resolve_template_kwargs
+    from dflash_hf.data.prompts import template_kwargs
     from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
     from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
     from dflash_hf.target import spare_token_id
     from dflash_hf.training.features import FeatureManifest
 
+    stored = FeatureManifest.load(Path(recipe.features)) if recipe.features else None
     if recipe.draft:
         draft = DFlashDraftModel.from_pretrained(recipe.draft, dtype=torch.float32)
         config = draft.config
@@ -175,16 +204,14 @@ def _make_draft(recipe: RecipeArguments, target, encoder):
                 "that its text never uses, such as a reserved token."
             )
         fields = {**recipe.draft_config}
-        if recipe.target_layer_ids:
-            fields["target_layer_ids"] = recipe.target_layer_ids
+        if recipe.target_layer_ids or stored:
+            fields["target_layer_ids"] = recipe.target_layer_ids or stored.layer_ids
         layers, block = recipe.num_draft_layers, recipe.block_size
         config = DFlashDraftConfig.for_target(target.config, mask_token_id, layers, block, **fields)
         draft = DFlashDraftModel(config)
     known = config.dflash_config.get("chat_template_kwargs")
-    stored = {}
-    if recipe.features:
-        stored[recipe.features] = FeatureManifest.load(Path(recipe.features)).chat_template_kwargs
-    kwargs = resolve_template_kwargs(recipe.chat_template_kwargs, recipe.data, stored, known)
+    made_with = {recipe.features: stored.chat_template_kwargs} if stored else {}
+    kwargs = template_kwargs(recipe.chat_template_kwargs, recipe.data, made_with, config, say)
     encoder.chat_template_kwargs = kwargs
     encoder.mask_token_id = config.mask_token_id
     encoder.vocab_size = target.get_input_embeddings().weight.shape[0]

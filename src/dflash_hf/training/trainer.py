@@ -1,16 +1,20 @@
 """`DFlashTrainer`: a Hugging Face `Trainer` for drafters, with the frozen target beside the model."""
 
-from collections.abc import Sized
+import time
+from collections.abc import Iterator, Sized
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, ProgressCallback, Trainer
 from transformers.utils import logging
 
 from dflash_hf.data.examples import DFlashCollator, check_examples
 from dflash_hf.modeling.modeling_dflash import additive
 from dflash_hf.modeling.target_dflash import raw_embedding
+from dflash_hf.pairs import loaded
 from dflash_hf.target import (
     check_fit,
     check_logits,
@@ -31,6 +35,8 @@ from dflash_hf.training.blocks import (
     sample_anchors,
 )
 from dflash_hf.training.checkpoints import SafeCheckpoints
+from dflash_hf.training.finite import StopsAtNonFinite
+from dflash_hf.training.log_table import LogTable, watched
 from dflash_hf.training.losses import (
     Teacher,
     block_loss,
@@ -49,18 +55,19 @@ logger = logging.get_logger(__name__)
 _EVALUATION_STEP = -1  # evaluation draws the same anchors every time
 
 
-class DFlashTrainer(SafeCheckpoints, CardWriter, Trainer):
+class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
     """
     Trains a drafter against a frozen target.
 
     The target hangs on the trainer, not under the model, so that no checkpoint ever holds it. Besides Trainer's
     figures each log line holds `accuracy`, `accuracy_k` of each slot, `acceptance_k` (the same where all slots before
-    are right) and `simulated_tau`: the mean over all sampled blocks of the accepted prefix plus the bonus token,
-    teacher-forced. [`~dflash_hf.training.callbacks.DecodingCallback`] measures the real one.
+    are right), `simulated_tau`: the mean over all sampled blocks of the accepted prefix plus the bonus token,
+    teacher-forced, and `tokens_per_second` of all processes, without evaluations. A terminal shows them as a table.
+    [`~dflash_hf.training.callbacks.DecodingCallback`] measures the real tau.
 
     Args:
-        model (`DFlashDraftModel`): The drafter.
-        target (`PreTrainedModel`): Its target, with head; frozen here.
+        model (`DFlashDraftModel` or `str`): The drafter, or its folder or name on the Hub.
+        target (`PreTrainedModel` or `str`): Its target, with head, likewise; frozen here.
         args (`DFlashTrainingArguments`): Default: the paper's recipe.
         train_dataset, eval_dataset: Rows with `input_ids` and `loss_mask`, see
             [`~dflash_hf.data.examples.make_example`].
@@ -76,7 +83,7 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, Trainer):
     def __init__(
         self,
         model,
-        target: PreTrainedModel,
+        target: PreTrainedModel | str | Path,
         args: DFlashTrainingArguments | None = None,
         train_dataset=None,
         eval_dataset=None,
@@ -88,6 +95,7 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, Trainer):
             args = DFlashTrainingArguments(output_dir="dflash_draft")
         if not isinstance(args, DFlashTrainingArguments):
             raise ValueError(f"args is a {type(args).__name__}; pass `DFlashTrainingArguments` with the same fields.")
+        model, target = loaded(model, target)
         check_fit(model.config, target)
         eval_datasets = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
         for dataset in (train_dataset, *eval_datasets):
@@ -126,6 +134,10 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, Trainer):
         if args.loss_type != "dpace":
             self.slot_weights = slot_weights(model.config.block_size, args.loss_decay_gamma).to(args.device)  # [B]
         self.train_statistics = self.eval_statistics = self.no_statistics()
+        self.train_tokens, self.clock = torch.zeros((), device=args.device), None
+        if watched() and any(type(one) is ProgressCallback for one in self.callback_handler.callbacks):
+            self.remove_callback(ProgressCallback)
+            self.add_callback(LogTable)
 
     def check_examples(self, dataset) -> None:
         """Refuse rows that cannot be trained on, see [`~dflash_hf.data.examples.check_examples`]."""
@@ -247,9 +259,12 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, Trainer):
         Collect the micro-batches of one optimizer step, draw their anchors, and sum their normalizers over all of
         them and all ranks: how the batch is split then does not matter.
         """
+        if self.clock is None:
+            self.clock = time.perf_counter()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         total = torch.zeros((), device=device)
         for batch in batches:
+            self.train_tokens += batch["attention_mask"].sum().to(self.train_tokens.device)
             self.draw_anchors(batch, self.state.global_step)
             total += self.batch_normalizer(batch).to(device)
         # Gradients (and the logged loss) are averaged over ranks; a sum over ranks needs the mean of the normalizers.
@@ -289,7 +304,8 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, Trainer):
     ):
         """As upstream, with the figures of the training log, each over all tokens or blocks of the dataset."""
         self.eval_statistics = self.no_statistics()
-        output = super().evaluation_loop(dataloader, description, True, ignore_keys, metric_key_prefix)
+        with self.off_the_clock():
+            output = super().evaluation_loop(dataloader, description, True, ignore_keys, metric_key_prefix)
         for name, value in statistics_to_metrics(self.eval_statistics).items():
             output.metrics[f"{metric_key_prefix}_{name}"] = value
         return output
@@ -298,9 +314,20 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, Trainer):
         """As upstream; a line of the training loss also gets the figures since the last one."""
         if "loss" in logs:
             metrics = statistics_to_metrics(self.accelerator.reduce(self.train_statistics, "sum"))
+            tokens = self.accelerator.reduce(self.train_tokens, "sum").item()
+            metrics["tokens_per_second"] = tokens / (time.perf_counter() - self.clock)
             logs.update({**metrics, **logs})  # Trainer's own loss stays: the mean over optimizer steps
             self.train_statistics = self.no_statistics()
+            self.train_tokens, self.clock = torch.zeros_like(self.train_tokens), time.perf_counter()
         super().log(logs, start_time)
+
+    @contextmanager
+    def off_the_clock(self) -> Iterator[None]:
+        """What is done meanwhile is no training, and does not count in `tokens_per_second`."""
+        start = time.perf_counter()
+        yield
+        if self.clock is not None:
+            self.clock += time.perf_counter() - start
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Forward and backward of the drafter over its blocks: 6 operations for each parameter and token."""

@@ -1,12 +1,12 @@
 """What `DFlashTrainer` writes beside a drafter's weights: the facts of its model card, its report, and the card."""
 
-import hashlib
 import shutil
 from collections.abc import Sized
 from pathlib import Path
 
 from dflash_hf.evaluation.measure import EvalReport
 from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE, save_report
+from dflash_hf.files import digest_of_file
 from dflash_hf.hub.card import FACTS_FILE, CardFacts, render_card, save_training_facts
 from dflash_hf.training.adapters import is_adapted
 
@@ -107,11 +107,4 @@ class CardWriter:
 
 def _digest(folder: Path) -> list[str]:
     """The content of a folder's weights, an adapter's too."""
-    digests = []
-    for file in sorted(folder.glob("*.safetensors")):
-        digest = hashlib.sha256()
-        with open(file, "rb") as stream:
-            while chunk := stream.read(1 << 22):
-                digest.update(chunk)
-        digests.append(digest.hexdigest())
-    return digests
+    return [digest_of_file(file) for file in sorted(folder.glob("*.safetensors"))]

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
+from transformers.integrations import get_available_reporting_integrations
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 
 _CHOICES = {
@@ -33,6 +35,7 @@ class DFlashTrainingArguments(TrainingArguments):
 
     Raises:
         `ValueError`: names argument, value and remedy.
+        `ImportError`: a package of `report_to` is not installed.
     """
 
     learning_rate: float = field(default=6e-4, metadata={"help": "Initial learning rate of AdamW."})
@@ -41,6 +44,9 @@ class DFlashTrainingArguments(TrainingArguments):
     num_train_epochs: float = field(default=6.0, metadata={"help": "Passes over the data."})
     remove_unused_columns: bool = field(
         default=False, metadata={"help": "Must stay off: the columns are not arguments of the drafter's forward."}
+    )
+    logging_nan_inf_filter: bool = field(
+        default=False, metadata={"help": "Must stay off: training stops at a loss that is not finite."}
     )
     num_anchors: int = field(default=512, metadata={"help": "Blocks sampled from each sequence at each step."})
     loss_type: str = field(default="ce", metadata={"help": "The loss: 'ce', 'dpace' or 'kl'."})
@@ -59,6 +65,8 @@ class DFlashTrainingArguments(TrainingArguments):
 
     def __post_init__(self):
         super().__post_init__()
+        for name in set(self.report_to) & set(INTEGRATION_TO_CALLBACK) - set(get_available_reporting_integrations()):
+            raise ImportError(f"report_to={name!r} needs {name}: `pip install {name}`, or leave it out.")
         if self.anchor_seed is None:
             self.anchor_seed = self.seed
         for name in ("num_anchors", "loss_chunk_size"):
@@ -77,6 +85,10 @@ class DFlashTrainingArguments(TrainingArguments):
             raise ValueError(
                 "remove_unused_columns=True would drop `input_ids` and `loss_mask`, which are no arguments of the "
                 "drafter's forward; leave it off."
+            )
+        if self.logging_nan_inf_filter:
+            raise ValueError(
+                "logging_nan_inf_filter=True hides losses that are not finite, at which training stops; leave it off."
             )
         if self.label_smoothing_factor:
             raise ValueError(

@@ -1,0 +1,125 @@
+"""What a target is asked: the prompt of a row and its ids, and the arguments of the chat template."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from dflash_hf.data.encode import RowEncoder, given_ids, tools_of, without_none
+from dflash_hf.data.response_file import SETTINGS
+
+
+Prompt = str | list[dict]
+
+
+def prompt_of(row: Mapping, as_chat: bool) -> Prompt:
+    """
+    What the target is asked: the messages before the last assistant turn, or those up to the last user's if that
+    comes later; `prompt`, as a user's message where it is text and `as_chat`. Arguments of tool calls are JSON text,
+    as servers want them and files keep them best.
+
+    Raises:
+        `ValueError`: the row has neither column.
+    """
+    row = without_none(row)
+    prompt = row.get("messages") or row.get("prompt")
+    if prompt is None:
+        raise ValueError(f"There is no prompt, only {sorted(row)}; give `messages` or `prompt`.")
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}] if as_chat else prompt
+    messages = [_as_served(one) for one in prompt]
+    while messages and messages[-1].get("role") == "assistant":
+        messages.pop()
+    return messages
+
+
+def ids_of_prompt(encoder: RowEncoder, prompt: Prompt, tools: list | None = None) -> list[int]:
+    """The ids of what [`prompt_of`] gives; none of an empty prompt."""
+    if isinstance(prompt, str):
+        return encoder.tokenizer(prompt)["input_ids"]
+    encoder.template(tools)  # there is one, or an error that says so
+    return encoder.render(prompt, tools, add_generation_prompt=True) if prompt else []
+
+
+def prompt_ids(encoder: RowEncoder, row: Mapping, raw: bool = False) -> list[int]:
+    """
+    What the target is given of a row; it answers by itself.
+
+    Args:
+        encoder (`RowEncoder`): Tokenizer and chat template.
+        row (`Mapping`): With `messages`, of which the last answer is dropped; `prompt`, text or messages; or
+            `input_ids`, up to the first supervised one.
+        raw (`bool`): Text is no user's message but the beginning of the target's own text.
+
+    Raises:
+        `ValueError`: no such column, or an empty prompt.
+    """
+    row = without_none(row)
+    if "input_ids" in row:
+        ids = given_ids(row)
+    else:
+        # Beside a completion in text a prompt is text: that is how training reads such a row.
+        as_chat = not raw and "completion" not in row and bool(encoder.tokenizer.chat_template)
+        ids = ids_of_prompt(encoder, prompt_of(row, as_chat), tools_of(row))
+    if not ids:
+        raise ValueError("The prompt is empty.")
+    return ids
+
+
+def _as_served(message: Mapping) -> dict:
+    """A message with the arguments of its tool calls as text."""
+    if not message.get("tool_calls"):
+        return dict(message)
+    calls = []
+    for call in message["tool_calls"]:
+        function = dict(call.get("function", {}))
+        if "arguments" in function and not isinstance(function["arguments"], str):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": function} if function else dict(call))
+    return {**message, "tool_calls": calls}
+
+
+def template_kwargs(
+    given: dict | None,
+    data: str | Path | Sequence[str | Path] | None = None,
+    stored: Mapping[str, dict] | None = None,
+    draft_config=None,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict:
+    """
+    The arguments of the chat template: those that are given, else those that the data were made with, else those that
+    the drafter was trained with.
+
+    Args:
+        given (`dict`, *optional*): What the user says.
+        data: File or files to train on; `dflash regenerate` leaves its settings beside what it writes.
+        stored (`dict[str, dict]`): Arguments of other inputs, such as stored features, by name.
+        draft_config (`DFlashDraftConfig`, *optional*): A drafter's, which keeps those of its training.
+        say: Is told which were taken, if there are any.
+
+    Raises:
+        `ValueError`: an input was made with other arguments.
+    """
+    made_with = dict(stored or {})
+    for path in [data] if isinstance(data, str | Path) else data or []:
+        notes = Path(f"{path}{SETTINGS}")
+        if notes.is_file():
+            made_with[str(path)] = json.loads(notes.read_text(encoding="utf-8")).get("chat_template_kwargs", {})
+    trained_with = None if draft_config is None else (draft_config.dflash_config or {}).get("chat_template_kwargs")
+    if given is not None:
+        wanted, source = given, "as given"
+    elif made_with:
+        source, wanted = next(iter(made_with.items()))
+        source = f"as {source} was made"
+    else:
+        wanted, source = trained_with or {}, "as the drafter was trained"
+    for name, kwargs in made_with.items():
+        if kwargs != wanted:
+            raise ValueError(
+                f"{name} was made with chat_template_kwargs={kwargs}, not {wanted}; a drafter drafts badly in a mode "
+                "that it was not trained in. Make the data again, or leave these arguments out."
+            )
+    if given is not None or wanted:
+        say(f"arguments of the chat template: {json.dumps(wanted)}, {source}")
+    if trained_with is not None and wanted != trained_with:
+        say(f"the drafter was trained with {json.dumps(trained_with)}: expect it to draft worse")
+    return wanted

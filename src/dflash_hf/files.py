@@ -1,0 +1,101 @@
+"""Files that are there whole or not at all, one writer at a time, and digests that tell contents apart."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+LOCK_FILE = ".lock"
+
+
+@contextmanager
+def atomic(path: Path) -> Iterator[Path]:
+    """
+    A path beside `path` to write to, which takes its name when the block ends; after an exception, Ctrl-C included,
+    it is gone and `path` is as it was.
+    """
+    half = path.with_name(f".{path.name}.half")
+    try:
+        yield half
+        half.replace(path)
+    finally:
+        half.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value) -> None:
+    """Write a JSON file in one step."""
+    with atomic(path) as half:
+        half.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+def digest_of(value) -> str:
+    """Tells texts, and whatever JSON can say, apart: 16 hexadecimal digits."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def digest_of_file(path: Path) -> str:
+    """The SHA-256 of a file's content."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while chunk := stream.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def differences(before: dict, now: dict) -> list[str]:
+    """What has one value in `before` and another in `now`, in words; a name that only one of them has is no matter."""
+    return [
+        f"{name}={before[name]!r}, not {value!r}"
+        for name, value in now.items()
+        if name in before and before[name] != value
+    ]
+
+
+def lock(file, path: Path) -> None:
+    """
+    Lock an open file for as long as it is open; the lock also ends with its process, however that ends.
+
+    Args:
+        file: Open for writing; network file systems lock no others.
+        path (`Path`): What to name in the error.
+
+    Raises:
+        `ValueError`: another process holds it.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ValueError(f"{path} is being written by another process; wait for it, or end it.") from error
+    except OSError as error:
+        logger.warning(f"{path} cannot be locked ({error.strerror}): let no second process write there.")
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """
+    Write into a folder alone; it is made if there is none.
+
+    Raises:
+        `ValueError`: another process writes there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / LOCK_FILE
+    with path.open("ab") as file:
+        lock(file, folder)
+        # The holder before removes its file: one that was opened just then is a lock on nothing.
+        if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            raise ValueError(f"{folder} was being written by another process until now; try again.")
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,130 @@
+"""Training stops at the first number that is none: what comes after it teaches nothing, and looks like a loss of 0."""
+
+import math
+from collections.abc import Sized
+from pathlib import Path
+
+import torch
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from dflash_hf.training.features import StoredFeatures
+from dflash_hf.weights import check_finite_weights, is_finite
+
+
+_SHOWN = 8  # rows, and ids of a row
+
+
+class NotFiniteError(ValueError):
+    """A loss, gradient or weight is inf or NaN; says where, probably why, and what to go on from."""
+
+
+class StopsAtNonFinite:
+    """
+    The part of `DFlashTrainer` that looks at every loss and gradient; mixed in before `Trainer`.
+
+    Upstream looks at every loss too, and logs an average in place of what is no number. Gradients that a scaler of
+    fp16 skips are part of its search for a scale; they are let through.
+    """
+
+    _of_this_step: tuple = ()
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        """
+        As upstream.
+
+        Raises:
+            `NotFiniteError`: the loss is not finite.
+        """
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._of_this_step += (inputs,)
+        if not loss.isfinite().all():
+            raise self._not_finite(f"the loss is {loss.item()}")
+        return loss
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if grad_norm is not None and self.accelerator.scaler is None and not math.isfinite(grad_norm):
+            raise self._not_finite(f"the norm of the gradient is {float(grad_norm)}")
+        self._of_this_step = ()
+        return grad_norm
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
+        """
+        As upstream.
+
+        Raises:
+            `NotFiniteError`: the weights are not finite; what lies in the folder stays.
+        """
+        if not is_finite(self.model.parameters()):
+            raise self._not_finite("the drafter's weights are not finite, and are not saved")
+        super().save_model(output_dir, _internal_call)
+
+    def _not_finite(self, what: str) -> NotFiniteError:
+        cause, remedy, rows = self._cause()
+        good = last_good_checkpoint(Path(self.args.output_dir))
+        again = f"The last good checkpoint is {good}." if good else "There is no good checkpoint before it."
+        return NotFiniteError(f"Step {self.state.global_step + 1}: {what}. {cause}{rows}. {again} {remedy}")
+
+    def _cause(self) -> tuple[str, str, str]:
+        """What is not finite to begin with, what helps, and in which rows; read again, for this is the end."""
+        for name, parameter in self.draft.named_parameters():
+            if not is_finite([parameter]):
+                return f"{name} of the drafter is not finite already", "Begin with weights that are.", ""
+        alone = self.accelerator.num_processes == 1  # else a forward would wait for the other processes
+        rows = []
+        for inputs in self._of_this_step:
+            inputs = self._prepare_inputs(inputs)
+            features = self.read_target(inputs)[0]  # [N, S, L*H_t]
+            by_layer = features.unflatten(-1, (len(self.draft_config.target_layer_ids), -1))  # [N, S, L, H_t]
+            real = inputs["attention_mask"].bool()[..., None]
+            wrong = (~by_layer.isfinite().all(-1) & real).any(1)  # [N, L]
+            if wrong.any():
+                layer = self.draft_config.target_layer_ids[int(wrong.any(0).nonzero()[0])]
+                return (
+                    f"The target's features of layer {layer} are not finite",
+                    "Load the target in bfloat16 or float32 (target_dtype), or store its features so.",
+                    self._named(inputs, wrong.any(1)),
+                )
+            guilty = torch.ones(len(features), dtype=torch.bool)
+            if alone:
+                with torch.no_grad(), self.compute_loss_context_manager():
+                    _, outputs = self.compute_loss(self.model, inputs, return_outputs=True)
+                found = ~outputs["statistics"].isfinite().all(-1)
+                guilty = found if found.any() else guilty
+            rows.append(self._named(inputs, guilty))
+        remedy = (
+            f"Lower learning_rate={self.args.learning_rate}, or warm up longer, or take bf16 in place of fp16; a "
+            "checkpoint given as the model to start from (`draft=` of `dflash train`) may go on with other settings."
+        )
+        return "The target's features are finite, so the drafter overflows", remedy, "".join(rows)
+
+    def _named(self, inputs: dict, guilty: torch.Tensor) -> str:
+        """Rows of a batch by their number in the training data, or by how they begin."""
+        names = []
+        for place in guilty.nonzero().flatten().tolist()[:_SHOWN]:
+            length = int(inputs["attention_mask"][place].sum())
+            ids = inputs["input_ids"][place, :length].tolist()
+            number = self._number_of(ids)
+            beginning = f"that of {length} ids beginning with {ids[:_SHOWN]}"
+            names.append(beginning if number is None else f"row {number} ({length} ids beginning with {ids[:_SHOWN]})")
+        return f", in {'; '.join(names)}"
+
+    def _number_of(self, ids: list[int]) -> int | None:
+        rows = self.train_dataset
+        if not isinstance(rows, Sized) or isinstance(rows, StoredFeatures):  # a stream, or what is dear to read
+            return None
+        return next((i for i in range(len(rows)) if list(rows[i]["input_ids"]) == ids), None)
+
+
+def last_good_checkpoint(folder: Path) -> Path | None:
+    """The latest checkpoint of a run whose weights are finite."""
+    found = [path for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.split("-")[-1].isdigit()]
+    for checkpoint in sorted(found, key=lambda path: -int(path.name.split("-")[-1])):
+        try:
+            check_finite_weights(checkpoint)
+        except ValueError:
+            continue
+        except OSError:  # an adapter, or weights in the parts of several processes
+            pass
+        return checkpoint
+    return None

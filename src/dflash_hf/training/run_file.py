@@ -1,0 +1,177 @@
+"""`run.json` in the folder of a run says what it was begun with: it goes on with the same, and nothing replaces it."""
+
+import json
+import shutil
+from collections.abc import Iterator, Sized
+from contextlib import contextmanager
+from pathlib import Path
+
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+from transformers.utils import logging
+
+from dflash_hf.data.encode import digests_of_tokenizer
+from dflash_hf.files import differences, digest_of, digest_of_file, locked, write_json
+from dflash_hf.target import digest_of_parameters, digest_of_target
+from dflash_hf.training.checkpoints import UNFINISHED
+
+
+logger = logging.get_logger(__name__)
+RUN_FILE = "run.json"
+# What may differ when a run goes on is left out: how long it is, what is logged, saved and evaluated, and how many
+# processes do what.
+_OF_TRAINING = (
+    *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay", "max_grad_norm"),
+    *("optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "fp16", "seed", "data_seed"),
+    *("train_sampling_strategy", "num_anchors", "anchor_seed", "loss_type", "loss_decay_gamma", "dpace_alpha"),
+    "label_source",
+)
+_OF_RECIPE = ("split", "data_name", "data_revision", "streaming", "packing", "max_length", "peft_config")
+_NOT_OF_DRAFT = {"transformers_version", "_name_or_path", "dtype", "auto_map", "architectures", "dflash_config"}
+
+
+def used_by(folder: Path) -> str | None:
+    """What a folder holds of an earlier run, in words; one that was killed before it saved anything does not count."""
+    checkpoint = get_last_checkpoint(folder) if folder.is_dir() else None
+    if any(folder.glob("*.safetensors")):
+        return "a finished drafter" + (f" and {Path(checkpoint).name}" if checkpoint else "")
+    return Path(checkpoint).name if checkpoint else None
+
+
+def checkpoint_to_resume(folder: Path, resume: str | None, overwrite: bool) -> str | None:
+    """
+    The checkpoint that a run goes on from, or `None` for a new run.
+
+    Args:
+        folder (`Path`): Its `output_dir`.
+        resume (`str`, *optional*): `"auto"`, the folder's last checkpoint if there is one; or a checkpoint.
+        overwrite (`bool`): Begin anew in a folder that has been used.
+
+    Raises:
+        `ValueError`: the folder has been used, and neither is said; or both are.
+    """
+    if resume and overwrite:
+        raise ValueError(
+            f"resume_from_checkpoint={resume} and overwrite_output_dir=True contradict each other; leave one out."
+        )
+    if resume and resume != "auto" and not Path(resume).is_dir():
+        raise ValueError(
+            f"resume_from_checkpoint={resume}: there is no such folder; `auto` finds the last checkpoint."
+        )
+    found = used_by(folder)
+    last = resume
+    if resume == "auto":
+        last = get_last_checkpoint(folder) if folder.is_dir() else None
+    elsewhere = last is None or Path(last).resolve().parent != folder.resolve()
+    if found and elsewhere and not overwrite:
+        why = f"no checkpoint to go on from, but {found}" if resume == "auto" else found
+        raise ValueError(
+            f"output_dir={str(folder)} holds {why}. Go on with resume_from_checkpoint=auto where there is a "
+            "checkpoint, replace it with overwrite_output_dir=true, or choose another output_dir."
+        )
+    return last
+
+
+def describe_run(recipe, args, target, draft, encoder, dataset, resume: str | None = None) -> dict:
+    """
+    What a run depends on.
+
+    Args:
+        recipe (`RecipeArguments`), args (`DFlashTrainingArguments`): Its settings.
+        target, draft: As they are loaded, or fresh.
+        encoder (`RowEncoder`): Tokenizer, and the arguments of its template.
+        dataset: What is trained on.
+        resume (`str`, *optional*): The checkpoint to go on from: digests of files whose size and time are the same are
+            taken from its `run.json`.
+
+    Returns:
+        `dict`: `settings`, which must stay, and the digests of the data's `files`.
+    """
+    before = read_run(Path(resume).resolve().parent) if resume else None
+    files = _digests_of_data(recipe, before["files"] if before else {})
+    if recipe.features:
+        data = dataset.manifest.data
+    elif files:
+        data = digest_of(sorted(digest for _, _, digest in files.values()))
+    else:  # of the Hub: the files of its commit, and their number of rows
+        sources = sorted(dataset.info.download_checksums or {})
+        data = digest_of([recipe.data, sources, len(dataset) if isinstance(dataset, Sized) else None])
+    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    shape = {name: value for name, value in draft.config.to_dict().items() if name not in _NOT_OF_DRAFT}
+    shape["num_draft_layers"] = shape.pop("num_hidden_layers")
+    settings = {
+        "data": data,
+        "target_weights": digest_of_target(target),
+        "target_dtype": str(target.dtype),
+        **digests_of_tokenizer(encoder.tokenizer),
+        "chat_template_kwargs": encoder.chat_template_kwargs,
+        "draft_weights": digest_of_parameters(draft.named_parameters()) if recipe.draft else None,
+        **shape,
+        **{name: getattr(recipe, name) for name in _OF_RECIPE},
+        **{name: getattr(args, name) for name in _OF_TRAINING},
+        "batch (per_device_train_batch_size * gradient_accumulation_steps * processes)": batch,
+    }
+    return json.loads(json.dumps({"target": recipe.target, "settings": settings, "files": files}, default=str))
+
+
+def read_run(folder: Path) -> dict | None:
+    """
+    The description of the run in a folder.
+
+    Raises:
+        `ValueError`: it is damaged.
+    """
+    path = folder / RUN_FILE
+    if not path.is_file():
+        return None
+    try:
+        run = json.loads(path.read_text(encoding="utf-8"))
+        return {name: dict(run[name]) for name in ("settings", "files")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is damaged ({error!r}); remove it to go on unchecked, or choose another output_dir."
+        ) from error
+
+
+@contextmanager
+def begun(folder: Path, run: dict, resume: str | None) -> Iterator[None]:
+    """
+    Train in a folder alone, with `run.json` in it. A new run removes the checkpoints that lie there, so that none of
+    them is ever taken for its own; a finished drafter stays until the new one is.
+
+    Args:
+        folder (`Path`): The `output_dir`.
+        run (`dict`): Of [`describe_run`].
+        resume (`str`, *optional*): The checkpoint to go on from.
+
+    Raises:
+        `ValueError`: the checkpoint is of a run with other settings; names each with both values.
+    """
+    with locked(folder):
+        before = read_run(Path(resume).resolve().parent) if resume else None
+        if resume and not before:
+            logger.warning(f"There is no {RUN_FILE} beside {resume}: whether it was trained alike is not known.")
+        if before and (others := differences(before["settings"], run["settings"])):
+            raise ValueError(
+                f"{resume} was trained with {'; '.join(others)}. Go on with what it was trained with, begin anew with "
+                "overwrite_output_dir=true, or choose another output_dir."
+            )
+        if not resume:
+            for stale in [*folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), folder / UNFINISHED]:
+                shutil.rmtree(stale, ignore_errors=True)
+        write_json(folder / RUN_FILE, run)
+        yield
+
+
+def _digests_of_data(recipe, known: dict) -> dict[str, list]:
+    """Size, time and digest of each local file; nothing of what is on the Hub, or of stored features."""
+    names = [recipe.data] if isinstance(recipe.data, str) else recipe.data or []
+    found = {}
+    for path in map(Path, names):
+        files = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
+        for file in files:
+            if file.is_file():
+                there, status = digest_of(str(file.resolve())), file.stat()  # nobody else need know the path
+                stamp = [status.st_size, status.st_mtime_ns]
+                same = known.get(there, [])[:2] == stamp
+                found[there] = [*stamp, known[there][2] if same else digest_of_file(file)]
+    return found

@@ -1,0 +1,39 @@
+"""Which arguments of the chat template are taken, and from whom."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from dflash_hf.data.prompts import template_kwargs
+
+
+OFF, ON = {"enable_thinking": False}, {"enable_thinking": True}
+
+
+def drafter(kwargs):
+    return SimpleNamespace(dflash_config={} if kwargs is None else {"chat_template_kwargs": kwargs})
+
+
+@pytest.mark.parametrize(
+    ("given", "data", "trained", "expected", "source"),
+    [
+        (None, None, None, {}, None),
+        (None, None, OFF, OFF, "as the drafter was trained"),
+        (ON, None, OFF, ON, "as given"),
+        ({}, None, OFF, {}, "as given"),
+        (None, OFF, ON, OFF, "data.jsonl was made"),
+        (OFF, OFF, None, OFF, "as given"),
+        (None, {}, None, {}, None),
+    ],
+)
+def test_what_is_given_wins_then_the_data_then_the_drafter(given, data, trained, expected, source, tmp_path):
+    path, lines = tmp_path / "data.jsonl", []
+    if data is not None:
+        (tmp_path / "data.jsonl.settings.json").write_text(json.dumps({"chat_template_kwargs": data}))
+    assert template_kwargs(given, path, draft_config=drafter(trained), say=lines.append) == expected
+    if source is not None:
+        assert lines[0].startswith(f"arguments of the chat template: {json.dumps(expected)}, as ")
+        assert lines.pop(0).endswith(source)
+    worse = trained is not None and expected != trained
+    assert lines == [f"the drafter was trained with {json.dumps(trained)}: expect it to draft worse"] * worse

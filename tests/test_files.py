@@ -1,0 +1,56 @@
+"""Files that are whole or not there, digests of contents, and locks."""
+
+import subprocess
+import sys
+
+import pytest
+
+from dflash_hf import files
+from dflash_hf.files import atomic, digest_of, digest_of_file, locked, write_json
+
+
+def test_a_file_is_whole_or_as_it_was(tmp_path):
+    path = tmp_path / "a.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(KeyboardInterrupt):
+        with atomic(path) as half:
+            half.write_text("half", encoding="utf-8")
+            raise KeyboardInterrupt
+    assert path.read_text(encoding="utf-8") == '{\n "a": 1\n}\n'
+    assert [one.name for one in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_digests_are_of_contents(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(b"same")
+    assert digest_of_file(tmp_path / "a") == digest_of_file(tmp_path / "b")
+    assert digest_of({"a": 1, "b": 2}) == digest_of({"b": 2, "a": 1}) != digest_of({"a": 1, "b": 3})
+
+
+def test_a_folder_has_one_writer_until_that_ends(tmp_path):
+    """A process that is killed holds nothing: its file may stay, its lock does not."""
+    folder = tmp_path / "folder"
+    hold = "import sys, time; from pathlib import Path; from dflash_hf.files import locked\n"
+    hold += "with locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", hold, str(folder)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match="folder is being written by another process"):
+            with locked(folder):
+                pass
+        process.kill()
+    assert (folder / files.LOCK_FILE).exists()
+    with locked(folder):
+        pass
+    assert not list(folder.iterdir())
+
+
+def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch):
+    """Some network file systems have none; that was told as another process."""
+    fcntl = pytest.importorskip("fcntl")
+
+    def refused(*_):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    with locked(tmp_path / "folder"):
+        pass

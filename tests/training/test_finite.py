@@ -1,0 +1,114 @@
+"""Numbers that are none: training and storing stop there, and say why."""
+
+import re
+
+import pytest
+import torch
+from support.pairs import make_draft, make_target
+from support.rows import counting_rows
+from support.runs import BLOCK, history, make_trainer
+
+from dflash_hf.data.encode import RowEncoder
+from dflash_hf.training.features import describe, store_features
+from dflash_hf.training.finite import NotFiniteError, last_good_checkpoint
+from dflash_hf.training.training_args import DFlashTrainingArguments
+from dflash_hf.weights import check_finite_weights
+
+
+CHECKPOINTS = {"save_strategy": "steps", "save_steps": 1, "max_steps": 6}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_features_that_are_not_finite_stop_the_training_and_name_the_row(accumulation, tmp_path):
+    """It logged a loss of 0 and a gradient of nan, ended well, and saved 14 of 14 tensors as NaN."""
+    target, rows = make_target(), counting_rows(8)
+    options = {"train_sampling_strategy": "sequential", "gradient_accumulation_steps": accumulation, **CHECKPOINTS}
+    rows[5]["input_ids"][3] = 93  # occurs nowhere else
+    with torch.no_grad():
+        target.get_input_embeddings().weight[93] = float("inf")
+    trainer = make_trainer(tmp_path, target, rows, **options)
+    step = 3 if accumulation == 1 else 2
+    with pytest.raises(NotFiniteError) as error:
+        trainer.train()
+    text = str(error.value)
+    assert text.startswith(
+        f"Step {step}: the loss is nan. The target's features of layer 0 are not finite, in row 5 (24 "
+    )
+    assert f"The last good checkpoint is {tmp_path / f'checkpoint-{step - 1}'}." in text
+    assert "Load the target in bfloat16 or float32" in text
+    assert len(history(trainer, "loss")) == step - 1
+    check_finite_weights(tmp_path / f"checkpoint-{step - 1}")
+
+
+def test_a_learning_rate_that_is_too_high_is_told(tmp_path):
+    trainer = make_trainer(
+        tmp_path, make_target(), counting_rows(8), optim="sgd", learning_rate=1e30, warmup_steps=0, **CHECKPOINTS
+    )
+    with pytest.raises(NotFiniteError, match="Step [23]: .* is nan.*Lower learning_rate=1e[+]30, or warm up longer"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+def test_gradients_are_looked_at_before_the_step(max_grad_norm, tmp_path):
+    trainer = make_trainer(tmp_path, make_target(), counting_rows(8), max_grad_norm=max_grad_norm, **CHECKPOINTS)
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    trainer.model.fc.weight.register_hook(lambda gradient: gradient * float("inf"))
+    with pytest.raises(NotFiniteError, match="Step 1: the norm of the gradient is (inf|nan).* There is no good"):
+        trainer.train()
+    assert all(torch.equal(one, other) for one, other in zip(before, trainer.model.parameters(), strict=True))
+
+
+def test_a_drafter_that_is_not_finite_is_not_saved(tmp_path):
+    trainer = make_trainer(tmp_path, make_target(), counting_rows(4))
+    trainer.save_model()
+    good = (tmp_path / "model.safetensors").read_bytes()
+    with torch.no_grad():
+        trainer.model.norm.weight[0] = float("nan")
+    with pytest.raises(NotFiniteError, match="the drafter's weights are not finite, and are not saved. norm.weight"):
+        trainer.save_model()
+    assert (tmp_path / "model.safetensors").read_bytes() == good
+
+
+def test_the_last_good_checkpoint_is_not_the_last(target, tmp_path):
+    draft = make_draft(target, block_size=BLOCK)
+    draft.save_pretrained(tmp_path / "checkpoint-9")
+    draft.norm.weight.data[0] = float("nan")
+    draft.save_pretrained(tmp_path / "checkpoint-10")
+    assert last_good_checkpoint(tmp_path) == tmp_path / "checkpoint-9"
+    assert last_good_checkpoint(tmp_path / "checkpoint-9") is None
+
+
+def test_losses_are_not_replaced_by_averages(tmp_path):
+    with pytest.raises(ValueError, match="logging_nan_inf_filter=True hides losses"):
+        DFlashTrainingArguments(str(tmp_path), logging_nan_inf_filter=True)
+
+
+@pytest.mark.parametrize(
+    ("factor", "dtype", "message"),
+    [
+        (
+            1e7,
+            "float16",
+            r"Example \d: features of layer 2 of some/target reach [0-9.e+]+, which is more than",
+        ),
+        (
+            float("inf"),
+            "bfloat16",
+            r"Example \d: features of layer 2 of some/target are inf or NaN as float32; load",
+        ),
+    ],
+)
+def test_features_that_are_not_finite_are_not_stored(factor, dtype, message, tmp_path):
+    """1,974 of 75,776 stored numbers were inf or nan."""
+    target = make_target()
+    with torch.no_grad():
+        target.model.layers[2].mlp.down_proj.weight.mul_(factor)
+    encoder = RowEncoder(max_length=64)
+    with pytest.raises(ValueError, match=message) as error:
+        store_features(target, counting_rows(3), tmp_path, describe(target, "some/target", [0, 2], encoder, dtype))
+    assert "--store-dtype bfloat16" in str(error.value) or factor == float("inf")
+    assert not list(tmp_path.glob("*.safetensors")) and not re.search("nan", str(error.value))
+    if factor != float("inf"):
+        store_features(
+            target, counting_rows(3), tmp_path / "b", describe(target, "some/target", [0, 2], encoder, "bfloat16")
+        )
