@@ -145,7 +145,7 @@ def test_the_card_loads_the_drafter_as_it_can_be_loaded(folder, tmp_path):
 def test_facts_are_read_from_the_folder(folder):
     with pytest.raises(ValueError, match="write base_model into"):
         CardFacts.from_folder(folder)
-    CardFacts("example/target", license="mit", report={"not": "saved here"}).save(folder)
+    (folder / "card_facts.json").write_text(json.dumps({"base_model": "example/target", "license": "mit"}))
     (folder / "eval_report.png").write_bytes(b"")
     facts = CardFacts.from_folder(folder, hardware="a CPU", license=None)
     assert facts == CardFacts("example/target", license="mit", hardware="a CPU", plot="eval_report.png")

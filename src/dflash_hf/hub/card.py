@@ -7,7 +7,7 @@ and from `card_facts.json` beside them, which holds the fields of [`CardFacts`].
 
 import json
 import math
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
@@ -116,13 +116,6 @@ class CardFacts:
                 f"A card names the target: write base_model into {folder / FACTS_FILE}, or pass `base_model`."
             )
         return cls(**known)
-
-    def save(self, folder: str | Path) -> Path:
-        """Write `card_facts.json` beside the weights, for [`from_folder`]; the report has a file of its own."""
-        known = {name: value for name, value in asdict(self).items() if value and name not in ("report", "plot")}
-        path = Path(folder) / FACTS_FILE
-        path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-        return path
 
 
 def training_facts(arguments) -> dict:

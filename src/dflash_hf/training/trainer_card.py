@@ -6,7 +6,6 @@ from pathlib import Path
 
 from dflash_hf.evaluation.measure import EvalReport
 from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE, save_report
-from dflash_hf.files import digest_of_file
 from dflash_hf.hub.card import FACTS_FILE, CardFacts, render_card, save_training_facts
 from dflash_hf.training.adapters import is_adapted
 
@@ -37,7 +36,6 @@ class CardWriter:
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """As upstream, with `card_facts.json` and, where these weights were evaluated, the report and its picture."""
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
-        earlier = _digest(folder) if (folder / REPORT_FILE).is_file() else None
         super()._save(output_dir, state_dict)
         if not self.args.should_save:
             return
@@ -48,7 +46,7 @@ class CardWriter:
         save_training_facts(folder, self.target, self.args, measured)
         if self.eval_report is not None:
             save_report(self.eval_report, folder)
-        elif earlier is not None and earlier != _digest(folder):
+        else:
             for name in (REPORT_FILE, PLOT_FILE):  # of the weights that were there before
                 (folder / name).unlink(missing_ok=True)
 
@@ -103,8 +101,3 @@ class CardWriter:
                 if path.is_file():  # an adapter has no code
                     shutil.copyfile(path, folder / path.relative_to(source))
         super()._push_from_checkpoint(checkpoint_folder)
-
-
-def _digest(folder: Path) -> list[str]:
-    """The content of a folder's weights, an adapter's too."""
-    return [digest_of_file(file) for file in sorted(folder.glob("*.safetensors"))]
