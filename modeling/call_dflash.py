@@ -87,7 +87,7 @@ def what_is_asked(target, draft, input_ids, generation_config, model_kwargs, syn
     reason = (
         reason
         or facts.why_plain(draft.config.target_layer_ids, mask)
-        or _rope_reason(target, model_kwargs, columns, max_new)
+        or _rope_reason(target, model_kwargs, past, columns, max_new)
     )
     if reason is not None and generators is not None:
         raise ValueError(f"decoding_config.generators cannot be followed: {reason}; set it to None to decode plainly.")
@@ -137,7 +137,7 @@ def _reason_before_probing(generation_config, model_kwargs, synced_gpus: bool) -
     return None
 
 
-def _rope_reason(target, model_kwargs, columns: int, max_new: int) -> str | None:
+def _rope_reason(target, model_kwargs, past: int, columns: int, max_new: int) -> str | None:
     """Whether rotary frequencies depend on the length of a forward, so that a block would change those of its past."""
     text = target.config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
@@ -154,7 +154,7 @@ def _rope_reason(target, model_kwargs, columns: int, max_new: int) -> str | None
         )
     if "longrope" in kinds:
         threshold = kinds["longrope"]["original_max_position_embeddings"]
-        if length <= threshold < length + max_new:
+        if (past or length) <= threshold < length + max_new:
             return f"the text may cross {threshold} tokens, where its rotary frequencies change"
     return None
 
