@@ -34,6 +34,7 @@ def test_families_of_three_ways_of_rolling_back():
     names = [("qwen3_5_text", False), ("falcon_mamba", False), ("modernbert-decoder", False), ("paligemma", True)]
     outcomes = examine_all(names)
     assert [outcome.verdict for outcome in outcomes] == ["right"] * 4, failures(outcomes)
+    assert all(min(outcome.tau) > 3 for outcome in outcomes), "drafts that are right are accepted"
     assert {outcome.detail for outcome in outcomes} == {
         "slots",
         "slots, recurrent layers replayed",

@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
-from dflash_hf.modeling.probe_dflash import facts_of, probe_rollback
+from dflash_hf.modeling.probe_dflash import probe_rollback
 from support.tiny_models import DIVERSE, VOCAB, prompts, tiny_model
 
 
@@ -73,17 +73,17 @@ class KnownDraft(DFlashDraftModel):
         self.texts, self.pads = torch.where(wrong, (texts + 1) % VOCAB, texts), torch.tensor(pads)[:, None]
         return self
 
-    def dflash_decode(self, target, input_ids, *args, **kwargs):
-        given = kwargs.get("position_ids")
-        self.first = self.pads * facts_of(target).counts_columns  # positions of each row's first token
-        if given is not None:
-            self.first = given[..., -1:] - (given.shape[-1] - 1 - self.pads)
-            self.first = self.first.expand(*self.first.shape[:-2], len(self.pads), 1)
-        return super().dflash_decode(target, input_ids, *args, **kwargs)
+    def dflash_decode(self, *args, **kwargs):
+        self.columns_read = 0
+        return super().dflash_decode(*args, **kwargs)
+
+    def extend_context(self, context, position_ids, past_key_values):
+        self.columns_read += context.shape[1]
+        self.first = position_ids[:, -1:] - (self.columns_read - 1 - self.pads)  # positions of each row's first token
+        return super().extend_context(context, position_ids, past_key_values)
 
     def forward(self, noise_embeds, *args, position_ids=None, **kwargs):
-        slots = position_ids[..., -self.config.block_size + 1 :] - self.first + self.pads
-        self.columns = slots.reshape(-1, len(self.pads), slots.shape[-1])[0]  # [R, B - 1]
+        self.columns = position_ids[:, -self.config.block_size + 1 :] - self.first + self.pads  # [R, B - 1]
         return super().forward(noise_embeds, *args, position_ids=position_ids, **kwargs)
 
     def target_ids(self, draft_ids):
