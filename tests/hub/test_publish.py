@@ -1,6 +1,5 @@
 """Publishing, against a stand-in of the Hub: one commit, or a clear error and a rerun that completes it."""
 
-import argparse
 import json
 
 import pytest
@@ -8,8 +7,9 @@ from huggingface_hub import ModelCard
 from support.hub_stand_in import stand_in
 from support.pairs import make_draft
 
+from dflash_hf.cli import main
 from dflash_hf.hub.card import CardFacts
-from dflash_hf.hub.publish import PublishError, add_arguments, publish, run
+from dflash_hf.hub.publish import PublishError, publish
 
 
 REPO = "someone/my-DFlash"
@@ -172,16 +172,14 @@ def test_the_model_itself_pushes_its_code_too(target, hub, tmp_path):
     assert {"modeling_dflash.py", "custom_generate/generate.py", "model.safetensors"} <= set(hub.files[REPO])
 
 
-def test_the_command(folder, hub):
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-
+def test_the_command(folder, hub, capsys):
     def call(*words):
-        lines = []
-        return run(parser.parse_args([str(folder), *words]), lines.append), "\n".join(lines)
+        code = main(["publish", str(folder), *words])
+        printed = capsys.readouterr()
+        return code, printed.out or printed.err
 
     code, text = call(REPO, "--dry-run")
-    assert code == 1 and text.startswith("error: ") and "--base-model" in text or "base_model" in text
+    assert code == 1 and text.startswith("dflash publish: error: ") and "base_model" in text
     code, text = call(REPO, "--dry-run", "--base-model", "someone/target", "--dataset", "someone/data")
     assert code == 0 and "base_model: someone/target" in text and "- someone/data" in text
     assert "model.safetensors" in text and "not uploaded: " in text and "Dry run: nothing was sent" in text
