@@ -11,19 +11,20 @@ or call `dflash_hf.auto.unregister()`; `DFlashDraftModel.from_pretrained` works 
 import functools
 import os
 
-from transformers import AutoConfig, PreTrainedConfig
-
-from dflash_hf.modeling.layouts_dflash import is_drafter_config
-
 
 def register() -> None:
     """Make `AutoConfig` return our class for a drafter's folder. Registering twice is a no-op."""
+    # Imports lie in the functions: importing transformers may be what calls them, through `when_imported`.
+    from transformers import AutoConfig, PreTrainedConfig
+
     original = AutoConfig.from_pretrained
     if hasattr(original, "_dflash_original") or os.environ.get("DFLASH_HF_AUTO") == "0":
         return
 
     @functools.wraps(original)
     def from_pretrained(pretrained_model_name_or_path, **kwargs):
+        from dflash_hf.modeling.layouts_dflash import is_drafter_config
+
         lookup = {key: value for key, value in kwargs.items() if key not in ("trust_remote_code", "code_revision")}
         try:
             config_dict, _ = PreTrainedConfig.get_config_dict(pretrained_model_name_or_path, **lookup)
@@ -43,7 +44,7 @@ def register() -> None:
 
 def register_classes() -> None:
     """Tell `AutoConfig` and `AutoModel` of our classes. Registering twice is a no-op."""
-    from transformers import AutoModel
+    from transformers import AutoConfig, AutoModel
 
     from dflash_hf.modeling.modeling_dflash import DFlashDraftConfig, DFlashDraftModel
 
@@ -53,6 +54,8 @@ def register_classes() -> None:
 
 def unregister() -> None:
     """Give `AutoConfig` back to upstream, and with it `AutoModel`, for folders that name another model type."""
+    from transformers import AutoConfig
+
     original = getattr(AutoConfig.from_pretrained, "_dflash_original", None)
     if original is not None:
         AutoConfig.from_pretrained = original
