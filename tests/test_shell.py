@@ -463,3 +463,16 @@ def test_the_bash_completion_completes(tmp_path):
 def test_a_command_in_a_process_of_its_own(world):
     ended = dflash("check", world / "absent")
     assert ended.code == 1 and ended.one_line and "there is no such folder" in ended.err and not ended.out
+
+
+def test_an_error_does_not_hang_on_a_progress_bar(told, monkeypatch):
+    """Its line began somewhere behind a bar of the trainer."""
+    from tqdm import tqdm
+
+    def fail(arguments, echo):
+        bar = tqdm(range(9))
+        bar.update()
+        raise ValueError("in the middle")
+
+    monkeypatch.setattr("dflash_hf.commands.env.run", fail)
+    assert told("env") == (1, "dflash env: error: in the middle")

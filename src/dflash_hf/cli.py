@@ -13,11 +13,11 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from dflash_hf.commands.shared import Formatter, Parser, common
-from dflash_hf.terminal import Echo, Outcome, UsageError, one_line, set_verbosity, stop_printing
+from dflash_hf.terminal import Echo, Outcome, UsageError, end_progress_bars, one_line, set_verbosity, stop_printing
 
 
 # Name, what it is for, and the module with its `add_arguments(parser)` and `run(arguments, echo)`. Where a command
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             argv = sys.argv[1:] if argv is None else list(argv)
             name = next((word for word in argv if not word.startswith("-")), "")
-            arguments = build_parser(name).parse_args(argv)
+            arguments = build_parser(name)[0].parse_args(argv)
             debug |= arguments.debug
             module = _module(name)
             again = getattr(module, "AGAIN", again)
@@ -84,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _say_interrupted(name, again)
             from dflash_hf.failures import explain
 
+            end_progress_bars()
             print(f"dflash {name}: error: {explain(error, again)}", file=sys.stderr)
             return 2 if isinstance(error, UsageError) else 1
         except KeyboardInterrupt:
@@ -92,8 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _say_interrupted(name, again)
 
 
-def build_parser(chosen: str) -> Parser:
-    """The parser, with the arguments of one command; those of others are not imported."""
+def build_parser(chosen: str) -> tuple[Parser, Parser | None]:
+    """The parser, and that of one command, with its arguments; those of others are not imported."""
     from dflash_hf import __version__
 
     parser = Parser(prog="dflash", description="Train, publish and run DFlash drafters.", formatter_class=Formatter)
@@ -110,8 +111,7 @@ def build_parser(chosen: str) -> Parser:
         )
         if name == chosen:
             _module(name).add_arguments(command)
-    parser.parser_of = commands.choices.get(chosen)
-    return parser
+    return parser, commands.choices.get(chosen)
 
 
 def _module(name: str):
@@ -120,16 +120,18 @@ def _module(name: str):
 
 
 def _all_commands() -> dict[str, Parser]:
-    return {name: build_parser(name).parser_of for name, _, _ in COMMANDS}
+    found = {name: build_parser(name)[1] for name, _, _ in COMMANDS}
+    return {name: parser for name, parser in found.items() if parser is not None}
 
 
 def _say_interrupted(name: str, again: str) -> int:
+    end_progress_bars()
     print(f"\ndflash {name}: interrupted; {one_line(again)}.", file=sys.stderr)
     return 130
 
 
 @contextmanager
-def _interrupts():
+def _interrupts() -> Iterator[list[int]]:
     """A list that holds something once Ctrl-C was pressed: what it raises may arrive as another exception."""
     pressed: list[int] = []
     if threading.current_thread() is not threading.main_thread():

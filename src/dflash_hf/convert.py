@@ -74,8 +74,8 @@ def convert(
     if dst.is_file() or (dst.is_dir() and any(dst.iterdir())):
         raise FileExistsError(f"{dst} exists; name a new folder.")
     dst.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=dst.parent, prefix=f".{dst.name}.") as scratch:
-        scratch = Path(scratch)
+    with tempfile.TemporaryDirectory(dir=dst.parent, prefix=f".{dst.name}.") as name:
+        scratch = Path(name)
         source = (
             _unpack(Path(src), config, scratch / "unpacked") if str(src).endswith((".pt", ".pth", ".bin")) else src
         )

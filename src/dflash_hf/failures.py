@@ -24,7 +24,7 @@ def explain(error: BaseException, again: str = "run the same command again") -> 
     chain = list(_causes(error))
     texts = [str(one) for one in chain]
     if any(_errno(one) in (errno.ENOSPC, errno.EDQUOT) for one in chain) or _holds(texts, _FULL):
-        where = next((one.filename for one in chain if getattr(one, "filename", None)), None)
+        where = next((one.filename for one in chain if isinstance(one, OSError) and one.filename), None)
         return one_line(f"the disk is full{f' ({where})' if where else ''}: free some space there, then {again}")
     if any(isinstance(one, MemoryError) or type(one).__name__ == "OutOfMemoryError" for one in chain) or (
         isinstance(error, RuntimeError) and _holds(texts, _MEMORY)

@@ -124,8 +124,8 @@ def check_token_id(token_id: int | None, config: dict, what: str | None = None) 
     Raises:
         `ValueError`: the target's embedding has no such row.
     """
-    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
-    rows = text.get("vocab_size", config.get("vocab_size"))
+    nested = config.get("text_config")
+    rows = (nested if isinstance(nested, dict) else config).get("vocab_size", config.get("vocab_size"))
     if token_id is not None and rows is not None and not 0 <= token_id < rows:
         given = what or f"--mask-token-id {token_id}"
         raise ValueError(f"{given} is outside the target's embedding: its {rows} rows are the ids 0 to {rows - 1}.")

@@ -220,6 +220,15 @@ def stop_printing() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def end_progress_bars() -> None:
+    """End the lines of bars that an error has left open, so that what is said next has a line of its own."""
+    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    for bar in list(getattr(tqdm, "_instances", ())):
+        with contextlib.suppress(Exception):
+            bar.leave = True
+            bar.close()
+
+
 def set_verbosity(quiet: bool, verbose: int) -> None:
     """`-q` and `-v`: what the libraries say, which read it from the environment when they are imported."""
     if not quiet and not verbose:

@@ -55,5 +55,5 @@ def run(arguments, echo) -> Outcome:
         echo(f"Dry run: nothing was sent to {result.repo}.")
     else:
         echo(result.url or f"{result.repo} already holds all of this: no new commit.")
-    facts = {"repo": result.repo, "files": result.files, "left_out": len(result.left_out), "url": result.url}
-    return Outcome(facts={**facts, "findings": [vars(finding) for finding in result.findings]})
+    known = {"repo": result.repo, "files": result.files, "left_out": len(result.left_out), "url": result.url}
+    return Outcome(facts={**known, "findings": [vars(finding) for finding in result.findings]})

@@ -20,9 +20,9 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())[:260]} (see {self.prog} --help)\n")
 
 
-def common() -> argparse.ArgumentParser:
+def common() -> Parser:
     """What every command takes."""
-    parent = argparse.ArgumentParser(add_help=False)
+    parent = Parser(add_help=False)
     group = parent.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="print the result as JSON, and all else on standard error")
     group.add_argument("-q", "--quiet", action="store_true", help="no progress bars, and errors only of the libraries")

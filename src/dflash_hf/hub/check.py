@@ -78,7 +78,7 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         `OSError`: there are no safetensors, or a shard is missing.
         `ValueError`: a file is damaged; names it.
     """
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in checkpoint_files(str(folder)):
         shapes |= {name: shape for name, (_, shape) in read_header(file).items()}
     return shapes
