@@ -5,9 +5,11 @@ import errno
 import io
 import json
 import os
+import re
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from dflash_hf.data.time_limit import time_limit
 from dflash_hf.failures import explain
 
 
+ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = [name for name, _, _ in cli.COMMANDS]
 
 
@@ -476,3 +479,30 @@ def test_an_error_does_not_hang_on_a_progress_bar(told, monkeypatch):
 
     monkeypatch.setattr("dflash_hf.commands.env.run", fail)
     assert told("env") == (1, "dflash env: error: in the middle")
+
+
+@pytest.mark.slow
+def test_every_command_under_every_bad_condition():
+    """What `examples/benchmarks/results/shell.md` shows."""
+    from shell_table import COMMANDS, table
+
+    _, faults = table(COMMANDS)
+    assert not faults, "\n".join(faults)
+
+
+def test_the_script_for_jobs_brings_its_environment():
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    text = (ROOT / "examples" / "train_on_jobs.py").read_text(encoding="utf-8")
+    block = re.search(r"(?m)^# /// script$\s(?P<content>(^#(| .*)$\s)+)^# ///$", text)["content"]  # of PEP 723
+    header = tomllib.loads("".join(line.removeprefix("#") + "\n" for line in block.splitlines()))
+    assert header["requires-python"] == ">=3.10"
+    named = {re.match(r"[\w-]+", one).group() for one in header["dependencies"]}
+    assert {"torch", "transformers", "datasets", "accelerate", "pyyaml", "jinja2", "dflash-hf"} <= named
+
+
+def test_remedies_name_what_can_be_installed():
+    """`pip install dflash-hf` finds nothing: the package index does not have it yet."""
+    folders = ("src", "modeling", "hub_cards", "examples")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md")]
+    for path in [*files, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+        assert not re.search(r"pip install [\"'`]?dflash-hf", path.read_text(encoding="utf-8")), path
