@@ -108,11 +108,15 @@ def test_a_name_that_is_no_folder_is_asked_for_once(told, monkeypatch):
     start = time.monotonic()
     code, line = told("generate", "--target", "no-such-folder", "--prompt", "x")
     assert code == 1 and "there is no such folder, and the Hub cannot be reached" in line
+    code, line = told("prepare", "rows.jsonl", "--tokenizer", "no-such-folder")
+    assert code == 1 and "there is no such folder, and the Hub cannot be reached" in line
     assert time.monotonic() - start < 20
     with stand_in(monkeypatch):
         monkeypatch.setenv("HF_TOKEN", "hf_right")
         code, line = told("generate", "--target", "someone/nothing", "--prompt", "x")
+        again = told("prepare", "rows.jsonl", "--tokenizer", "someone/nothing")
     assert code == 1 and "the Hub has no model of that name" in line
+    assert again[0] == 1 and "the Hub has no model of that name" in again[1]
 
 
 @pytest.mark.parametrize(
@@ -461,6 +465,12 @@ def test_the_bash_completion_completes(tmp_path):
     ask = 'COMP_WORDS=(dflash check --eng); COMP_CWORD=2; _dflash; echo "${COMPREPLY[@]}"'
     done = subprocess.run(["bash", "-c", f"{text}\n{ask}"], capture_output=True, text=True)
     assert done.stdout.split() == ["--engine"], done.stderr
+
+
+def test_the_target_of_check_is_called_missing(world, told):
+    code, line = told("check", world / "draft", "--target", world / "absent")
+    assert code == 1 and "there is no such folder" in line
+    assert told("check", world / "draft", "--target", world / "target")[0] == 0
 
 
 def test_a_command_in_a_process_of_its_own(world):

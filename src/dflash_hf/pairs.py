@@ -219,8 +219,19 @@ def _read_json(path: str | Path) -> dict:
     return value
 
 
-def _from_hub(name: str, what: str, revision: str | None) -> str:
-    """The path of a repository's `config.json` in the cache, where one question to the Hub may bring it."""
+def check_repository(name: str, what: str, revision: str | None = None) -> None:
+    """
+    Ask once whether a name that is no folder is a repository, before libraries ask again and again.
+
+    Raises:
+        `OSError`: it is none, or the Hub cannot be reached.
+    """
+    if not Path(name).expanduser().exists():
+        _from_hub(name, what, revision, "tokenizer_config.json")
+
+
+def _from_hub(name: str, what: str, revision: str | None, file: str = "config.json") -> str:
+    """The path of a repository's small file in the cache, where one question to the Hub may bring it."""
     from huggingface_hub import constants, hf_hub_download, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.utils import build_hf_headers, get_session, validate_repo_id
 
@@ -229,12 +240,12 @@ def _from_hub(name: str, what: str, revision: str | None) -> str:
         validate_repo_id(name)
     except ValueError as error:
         raise FileNotFoundError(f"{missing} it is not the name of a repository of the Hub.") from error
-    found = try_to_load_from_cache(name, "config.json", revision=revision)
+    found = try_to_load_from_cache(name, file, revision=revision)
     if isinstance(found, str):
         return found
     if constants.HF_HUB_OFFLINE:
         raise OSError(f"{missing} the Hub is switched off by HF_HUB_OFFLINE; name a folder, or allow the Hub.")
-    url = hf_hub_url(name, "config.json", revision=revision)
+    url = hf_hub_url(name, file, revision=revision)
     try:
         answer = get_session().head(url, headers=build_hf_headers(), timeout=_SECONDS, follow_redirects=True)
     except Exception as error:  # of whichever HTTP library huggingface_hub uses
@@ -243,7 +254,9 @@ def _from_hub(name: str, what: str, revision: str | None) -> str:
         ) from error
     if answer.status_code in (401, 403):
         raise OSError(f"{missing} the Hub shows no such repository; where it is private or gated: `hf auth login`.")
+    if answer.status_code == 404 and file != "config.json" and answer.headers.get("X-Error-Code") == "EntryNotFound":
+        return ""  # a repository, where the question was for one
     if answer.status_code == 404:
         at = f" at revision {revision}" if revision else ""
-        raise OSError(f"{missing} the Hub has no model of that name with a config.json{at}.")
-    return hf_hub_download(name, "config.json", revision=revision)
+        raise OSError(f"{missing} the Hub has no model of that name with a {file}{at}.")
+    return hf_hub_download(name, file, revision=revision)

@@ -25,14 +25,18 @@ def run(arguments, echo) -> Outcome:
     from pathlib import Path
 
     from dflash_hf.hub.check import check, render
-    from dflash_hf.pairs import looks_local
+    from dflash_hf.pairs import looks_local, read_config
 
     if looks_local(arguments.folder) and not Path(arguments.folder).expanduser().is_dir():
         raise FileNotFoundError(f"{arguments.folder}: there is no such folder.")
+    target = arguments.target
+    if target is not None and not Path(target).expanduser().is_file():
+        config = read_config(target, f"--target {target}")
+        target = config.get("text_config", config)
     findings = check(
         arguments.folder,
         arguments.engine or ENGINES,
-        arguments.target,
+        target,
         arguments.revision,
         arguments.subfolder,
     )

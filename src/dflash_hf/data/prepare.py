@@ -14,7 +14,7 @@ from dflash_hf.data.encode import RowEncoder, UnusableRow
 from dflash_hf.data.examples import pack
 from dflash_hf.data.response_file import SETTINGS
 from dflash_hf.data.sources import load_rows
-from dflash_hf.pairs import Loading, check_pair, check_token_id, looks_local
+from dflash_hf.pairs import Loading, check_pair, check_repository, check_token_id, looks_local
 from dflash_hf.terminal import Outcome, one_line, read_text, wants_color
 
 
@@ -295,6 +295,7 @@ def load_tokenizer(
     folder = Path(name).expanduser()
     if not folder.exists() and looks_local(str(name)):
         raise FileNotFoundError(f"{name}: there is no such folder.")
+    check_repository(str(name), str(name), revision)
     options = {"trust_remote_code": True} if trust_remote_code else {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main", **options)
