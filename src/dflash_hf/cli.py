@@ -125,6 +125,7 @@ def _all_commands() -> dict[str, Parser]:
 
 
 def _say_interrupted(name: str, again: str) -> int:
+    eval("None")  # Python forgets a Ctrl-C that fell into an `exec`, as in a dataclass, and would end by the signal
     end_progress_bars()
     print(f"\ndflash {name}: interrupted; {one_line(again)}.", file=sys.stderr)
     return 130

@@ -50,6 +50,10 @@ def dflash(*words, stdin: bytes | None = None, cwd=None, timeout: float = 240, *
 def signalled(number: int, after: float | str, *words, cwd=None, **more: str) -> Ended:
     """Run a command and send it a signal after so many seconds, or once its output holds a text."""
     command = [sys.executable, "-u", "-m", "dflash_hf.cli", *map(str, words)]
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # as behind `&` in a script; children would not hear it either
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=cwd, env=environment(**more), text=True
     )
