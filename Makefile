@@ -23,7 +23,7 @@ help:
 	@echo "make test      install into $(VENV), lint, run the tests"
 	@echo "make quick     the tests that a change of the maths breaks first, in a minute or two"
 	@echo "make demo      install into $(VENV), train and run a tiny drafter on the CPU"
-	@echo "make lint      ruff check and ruff format --check"
+	@echo "make lint      ruff check, ruff format --check and mypy"
 	@echo "make format    apply what ruff can fix"
 	@echo "make coverage  the tests with branch coverage"
 	@echo "make venv      only install"
@@ -45,6 +45,7 @@ quick: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -13,8 +13,9 @@ from support.tiny_chat import THINKING, save_target
 from transformers import AutoModelForCausalLM
 
 from dflash_hf import cli
-from dflash_hf.cli import main, wants_color
+from dflash_hf.cli import main
 from dflash_hf.demo import run as demo
+from dflash_hf.terminal import wants_color
 
 
 @pytest.fixture(scope="module")
@@ -176,16 +177,17 @@ def test_errors_are_one_line(pair_arguments, sources, tmp_path, capsys):
             "prompts=9999, but only",
         ),
         (["generate", "--target", str(tmp_path), "--prompt", "x"], str(tmp_path)),
-        (["generate", "--target", target, "--draft", target, "--prompt", "x"], ""),
+        (["generate", "--target", target, "--draft", target, "--prompt", "x"], "is not a DFlash drafter"),
+        (["generate", "--target", draft, "--draft", target, "--prompt", "x"], "are swapped"),
         (
-            ["generate", "--target", target, "--draft", draft, "--prompt", "x", "--temperature", "-1"],
-            "--temperature -1",
+            ["generate", "--target", target, "--draft", draft, "--prompt", "x", "--device", "cuda:99"],
+            "this machine has",
         ),
         (["generate", "--target", target, "--draft", draft, "--prompt", "", "--raw"], "--prompt is empty"),
     ):
         assert main(arguments) == 1, arguments
         last = capsys.readouterr().err.strip()
-        assert f"dflash {arguments[0]}: " in last and message in last
+        assert f"dflash {arguments[0]}: error: " in last and message in last
         assert "Traceback" not in last
     assert not [path for path in tmp_path.iterdir() if path.name.startswith((".pair", "pair"))]
 
@@ -204,8 +206,8 @@ def test_colour_is_for_terminals_and_no_color_for_those_who_mind(monkeypatch):
     assert wants_color(None, Terminal()) and not wants_color(False, Terminal())
 
 
-@pytest.mark.parametrize("command", sorted(cli._ROOMS))
-def test_commands_of_other_rooms(command, capsys):
+@pytest.mark.parametrize("command", [name for name, _, _ in cli.COMMANDS])
+def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as error:
         main([command, "--help"])
     assert error.value.code == 0

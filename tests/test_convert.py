@@ -1,6 +1,5 @@
 """Between the published layout and transformers' own, and out of `.pt` files."""
 
-import argparse
 import json
 import pickle
 
@@ -11,7 +10,8 @@ from support.pairs import make_draft
 from transformers import AutoModel
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.convert import add_arguments, convert, run
+from dflash_hf.cli import main
+from dflash_hf.convert import convert
 from dflash_hf.hub.check import check
 
 
@@ -175,12 +175,10 @@ def test_the_destination_is_whole_or_absent(folder, tmp_path, monkeypatch):
         convert(folder, tmp_path / "other", to="gguf")
 
 
-def test_the_command(folder, tmp_path):
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    lines = []
-    arguments = parser.parse_args([str(folder), str(tmp_path / "native"), "--to", "native"])
-    assert run(arguments, lines.append) == 0
-    assert lines == [f"Wrote {tmp_path / 'native'} (native)."]
-    assert run(arguments, lines.append) == 1
-    assert lines[-1].startswith("error: ") and "name a new folder" in lines[-1]
+def test_the_command(folder, tmp_path, capsys):
+    words = ["convert", str(folder), str(tmp_path / "native"), "--to", "native"]
+    assert main(words) == 0
+    assert capsys.readouterr().out == f"Wrote {tmp_path / 'native'} (native).\n"
+    assert main(words) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert line.startswith("dflash convert: error: ") and "name a new folder" in line

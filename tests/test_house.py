@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "dflash_hf"
 MODELING = ROOT / "modeling"
 CARDS = ROOT / "hub_cards"
+EXAMPLES = ROOT / "examples"
 LIBRARY = sorted([*SOURCE.rglob("*.py"), *MODELING.rglob("*.py"), *CARDS.rglob("*.py")])
 REMOTE_CODE = sorted(MODELING.rglob("*.py"))
 EVERYTHING = sorted([*LIBRARY, *(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").rglob("*.py")])
@@ -32,6 +33,7 @@ WINGS = {
     "hub": {"evaluation"},
     "training": {"data", "evaluation", "hub"},
     "demo": {"data", "evaluation", "training"},
+    "commands": {"data", "evaluation", "hub", "training", "demo"},
 }
 MAX_LINES = 80
 # Imported inside the functions that need them: `import dflash_hf` stays quick and works without the extras.
@@ -113,7 +115,7 @@ def built(tmp_path_factory) -> tuple[Path, Path]:
     # A copy, because setuptools leaves build/ and *.egg-info behind.
     tree = scratch / "tree"
     shutil.copytree(SOURCE, tree / "src" / "dflash_hf", ignore=shutil.ignore_patterns("__pycache__"))
-    for folder in (MODELING, CARDS, ROOT / "tests"):
+    for folder in (MODELING, CARDS, EXAMPLES, ROOT / "tests"):
         shutil.copytree(folder, tree / folder.name, ignore=shutil.ignore_patterns("__pycache__"))
     for path in ROOT.iterdir():
         if path.is_file():
@@ -138,6 +140,8 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(built):
     for folder, inside in ((SOURCE, "dflash_hf"), (MODELING, "dflash_hf/modeling"), (CARDS, "dflash_hf/hub_cards")):
         files = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
         expected |= {f"{inside}/{path.relative_to(folder).as_posix()}" for path in files}
+    shipped = [*EXAMPLES.glob("*.py"), *EXAMPLES.glob("recipes/*"), *EXAMPLES.glob("accelerate/*")]
+    expected |= {f"dflash_hf/examples/{path.relative_to(EXAMPLES).as_posix()}" for path in shipped}
     found = {path.relative_to(wheel).as_posix() for path in wheel.rglob("*") if path.is_file()}
     found = {name for name in found if ".dist-info/" not in name}
     assert found == expected, "declare new folders in `packages` and new data in `package_data` of setup.cfg"

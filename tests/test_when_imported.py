@@ -48,6 +48,8 @@ print(type(AutoModel.from_config(config)).__name__)
     [
         "from dflash_hf import DFlashDraftModel, DFlashDraftConfig",
         "from dflash_hf.modeling.hook_dflash import install_hook; install_hook()",
+        "from dflash_hf.modeling.layouts_dflash import is_drafter_config",
+        "from dflash_hf.auto import register",
     ],
 )
 def test_any_of_its_names_can_be_the_first_thing_imported(first):

@@ -11,11 +11,12 @@ or call `dflash_hf.auto.unregister()`; `DFlashDraftModel.from_pretrained` works 
 import functools
 import os
 
-from transformers import AutoConfig, PreTrainedConfig
-
 
 def register() -> None:
     """Make `AutoConfig` return our class for a drafter's folder. Registering twice is a no-op."""
+    # Imports lie in the functions: importing transformers may be what calls them, through `when_imported`.
+    from transformers import AutoConfig, PreTrainedConfig
+
     original = AutoConfig.from_pretrained
     if hasattr(original, "_dflash_original") or os.environ.get("DFLASH_HF_AUTO") == "0":
         return
@@ -44,7 +45,7 @@ def register() -> None:
 
 def register_classes() -> None:
     """Tell `AutoConfig` and `AutoModel` of our classes. Registering twice is a no-op."""
-    from transformers import AutoModel
+    from transformers import AutoConfig, AutoModel
 
     from dflash_hf.modeling.modeling_dflash import DFlashDraftConfig, DFlashDraftModel
 
@@ -57,6 +58,7 @@ def register_pipelines() -> None:
     Let `pipeline(..., assistant_model="<drafter>")` load a drafter by its name. Upstream looks for the class among its
     own, and compares tokenizers, of which a drafter has none. Registering twice is a no-op.
     """
+    from transformers import AutoConfig
     from transformers.pipelines import base
 
     original = base.load_assistant_model
@@ -81,6 +83,8 @@ def register_pipelines() -> None:
 
 def unregister() -> None:
     """Give `AutoConfig` back to upstream, and with it `AutoModel`, for folders that name another model type."""
+    from transformers import AutoConfig
+
     original = getattr(AutoConfig.from_pretrained, "_dflash_original", None)
     if original is not None:
         AutoConfig.from_pretrained = original

@@ -1,31 +1,50 @@
-"""The command line, `dflash COMMAND`. The only module that prints."""
+"""
+The command line, `dflash COMMAND`. It and `terminal.Echo` are all that prints.
 
-import argparse
+Exit status: 0 done; 1 it failed, or the result is not what was asked for (an error found by `check`, an output that is
+not the target's own); 2 the command line cannot be right and nothing was begun; 130 interrupted by Ctrl-C; 141 nobody
+reads its output any more. An error is one line on standard error, `dflash NAME: error: ...`.
+"""
+
 import importlib
+import json
+import os
+import signal
 import sys
-import time
-from collections.abc import Sequence
-from pathlib import Path
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from dflash_hf.terminal import add_color, add_template_arguments, note, positive, template_arguments, wants_color
+from dflash_hf.commands.shared import Formatter, Parser, common
+from dflash_hf.terminal import Echo, Outcome, UsageError, end_progress_bars, one_line, set_verbosity, stop_printing
 
 
-# Commands that live in rooms of their own, as `add_arguments(parser)` and `run(arguments, echo) -> int`. A room is
-# imported when its command is asked for: torch takes seconds.
-_ROOMS = {
-    "bench": ("dflash_hf.evaluation.bench", "time every way of decoding a pair side by side"),
-    "check": ("dflash_hf.hub.check", "will vLLM, SGLang and transformers read a drafter's folder, and read the same?"),
-    "convert": ("dflash_hf.convert", "rewrite a drafter in another published layout"),
-    "eval": ("dflash_hf.evaluation.command", "measure tau, speed-up and losslessness of a pair on prompts"),
-    "features": (
-        "dflash_hf.training.offline",
-        "store the target's features of a dataset, for training without its layers",
-    ),
-    "prepare": ("dflash_hf.data.prepare", "show what of a dataset is learned, count it, and write it as ids"),
-    "regenerate": ("dflash_hf.data.regenerate", "write the target's own responses to the prompts of a dataset"),
-    "train": ("dflash_hf.training.train", "train a drafter by a recipe"),
-    "publish": ("dflash_hf.hub.publish", "upload a drafter with its card to the Hub"),
-}
+# Name, what it is for, and the module with its `add_arguments(parser)` and `run(arguments, echo)`. Where a command
+# goes on after an interruption, the module says so in `AGAIN`.
+COMMANDS = (
+    ("demo", "train a small target and its drafter on this machine, and compare", "demo"),
+    ("generate", "decode a prompt with a target and its drafter", "generate"),
+    ("find", "list drafters of a target on the Hub", "find"),
+    ("regenerate", "write the target's own responses to the prompts of a dataset", "regenerate"),
+    ("prepare", "show what of a dataset is learned, count it, and write it as ids", "prepare"),
+    ("features", "store the target's features of a dataset, for training without its layers", "features"),
+    ("recipes", "list, show or copy the recipes and scripts that come along", "recipes"),
+    ("train", "train a drafter by a recipe", "train"),
+    ("eval", "measure tau, speed-up and losslessness of a pair on prompts", "eval"),
+    ("bench", "time every way of decoding a pair side by side", "bench"),
+    ("check", "will vLLM, SGLang and transformers read a drafter's folder, and read the same?", "check"),
+    ("convert", "rewrite a drafter in another published layout", "convert"),
+    ("publish", "upload a drafter with its card to the Hub", "publish"),
+    ("env", "print versions and devices, for a report of a defect", "env"),
+    ("completion", "print a completion script for bash, zsh or fish", "completion"),
+)
+
+
+class _Console(Echo):
+    def note(self, line: str) -> None:
+        """A line beside the output, on standard error."""
+        print(line, flush=True, file=sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,169 +55,100 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv (`Sequence[str]`, *optional*): Arguments after the program's name. Default: the process's.
 
     Returns:
-        `int`: 0; 1 after an error that was told in one line, or a result that is not lossless; 130 after Ctrl-C.
+        `int`: The exit status, see above. `SystemExit` with 2 where the arguments cannot be parsed, with 0 after help.
     """
-    argv = sys.argv[1:] if argv is None else list(argv)
-    arguments = _parser(argv[0] if argv else "").parse_args(argv)
-    try:
-        return arguments.run(arguments, _echo)
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
-    except (ValueError, OSError, ImportError) as error:
-        print(f"dflash {arguments.command}: {error}", file=sys.stderr)
-        return 1
+    with _interrupts() as interrupted:
+        name, again, debug = "", "run the same command again", os.environ.get("DFLASH_DEBUG", "0") not in ("", "0")
+        try:
+            argv = sys.argv[1:] if argv is None else list(argv)
+            name = next((word for word in argv if not word.startswith("-")), "")
+            arguments = build_parser(name)[0].parse_args(argv)
+            debug |= arguments.debug
+            module = _module(name)
+            again = getattr(module, "AGAIN", again)
+            set_verbosity(arguments.quiet, arguments.verbose)
+            arguments.all_commands = _all_commands
+            outcome = module.run(arguments, _Console(to_stderr=arguments.json))
+            outcome = outcome if isinstance(outcome, Outcome) else Outcome(outcome)
+            if arguments.json:
+                print(json.dumps({"exit": outcome.code, **outcome.facts}, indent=1, default=str))
+            sys.stdout.flush()
+            return outcome.code
+        except BrokenPipeError:
+            stop_printing()
+            return 141
+        except Exception as error:  # every error ends as one line
+            if debug:
+                traceback.print_exc()
+            if interrupted:  # libraries turn a Ctrl-C in the middle of their import into errors of their own
+                return _say_interrupted(name, again)
+            from dflash_hf.failures import explain
+
+            end_progress_bars()
+            print(f"dflash {name}: error: {explain(error, again)}", file=sys.stderr)
+            return 2 if isinstance(error, UsageError) else 1
+        except KeyboardInterrupt:
+            if debug:
+                traceback.print_exc()
+            return _say_interrupted(name, again)
 
 
-def _echo(line: str) -> None:
-    print(line, flush=True)
-
-
-def _parser(chosen: str) -> argparse.ArgumentParser:
+def build_parser(chosen: str) -> tuple[Parser, Parser | None]:
+    """The parser, and that of one command, with its arguments; those of others are not imported."""
     from dflash_hf import __version__
 
-    parser = argparse.ArgumentParser(prog="dflash", description="Train, publish and run DFlash drafters.")
+    parser = Parser(prog="dflash", description="Train, publish and run DFlash drafters.", formatter_class=Formatter)
     parser.add_argument("--version", action="version", version=f"dflash-hf {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, add, run, summary in (
-        ("demo", _add_demo, _demo, "train a small target and its drafter on this machine, and compare"),
-        ("generate", _add_generate, _generate, "decode a prompt with a target and its drafter"),
-    ):
-        command = commands.add_parser(name, help=summary, description=summary)
-        add(command)
-        command.set_defaults(run=run)
-    for name, (module, summary) in _ROOMS.items():
-        command = commands.add_parser(name, help=summary, description=summary)
+    parser.epilog = (
+        "exit status: 0 done, 1 failed, 2 wrong arguments, 130 interrupted, 141 the output is read no more\n"
+        "`dflash COMMAND --help` shows arguments and examples; --debug, or DFLASH_DEBUG=1, where an error comes from"
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+    shared = common()
+    for name, summary, _ in COMMANDS:
+        command = commands.add_parser(
+            name, help=summary, description=summary, parents=[shared], formatter_class=Formatter
+        )
         if name == chosen:
-            room = importlib.import_module(module)
-            room.add_arguments(command)
-            command.set_defaults(run=room.run)
-    return parser
+            _module(name).add_arguments(command)
+    return parser, commands.choices.get(chosen)
 
 
-def _add_demo(parser) -> None:
-    parser.add_argument("--fresh", action="store_true", help="train even if a trained pair is in the cache")
-    parser.add_argument(
-        "--cache-dir", type=Path, help="where pair, figures and picture are kept; default: ~/.cache/dflash_hf/demo"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of data, weights and anchors; default: %(default)s")
-    parser.add_argument("--self-generate", action="store_true", help="train the drafter on the target's own answers")
-    parser.add_argument("--source", help="folder of Python files to learn from; default: the standard library")
-    parser.add_argument("--prompts", type=positive, default=40, help="held-out lines to decode; default: %(default)s")
-    parser.add_argument("--runs", type=positive, default=2, help="timed repetitions; default: %(default)s")
-    parser.add_argument("--target-steps", type=positive, help="optimizer steps of the target")
-    parser.add_argument("--draft-steps", type=positive, help="optimizer steps of the drafter")
-    add_color(parser, "accepted draft tokens")
+def _module(name: str):
+    module = next(module for command, _, module in COMMANDS if command == name)
+    return importlib.import_module(f"dflash_hf.commands.{module}")
 
 
-def _add_generate(parser) -> None:
-    parser.add_argument("--target", required=True, help="folder or Hub name of the target")
-    parser.add_argument("--draft", help="folder or Hub name of its drafter; without it the target decodes alone")
-    parser.add_argument("--prompt", required=True, help="the user's message; - reads it from standard input")
-    parser.add_argument("--raw", action="store_true", help="feed the prompt as it is, without the chat template")
-    add_template_arguments(parser)
-    parser.add_argument("--max-new-tokens", type=positive, default=512, help="default: %(default)s")
-    parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
-    parser.add_argument("--top-p", type=float, default=1.0, help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample; default: %(default)s")
-    parser.add_argument("--dtype", default="auto", help="of both models: auto, float32, bfloat16, float16")
-    parser.add_argument(
-        "--device", help="cpu, cuda, cuda:1, ... or auto, to spread a large target; default: a GPU if any"
-    )
-    parser.add_argument("--threads", type=positive, help="CPU threads of this process; default: as torch chooses")
-    parser.add_argument(
-        "--show-drafts", action="store_true", help="print the text again, accepted draft tokens marked"
-    )
-    parser.add_argument("--compare", action="store_true", help="also decode with the target alone")
-    parser.add_argument("--packed", action="store_true", help="pack the weights of both models for a CPU; once")
-    add_color(parser, "accepted draft tokens")
+def _all_commands() -> dict[str, Parser]:
+    found = {name: build_parser(name)[1] for name, _, _ in COMMANDS}
+    return {name: parser for name, parser in found.items() if parser is not None}
 
 
-def _demo(arguments, echo) -> int:
-    from dflash_hf.demo.cache import default_cache_dir
-    from dflash_hf.demo.run import DemoSettings, run_demo
-
-    chosen = {
-        "seed": arguments.seed,
-        "self_generate": arguments.self_generate,
-        "source": arguments.source and str(Path(arguments.source).resolve()),
-        "target_steps": arguments.target_steps,
-        "draft_steps": arguments.draft_steps,
-    }
-    report = run_demo(
-        DemoSettings(**{name: value for name, value in chosen.items() if value is not None}),
-        arguments.cache_dir or default_cache_dir(),
-        arguments.fresh,
-        arguments.prompts,
-        arguments.runs,
-        wants_color(arguments.color, sys.stdout),
-        say=echo,
-    )
-    return 0 if report.lossless else 1
+def _say_interrupted(name: str, again: str) -> int:
+    eval("None")  # Python forgets a Ctrl-C that fell into an `exec`, as in a dataclass, and would end by the signal
+    end_progress_bars()
+    print(f"\ndflash {name}: interrupted; {one_line(again)}.", file=sys.stderr)
+    return 130
 
 
-def _generate(arguments, echo) -> int:
-    import torch
-    from transformers import AutoConfig, TextStreamer, set_seed
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """A list that holds something once Ctrl-C was pressed: what it raises may arrive as another exception."""
+    pressed: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield pressed
+        return
 
-    from dflash_hf import packed_weights
-    from dflash_hf.data.encode import RowEncoder
-    from dflash_hf.data.prepare import load_tokenizer
-    from dflash_hf.data.prompts import ids_of_prompt, prompt_of, template_kwargs
-    from dflash_hf.evaluation.text import colored_answer
-    from dflash_hf.pairs import load_pair
+    def press(number, frame):
+        pressed.append(number)
+        raise KeyboardInterrupt
 
-    if arguments.temperature < 0:
-        raise ValueError(f"--temperature {arguments.temperature} must not be negative; 0 decodes greedily.")
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    AutoConfig.from_pretrained(arguments.target)  # says more clearly than the tokenizer that there is no model
-    tokenizer = load_tokenizer(arguments.target)
-    given = template_arguments(arguments.template_args)
-    target, draft = load_pair(arguments)
-
-    if arguments.packed:
-        packed_weights(*(model for model in (target, draft) if model is not None))
-
-    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
-    kwargs = {} if arguments.raw else template_kwargs(given, draft_config=draft and draft.config, say=note)
-    as_chat = bool(tokenizer.chat_template) and not arguments.raw
-    encoder = RowEncoder(tokenizer, chat_template_kwargs=kwargs)
-    ids = ids_of_prompt(encoder, prompt_of({"prompt": prompt}, as_chat))
-    if not ids:
-        raise ValueError("--prompt is empty under this tokenizer; pass some text.")
-    input_ids = torch.tensor([ids], device=target.device)
-    inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
-    length = len(ids)
-    options = {"max_new_tokens": arguments.max_new_tokens, "return_dict_in_generate": True, "do_sample": False}
-    if arguments.temperature:
-        options.update(do_sample=True, temperature=arguments.temperature, top_p=arguments.top_p)
-
-    def decode(**extra):
-        set_seed(arguments.seed)
-        start = time.perf_counter()
-        output = target.generate(**inputs, **options, **extra)
-        seconds = time.perf_counter() - start
-        ids = output.sequences[0, length:].tolist()
-        return output, ids, f"{len(ids)} tokens in {seconds:.2f} s, {len(ids) / seconds:.1f} tokens/s"
-
-    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    output, ids, speed = decode(streamer=streamer, **({"assistant_model": draft} if draft is not None else {}))
-    # Figures go to standard error, so that the text alone can be piped.
-    lengths = getattr(output, "acceptance_lengths", None)
-    if lengths and lengths[0]:
-        speed += f", tau {sum(lengths[0]) / len(lengths[0]):.2f} over {len(lengths[0])} verifications"
-        if arguments.show_drafts:
-            pieces = [tokenizer.decode([token]) for token in ids]
-            echo(f"\n{colored_answer(pieces, lengths[0], wants_color(arguments.color, sys.stdout))}")
-    packed = ", packed" if arguments.packed else ""
-    who = "target alone" if draft is None else "with the drafter"
-    print(f"\n{who}{packed}: {speed}", file=sys.stderr)
-    if arguments.compare and draft is not None:
-        _, alone, speed = decode()
-        equal = "the same tokens" if alone == ids else "other tokens"
-        print(f"target alone{packed}: {speed}; {equal}", file=sys.stderr)
-    return 0
+    before = signal.signal(signal.SIGINT, press) if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN else None
+    try:
+        yield pressed
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
 
 
 if __name__ == "__main__":  # for `accelerate launch -m dflash_hf.cli train`

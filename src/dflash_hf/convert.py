@@ -43,7 +43,13 @@ _NATIVE_KEYS = (
 )
 
 
-def convert(src: str | Path, dst: str | Path, to: str = "z-lab", config: str | Path | None = None) -> Path:
+def convert(
+    src: str | Path,
+    dst: str | Path,
+    to: str = "z-lab",
+    config: str | Path | None = None,
+    revision: str | None = None,
+) -> Path:
     """
     Write the drafter in `src` to the new folder `dst`, in another layout.
 
@@ -53,6 +59,7 @@ def convert(src: str | Path, dst: str | Path, to: str = "z-lab", config: str | P
         to (`str`): `"z-lab"`: what vLLM and SGLang serve, with our code beside it. `"native"`: for plain transformers;
             only drafters of full, bidirectional, bias-free attention can be expressed in it.
         config (`str` or `Path`, *optional*): The `config.json` of a `.pt` file; default: the one in its folder.
+        revision (`str`, *optional*): Branch, tag or commit of a repository.
 
     Returns:
         `Path`: `dst`.
@@ -67,12 +74,12 @@ def convert(src: str | Path, dst: str | Path, to: str = "z-lab", config: str | P
     if dst.is_file() or (dst.is_dir() and any(dst.iterdir())):
         raise FileExistsError(f"{dst} exists; name a new folder.")
     dst.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=dst.parent, prefix=f".{dst.name}.") as scratch:
-        scratch = Path(scratch)
+    with tempfile.TemporaryDirectory(dir=dst.parent, prefix=f".{dst.name}.") as name:
+        scratch = Path(name)
         source = (
             _unpack(Path(src), config, scratch / "unpacked") if str(src).endswith((".pt", ".pth", ".bin")) else src
         )
-        draft = DFlashDraftModel.from_pretrained(source)
+        draft = DFlashDraftModel.from_pretrained(source, **({"revision": revision} if revision else {}))
         if to == "native":
             _save_native(draft, scratch / "result")
         else:
@@ -115,25 +122,6 @@ def native_obstacle(draft: DFlashDraftModel) -> str | None:
     if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
         return f"partial_rotary_factor={config.rope_parameters['partial_rotary_factor']}: native heads rotate whole"
     return None
-
-
-def add_arguments(parser) -> None:
-    """Arguments of `dflash convert`."""
-    parser.add_argument("src", help="folder, repository or .pt file of a drafter")
-    parser.add_argument("dst", help="new folder")
-    parser.add_argument("--to", choices=LAYOUTS, default="z-lab", help="layout to write; default: %(default)s")
-    parser.add_argument("--config", help="config.json of a .pt file; default: beside it")
-
-
-def run(arguments, echo) -> int:
-    """`dflash convert`: 0, or 1 when it cannot be done."""
-    try:
-        folder = convert(arguments.src, arguments.dst, arguments.to, arguments.config)
-    except (ValueError, OSError) as error:
-        echo(f"error: {error}")
-        return 1
-    echo(f"Wrote {folder} ({arguments.to}).")
-    return 0
 
 
 def _save_native(draft: DFlashDraftModel, folder: Path) -> None:

@@ -1,9 +1,64 @@
-"""What the commands share: colours for those who can see them, and numbers that make sense."""
+"""What the commands share: one line for every error, values that can be right, colours for those who can see them."""
 
 import argparse
+import contextlib
 import json
+import math
 import os
+import re
 import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+LONGEST_LINE = 300  # characters of an error
+LONGEST_DETAILS = 1000  # of a `DetailedError`
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+_SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{6,}")
+_SECRET = re.compile(r"token$|secret|password|api_?key", re.IGNORECASE)
+
+
+class UsageError(ValueError):
+    """The command line itself cannot be right: nothing was begun."""
+
+
+class DetailedError(ValueError):
+    """An error whose line may be longer than others', since every part of it is needed to go on."""
+
+
+@dataclass
+class Outcome:
+    """
+    What a command did.
+
+    Args:
+        code (`int`): The exit status.
+        facts (`dict`): What `--json` prints.
+    """
+
+    code: int = 0
+    facts: dict = field(default_factory=dict)
+
+
+def one_line(message: object, limit: int = LONGEST_LINE) -> str:
+    """A message on one line of at most `limit` characters, its middle left out, and without tokens of the Hub."""
+    text = _TOKEN.sub("hf_...", " ".join(str(message).split()))
+    if len(text) <= limit:
+        return text
+    tail = limit // 3
+    return f"{text[: limit - tail - 5]} ... {text[-tail:]}"
+
+
+def install(extra: str) -> str:
+    """How to install an extra, as a line that every shell takes; the package index does not have the package yet."""
+    return f"run `pip install '.[{extra}]'` in a checkout of dflash-hf"
+
+
+def is_secret(name: str) -> bool:
+    """Whether what a setting of that name holds must not be shown."""
+    return bool(_SECRET.search(name))
 
 
 def wants_color(choice: bool | None, stream) -> bool:
@@ -51,9 +106,176 @@ def template_arguments(text: str | None) -> dict | None:
     return value
 
 
+# ------------------------------------------------------------------------------------------------- values, for `type=`
+
+
 def positive(text: str) -> int:
-    """A whole number of at least 1, for `type=`."""
+    """A whole number of at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} must be at least 1")
     return value
+
+
+def count(text: str) -> int:
+    """A whole number of at least 0."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} must not be negative")
+    return value
+
+
+def token_id(text: str) -> int:
+    """An id of the vocabulary; whether the vocabulary has it is asked when it is known."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is no id of a token: ids start at 0")
+    return value
+
+
+def temperature(text: str) -> float:
+    """0, or a positive number."""
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be 0, for greedy decoding, or a positive number such as 0.7")
+    return value
+
+
+def probability(text: str) -> float:
+    """A share above 0, up to 1."""
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} must lie above 0 and be at most 1")
+    return value
+
+
+def amount(text: str) -> float:
+    """A positive number."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be a positive number")
+    return value
+
+
+def dtype(text: str) -> str:
+    """The name of a dtype, in short or in full."""
+    name = _SHORT_DTYPES.get(text, text)
+    if name not in DTYPES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(DTYPES)} (or {', '.join(_SHORT_DTYPES)})")
+    return name
+
+
+def device(text: str) -> str:
+    """The name of a device; whether it is there is asked by [`~dflash_hf.pairs.device_of`], which imports torch."""
+    if not re.fullmatch(r"auto|meta|(cpu|cuda|mps|xpu|npu|hpu)(:\d+)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a device; say cpu, cuda, cuda:1, mps, ... or auto")
+    return text
+
+
+def readable_file(text: str) -> Path:
+    """A file that is there and may be read."""
+    path = Path(text).expanduser()
+    try:
+        with path.open("rb"):
+            return path
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text} cannot be read: {error.strerror}") from error
+
+
+def output_path(text: str) -> Path:
+    """A file or folder that can be written: found out now, not after hours of work."""
+    path = Path(text).expanduser()
+    try:
+        check_writable(path)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {error.strerror or error}") from error
+    return path
+
+
+def check_writable(path: Path) -> None:
+    """
+    Try to write where `path` is, or would be made. Nothing stays there.
+
+    Raises:
+        `OSError`: it cannot be written.
+    """
+    if path.is_file():
+        with path.open("ab"):
+            return
+    folder = path.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+def read_text(path: Path) -> str:
+    """
+    A text file in UTF-8, with or without a byte order mark.
+
+    Raises:
+        `ValueError`: it is something else; names file and line.
+    """
+    content = Path(path).read_bytes()
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(not_utf8(path, content.count(b"\n", 0, error.start) + 1)) from error
+
+
+def not_utf8(path, line: int) -> str:
+    """What is said of a file in another encoding."""
+    return f"Line {line} of {path} is not UTF-8; convert the file: iconv -f LATIN1 -t UTF-8 {path} > converted"
+
+
+# ---------------------------------------------------------------------------------------------------------- the output
+
+
+class Echo:
+    """
+    Prints a line at once; under `--json` on standard error, so that standard output holds the result alone.
+
+    Who reads the beginning only, as `| head` does, does not end the work: files that are being written get finished.
+    """
+
+    def __init__(self, to_stderr: bool = False):
+        self.to_stderr = to_stderr
+
+    def __call__(self, line: str) -> None:
+        try:
+            print(line, flush=True, file=sys.stderr if self.to_stderr else sys.stdout)
+        except BrokenPipeError:
+            stop_printing()
+
+
+def stop_printing() -> None:
+    """From now on standard output leads nowhere; else Python complains at its end about the closed pipe."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def end_progress_bars() -> None:
+    """End the lines of bars that an error has left open, so that what is said next has a line of its own."""
+    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    for bar in list(getattr(tqdm, "_instances", ())):
+        with contextlib.suppress(Exception):
+            bar.leave = True
+            bar.close()
+
+
+def set_verbosity(quiet: bool, verbose: int) -> None:
+    """`-q` and `-v`: what the libraries say, which read it from the environment when they are imported."""
+    if not quiet and not verbose:
+        return
+    level = "error" if quiet else ("info" if verbose == 1 else "debug")
+    for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY", "DATASETS_VERBOSITY"):
+        os.environ[name] = level
+    if quiet:
+        for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+            os.environ[name] = "1"
+    if "transformers" in sys.modules:
+        from transformers.utils import logging
+
+        logging.set_verbosity({"error": logging.ERROR, "info": logging.INFO, "debug": logging.DEBUG}[level])
+        if quiet:
+            logging.disable_progress_bar()

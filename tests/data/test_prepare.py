@@ -174,7 +174,7 @@ def test_prepare_says_what_is_wrong_in_one_line(tmp_path, tokenizer_folder, caps
         ),
     ):
         code, out, error = prepare(capsys, tmp_path / name, "--tokenizer", tokenizer_folder, *options)
-        assert code == 1 and error.startswith("dflash prepare: ") and message in error, (name, error)
+        assert code == 1 and error.startswith("dflash prepare: error: ") and message in error, (name, error)
         assert not out
     code, _, error = prepare(capsys, tmp_path / "good.jsonl", "--tokenizer", str(tmp_path / "absent"))
-    assert code == 1 and error == f"dflash prepare: {tmp_path / 'absent'}: there is no such folder."
+    assert code == 1 and error == f"dflash prepare: error: {tmp_path / 'absent'}: there is no such folder."

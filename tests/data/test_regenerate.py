@@ -378,11 +378,22 @@ def test_wrong_options_are_told_in_one_line(data, tmp_path, capsys):
     for options, message in (
         (("--server", "localhost:8000"), "server='localhost:8000' must be an address"),
         (("--server", "http://127.0.0.1:1", "--raw"), "leave out --raw"),
-        (("--temperature", "-1"), "--temperature -1.0 must lie between 0"),
-        (("--top-p", "2"), "--top-p 2.0 must lie between 0 and 1"),
     ):
         code, _, error = regenerate(capsys, data, tmp_path / "absent", tmp_path / "out.jsonl", *options)
         assert code == 1 and message in error
+    for options, message in (
+        (("--temperature", "-1"), "argument --temperature: -1 must be 0"),
+        (("--temperature", "inf"), "argument --temperature: inf must be 0"),
+        (("--top-p", "2"), "argument --top-p: 2 must lie above 0"),
+        (("--mask-token-id", "-7"), "argument --mask-token-id: -7 is no id"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            regenerate(capsys, data, tmp_path / "absent", tmp_path / "out.jsonl", *options)
+        assert stopped.value.code == 2 and message in capsys.readouterr().err
+    code, _, error = regenerate(
+        capsys, data, tmp_path / "absent", tmp_path / "out.jsonl", "--temperature", "0", "--top-p", "0.9"
+    )
+    assert code == 2 and "changes nothing at --temperature 0" in error
     code, _, error = regenerate(capsys, data, tmp_path / "absent", tmp_path / "out.jsonl")
     assert code == 1 and "there is no such folder" in error
     assert not (tmp_path / "out.jsonl").exists()

@@ -182,7 +182,7 @@ def test_jinja_is_asked_for(folder, monkeypatch):
         return original(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match=r"pip install dflash-hf\[hub\]"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[hub\]'"):
         render_card(folder, CardFacts("example/target"), "example/draft")
 
 

@@ -1,6 +1,5 @@
 """The preflight: what we write passes, and every way to go wrong is named."""
 
-import argparse
 import copy
 import json
 import math
@@ -15,7 +14,8 @@ from support.hub_stand_in import stand_in
 from support.pairs import make_draft
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
-from dflash_hf.hub.check import add_arguments, check, read_shapes, render, run
+from dflash_hf.cli import main
+from dflash_hf.hub.check import check, read_shapes, render
 from dflash_hf.hub.engine_rules import ENGINES, Drafter, Finding, layers_as_read
 
 
@@ -419,16 +419,13 @@ def test_the_target_is_compared(folder, target, tmp_path):
         check(folder, target=tmp_path / "nothing.json")
 
 
-def test_the_command(folder, target, tmp_path):
+def test_the_command(folder, target, tmp_path, capsys):
     target.config.save_pretrained(tmp_path / "target")
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
 
     def call(*words):
-        lines = []
-        return run(parser.parse_args([str(word) for word in words]), lines.append), "\n".join(lines)
+        return main(["check", *map(str, words)]), capsys.readouterr().out
 
-    assert call(folder) == (0, "No findings: the folder is ready to be served.")
+    assert call(folder) == (0, "No findings: the folder is ready to be served.\n")
     edit(folder, {"causal": True}, num_target_layers=REMOVE)
     code, text = call(folder, "--engine", "vllm", "--engine", "sglang", "--target", tmp_path / "target")
     rows = text.splitlines()

@@ -1,15 +1,16 @@
 """Publishing, against a stand-in of the Hub: one commit, or a clear error and a rerun that completes it."""
 
-import argparse
 import json
 
 import pytest
-from huggingface_hub import ModelCard
+import yaml
+from huggingface_hub import ModelCard, parse_eval_result_entries
 from support.hub_stand_in import stand_in
 from support.pairs import make_draft
 
+from dflash_hf.cli import main
 from dflash_hf.hub.card import CardFacts
-from dflash_hf.hub.publish import PublishError, add_arguments, publish, run
+from dflash_hf.hub.publish import PublishError, publish
 
 
 REPO = "someone/my-DFlash"
@@ -180,16 +181,14 @@ def test_the_model_itself_pushes_its_code_too(target, hub, tmp_path):
     assert {"modeling_dflash.py", "custom_generate/generate.py", "model.safetensors"} <= set(hub.files[REPO])
 
 
-def test_the_command(folder, hub):
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-
+def test_the_command(folder, hub, capsys):
     def call(*words):
-        lines = []
-        return run(parser.parse_args([str(folder), *words]), lines.append), "\n".join(lines)
+        code = main(["publish", str(folder), *words])
+        printed = capsys.readouterr()
+        return code, printed.out or printed.err
 
     code, text = call(REPO, "--dry-run")
-    assert code == 1 and text.startswith("error: ") and "--base-model" in text or "base_model" in text
+    assert code == 1 and text.startswith("dflash publish: error: ") and "base_model" in text
     code, text = call(REPO, "--dry-run", "--base-model", "someone/target", "--dataset", "someone/data")
     assert code == 0 and "base_model: someone/target" in text and "- someone/data" in text
     assert "model.safetensors" in text and "not uploaded: " in text and "Dry run: nothing was sent" in text
@@ -198,3 +197,112 @@ def test_the_command(folder, hub):
     assert code == 0 and text.splitlines()[-1].endswith(f"/commit/{hub.sha()}") and hub.private == {REPO: True}
     code, text = call(REPO, "--base-model", "someone/target")
     assert code == 0 and "no new commit" in text
+
+
+# ------------------------------------------------------------------------------------------------------------- careful
+
+
+def change(folder, **keys):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **keys}))
+
+
+def test_a_link_out_of_the_folder_is_not_followed(folder, tmp_path):
+    """`LICENSE -> /etc/passwd` was listed among the files to upload."""
+    (tmp_path / "secret").write_text("secret")
+    (folder / "LICENSE").symlink_to(tmp_path / "secret")
+    with pytest.raises(PublishError, match="LICENSE of .* is a link to .*secret, outside the folder"):
+        publish(folder, REPO, dry_run=True, facts=FACTS)
+    (folder / "LICENSE").unlink()
+    (folder / "custom_generate" / "generate.py").rename(tmp_path / "generate.py")
+    (folder / "custom_generate").rmdir()
+    (folder / "custom_generate").symlink_to(tmp_path)
+    result = publish(folder, REPO, dry_run=True, facts=FACTS)
+    assert "custom_generate/generate.py" not in result.files
+    (folder / "LICENSE.txt").write_text("MIT")
+    (folder / "LICENSE").symlink_to("LICENSE.txt")  # inside: what it leads to would be uploaded anyway
+    assert "LICENSE" in publish(folder, REPO, dry_run=True, facts=FACTS).files
+
+
+def test_only_code_that_is_the_drafters_is_uploaded(folder):
+    """`auto_map` named any file, and it was uploaded."""
+    (folder / "secret.py").write_text("TOKEN = 1\n")
+    (folder / "own.py").write_text("class Own:\n    pass\n")
+    before = json.loads((folder / "config.json").read_text())["auto_map"]
+    change(folder, auto_map={**before, "AutoTokenizer": "secret.TOKEN", "AutoProcessor": "own.Own"})
+    result = publish(folder, REPO, dry_run=True, facts=FACTS)
+    assert "secret.py" in result.left_out and "own.py" in result.files
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"auto_map": {"AutoModel": "evil/code--modeling.Model"}},
+            "AutoModel is code of another repository",
+        ),
+        ({"auto_map": {"AutoModel": "../x.Model"}}, "not a file and a class"),
+        ({"quantization_config": {"quant_method": "magic"}}, "quantization_config: quant_method 'magic' is unknown"),
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "bitsandbytes"),
+        ({"attention_dropout": 5.0}, "attention_dropout"),
+        ({"attention_dropout": float("nan")}, "attention_dropout"),
+        ({"target_layer_ids": list(range(100_000))}, "target_layer_ids"),
+        ({"block_size": 9, "mask_token_id": 10**9}, "and .* more: `dflash check"),
+    ],
+)
+def test_a_folder_that_no_reader_should_be_given_is_refused(keys, message, folder):
+    change(folder, **keys)
+    with pytest.raises(PublishError, match=message) as refused:
+        publish(folder, REPO, dry_run=True, facts=FACTS)
+    assert len(str(refused.value)) < 500 and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("licence", "message"),
+    [
+        ("MIT", "such as mit"),
+        ("gpl-9", "such as gpl, gpl-2.0"),
+        ("my own", "such as mit or"),
+        ("other", "license_name"),
+    ],
+)
+def test_a_licence_that_the_hub_does_not_know(licence, message, folder):
+    with pytest.raises(PublishError, match=message):
+        publish(folder, REPO, dry_run=True, facts=CardFacts("someone/target", license=licence))
+
+
+def test_the_hub_itself_validates_the_card_before_anything_is_made(folder, hub, monkeypatch):
+    def refuse(self, repo_type=None):
+        raise ValueError("invalid license")
+
+    monkeypatch.setattr(ModelCard, "validate", refuse)
+    with pytest.raises(PublishError, match="the Hub refused it .invalid license"):
+        publish(folder, REPO, facts=FACTS)
+    assert hub.files == {}
+
+
+def test_what_stays_at_home_is_one_line(folder, capsys):
+    """It was 73 kB for a folder with 60 checkpoints."""
+    for step in range(60):
+        checkpoint = folder / f"checkpoint-{1000 + step}"
+        checkpoint.mkdir()
+        for i in range(9):
+            (checkpoint / f"file-{i}").touch()
+    assert main(["publish", str(folder), REPO, "--dry-run", "--base-model", "someone/target"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "checkpoint-10" in line]
+    assert line.startswith("not uploaded: ") and len(line) <= 300
+    assert "checkpoint-1000/ (9 files)" in line and "more, 544 files in all" in line
+
+
+def test_the_figures_lie_beside_the_card_for_leaderboards(folder, hub):
+    report = {"summary": {"tau": 4.5, "speedup": 2.25}}
+    facts = CardFacts("someone/target", evaluated_on="someone/prompts", report=report, hardware="a CPU")
+    publish(folder, REPO, facts=facts)
+    entries = parse_eval_result_entries(yaml.safe_load(hub.files[REPO][".eval_results/dflash.yaml"]))
+    assert {(one.dataset_id, one.task_id, one.value) for one in entries} == {
+        ("someone/prompts", "speculative_decoding_tau", 4.5),
+        ("someone/prompts", "speculative_decoding_speedup", 2.25),
+    }
+    index = ModelCard(hub.files[REPO]["README.md"].decode()).data.eval_results
+    assert {one.metric_value for one in index} == {4.5, 2.25}
+    assert not [name for name in publish(folder, REPO, dry_run=True, facts=FACTS).files if "eval_results" in name]

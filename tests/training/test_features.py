@@ -246,8 +246,10 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     for options, message in (
         (("--target-layer-ids", "0", "4"), "--target-layer-ids [0, 4] must be distinct layers of the target's 0 to 3"),
         (("--target-layer-ids", "0", "1"), "was stored with layer_ids=[0, 2], not [0, 1]"),
-        (("--shard-size", "0"), "--shard-size 0.0 must be positive"),
         ((), "was stored with layer_ids=[0, 2], not [2]; width=64, not 32"),
     ):
         code, _, error = run("--output", output, *options)
         assert code == 1 and message in error and error.startswith("dflash features: ")
+    with pytest.raises(SystemExit) as stopped:
+        run("--output", output, "--shard-size", "0")
+    assert stopped.value.code == 2 and "--shard-size: 0 must be a positive number" in capsys.readouterr().err

@@ -173,6 +173,8 @@ def test_a_run_that_ends_at_a_number_that_is_none_keeps_the_drafter_before(used,
 
     monkeypatch.setattr(DFlashTrainer, "read_target", broken)
     code, _, error = run(capsys, command, "resume_from_checkpoint=auto", "max_steps=4")
-    assert code == 1 and error.startswith("dflash train: Step 3: the loss is nan. The target's features of layer 0")
+    assert code == 1 and error.startswith(
+        "dflash train: error: Step 3: the loss is nan. The target's features of layer 0"
+    )
     assert f"The last good checkpoint is {output / 'checkpoint-2'}" in error
     assert (output / "model.safetensors").read_bytes() == good

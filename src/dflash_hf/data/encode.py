@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from dflash_hf.data.time_limit import time_limit
 from dflash_hf.files import digest_of
 
 
@@ -21,6 +22,11 @@ COLUMNS = "`messages`, `prompt` and `completion`, or `input_ids` with `loss_mask
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _EMPTY_THOUGHT = re.compile(r"\s*<(\w+)>\s*</\1>\s*")  # <think>\n\n</think>\n\n, by whatever name
 _IGNORED_LABEL = -100  # of transformers' losses
+TEMPLATE_SECONDS = 20.0  # for one conversation, which takes milliseconds
+_ENDLESS = (
+    f"The chat template has not finished one conversation after {TEMPLATE_SECONDS:.0f} s: its loops do not end; give "
+    "another with --chat-template."
+)
 
 
 class UnusableRow(ValueError):
@@ -167,7 +173,8 @@ class RowEncoder:
         options = {"tools": tools, "add_generation_prompt": add_generation_prompt, "return_dict": return_dict}
         messages = [_for_template(one) for one in messages]
         try:
-            return self.tokenizer.apply_chat_template(messages, **options, **kwargs, **self.chat_template_kwargs)
+            with time_limit(TEMPLATE_SECONDS, _ENDLESS):
+                return self.tokenizer.apply_chat_template(messages, **options, **kwargs, **self.chat_template_kwargs)
         except TemplateError as error:
             raise UnusableRow(f"the chat template refuses it ({error})") from error
 

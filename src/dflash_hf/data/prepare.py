@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -14,7 +14,8 @@ from dflash_hf.data.examples import pack
 from dflash_hf.data.prompts import template_kwargs
 from dflash_hf.data.sources import load_rows
 from dflash_hf.files import atomic
-from dflash_hf.terminal import add_color, add_template_arguments, note, positive, template_arguments, wants_color
+from dflash_hf.pairs import Loading, check_pair, check_repository, check_token_id, looks_local
+from dflash_hf.terminal import Outcome, note, one_line, read_text, template_arguments, wants_color
 
 
 logger = logging.get_logger(__name__)
@@ -197,40 +198,22 @@ def colored_example(example: dict, tokenizer, color: bool, longest_run: int = 12
     return text
 
 
-def add_data_arguments(parser) -> None:
-    """Arguments of every command that reads a dataset."""
-    parser.add_argument("data", metavar="DATA", help="a .jsonl, .json, .parquet or .csv file, or a dataset of the Hub")
-    parser.add_argument("--split", help="default: train, or the only one")
-    parser.add_argument("--name", help="configuration of a dataset of the Hub")
-    parser.add_argument("--limit", type=positive, help="take the first rows only")
-    parser.add_argument("--chat-template", type=Path, help="Jinja file in place of the tokenizer's own")
-    add_template_arguments(parser)
-
-
-def add_arguments(parser) -> None:
-    """Arguments of `dflash prepare`."""
-    add_data_arguments(parser)
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--tokenizer", help="folder or Hub name of a tokenizer")
-    which.add_argument("--target", help="folder or Hub name of the target, whose tokenizer is taken")
-    parser.add_argument("--max-length", type=positive, default=3072, help="cut examples here; default: %(default)s")
-    parser.add_argument("--mask-token-id", type=int, help="the drafter's mask token; rows that hold it are left out")
-    parser.add_argument("--examples", type=int, default=3, help="examples to show; default: %(default)s")
-    parser.add_argument("--output", type=Path, help="write the examples here, as .jsonl or .parquet")
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
-    parser.add_argument("--num-proc", type=positive, help="processes")
-    add_color(parser, "supervised tokens")
-
-
-def run(arguments, echo) -> int:
+def run(arguments, echo) -> Outcome:
     """`dflash prepare`: `echo` a few examples and the counts; write the examples if asked."""
     output = arguments.output
     if output is not None and output.suffix not in (".jsonl", ".parquet"):
         raise ValueError(f"--output {output} must end in .jsonl or .parquet.")
     if output is not None:
         _check_output(output, arguments.data, arguments.overwrite)
+    if arguments.target:
+        check_token_id(arguments.mask_token_id, check_pair(arguments.target, None, Loading.of(arguments)))
     encoder = RowEncoder(
-        load_tokenizer(arguments.tokenizer or arguments.target, arguments.chat_template),
+        load_tokenizer(
+            arguments.tokenizer or arguments.target,
+            arguments.chat_template,
+            arguments.revision,
+            arguments.trust_remote_code,
+        ),
         arguments.max_length,
         template_kwargs(template_arguments(arguments.template_args), arguments.data, say=note),
         arguments.mask_token_id,
@@ -251,7 +234,7 @@ def run(arguments, echo) -> int:
         with atomic(output) as half:
             (dataset.to_parquet if output.suffix == ".parquet" else dataset.to_json)(str(half))
         echo(f"written           {output}")
-    return 0
+    return Outcome(facts=asdict(report))
 
 
 def _check_output(output: Path, data: str, overwrite: bool) -> None:
@@ -263,13 +246,39 @@ def _check_output(output: Path, data: str, overwrite: bool) -> None:
         raise ValueError(f"--output {output} exists; choose another file, or replace it with --overwrite.")
 
 
-def load_tokenizer(name: str, chat_template: str | Path | None = None, revision: str | None = None):
-    """A tokenizer, with another chat template if one is given."""
+def load_tokenizer(
+    name: str,
+    chat_template: str | Path | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+):
+    """
+    A tokenizer, with another chat template if one is given.
+
+    Raises:
+        `OSError`: there is no such folder or repository.
+        `ValueError`: it holds no tokenizer, or one with code of its own.
+    """
     from transformers import AutoTokenizer
 
-    if str(name).startswith((".", "/", "~")) and not Path(name).exists():
+    folder = Path(name).expanduser()
+    if not folder.exists() and looks_local(str(name)):
         raise FileNotFoundError(f"{name}: there is no such folder.")
-    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main")
+    check_repository(str(name), str(name), revision)
+    options = {"trust_remote_code": True} if trust_remote_code else {}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main", **options)
+    except (ValueError, OSError, ImportError) as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"The tokenizer of {name} has code of its own; if you trust it add --trust-remote-code."
+            ) from error
+        if folder.is_dir():
+            raise ValueError(
+                f"{name} holds no tokenizer that can be read; save the target's there with "
+                f"`tokenizer.save_pretrained(folder)` ({one_line(error, 100)})."
+            ) from error
+        raise
     if chat_template is not None:
-        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        tokenizer.chat_template = read_text(Path(chat_template))
     return tokenizer

@@ -4,18 +4,27 @@ import copy
 import json
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 
 from transformers.utils import logging
 
 from dflash_hf.data.chat_client import ChatClient, RequestRefused, in_parallel
 from dflash_hf.data.encode import RowEncoder, UnusableRow, digests_of_tokenizer, tools_of, without_none
-from dflash_hf.data.prepare import add_data_arguments, load_tokenizer
+from dflash_hf.data.prepare import load_tokenizer
 from dflash_hf.data.prompts import Prompt, ids_of_prompt, prompt_of, template_kwargs
 from dflash_hf.data.response_file import ResponseFile
 from dflash_hf.data.sources import load_rows
 from dflash_hf.files import digest_of
-from dflash_hf.terminal import note, positive, template_arguments
+from dflash_hf.pairs import (
+    Loading,
+    check_pair,
+    check_token_id,
+    device_of,
+    draft_config_of,
+    load_draft,
+    load_target,
+    set_decoding,
+)
+from dflash_hf.terminal import Outcome, UsageError, note, template_arguments
 
 
 logger = logging.get_logger(__name__)
@@ -120,40 +129,15 @@ def ask_rows(server: ChatClient, prompts: dict, concurrency: int) -> Iterator[li
         yield [response_row(index, *question, answer, choice.get("finish_reason") or "stop")]
 
 
-def add_arguments(parser) -> None:
-    """Arguments of `dflash regenerate`."""
-    add_data_arguments(parser)
-    parser.add_argument("--target", required=True, help="folder or Hub name; with --server the name it serves")
-    parser.add_argument("--output", required=True, type=Path, help=".jsonl file; an existing one is continued")
-    parser.add_argument("--max-new-tokens", type=positive, default=2048, help="default: %(default)s")
-    parser.add_argument("--temperature", type=float, help="0 is greedy; default: the target's own setting")
-    parser.add_argument("--top-p", type=float, help="default: the target's own setting")
-    parser.add_argument("--seed", type=int, default=0, help="of samples; default: %(default)s")
-    parser.add_argument("--raw", action="store_true", help="feed prompts that are text without the chat template")
-    here = parser.add_argument_group("in this process")
-    here.add_argument("--draft", help="folder or Hub name of a drafter, for speed")
-    here.add_argument("--batch-size", type=positive, default=16, help="default: %(default)s")
-    here.add_argument("--mask-token-id", type=int, help="never generated; default: the embedding's first spare row")
-    here.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16")
-    here.add_argument("--device", help="cpu, cuda, cuda:1, ... or auto; default: a GPU if any")
-    there = parser.add_argument_group("from a server")
-    there.add_argument("--server", help="address of an OpenAI-compatible one, such as http://127.0.0.1:8000")
-    there.add_argument("--concurrency", type=positive, default=32, help="requests at a time; default: %(default)s")
-    there.add_argument("--retries", type=int, default=5, help="of a request; default: %(default)s")
-    there.add_argument("--timeout", type=float, default=600.0, help="seconds for one answer; default: %(default)s")
-
-
-def run(arguments, echo) -> int:
+def run(arguments, echo) -> Outcome:
     """`dflash regenerate`: finish what is missing in the output; 1 if some rows were refused."""
-    from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
-
     _check(arguments)
-    draft_config = DFlashDraftConfig.from_pretrained(arguments.draft) if arguments.draft else None
+    draft_config = draft_config_of(arguments.draft, Loading.of(arguments)) if arguments.draft else None
     kwargs = template_kwargs(template_arguments(arguments.template_args), draft_config=draft_config, say=note)
     server = _server(arguments, kwargs) if arguments.server else None
     rows = load_rows(arguments.data, arguments.split, name=arguments.name)
     count = min(arguments.limit or len(rows), len(rows))
-    tokenizer = None if server else load_tokenizer(arguments.target, arguments.chat_template)
+    tokenizer = None if server else _tokenizer(arguments)
     as_chat = not arguments.raw and (tokenizer is None or bool(tokenizer.chat_template))
     prompts = {index: (prompt_of(row, as_chat), tools_of(row)) for index, row in enumerate(islice(rows, count))}
 
@@ -180,7 +164,7 @@ def run(arguments, echo) -> int:
         missing = {index: prompt for index, prompt in prompts.items() if index not in output.finished}
         echo(f"{count - len(missing)} of {count} rows are finished")
         if not missing:
-            return 0
+            return Outcome(facts={"rows": count, "finished": count, "refused": 0})
         if server:
             batches = ask_rows(server, missing, arguments.concurrency)
         else:
@@ -195,16 +179,22 @@ def run(arguments, echo) -> int:
     echo(f"{len(output.finished)} of {count} rows are in {arguments.output}")
     if refused:
         echo(f"{refused} rows were refused and are left out; the same command tries them again")
-    return 1 if refused else 0
+    return Outcome(1 if refused else 0, {"rows": count, "finished": len(output.finished), "refused": refused})
 
 
 def _check(arguments) -> None:
-    for name, low, high in (("temperature", 0, float("inf")), ("top_p", 0, 1)):
-        value = getattr(arguments, name)
-        if value is not None and not low <= value <= high:
-            raise ValueError(f"--{name.replace('_', '-')} {value} must lie between {low} and {high}.")
     if arguments.server and (arguments.raw or arguments.draft or arguments.chat_template):
         raise ValueError("--server takes conversations and decodes itself: leave out --raw, --draft, --chat-template.")
+    if arguments.temperature == 0 and arguments.top_p is not None:
+        raise UsageError(f"--top-p {arguments.top_p} changes nothing at --temperature 0; raise it, or leave one out.")
+    if not arguments.server:
+        config = check_pair(arguments.target, arguments.draft, Loading.of(arguments))
+        check_token_id(arguments.mask_token_id, config)
+        device_of(arguments.device)
+
+
+def _tokenizer(arguments):
+    return load_tokenizer(arguments.target, arguments.chat_template, arguments.revision, arguments.trust_remote_code)
 
 
 def _server(arguments, kwargs: dict) -> ChatClient:
@@ -218,10 +208,12 @@ def _server(arguments, kwargs: dict) -> ChatClient:
 
 
 def _in_process(arguments, encoder: RowEncoder, prompts: dict, output: ResponseFile) -> Iterator[list[dict]]:
-    from dflash_hf.pairs import load_pair
     from dflash_hf.target import digest_of_target, spare_token_id
 
-    target, draft = load_pair(arguments)
+    loading = Loading.of(arguments)
+    draft = load_draft(arguments.draft, loading) if arguments.draft else None
+    set_decoding(draft, arguments)
+    target = load_target(arguments.target, loading)
     encoder.mask_token_id = arguments.mask_token_id
     if encoder.mask_token_id is None:
         encoder.mask_token_id = draft.config.mask_token_id if draft else spare_token_id(target, encoder.tokenizer)

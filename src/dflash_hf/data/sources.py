@@ -5,6 +5,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from dflash_hf.terminal import install, not_utf8
+
 
 _LOADERS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
 
@@ -37,7 +39,7 @@ def load_rows(
     try:
         import datasets
     except ImportError as error:
-        raise ImportError("Reading a dataset needs `datasets`: `pip install dflash-hf[train]`.") from error
+        raise ImportError(f"Reading a dataset needs `datasets`: {install('train')}.") from error
 
     paths = [Path(one).expanduser() for one in ([data] if isinstance(data, str | Path) else data)]
     if not paths:
@@ -85,11 +87,17 @@ def _check_json(path: Path) -> None:
     """Name the line that is not JSON; the loader names bytes of a chunk."""
     if path.suffix.lower() == ".json":
         return
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
+    with path.open("rb") as lines:
+        for number, content in enumerate(lines, start=1):
+            try:
+                line = content.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(not_utf8(path, number)) from error
             try:
                 if line.strip() and not isinstance(json.loads(line), dict):
                     raise ValueError("not an object")
+            except RecursionError:
+                raise ValueError(f"Line {number} of {path} is nested too deeply; remove it.") from None
             except ValueError as error:
                 half = "" if line.endswith("\n") else "; it is the last one and was perhaps only half written"
                 raise ValueError(

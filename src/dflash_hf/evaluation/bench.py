@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
+from transformers import AutoModel, DynamicCache
 
 from dflash_hf.convert import convert
 from dflash_hf.data.prompts import template_kwargs
-from dflash_hf.evaluation.bench_pairs import SHAPES, OracleDraft, native_oracle, oracle_text, random_pair
+from dflash_hf.evaluation.bench_pairs import OracleDraft, native_oracle, oracle_text, random_pair
 from dflash_hf.evaluation.bench_reference import Reference
 from dflash_hf.evaluation.measure import (
     COMPILED,
@@ -37,15 +37,16 @@ from dflash_hf.evaluation.measure import (
     variant,
 )
 from dflash_hf.evaluation.text import summary_lines
-from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.packed_linear import packed_weights
-from dflash_hf.terminal import add_template_arguments, note, positive, template_arguments
+from dflash_hf.pairs import Loading, check_pair, device_of, draft_config_of, load_draft, load_target
+from dflash_hf.terminal import Outcome, note, template_arguments
 
 
 STATIC, NATIVE, ASSISTANT, REFERENCE = "target_static", "native", "assistant", "reference"
 METHODS = (TARGET, DFLASH, TREE, COMPILED, NATIVE, PROMPT_LOOKUP)
 ON_CPU = (TARGET, TARGET_PACKED, DFLASH, PACKED, TREE, COMPILED, NATIVE, PROMPT_LOOKUP)  # the default there
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 @dataclass
@@ -293,46 +294,29 @@ def time_round(target, draft, prompt: Sequence[int], max_new_tokens: int) -> flo
 # ------------------------------------------------------------------------------------------------------- command line
 
 
-def add_arguments(parser) -> None:
-    """The arguments of `dflash bench`."""
-    parser.add_argument("--target", help="the target: a folder or a repository")
-    parser.add_argument("--draft", help="its drafter")
-    parser.add_argument("--data", help="prompts: a .txt, JSON Lines, JSON, CSV or Parquet file, or a dataset")
-    add_template_arguments(parser)
-    parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of that shape, instead of a pair")
-    parser.add_argument("--forced-acceptance", type=float, help="tokens per verification of an oracle draft")
-    parser.add_argument("--dtype", choices=sorted(_DTYPES), default="fp32", help="default: %(default)s")
-    parser.add_argument("--device", default="cpu", help="default: %(default)s")
-    parser.add_argument("--prompts", type=positive, default=4, help="how many; default: %(default)s")
-    parser.add_argument("--max-new-tokens", type=positive, default=128, help="default: %(default)s")
-    parser.add_argument("--runs", type=positive, default=5, help="timed repetitions; default: %(default)s")
-    parser.add_argument(
-        "--methods",
-        help=f"separated by commas: {', '.join((TARGET, TARGET_PACKED, *OURS, STATIC, NATIVE, PROMPT_LOOKUP))}; "
-        f"default: {','.join(ON_CPU)} on a CPU, else without the packed ones",
-    )
-    parser.add_argument("--assistant", help="a small autoregressive assistant to time as well")
-    parser.add_argument("--reference", help="a checkout of z-lab/dflash to time as well")
-    parser.add_argument("--reference-python", help="its interpreter; default: this one")
-    parser.add_argument("--output", type=Path, help="folder for bench.json, bench.md and bench.png")
-
-
-def run(arguments, echo) -> int:
+def run(arguments, echo) -> Outcome:
     """`dflash bench`; returns 1 where an output in fp32 is not the target's own."""
+    if arguments.dtype not in _DTYPES:
+        raise ValueError(f"--dtype {arguments.dtype}: times are of one dtype; choose {', '.join(_DTYPES)}.")
     dtype = _DTYPES[arguments.dtype]
+    loading = Loading.of(arguments)
+    device = device_of(loading.device)
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
     if (arguments.shape is None) == (arguments.target is None or arguments.draft is None):
         raise ValueError("Give either --shape, or --target and --draft.")
     if arguments.shape is not None:
         if arguments.forced_acceptance is None:
             raise ValueError(f"--shape {arguments.shape} has random weights: give --forced-acceptance TAU.")
-        target, draft, prompts = random_pair(arguments.shape, dtype, arguments.device, arguments.prompts)
+        target, draft, prompts = random_pair(arguments.shape, dtype, device, arguments.prompts)
     else:
-        target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=dtype).to(arguments.device).eval()
-        draft = DFlashDraftModel.from_pretrained(arguments.draft, dtype=dtype).to(arguments.device).eval()
-        prompts = _prompts(arguments, draft.config)
+        check_pair(arguments.target, arguments.draft, loading)
+        prompts = _prompts(arguments, draft_config_of(arguments.draft, loading))
+        target = load_target(arguments.target, loading, device)
+        draft = load_draft(arguments.draft, loading, device)
     assistant = None
     if arguments.assistant is not None:
-        assistant = AutoModelForCausalLM.from_pretrained(arguments.assistant, dtype=dtype).to(arguments.device).eval()
+        assistant = load_target(arguments.assistant, Loading(arguments.dtype), device)
     default = ON_CPU if target.device.type == "cpu" else METHODS
     report, rounds = bench(
         target,
@@ -347,13 +331,13 @@ def run(arguments, echo) -> int:
         arguments.reference_python,
         say=echo,
     )
+    facts = json.loads(report.to_json()) | {"round": {**asdict(rounds), "overhead": rounds.overhead}}
     lines = _lines(report, rounds, arguments)
     for line in lines:
         echo(line)
     if arguments.output is not None:
         arguments.output.mkdir(parents=True, exist_ok=True)
         (arguments.output / "bench.md").write_text("```\n" + "\n".join(lines) + "\n```\n", encoding="utf-8")
-        facts = json.loads(report.to_json()) | {"round": {**asdict(rounds), "overhead": rounds.overhead}}
         (arguments.output / "bench.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         try:
             from dflash_hf.evaluation.plots import plot_report
@@ -362,7 +346,7 @@ def run(arguments, echo) -> int:
         except ImportError as error:
             echo(f"no picture: {error}")
         echo(f"written to {arguments.output}")
-    return 0 if report.lossless or dtype != torch.float32 else 1
+    return Outcome(0 if report.lossless or dtype != torch.float32 else 1, facts)
 
 
 def _prompts(arguments, draft_config) -> list[list[int]]:
@@ -373,14 +357,15 @@ def _prompts(arguments, draft_config) -> list[list[int]]:
     from dflash_hf.evaluation.command import read_prompts
 
     kwargs = template_kwargs(template_arguments(arguments.template_args), draft_config=draft_config, say=note)
-    encoder = RowEncoder(load_tokenizer(arguments.target), chat_template_kwargs=kwargs)
+    tokenizer = load_tokenizer(arguments.target, None, arguments.revision, arguments.trust_remote_code)
+    encoder = RowEncoder(tokenizer, chat_template_kwargs=kwargs)
     return [list(prompt) for prompt in read_prompts(arguments.data, encoder, arguments.prompts)]
 
 
 def _title(report: EvalReport, arguments) -> str:
     forced = "" if arguments.forced_acceptance is None else f", FORCED acceptance {arguments.forced_acceptance}"
     name = arguments.shape or Path(arguments.target).name
-    return f"{name}, {arguments.dtype}, {report.setting['threads']} threads{forced}"
+    return f"{name}, {_SHORT[arguments.dtype]}, {report.setting['threads']} threads{forced}"
 
 
 def _lines(report: EvalReport, rounds: RoundReport, arguments) -> list[str]:

@@ -1,5 +1,6 @@
 """The prompts of a dataset, and `dflash eval`, which decodes them with and without a drafter."""
 
+import json
 from itertools import islice
 from pathlib import Path
 
@@ -10,8 +11,8 @@ from dflash_hf.data.sources import load_rows
 from dflash_hf.evaluation.measure import DFLASH, PACKED, PROMPT_LOOKUP, TARGET, TARGET_PACKED, EvalReport, evaluate
 from dflash_hf.evaluation.report import save_report
 from dflash_hf.evaluation.text import summary_lines
-from dflash_hf.pairs import load_pair
-from dflash_hf.terminal import add_template_arguments, note, positive, template_arguments
+from dflash_hf.pairs import Loading, check_pair, device_of, draft_config_of, load_draft, load_target, set_decoding
+from dflash_hf.terminal import Outcome, note, read_text, template_arguments
 
 
 def read_prompts(data: str, encoder: RowEncoder, limit: int, split: str | None = None, raw: bool = False):
@@ -23,7 +24,7 @@ def read_prompts(data: str, encoder: RowEncoder, limit: int, split: str | None =
         `ValueError`: a row without a prompt; names it.
     """
     if Path(data).suffix == ".txt":
-        lines = Path(data).read_text(encoding="utf-8").splitlines()
+        lines = read_text(Path(data)).splitlines()
         rows = [{"prompt": line} for line in lines if line.strip()]
     else:
         rows = load_rows(data, split)
@@ -36,32 +37,7 @@ def read_prompts(data: str, encoder: RowEncoder, limit: int, split: str | None =
     return prompts
 
 
-def add_arguments(parser) -> None:
-    """Arguments of `dflash eval`."""
-    parser.add_argument("--target", required=True, help="folder or Hub name of the target")
-    parser.add_argument("--draft", required=True, help="folder or Hub name of its drafter")
-    parser.add_argument("--data", required=True, help="prompts: .jsonl, .json, .parquet, .csv, .txt, or a Hub dataset")
-    parser.add_argument("--split", help="default: train, or the only one")
-    parser.add_argument("--prompts", type=positive, default=40, help="take the first so many; default: %(default)s")
-    parser.add_argument("--runs", type=positive, default=3, help="timed repetitions; default: %(default)s")
-    parser.add_argument("--max-new-tokens", type=positive, default=256, help="default: %(default)s")
-    parser.add_argument("--raw", action="store_true", help="feed text as it is, without the chat template")
-    add_template_arguments(parser)
-    parser.add_argument("--prompt-lookup", action="store_true", help="also decode with transformers' prompt lookup")
-    parser.add_argument(
-        "--packed", action="store_true", help="also decode with packed weights, alone and drafted (CPU)"
-    )
-    parser.add_argument("--dtype", default="auto", help="of both models: auto, float32, bfloat16, float16")
-    parser.add_argument("--device", help="cpu, cuda, ... or auto, to spread a large target; default: a GPU if any")
-    parser.add_argument("--threads", type=positive, help="CPU threads of this process; default: as torch chooses")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        help="write eval_report.json and eval_report.png here; in the drafter's folder its card shows them",
-    )
-
-
-def run(arguments, echo) -> int:
+def run(arguments, echo) -> Outcome:
     """`dflash eval`: `echo` the table, write the report; 1 when an output is not the target's own."""
     report = _measure(arguments)
     for line in summary_lines(report):
@@ -71,24 +47,26 @@ def run(arguments, echo) -> int:
         title = f"{report.methods[DFLASH].speedup:.2f}x, tau {report.tau:.2f}"
         for path in save_report(report, arguments.output, title):
             echo(f"written           {path}")
-    return 0 if report.lossless else 1
+    return Outcome(0 if report.lossless else 1, json.loads(report.to_json()))
 
 
 def _measure(arguments) -> EvalReport:
     import torch
-    from transformers import AutoConfig
     from transformers.utils import logging
 
-    from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
-
-    AutoConfig.from_pretrained(arguments.target)  # says more clearly than the tokenizer that there is no model
+    loading = Loading.of(arguments)
+    check_pair(arguments.target, arguments.draft, loading)
+    device = device_of(loading.device)
     given = template_arguments(arguments.template_args)
-    kwargs = template_kwargs(given, draft_config=DFlashDraftConfig.from_pretrained(arguments.draft), say=note)
-    encoder = RowEncoder(load_tokenizer(arguments.target), chat_template_kwargs=kwargs)
+    kwargs = template_kwargs(given, draft_config=draft_config_of(arguments.draft, loading), say=note)
+    tokenizer = load_tokenizer(arguments.target, None, loading.revision, loading.trust_remote_code)
+    encoder = RowEncoder(tokenizer, chat_template_kwargs=kwargs)
     prompts = read_prompts(arguments.data, encoder, arguments.prompts, arguments.split, arguments.raw)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    target, draft = load_pair(arguments)
+    draft = load_draft(arguments.draft, loading, device)
+    set_decoding(draft, arguments)
+    target = load_target(arguments.target, loading, device)
     return evaluate(
         target,
         draft,

@@ -14,6 +14,7 @@ from dflash_hf.evaluation.measure import (
     EvalReport,
 )
 from dflash_hf.evaluation.text import LABELS, origins
+from dflash_hf.terminal import install
 
 
 _COLORS = {TARGET: "#8a8f98", TARGET_PACKED: "#8a8f98", PROMPT_LOOKUP: "#c98a2b"}
@@ -49,7 +50,7 @@ def plot_report(
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("Pictures need matplotlib: pip install 'dflash-hf[plots]'.") from error
+        raise ImportError(f"Pictures need matplotlib: {install('plots')}.") from error
 
     # A figure of its own canvas: the user's backend and open figures are left alone.
     figure = Figure(figsize=(11, 6.4 if sample else 3.9), dpi=130, layout="constrained")

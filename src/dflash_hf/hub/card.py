@@ -17,6 +17,7 @@ from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
 from dflash_hf.hub.check import check, read_shapes
 from dflash_hf.hub.engine_rules import DFLASH2, MUSE
 from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
+from dflash_hf.terminal import install
 
 
 FACTS_FILE = "card_facts.json"
@@ -169,7 +170,7 @@ def render_card(folder: str | Path, facts: CardFacts, repo: str) -> ModelCard:
     try:
         import jinja2  # noqa: F401
     except ImportError as error:
-        raise ImportError("A model card needs jinja2: `pip install dflash-hf[hub]`.") from error
+        raise ImportError(f"A model card needs jinja2: {install('hub')}.") from error
     folder = Path(folder)
     config = DFlashDraftConfig.from_pretrained(folder)
     summary = (facts.report or {}).get("summary", {})
@@ -229,6 +230,34 @@ def metadata(facts: CardFacts, repo: str) -> ModelCardData:
         tags=["dflash", "speculative-decoding", "block-diffusion", "draft-model"],
         **extra,
     )
+
+
+def eval_results(folder: str | Path, facts: CardFacts | None = None) -> str:
+    """
+    The figures as `.eval_results/*.yaml`, the Hub's newer form of the model index; empty where none were measured on a
+    named dataset.
+
+    Args:
+        folder (`str` or `Path`): The drafter's.
+        facts (`CardFacts`, *optional*): Default: those that lie in the folder.
+    """
+    if facts is None:
+        known = _read_json(Path(folder) / FACTS_FILE)
+        facts = CardFacts.from_folder(folder) if known.get("base_model") else None
+    if facts is None or not (facts.report and facts.evaluated_on):
+        return ""
+    import yaml
+    from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
+
+    summary = facts.report.get("summary", {})
+    entries = [
+        EvalResultEntry(
+            facts.evaluated_on, f"speculative_decoding_{key}", round(summary[key], 3), notes=facts.hardware
+        )
+        for key in ("tau", "speedup")
+        if summary.get(key) is not None
+    ]
+    return yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False) if entries else ""
 
 
 def template_path() -> Path:

@@ -13,9 +13,11 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from dflash_hf.hub.engine_rules import ARCHITECTURES, ENGINES, RULES, Drafter, Finding, fits_target
 from dflash_hf.hub.remote import local_folder
+from dflash_hf.hub.safety_rules import SAFETY_RULES
 from dflash_hf.modeling.checkpoint_dflash import checkpoint_files, read_header
 from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
+from dflash_hf.terminal import one_line
 
 
 def check(
@@ -53,7 +55,7 @@ def check(
         for finding in _all_findings(local, target):
             concerned = tuple(engine for engine in finding.engines if engine in engines)
             if concerned:
-                findings.append(Finding(finding.severity, concerned, finding.key, finding.message))
+                findings.append(Finding(finding.severity, concerned, finding.key, one_line(finding.message)))
     return sorted(findings, key=lambda finding: finding.severity)
 
 
@@ -68,32 +70,6 @@ def render(findings: Sequence[Finding]) -> str:
     return "\n".join(lines)
 
 
-def add_arguments(parser) -> None:
-    """Arguments of `dflash check`."""
-    parser.add_argument("folder", help="folder of a drafter, or its Hub name; the weights are not downloaded")
-    parser.add_argument("--engine", choices=ENGINES, action="append", help="may be repeated; default: all three")
-    parser.add_argument("--target", help="folder, config.json or Hub name of the target, to compare sizes with")
-    parser.add_argument("--revision", help="branch, tag or commit on the Hub")
-    parser.add_argument("--subfolder", default="", help="where in the folder or repository the drafter lies")
-
-
-def run(arguments, echo) -> int:
-    """`dflash check`: `echo` the table; 1 when there is an error, else 0."""
-    try:
-        findings = check(
-            arguments.folder,
-            arguments.engine or ENGINES,
-            arguments.target,
-            arguments.revision,
-            arguments.subfolder,
-        )
-    except ValueError as error:
-        echo(f"error: {error}")
-        return 1
-    echo(render(findings))
-    return int(any(finding.severity == "error" for finding in findings))
-
-
 def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """
     Names and shapes of all tensors, from the headers alone.
@@ -102,7 +78,7 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         `OSError`: there are no safetensors, or a shard is missing.
         `ValueError`: a file is damaged; names it.
     """
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in checkpoint_files(str(folder)):
         shapes |= {name: shape for name, (_, shape) in read_header(file).items()}
     return shapes
@@ -142,12 +118,12 @@ def _all_findings(folder: Path, target: dict | None) -> Iterator[Finding]:
         return
     try:
         _load_without_weights(folder)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         yield Finding("error", ("transformers",), "weights", " ".join(str(error).split()))
     with torch.device("meta"):
         wanted = {name: tuple(tensor.shape) for name, tensor in DFlashDraftModel(parsed).state_dict().items()}
     drafter = Drafter(folder, config, config.get("dflash_config") or {}, shapes, wanted)
-    for rule in RULES:
+    for rule in (*RULES, *SAFETY_RULES):
         yield from rule(drafter)
     if target is not None:
         yield from fits_target(drafter, target)
@@ -184,5 +160,7 @@ def _read_json(path: Path):
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply to be a configuration.") from None
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}.") from error

@@ -1,7 +1,9 @@
 """Publishing a drafter: the preflight, the card, and one commit that holds everything."""
 
+import ast
 import fnmatch
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,10 +12,12 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import validate_repo_id
 
 from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
-from dflash_hf.hub.card import RELATIONS, CardFacts, render_card
-from dflash_hf.hub.check import check, render
+from dflash_hf.hub.card import CardFacts, eval_results, render_card
+from dflash_hf.hub.check import check
 from dflash_hf.hub.engine_rules import Finding
+from dflash_hf.hub.licences import check_licence
 from dflash_hf.modeling.checkpoint_dflash import checkpoint_files
+from dflash_hf.terminal import LONGEST_LINE, one_line
 from dflash_hf.weights import check_finite_weights
 
 
@@ -29,6 +33,9 @@ _PUBLISHED = (
     PLOT_FILE,
     "LICENSE*",
 )
+
+
+EVAL_RESULTS = ".eval_results/dflash.yaml"  # for the Hub's leaderboards; the model index of the card says the same
 
 
 class PublishError(RuntimeError):
@@ -93,7 +100,9 @@ def publish(
     findings = check(folder)
     blocking = [finding for finding in findings if finding.severity == "error" and "transformers" in finding.engines]
     if blocking:
-        raise PublishError(f"{folder} cannot be published as it is:\n{render(blocking)}")
+        more = f" (and {len(blocking) - 1} more: `dflash check {folder}`)" if len(blocking) > 1 else ""
+        first = f"{blocking[0].key}: {one_line(blocking[0].message, 200)}"
+        raise PublishError(f"{folder} cannot be published as it is: {first}{more}")
     try:
         check_finite_weights(folder)
     except ValueError as error:
@@ -103,56 +112,33 @@ def publish(
     # 3. The files.
     sources, left_out = _select(folder)
     sizes = {name: path.stat().st_size for name, path in sources.items()}
-    sizes["README.md"] = len(str(card).encode())
+    made = {"README.md": str(card).encode()}
+    results = eval_results(folder, facts)
+    if results:
+        made[EVAL_RESULTS] = results.encode()
+    sizes |= {name: len(content) for name, content in made.items()}
     result = Publication(repo, dict(sorted(sizes.items())), left_out, card, findings)
     if not dry_run:
         # 4. One commit.
-        sources = {**sources, "README.md": str(card).encode()}
-        result.url = _upload(repo, sources, private, token)
+        result.url = _upload(repo, {**sources, **made}, card, private, token)
     return result
 
 
-def add_arguments(parser) -> None:
-    """Arguments of `dflash publish`."""
-    parser.add_argument("folder", help="local folder of a drafter")
-    parser.add_argument("repo", help="user/name on the Hub")
-    parser.add_argument("--private", action="store_true", help="make the repository a private one")
-    parser.add_argument("--dry-run", action="store_true", help="list the files and validate the card; upload nothing")
-    facts = parser.add_argument_group("facts of the card, besides card_facts.json and eval_report.json of the folder")
-    facts.add_argument("--base-model", help="repository of the target")
-    facts.add_argument("--base-model-revision", help="its commit")
-    facts.add_argument("--base-model-relation", choices=RELATIONS, help="only where one fits")
-    facts.add_argument("--license", help="the Hub's short name, such as mit")
-    facts.add_argument("--dataset", action="append", dest="datasets", help="repository of training data; repeatable")
-    facts.add_argument("--data", help="a sentence about the data")
-    facts.add_argument("--hardware", help="what the evaluation ran on")
-    facts.add_argument("--evaluated-on", help="dataset of the evaluation")
-
-
-_FACTS = ("base_model", "base_model_revision", "base_model_relation", "license", "datasets", "data", "hardware")
-
-
-def run(arguments, echo) -> int:
-    """`dflash publish`: `echo` what was or would be uploaded; 1 when it was not."""
-    given = {name: getattr(arguments, name) for name in (*_FACTS, "evaluated_on") if getattr(arguments, name)}
-    try:
-        facts = CardFacts.from_folder(arguments.folder, **given) if given else None
-        result = publish(arguments.folder, arguments.repo, arguments.private, arguments.dry_run, facts)
-    except (PublishError, ValueError, ImportError) as error:
-        echo(f"error: {error}")
-        return 1
-    if result.findings:
-        echo(render(result.findings))
-    for name, size in result.files.items():
-        echo(f"{size:>14,}  {name}")
-    if result.left_out:
-        echo(f"not uploaded: {', '.join(result.left_out)}")
-    if arguments.dry_run:
-        echo(f"The card's metadata is valid:\n{result.card.data.to_yaml()}")
-        echo(f"Dry run: nothing was sent to {result.repo}.")
-    else:
-        echo(result.url or f"{result.repo} already holds all of this: no new commit.")
-    return 0
+def left_out_line(names: Sequence[str]) -> str:
+    """What stays at home, in one line however much it is: whole folders by their names."""
+    groups: dict[str, int] = {}
+    for name in names:
+        top, _, rest = name.partition("/")
+        key = f"{top}/" if rest else name
+        groups[key] = groups.get(key, 0) + 1
+    parts = [f"{key} ({number} files)" if number > 1 else key for key, number in groups.items()]
+    line = f"not uploaded: {', '.join(parts)}"
+    if len(line) > LONGEST_LINE:
+        kept = 1
+        while len(", ".join(parts[: kept + 1])) < LONGEST_LINE - 80:
+            kept += 1
+        line = f"not uploaded: {', '.join(parts[:kept])} and {len(parts) - kept} more, {len(names)} files in all"
+    return one_line(line)
 
 
 def _card(folder: Path, repo: str, facts: CardFacts | None) -> ModelCard:
@@ -164,6 +150,7 @@ def _card(folder: Path, repo: str, facts: CardFacts | None) -> ModelCard:
         else:
             card = render_card(folder, facts or CardFacts.from_folder(folder), repo)
         metadata = ModelCard(str(card)).data.to_dict()  # as the Hub reads it
+        check_licence(metadata)
         for name in ("base_model", "datasets"):
             values = metadata.get(name) or []
             for value in [values] if isinstance(values, str) else values:
@@ -181,8 +168,7 @@ def _select(folder: Path) -> tuple[dict[str, Path], list[str]]:
     """What is uploaded, by its path in the repository, and what stays."""
     weights = {Path(file).name for file in checkpoint_files(str(folder))}
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    auto_map = config.get("auto_map")
-    code = {f"{str(name).split('.')[0]}.py" for name in auto_map.values()} if isinstance(auto_map, dict) else set()
+    code = _code(folder, config.get("auto_map"))
     chosen, left_out = {}, []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -191,18 +177,47 @@ def _select(folder: Path) -> tuple[dict[str, Path], list[str]]:
         wanted = name in weights | code or any(fnmatch.fnmatchcase(name, one) for one in _PUBLISHED)
         # `*` also matches a slash: a pattern is meant for its own level.
         if wanted and (name.count("/") == 0 or name == "custom_generate/generate.py"):
-            chosen[name] = path
+            chosen[name] = _real_file(folder, path)
         else:
             left_out.append(name)
     return chosen, left_out
 
 
-def _upload(repo: str, sources: dict[str, Path | bytes], private: bool, token: str | None) -> str | None:
+def _code(folder: Path, auto_map) -> set[str]:
+    """Files beside the weights that `auto_map` names and that hold the class it names."""
+    found = set()
+    for value in auto_map.values() if isinstance(auto_map, dict) else ():
+        module, _, name = str(value).partition(".")
+        path = folder / f"{module}.py"
+        try:
+            tree = ast.parse(path.read_text(encoding="utf-8")) if path.is_file() else ast.Module([], [])
+        except (ValueError, SyntaxError) as error:
+            raise PublishError(f"{path}, which auto_map names, is not Python: {error}") from error
+        if any(isinstance(node, ast.ClassDef) and node.name == name for node in tree.body):
+            found.add(path.name)
+    return found
+
+
+def _real_file(folder: Path, path: Path) -> Path:
+    """A file that lies in the folder: a link may lead to anything on this machine."""
+    real = path.resolve()
+    if not real.is_file() or not real.is_relative_to(folder.resolve()):
+        name = path.relative_to(folder)
+        raise PublishError(
+            f"{name} of {folder} is a link to {real}, outside the folder; put the file itself there, or take it out."
+        )
+    return path
+
+
+def _upload(
+    repo: str, sources: dict[str, Path | bytes], card: ModelCard, private: bool, token: str | None
+) -> str | None:
     """One commit; huggingface_hub shows the progress of large files."""
     if not (token or get_token()):
         raise PublishError("There is no token of the Hub: run `hf auth login`, or set HF_TOKEN, and try again.")
     again = "Nothing was committed; run the same command again, it sends only what is missing."
     try:
+        card.validate(repo_type="model")  # by the Hub's own rules, before anything is made there
         api = HfApi(token=token)
         api.create_repo(repo, private=private or None, exist_ok=True)
         before = api.repo_info(repo)
@@ -222,11 +237,13 @@ def _upload(repo: str, sources: dict[str, Path | bytes], private: bool, token: s
             reason = "the repository was not found, or the token may not see it"
         else:
             reason = f"the Hub answered {status}"
-        raise PublishError(f"{repo} was not published: {reason}. {again}\n({error})") from error
+        raise PublishError(f"{repo} was not published: {reason}. {again} ({one_line(error, 90)})") from error
     except ValueError as error:  # of the card, or of single files
-        raise PublishError(f"{repo} was not published: the Hub refused it ({error}). {again}") from error
+        raise PublishError(
+            f"{repo} was not published: the Hub refused it ({one_line(error, 140)}). {again}"
+        ) from error
     except Exception as error:  # connection errors are of whichever HTTP library huggingface_hub uses
-        message = str(error) or repr(error)
+        message = one_line(str(error) or repr(error), 120)
         raise PublishError(f"{repo} was not published: the upload was interrupted ({message}). {again}") from error
     return None if commit.oid == before.sha else commit.commit_url
 

@@ -3,6 +3,7 @@
 import copy
 
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
+from dflash_hf.terminal import install
 
 
 # Every matrix of the layers. `fc`, which reads the target's features, can be added where the target itself changed.
@@ -28,7 +29,7 @@ def add_adapter(draft: DFlashDraftModel, peft_config):
     try:
         import peft
     except ImportError as error:
-        raise ImportError("peft_config needs peft: `pip install dflash-hf[train]`.") from error
+        raise ImportError(f"peft_config needs peft: {install('train')}.") from error
     if not isinstance(draft, DFlashDraftModel):
         raise ValueError(
             f"peft_config puts an adapter on a DFlashDraftModel, but model is a {type(draft).__name__}: merge its "

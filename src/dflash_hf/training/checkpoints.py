@@ -5,6 +5,8 @@ from pathlib import Path
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
 
+from dflash_hf.training.whole import check_whole
+
 
 UNFINISHED = "_unfinished"  # of each run; not uploaded, not a name of a checkpoint
 _STATE_FILE = "trainer_state.json"
@@ -39,6 +41,7 @@ class SafeCheckpoints:
                     "it out to start a new run."
                 )
         if resume_from_checkpoint:
+            check_whole(resume_from_checkpoint)
             self._check_resume(resume_from_checkpoint)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 

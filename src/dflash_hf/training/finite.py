@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from dflash_hf.terminal import DetailedError
 from dflash_hf.training.features import StoredFeatures
 from dflash_hf.weights import check_finite_weights, is_finite
 
@@ -14,7 +15,7 @@ from dflash_hf.weights import check_finite_weights, is_finite
 _SHOWN = 8  # rows, and ids of a row
 
 
-class NotFiniteError(ValueError):
+class NotFiniteError(DetailedError):
     """A loss, gradient or weight is inf or NaN; says where, probably why, and what to go on from."""
 
 

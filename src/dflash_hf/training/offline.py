@@ -1,18 +1,16 @@
 """Training on stored features, and `dflash features`, which stores them."""
 
-from pathlib import Path
-
 import torch
 
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.examples import DFlashCollator
-from dflash_hf.data.prepare import add_data_arguments, load_tokenizer, prepare_dataset
+from dflash_hf.data.prepare import load_tokenizer, prepare_dataset
 from dflash_hf.data.prompts import template_kwargs
 from dflash_hf.data.sources import load_rows
-from dflash_hf.pairs import load_target, loaded
+from dflash_hf.pairs import Loading, check_pair, check_token_id, device_of, load_target, loaded
 from dflash_hf.target import digest_of_target
-from dflash_hf.terminal import note, positive, template_arguments
-from dflash_hf.training.features import DTYPES, StoredFeatures, describe, store_features
+from dflash_hf.terminal import Outcome, note, template_arguments
+from dflash_hf.training.features import StoredFeatures, describe, store_features
 from dflash_hf.training.trainer import DFlashTrainer
 
 
@@ -96,38 +94,16 @@ def check_features(dataset, draft_config, target) -> None:
         )
 
 
-def add_arguments(parser) -> None:
-    """Arguments of `dflash features`."""
-    add_data_arguments(parser)
-    parser.add_argument("--target", required=True, help="folder or Hub name of the target")
-    parser.add_argument("--output", required=True, type=Path, help="folder; an existing one is continued")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--draft-config", help="config.json, folder or Hub name of the drafter that will read them")
-    which.add_argument(
-        "--target-layer-ids",
-        type=int,
-        nargs="+",
-        help="layers of the target, from 0; default: five by the paper's rule, fewer of a shallow target",
-    )
-    parser.add_argument("--max-length", type=positive, default=3072, help="cut examples here; default: %(default)s")
-    parser.add_argument("--mask-token-id", type=int, help="the drafter's mask token; rows that hold it are left out")
-    parser.add_argument("--store-dtype", choices=DTYPES, default="bfloat16", help="default: %(default)s")
-    parser.add_argument("--shard-size", type=float, default=1.0, help="GB; default: %(default)s")
-    parser.add_argument("--batch-size", type=positive, default=8, help="default: %(default)s")
-    parser.add_argument("--num-proc", type=positive, help="processes that encode the dataset")
-    parser.add_argument("--dtype", default="auto", help="of the target: auto, float32, bfloat16, float16")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, ... or auto; default: a GPU if any")
-
-
-def run(arguments, echo) -> int:
+def run(arguments, echo) -> Outcome:
     """`dflash features`: store what is missing in the output."""
     from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
     from dflash_hf.modeling.layouts_dflash import fitting_target_layer_ids
     from dflash_hf.modeling.target_dflash import text_depth
     from dflash_hf.target import freeze
 
-    if not arguments.shard_size > 0:
-        raise ValueError(f"--shard-size {arguments.shard_size} must be positive.")
+    loading = Loading.of(arguments)
+    check_token_id(arguments.mask_token_id, check_pair(arguments.target, None, loading))
+    device = device_of(loading.device)
     layer_ids, mask_token_id = arguments.target_layer_ids, arguments.mask_token_id
     config = DFlashDraftConfig.from_pretrained(arguments.draft_config) if arguments.draft_config else None
     if config is not None:
@@ -135,7 +111,7 @@ def run(arguments, echo) -> int:
         mask_token_id = config.mask_token_id if mask_token_id is None else mask_token_id
     given = template_arguments(arguments.template_args)
     encoder = RowEncoder(
-        load_tokenizer(arguments.target, arguments.chat_template),
+        load_tokenizer(arguments.target, arguments.chat_template, loading.revision, loading.trust_remote_code),
         arguments.max_length,
         template_kwargs(given, arguments.data, draft_config=config, say=note),
         mask_token_id,
@@ -143,7 +119,7 @@ def run(arguments, echo) -> int:
     rows = load_rows(arguments.data, arguments.split, name=arguments.name)
     if arguments.limit:
         rows = rows.select(range(min(arguments.limit, len(rows))))
-    target = freeze(load_target(arguments))
+    target = freeze(load_target(arguments.target, loading, device))
     depth = text_depth(target.config)
     layer_ids = layer_ids or fitting_target_layer_ids(depth, 5)
     if not 0 <= min(layer_ids) <= max(layer_ids) < depth or len(set(layer_ids)) < len(layer_ids):
@@ -162,4 +138,5 @@ def run(arguments, echo) -> int:
         echo,
     )
     echo(f"{manifest.examples} examples in {len(manifest.shards)} shards are in {arguments.output}")
-    return 0
+    facts = {"examples": manifest.examples, "tokens": manifest.tokens, "shards": len(manifest.shards)}
+    return Outcome(facts={**facts, "layer_ids": layer_ids, "output": str(arguments.output)})

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from dflash_hf.terminal import install, is_secret, read_text
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
@@ -116,34 +117,40 @@ def read_recipe(path: str | Path | None, overrides: typing.Sequence[str] = ()) -
         if owner is None:
             known = [name for hints in _HINTS.values() for name in hints]
             nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
-            raise ValueError(f"There is no key {key!r}; did you mean {nearest!r}? `dflash train --help` lists all.")
+            raise ValueError(f"There is no key {key!r}; did you mean {nearest!r}? `dflash train --keys` lists all.")
         typed[owner][key] = _typed(key, value, _HINTS[owner][key])
     return RecipeArguments(**typed[RecipeArguments]), typed[DFlashTrainingArguments]
 
 
-def key_lines() -> list[str]:
-    """All keys with their defaults, for `--help`."""
+def key_lines(word: str = "") -> list[str]:
+    """The keys that hold `word`, in themselves or in their help, with their defaults, each under its heading."""
+    own = {cls: cls.__annotations__ for cls in _HINTS}
     lines = []
     for title, cls, inherited in (
         ("pair and data", RecipeArguments, False),
-        ("training", DFlashTrainingArguments, False),
+        ("training, of DFlash", DFlashTrainingArguments, False),
         ("training, as in transformers.TrainingArguments", DFlashTrainingArguments, True),
     ):
-        lines.append(f"{title}:")
+        found = []
         for one in dataclasses.fields(cls):
-            if not one.init or bool(one.metadata.get("help")) == inherited:
+            if not one.init or (one.name not in own[cls]) != inherited:
                 continue
             factory = one.default_factory is not dataclasses.MISSING
             default = one.default_factory() if factory else one.default
             default = None if default is dataclasses.MISSING else getattr(default, "value", default)
-            lines.append(f"  {one.name}={default}  {one.metadata.get('help', '')}".rstrip())
-    return lines
+            help = " ".join(one.metadata.get("help", "").replace("%%", "%").split())
+            line = f"  {one.name}={default}  {help}".rstrip()
+            if word.lower() in line.lower():
+                found.append(line)
+        if found:
+            lines += [f"{title}:", *found]
+    return lines or [f"No key holds {word!r}."]
 
 
 def _read_yaml(path: Path) -> dict:
     if not path.is_file():
         raise FileNotFoundError(f"--config {path}: there is no such file.")
-    values = _parse(path.read_text(encoding="utf-8"), f"--config {path}")
+    values = _parse(read_text(path), f"--config {path}")
     if not isinstance(values, dict):
         raise ValueError(f"--config {path} must hold keys and values, such as `target: Qwen/Qwen3-8B`.")
     return values
@@ -153,7 +160,7 @@ def _parse(text: str, what: str):
     try:
         import yaml
     except ImportError as error:
-        raise ImportError("A recipe needs pyyaml: `pip install dflash-hf[train]`.") from error
+        raise ImportError(f"A recipe needs pyyaml: {install('train')}.") from error
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -192,4 +199,5 @@ def _typed(key: str, value, hint):
     if value is False and typing.Literal in kinds:
         return value
     names = [getattr(kind, "__name__", str(kind)) for kind in kinds if kind is not type(None)]
-    raise ValueError(f"{key}={value!r} must be of type {' or '.join(names)}.")
+    shown = "(not shown)" if is_secret(key) else repr(value)
+    raise ValueError(f"{key}={shown} must be of type {' or '.join(names)}.")

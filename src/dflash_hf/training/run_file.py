@@ -12,6 +12,7 @@ from transformers.utils import logging
 from dflash_hf.data.encode import digests_of_tokenizer
 from dflash_hf.files import differences, digest_of, digest_of_file, locked, write_json
 from dflash_hf.target import digest_of_parameters, digest_of_target
+from dflash_hf.terminal import DetailedError
 from dflash_hf.training.checkpoints import UNFINISHED
 
 
@@ -151,7 +152,7 @@ def begun(folder: Path, run: dict, resume: str | None) -> Iterator[None]:
         if resume and not before:
             logger.warning(f"There is no {RUN_FILE} beside {resume}: whether it was trained alike is not known.")
         if before and (others := differences(before["settings"], run["settings"])):
-            raise ValueError(
+            raise DetailedError(
                 f"{resume} was trained with {'; '.join(others)}. Go on with what it was trained with, begin anew with "
                 "overwrite_output_dir=true, or choose another output_dir."
             )

@@ -1,50 +1,39 @@
 """`dflash train`: a recipe from its data to a saved, and if wanted published, drafter."""
 
-import argparse
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from dflash_hf.terminal import note
+from dflash_hf.pairs import Loading, check_pair, check_token_id
+from dflash_hf.terminal import Outcome, check_writable, is_secret, note
 from dflash_hf.training.recipe import RecipeArguments, key_lines, read_recipe
 
 
-def add_arguments(parser) -> None:
-    """Arguments of `dflash train`."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = "\n".join(
-        [
-            "On several GPUs: accelerate launch -m dflash_hf.cli train --config recipe.yaml",
-            "After an interruption: the same command with resume_from_checkpoint=auto",
-            "",
-            *key_lines(),
-        ]
-    )
-    parser.add_argument("--config", help="YAML file of keys and values")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="replaces or adds a key; key.inner=value too"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="check the recipe, print it, and load nothing")
-
-
-def run(arguments, echo) -> int:
+def run(arguments, echo) -> Outcome:
     """`dflash train`."""
+    if arguments.keys is not None:
+        lines = key_lines(arguments.keys)
+        for line in lines:
+            echo(line)
+        return Outcome(facts={"keys": lines})
     recipe, training = read_recipe(arguments.config, arguments.overrides)
     if not training.get("output_dir"):
         raise ValueError("output_dir is not given; name the folder for the drafter, such as output_dir=my-drafter.")
     if training.get("push_to_hub") and not training.get("hub_model_id"):
         raise ValueError("push_to_hub=True needs hub_model_id, such as hub_model_id=me/my-drafter.")
+    settings = {key: "(set)" if is_secret(key) else value for key, value in {**_given(recipe), **training}.items()}
     if arguments.dry_run:
-        for key, value in {**_given(recipe), **training}.items():
+        for key, value in settings.items():
             echo(f"{key}: {value}")
-        return 0
+        return Outcome(facts=settings)
+    _check_before(recipe, training)
     trainer = train(recipe, training, echo)
     if trainer.args.process_index == 0:
         echo(f"The drafter is in {trainer.args.output_dir}")
         if training.get("push_to_hub"):
             _publish(recipe, trainer.args, echo)
-    return 0
+    return Outcome(facts={"output_dir": trainer.args.output_dir, "steps": trainer.state.global_step})
 
 
 def train(recipe: RecipeArguments, training: dict, echo=lambda line: None):
@@ -145,6 +134,32 @@ def _save_adapted(trainer) -> None:
         for name in (FACTS_FILE, REPORT_FILE, PLOT_FILE):
             if (folder / "adapter" / name).is_file():
                 shutil.copyfile(folder / "adapter" / name, folder / name)
+
+
+def _check_before(recipe: RecipeArguments, training: dict) -> None:
+    """What would fail after the target was loaded, or after hours, fails now."""
+    try:
+        check_writable(Path(training["output_dir"]).expanduser())
+    except OSError as error:
+        raise ValueError(
+            f"output_dir={training['output_dir']} cannot be written: {error.strerror or error}."
+        ) from error
+    for name in ("data", "eval_data"):
+        given = getattr(recipe, name) or []
+        for one in [given] if isinstance(given, str) else given:
+            if Path(one).suffix in (".jsonl", ".json", ".csv", ".parquet") and not Path(one).expanduser().is_file():
+                raise FileNotFoundError(f"{name}={one!r}: there is no such file.")
+    config = check_pair(recipe.target, recipe.draft, Loading(revision=recipe.target_revision), form="{}={}")
+    check_token_id(recipe.mask_token_id, config, f"mask_token_id={recipe.mask_token_id}")
+    from transformers.integrations import get_available_reporting_integrations
+
+    wanted = training.get("report_to") or []
+    known = {"all", "none", *get_available_reporting_integrations()}
+    for name in [wanted] if isinstance(wanted, str) else wanted:
+        if name not in known:
+            raise ValueError(
+                f"report_to={name} is not installed, or unknown: `pip install {name}`, or report_to=none."
+            )
 
 
 def _given(recipe: RecipeArguments) -> dict:

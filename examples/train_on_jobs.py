@@ -1,0 +1,65 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["torch>=2.6", "transformers>=5.17", "huggingface-hub", "accelerate", "datasets", "peft", "pyyaml",
+#     "jinja2", "dflash-hf"]
+# ///
+"""
+Train a drafter on Hugging Face Jobs and publish it, in one script that brings its own environment.
+
+    hf jobs uv run --flavor a100-large --secrets HF_TOKEN examples/train_on_jobs.py \\
+      --target Qwen/Qwen3-0.6B --data me/responses --repo me/Qwen3-0.6B-DFlash
+
+The data are the target's own responses (`dflash regenerate`), as a dataset of the Hub: a job starts on an empty disk.
+Until dflash-hf is on the package index, build a wheel (`pip wheel . --no-deps`), put it where the job can reach it and
+name it with `--with URL` in front of the script. Has not been run on a paid machine; `--dry-run` runs anywhere.
+"""
+
+import argparse
+import subprocess
+import sys
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True, help="Hub name of the target")
+    parser.add_argument("--data", required=True, help="Hub name of the dataset of its responses")
+    parser.add_argument("--repo", required=True, help="where the drafter is published, such as me/my-drafter")
+    parser.add_argument("--output", default="drafter", help="folder on the job's disk; default: %(default)s")
+    parser.add_argument("--private", action="store_true", help="publish it in a private repository")
+    parser.add_argument("--dry-run", action="store_true", help="check the settings only")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="further keys of `dflash train`")
+    arguments = parser.parse_args()
+
+    # 1. Train. On several GPUs each process takes its share of the batches.
+    settings = {
+        "target": arguments.target,
+        "data": arguments.data,
+        "output_dir": arguments.output,
+        "bf16": "true",
+        "per_device_train_batch_size": "1",
+        "gradient_accumulation_steps": "8",
+        "report_to": "none",
+    }
+    train = ["train", *(f"{key}={value}" for key, value in settings.items()), *arguments.overrides]
+    if arguments.dry_run:
+        return subprocess.run([sys.executable, "-m", "dflash_hf.cli", *train, "--dry-run"]).returncode
+    code = subprocess.run(["accelerate", "launch", "-m", "dflash_hf.cli", *train]).returncode
+    if code:
+        return code
+
+    # 2. Ask whether engines will read it, and publish it with its card.
+    publish = [
+        "publish",
+        arguments.output,
+        arguments.repo,
+        "--base-model",
+        arguments.target,
+        "--dataset",
+        arguments.data,
+    ]
+    publish += ["--private"] if arguments.private else []
+    return subprocess.run([sys.executable, "-m", "dflash_hf.cli", *publish]).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

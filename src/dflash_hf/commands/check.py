@@ -1,0 +1,45 @@
+"""`dflash check`."""
+
+from dflash_hf.commands.shared import add_examples, add_revision
+from dflash_hf.terminal import Outcome
+
+
+ENGINES = ("vllm", "sglang", "transformers")  # of hub.engine_rules, held to it
+
+
+def add_arguments(parser) -> None:
+    parser.add_argument("folder", help="folder of a drafter, or its Hub name; the weights are not downloaded")
+    parser.add_argument("--engine", choices=ENGINES, action="append", help="may be repeated; default: all three")
+    parser.add_argument("--target", help="folder, config.json or Hub name of the target, to compare sizes with")
+    add_revision(parser, of="the drafter's repository")
+    parser.add_argument("--subfolder", default="", help="where in the folder or repository the drafter lies")
+    add_examples(
+        parser,
+        "dflash check my-drafter --target Qwen/Qwen3-0.6B",
+        "dflash check z-lab/Qwen3-8B-DFlash-b16 --engine vllm",
+    )
+
+
+def run(arguments, echo) -> Outcome:
+    """`echo` the table; 1 when there is an error, else 0."""
+    from pathlib import Path
+
+    from dflash_hf.hub.check import check, render
+    from dflash_hf.pairs import looks_local, read_config
+
+    if looks_local(arguments.folder) and not Path(arguments.folder).expanduser().is_dir():
+        raise FileNotFoundError(f"{arguments.folder}: there is no such folder.")
+    target = arguments.target
+    if target is not None and not Path(target).expanduser().is_file():
+        config = read_config(target, f"--target {target}")
+        target = config.get("text_config", config)
+    findings = check(
+        arguments.folder,
+        arguments.engine or ENGINES,
+        target,
+        arguments.revision,
+        arguments.subfolder,
+    )
+    echo(render(findings))
+    code = int(any(finding.severity == "error" for finding in findings))
+    return Outcome(code, {"findings": [vars(finding) for finding in findings]})

@@ -1,0 +1,36 @@
+"""`dflash convert`."""
+
+from dflash_hf.commands.shared import add_examples, add_revision
+from dflash_hf.terminal import Outcome, output_path, readable_file
+
+
+LAYOUTS = ("native", "z-lab")  # of dflash_hf.convert, held to it
+
+
+def add_arguments(parser) -> None:
+    parser.add_argument("src", help="folder, repository or .pt file of a drafter")
+    parser.add_argument("dst", type=output_path, help="new folder")
+    parser.add_argument("--to", choices=LAYOUTS, default="z-lab", help="layout to write; default: %(default)s")
+    parser.add_argument("--config", type=readable_file, help="config.json of a .pt file; default: beside it")
+    add_revision(parser, of="the drafter's repository")
+    add_examples(
+        parser,
+        "dflash convert downloaded my-drafter",
+        "dflash convert my-drafter for-transformers --to native",
+        "dflash convert checkpoint.pt my-drafter --config config.json",
+    )
+
+
+def run(arguments, echo) -> Outcome:
+    from pathlib import Path
+
+    from dflash_hf.convert import convert
+    from dflash_hf.pairs import read_config
+
+    if not Path(arguments.src).expanduser().is_file():
+        read_config(
+            arguments.src, arguments.src, arguments.revision
+        )  # there is one, or a line that says what is there
+    folder = convert(arguments.src, arguments.dst, arguments.to, arguments.config, arguments.revision)
+    echo(f"Wrote {folder} ({arguments.to}).")
+    return Outcome(facts={"folder": str(folder), "layout": arguments.to})

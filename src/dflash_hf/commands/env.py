@@ -1,0 +1,54 @@
+"""`dflash env`: what a report of a defect should say about the machine."""
+
+import os
+import platform
+import sys
+from importlib import metadata
+
+from dflash_hf.commands.shared import add_examples
+from dflash_hf.terminal import Outcome, is_secret
+
+
+_PACKAGES = (
+    "dflash-hf",
+    "torch",
+    "transformers",
+    "huggingface-hub",
+    "tokenizers",
+    "safetensors",
+    "accelerate",
+    "datasets",
+    "peft",
+    "jinja2",
+)
+_VARIABLES = ("HF_", "DFLASH", "TRANSFORMERS_", "CUDA_VISIBLE", "OMP_", "MKL_", "PYTORCH_", "TORCH_", "ACCELERATE_")
+
+
+def add_arguments(parser) -> None:
+    add_examples(parser, "dflash env", "dflash env --json")
+
+
+def run(arguments, echo) -> Outcome:
+    facts = {"python": platform.python_version(), "platform": platform.platform(), "processors": os.cpu_count()}
+    for name in _PACKAGES:
+        try:
+            facts[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            facts[name] = None
+    facts["devices"] = _devices()
+    facts["executable"] = sys.executable
+    for name in sorted(os.environ):
+        if name.startswith(_VARIABLES):
+            facts[name] = "(set)" if is_secret(name) else os.environ[name]
+    for name, value in facts.items():
+        echo(f"{name:18} {'not installed' if value is None else value}")
+    return Outcome(facts=facts)
+
+
+def _devices() -> str:
+    try:
+        import torch
+    except Exception as error:  # an installation that is broken is what such a report is about
+        return f"torch cannot be imported: {error!r}"
+    cards = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return ", ".join(cards) or ("mps" if torch.backends.mps.is_available() else "cpu")

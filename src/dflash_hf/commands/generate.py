@@ -1,0 +1,133 @@
+"""`dflash generate`: an answer as it is written, and what it took."""
+
+import sys
+import time
+
+from dflash_hf.commands.shared import add_examples, add_loading, add_sampling, add_speed
+from dflash_hf.terminal import (
+    Outcome,
+    UsageError,
+    add_color,
+    add_template_arguments,
+    positive,
+    template_arguments,
+    wants_color,
+)
+
+
+def add_arguments(parser) -> None:
+    parser.add_argument("--target", required=True, help="folder or Hub name of the target")
+    parser.add_argument("--draft", help="folder or Hub name of its drafter; without it the target decodes alone")
+    parser.add_argument("--prompt", required=True, help="the user's message; - reads it from standard input")
+    parser.add_argument("--raw", action="store_true", help="feed the prompt as it is, without the chat template")
+    add_template_arguments(parser)
+    parser.add_argument("--max-new-tokens", type=positive, default=512, help="default: %(default)s")
+    add_sampling(parser)
+    parser.add_argument("--threads", type=positive, help="CPU threads of this process; default: as torch chooses")
+    parser.add_argument(
+        "--show-drafts", action="store_true", help="print the text again, accepted draft tokens marked"
+    )
+    parser.add_argument("--compare", action="store_true", help="also decode with the target alone")
+    parser.add_argument("--packed", action="store_true", help="pack the weights of both models for a CPU; once")
+    add_color(parser, "accepted draft tokens")
+    add_loading(parser)
+    add_speed(parser)
+    add_examples(
+        parser,
+        'dflash generate --target Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16 --prompt "Write a haiku."',
+        "cat question.txt | dflash generate --target T --draft D --prompt - --compile --compare",
+    )
+
+
+def run(arguments, echo) -> Outcome:
+    if arguments.top_p is not None and not arguments.temperature:
+        raise UsageError(
+            f"--top-p {arguments.top_p} changes nothing in greedy decoding; add --temperature, such as 1."
+        )
+    prompt = _prompt(arguments.prompt)
+    from dflash_hf.pairs import Loading, check_pair, device_of, load_draft, load_target, set_decoding
+
+    loading = Loading.of(arguments)
+    check_pair(arguments.target, arguments.draft, loading)
+    device = device_of(loading.device)
+    import torch
+    from transformers import TextStreamer, set_seed
+
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    from dflash_hf.data.prepare import load_tokenizer
+
+    tokenizer = load_tokenizer(
+        arguments.target, revision=loading.revision, trust_remote_code=loading.trust_remote_code
+    )
+    draft = load_draft(arguments.draft, loading, device) if arguments.draft else None
+    set_decoding(draft, arguments)
+    prompt_ids = _ids(tokenizer, prompt, draft, arguments, echo.note)
+    target = load_target(arguments.target, loading, device)
+    if arguments.packed:
+        from dflash_hf.packed_linear import packed_weights
+
+        packed_weights(*(model for model in (target, draft) if model is not None))
+    input_ids = torch.tensor([prompt_ids], device=target.device)
+    inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+    options = {"max_new_tokens": arguments.max_new_tokens, "return_dict_in_generate": True, "do_sample": False}
+    if arguments.temperature:
+        options.update(do_sample=True, temperature=arguments.temperature, top_p=arguments.top_p or 1.0)
+
+    def decode(**extra):
+        set_seed(arguments.seed)
+        start = time.perf_counter()
+        output = target.generate(**inputs, **options, **extra)
+        return output, output.sequences[0, len(prompt_ids) :].tolist(), time.perf_counter() - start
+
+    streamer = None if arguments.json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    output, ids, seconds = decode(streamer=streamer, **({"assistant_model": draft} if draft is not None else {}))
+    # Figures go to standard error, so that the text alone can be piped.
+    lengths = (getattr(output, "acceptance_lengths", None) or [[]])[0]
+    facts = {"text": tokenizer.decode(ids, skip_special_tokens=True), "tokens": len(ids), "seconds": seconds}
+    speed = _speed(ids, seconds)
+    if lengths:
+        facts |= {"tau": sum(lengths) / len(lengths), "acceptance_lengths": lengths}
+        speed += f", tau {facts['tau']:.2f} over {len(lengths)} verifications"
+        if arguments.show_drafts:
+            from dflash_hf.evaluation.text import colored_answer
+
+            pieces = [tokenizer.decode([token]) for token in ids]
+            echo(f"\n{colored_answer(pieces, lengths, wants_color(arguments.color, sys.stdout))}")
+    packed = ", packed" if arguments.packed else ""
+    echo.note(f"\n{'target alone' if draft is None else 'with the drafter'}{packed}: {speed}")
+    if arguments.compare and draft is not None:
+        _, alone, seconds = decode()
+        facts |= {"equal": alone == ids, "seconds_alone": seconds}
+        echo.note(f"target alone{packed}: {_speed(alone, seconds)}; {'the same' if alone == ids else 'other'} tokens")
+    return Outcome(facts=facts)
+
+
+def _prompt(given: str) -> str:
+    if given != "-":
+        return given
+    stream = getattr(sys.stdin, "buffer", None)
+    content = stream.read() if stream is not None else sys.stdin.read().encode()
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"Line {line} of standard input is not UTF-8; pipe it through `iconv` first.") from error
+
+
+def _ids(tokenizer, prompt: str, draft, arguments, say) -> list[int]:
+    from dflash_hf.data.encode import RowEncoder
+    from dflash_hf.data.prompts import ids_of_prompt, prompt_of, template_kwargs
+
+    given = template_arguments(arguments.template_args)
+    kwargs = {} if arguments.raw else template_kwargs(given, draft_config=draft and draft.config, say=say)
+    as_chat = bool(tokenizer.chat_template) and not arguments.raw
+    encoder = RowEncoder(tokenizer, chat_template_kwargs=kwargs)
+    ids = ids_of_prompt(encoder, prompt_of({"prompt": prompt}, as_chat))
+    if not ids:
+        raise ValueError("--prompt is empty under this tokenizer; pass some text.")
+    return ids
+
+
+def _speed(ids: list[int], seconds: float) -> str:
+    return f"{len(ids)} tokens in {seconds:.2f} s, {len(ids) / seconds:.1f} tokens/s"

@@ -1,0 +1,66 @@
+"""`dflash recipes`: the recipes and scripts that come with the package."""
+
+import ast
+import shutil
+import textwrap
+from pathlib import Path
+
+from dflash_hf.commands.shared import add_examples
+from dflash_hf.terminal import Outcome, output_path
+
+
+def add_arguments(parser) -> None:
+    parser.add_argument("action", choices=("list", "show", "copy"), nargs="?", default="list", help="default: list")
+    parser.add_argument("name", nargs="?", help="one of the list")
+    parser.add_argument("to", nargs="?", type=output_path, help="of copy: file or folder; default: here")
+    add_examples(
+        parser,
+        "dflash recipes",
+        "dflash recipes show qwen3-4b.yaml",
+        "dflash recipes copy demo.yaml && dflash train --config demo.yaml --dry-run",
+    )
+
+
+def run(arguments, echo) -> Outcome:
+    files = shipped()
+    if arguments.action == "list":
+        for name, path in files.items():
+            echo(f"{name:24} {_summary(path)}")
+        return Outcome(facts={"recipes": {name: str(path) for name, path in files.items()}})
+    if arguments.name is None:
+        raise ValueError(f"dflash recipes {arguments.action} needs a name: {', '.join(files)}.")
+    if arguments.name not in files:
+        raise ValueError(f"There is no recipe {arguments.name!r}; there are {', '.join(files)}.")
+    path = files[arguments.name]
+    if arguments.action == "show":
+        echo(path.read_text(encoding="utf-8").rstrip("\n"))
+        return Outcome(facts={"name": arguments.name, "text": path.read_text(encoding="utf-8")})
+    goal = arguments.to or Path.cwd()
+    goal = goal / path.name if goal.is_dir() else goal
+    if goal.exists():
+        raise FileExistsError(f"{goal} exists; name another file.")
+    goal.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(path, goal)
+    echo(f"Wrote {goal}.")
+    return Outcome(facts={"file": str(goal)})
+
+
+def shipped() -> dict[str, Path]:
+    """Recipes, their data, launcher configurations and scripts, by name."""
+    from dflash_hf import examples
+
+    folder = Path(examples.__file__).parent
+    found = [*folder.glob("recipes/*.yaml"), *folder.glob("recipes/*.jsonl")]
+    found += [*folder.glob("accelerate/*.yaml"), *folder.glob("*.py")]
+    return {path.name: path for path in sorted(found, key=lambda path: path.suffix) if path.name != "__init__.py"}
+
+
+def _summary(path: Path) -> str:
+    """The first sentence of a file's head: of a script its docstring's."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".jsonl":
+        return "prompts of demo.yaml"
+    if path.suffix == ".py":
+        text = ast.get_docstring(ast.parse(text)) or ""
+    lines = [line.lstrip("# ").strip() for line in text.splitlines()[:6]]
+    return textwrap.shorten(" ".join(filter(None, lines)).split(". ")[0], 88, placeholder=" ...")

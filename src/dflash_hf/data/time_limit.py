@@ -1,0 +1,31 @@
+"""A limit for what a foreign template computes: Jinja has loops, and templates come from anywhere."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def time_limit(seconds: float, message: str) -> Iterator[None]:
+    """
+    End the block after so many seconds. In threads other than the main one, and where the system has no timer, there
+    is no limit.
+
+    Raises:
+        `TimeoutError`: with the message.
+    """
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number, frame):
+        raise TimeoutError(message)
+
+    before = signal.signal(signal.SIGALRM, stop)
+    left, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, left)
+        signal.signal(signal.SIGALRM, before)

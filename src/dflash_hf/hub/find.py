@@ -1,0 +1,51 @@
+"""Drafters of a target on the Hub, by what their cards name as `base_model`."""
+
+from dataclasses import dataclass
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import validate_repo_id
+
+from dflash_hf.terminal import one_line
+
+
+@dataclass
+class FoundDrafter:
+    """A repository that calls itself a DFlash drafter of a target."""
+
+    repo: str
+    downloads: int
+    likes: int
+
+
+def find_drafters(target: str, limit: int = 20, token: str | None = None) -> list[FoundDrafter]:
+    """
+    Repositories with the tag `base_model:TARGET` that carry the tag `dflash`, or its name in theirs; most downloaded
+    first.
+
+    Args:
+        target (`str`): Hub name of the target.
+        limit (`int`): At most so many.
+        token (`str`, *optional*): Of the Hub. Default: the one of `hf auth login` or `HF_TOKEN`.
+
+    Raises:
+        `ValueError`: not the name of a repository.
+        `OSError`: the Hub cannot be reached.
+    """
+    try:
+        validate_repo_id(target)
+    except ValueError as error:
+        raise ValueError(f"{target!r} is not the name of a repository, like 'Qwen/Qwen3-8B'.") from error
+    try:
+        models = HfApi(token=token).list_models(filter=f"base_model:{target}", sort="downloads", full=True)
+        found = []
+        for model in models:
+            if "dflash" in (model.tags or []) or "dflash" in model.id.lower():
+                found.append(FoundDrafter(model.id, model.downloads or 0, model.likes or 0))
+            if len(found) == limit:
+                break
+    except HfHubHTTPError as error:
+        raise OSError(f"The Hub refused to list drafters of {target}: {one_line(error, 120)}") from error
+    except Exception as error:  # connection errors are of whichever HTTP library huggingface_hub uses
+        raise OSError(f"The Hub cannot be reached ({type(error).__name__}: {one_line(error, 100)}).") from error
+    return found

@@ -1,0 +1,104 @@
+"""Commands in processes of their own, and what they do when something goes wrong, as rows of a table."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from support.pairs import make_draft, make_target
+from support.tiny_chat import CHATML, make_tokenizer
+
+
+@dataclass
+class Ended:
+    """How a command ended: status, what it printed, and whether nothing that was there before was lost."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def errors(self) -> list[str]:
+        """The lines of standard error that are the command's own."""
+        return [line for line in self.err.splitlines() if line.startswith("dflash")]
+
+    @property
+    def one_line(self) -> bool:
+        """One line of the form of all errors, without a traceback, short enough to be read."""
+        told = len(self.errors) == 1 and len(self.errors[0]) <= 400
+        return told and "Traceback" not in self.err
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg", **more}
+
+
+def dflash(*words, stdin: bytes | None = None, cwd=None, timeout: float = 240, **more: str) -> Ended:
+    """Run a command to its end."""
+    command = [sys.executable, "-m", "dflash_hf.cli", *map(str, words)]
+    done = subprocess.run(
+        command, input=stdin or b"", capture_output=True, cwd=cwd, env=environment(**more), timeout=timeout
+    )
+    return Ended(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
+
+
+def signalled(number: int, after: float | str, *words, cwd=None, **more: str) -> Ended:
+    """Run a command and send it a signal after so many seconds, or once its output holds a text."""
+    command = [sys.executable, "-u", "-m", "dflash_hf.cli", *map(str, words)]
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # as behind `&` in a script; children would not hear it either
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=cwd, env=environment(**more), text=True
+    )
+    seen = ""
+    if isinstance(after, str):
+        for line in process.stdout:
+            seen += line
+            if after in line:
+                break
+    else:
+        time.sleep(after)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=240)
+    return Ended(process.returncode, seen + out, err)
+
+
+def make_world(folder: Path) -> Path:
+    """A tiny target with its tokenizer, a drafter, prompts and responses, and damaged forms of each."""
+    tokenizer = make_tokenizer(CHATML)
+    target = make_target(vocab_size=len(tokenizer) + 1)
+    target.save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    make_draft(target, target_layer_ids=[0, 1, 2]).save_pretrained(folder / "draft")
+    row = {"messages": [{"role": "user", "content": "Say 1"}, {"role": "assistant", "content": "1"}]}
+    line = json.dumps(row) + "\n"
+    (folder / "rows.jsonl").write_text(line * 6, encoding="utf-8")
+    (folder / "bom.jsonl").write_text(line * 6, encoding="utf-8-sig")
+    (folder / "empty.jsonl").touch()
+    latin = json.dumps({"messages": [{"role": "user", "content": "Grüße"}]}, ensure_ascii=False)
+    (folder / "latin.jsonl").write_bytes(line.encode() * 2 + latin.encode("latin-1") + b"\n")
+    (folder / "binary.jsonl").write_bytes(bytes(range(256)) * 8)
+    long = json.dumps({"messages": [{"role": "user", "content": "a " * 5_000_000}, row["messages"][1]]})
+    (folder / "long.jsonl").write_text(long + "\n", encoding="utf-8")
+    (folder / "prompts.txt").write_text("Say 1\n", encoding="utf-8")
+    (folder / "latin.txt").write_bytes("Say 1\nGrüße\n".encode("latin-1"))
+    shutil.copytree(folder / "target", folder / "bare")
+    for path in (folder / "bare").glob("tok*"):
+        path.unlink()
+    (folder / "bare" / "chat_template.jinja").unlink(missing_ok=True)
+    shutil.copytree(folder / "draft", folder / "half")
+    weights = folder / "half" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    shutil.copytree(folder / "draft", folder / "deep")
+    (folder / "deep" / "config.json").write_text("[" * 100_000, encoding="utf-8")
+    return folder
+
+
+INTERRUPT, KILL = signal.SIGINT, signal.SIGKILL

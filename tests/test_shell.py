@@ -1,0 +1,520 @@
+"""The shell under bad conditions: one line for every error, the documented status, nothing lost."""
+
+import argparse
+import errno
+import io
+import json
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support.hub_stand_in import stand_in
+from support.shell import dflash, make_world, signalled
+
+from dflash_hf import cli, terminal
+from dflash_hf.cli import main
+from dflash_hf.commands import bench as bench_arguments
+from dflash_hf.commands import check as check_arguments
+from dflash_hf.commands import convert as convert_arguments
+from dflash_hf.commands import publish as publish_arguments
+from dflash_hf.commands.completion import script
+from dflash_hf.data.time_limit import time_limit
+from dflash_hf.failures import explain
+
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMANDS = [name for name, _, _ in cli.COMMANDS]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture
+def told(capsys):
+    """`told(*words)`: the exit status and the one line that an error is."""
+
+    def call(*words):
+        try:
+            code = main([str(word) for word in words])
+        except SystemExit as stopped:
+            code = stopped.code
+        printed = capsys.readouterr()
+        lines = [line for line in printed.err.splitlines() if line.startswith("dflash")]
+        assert "Traceback" not in printed.err
+        assert len(lines) == (code != 0), printed.err
+        assert all(len(line) <= 400 and line.startswith(f"dflash {words[0]}: error: ") for line in lines)
+        return code, "".join(lines) or printed.out
+
+    return call
+
+
+# -------------------------------------------------------------------------------------------------------- one line
+
+
+def generate(world, *more, target="target", draft="draft"):
+    return ["generate", "--target", world / target, "--draft", world / draft, "--prompt", "Say 1", *more]
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "message"),
+    [
+        (["--dtype", "flot"], 2, "'flot' is not one of auto, float32"),
+        (["--device", "cuda:9"], 1, "--device cuda:9: this machine has"),
+        (["--device", "gpu"], 2, "'gpu' is not a device; say cpu, cuda"),
+        (["--top-p", "2"], 2, "2 must lie above 0"),
+        (["--top-p", "0.9"], 2, "changes nothing in greedy decoding; add --temperature"),
+        (["--temperature", "inf"], 2, "inf must be 0"),
+        (["--temperature", "nan"], 2, "nan must be 0"),
+        (["--seed", "-1"], 2, "-1 must not be negative"),
+        (["--tree-nodes", "99999"], 1, "tree_nodes=99999 must be"),
+    ],
+)
+def test_values_that_cannot_be_right_are_told_before_anything_is_loaded(more, code, message, world, told):
+    found, line = told(*generate(world, *more))
+    assert (found, message in line) == (code, True), line
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ({"target": "absent"}, "there is no such folder"),
+        ({"draft": "absent"}, "there is no such folder"),
+        ({"target": "draft", "draft": "target"}, "target and drafter are swapped"),
+        ({"draft": "target"}, "is not a DFlash drafter but"),
+        ({"target": "bare"}, "has no tokenizer; save the target's beside"),
+        ({"draft": "deep"}, "is nested too deeply"),
+        ({"draft": "half"}, "model.safetensors"),
+        ({"target": "rows.jsonl"}, "is a file; name the folder"),
+    ],
+)
+def test_models_that_are_not_what_they_should_be(names, message, world, told):
+    code, line = told(*generate(world, **names))
+    assert code == 1 and message in line, line
+
+
+def test_a_name_that_is_no_folder_is_asked_for_once(told, monkeypatch):
+    """transformers retried for 63 s, and spoke of the Hub's grammar for names."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    template = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"  # the discard port: closed
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    start = time.monotonic()
+    code, line = told("generate", "--target", "no-such-folder", "--prompt", "x")
+    assert code == 1 and "there is no such folder, and the Hub cannot be reached" in line
+    code, line = told("prepare", "rows.jsonl", "--tokenizer", "no-such-folder")
+    assert code == 1 and "there is no such folder, and the Hub cannot be reached" in line
+    assert time.monotonic() - start < 20
+    with stand_in(monkeypatch):
+        monkeypatch.setenv("HF_TOKEN", "hf_right")
+        code, line = told("generate", "--target", "someone/nothing", "--prompt", "x")
+        again = told("prepare", "rows.jsonl", "--tokenizer", "someone/nothing")
+    assert code == 1 and "the Hub has no model of that name" in line
+    assert again[0] == 1 and "the Hub has no model of that name" in again[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("latin.jsonl", "Line 3 of {} is not UTF-8; convert the file: iconv"),
+        ("binary.jsonl", "Line 1 of {} is not"),
+        ("empty.jsonl", "is an empty file"),
+        ("absent.jsonl", "there is no such file"),
+    ],
+)
+def test_data_that_cannot_be_read_are_named_with_their_line(name, message, world, told):
+    code, line = told("prepare", world / name, "--target", world / "target")
+    assert code == 1 and message.format(world / name) in line, line
+
+
+def test_a_byte_order_mark_and_a_line_of_ten_megabytes_are_read(world, told):
+    code, text = told("prepare", world / "bom.jsonl", "--target", world / "target", "--json", "--limit", "6")
+    assert code == 0 and json.loads(text)["examples"] == 6
+    tiny = ["--max-length", "64", "--examples", "0"]
+    code, text = told("prepare", world / "long.jsonl", "--target", world / "target", *tiny)
+    assert code == 1 and "beyond max_length=64" in text
+
+
+def test_prompts_in_another_encoding(world, told, monkeypatch):
+    from dflash_hf.data.encode import RowEncoder
+    from dflash_hf.evaluation.command import read_prompts
+
+    with pytest.raises(ValueError, match=r"Line 2 of .*latin\.txt is not UTF-8"):
+        read_prompts(str(world / "latin.txt"), RowEncoder(None), 5)
+    stream = io.TextIOWrapper(io.BytesIO("a\nGrüße".encode("latin-1")), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", stream)
+    code, line = told(*generate(world)[:-1], "-")
+    assert code == 1 and "Line 2 of standard input is not UTF-8" in line
+
+
+@pytest.mark.parametrize("number", [99999, -7])
+def test_a_mask_token_outside_the_embedding(number, world, tmp_path, told):
+    for command in (
+        ["prepare", world / "rows.jsonl"],
+        ["features", world / "rows.jsonl", "--output", tmp_path / "features"],
+        ["regenerate", world / "rows.jsonl", "--output", tmp_path / "rows.jsonl"],
+    ):
+        code, line = told(*command, "--target", world / "target", "--mask-token-id", number)
+        assert code == (1 if number > 0 else 2) and f"{number} is" in line, line
+        assert not list(tmp_path.iterdir())
+
+
+def test_an_output_that_cannot_be_written_is_found_before_the_work(world, told):
+    wrong = world / "rows.jsonl" / "below-a-file"
+    for words in (
+        ["prepare", world / "rows.jsonl", "--target", world / "target", "--output", wrong / "x.jsonl"],
+        ["regenerate", world / "rows.jsonl", "--target", world / "target", "--output", wrong / "x.jsonl"],
+        ["features", world / "rows.jsonl", "--target", world / "target", "--output", wrong],
+        ["convert", world / "draft", wrong],
+        ["demo", "--cache-dir", wrong],
+        ["eval", "--target", "t", "--draft", "d", "--data", "x.txt", "--output", wrong],
+        ["recipes", "copy", "demo.yaml", wrong],
+    ):
+        code, line = told(*words)
+        assert code == 2 and "cannot be written: Not a directory" in line, line
+    code, line = told("train", f"target={world / 'target'}", f"data={world / 'rows.jsonl'}", f"output_dir={wrong}")
+    assert code == 1 and "output_dir=" in line and "cannot be written" in line
+
+
+def test_settings_of_training_are_looked_at_before_the_target_is_loaded(world, tmp_path, told):
+    run = ["train", f"target={world / 'target'}", f"data={world / 'rows.jsonl'}", f"output_dir={tmp_path / 'out'}"]
+    code, line = told(*run, "report_to=wandb_that_is_not_there")
+    assert code == 1 and "report_to=wandb_that_is_not_there is not installed, or unknown" in line
+    code, line = told(*run[:2], "data=absent.jsonl", run[3])
+    assert code == 1 and "data='absent.jsonl': there is no such file" in line
+    code, line = told("train", f"target={world / 'draft'}", *run[2:])
+    assert code == 1 and "is a DFlash drafter" in line
+    code, line = told(*run, "mask_token_id=99999")
+    assert code == 1 and "mask_token_id=99999 is outside" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_token_is_ever_printed(world, tmp_path, told):
+    run = ["train", f"target={world / 'target'}", f"data={world / 'rows.jsonl'}", f"output_dir={tmp_path}"]
+    for more in ([], ["--json"]):
+        code, text = told(*run, "hub_token=hf_abcdefghij", "--dry-run", *more)
+        assert code == 0 and "hf_abc" not in text and "hub_token" in text
+    code, line = told(*run, "hub_token={a: hf_abcdefghij}")
+    assert code == 1 and "hf_abc" not in line
+    assert terminal.one_line("x hf_abcdefghij y") == "x hf_... y"
+
+
+def test_the_keys_of_training_stand_under_their_headings(told):
+    code, text = told("train", "--keys")
+    blocks = dict(block.split(":\n", 1) for block in _blocks(text))
+    assert "  num_anchors=512" in blocks["training, of DFlash"]
+    assert "  learning_rate=0.0006" in blocks["training, of DFlash"]
+    assert "  per_device_train_batch_size=" in blocks["training, as in transformers.TrainingArguments"]
+    assert "  target=None" in blocks["pair and data"]
+    assert "%%" not in text
+    code, text = told("train", "--keys", "anchor")
+    assert code == 0 and "num_anchors" in text and "per_device" not in text
+
+
+def _blocks(text):
+    starts = [i for i, line in enumerate(text.splitlines()) if not line.startswith(" ")]
+    lines = text.splitlines()
+    return ["\n".join(lines[a:b]) for a, b in zip(starts, [*starts[1:], len(lines)])]
+
+
+def test_a_template_whose_loops_do_not_end_is_stopped(world, tmp_path, told, monkeypatch):
+    monkeypatch.setattr("dflash_hf.data.encode.TEMPLATE_SECONDS", 0.5)
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    (tmp_path / "endless.jinja").write_text(endless)
+    start = time.monotonic()
+    options = ["--target", world / "target", "--chat-template", tmp_path / "endless.jinja"]
+    code, line = told("prepare", world / "rows.jsonl", *options)
+    assert code == 1 and "its loops do not end" in line and time.monotonic() - start < 60
+
+
+def test_the_time_limit_leaves_no_timer_behind():
+    with pytest.raises(TimeoutError, match="too long"):
+        with time_limit(0.05, "too long"):
+            while True:
+                pass
+    with time_limit(5, "no"):
+        pass
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+# --------------------------------------------------------------------------------------------------- errors of others
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "/full/x"), "the disk is full (/full/x): free some space"),
+        (RuntimeError("I/O error: No space left on device (os error 28)"), "the disk is full: free"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB."), "out of memory (CUDA out of memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "out of memory (Default"),
+        (MemoryError(), "out of memory"),
+        (RecursionError("maximum recursion depth"), "nested too deeply"),
+        (PermissionError(errno.EACCES, "Permission denied", "/x"), "/x: Permission denied"),
+        (ValueError("a\nb\n" + "x" * 10_000_000), "a b xxx"),
+        (KeyError("k"), "KeyError: 'k'"),
+    ],
+)
+def test_every_error_is_one_short_line(error, message, told, monkeypatch):
+    def fail(arguments, echo):
+        raise error
+
+    monkeypatch.setattr("dflash_hf.commands.env.run", fail)
+    code, line = told("env")
+    assert code == 1 and message in line and len(line) < 360
+
+
+def test_the_traceback_is_shown_to_those_who_ask(capsys, monkeypatch):
+    def fail(arguments, echo):
+        raise KeyError("k")
+
+    monkeypatch.setattr("dflash_hf.commands.env.run", fail)
+    assert main(["env", "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+    monkeypatch.setenv("DFLASH_DEBUG", "1")
+    assert main(["env"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_full_disk_while_saving_says_how_to_go_on(world, tmp_path, told, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("dflash_hf.convert.save_file", full)
+    code, line = told("convert", world / "draft", tmp_path / "native", "--to", "native")
+    assert code == 1 and "the disk is full" in line and not list(tmp_path.iterdir())
+    assert "goes on from the last checkpoint" in explain(
+        OSError(errno.ENOSPC, "No space"), "the same command goes on from the last checkpoint"
+    )
+
+
+def test_a_checkpoint_that_was_cut_off_is_named(tmp_path):
+    from dflash_hf.training.whole import check_whole
+
+    for step in (2, 4):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        torch.save({"a": torch.ones(9)}, folder / "optimizer.pt")
+    check_whole(folder)
+    content = (folder / "optimizer.pt").read_bytes()
+    (folder / "optimizer.pt").write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match=r"checkpoint-4/optimizer.pt is cut off .* go on from .*checkpoint-2"):
+        check_whole(folder)
+    with pytest.raises(FileNotFoundError, match="there is no such folder"):
+        check_whole(tmp_path / "checkpoint-9")
+
+
+def test_ctrl_c_that_arrives_as_another_error_is_still_ctrl_c(capsys, monkeypatch):
+    """numpy and others turn an interrupted import into an ImportError."""
+
+    def interrupted(arguments, echo):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ImportError("numpy failed to import") from None
+
+    monkeypatch.setattr("dflash_hf.commands.regenerate.run", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    assert main(["regenerate", "x", "--target", "t", "--output", "out.jsonl"]) == 130
+    error = capsys.readouterr().err
+    assert "interrupted; the same command goes on with the rows that are missing" in error
+    assert "numpy" not in error and signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.3, 1.5, 4.0])
+def test_ctrl_c_at_any_moment_is_one_line(seconds, world, tmp_path):
+    words = ["features", world / "rows.jsonl", "--target", world / "target", "--output", tmp_path / "features"]
+    ended = signalled(signal.SIGINT, seconds, *words, "--device", "cpu")
+    assert ended.code in (0, 130) and "Traceback" not in ended.err, ended.err
+    if ended.code:
+        assert "dflash features: interrupted; the same command goes on" in ended.err
+
+
+def test_who_reads_the_beginning_only_breaks_nothing(world, tmp_path):
+    """`dflash prepare ... | head -1`: the pipe closes, the file is written all the same."""
+    read, write = os.pipe()
+    os.close(read)
+    child = os.fork()
+    if child == 0:  # a copy of this process whose standard output leads into the closed pipe
+        os.dup2(write, 1)
+        sys.stdout = open(1, "w", closefd=False)
+        words = ["prepare", world / "rows.jsonl", "--target", world / "target", "--output", tmp_path / "x.jsonl"]
+        os._exit(main([str(word) for word in words]))
+    os.close(write)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert len((tmp_path / "x.jsonl").read_text().splitlines()) == 6
+
+
+# ----------------------------------------------------------------------------------------------------- help and tables
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_examples_and_the_words_that_all_share(command, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    assert stopped.value.code == 0 and "examples:\n" in text
+    assert all(option in text for option in ("--json", "--quiet", "--verbose", "--debug"))
+    assert "%%" not in text and "%(default)s" not in text
+
+
+def test_the_same_options_mean_the_same(capsys):
+    parsers = cli._all_commands()
+    loads = {"generate", "eval", "bench", "regenerate", "features"}
+    decodes = {"generate", "eval", "regenerate"}
+    for name, parser in parsers.items():
+        words = {word: action for action in parser._actions for word in action.option_strings}
+        assert name not in loads or {"--dtype", "--device", "--revision", "--trust-remote-code"} <= words.keys()
+        assert name not in decodes or {"--compile", "--tree-nodes"} <= words.keys()
+        assert words.get("--dtype", argparse.Namespace(type=terminal.dtype)).type is terminal.dtype
+        assert words.get("--device", argparse.Namespace(type=terminal.device)).type is terminal.device
+
+
+def test_no_help_waits_for_torch():
+    """`check --help` and `bench --help` took ten seconds."""
+    code = "import sys; from dflash_hf import cli; cli._all_commands(); print(*sorted(sys.modules))"
+    import subprocess
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    heavy = {"torch", "transformers", "datasets", "numpy", "huggingface_hub", "yaml"}
+    assert not heavy & set(done.stdout.split())
+
+
+def test_choices_are_those_of_the_rooms_they_are_for():
+    from dflash_hf.convert import LAYOUTS
+    from dflash_hf.evaluation import bench, bench_pairs
+    from dflash_hf.hub import card, engine_rules
+
+    assert bench_arguments.SHAPES == tuple(sorted(bench_pairs.SHAPES))
+    every = (bench.TARGET, bench.TARGET_PACKED, *bench.OURS, bench.STATIC, bench.NATIVE, bench.PROMPT_LOOKUP)
+    assert bench_arguments.METHODS == every
+    assert bench_arguments.ON_CPU == bench.ON_CPU
+    assert check_arguments.ENGINES == engine_rules.ENGINES
+    assert convert_arguments.LAYOUTS == LAYOUTS
+    assert publish_arguments.RELATIONS == card.RELATIONS
+
+
+def test_json_is_all_that_stands_on_standard_output(world, capsys):
+    assert main(["check", str(world / "draft"), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {"exit": 0, "findings": []} and "No findings" in printed.err
+    assert main([str(word) for word in generate(world, "--json", "--max-new-tokens", "4", "--compare")]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["tokens"] == 4 and facts["equal"] is True
+
+
+# -------------------------------------------------------------------------------------------------------- new commands
+
+
+def test_env_says_what_a_report_needs_and_no_secret(told, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefghij")
+    code, text = told("env")
+    assert code == 0 and torch.__version__.split("+")[0] in text and "HF_TOKEN           (set)" in text
+    assert "hf_abc" not in text
+
+
+def test_recipes_are_listed_shown_and_copied(told, tmp_path):
+    code, text = told("recipes")
+    assert code == 0 and "qwen3-4b.yaml" in text and "train_on_jobs.py" in text
+    code, text = told("recipes", "show", "demo.yaml")
+    assert code == 0 and "target:" in text
+    code, _ = told("recipes", "copy", "demo.yaml", tmp_path)
+    assert code == 0 and (tmp_path / "demo.yaml").is_file()
+    code, line = told("recipes", "copy", "demo.yaml", tmp_path)
+    assert code == 1 and "exists; name another file" in line
+    code, line = told("recipes", "show", "nothing")
+    assert code == 1 and "There is no recipe 'nothing'; there are" in line
+
+
+def test_drafters_are_found_by_what_they_name_as_base_model(told, monkeypatch):
+    with stand_in(monkeypatch) as hub:
+        monkeypatch.setenv("HF_TOKEN", "hf_right")
+        tag = "base_model:someone/target"
+        hub.listed = {
+            "a/few": (["dflash", tag], 3),
+            "b/target-DFlash": ([tag], 70),
+            "c/finetune": ([tag], 900),
+            "d/other-DFlash": (["dflash", "base_model:someone/else"], 5),
+        }
+        code, text = told("find", "someone/target")
+        assert code == 0 and [line.split()[1] for line in text.splitlines()] == ["b/target-DFlash", "a/few"]
+        code, text = told("find", "someone/nobody")
+        assert code == 0 and "`dflash train` makes one" in text
+        code, line = told("find", "a/b/c")
+        assert code == 1 and "is not the name of a repository" in line
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_knows_every_command_and_option(shell):
+    text = script(shell, cli._all_commands())
+    for word in (*COMMANDS, "tree-nodes", "base-model-relation"):
+        assert word in text
+
+
+def test_the_bash_completion_completes(tmp_path):
+    import shutil
+    import subprocess
+
+    if shutil.which("bash") is None:
+        pytest.skip("there is no bash")
+    text = script("bash", cli._all_commands())
+    ask = 'COMP_WORDS=(dflash check --eng); COMP_CWORD=2; _dflash; echo "${COMPREPLY[@]}"'
+    done = subprocess.run(["bash", "-c", f"{text}\n{ask}"], capture_output=True, text=True)
+    assert done.stdout.split() == ["--engine"], done.stderr
+
+
+def test_the_target_of_check_is_called_missing(world, told):
+    code, line = told("check", world / "draft", "--target", world / "absent")
+    assert code == 1 and "there is no such folder" in line
+    assert told("check", world / "draft", "--target", world / "target")[0] == 0
+
+
+def test_a_command_in_a_process_of_its_own(world):
+    ended = dflash("check", world / "absent")
+    assert ended.code == 1 and ended.one_line and "there is no such folder" in ended.err and not ended.out
+
+
+def test_an_error_does_not_hang_on_a_progress_bar(told, monkeypatch):
+    """Its line began somewhere behind a bar of the trainer."""
+    from tqdm import tqdm
+
+    def fail(arguments, echo):
+        bar = tqdm(range(9))
+        bar.update()
+        raise ValueError("in the middle")
+
+    monkeypatch.setattr("dflash_hf.commands.env.run", fail)
+    assert told("env") == (1, "dflash env: error: in the middle")
+
+
+@pytest.mark.slow
+def test_every_command_under_every_bad_condition():
+    """What `examples/benchmarks/results/shell.md` shows."""
+    from shell_table import COMMANDS, table
+
+    _, faults = table(COMMANDS)
+    assert not faults, "\n".join(faults)
+
+
+def test_the_script_for_jobs_brings_its_environment():
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    text = (ROOT / "examples" / "train_on_jobs.py").read_text(encoding="utf-8")
+    block = re.search(r"(?m)^# /// script$\s(?P<content>(^#(| .*)$\s)+)^# ///$", text)["content"]  # of PEP 723
+    header = tomllib.loads("".join(line.removeprefix("#") + "\n" for line in block.splitlines()))
+    assert header["requires-python"] == ">=3.10"
+    named = {re.match(r"[\w-]+", one).group() for one in header["dependencies"]}
+    assert {"torch", "transformers", "datasets", "accelerate", "pyyaml", "jinja2", "dflash-hf"} <= named
+
+
+def test_remedies_name_what_can_be_installed():
+    """`pip install dflash-hf` finds nothing: the package index does not have it yet."""
+    folders = ("src", "modeling", "hub_cards", "examples")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md")]
+    for path in [*files, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+        assert not re.search(r"pip install [\"'`]?dflash-hf", path.read_text(encoding="utf-8")), path
