@@ -23,6 +23,10 @@ _ROOMS = {
     ),
     "prepare": ("dflash_hf.data.prepare", "show what of a dataset is learned, count it, and write it as ids"),
     "regenerate": ("dflash_hf.data.regenerate", "write the target's own responses to the prompts of a dataset"),
+    "smollm2": (
+        "dflash_hf.demo.smollm2",
+        "print the folder of SmolLM2-135M-Instruct, made by the first call",
+    ),
     "train": ("dflash_hf.training.train", "train a drafter by a recipe"),
     "publish": ("dflash_hf.hub.publish", "upload a drafter with its card to the Hub"),
 }
