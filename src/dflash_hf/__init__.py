@@ -24,6 +24,8 @@ _LAZY = {
     "DFlashCollator": ".data.examples",
     "make_example": ".data.examples",
     "generate_responses": ".target",
+    "generate_prompts": ".data.prompts",
+    "PromptSettings": ".data.prompts",
     "DFlashTrainer": ".training.trainer",
     "DFlashOfflineTrainer": ".training.offline",
     "StoredFeatures": ".training.features",
