@@ -25,7 +25,7 @@ from dflash_hf.data.response_file import ResponseFile
 
 
 WORDS = [a + b for a in ("ba", "du", "ki", "lo", "me", "na") for b in ("r", "st", "n", "x")]
-SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>", "<|spare|>"]
+SPECIAL = ["<|im_end|>", "<|im_start|>"]
 BRIEF = PromptSettings(begin=("bar dust", "kin"), kinds=("chat",), max_new_tokens=24, batch_size=6, min_chars=4)
 
 
@@ -34,7 +34,7 @@ def word_tokenizer():
     vocabulary = {word: i for i, word in enumerate([*SPECIAL, "system", "user", "assistant", *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIAL[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"pad_token": SPECIAL[0], "eos_token": SPECIAL[END], "extra_special_tokens": [SPECIAL[1], SPECIAL[3]]}
+    special = {"pad_token": SPECIAL[0], "eos_token": SPECIAL[0], "extra_special_tokens": SPECIAL[1:]}
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
     # A space behind each marker: without it a word is glued to the next.
     fast.chat_template = CHATML.replace("<|im_start|>", "<|im_start|> ").replace("<|im_end|>", " <|im_end|>")
@@ -45,7 +45,8 @@ def word_tokenizer():
 def pair():
     tokenizer = word_tokenizer()
     target = make_target(vocab_size=len(tokenizer))
-    target.generation_config.eos_token_id, target.generation_config.pad_token_id = END, 0
+    target.generation_config.eos_token_id = target.generation_config.pad_token_id = 0
+    target.lm_head.weight.data *= 0.3  # all tokens about as likely, the end of a turn among them
     return target, tokenizer
 
 
