@@ -22,7 +22,7 @@ _ROOMS = {
         "store the target's features of a dataset, for training without its layers",
     ),
     "prepare": ("dflash_hf.data.prepare", "show what of a dataset is learned, count it, and write it as ids"),
-    "prompts": ("dflash_hf.data.prompts", "let a chat target write the requests that its drafter is trained on"),
+    "prompts": ("dflash_hf.data.magpie", "let a chat target write the requests that its drafter is trained on"),
     "regenerate": ("dflash_hf.data.regenerate", "write the target's own responses to the prompts of a dataset"),
     "smollm2": (
         "dflash_hf.demo.smollm2",

@@ -141,7 +141,7 @@ def test_other_settings_and_other_data_are_not_mixed(folder, data, tmp_path, cap
     assert code == 1 and "Line 2 of" in error and "is not a response" in error
 
 
-def test_prompts_of_rows():
+def test_magpie_of_rows():
     user, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}
     assert prompt_of({"messages": [user, answer, user, answer]}, True) == [user, answer, user]
     assert prompt_of({"messages": [user]}, True) == [user]

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from dflash_hf import PromptSettings, generate_prompts
 from dflash_hf.cli import main
-from dflash_hf.data import prompts
-from dflash_hf.data.prompts import KINDS, DistinctTexts, UserTurn, flaw
+from dflash_hf.data import magpie
+from dflash_hf.data.magpie import KINDS, DistinctTexts, UserTurn, flaw
 from dflash_hf.data.response_file import ResponseFile
 
 
@@ -150,7 +150,7 @@ def test_the_nucleus_is_that_of_transformers(likely):
     )
     input_ids = torch.zeros(6, 1, dtype=torch.long)
     for top_p, temperature in itertools.product((0.3, 0.95, 1.0), (0.7, 1.5)):
-        found = prompts._Nucleus(temperature, top_p, likely)(input_ids, scores)
+        found = magpie._Nucleus(temperature, top_p, likely)(input_ids, scores)
         expected = scores / temperature
         if top_p < 1:
             expected = TopPLogitsWarper(top_p)(input_ids, expected)
