@@ -205,7 +205,7 @@ def test_a_turn_that_ends_with_plain_text(pair):
 
 def test_hardly_any_new_request_is_told(pair, monkeypatch):
     target, tokenizer = pair
-    monkeypatch.setattr(prompts, "_sample", lambda *args: [("chat", "bar dust kin lost", None)] * 64)
+    monkeypatch.setattr(magpie, "_sample", lambda *args: [("chat", "bar dust kin lost", None)] * 64)
     with pytest.raises(
         ValueError, match=r"count=5: after 1 requests the last 512 samples gave none .*64 like another"
     ):
