@@ -1,5 +1,7 @@
 """A tiny target, its drafter, and drafters that are right or wrong on purpose."""
 
+import importlib.util
+
 import pytest
 import torch
 from support.pairs import known_tree, make_draft, make_target
@@ -7,6 +9,7 @@ from support.sampling import small_target
 from torch.nn.attention.flex_attention import flex_attention
 from transformers.integrations import flex_attention as upstream_flex
 
+from dflash_hf.demo.smollm2 import PIP_LINE, packaged_gguf, smollm2_folder
 from dflash_hf.modeling.generation_dflash import DFlashCandidateGenerator
 
 
@@ -60,3 +63,11 @@ def target():
 @pytest.fixture
 def draft(target):
     return make_draft(target)
+
+
+@pytest.fixture(scope="session")
+def real_target():
+    """The folder of SmolLM2-135M-Instruct; skipped, rather than downloaded, where its package is not installed."""
+    if packaged_gguf() is None or importlib.util.find_spec("gguf") is None:
+        pytest.skip(f"the weights of SmolLM2-135M-Instruct are not here: {PIP_LINE}")
+    return smollm2_folder()

@@ -25,6 +25,8 @@ _LAZY = {
     "make_example": ".data.examples",
     "generate_responses": ".target",
     "packed_weights": ".packed_linear",
+    "generate_prompts": ".data.magpie",
+    "PromptSettings": ".data.magpie",
     "DFlashTrainer": ".training.trainer",
     "DFlashOfflineTrainer": ".training.offline",
     "StoredFeatures": ".training.features",

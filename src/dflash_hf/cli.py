@@ -26,6 +26,8 @@ COMMANDS = (
     ("demo", "train a small target and its drafter on this machine, and compare", "demo"),
     ("generate", "decode a prompt with a target and its drafter", "generate"),
     ("find", "list drafters of a target on the Hub", "find"),
+    ("smollm2", "print the folder of SmolLM2-135M-Instruct, made by the first call", "smollm2"),
+    ("prompts", "let a chat target write the requests that its drafter is trained on", "prompts"),
     ("regenerate", "write the target's own responses to the prompts of a dataset", "regenerate"),
     ("prepare", "show what of a dataset is learned, count it, and write it as ids", "prepare"),
     ("features", "store the target's features of a dataset, for training without its layers", "features"),

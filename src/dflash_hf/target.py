@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.utils import logging
 
 from dflash_hf.modeling.isolation_dflash import isolated
@@ -254,6 +254,7 @@ def generate_responses(
     batch_size: int = 8,
     generation_config: GenerationConfig | None = None,
     draft: PreTrainedModel | None = None,
+    logits_processor: Sequence[LogitsProcessor] = (),
 ) -> list[list[int]]:
     """
     The target's own responses to prompts, what a drafter should be trained on.
@@ -267,6 +268,7 @@ def generate_responses(
         batch_size (`int`): Prompts of one batch; prompts of similar length share one.
         generation_config (`GenerationConfig`): Sampling, end-of-sequence ids. Default: the target's.
         draft (`DFlashDraftModel`, *optional*): A drafter, for speed alone.
+        logits_processor (`Sequence[LogitsProcessor]`): Processors beside those of `generation_config`.
 
     Returns:
         `list[list[int]]`: Responses in the order of `prompts`, each up to and including its end-of-sequence token.
@@ -297,6 +299,7 @@ def generate_responses(
             input_ids=input_ids.to(target.device),
             attention_mask=attention_mask.to(target.device),
             generation_config=config,
+            logits_processor=LogitsProcessorList(logits_processor),
             **({} if draft is None else {"assistant_model": draft}),
         )  # [n, width + new]
         for i, row in zip(batch, output[:, width:].tolist(), strict=True):

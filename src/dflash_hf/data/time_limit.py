@@ -9,7 +9,7 @@ from contextlib import contextmanager
 @contextmanager
 def time_limit(seconds: float, message: str) -> Iterator[None]:
     """
-    End the block after so many seconds. In threads other than the main one, and where the system has no timer, there
+    End the block after so many seconds of the processor. In threads other than the main one, and where the system has no timer, there
     is no limit.
 
     Raises:
@@ -22,10 +22,10 @@ def time_limit(seconds: float, message: str) -> Iterator[None]:
     def stop(number, frame):
         raise TimeoutError(message)
 
-    before = signal.signal(signal.SIGALRM, stop)
-    left, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
+    before = signal.signal(signal.SIGVTALRM, stop)
+    left, _ = signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, left)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_VIRTUAL, left)
+        signal.signal(signal.SIGVTALRM, before)

