@@ -6,18 +6,19 @@ meet a hook of this one, and neither does a copy or a pickle that is made meanwh
 
 import contextlib
 import functools
-from collections.abc import Iterable
-from types import MethodType
+from collections.abc import Callable, Iterable
+from types import CellType, FunctionType, MethodType
 
+import torch
 from torch import nn
 
 
+_CALLED = ("_forward_pre_hooks", "_forward_hooks")
 _HOOKS = (
-    "_forward_hooks",
+    *_CALLED,
+    "_forward_pre_hooks_with_kwargs",
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
 )
 
 
@@ -44,14 +45,45 @@ def isolated(model: nn.Module, watched: Iterable[nn.Module], training: bool | No
     for _, twin in pairs:
         twin.training = twin.training if training is None else training
     before = [dict(vars(twin)) for _, twin in pairs]
+    for (module, twin), was in zip(pairs, before, strict=True):
+        for kind in _CALLED:
+            told = {number: _told(module, twin, was, kind, number, hook) for number, hook in was[kind].items()}
+            was[kind].update(told)
     try:
         yield own
     finally:
         for (module, twin), was in zip(pairs, before, strict=True):
-            changes = {name: value for name, value in vars(twin).items() if was.get(name, was) is not value}
-            vars(module).update(changes)
-            for name in _HOOKS:  # which know the twins: garbage at once, not when the collector comes
-                vars(twin)[name] = type(vars(twin)[name])()
+            _hand_on(twin, was, module)
+            # From now on another name of the module: what knew the copy is garbage at once, without the collector.
+            vars(twin).update(vars(module))
+            was.clear()
+
+
+def _hand_on(giver: nn.Module, before: dict, taker: nn.Module) -> None:
+    """What was stored on one module since `before` is stored on another."""
+    now = dict(vars(giver))  # at once: others may be writing
+    vars(taker).update({name: value for name, value in now.items() if before.get(name, before) is not value})
+
+
+def _told(module: nn.Module, twin: nn.Module, was: dict, kind: str, number: int, hook: Callable):
+    """
+    A hook of a module as its copy calls it: it is told the module on which it was registered, for it may know modules
+    by their identity, finds and leaves there what it would find and leave, and is called no more once it is removed.
+    """
+
+    def call(_, *args, **kwargs):
+        if number not in getattr(module, kind):
+            return None
+        if torch.compiler.is_compiling():
+            return hook(module, *args, **kwargs)
+        _hand_on(twin, was, module)
+        before = dict(vars(module))
+        try:
+            return hook(module, *args, **kwargs)
+        finally:
+            _hand_on(module, before, twin)
+
+    return call
 
 
 def _twin(module: nn.Module, watched: set, twins: dict) -> nn.Module:
@@ -70,8 +102,11 @@ def _twin(module: nn.Module, watched: set, twins: dict) -> nn.Module:
     return twins[module]
 
 
-def _rebound(value, twins: dict):
-    """What calls a copied module from an attribute, as the forwards that accelerate wraps do, calls the copy."""
+def _rebound(value, twins: dict, within: tuple = ()):
+    """
+    What calls a copied module from an attribute, as the forwards that accelerate or their users wrap do, calls the
+    copy: a method, a partial, or a function that closes over one of these.
+    """
     value = getattr(value, "_torchdynamo_orig_callable", value)
     if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
         return MethodType(value.__func__, twins.get(value.__self__, value.__self__))
@@ -80,4 +115,25 @@ def _rebound(value, twins: dict):
         bound = functools.partial(value.func, *args, **value.keywords)
         vars(bound).update(vars(value))
         return bound
+    if isinstance(value, FunctionType) and value.__closure__ and value not in within:
+        cells = tuple(_rebound_cell(cell, twins, (*within, value)) for cell in value.__closure__)
+        bound = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+        bound.__kwdefaults__ = value.__kwdefaults__
+        vars(bound).update(vars(value))
+        return bound if cells != value.__closure__ else value
     return value
+
+
+def _rebound_cell(cell: CellType, twins: dict, within: tuple) -> CellType:
+    """The cell itself, which may be written to, where nothing in it is rebound."""
+    try:
+        value = cell.cell_contents
+    except ValueError:  # empty
+        return cell
+    if isinstance(value, nn.Module):
+        bound = twins.get(value, value)
+    elif isinstance(value, FunctionType | MethodType | functools.partial):
+        bound = _rebound(value, twins, within)
+    else:
+        return cell
+    return cell if bound is value or (isinstance(bound, MethodType) and bound == value) else CellType(bound)

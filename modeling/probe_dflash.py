@@ -39,6 +39,8 @@ class TargetFacts:
         pads (`bool`): Whether rows with padding on the left can be drafted.
         counts_columns (`bool`): Whether, where it is given no positions, it counts columns, padding included.
         features (`dict[int, tuple]`): Shapes of its decoder layers' outputs, without those of layers that it skips.
+        lasting (`bool`): Whether they hold for the next call too: not where the target alone could not be run on two
+            rows, as it cannot while hooks of this call give adapters to another number of rows.
     """
 
     name: str
@@ -47,9 +49,12 @@ class TargetFacts:
     pads: bool = True
     counts_columns: bool = False
     features: dict[int, tuple] = field(default_factory=dict)
+    lasting: bool = True
 
     def why_plain(self, layer_ids: list[int], mask: torch.Tensor | None) -> str | None:
         """Why a drafter that reads these layers cannot draft for a prompt with this mask, or `None`."""
+        if not self.lasting:
+            return f"{self.name} cannot be tried out on two rows"
         if self.session_class is None:
             return f"the cache of {self.name} cannot be rolled back"
         if not self.features:
@@ -77,17 +82,26 @@ class TargetFacts:
 @torch.no_grad()
 def facts_of(target) -> TargetFacts:
     """
-    Find out, once for each target, its attention implementation and dtype.
+    Find out, once for each target, its attention implementation, dtype and mode, and for autocast.
 
     A short prompt, a block with rejected tokens, a roll-back and a second block must give the logits, and leave the
     state, that decoding the kept tokens one by one gives. Tried with slots, with slots and replay of the recurrent
     layers, then with slots and steps through the recurrent layers. The target is watched in copies of its modules, so
-    that it may be in use meanwhile; first calls at the same time find out the same.
+    that it may be in use meanwhile; first calls at the same time find out the same. Whoever trains it with dropout
+    finds that it cannot be rolled back, and no random number drawn.
     """
-    known = _known.setdefault(target, {})
+    known, device = _known.setdefault(target, {}), input_device(target)
+    training = any(module.training for module in target.modules())
     key = (target.config._attn_implementation, target.dtype)
+    key += (training, training and target.is_gradient_checkpointing)  # which lets go of the cache
+    key += (torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),)
     if key not in known:
-        known[key] = _found_out(target)
+        devices = [] if device.type == "cpu" else [device]
+        with torch.random.fork_rng(devices, enabled=training, device_type="cuda" if not devices else device.type):
+            facts = _found_out(target)
+        if not facts.lasting:
+            return facts
+        known[key] = facts
     return known[key]
 
 
@@ -136,6 +150,7 @@ def _error(target, facts: TargetFacts, padding: int) -> float:
     block, kept = tokens[:, 5:10].clone(), torch.tensor([2, 3], device=device)
     for row, count in enumerate(kept.tolist()):
         block[row, count:] += 1  # rejected
+    expected = None
     try:
         watched = [target.get_submodule(name) for name in facts.moving]
         with isolated(target, watched) as own:
@@ -164,6 +179,7 @@ def _error(target, facts: TargetFacts, padding: int) -> float:
             errors.append(_relative_error(ours, expected[row, : len(ours)]))
         return max(errors)
     except Exception as error:
+        facts.lasting = facts.lasting and (padding > 0 or expected is not None)
         logger.debug("%s cannot roll back with %s: %s", facts.name, facts.session_class.__name__, error)
         return float("inf")
 
@@ -227,6 +243,6 @@ def _features(target) -> dict[int, tuple]:
                 shapes[layer_id] = tuple((output if isinstance(output, torch.Tensor) else output[0]).shape)
 
             layer.register_forward_hook(see)
-        ids = torch.ones(1, 3, dtype=torch.long, device=input_device(target))
+        ids = torch.ones(2, 3, dtype=torch.long, device=input_device(target))
         own(input_ids=ids, use_cache=True, **{cache_argument(target): _empty_cache(target)})
     return shapes

@@ -182,7 +182,7 @@ def moving_modules(target) -> dict[str, int]:
         for name, module in own.named_modules():
             module.register_forward_pre_hook(lambda *_, name=name: running.append(name))
             module.register_forward_hook(lambda *_: running.pop() and None)
-        ids = torch.ones(1, 3, dtype=torch.long, device=input_device(target))
+        ids = torch.ones(2, 3, dtype=torch.long, device=input_device(target))
         own(input_ids=ids, use_cache=True, **{cache_argument(target): cache})
     return found
 

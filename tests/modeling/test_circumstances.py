@@ -1,0 +1,81 @@
+"""What was found out about a target in training, under autocast or with adapters for each row holds there alone."""
+
+import pytest
+import torch
+from support.pairs import make_draft, make_target
+from support.scripted_draft import ScriptedDraft
+
+
+PROMPT = torch.tensor([[5, 9, 17, 33, 5, 9, 17, 33, 5, 9]])
+
+
+def text(target, draft=None, prompt=PROMPT, **options):
+    """Text and acceptance lengths; without a drafter, the text."""
+    options = {"max_new_tokens": 24, "do_sample": False, **options}
+    output = target.generate(prompt, **options, assistant_model=draft, return_dict_in_generate=True)
+    return output.sequences.tolist(), getattr(output, "acceptance_lengths", None)
+
+
+def scripted(target):
+    return ScriptedDraft.of(target, [torch.tensor(text(target)[0][0])], 6)
+
+
+def drafted(target, draft) -> None:
+    """Equal texts, of drafts that are accepted."""
+    written, lengths = text(target, draft)
+    assert written == text(target)[0] and max(lengths[0]) > 3
+
+
+def in_training(target):
+    target.train()
+    return torch.enable_grad()
+
+
+def in_training_with_checkpoints(target):
+    target.gradient_checkpointing_enable()
+    return in_training(target)
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("change", [in_training, in_training_with_checkpoints])
+def test_targets_in_the_midst_of_training(change, first):
+    """With dropout a seed gives the text that it gives alone; and what was found out then is not taken for always."""
+    target = make_target(attention_dropout=0.3)
+    draft = scripted(target)
+    if not first:
+        drafted(target, draft)
+    with change(target):
+        for do_sample in (False, True):
+            torch.manual_seed(5)
+            expected = text(target, do_sample=do_sample)[0]
+            torch.manual_seed(5)
+            assert text(target, draft, do_sample=do_sample)[0] == expected
+    drafted(target.eval(), draft)
+
+
+def test_what_is_found_out_under_autocast_holds_there_alone():
+    target = make_target("qwen3_5_text", dtype=torch.float32)
+    draft = scripted(target)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        text(target, draft)
+    drafted(target, draft)
+
+
+@pytest.mark.parametrize("names", [["a"], ["a", "b"], ["a", "b", "__base__"]])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text"])
+def test_adapters_for_each_row(family, names):
+    """Named in the first call already, for another number of rows than a target is tried out on."""
+    from peft import LoraConfig, get_peft_model
+
+    target = make_target(family, dtype=torch.float64)
+    config = LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False, r=4)
+    draft, prompt = make_draft(target), PROMPT.expand(len(names), -1)
+    tuned = get_peft_model(target, config, adapter_name="a")
+    tuned.add_adapter("b", config)
+    tuned.eval()
+    expected = text(tuned, prompt=prompt, adapter_names=names)[0]
+    assert text(tuned, draft, prompt, adapter_names=names)[0] == expected
+    written, lengths = text(tuned, draft)
+    assert written == text(tuned)[0] and lengths[0], "remembered as a target that cannot be drafted for"
+    written, lengths = text(tuned, draft, prompt, adapter_names=names)
+    assert written == expected and lengths[0]

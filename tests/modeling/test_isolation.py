@@ -1,0 +1,152 @@
+"""Hooks and wrapped forwards of a target: all works as it does without a drafter, and no copy stays."""
+
+import functools
+import gc
+
+import pytest
+import torch
+from support.pairs import make_draft, make_target
+from support.scripted_draft import ScriptedDraft
+from torch import nn
+
+
+PROMPT = torch.tensor([[5, 9, 17, 33, 5, 9, 17, 33, 5, 9]])
+
+
+def text(target, draft=None, prompt=PROMPT, **options):
+    """Text and acceptance lengths; without a drafter, the text."""
+    options = {"max_new_tokens": 24, "do_sample": False, **options}
+    output = target.generate(prompt, **options, assistant_model=draft, return_dict_in_generate=True)
+    return output.sequences.tolist(), getattr(output, "acceptance_lengths", None)
+
+
+def scripted(target):
+    return ScriptedDraft.of(target, [torch.tensor(text(target)[0][0])], 6)
+
+
+def drafted(target, draft) -> None:
+    """Equal texts, of drafts that are accepted."""
+    written, lengths = text(target, draft)
+    assert written == text(target)[0] and max(lengths[0]) > 3
+
+
+@pytest.mark.parametrize("compiled", [False, "eager"])
+def test_hooks_that_know_modules_by_their_identity(compiled):
+    """One hook on every layer that changes one of them; one that looks names up."""
+    target, seen = make_target(), set()
+    layers, names = target.model.layers, {module: name for name, module in target.named_modules()}
+    plain = text(target)
+    for module in target.modules():
+        module.register_forward_hook(lambda module, *_: seen.add(names[module]))
+    for layer in layers:
+        layer.register_forward_hook(lambda layer, _, output: output * 1.5 + 1 if layer is layers[2] else None)
+    target.register_forward_pre_hook(lambda module, *_: seen.add(module is target), with_kwargs=True)
+    assert text(target) != plain
+    known = set(seen)
+    draft = scripted(target)
+    draft.decoding_config.compile = compiled
+    seen.clear()
+    drafted(target, draft)
+    assert seen == known >= {True, "", "model.layers.2"}
+
+
+def test_hooks_that_remove_themselves_are_called_once():
+    target = make_target()
+    draft, calls = make_draft(target), []
+
+    def once(module, args, output):
+        calls.append(module)
+        handle.remove()
+        return output + 5.0
+
+    def written(draft):
+        nonlocal handle
+        handle = target.model.layers[0].register_forward_hook(once)
+        return text(target, draft)[0]
+
+    handle = None
+    text(target, draft)  # the first call tries the target out
+    assert written(draft) == written(None) != text(target)[0]
+    assert calls == [target.model.layers[0]] * 2
+
+
+def test_hooks_and_forwards_find_what_the_other_has_stored():
+    """A hook reads what the forward has left on a layer, and sets what the next forward takes."""
+
+    class Gated(type(make_target().model.layers[0])):
+        gate, turns = 1.0, 0
+
+        def forward(self, *args, **kwargs):
+            self.turns = self.turns + 1
+            self.size = args[0].shape[1]
+            return super().forward(*args, **kwargs) * self.gate
+
+    target, sizes = make_target(), []
+    for layer in target.model.layers:
+        layer.__class__ = Gated
+
+    def set_gate(layer, args, output):
+        sizes.append((layer.turns, layer.size))
+        layer.gate = 1.5
+
+    target.model.layers[2].register_forward_hook(set_gate)
+    text(target)
+    drafted(target, scripted(target))
+    assert [turn for turn, _ in sizes] == list(range(1, len(sizes) + 1))
+    assert {size for _, size in sizes} >= {1, 6, PROMPT.shape[1]}
+
+
+def wrapped(module) -> None:
+    """As whoever times or logs a forward replaces it."""
+    forward, calls = module.forward, 0
+
+    @functools.wraps(forward)
+    def counting(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        counting.calls = calls
+        return forward(*args, **kwargs)
+
+    module.forward = counting
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("name", ["", "model", "model.layers.0", "model.layers.0.linear_attn"])
+def test_forwards_that_were_wrapped_in_a_function(name, first):
+    """Before and after the first drafted call; the function calls the copy, and its own variables stay its own."""
+    target = make_target("qwen3_5_text", dtype=torch.float64)
+    draft = scripted(target)
+    if not first:
+        drafted(target, draft)
+    module = target.get_submodule(name)
+    wrapped(module)
+    wrapped(module)  # twice
+    before = module.forward
+    drafted(target, draft)
+    assert module.forward is before
+    counts = [cell.cell_contents for cell in before.__closure__ if isinstance(cell.cell_contents, int)]
+    assert counts[0] > 24
+
+
+def test_copies_are_garbage_at_once():
+    """Also those whose forward knows them."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    def modules() -> int:
+        return sum(isinstance(thing, nn.Module) for thing in gc.get_objects())
+
+    target = make_target()
+    draft = make_draft(target).train()
+    for module in (target, target.model.layers[0]):
+        add_hook_to_module(module, AlignDevicesHook(execution_device="cpu"))
+    wrapped(target.model.layers[2])
+    target.model.layers[2].register_forward_hook(lambda *_: None)
+    text(target, draft)
+    gc.collect()
+    gc.disable()
+    try:
+        before = modules()
+        text(target, draft)
+        assert modules() == before
+    finally:
+        gc.enable()
