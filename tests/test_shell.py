@@ -240,7 +240,7 @@ def test_the_time_limit_leaves_no_timer_behind():
                 pass
     with time_limit(5, "no"):
         pass
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
 
 
 # --------------------------------------------------------------------------------------------------- errors of others

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 @contextmanager
 def time_limit(seconds: float, message: str) -> Iterator[None]:
     """
-    End the block after so many seconds of the processor. In threads other than the main one, and where the system has no timer, there
-    is no limit.
+    End the block after so many seconds of the processor. In threads other than the main one, and where the system has
+    no timer, there is no limit.
 
     Raises:
         `TimeoutError`: with the message.
