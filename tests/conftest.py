@@ -8,9 +8,16 @@ from support.pairs import known_tree, make_draft, make_target
 from support.sampling import small_target
 from torch.nn.attention.flex_attention import flex_attention
 from transformers.integrations import flex_attention as upstream_flex
+from transformers.utils import logging
 
 from dflash_hf.demo.smollm2 import PIP_LINE, packaged_gguf, smollm2_folder
 from dflash_hf.modeling.generation_dflash import DFlashCandidateGenerator
+
+
+@pytest.fixture(autouse=True)
+def warnings_anew():
+    """What is said once in a process is said once in a test."""
+    logging.get_logger("dflash_hf").warning_once.cache_clear()
 
 
 @pytest.fixture

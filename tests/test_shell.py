@@ -319,11 +319,14 @@ def test_ctrl_c_that_arrives_as_another_error_is_still_ctrl_c(capsys, monkeypatc
             raise ImportError("numpy failed to import") from None
 
     monkeypatch.setattr("dflash_hf.commands.regenerate.run", interrupted)
-    before = signal.getsignal(signal.SIGINT)
-    assert main(["regenerate", "x", "--target", "t", "--output", "out.jsonl"]) == 130
-    error = capsys.readouterr().err
-    assert "interrupted; the same command goes on with the rows that are missing" in error
-    assert "numpy" not in error and signal.getsignal(signal.SIGINT) is before
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        assert main(["regenerate", "x", "--target", "t", "--output", "out.jsonl"]) == 130
+        error = capsys.readouterr().err
+        assert "interrupted; the same command goes on with the rows that are missing" in error
+        assert "numpy" not in error and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, inherited)
 
 
 @pytest.mark.slow

@@ -234,7 +234,7 @@ def test_a_target_that_has_several_vectors_for_each_token_decodes_plainly(input_
     options = {"max_new_tokens": 4, "do_sample": False}
     with caplog.at_level("WARNING"):
         drafted = target.generate(input_ids, **options, assistant_model=make_draft(target))
-    assert "decoder layer 0 of Gemma3nForCausalLM has an output of shape (4, 1, 3, 32)" in caplog.text
+    assert "decoder layer 0 of Gemma3nForCausalLM has an output of shape (4, 2, 3, 32)" in caplog.text
     assert torch.equal(drafted, target.generate(input_ids, **options))
 
 

@@ -176,13 +176,13 @@ def test_trees_are_drafted_from_the_features_of_the_text(pair, prompts, sampled,
         features = target_features(target, draft.config.target_layer_ids, text)
         for start, tokens, parents in recorded:
             generator = DFlashCandidateGenerator(draft, target)
-            generator.open([0], 0, 128, torch.zeros(1, 1, dtype=torch.long))
             generator.plan_trees(12, draft.config.block_size - 1)
             generator.absorb(features[:, :start])
-            generator.write_context()
+            generator.open([0], start, 128, torch.zeros(1, 1, dtype=torch.long))
+            generator.cache.reserve(start + 16)
             place = torch.tensor([start])
             with torch.no_grad():
-                tree = original(generator, text[:, start], place, *generator.no_features(place, 6), start + 16)
+                tree = original(generator, text[:, start], place, *generator.no_features(place, 6))
             assert tree.tokens[0].tolist() == tokens and tree.parents[0].tolist() == parents
         ways |= set(output.acceptance_lengths[0])
         trees += len(output.acceptance_lengths[0])
