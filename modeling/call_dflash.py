@@ -39,8 +39,7 @@ class Call:
     Args:
         facts (`TargetFacts`, *optional*): What is known of the target.
         plain_reason (`str`, *optional*): Why this call decodes without the drafter.
-        rows (`int`), past (`int`), columns (`int`): Of the prompt, padding included: rows, columns that a cache holds
-            already, and all.
+        rows (`int`), past (`int`): Of the prompt, and the columns that a cache holds of it already, padding included.
         max_new (`int`): Tokens to generate at most.
         block_size (`int`): Tokens of a block, anchor included, that are verified.
         tree_nodes (`int`): Tokens of a drafted tree besides the anchor; 0 for blocks.
@@ -54,7 +53,6 @@ class Call:
     plain_reason: str | None
     rows: int
     past: int
-    columns: int
     max_new: int
     block_size: int
     tree_nodes: int
@@ -102,7 +100,6 @@ def what_is_asked(target, draft, input_ids, generation_config, model_kwargs, syn
         plain_reason=reason,
         rows=len(input_ids),
         past=past,
-        columns=columns,
         max_new=max_new,
         block_size=min(config.block_size or draft.config.block_size, limit),
         tree_nodes=(config.tree_nodes or 0) if free else 0,
