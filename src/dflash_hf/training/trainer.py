@@ -46,6 +46,7 @@ from dflash_hf.training.losses import (
     statistics_to_metrics,
     token_losses,
 )
+from dflash_hf.training.start import draft_ids
 from dflash_hf.training.trainer_card import CardWriter
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
@@ -110,6 +111,8 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
         if model.config.selector_rank is not None:
             logger.warning("The path selector is not trained here: its tensors stay as they are.")
             model.candidate_selector.requires_grad_(False)  # else distributed training waits for one
+        if model.config.has_own_head:
+            model.lm_head.requires_grad_(False)  # rows of the target's
         super().__init__(
             model=model if peft_config is None else add_adapter(model, peft_config),
             args=args,
@@ -130,6 +133,7 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
         if args.loss_type == "kl":
             check_logits(target)
         self.draft_head = partial(model.draft_logits, target_head=target.get_output_embeddings())
+        self.draft_ids = draft_ids(model)
         self.slot_weights = None  # D-PACE has its own
         if args.loss_type != "dpace":
             self.slot_weights = slot_weights(model.config.block_size, args.loss_decay_gamma).to(args.device)  # [B]
@@ -181,7 +185,7 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
         losses = token_losses(
             hidden.view(*blocks.labels.shape, -1),  # [N, A, B, H]
             self.draft_head,
-            blocks.labels,
+            blocks.labels if self.draft_ids is None else self.draft_ids.to(label_ids.device)[blocks.labels],
             blocks.counted,
             args.loss_chunk_size,
             None if states is None else self.teacher(states, inputs["anchors"]),
@@ -222,7 +226,12 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
         slot = torch.arange(self.draft_config.block_size, device=anchors.device)
         place = (anchors[..., None] + slot - 1).clamp(0, length - 1)  # [N, A, B]; slot 0 and the end do not count
         sequence = torch.arange(len(anchors), device=anchors.device)[:, None, None]
-        return Teacher(states.flatten(0, 1), sequence * length + place, partial(target_logits, self.target))
+        return Teacher(states.flatten(0, 1), sequence * length + place, self.teacher_logits)
+
+    def teacher_logits(self, states: torch.Tensor) -> torch.Tensor:
+        """The target's logits `[M, V]` of its final hidden states `[M, H_t]`, over the tokens that the drafter has."""
+        logits = target_logits(self.target, states)
+        return logits if self.draft_ids is None else logits[:, (self.draft_ids >= 0).to(logits.device)]
 
     def build_blocks(self, inputs: dict[str, torch.Tensor], label_ids: torch.LongTensor | None = None) -> Blocks:
         """The blocks of a batch with anchors, see [`~dflash_hf.training.blocks.build_blocks`]."""
