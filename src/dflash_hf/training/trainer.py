@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, ProgressCallback, Trainer
 from transformers.utils import logging
 
@@ -46,6 +47,7 @@ from dflash_hf.training.losses import (
     statistics_to_metrics,
     token_losses,
 )
+from dflash_hf.training.pace import Pace, StopsInTime
 from dflash_hf.training.start import draft_ids
 from dflash_hf.training.trainer_card import CardWriter
 from dflash_hf.training.training_args import DFlashTrainingArguments
@@ -142,6 +144,16 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
         if watched() and any(type(one) is ProgressCallback for one in self.callback_handler.callbacks):
             self.remove_callback(ProgressCallback)
             self.add_callback(LogTable)
+
+    def create_scheduler(self, num_training_steps: int, optimizer=None):
+        """As upstream, or by the clock."""
+        if self.args.max_minutes is None or self.lr_scheduler is not None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        warmup = self.args.warmup_steps if self.args.warmup_steps < 1 else 0.04
+        pace = Pace(60 * self.args.max_minutes, warmup)
+        self.lr_scheduler = LambdaLR(self.optimizer if optimizer is None else optimizer, pace)
+        self.add_callback(StopsInTime(pace))
+        return self.lr_scheduler
 
     def check_examples(self, dataset) -> None:
         """Refuse rows that cannot be trained on, see [`~dflash_hf.data.examples.check_examples`]."""
