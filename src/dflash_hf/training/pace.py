@@ -40,15 +40,15 @@ class Pace:
         """What was done since the last step, such as an evaluation, does not count."""
         self.last = type(self).clock()
 
-    def __getstate__(self):
-        return {**self.__dict__, "last": None}
-
 
 class StopsInTime(TrainerCallback):
     """Ends training when the time of a [`Pace`] is over; evaluations do not count."""
 
     def __init__(self, pace: Pace):
         self.pace = pace
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.pace.skip()  # the time since another process saved a checkpoint
 
     def on_step_end(self, args, state, control, **kwargs):
         control.should_training_stop |= self.pace.over
