@@ -38,7 +38,7 @@ from dflash_hf import (
     generate_responses,
     make_example,
 )
-from dflash_hf.demo.cache import default_cache_dir, whole_folder
+from dflash_hf.cache import default_cache_dir, whole_folder
 from dflash_hf.demo.task import MASK, encode_pairs, read_task, train_tokenizer
 from dflash_hf.demo.training import Muon, train_target
 from dflash_hf.evaluation.measure import hardware

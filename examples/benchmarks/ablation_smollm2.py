@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from dflash_hf.demo.smollm2 import smollm2_folder
 from dflash_hf.evaluation.measure import hardware
+from dflash_hf.smollm2 import smollm2_folder
 from dflash_hf.training.pace import Pace
 from dflash_hf.training.recipe import read_recipe
 from dflash_hf.training.train import train

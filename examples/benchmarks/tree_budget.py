@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from dflash_hf.demo.cache import default_cache_dir
+from dflash_hf.cache import default_cache_dir
 from dflash_hf.demo.run import DemoSettings, obtain_pair
 from dflash_hf.demo.task import encode_pairs
 from dflash_hf.evaluation.measure import DFLASH, TARGET, evaluate, variant

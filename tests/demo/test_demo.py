@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from dflash_hf.cache import DamagedFolderError, check_whole, default_cache_dir, whole_folder
 from dflash_hf.demo import run as demo
-from dflash_hf.demo.cache import DamagedFolderError, check_whole, default_cache_dir, whole_folder
 from dflash_hf.demo.run import DemoPair, DemoSettings, obtain_pair
 from dflash_hf.demo.task import (
     END,

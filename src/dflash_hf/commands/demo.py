@@ -31,7 +31,7 @@ def run(arguments, echo) -> Outcome:
     import json
     from pathlib import Path
 
-    from dflash_hf.demo.cache import default_cache_dir
+    from dflash_hf.cache import default_cache_dir
     from dflash_hf.demo.run import DemoSettings, run_demo
 
     if arguments.source and not Path(arguments.source).is_dir():

@@ -25,7 +25,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from dflash_hf.demo.cache import DamagedFolderError, check_whole, whole_folder
+from dflash_hf.cache import DamagedFolderError, check_whole, whole_folder
 from dflash_hf.demo.task import MASK, Pair, decode_answer, encode_pairs, is_correct, read_task, train_tokenizer
 from dflash_hf.evaluation.measure import COMPILED, DFLASH, PROMPT_LOOKUP, TARGET, EvalReport, evaluate
 from dflash_hf.evaluation.plots import plot_report

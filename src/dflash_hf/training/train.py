@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from dflash_hf.pairs import Loading, check_pair, check_token_id
+from dflash_hf.smollm2 import folder_of
 from dflash_hf.terminal import Outcome, check_writable, is_secret, note
 from dflash_hf.training.recipe import RecipeArguments, key_lines, read_recipe
 
@@ -18,6 +19,7 @@ def run(arguments, echo) -> Outcome:
             echo(line)
         return Outcome(facts={"keys": lines})
     recipe, training = read_recipe(arguments.config, arguments.overrides)
+    recipe.target, recipe.draft = folder_of(recipe.target), folder_of(recipe.draft, drafter=True)
     if not training.get("output_dir"):
         raise ValueError("output_dir is not given; name the folder for the drafter, such as output_dir=my-drafter.")
     if training.get("push_to_hub") and not training.get("hub_model_id"):
