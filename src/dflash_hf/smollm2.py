@@ -55,6 +55,13 @@ def smollm2_folder(cache_dir: Path | None = None) -> Path:
     return folder
 
 
+def data_folder() -> Path:
+    """The folder of the answers that the drafter is trained on, and of those held out."""
+    from dflash_hf import examples
+
+    return Path(examples.__file__).parent / "smollm2-135m-dflash" / "data"
+
+
 def drafter_folder() -> Path:
     """
     The folder of the drafter that comes with the repository.
@@ -62,9 +69,7 @@ def drafter_folder() -> Path:
     Raises:
         `FileNotFoundError`: it is not there: packages on the index leave its weights out.
     """
-    from dflash_hf import examples
-
-    folder = Path(examples.__file__).parent / "smollm2-135m-dflash"
+    folder = data_folder().parent
     if not (folder / "model.safetensors").is_file():
         raise FileNotFoundError(
             f"The drafter smollm2 is not in {folder}: installed packages leave its weights out. Clone the repository, "

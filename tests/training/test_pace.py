@@ -65,13 +65,13 @@ def test_evaluations_do_not_count(clock, tmp_path):
     target = make_target()
     rows = counting_rows(6)
     trainer = make_trainer(tmp_path, target, rows, None, rows, max_steps=-1, max_minutes=6 / 60, **options)
-    evaluate = trainer.evaluate
+    predict = trainer.prediction_step
 
     def slow(*args, **kwargs):
         clock[0] += 100
-        return evaluate(*args, **kwargs)
+        return predict(*args, **kwargs)
 
-    trainer.evaluate = slow
+    trainer.prediction_step = slow
     trainer.train()
     assert trainer.state.global_step > 5
 

@@ -42,7 +42,7 @@ class Pace:
 
 
 class StopsInTime(TrainerCallback):
-    """Ends training when the time of a [`Pace`] is over; evaluations do not count."""
+    """Ends training when the time of a [`Pace`] is over."""
 
     def __init__(self, pace: Pace):
         self.pace = pace
@@ -52,6 +52,3 @@ class StopsInTime(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         control.should_training_stop |= self.pace.over
-
-    def on_evaluate(self, args, state, control, **kwargs):
-        self.pace.skip()

@@ -38,13 +38,14 @@ def run(arguments, echo) -> Outcome:
     return Outcome(facts={"output_dir": trainer.args.output_dir, "steps": trainer.state.global_step})
 
 
-def train(recipe: RecipeArguments, training: dict, echo=lambda line: None):
+def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callbacks=()):
     """
     Train as a recipe says, and save the drafter into its `output_dir`.
 
     Args:
         recipe, training: Of [`~dflash_hf.training.recipe.read_recipe`].
         echo: Is told the counts of the data, by the main process.
+        callbacks (`Sequence[TrainerCallback]`): More of them.
 
     Returns:
         `DFlashTrainer`: After training.
@@ -87,6 +88,7 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None):
 
     # 5. Training.
     extra = {} if recipe.peft_config is None else {"peft_config": recipe.peft_config}
+    extra["callbacks"] = list(callbacks)
     if recipe.features:
         from dflash_hf.training.offline import DFlashOfflineTrainer as Trainer
     else:

@@ -141,6 +141,7 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
             self.slot_weights = slot_weights(model.config.block_size, args.loss_decay_gamma).to(args.device)  # [B]
         self.train_statistics = self.eval_statistics = self.no_statistics()
         self.train_tokens, self.clock = torch.zeros((), device=args.device), None
+        self.pace: Pace | None = None  # of `max_minutes`
         if watched() and any(type(one) is ProgressCallback for one in self.callback_handler.callbacks):
             self.remove_callback(ProgressCallback)
             self.add_callback(LogTable)
@@ -150,9 +151,9 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
         if self.args.max_minutes is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
         warmup = self.args.warmup_steps if self.args.warmup_steps < 1 else 0.04
-        pace = Pace(60 * self.args.max_minutes, warmup)
-        self.lr_scheduler = LambdaLR(self.optimizer if optimizer is None else optimizer, pace)
-        self.add_callback(StopsInTime(pace))
+        self.pace = Pace(60 * self.args.max_minutes, warmup)
+        self.lr_scheduler = LambdaLR(self.optimizer if optimizer is None else optimizer, self.pace)
+        self.add_callback(StopsInTime(self.pace))
         return self.lr_scheduler
 
     def check_examples(self, dataset) -> None:
@@ -344,11 +345,13 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
 
     @contextmanager
     def off_the_clock(self) -> Iterator[None]:
-        """What is done meanwhile is no training, and does not count in `tokens_per_second`."""
+        """What is done meanwhile is no training, and does not count in `tokens_per_second` and `max_minutes`."""
         start = time.perf_counter()
         yield
         if self.clock is not None:
             self.clock += time.perf_counter() - start
+        if self.pace is not None:
+            self.pace.skip()
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Forward and backward of the drafter over its blocks: 6 operations for each parameter and token."""
