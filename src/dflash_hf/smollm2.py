@@ -40,7 +40,7 @@ def smollm2_folder(cache_dir: Path | None = None) -> Path:
         `ImportError`: `gguf` is not installed.
         `ValueError`: the file of the package, or what became of it, is not what it should be.
     """
-    folder = (cache_dir or default_cache_dir().parent) / "smollm2-135m-instruct-q4_1"
+    folder = (cache_dir or default_cache_dir()) / "smollm2-135m-instruct-q4_1"
     try:
         check_whole(folder)
         return folder

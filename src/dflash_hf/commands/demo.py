@@ -36,7 +36,7 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.cache import default_cache_dir
     from dflash_hf.demo.run import load_pair, run_demo
 
-    output = arguments.output or default_cache_dir()
+    output = arguments.output or default_cache_dir() / "demo"
     torch.set_num_threads(arguments.threads)
     if arguments.train is not None:
         from dflash_hf.demo.live_training import train_live

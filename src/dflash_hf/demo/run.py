@@ -25,7 +25,7 @@ from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.evaluation.measure import COMPILED, DFLASH, PACKED, PROMPT_LOOKUP, TARGET, TARGET_PACKED, EvalReport
 from dflash_hf.evaluation.measure import evaluate as decode_side_by_side
 from dflash_hf.evaluation.plots import plot_report
-from dflash_hf.evaluation.text import colored_answer, summary_lines
+from dflash_hf.evaluation.text import colored_answer, summary_lines, token_texts
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.smollm2 import data_folder, drafter_folder, smollm2_folder
 
@@ -123,8 +123,9 @@ def run_demo(
     )
     request, pieces, lengths = sample_of(pair, rows, report)
     say("")
-    say(f"{request.splitlines()[0]}   ({len(pieces)} tokens in {len(lengths)} verifications; drafted and accepted: ")
-    say(("green" if color else "[in brackets]") + ")")
+    say(request.splitlines()[0])
+    marked = "green" if color else "[in brackets]"
+    say(f"({len(pieces)} tokens in {len(lengths)} verifications; drafted and accepted: {marked})")
     say(colored_answer(pieces, lengths, color))
     say("")
     for line in summary_lines(report):
@@ -145,7 +146,7 @@ def sample_of(pair: DemoPair, rows: list[dict], report: EvalReport) -> tuple[str
     index = order[len(order) // 2]
     answer = [token for token in report.responses[index] if token != pair.tokenizer.eos_token_id]
     request = rows[index]["messages"][-1]["content"]
-    return request, [pair.tokenizer.decode([token]) for token in answer], report.acceptance_lengths[index]
+    return request, token_texts(pair.tokenizer, answer), report.acceptance_lengths[index]
 
 
 def has_compiler() -> bool:
@@ -157,7 +158,7 @@ def _draw(report: EvalReport, path: Path, sample: tuple, say: Say) -> None:
     best = max((name for name in report.methods if name.startswith(DFLASH)), key=lambda n: report.methods[n].speedup)
     title = f"SmolLM2-135M-Instruct: {report.methods[best].speedup:.2f}x, tau {report.tau:.2f}"
     request, pieces, lengths = sample
-    shown = [piece.replace("\n", "\u21b5") for piece in pieces]
+    shown = ["".join(one if one.isprintable() else "\u21b5" for one in piece) for piece in pieces]
     try:
         say(f"picture   {plot_report(report, path, title, (request.splitlines()[0][:110], shown, lengths))}")
     except ImportError as error:
