@@ -29,7 +29,7 @@ PARSED_ONLY = {"find", "completion", "serve", "chat"}
 LESS = {
     "--count": "4",
     "--prompts": "2",
-    "--max-new-tokens": "12",
+    "--max-new-tokens": "8",
     "--runs": "1",
     "--batch-size": "4",
     "--blocks": "2",
@@ -98,7 +98,7 @@ def smaller(words: list[str]) -> list[str]:
     """The same command, with less to do."""
     words = [LESS.get(before, word) for before, word in zip(["", *words], words)]
     if words[0] == "prompts":
-        words += ["--max-new-tokens", "64", "--batch-size", "8", "--min-chars", "4"]
+        words += ["--max-new-tokens", "24", "--batch-size", "8", "--min-chars", "3"]
     if words[0] in ("generate", "regenerate", "eval") and "--max-new-tokens" not in words:
         words += ["--max-new-tokens", LESS["--max-new-tokens"]]
     if words[0] == "train" and "--keys" not in words:

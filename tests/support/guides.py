@@ -3,7 +3,6 @@
 import importlib.util
 import re
 import shlex
-import string
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,13 +54,17 @@ def blocks_of(page: Path) -> list[Block]:
     return [Block(page, text[: one.start()].count("\n") + 1, one[1], one[2]) for one in found]
 
 
-def save_stand_in(folder: Path) -> tuple[Path, Path]:
-    """A target with as many layers as SmolLM2-135M, for its layer ids, and a drafter; both tiny and random."""
+def save_stand_in(folder: Path, ends: bool = True) -> tuple[Path, Path]:
+    """
+    A target with as many layers as SmolLM2-135M, for its layer ids, and a drafter; both tiny and random.
+
+    It writes letters and, where `ends`, soon the end of its turn.
+    """
     saved = save_target(folder / "target", family="llama", num_hidden_layers=30, max_position_embeddings=2048)
     target = AutoModelForCausalLM.from_pretrained(saved)
-    letters = {AutoTokenizer.from_pretrained(saved).convert_tokens_to_ids(one) for one in string.ascii_letters + "\u0120"}
-    others = [token for token in range(280) if token not in letters | {END}]
-    head = target.get_output_embeddings().weight.data.mul_(0.3)  # it writes letters, and ends its turns
+    letters = {AutoTokenizer.from_pretrained(saved).convert_tokens_to_ids(one) for one in "abcdefghi\u0120"}
+    others = [token for token in range(280) if token not in letters | ({END} if ends else set())]
+    head = target.get_output_embeddings().weight.data.mul_(0.3)
     head[others] = 0.0
     target.save_pretrained(saved)
     torch.manual_seed(1)
