@@ -36,5 +36,7 @@ def test_its_cells_run_on_the_real_pair(real_target, tmp_path):
 
 def test_it_is_small_and_has_its_pictures():
     assert NOTEBOOK.stat().st_size < 500_000
-    outputs = [one for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"] for one in cell.get("outputs", ())]
+    outputs = [
+        one for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"] for one in cell.get("outputs", ())
+    ]
     assert sum("image/png" in one.get("data", {}) for one in outputs) >= 5
