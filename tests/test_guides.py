@@ -2,8 +2,8 @@
 Every command and every Python block of README and guides.
 
 Each page is a story: its blocks run from top to bottom, in one folder and one namespace, with a tiny pair in the place
-of `smollm2`. A block whose first line says that it needs something (`# needs a GPU`) is not run; its arguments are parsed
-all the same. Amounts are cut to what a CPU does in seconds.
+of `smollm2`. A block whose first line says that it needs something (`# needs a GPU`) is not run; its arguments are
+parsed all the same. Amounts are cut to what a CPU does in seconds.
 """
 
 import json
