@@ -1,11 +1,13 @@
 """
-A tiny target whose texts can be read, and a drafter that knows them, behind a server or in a terminal: in a process of
-their own.
+A tiny target whose texts can be read, and a drafter that knows them, behind a server, in a terminal or on a page: in a
+process of their own.
 
-    python -m support.serving serve|chat FOLDER PROMPT ...
+    python -m support.serving serve|chat|page FOLDER PROMPT ...
 """
 
+import importlib.util
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -74,9 +76,22 @@ def chat(folder: Path, prompts: list[str]) -> None:
     Slow(Conversation(target, tokenizer, draft, options=options), sys.stdout, True, say).run()
 
 
+def page(folder: Path, prompts: list[str]) -> None:
+    """The page of `examples/space` for this pair."""
+    path = Path(__file__).parents[2] / "examples" / "space" / "app.py"
+    spec = importlib.util.spec_from_file_location("space_app", path)
+    app = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(app)
+    target, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    draft = scripted(folder, prompts, 160)  # as many as the page asks for
+    _, url, _ = app.page(target, tokenizer, draft).launch(css=app.STYLE, quiet=True, prevent_thread_lock=True)
+    say(f"serving {folder} at {url}")
+    threading.Event().wait()
+
+
 def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
-    {"serve": serve, "chat": chat}[sys.argv[1]](Path(sys.argv[2]), sys.argv[3:])
+    {"serve": serve, "chat": chat, "page": page}[sys.argv[1]](Path(sys.argv[2]), sys.argv[3:])
