@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import signal
 import sys
 import time
 from pathlib import Path
@@ -125,5 +126,23 @@ def test_what_cannot_be_answered_is_told(server):
     assert server.client.get(server.url.removesuffix("/v1") + "/health", cast_to=object) == {"status": "ok"}
 
 
+@pytest.mark.slow
+def test_two_hundred_requests_from_eight_clients(bench, server, own):
+    done = bench.load(server, own, requests=200, clients=8, max_tokens=MAX_TOKENS)
+    assert done.kinds["other"] == done.kinds["failed"] == 0 and done.kinds["abandoned"] >= 15
+    assert done.kinds["finished"] + done.kinds["abandoned"] == 200
+    assert max(done.memory[1:]) - done.memory[1] < 16, f"MiB after each tenth of the requests: {done.memory}"
+
+
 def test_sigterm_finishes_what_was_begun(bench, server, own):
     assert bench.ended(server, own, clients=6, max_tokens=MAX_TOKENS) == (0, 6)
+
+
+def test_the_command_serves_a_target_alone(bench, folder, own):
+    command = [sys.executable, "-m", "dflash_hf.cli", "serve", "--target", str(folder), "--port", "0"]
+    with bench.Server([*command, "--device", "cpu", "--threads", "1"]) as server:
+        assert server.url.startswith("http://127.0.0.1:")
+        assert server.ask("Say 1", False, max_tokens=MAX_TOKENS, temperature=0)[0] == own["Say 1"]
+        assert "tau" not in requests_of(server, f"+ {len(own['Say 1'])} tokens")[-1]
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(timeout=60) == 0

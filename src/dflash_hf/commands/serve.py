@@ -3,7 +3,7 @@
 import argparse
 
 from dflash_hf.commands.shared import add_examples, add_loading, add_speed
-from dflash_hf.terminal import Outcome, UsageError, add_template_arguments, install, template_arguments
+from dflash_hf.terminal import Outcome, UsageError, add_template_arguments, install, positive, template_arguments
 
 
 AGAIN = "what was asked before has been answered; the same command serves again"
@@ -17,6 +17,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at; default: %(default)s, this machine")
     parser.add_argument("--port", type=_port, default=8000, help="0 takes a free one; default: %(default)s")
     parser.add_argument("--dry-run", action="store_true", help="print the command of vllm or sglang, and end")
+    parser.add_argument("--threads", type=positive, help="CPU threads of this process; default: as torch chooses")
     parser.add_argument("--packed", action="store_true", help="pack the weights of both models for a CPU; once")
     add_template_arguments(parser)
     add_loading(parser)
@@ -39,8 +40,13 @@ def run(arguments, echo) -> Outcome:
 
     if not is_serve_available():
         raise ImportError(f"Serving needs packages that are not installed: {install('serving')}.")
+    import torch
+
     from dflash_hf.data.prompts import template_kwargs
     from dflash_hf.serving.server import DraftedServe, bound
+
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
 
     loading = Loading.of(arguments)
     check_pair(arguments.target, arguments.draft, loading)
@@ -78,7 +84,7 @@ def _engine(arguments, echo) -> Outcome:
     engine, loading = arguments.engine, Loading.of(arguments)
     if arguments.draft is None:
         raise UsageError(f"--engine {engine} needs --draft; without a drafter, run {engine} itself.")
-    ours = [name for name in ("compile", "tree_nodes", "packed", "device") if getattr(arguments, name)]
+    ours = [name for name in ("compile", "tree_nodes", "packed", "device", "threads") if getattr(arguments, name)]
     if ours:
         raise UsageError(f"--{ours[0].replace('_', '-')} is for --engine transformers; leave it out for {engine}.")
     target = check_pair(arguments.target, arguments.draft, loading)

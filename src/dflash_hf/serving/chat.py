@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from typing import TextIO
 
+from dflash_hf.evaluation.text import shade
 from dflash_hf.failures import explain
 from dflash_hf.serving.conversation import Conversation
 from dflash_hf.serving.pieces import PieceStreamer
@@ -95,8 +96,7 @@ class Chat:
         self.turns.append({"prompt": text, "text": streamer.text, **figures})
 
     def _show(self, streamer: PieceStreamer, piece: str, source: int) -> None:
-        code = 0 if source == 0 else 32 if source % 2 else 92  # a shade for each verification
-        color = f"\x1b[{code}m" if self.color and (self.live or source != self.previous) else ""
+        color = f"\x1b[{shade(source)}m" if self.color and (self.live or source != self.previous) else ""
         self.previous = source
         self._write(f"{_CLEAR}{color}{piece}{_ASIDE}{streamer.status()}{_BACK}" if self.live else color + piece)
 
