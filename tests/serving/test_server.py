@@ -143,6 +143,6 @@ def test_the_command_serves_a_target_alone(bench, folder, own):
     with bench.Server([*command, "--device", "cpu", "--threads", "1"]) as server:
         assert server.url.startswith("http://127.0.0.1:")
         assert server.ask("Say 1", False, max_tokens=MAX_TOKENS, temperature=0)[0] == own["Say 1"]
-        assert "tau" not in requests_of(server, f"+ {len(own['Say 1'])} tokens")[-1]
+        assert "tau" not in requests_of(server, "tokens in")[-1]
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(timeout=60) == 0

@@ -86,7 +86,11 @@ class DraftedServe(Serve):
         app.add_exception_handler(HTTPException, _as_openai_does)
         host, port = self.at.getsockname()[:2]
         self.say(f"serving {self.target} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
-        before = signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again when all is done
+
+        def end(*_) -> None:  # before uvicorn listens to signals; and it raises them again when all is done
+            self.server.should_exit = True
+
+        before = signal.signal(signal.SIGTERM, end)
         try:
             self.server.run(sockets=[self.at])
         finally:
