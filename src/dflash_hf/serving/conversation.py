@@ -73,7 +73,8 @@ class Conversation:
                 )
             self.cache, self.read = output.past_key_values, output.sequences[0, :-1].tolist()
         finally:
-            self.messages = [*asked, {"role": "assistant", "content": streamer.text}]
+            if streamer.text:  # what an interruption has left of it, too
+                self.messages = [*asked, {"role": "assistant", "content": streamer.text}]
 
 
 def room_for_answer(target, prompt: int, wanted: int | None) -> int | None:
