@@ -22,8 +22,8 @@ from dflash_hf.data.prepare import load_tokenizer  # noqa: E402
 from dflash_hf.data.prompts import template_kwargs  # noqa: E402
 from dflash_hf.pairs import Loading, check_pair, load_draft, load_target  # noqa: E402
 from dflash_hf.serving.conversation import Conversation  # noqa: E402
-from dflash_hf.serving.default_pair import default_pair  # noqa: E402
 from dflash_hf.serving.pieces import PieceStreamer, watch_rounds  # noqa: E402
+from dflash_hf.smollm2 import NAME, folder_of  # noqa: E402
 
 
 AT_ONCE = 4  # visitors who are answered at the same time; the others wait
@@ -146,8 +146,8 @@ def page(target, tokenizer, draft) -> gr.Blocks:
 
 def main() -> None:
     """Load the pair, and serve the page."""
-    named = os.environ.get("DFLASH_TARGET"), os.environ.get("DFLASH_DRAFT")
-    folder, drafter = map(str, named if all(named) else default_pair())
+    folder = folder_of(os.environ.get("DFLASH_TARGET", NAME))
+    drafter = folder_of(os.environ.get("DFLASH_DRAFT", NAME), drafter=True)
     loading = Loading()
     check_pair(folder, drafter, loading)
     target, draft = load_target(folder, loading), load_draft(drafter, loading)

@@ -55,9 +55,9 @@ def _conversation(arguments, echo):
 
     loading = Loading.of(arguments)
     if not arguments.target:
-        from dflash_hf.serving.default_pair import default_pair
+        from dflash_hf.smollm2 import drafter_folder, smollm2_folder
 
-        arguments.target, arguments.draft = map(str, default_pair())
+        arguments.target, arguments.draft = str(smollm2_folder()), str(drafter_folder())
     check_pair(arguments.target, arguments.draft, loading)
     device = device_of(loading.device)
     import torch
