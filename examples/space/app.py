@@ -28,6 +28,7 @@ from dflash_hf.smollm2 import NAME, folder_of  # noqa: E402
 
 AT_ONCE = 4  # visitors who are answered at the same time; the others wait
 SECONDS_BETWEEN_UPDATES = 0.1
+TOKENS = 160  # of an answer, at first
 EXAMPLES = [
     "Write a short poem about rain.",
     "Explain photosynthesis to a child.",
@@ -128,7 +129,7 @@ def page(target, tokenizer, draft) -> gr.Blocks:
         gr.Markdown(ABOUT)
         prompt = gr.Textbox(label="Your question", value=EXAMPLES[0], lines=2, elem_id="prompt")
         with gr.Row():
-            tokens = gr.Slider(16, 512, value=160, step=16, label="Tokens at most")
+            tokens = gr.Slider(16, 512, value=TOKENS, step=8, label="Tokens at most")
             ask = gr.Button("Ask", variant="primary", elem_id="ask")
             stop = gr.Button("Stop", elem_id="stop")
         with gr.Row():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.serving import chat_ids, save_readable_target
+from support.serving import MAX_TOKENS, chat_ids, save_readable_target
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -96,7 +96,7 @@ def test_four_visitors_at_once_get_their_own_texts(python, chromium, scratch):
     for prompt, one in zip(PROMPTS, seen, strict=True):
         ids = chat_ids(tokenizer, [{"role": "user", "content": prompt}])
         with torch.no_grad():
-            output = target.generate(**ids, max_new_tokens=160, do_sample=False)
+            output = target.generate(**ids, max_new_tokens=MAX_TOKENS, do_sample=False)
         text = tokenizer.decode(output[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
         assert one["alone"] == one["drafted"] == text and len(text) > 20
         assert not one["alone_colored"] and max(map(len, one["drafted_colored"])) > 2

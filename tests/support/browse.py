@@ -21,11 +21,12 @@ DONE = """() => {
 
 def main(url: str, chromium: str, screenshot: str, *prompts: str) -> None:
     with sync_playwright() as playwright:
-        options = ["--no-sandbox", "--disable-gpu", "--single-process", "--no-zygote"]
-        browser = playwright.chromium.launch(executable_path=chromium or None, args=options[: 4 if chromium else 1])
+        browser = playwright.chromium.launch(
+            executable_path=chromium or None, args=["--no-sandbox", "--disable-gpu", "--headless=shell"]
+        )
         pages = [browser.new_context(viewport={"width": 1100, "height": 800}).new_page() for _ in prompts]
         for page in pages:
-            page.goto(url)
+            page.goto(url, wait_until="domcontentloaded")
             page.wait_for_selector("#ask")
         for page, prompt in zip(pages, prompts, strict=True):
             page.fill("#prompt textarea", prompt)
@@ -33,7 +34,7 @@ def main(url: str, chromium: str, screenshot: str, *prompts: str) -> None:
             page.click("#ask")
         seen = []
         for page in pages:
-            page.wait_for_function(DONE, timeout=120_000, polling=1000)
+            page.wait_for_function(DONE, timeout=300_000, polling=1000)
             columns = {name: page.inner_text(f"#{name} .dflash") for name in COLUMNS}
             figures = {f"{name}_figures": page.inner_text(f"#{name} .dflash-figures") for name in COLUMNS}
             colored = {f"{name}_colored": page.locator(f"#{name} .dflash i").all_inner_texts() for name in COLUMNS}

@@ -83,7 +83,8 @@ def page(folder: Path, prompts: list[str]) -> None:
     app = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(app)
     target, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    draft = scripted(folder, prompts, 160)  # as many as the page asks for
+    app.TOKENS = MAX_TOKENS
+    draft = scripted(folder, prompts, MAX_TOKENS)
     _, url, _ = app.page(target, tokenizer, draft).launch(css=app.STYLE, quiet=True, prevent_thread_lock=True)
     say(f"serving {folder} at {url}")
     threading.Event().wait()
