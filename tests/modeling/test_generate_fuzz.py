@@ -321,7 +321,7 @@ def test_each_argument_alone():
     check_alone(0, "qwen3", "gemma3", "qwen3_5_text")
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_arguments_together(seed):
     check_together(seed, 50)
 

@@ -85,9 +85,17 @@ def test_drawn_drafts_are_reproducible(target, make):
     assert len({tuple(row) for row in texts[0][:, 11:].tolist()}) == 3
 
 
-@pytest.mark.parametrize("drawn", [False, True], ids=["likeliest drafts", "drafts drawn by the path selector"])
-@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.9)])
-def test_samples_follow_the_target(small, temperature, top_p, drawn):  # noqa: F811
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "drawn"),
+    [
+        (0.7, 0.9, False),
+        (1.0, 1.0, True),
+        pytest.param(1.0, 1.0, False, marks=pytest.mark.slow),
+        pytest.param(0.7, 0.9, True, marks=pytest.mark.slow),
+    ],
+)
+def test_samples_follow_the_target(small, temperature, top_p, drawn):
+    """With the likeliest drafts, and with those that a path selector draws."""
     prompt, rows, draws = [3, 1, 4], 250, 12_000
     expected = exact_distribution(small, prompt, temperature, top_p)
     if drawn:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.pairs import VOCAB, make_draft, make_target
+from support.pairs import VOCAB, make_draft, make_target, shallow_pair
 from support.scripted_draft import scripted
 
 from dflash_hf.modeling import compile_dflash
@@ -72,11 +72,10 @@ def layer_by_layer(target):
 )
 def test_compiled_targets(compiled):
     """Their graphs were made for other caches, and before there was a hook that reads features."""
-    target = make_target()
+    target, draft = shallow_pair()
     expected = target.generate(PROMPT, max_new_tokens=24, do_sample=False)
     target = compiled(target)
     assert torch.equal(target.generate(PROMPT, max_new_tokens=24, do_sample=False), expected)
-    draft = make_draft(target)
     draft.decoding_config.compile = "eager"
     output = target.generate(PROMPT, max_new_tokens=24, do_sample=False, assistant_model=draft)
     assert torch.equal(output, expected) and not list(compile_dflash._uncompilable)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.pairs import make_draft, make_target
+from support.pairs import make_draft, make_target, shallow_pair
 from support.scripted_draft import scripted
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers import DynamicCache, GenerationConfig, TextStreamer
@@ -68,8 +68,7 @@ def test_texts_and_counts_are_the_same(family, ahead, stops, looks):
 
 def test_a_compiled_round_runs_ahead_too(looks):
     torch._dynamo.reset()
-    target = make_target()
-    draft = make_draft(target)
+    target, draft = shallow_pair()
     draft.decoding_config.compile, draft.decoding_config.look_ahead = "eager", 4
     prompt, mask, _ = ragged()
     options = {"attention_mask": mask, "max_new_tokens": 30, "do_sample": False}

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from support.pairs import VOCAB, make_draft, make_draft2, make_target
+from support.pairs import VOCAB, make_draft, make_draft2, make_target, shallow_pair
 from support.rows import ragged_prompts
 from support.sampling import STEPS, assert_follows, exact_distribution, sample
 from support.scripted_draft import scripted
@@ -277,7 +277,7 @@ def test_the_first_path_of_a_selector_s_tree_is_its_walk(target):
 
 
 @pytest.mark.parametrize(("rows", "temperature", "top_p"), [(1, 1.0, 0.9), (250, 0.7, 1.0), (250, 1.0, 0.9)])
-def test_samples_follow_the_target(small, rows, temperature, top_p):  # noqa: F811
+def test_samples_follow_the_target(small, rows, temperature, top_p):
     prompt = [3, 1, 4]
     expected = exact_distribution(small, prompt, temperature, top_p)
     likely = torch.tensor([[*prompt, *max(expected, key=expected.get), 0]] * rows)
@@ -331,9 +331,9 @@ def test_token_by_token_the_same_way_is_taken(target):
 
 
 @pytest.mark.parametrize("nodes", [5, 20])
-def test_compiled_rounds_draft_trees(nodes, target):
+def test_compiled_rounds_draft_trees(nodes):
     torch._dynamo.reset()
-    draft = make_draft(target, block_size=4)
+    target, draft = shallow_pair()
     draft.decoding_config.compile, draft.decoding_config.tree_nodes = "aot_eager", nodes
     for length in (5, 40):
         prompt = (torch.arange(length) * 7 % 90 + 2)[None]

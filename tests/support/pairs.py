@@ -129,3 +129,9 @@ def make_draft2(target, trained=True, **overrides):
                 if "_conv." in name or "candidate_selector" in name:
                     parameter += 0.5 * torch.randn(parameter.shape, generator=random)
     return draft
+
+
+def shallow_pair(make=make_draft, **overrides):
+    """A target of two layers and a drafter of one, for a compiler, to which every layer costs a second."""
+    target = make_target(num_hidden_layers=2)
+    return target, make(target, num_hidden_layers=1, target_layer_ids=[0, 1], **overrides)

@@ -24,7 +24,7 @@ def scripted(
         draft (`DFlashDraftModel`): Whose forwards are computed.
         texts (`torch.LongTensor`): `[R, columns]`.
         error_rate (`float`): The part of all places at which the right token is not among the likely ones.
-        ranks (`int`): Elsewhere it is among so many of the likeliest, more often near the top; with 1, it is the first.
+        ranks (`int`): Elsewhere it is one of so many likeliest, more often near the top; with 1, it is the first.
         seed (`int`): Of both.
     """
     random = torch.Generator().manual_seed(seed)
