@@ -5,6 +5,7 @@ import json
 import random
 import re
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -33,15 +34,18 @@ def sources(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(sources, tmp_path_factory):
-    """`run(*arguments)`: the demo with tiny settings; the pair is trained by the first call."""
+    """`run(*arguments)`: the demo with a tiny pair, of few layers to compile; it is trained by the first call."""
     cache = tmp_path_factory.mktemp("cache")
+    shallow = partial(demo.DemoSettings, target_layers=3, target_layer_ids=(0, 1), draft_layers=1)
 
     def call(*arguments):
         sizes = ("--target-steps", "25", "--draft-steps", "12", "--prompts", "3", "--runs", "1")
         return main(["demo", "--cache-dir", str(cache), "--source", str(sources), *sizes, *arguments])
 
     call.cache = cache
-    return call
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "DemoSettings", shallow)
+        yield call
 
 
 def test_demo_from_nothing_to_the_picture(run, capsys, monkeypatch):

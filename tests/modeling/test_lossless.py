@@ -115,7 +115,8 @@ def test_processors_and_criteria_see_what_they_see_without_a_drafter(target, dra
     for rows in (1, 4):
         inputs, _ = ragged_prompts(rows)
         runs = []
-        for assistant in (None, draft):
+        for drafted in (False, True):
+            assistant = scripted(draft, runs[0][2].sequences, error_rate=0.1) if drafted else None
             recorder, stop = Recorder(), StopAt()
             output = target.generate(
                 **inputs,
@@ -129,8 +130,6 @@ def test_processors_and_criteria_see_what_they_see_without_a_drafter(target, dra
                 output_scores=True,
                 output_logits=True,
             )
-            if assistant is None:
-                draft = scripted(draft, output.sequences, error_rate=0.1)
             runs.append((recorder, stop, output))
         (plain_rec, plain_stop, plain), (rec, stop, ours) = runs
         assert torch.equal(plain.sequences, ours.sequences) and plain.sequences.shape[1] == 11 + 17

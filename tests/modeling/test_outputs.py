@@ -22,11 +22,11 @@ def both(target, draft, inputs, error_rate=0.15, seed=None, **options):
     """What the target gives alone, and with a drafter that is right most of the time."""
     options = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True, **HIDDEN, **options}
     outputs = []
-    for assistant in ({}, {"assistant_model": draft}):
+    for drafted in (False, True):
+        assistant = scripted(draft, outputs[0].sequences, error_rate) if drafted else None
         if seed is not None:
             torch.manual_seed(seed)
-        outputs.append(target.generate(**inputs, **options, **assistant))
-        draft = scripted(draft, outputs[0].sequences, error_rate)
+        outputs.append(target.generate(**inputs, **options, assistant_model=assistant))
     expected, output = outputs
     assert torch.equal(output.sequences, expected.sequences)
     assert type(output) is DFlashGenerateOutput
@@ -114,8 +114,9 @@ def test_a_users_cache_and_a_chunked_prompt():
         cache = DynamicCache(config=target.config)
         target(PROMPT[:, :4], past_key_values=cache, use_cache=True)
         options = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True, **HIDDEN}
+        if assistant is not None:
+            assistant = scripted(draft, results[0].sequences)
         results.append(target.generate(PROMPT, past_key_values=cache, assistant_model=assistant, **options))
-        draft = scripted(draft, results[0].sequences)
     assert_alike(*results[::-1], 1e-5)
     expected, output = both(target, draft, {"input_ids": PROMPT}, prefill_chunk_size=3)
     assert_alike(output, expected, 1e-5)

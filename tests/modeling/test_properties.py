@@ -162,7 +162,7 @@ ANY = settings(
 
 
 @given(cases())
-@settings(ANY, max_examples=300)
+@settings(ANY, max_examples=200)
 def some_cases(case):
     check(case)
 

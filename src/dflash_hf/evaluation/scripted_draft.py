@@ -10,18 +10,18 @@ from torch import nn
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 
 
-_DIGITS = 3  # of a place in the script, to base 256, which every dtype holds exactly
-_SURE = 3e4  # a logit above all others, also in fp16
+_DIGITS = 3  # of a place in the script, in base 256: every dtype holds them exactly
+_SURE = 3e4  # a logit above all others, which fp16 holds too
 
 
 class ScriptedDraft(DFlashDraftModel):
     """
     A drafter that computes all that a drafter computes, and then drafts known texts.
 
-    Its forward writes into the hidden state of each slot where the slot lies in the script, and `draft_logits` makes
-    the tokens that the script has there the likeliest. Whatever asks a drafter for tokens gets these: blocks, trees,
-    compiled rounds, upstream's own loop. Each row follows the text that begins with its prompt: its own, where several
-    do. One call at a time; build it with `of`.
+    Its forward writes into the hidden state of each slot which place of the script this slot is, and `draft_logits`
+    makes the tokens of that place the likeliest. So everything that asks a drafter for tokens gets those of the script:
+    blocks, trees, compiled rounds, upstream's own loop. Each row follows the text that begins with its prompt, or the
+    text of its own number where several do. It serves one call at a time. Build it with `of`.
     """
 
     @classmethod
@@ -57,7 +57,7 @@ class ScriptedDraft(DFlashDraftModel):
         return scripted
 
     def begin(self, prompt: torch.LongTensor) -> None:
-        """Find the text of each row of a prompt `[R, S]`. `generate` does; a loop of somebody else's may not."""
+        """Choose the text of each row by its prompt `[R, S]`. `generate` calls this; before other loops, call it."""
         rows, columns = prompt.shape
         own = torch.arange(rows, device=prompt.device) % len(self.texts)
         same = (self.texts[:, :columns] == prompt[:, None]).all(dim=-1).long()  # [R, T]
