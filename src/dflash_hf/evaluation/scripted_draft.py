@@ -19,9 +19,9 @@ class ScriptedDraft(DFlashDraftModel):
     A drafter that computes all that a drafter computes, and then drafts known texts.
 
     Its forward writes into the hidden state of each slot which place of the script this slot is, and `draft_logits`
-    makes the tokens of that place the likeliest. So everything that asks a drafter for tokens gets those of the script:
-    blocks, trees, compiled rounds, upstream's own loop. Each row follows the text that begins with its prompt, or the
-    text of its own number where several do. It serves one call at a time. Build it with `of`.
+    makes the tokens of that place the likeliest. So all that ask a drafter for tokens get those of the script: blocks,
+    trees, compiled rounds, upstream's own loop. Each row follows the text that begins with its prompt, or the text of
+    its own number where several do. It serves one call at a time. Build it with `of`.
     """
 
     @classmethod
