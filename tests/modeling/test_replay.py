@@ -52,9 +52,9 @@ def test_recurrent_cache_continues_the_conversation(family):
     inputs, _ = ragged_prompts(1)
     options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
     expected = target.generate(**inputs, **options)
-    draft = scripted(make_draft(target, 8), expected.sequences)
     turn = torch.cat([expected.sequences, torch.tensor([[5, 6, 7]])], dim=1)
     plain = target.generate(turn, past_key_values=expected.past_key_values, **options).sequences
+    draft = scripted(make_draft(target, 8), plain)
     for assistant in (None, draft):
         first = target.generate(**inputs, **options, assistant_model=draft)
         again = target.generate(turn, past_key_values=first.past_key_values, **options, assistant_model=assistant)

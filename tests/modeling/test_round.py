@@ -23,7 +23,9 @@ def prompt(length: int) -> torch.Tensor:
 
 
 def decode(target, ids, draft=None, new=12, **options):
-    return target.generate(ids, max_new_tokens=new, do_sample=False, assistant_model=draft, **options)
+    mask = torch.ones_like(ids)  # else the id of padding, where the text holds it, would be masked in a second turn
+    options |= {"attention_mask": mask, "max_new_tokens": new, "do_sample": False}
+    return target.generate(ids, assistant_model=draft, **options)
 
 
 def graphs() -> int:

@@ -60,7 +60,7 @@ class ScriptedDraft(DFlashDraftModel):
         """Choose the text of each row by its prompt `[R, S]`. `generate` calls this; before other loops, call it."""
         rows, columns = prompt.shape
         own = torch.arange(rows, device=prompt.device) % len(self.texts)
-        same = (self.texts[:, :columns] == prompt[:, None]).all(dim=-1).long()  # [R, T]
+        same = (self.texts[:, :columns] == prompt[:, None, : self.texts.shape[1]]).all(dim=-1).long()  # [R, T]
         same[torch.arange(rows), own] *= 2
         self.rows = torch.where(same.any(dim=1), same.argmax(dim=1), own)[:, None]  # [R, 1]
         self.columns, self.origin = columns, torch.zeros_like(self.rows)
