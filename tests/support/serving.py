@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from support.scripted_draft import ScriptedDraft
+from support.scripted_draft import recognising
 from support.tiny_chat import END, save_target
 
 
@@ -43,7 +43,7 @@ def scripted(folder: Path, prompts: list[str], max_tokens: int):
     target, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     asked = [chat_ids(tokenizer, [{"role": "user", "content": prompt}]) for prompt in prompts]
     texts = [target.generate(**ids, max_new_tokens=max_tokens, do_sample=False)[0] for ids in asked]
-    return ScriptedDraft.of(target, texts)
+    return recognising(target, texts)
 
 
 def serve(folder: Path, prompts: list[str]) -> None:
