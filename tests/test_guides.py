@@ -94,6 +94,8 @@ def parse(words: list[str]) -> None:
             "model",
             "num_speculative_tokens",
         }
+    elif program == "python" and rest[0] != "-m":
+        assert (ROOT / rest[0]).is_file(), rest[0]
     else:
         assert words[:3] in (["python", "-m", "sglang.launch_server"], ["hf", "auth", "login"]), words
 

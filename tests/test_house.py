@@ -33,7 +33,8 @@ WINGS = {
     "hub": {"evaluation"},
     "training": {"data", "evaluation", "hub"},
     "demo": {"data", "evaluation", "training"},
-    "commands": {"data", "evaluation", "hub", "training", "demo"},
+    "serving": {"data", "evaluation"},
+    "commands": {"data", "evaluation", "hub", "training", "demo", "serving"},
 }
 MAX_LINES = 80
 # Imported inside the functions that need them: `import dflash_hf` stays quick and works without the extras.
