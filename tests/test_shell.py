@@ -499,9 +499,9 @@ def test_an_error_does_not_hang_on_a_progress_bar(told, monkeypatch):
 @pytest.mark.slow
 def test_every_command_under_every_bad_condition():
     """What `examples/benchmarks/results/shell.md` shows."""
-    from shell_table import COMMANDS, table
+    from shell_table import table
 
-    _, faults = table(COMMANDS)
+    *_, faults = table(COMMANDS)
     assert not faults, "\n".join(faults)
 
 

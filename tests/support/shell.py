@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,36 +39,34 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg", **more}
 
 
-def dflash(*words, stdin: bytes | None = None, cwd=None, timeout: float = 240, **more: str) -> Ended:
-    """Run a command to its end."""
+def dflash(*words, stdin: bytes = b"", stdout: str | None = None, timeout: float = 240) -> Ended:
+    """Run a command to its end; its output may be led into a file."""
     command = [sys.executable, "-m", "dflash_hf.cli", *map(str, words)]
-    done = subprocess.run(
-        command, input=stdin or b"", capture_output=True, cwd=cwd, env=environment(**more), timeout=timeout
-    )
-    return Ended(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
+    with open(stdout, "wb") if stdout else nullcontext(subprocess.PIPE) as place:
+        done = subprocess.run(
+            command, input=stdin, stdout=place, stderr=subprocess.PIPE, env=environment(), timeout=timeout
+        )
+    return Ended(done.returncode, (done.stdout or b"").decode(errors="replace"), done.stderr.decode(errors="replace"))
 
 
-def signalled(number: int, after: float | str, *words, cwd=None, **more: str) -> Ended:
-    """Run a command and send it a signal after so many seconds, or once its output holds a text."""
+def signalled(number: int, after: float | Path, *words, stdin: bytes = b"") -> Ended:
+    """Run a command and send it a signal after so many seconds, or once there is something in a folder."""
     command = [sys.executable, "-u", "-m", "dflash_hf.cli", *map(str, words)]
-    if (
-        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    ):  # as behind `&` in a script; children would not hear it either
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # behind `&` in a script; children would not hear it either
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=cwd, env=environment(**more), text=True
-    )
-    seen = ""
-    if isinstance(after, str):
-        for line in process.stdout:
-            seen += line
-            if after in line:
-                break
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment())
+    process.stdin.write(stdin)
+    process.stdin.close()
+    process.stdin = None
+    if isinstance(after, Path):
+        while process.poll() is None and not any(after.iterdir()):
+            time.sleep(0.01)
     else:
         time.sleep(after)
     process.send_signal(number)
     out, err = process.communicate(timeout=240)
-    return Ended(process.returncode, seen + out, err)
+    return Ended(process.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
 
 
 def make_world(folder: Path) -> Path:
@@ -99,6 +98,3 @@ def make_world(folder: Path) -> Path:
     shutil.copytree(folder / "draft", folder / "deep")
     (folder / "deep" / "config.json").write_text("[" * 100_000, encoding="utf-8")
     return folder
-
-
-INTERRUPT, KILL = signal.SIGINT, signal.SIGKILL

@@ -45,6 +45,8 @@ def run(arguments, echo) -> Outcome:
             f"--top-p {arguments.top_p} changes nothing in greedy decoding; add --temperature, such as 1."
         )
     prompt = _prompt(arguments.prompt)
+    if not prompt.strip():
+        raise ValueError("--prompt is empty; pass some text.")
     from dflash_hf.pairs import Loading, check_pair, device_of, load_draft, load_target, set_decoding
 
     loading = Loading.of(arguments)
