@@ -132,6 +132,15 @@ def check_token_id(token_id: int | None, config: dict, what: str | None = None) 
         raise ValueError(f"{given} is outside the target's embedding: its {rows} rows are the ids 0 to {rows - 1}.")
 
 
+def positions_of(config: dict) -> int | None:
+    """Tokens that a target reads, as far as its configuration says: a stretched rope so many times more."""
+    nested = config.get("text_config")
+    text = nested if isinstance(nested, dict) else config
+    length = text.get("max_position_embeddings", text.get("n_positions"))
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    return int(length * max(1.0, rope.get("factor") or 1.0)) if length and length > 0 else None
+
+
 def device_of(name: str | None) -> str:
     """
     A device that is there; by default a GPU if there is any.

@@ -39,7 +39,7 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg", **more}
 
 
-def dflash(*words, stdin: bytes = b"", stdout: str | None = None, timeout: float = 240) -> Ended:
+def dflash(*words, stdin: bytes = b"", stdout: str | None = None, timeout: float = 900) -> Ended:
     """Run a command to its end; its output may be led into a file."""
     command = [sys.executable, "-m", "dflash_hf.cli", *map(str, words)]
     with open(stdout, "wb") if stdout else nullcontext(subprocess.PIPE) as place:
@@ -65,13 +65,14 @@ def signalled(number: int, after: float | Path, *words, stdin: bytes = b"") -> E
     else:
         time.sleep(after)
     process.send_signal(number)
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=900)
     return Ended(process.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
 
 
 def make_world(folder: Path) -> Path:
     """A tiny target with its tokenizer, a drafter, prompts and responses, and damaged forms of each."""
     tokenizer = make_tokenizer(CHATML)
+    tokenizer.add_tokens(["a" * 1000])  # ten megabytes are few tokens then, and soon read
     target = make_target(vocab_size=len(tokenizer) + 1)
     target.save_pretrained(folder / "target")
     tokenizer.save_pretrained(folder / "target")
@@ -84,7 +85,7 @@ def make_world(folder: Path) -> Path:
     latin = json.dumps({"messages": [{"role": "user", "content": "Grüße"}]}, ensure_ascii=False)
     (folder / "latin.jsonl").write_bytes(line.encode() * 2 + latin.encode("latin-1") + b"\n")
     (folder / "binary.jsonl").write_bytes(bytes(range(256)) * 8)
-    long = json.dumps({"messages": [{"role": "user", "content": "a " * 5_000_000}, row["messages"][1]]})
+    long = json.dumps({"messages": [{"role": "user", "content": "a" * 10_000_000}, row["messages"][1]]})
     (folder / "long.jsonl").write_text(long + "\n", encoding="utf-8")
     (folder / "prompts.txt").write_text("Say 1\n", encoding="utf-8")
     (folder / "latin.txt").write_bytes("Say 1\nGrüße\n".encode("latin-1"))

@@ -11,7 +11,16 @@ from dflash_hf.data.sources import load_rows
 from dflash_hf.evaluation.measure import DFLASH, PACKED, PROMPT_LOOKUP, TARGET, TARGET_PACKED, EvalReport, evaluate
 from dflash_hf.evaluation.report import save_report
 from dflash_hf.evaluation.text import summary_lines
-from dflash_hf.pairs import Loading, check_pair, device_of, draft_config_of, load_draft, load_target, set_decoding
+from dflash_hf.pairs import (
+    Loading,
+    check_pair,
+    device_of,
+    draft_config_of,
+    load_draft,
+    load_target,
+    positions_of,
+    set_decoding,
+)
 from dflash_hf.terminal import Outcome, note, read_text, template_arguments
 
 
@@ -55,12 +64,12 @@ def _measure(arguments) -> EvalReport:
     from transformers.utils import logging
 
     loading = Loading.of(arguments)
-    check_pair(arguments.target, arguments.draft, loading)
+    config = check_pair(arguments.target, arguments.draft, loading)
     device = device_of(loading.device)
     given = template_arguments(arguments.template_args)
     kwargs = template_kwargs(given, draft_config=draft_config_of(arguments.draft, loading), say=note)
     tokenizer = load_tokenizer(arguments.target, None, loading.revision, loading.trust_remote_code)
-    encoder = RowEncoder(tokenizer, chat_template_kwargs=kwargs)
+    encoder = RowEncoder(tokenizer, chat_template_kwargs=kwargs, positions=positions_of(config))
     prompts = read_prompts(arguments.data, encoder, arguments.prompts, arguments.split, arguments.raw)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
