@@ -78,8 +78,8 @@ class DFlashDraftConfig(PreTrainedConfig):
             Unknown keys in it are kept for re-saving. JetSpec's `causal_head: true` is another name of
             `is_causal: true`.
 
-    A part of each head is rotated when `rope_parameters` holds `partial_rotary_factor`, or `rope_dim`, its channels. The
-    remaining arguments are those of Qwen3. Saved files name `model_type: qwen3`, which inference engines know.
+    A part of each head is rotated when `rope_parameters` holds `partial_rotary_factor`, or `rope_dim`, its channels.
+    The remaining arguments are those of Qwen3. Saved files name `model_type: qwen3`, which inference engines know.
 
     Raises:
         `ValueError`: names key, value and remedy.

@@ -38,6 +38,23 @@ def test_nested_keys_win_and_everything_is_written_back():
     assert DFlashDraftConfig.from_dict(written).to_dict() == config.to_dict()
 
 
+@pytest.mark.parametrize(
+    "spelling",
+    [{"partial_rotary_factor": 0.5}, {"rope_dim": 4}, {"rope_dim": 4, "rope_type": "linear", "factor": 2.0}],
+)
+def test_the_width_that_rotates_is_written_twice(spelling, caplog):
+    """SGLang under transformers 5.23 lost the factor alone, and rotated whole heads."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, **spelling}
+    config = DFlashDraftConfig(**GOOD, rope_parameters=rope)
+    written = json.loads(config.to_json_string())
+    for one in (config, DFlashDraftConfig.from_dict(written)):
+        assert one.rope_parameters["partial_rotary_factor"] == 0.5 and one.rope_parameters["rope_dim"] == 4
+    assert written["partial_rotary_factor"] == 0.5 and written["rope_parameters"]["rope_dim"] == 4
+    assert "Unrecognized" not in caplog.text
+    whole = DFlashDraftConfig(**GOOD, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    assert "rope_dim" not in whole.rope_parameters
+
+
 def test_block_size_nested_alone_is_honoured():
     nested = {**GOOD["dflash_config"], "block_size": 8}
     fields = {k: v for k, v in GOOD.items() if k != "block_size"}

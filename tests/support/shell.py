@@ -93,9 +93,10 @@ def make_world(folder: Path) -> Path:
     for path in (folder / "bare").glob("tok*"):
         path.unlink()
     (folder / "bare" / "chat_template.jinja").unlink(missing_ok=True)
-    shutil.copytree(folder / "draft", folder / "half")
-    weights = folder / "half" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
+    for whole, half in (("draft", "half"), ("target", "torn")):
+        shutil.copytree(folder / whole, folder / half)
+        weights = folder / half / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-100])
     shutil.copytree(folder / "draft", folder / "deep")
     (folder / "deep" / "config.json").write_text("[" * 100_000, encoding="utf-8")
     return folder
