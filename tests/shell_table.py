@@ -61,8 +61,8 @@ CONDITIONS = {  # the statuses that are right, and texts of which the error hold
     "read-only output": ({1, 2}, ("cannot be written",)),
     "disk full": ({1}, ("disk is full", "are needed; choose another output")),  # `features` asks before it begins
     "SIGINT 0.1 s": ({0, 1, 130, -2}, ("",)),  # before our code runs Python itself speaks, or does not hear it
-    "SIGINT 1.5 s": ({0, 130}, ("",)),
-    "SIGINT at work": ({0, 130}, ("",)),
+    "SIGINT 1.5 s": ({0, 130, -2}, ("",)),
+    "SIGINT at work": ({0, 130, -2}, ("",)),  # when all is done Python is alone again
     "SIGKILL, rerun": ({0}, ("",)),
     "non-UTF-8": ({1, 2}, ("UTF-8", "too few Python")),
     "empty": ({1}, ("empty", "is not JSON", "holds no", "too few Python", "template")),
@@ -293,8 +293,8 @@ def main() -> int:
         "Exit status of each command (0 done, 1 failed, 2 wrong arguments, 130 interrupted, -2 ended by the signal\n"
         "itself); several where several inputs were spoilt in turn. Each error was one line without a traceback and\n"
         "named the condition, no input changed, and a rerun after SIGKILL finished; `!` marks exceptions. A Ctrl-C\n"
-        "that comes when all is done finds 0. SIGINT 0.1 s falls before our code runs at times, where Python itself\n"
-        "speaks; *at work* is when its first output is there. `find` ends with 1: there was no network.\n\n"
+        "before our code runs (SIGINT 0.1 s) Python itself answers; one that comes when all is done finds 0, or -2\n"
+        "at the very end. *At work* is when the first output is there. `find` ends with 1: there was no network.\n\n"
         + "\n".join([*lines, "", *notes])
         + f"\n\nPython {platform.python_version()} on {platform.system()}, two cores shared with other work, "
         f"{time.monotonic() - start:.0f} s: `python tests/shell_table.py --output "

@@ -123,6 +123,19 @@ def test_a_name_that_is_no_folder_is_asked_for_once(told, monkeypatch):
     assert again[0] == 1 and "the Hub has no model of that name" in again[1]
 
 
+def test_a_dataset_that_is_not_there_is_asked_for_once(world, told, monkeypatch):
+    """`datasets` tried six times, for half a minute, and named a file of its own."""
+    prepare = ["prepare", "someone/no-such-set", "--target", world / "target"]
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # the discard port: closed
+    monkeypatch.setattr("datasets.load_dataset", lambda *args, **options: pytest.fail("asked again"))
+    code, line = told(*prepare)
+    assert code == 1 and "'someone/no-such-set' could not be loaded from the Hub, and there is no file" in line
+    with stand_in(monkeypatch):
+        code, line = told(*prepare)
+    assert code == 1 and "there is no file of that name" in line
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
