@@ -290,7 +290,12 @@ def test_the_time_limit_leaves_no_timer_behind():
         (OSError(errno.ENOSPC, "No space left on device", "/full/x"), "the disk is full (/full/x): free some space"),
         (RuntimeError("I/O error: No space left on device (os error 28)"), "the disk is full: free"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB."), "out of memory (CUDA out of memory"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "out of memory (Default"),
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you"
+            ),
+            "out of memory (DefaultCPUAllocator: can't allocate memory: you)",
+        ),
         (MemoryError(), "out of memory"),
         (RecursionError("maximum recursion depth"), "nested too deeply"),
         (PermissionError(errno.EACCES, "Permission denied", "/x"), "/x: Permission denied"),

@@ -1,14 +1,11 @@
 """Drafters with quantised weights, loaded by upstream's quantisers: they draft alike, and the text is the target's."""
 
-import json
-
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from support.pairs import make_draft, make_target
 
 from dflash_hf import DFlashDraftModel
+from dflash_hf.modeling.checkpoint_dflash import write_mask_embedding
 
 
 def torchao_int8():
@@ -66,19 +63,19 @@ def test_a_quantised_drafter_drafts_and_is_lossless(make_config, error, tmp_path
 
 
 def test_a_quantised_drafter_takes_its_mask_embedding_from_the_file_beside_it(tmp_path):
-    """As the engines' own trainers write it, the tensor is not among the weights: it was called missing."""
-    target, (folder, weights) = make_target(), (tmp_path / "draft", tmp_path / "draft" / "model.safetensors")
-    make_draft(target, own_mask_embedding=True).save_pretrained(folder)
-    draft = DFlashDraftModel.from_pretrained(folder, quantization_config=torchao_int8(), dtype=torch.float32)
-    draft.save_pretrained(folder)
-    with safe_open(weights, "pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys() if name != "mask_embedding"}
-        save_file(tensors, weights, file.metadata())
-    config = json.loads((folder / "config.json").read_text())
-    del config["dflash_config"]["own_mask_embedding"]
-    (folder / "config.json").write_text(json.dumps({**config, "own_mask_embedding": False}))
-    again = DFlashDraftModel.from_pretrained(folder, dtype=torch.float32)
-    assert again.config.own_mask_embedding and torch.equal(again.mask_embedding, draft.mask_embedding)
+    """Where it lies in `mask_embedding.pt` alone, as engines read it, the tensor was called missing."""
+    target, own = make_target(), torch.randn(32)
+    draft = make_draft(target)
+    draft.save_pretrained(tmp_path / "draft")
+    quantised = DFlashDraftModel.from_pretrained(
+        tmp_path / "draft", quantization_config=torchao_int8(), dtype=torch.float32
+    )
+    quantised.save_pretrained(tmp_path / "quantised")
+    write_mask_embedding(str(tmp_path / "quantised"), own, draft.config.mask_token_id)
+    again = DFlashDraftModel.from_pretrained(tmp_path / "quantised", dtype=torch.float32)
+    assert again.config.own_mask_embedding and torch.equal(again.mask_embedding, own)
     block, context = torch.randn(1, 4, 32), torch.randn(1, 7, 96)
     with torch.no_grad():
-        assert torch.equal(again(block, context).last_hidden_state, draft(block, context).last_hidden_state)
+        hidden = again(block, context).last_hidden_state
+        block[:, 1:] = own  # behind the anchor
+        assert torch.equal(hidden, quantised(block, context).last_hidden_state)
