@@ -92,7 +92,7 @@ def test_values_that_cannot_be_right_are_told_before_anything_is_loaded(more, co
         ({"target": "draft", "draft": "target"}, "target and drafter are swapped"),
         ({"draft": "target"}, "is not a DFlash drafter but"),
         ({"target": "bare"}, "has no tokenizer; save the target's beside"),
-        ({"draft": "deep"}, "is nested too deeply"),
+        ({"draft": "deep"}, "config.json is nested too deeply"),
         ({"draft": "half"}, "model.safetensors"),
         ({"target": "torn"}, "torn: its safetensors are damaged or only half written"),
         ({"target": "rows.jsonl"}, "is a file; name the folder"),
