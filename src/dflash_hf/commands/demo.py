@@ -35,7 +35,10 @@ def run(arguments, echo) -> Outcome:
 
     from dflash_hf.cache import default_cache_dir
     from dflash_hf.demo.run import load_pair, run_demo
+    from dflash_hf.pairs import read_config
 
+    if arguments.draft is not None:
+        read_config(arguments.draft, f"--draft {arguments.draft}")  # there is one, before the target is loaded
     output = arguments.output or default_cache_dir() / "demo"
     torch.set_num_threads(arguments.threads)
     if arguments.train is not None:

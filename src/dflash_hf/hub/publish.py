@@ -115,15 +115,15 @@ def publish(
         made[EVAL_RESULTS] = results.encode()
     sizes |= {name: len(content) for name, content in made.items()}
     result = Publication(repo, dict(sorted(sizes.items())), left_out, card, findings)
+    everything: dict[str, Path | bytes] = {**sources, **made}
     if write_to is not None:
-        for name, source in {**sources, **made}.items():
+        for name, source in everything.items():
             path = Path(write_to) / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            content = source if isinstance(source, bytes) else source.read_bytes()
-            path.write_bytes(content)
+            path.write_bytes(source if isinstance(source, bytes) else source.read_bytes())
     if not dry_run:
         # 4. One commit.
-        result.url = _upload(repo, {**sources, **made}, card, private, token)
+        result.url = _upload(repo, everything, card, private, token)
     return result
 
 
