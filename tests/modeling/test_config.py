@@ -52,6 +52,7 @@ def test_the_width_that_rotates_is_written_twice(spelling, monkeypatch):
     for one in (config, DFlashDraftConfig.from_dict(written)):
         assert one.rope_parameters["partial_rotary_factor"] == 0.5 and one.rope_parameters["rope_dim"] == 4
     assert written["partial_rotary_factor"] == 0.5 and written["rope_parameters"]["rope_dim"] == 4
+    config.validate()  # as saving does
     assert not warned
     whole = DFlashDraftConfig(**GOOD, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
     assert "rope_dim" not in whole.rope_parameters
