@@ -189,7 +189,7 @@ def test_an_output_that_cannot_be_written_is_found_before_the_work(world, told):
         ["regenerate", world / "rows.jsonl", "--target", world / "target", "--output", wrong / "x.jsonl"],
         ["features", world / "rows.jsonl", "--target", world / "target", "--output", wrong],
         ["convert", world / "draft", wrong],
-        ["demo", "--cache-dir", wrong],
+        ["demo", "--output", wrong],
         ["eval", "--target", "t", "--draft", "d", "--data", "x.txt", "--output", wrong],
         ["recipes", "copy", "demo.yaml", wrong],
     ):
