@@ -52,4 +52,4 @@ def run(arguments, echo) -> Outcome:
         wants_color(arguments.color, sys.stdout),
         say=echo,
     )
-    return Outcome(0 if report.lossless else 1, json.loads(report.to_json()))
+    return Outcome(1 if report.is_wrong else 0, json.loads(report.to_json()))

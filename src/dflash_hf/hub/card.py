@@ -13,7 +13,7 @@ from pathlib import Path
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.utils import validate_repo_id
 
-from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
+from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE, eval_results_yaml
 from dflash_hf.hub.check import check, read_shapes
 from dflash_hf.hub.engine_rules import DFLASH2, MUSE
 from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
@@ -246,18 +246,7 @@ def eval_results(folder: str | Path, facts: CardFacts | None = None) -> str:
         facts = CardFacts.from_folder(folder) if known.get("base_model") else None
     if facts is None or not (facts.report and facts.evaluated_on):
         return ""
-    import yaml
-    from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
-
-    summary = facts.report.get("summary", {})
-    entries = [
-        EvalResultEntry(
-            facts.evaluated_on, f"speculative_decoding_{key}", round(summary[key], 3), notes=facts.hardware
-        )
-        for key in ("tau", "speedup")
-        if summary.get(key) is not None
-    ]
-    return yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False) if entries else ""
+    return eval_results_yaml(facts.report.get("summary", {}), facts.evaluated_on, facts.hardware)
 
 
 def template_path() -> Path:
