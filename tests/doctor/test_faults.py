@@ -116,12 +116,12 @@ def other_tokenizer(case, **_):
 
 
 def quantised(case, **_):
-    """Layers rounded to four bits."""
+    """Layers rounded to five values."""
 
     def rounded(target):
         for parameter in target.model.layers.parameters():
             if parameter.dim() == 2:
-                step = parameter.abs().amax(1, keepdim=True) / 3.5
+                step = parameter.abs().amax(1, keepdim=True) / 2.5
                 parameter.data = (parameter / step).round() * step
 
     other_target(case, rounded)

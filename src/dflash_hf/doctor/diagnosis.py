@@ -1,5 +1,6 @@
 """All experiments on a pair, and what they say together."""
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -7,6 +8,7 @@ import torch
 
 from dflash_hf.doctor.experiments import Case, Experiment, experiments
 from dflash_hf.doctor.measure import Change, Counts, Text, measure
+from dflash_hf.doctor.texts import surprise
 from dflash_hf.doctor.verdict import difference, is_better, likeliest
 
 
@@ -23,6 +25,7 @@ class Diagnosis:
         decoded, forced (`Counts`): What decoding accepted, and teacher-forced the same blocks.
         tried (`list[Experiment]`), counts (`list[Counts]`): The experiments, and what was counted.
         cause (`Experiment`, *optional*): The likeliest cause.
+        surprise, guess (`float`): Nats that a token of the prompts costs the target, and a guess among all.
     """
 
     as_given: Counts
@@ -31,6 +34,8 @@ class Diagnosis:
     tried: list[Experiment]
     counts: list[Counts]
     cause: Experiment | None
+    surprise: float
+    guess: float
 
     def lines(self) -> list[str]:
         """For a terminal."""
@@ -41,6 +46,7 @@ class Diagnosis:
             f"slot accepted, %  {_percent(self.as_given.acceptance)}, where all before are",
             f"slot correct, %   {_percent(self.as_given.accuracy)}",
             f"decoding          tau {self.decoded.tau:.2f}; teacher-forced, the same blocks {self.forced.tau:.2f}",
+            f"prompts           cost the target {self.surprise:.2f} nats a token; a guess costs {self.guess:.2f}",
             "",
             f"{'tried':44}{'tau':>6}{'change':>9}{'std. errors':>13}",
         ]
@@ -77,6 +83,7 @@ class Diagnosis:
             "accuracy": self.as_given.accuracy,
             "acceptance": self.as_given.acceptance,
             "decoding": {"tau": self.decoded.tau, "teacher_forced": self.forced.tau},
+            "prompt_nats": {"target": self.surprise, "guess": self.guess},
             "tried": tried,
             "cause": None if cause is None else {"key": cause.key, "cause": cause.cause, "remedy": cause.remedy},
         }
@@ -102,15 +109,22 @@ def diagnose(case: Case, progress: Callable[[Iterable], Iterable] = iter) -> Dia
     tried = experiments(case)
     changes = [one.change for one in tried]
     as_given, *counts = measure(case.target, case.draft, case.texts, [Change(), *changes], progress)
-    # 2. Decoding against the same drafts, teacher-forced.
+    # 2. Decoding against the same drafts, teacher-forced; and whether the target can read its prompts.
     decoded, forced = decoding(case)
-    # 3. The explanation.
-    if is_better(decoded, forced, same_blocks=True):
-        tried.append(_decoding_is_worse(case))
+    nats = surprise(case.target, case.prompts)
+    guess = math.log(case.target.get_input_embeddings().weight.shape[0])
+    # 3. The explanation: what spoils everything else, then what decoding alone loses, then the best change.
+    cause = None
+    if nats > guess:
+        cause = next(one for one in tried if one.key == "tokenizer")
+    elif is_better(decoded, forced, same_blocks=True):
+        cause = _decoding_is_worse(case)
+        tried.append(cause)
         counts.append(forced)
-        return Diagnosis(as_given, decoded, forced, tried, counts, tried[-1])
-    best = likeliest(as_given, counts, [change.texts is None for change in changes])
-    return Diagnosis(as_given, decoded, forced, tried, counts, None if best is None else tried[best])
+    else:
+        best = likeliest(as_given, counts, [change.texts is None for change in changes])
+        cause = None if best is None else tried[best]
+    return Diagnosis(as_given, decoded, forced, tried, counts, cause, nats, guess)
 
 
 def decoding(case: Case) -> tuple[Counts, Counts]:

@@ -71,6 +71,19 @@ class Writer:
         return self.answered(begun.tolist())
 
 
+@torch.no_grad()
+def surprise(target, prompts: Sequence[Sequence[int]]) -> float:
+    """Nats for each token of the prompts but their first, for the target; a guess among all tokens costs `ln V`."""
+    total = count = 0
+    rows = target.get_input_embeddings().weight.shape[0]
+    for prompt in prompts:
+        if len(prompt) > 1 and max(prompt) < rows:
+            ids = torch.tensor([list(prompt)], device=target.device)
+            total += float(target(ids, labels=ids).loss) * (len(prompt) - 1)
+            count += len(prompt) - 1
+    return total / max(count, 1)
+
+
 def encoded(encoder: RowEncoder, rows: Sequence[dict], raw: bool = False) -> list[list[int]]:
     """The ids of what the target is asked; of a row that the template refuses, none."""
     prompts = []

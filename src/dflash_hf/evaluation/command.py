@@ -102,8 +102,9 @@ def _measure(arguments) -> EvalReport:
     # What is asked is read before anything large is loaded.
     prompts = said = None
     if arguments.dataset is None:
-        prompts, repository = _prompts_of_file(arguments, encoder), arguments.data
-        said = None if prompts is not None else _turns_of_file(arguments)
+        said, repository = _turns_of_file(arguments), arguments.data
+        if said is None:
+            prompts = read_prompts(arguments.data, encoder, arguments.prompts or 40, arguments.split, arguments.raw)
     else:
         said, repository = conversations(arguments.dataset, arguments.prompts)
     if arguments.threads:
@@ -141,17 +142,12 @@ def _measure(arguments) -> EvalReport:
     return report
 
 
-def _prompts_of_file(arguments, encoder: RowEncoder) -> list[list[int]] | None:
-    """The prompts of `--data`; `None` where its rows are conversations of several turns."""
-    first = next(iter(rows_of(arguments.data, arguments.split)), {})
-    if "turns" in first:
+def _turns_of_file(arguments) -> list[list[str]] | None:
+    """Of `--data`, what the user says turn by turn, where its rows have `turns`."""
+    if arguments.data.endswith(".txt"):
         return None
-    return read_prompts(arguments.data, encoder, arguments.prompts or 40, arguments.split, arguments.raw)
-
-
-def _turns_of_file(arguments) -> list[list[str]]:
-    rows = islice(iter(rows_of(arguments.data, arguments.split)), arguments.prompts or 40)
-    return [list(row["turns"]) for row in rows]
+    rows = list(islice(iter(rows_of(arguments.data, arguments.split)), arguments.prompts or 40))
+    return [list(row["turns"]) for row in rows] if rows and "turns" in rows[0] else None
 
 
 def _template_kwargs(arguments, tokenizer, draft_config) -> dict:
