@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from support.chat_pair import OFF, chat_tokenizer, requests, train_chat_draft, train_chat_target
+from support.chat_pair import OFF, requests, train_chat_draft
 from support.tiny_chat import END, SPECIAL
 from tokenizers import Tokenizer
 from torch import nn
@@ -16,7 +16,6 @@ from dflash_hf.data.encode import RowEncoder
 from dflash_hf.doctor.diagnosis import diagnose
 from dflash_hf.doctor.experiments import Case
 from dflash_hf.doctor.measure import changed_draft
-from dflash_hf.doctor.texts import Writer
 
 
 class AnchorFirstTrainer(DFlashTrainer):
@@ -28,29 +27,15 @@ class AnchorFirstTrainer(DFlashTrainer):
         return blocks
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return chat_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def target(tokenizer):
-    return train_chat_target(tokenizer)
-
-
-@pytest.fixture(scope="module")
-def draft(target, tokenizer, tmp_path_factory):
-    return train_chat_draft(target, tokenizer, tmp_path_factory.mktemp("draft"))
-
-
 @pytest.fixture
-def case(target, draft, tokenizer):
+def case(chat_pair):
     """The good pair; faults change it."""
+    target, draft, tokenizer, writer = chat_pair
     return Case(
         target,
         draft,
-        Writer(target, draft.config.block_size, max_new_tokens=40, batch_size=64),
-        [{"prompt": said} for said in requests(64, seed=9)],
+        writer,
+        [{"prompt": said} for said in requests(40, seed=9)],
         RowEncoder(tokenizer, chat_template_kwargs=OFF),
         names={"target": "T", "draft": "D", "base": "B"},
     )
@@ -143,7 +128,7 @@ FAULTS = {
 
 def test_on_the_good_pair_nothing_is_named(case):
     found = diagnose(case)
-    print(*found.lines(), sep="\n")
+
     assert found.cause is None and found.as_given.tau > 2.5
     # Decoding is the same drafts: in fp32 block by block.
     assert found.decoded.accepted == found.forced.accepted and sum(found.decoded.blocks) > 30
@@ -155,6 +140,6 @@ def test_on_the_good_pair_nothing_is_named(case):
 def test_each_fault_is_named(fault, case, tmp_path):
     fault(case, folder=tmp_path)
     found = diagnose(case)
-    print(*found.lines(), sep="\n")
+
     assert found.cause is not None and found.cause.key == FAULTS[fault]
     assert found.lines()[-1].endswith(found.cause.remedy)

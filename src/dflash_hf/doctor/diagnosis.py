@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dflash_hf.data.encode import digests_of_tokenizer
 from dflash_hf.doctor.experiments import Case, Experiment, experiments
 from dflash_hf.doctor.measure import Change, Counts, Text, measure
 from dflash_hf.doctor.texts import surprise
@@ -26,6 +27,7 @@ class Diagnosis:
         tried (`list[Experiment]`), counts (`list[Counts]`): The experiments, and what was counted.
         cause (`Experiment`, *optional*): The likeliest cause.
         surprise, guess (`float`): Nats that a token of the prompts costs the target, and a guess among all.
+        unlike (`list[str]`): `tokenizer` and `template`, where they are not those that the drafter's training saw.
     """
 
     as_given: Counts
@@ -36,6 +38,7 @@ class Diagnosis:
     cause: Experiment | None
     surprise: float
     guess: float
+    unlike: list[str]
 
     def lines(self) -> list[str]:
         """For a terminal."""
@@ -47,6 +50,7 @@ class Diagnosis:
             f"slot correct, %   {_percent(self.as_given.accuracy)}",
             f"decoding          tau {self.decoded.tau:.2f}; teacher-forced, the same blocks {self.forced.tau:.2f}",
             f"prompts           cost the target {self.surprise:.2f} nats a token; a guess costs {self.guess:.2f}",
+            *[f"noticed           the {what} is unlike that of the drafter's training" for what in self.unlike],
             "",
             f"{'tried':44}{'tau':>6}{'change':>9}{'std. errors':>13}",
         ]
@@ -84,6 +88,7 @@ class Diagnosis:
             "acceptance": self.as_given.acceptance,
             "decoding": {"tau": self.decoded.tau, "teacher_forced": self.forced.tau},
             "prompt_nats": {"target": self.surprise, "guess": self.guess},
+            "unlike": self.unlike,
             "tried": tried,
             "cause": None if cause is None else {"key": cause.key, "cause": cause.cause, "remedy": cause.remedy},
         }
@@ -113,6 +118,8 @@ def diagnose(case: Case, progress: Callable[[Iterable], Iterable] = iter) -> Dia
     decoded, forced = decoding(case)
     nats = surprise(case.target, case.prompts)
     guess = math.log(case.target.get_input_embeddings().weight.shape[0])
+    trained_with = case.draft.config.dflash_config.get("trained_with", {})
+    unlike = differing(trained_with, digests_of_tokenizer(case.encoder.tokenizer))
     # 3. The explanation: what spoils everything else, then what decoding alone loses, then the best change.
     cause = None
     if nats > guess:
@@ -124,7 +131,12 @@ def diagnose(case: Case, progress: Callable[[Iterable], Iterable] = iter) -> Dia
     else:
         best = likeliest(as_given, counts, [change.texts is None for change in changes])
         cause = None if best is None else tried[best]
-    return Diagnosis(as_given, decoded, forced, tried, counts, cause, nats, guess)
+    return Diagnosis(as_given, decoded, forced, tried, counts, cause, nats, guess, unlike)
+
+
+def differing(before: dict, now: dict) -> list[str]:
+    """The names under which both have something, and not the same."""
+    return [name for name in ("tokenizer", "template") if name in before and before[name] != now[name]]
 
 
 def decoding(case: Case) -> tuple[Counts, Counts]:

@@ -7,7 +7,7 @@ Entries stand in the order in which they are believed where several gain alike: 
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -294,7 +294,7 @@ def templates(case: Case) -> Iterator[Experiment]:
             yield Experiment(
                 "thinking",
                 name,
-                Change(texts=lru_cache(partial(case.writer.answered, prompts))),
+                Change(texts=partial(case.writer.answered, prompts)),
                 f"the drafter was not trained with chat_template_kwargs={json.dumps(now)}: it drafts a mode that it "
                 "hardly knows",
                 case.remedy_in_config(f"c.dflash_config['chat_template_kwargs'] = {wanted!r}"),
@@ -304,7 +304,7 @@ def templates(case: Case) -> Iterator[Experiment]:
         yield Experiment(
             "raw",
             "without the chat template",
-            Change(texts=lru_cache(partial(case.writer.answered, prompts))),
+            Change(texts=partial(case.writer.answered, prompts)),
             "the drafter was trained without the chat template, or the template is not that of the target",
             f"dflash eval --target {case.names['target']} --draft {case.names['draft']} --data prompts.jsonl --raw",
         )
@@ -320,13 +320,13 @@ def tokenizers(case: Case) -> Iterator[Experiment]:
                 f'python -c "from transformers import AutoTokenizer as T; T.from_pretrained('
                 f'{case.names[origin]!r}).save_pretrained({case.names["target"]!r})"'
             )
-            texts = lru_cache(partial(case.writer.answered, prompts))
+            texts = partial(case.writer.answered, prompts)
             yield Experiment("tokenizer", f"tokenizer of the {origin}", Change(texts=texts), cause, remedy)
     origin = case.names.get("origin", "REPOSITORY")
     yield Experiment(
         "tokenizer",
         "text without a tokenizer",
-        Change(texts=lru_cache(partial(case.writer.free, len(case.rows)))),
+        Change(texts=partial(case.writer.free, len(case.rows))),
         cause,
         f'python -c "from transformers import AutoTokenizer as T; T.from_pretrained({origin!r})'
         f'.save_pretrained({case.names["target"]!r})"',
@@ -355,7 +355,7 @@ def bases(case: Case) -> Iterator[Experiment]:
     yield Experiment(
         "base",
         "the base itself, on its own text",
-        replace(whole, texts=lru_cache(partial(writer.answered, case.prompts))),
+        replace(whole, texts=partial(writer.answered, case.prompts)),
         f"the drafter fits {name}, and no longer what was made of it",
         again,
     )

@@ -8,12 +8,13 @@ import torch
 from dflash_hf.data.encode import RowEncoder, UnusableRow, given_ids, tools_of
 from dflash_hf.data.prompts import ids_of_prompt, prompt_of
 from dflash_hf.doctor.measure import Text
+from dflash_hf.files import digest_of
 from dflash_hf.target import generate_responses
 
 
 class Writer:
     """
-    Writes a text for each row of a dataset: the prompt, and the greedy answer of a target.
+    Writes texts: a prompt, and the greedy answer of a target. What was written once is not written again.
 
     Args:
         target (`PreTrainedModel`): Who answers.
@@ -26,6 +27,7 @@ class Writer:
     def __init__(self, target, block_size: int, max_new_tokens: int = 128, anchors: int = 16, batch_size: int = 8):
         self.target, self.block_size, self.anchors = target, block_size, anchors
         self.max_new_tokens, self.batch_size = max_new_tokens, batch_size
+        self.written: dict[str, list] = {}
 
     def of(self, other) -> "Writer":
         """The same for another target."""
@@ -33,6 +35,12 @@ class Writer:
 
     def answered(self, prompts: Sequence[Sequence[int]]) -> list[Text | None]:
         """A text for each prompt; `None` for one that is empty, or answered by a single token."""
+        asked = digest_of([list(prompt) for prompt in prompts])
+        if asked not in self.written:
+            self.written[asked] = self._answered(prompts)
+        return self.written[asked]
+
+    def _answered(self, prompts: Sequence[Sequence[int]]) -> list[Text | None]:
         rows = self.target.get_input_embeddings().weight.shape[0]
         usable = [i for i, prompt in enumerate(prompts) if prompt and max(prompt) < rows]
         greedy = copy.deepcopy(self.target.generation_config)
