@@ -7,7 +7,7 @@ from pathlib import Path
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prepare import load_tokenizer
 from dflash_hf.data.prompts import template_kwargs
-from dflash_hf.evaluation.sets import generated_rows, rows_of
+from dflash_hf.evaluation.sets import GENERATED, generated_rows, rows_of
 from dflash_hf.pairs import Loading, check_pair, device_of, load_draft, load_target
 from dflash_hf.terminal import Outcome, note, template_arguments
 
@@ -26,7 +26,9 @@ def run(arguments, echo) -> Outcome:
     check_pair(arguments.target, arguments.draft, loading)
     if arguments.base is not None:
         check_pair(arguments.base, None, Loading(), form="--base {1}")
-    rows = _rows(arguments)
+    rows = default_rows(arguments.prompts)
+    if arguments.data is not None:
+        rows = list(islice(rows_of(arguments.data, arguments.split), arguments.prompts))
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     device = device_of(loading.device)
@@ -55,12 +57,10 @@ def run(arguments, echo) -> Outcome:
     return Outcome(0 if result.cause is None else 1, result.facts())
 
 
-def _rows(arguments) -> list[dict]:
-    if arguments.data is None:
-        kinds = ("arithmetic", "json", "rewriting")
-        rows = [list(generated_rows(kind, -(-arguments.prompts // len(kinds)))) for kind in kinds]
-        return [row for some in zip(*rows, strict=True) for row in some][: arguments.prompts]
-    return list(islice(rows_of(arguments.data, arguments.split), arguments.prompts))
+def default_rows(count: int) -> list[dict]:
+    """Requests made by rule, of every kind in turn."""
+    each = [generated_rows(kind, -(-count // len(GENERATED))) for kind in GENERATED]
+    return [row for some in zip(*each, strict=True) for row in some][:count]
 
 
 def _names(arguments) -> dict[str, str]:
