@@ -10,7 +10,6 @@ its own with `--target` and `--draft`, on which the faults that need a training 
 
 import argparse
 import copy
-import platform
 import sys
 import tempfile
 import time
@@ -30,6 +29,7 @@ from dflash_hf.doctor.command import default_rows
 from dflash_hf.doctor.diagnosis import diagnose
 from dflash_hf.doctor.experiments import Case
 from dflash_hf.doctor.texts import Writer
+from dflash_hf.evaluation.measure import hardware
 from dflash_hf.pairs import Loading, load_draft, load_target
 from dflash_hf.target import freeze
 
@@ -70,22 +70,16 @@ def main() -> None:
     left_out = {thinking, anchor_first} if arguments.target else set()
     wanted = arguments.faults.split(",") if arguments.faults else ["none", *(one.__name__ for one in FAULTS)]
     faults = {"none": (lambda case, **_: None, None)} | {one.__name__: (one, FAULTS[one]) for one in FAULTS}
+    pair = Path(arguments.draft).name if arguments.draft else "the pair of tests/support/chat_pair.py"
     print(
-        f"# {Path(arguments.draft or 'the tests/chat_pair').name}, {platform.processor() or platform.machine()}, ",
-        end="",
+        f"{pair}, {hardware(case.target.device)}, torch {torch.__version__}, transformers {transformers.__version__}"
     )
-    print(f"torch {torch.__version__}, transformers {transformers.__version__}\n")
-    print(
-        "| fault | tau | named | tau with the change | standard errors | right |\n|---|---|---|---|---|---|",
-        flush=True,
-    )
+    print("\n| fault | tau | named | tau then | standard errors | right |\n|---|---|---|---|---|---|", flush=True)
     for name in wanted:
         put_in, expected = faults[name]
         if put_in in left_out:
             continue
         start, patient = time.perf_counter(), copy.copy(case)
-        for kept in ("prompts", "texts"):
-            vars(patient).pop(kept, None)
         with tempfile.TemporaryDirectory() as folder:
             put_in(patient, folder=folder)
             found = diagnose(patient)
