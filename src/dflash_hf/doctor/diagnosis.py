@@ -48,7 +48,9 @@ class Diagnosis:
             f"of {texts} texts of the target's own",
             f"slot accepted, %  {_percent(self.as_given.acceptance)}, where all before are",
             f"slot correct, %   {_percent(self.as_given.accuracy)}",
-            f"decoding          tau {self.decoded.tau:.2f}; teacher-forced, the same blocks {self.forced.tau:.2f}",
+            f"decoding          tau {self.decoded.tau:.2f}; teacher-forced, the same blocks {self.forced.tau:.2f}"
+            if sum(self.decoded.blocks)
+            else "decoding          drafts nothing: this target decodes plainly, see the warning above",
             f"prompts           cost the target {self.surprise:.2f} nats a token; a guess costs {self.guess:.2f}",
             *[f"noticed           the {what} is unlike that of the drafter's training" for what in self.unlike],
             "",

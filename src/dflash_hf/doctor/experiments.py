@@ -21,7 +21,7 @@ from dflash_hf.target import spare_token_id
 
 
 WINDOWS = (64, 256, 1024, 4096)  # tokens of context
-MOST_MASKS = 24
+MOST_MASKS = 8
 
 
 @dataclass

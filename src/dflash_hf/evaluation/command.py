@@ -2,6 +2,7 @@
 
 import json
 from itertools import islice
+from pathlib import Path
 
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prepare import load_tokenizer
@@ -102,7 +103,8 @@ def _measure(arguments) -> EvalReport:
     # What is asked is read before anything large is loaded.
     prompts = said = None
     if arguments.dataset is None:
-        said, repository = _turns_of_file(arguments), arguments.data
+        local = Path(arguments.data).expanduser()
+        said, repository = _turns_of_file(arguments), local.name if local.exists() else arguments.data
         if said is None:
             prompts = read_prompts(arguments.data, encoder, arguments.prompts or 40, arguments.split, arguments.raw)
     else:
@@ -138,7 +140,7 @@ def _measure(arguments) -> EvalReport:
         progress=bar("decoding"),
         journal=journal,
     )
-    report.setting |= {"dataset": repository, "prompts": digest_of([list(one) for one in prompts])}
+    report.setting |= {"dataset": repository, "prompts_digest": digest_of([list(one) for one in prompts])}
     return report
 
 

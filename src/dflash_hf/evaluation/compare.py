@@ -52,7 +52,9 @@ def run(paths: Sequence[Path], echo) -> Outcome:
             echo(f"{name:30}{one!s:>12}{other!s:>12}")
     for path, report in zip("AB", (first, second)):
         echo(f"slot accepted, %, {path}  " + " ".join(f"{100 * share:.0f}" for share in report.acceptance_by_position))
-    if first.num_prompts == second.num_prompts and first.setting.get("prompts") == second.setting.get("prompts"):
+    if first.num_prompts == second.num_prompts and first.setting.get("prompts_digest") == second.setting.get(
+        "prompts_digest"
+    ):
         sums = [[(sum(n) - len(n), len(n)) for n in report.acceptance_lengths] for report in (first, second)]
         gain, errors = mean_difference(*sums)
         facts |= {"gain": gain, "standard_errors": errors}

