@@ -40,7 +40,7 @@ def run(paths: Sequence[Path], echo) -> Outcome:
     echo(f"{'':30}{'A':>12}{'B':>12}{'B / A':>9}")
     facts: dict = {"tau": [first.tau, second.tau], "methods": {}}
     rows = [("tau", first.tau, second.tau), ("tau, mean of answers", first.tau_per_response, second.tau_per_response)]
-    for name in first.methods.keys() & second.methods.keys():
+    for name in [name for name in first.methods if name in second.methods]:
         ours, theirs = first.methods[name], second.methods[name]
         facts["methods"][name] = {"speedup": [ours.speedup, theirs.speedup]}
         rows.append((f"speed-up, {LABELS.get(name, name)}"[:30], ours.speedup, theirs.speedup))
@@ -52,9 +52,8 @@ def run(paths: Sequence[Path], echo) -> Outcome:
             echo(f"{name:30}{one!s:>12}{other!s:>12}")
     for path, report in zip("AB", (first, second)):
         echo(f"slot accepted, %, {path}  " + " ".join(f"{100 * share:.0f}" for share in report.acceptance_by_position))
-    if first.num_prompts == second.num_prompts and first.setting.get("prompts_digest") == second.setting.get(
-        "prompts_digest"
-    ):
+    asked = [report.setting.get("prompts_digest") for report in (first, second)]
+    if first.num_prompts == second.num_prompts and asked[0] == asked[1]:
         sums = [[(sum(n) - len(n), len(n)) for n in report.acceptance_lengths] for report in (first, second)]
         gain, errors = mean_difference(*sums)
         facts |= {"gain": gain, "standard_errors": errors}
