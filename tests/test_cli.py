@@ -1,99 +1,34 @@
 """The command line, end to end on a tiny pair."""
 
 import io
-import json
-import random
 import re
 import sys
 
 import pytest
-import torch
 from support.pairs import make_draft
 from support.tiny_chat import THINKING, save_target
 from transformers import AutoModelForCausalLM
 
 from dflash_hf import cli
 from dflash_hf.cli import main
-from dflash_hf.demo import run as demo
 from dflash_hf.terminal import wants_color
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory):
-    """Python files whose lines are alike, so that a few steps teach something."""
-    folder = tmp_path_factory.mktemp("sources")
-    generator = random.Random(0)
-    for i in range(36):
-        lines = [
-            f"{generator.choice('abcd')}.{generator.choice('xyz')}{generator.randrange(50)} = n" for _ in range(40)
-        ]
-        (folder / f"m{i}.py").write_text("\n".join(lines), encoding="utf-8")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def run(sources, tmp_path_factory):
-    """`run(*arguments)`: the demo with tiny settings; the pair is trained by the first call."""
-    cache = tmp_path_factory.mktemp("cache")
-
-    def call(*arguments):
-        sizes = ("--target-steps", "25", "--draft-steps", "12", "--prompts", "3", "--runs", "1")
-        return main(["demo", "--cache-dir", str(cache), "--source", str(sources), *sizes, *arguments])
-
-    call.cache = cache
-    return call
-
-
-def test_demo_from_nothing_to_the_picture(run, capsys, monkeypatch):
-    threads = torch.get_num_threads()
-    assert run() == 0
-    output = capsys.readouterr().out
-    for part in (
-        "data ",
-        "target ",
-        "drafter ",
-        "kept in",
-        "tokens/s",
-        "tau ",
-        "slot accepted",
-        "3 of 3 outputs equal",
-    ):
-        assert part in output, part
-    assert "\x1b" not in output  # no terminal, no colours
-    assert torch.get_num_threads() == threads
-    report = json.loads((run.cache / "demo.json").read_text(encoding="utf-8"))
-    assert report["summary"]["lossless"] is True
-    assert len(report["correct"]) == 3
-    pytest.importorskip("matplotlib")
-    assert (run.cache / "demo.png").stat().st_size > 10_000
-
-    # The second time nothing is trained.
-    monkeypatch.setattr(demo, "train_pair", lambda *_: pytest.fail("trained again"))
-    assert run("--color") == 0
-    output = capsys.readouterr().out
-    assert "read from" in output and "\x1b[" in output
-
-
-def test_interrupted_training_leaves_no_pair(run, capsys, monkeypatch):
-    run()
-    before = sorted(path.name for path in run.cache.iterdir())
-    capsys.readouterr()
-
-    def interrupted(settings, folder, num_prompts, say):
-        (folder / "target").mkdir()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(demo, "train_pair", interrupted)
-    assert run("--seed", "5") == 130
-    assert "interrupted" in capsys.readouterr().err
-    assert sorted(path.name for path in run.cache.iterdir()) == before
-
-
-@pytest.fixture(scope="module")
-def pair_arguments(run):
-    run()
-    (folder,) = [path for path in run.cache.iterdir() if path.is_dir()]
+def pair_arguments(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pair")
+    target = AutoModelForCausalLM.from_pretrained(save_target(folder / "target"))
+    make_draft(target, own_mask_embedding=False).save_pretrained(folder / "draft")
     return ["--target", str(folder / "target"), "--draft", str(folder / "draft"), "--device", "cpu"]
+
+
+def test_the_pair_that_needs_no_hub_goes_by_its_name(pair_arguments, capsys, monkeypatch):
+    folders = {False: pair_arguments[1], True: pair_arguments[3]}
+    monkeypatch.setattr("dflash_hf.smollm2.smollm2_folder", lambda: folders[False])
+    monkeypatch.setattr("dflash_hf.smollm2.drafter_folder", lambda: folders[True])
+    command = ["generate", "--target", "smollm2", "--draft", "smollm2", "--prompt", "a", "--device", "cpu"]
+    assert main([*command, "--max-new-tokens", "4"]) == 0
+    assert "with the drafter" in capsys.readouterr().err
 
 
 def test_generate_prints_the_target_s_own_text(pair_arguments, capsys, monkeypatch):
@@ -156,6 +91,7 @@ def test_sampling_takes_a_seed(pair_arguments, capsys):
     [
         (["demo", "--prompts", "0"], "must be at least 1"),
         (["demo", "--runs", "many"], "invalid"),
+        (["demo", "--train", "0"], "0 must be a positive number"),
         (["generate", "--prompt", "x"], "--target"),
         (["nonsense"], "invalid choice"),
         ([], "COMMAND"),
@@ -168,14 +104,9 @@ def test_wrong_arguments_are_told_before_anything_runs(arguments, message, capsy
     assert message in capsys.readouterr().err
 
 
-def test_errors_are_one_line(pair_arguments, sources, tmp_path, capsys):
+def test_errors_are_one_line(pair_arguments, tmp_path, capsys):
     target, draft = pair_arguments[1], pair_arguments[3]
     for arguments, message in (
-        (["demo", "--cache-dir", str(tmp_path), "--source", str(tmp_path)], "0 lines to train on"),
-        (
-            ["demo", "--cache-dir", str(tmp_path), "--source", str(sources), "--prompts", "9999"],
-            "prompts=9999, but only",
-        ),
         (["generate", "--target", str(tmp_path), "--prompt", "x"], str(tmp_path)),
         (["generate", "--target", target, "--draft", target, "--prompt", "x"], "is not a DFlash drafter"),
         (["generate", "--target", draft, "--draft", target, "--prompt", "x"], "are swapped"),
@@ -189,7 +120,6 @@ def test_errors_are_one_line(pair_arguments, sources, tmp_path, capsys):
         last = capsys.readouterr().err.strip()
         assert f"dflash {arguments[0]}: error: " in last and message in last
         assert "Traceback" not in last
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith((".pair", "pair"))]
 
 
 def test_colour_is_for_terminals_and_no_color_for_those_who_mind(monkeypatch):

@@ -13,6 +13,7 @@ from dflash_hf import DFlashDraftModel
 from dflash_hf.cli import main
 from dflash_hf.convert import convert
 from dflash_hf.hub.check import check
+from dflash_hf.training.start import take_vocabulary
 
 
 PROMPT = torch.tensor([[5, 9, 17, 33, 2]])
@@ -42,6 +43,25 @@ def equal_tensors(ours, theirs):
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert torch.equal(tensor, theirs[name]), name
+
+
+def test_half_the_size_and_the_targets_head(target, tmp_path, capsys):
+    """Some engines know no reduced vocabulary: the drafter then drafts all tokens with the target's head."""
+    reduced = make_draft(target, draft_vocab_size=24)
+    take_vocabulary(reduced, target, torch.arange(target.config.vocab_size))
+    reduced.save_pretrained(tmp_path / "reduced")
+    (tmp_path / "reduced" / "card_facts.json").write_text('{"base_model": "a/b"}')
+    options = ["--share-head", "--dtype", "bfloat16"]
+    assert main(["convert", str(tmp_path / "reduced"), str(tmp_path / "shared"), *options]) == 0
+    tensors = load_file(tmp_path / "shared" / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert not {"lm_head.weight", "d2t"} & set(tensors)
+    assert (tmp_path / "shared" / "card_facts.json").is_file()
+    shared = DFlashDraftModel.from_pretrained(tmp_path / "shared", dtype=torch.float32)
+    assert shared.config.draft_vocab_size is None and torch.allclose(shared.fc.weight, reduced.fc.weight, atol=1e-2)
+    alone = target.generate(PROMPT, max_new_tokens=12, do_sample=False)
+    assert torch.equal(target.generate(PROMPT, max_new_tokens=12, do_sample=False, assistant_model=shared), alone)
+    assert convert(tmp_path / "shared", tmp_path / "native", to="native").is_dir()
 
 
 def test_native_and_back(target, draft, folder, tmp_path):

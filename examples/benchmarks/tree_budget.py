@@ -1,10 +1,10 @@
 """
-What a draft tree brings, by its number of nodes: tokens per verification and speed on the pair that `make demo` keeps.
+What a draft tree brings, by its number of nodes: tokens per verification and speed on the pair of `make demo`.
 
-    OMP_NUM_THREADS=1 python examples/benchmarks/tree_budget.py [--nodes 5 11 15 23 31 63] [--lines 40]
+    OMP_NUM_THREADS=1 python examples/benchmarks/tree_budget.py [--nodes 5 11 15 23 31 63] [--prompts 40]
 
-Every budget, blocks and the target alone take turns on every held-out line, greedy, fp32, in eager rounds. Speeds are
-ratios to blocks in the same run.
+Every budget, blocks and the target alone take turns on every held-out request, greedy, fp32, in eager rounds. Speeds
+are ratios to blocks in the same run.
 """
 
 import argparse
@@ -14,21 +14,21 @@ from pathlib import Path
 
 import torch
 
-from dflash_hf.demo.cache import default_cache_dir
-from dflash_hf.demo.run import DemoSettings, obtain_pair
-from dflash_hf.demo.task import encode_pairs
+from dflash_hf.data.encode import RowEncoder
+from dflash_hf.data.prompts import prompt_ids
+from dflash_hf.demo.run import load_pair, requests
 from dflash_hf.evaluation.measure import DFLASH, TARGET, evaluate, variant
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, nargs="+", default=[5, 8, 11, 15, 23, 31, 63])
-    parser.add_argument("--lines", type=int, default=40, help="held-out lines; default: %(default)s")
+    parser.add_argument("--prompts", type=int, default=40, help="held-out requests; default: %(default)s")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
-    pair = obtain_pair(DemoSettings(), default_cache_dir(), num_prompts=arguments.lines, say=print)
-    prompts = [prompt for prompt, _ in encode_pairs(pair.tokenizer, pair.held_out[: arguments.lines])]
+    pair = load_pair(torch.float32)
+    prompts = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in requests(arguments.prompts)]
     lengths: dict[int, dict[tuple, list[int]]] = {nodes: {} for nodes in arguments.nodes}  # of each prompt
 
     def way(nodes: int):
@@ -53,7 +53,7 @@ def main():
     report = evaluate(pair.target, pair.draft, prompts, 256, arguments.runs, (TARGET, DFLASH), others=others)
     blocks = report.methods[DFLASH]
     lines = [
-        f"The pair of `make demo`, {arguments.lines} held-out lines, greedy, fp32, eager; blocks of "
+        f"The pair of `make demo`, {arguments.prompts} held-out requests, greedy, fp32, eager; blocks of "
         f"{report.block_size}; medians of {arguments.runs} alternating runs; {report.setting['hardware']}, "
         f"{report.setting['threads']} thread(s), torch {report.setting['torch']}",
         "",

@@ -71,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             again = getattr(module, "AGAIN", again)
             set_verbosity(arguments.quiet, arguments.verbose)
             arguments.all_commands = _all_commands
+            _resolve_names(arguments)
             outcome = module.run(arguments, _Console(to_stderr=arguments.json))
             outcome = outcome if isinstance(outcome, Outcome) else Outcome(outcome)
             if arguments.json:
@@ -125,6 +126,15 @@ def _module(name: str):
 def _all_commands() -> dict[str, Parser]:
     found = {name: build_parser(name)[1] for name, _, _ in COMMANDS}
     return {name: parser for name, parser in found.items() if parser is not None}
+
+
+def _resolve_names(arguments) -> None:
+    """The pair that needs no Hub goes by its name."""
+    for name in ("target", "draft"):
+        if getattr(arguments, name, None) == "smollm2":
+            from dflash_hf.smollm2 import folder_of
+
+            setattr(arguments, name, folder_of("smollm2", drafter=name == "draft"))
 
 
 def _say_interrupted(name: str, again: str) -> int:

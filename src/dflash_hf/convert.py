@@ -5,6 +5,7 @@ Every layout that `DFlashDraftModel.from_pretrained` reads comes in, and `.pt` c
 them is executed). Native folders load as `MuseGlimmerAssistantModel` without any code beside them.
 """
 
+import copy
 import json
 import shutil
 import tempfile
@@ -49,6 +50,8 @@ def convert(
     to: str = "z-lab",
     config: str | Path | None = None,
     revision: str | None = None,
+    dtype: str | None = None,
+    share_head: bool = False,
 ) -> Path:
     """
     Write the drafter in `src` to the new folder `dst`, in another layout.
@@ -60,6 +63,9 @@ def convert(
             only drafters of full, bidirectional, bias-free attention can be expressed in it.
         config (`str` or `Path`, *optional*): The `config.json` of a `.pt` file; default: the one in its folder.
         revision (`str`, *optional*): Branch, tag or commit of a repository.
+        dtype (`str`, *optional*): Of the weights, such as `"bfloat16"`. Default: as they are.
+        share_head (`bool`): A drafter with a reduced vocabulary gives up its own head and drafts all tokens with the
+            target's, for engines that know no other.
 
     Returns:
         `Path`: `dst`.
@@ -80,6 +86,9 @@ def convert(
             _unpack(Path(src), config, scratch / "unpacked") if str(src).endswith((".pt", ".pth", ".bin")) else src
         )
         draft = DFlashDraftModel.from_pretrained(source, **({"revision": revision} if revision else {}))
+        draft = _with_shared_head(draft) if share_head else draft
+        if dtype is not None:
+            draft = draft.to(getattr(torch, dtype))
         if to == "native":
             _save_native(draft, scratch / "result")
         else:
@@ -122,6 +131,16 @@ def native_obstacle(draft: DFlashDraftModel) -> str | None:
     if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
         return f"partial_rotary_factor={config.rope_parameters['partial_rotary_factor']}: native heads rotate whole"
     return None
+
+
+def _with_shared_head(draft: DFlashDraftModel) -> DFlashDraftModel:
+    """The same drafter over the target's whole vocabulary."""
+    config = copy.deepcopy(draft.config)
+    config.draft_vocab_size = None
+    shared = DFlashDraftModel(config).to(draft.dtype)
+    own = {"lm_head.weight", "d2t"}
+    shared.load_state_dict({name: tensor for name, tensor in draft.state_dict().items() if name not in own})
+    return shared
 
 
 def _save_native(draft: DFlashDraftModel, folder: Path) -> None:

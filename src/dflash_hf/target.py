@@ -69,11 +69,6 @@ def check_fit(draft_config, target: PreTrainedModel) -> None:
             f"mask_token_id={draft_config.mask_token_id} is also an end-of-sequence id of "
             f"{type(target).__name__}; choose an id that its text never uses."
         )
-    if draft_config.has_own_head:
-        raise ValueError(
-            f"draft_vocab_size={draft_config.draft_vocab_size}: a drafter with a head of its own cannot be trained "
-            "here, where the target's head is shared; leave draft_vocab_size out."
-        )
     for name in ("input_embeddings", "output_embeddings"):
         if getattr(target, f"get_{name}")().weight.is_meta:
             raise ValueError(

@@ -182,3 +182,12 @@ def test_what_is_too_long_is_cut_at_its_end():
     (whole,) = encoder(CHATML)({"messages": TWO_TURNS})
     (cut,) = encoder(CHATML, max_length=30)({"messages": TWO_TURNS})
     assert cut == {name: values[:30] for name, values in whole.items()}
+
+
+def test_ids_that_the_target_answered_are_learned_as_they_are():
+    """Decoded and encoded again, an answer may become other tokens than those that were written."""
+    tokenizer = make_tokenizer(CHATML)
+    messages = [{"role": "user", "content": "Say 1"}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    (example,) = RowEncoder(tokenizer)({"messages": messages, "response_ids": [5, 6, 7], "kind": "chat"})
+    assert example == {"input_ids": [*prompt, 5, 6, 7], "loss_mask": [0] * len(prompt) + [1] * 3}

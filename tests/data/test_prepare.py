@@ -1,5 +1,6 @@
 """Datasets from files, what is counted and left out, and `dflash prepare` as a newcomer would use it."""
 
+import gzip
 import json
 
 import pytest
@@ -57,7 +58,8 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path):
     dataset.to_csv(tmp_path / "a.csv")
     dataset.save_to_disk(tmp_path / "folder")
     datasets.DatasetDict({"only": dataset}).save_to_disk(tmp_path / "splits")
-    for name in ("a.jsonl", "a.json", "a.parquet", "a.csv", "folder", "splits"):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    for name in ("a.jsonl", "a.jsonl.gz", "a.json", "a.parquet", "a.csv", "folder", "splits"):
         for streaming in (False, True):
             found = load_rows(tmp_path / name, streaming=streaming)
             assert isinstance(found, datasets.IterableDataset) == streaming

@@ -171,6 +171,8 @@ def test_training_arguments_that_make_a_run(tmp_path):
     assert facts["world_size"] == 1 and facts["label_source"] == "data"
     assert not {"output_dir", "bf16", "loss_decay_gamma", "hub_token"} & set(facts)
     assert training_facts({"learning_rate": 1e-3, "max_steps": -1}) == {"learning_rate": 1e-3}
+    by_the_clock = {"max_minutes": 5.0, "num_train_epochs": 1e6, "lr_scheduler_type": "cosine"}
+    assert training_facts(by_the_clock) == {"max_minutes": 5.0}
 
 
 def test_jinja_is_asked_for(folder, monkeypatch):

@@ -131,6 +131,17 @@ def test_a_dry_run_needs_no_network(folder, monkeypatch):
     assert result.files["model.safetensors"] == (folder / "model.safetensors").stat().st_size
 
 
+def test_a_folder_gets_what_the_hub_would(folder, tmp_path):
+    there = tmp_path / "mirror"
+    (there / "data").mkdir(parents=True)
+    (there / "data" / "mine").touch()
+    result = publish(folder, REPO, dry_run=True, facts=FACTS, write_to=there)
+    written = {path.relative_to(there).as_posix(): path.stat().st_size for path in there.rglob("*") if path.is_file()}
+    assert written == {**result.files, "data/mine": 0}
+    assert (there / "README.md").read_text(encoding="utf-8") == str(result.card)
+    assert publish(there, REPO, dry_run=True).files == result.files  # it can be published itself
+
+
 def test_what_must_not_be_published(folder):
     with pytest.raises(PublishError, match="is not the id of a repository"):
         publish(folder, "a/b/c", dry_run=True, facts=FACTS)

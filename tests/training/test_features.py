@@ -17,6 +17,7 @@ from dflash_hf.files import locked
 from dflash_hf.target import digest_of_target
 from dflash_hf.training import features
 from dflash_hf.training.features import StoredFeatures, describe, drop_layers, store_features
+from dflash_hf.training.features import stored as stored_features
 from dflash_hf.training.offline import DFlashOfflineTrainer
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
@@ -188,7 +189,7 @@ def test_features_of_something_else_are_refused_in_training(target, stored, tmp_
         (
             make_draft(target, target_layer_ids=[0, 1, 3]),
             target,
-            r"holds target_layer_ids=\[0, 2, 3\], but the ",
+            r"reads target_layer_ids=\[0, 2, 3\], but the drafter target_layer_ids=\[0, 1, 3\]",
         ),
         (make_draft(target), make_target(seed=5), "holds features of some/target with weights.ends="),
         (make_draft(target, dflash_config={"chat_template_kwargs": {"a": 1}}), target, "chat_template_kwargs={}, not"),
@@ -200,6 +201,24 @@ def test_features_of_something_else_are_refused_in_training(target, stored, tmp_
             make_offline_trainer(tmp_path, target, dataset, **overrides)
     with pytest.raises(ValueError, match="The dataset is a list; pass `StoredFeatures"):
         make_offline_trainer(tmp_path, target, counting_rows(2))
+
+
+def test_some_layers_of_some_folders(target, stored, tmp_path):
+    """One set of stored features serves drafters that read fewer of them, and data that came later adds its own."""
+    whole, part, none = (StoredFeatures(stored, ids) for ids in (None, [3, 0], []))
+    width = target.config.hidden_size
+    for index in (0, 5):
+        first, _, last = whole[index]["features"].split(width, dim=1)
+        assert torch.equal(part[index]["features"], torch.cat([last, first], dim=1))
+        assert set(none[index]) == {"input_ids", "loss_mask"}
+    with pytest.raises(ValueError, match=r"holds target_layer_ids=\[0, 2, 3\], but the drafter reads .*=\[1\]"):
+        StoredFeatures(stored, [1])
+    store(target, counting_rows(9), tmp_path / "later")
+    both = stored_features([stored, tmp_path / "later"], [0, 3])
+    assert len(both) == 6 + 9 and both[14]["features"].shape[1] == 2 * width
+    trainer = make_offline_trainer(tmp_path / "run", target, both, make_draft(target, target_layer_ids=[0, 3]))
+    trainer.train()
+    assert trainer.state.global_step > 0
 
 
 def test_a_digest_tells_targets_apart_but_not_dtypes():

@@ -94,6 +94,9 @@ def test_values_are_typed_like_the_arguments():
         (["data=null", "features=f", "packing=true"], "leave out packing"),
         (["data=null", "features=f", "decode_prompts=2"], "decode_prompts need the target's layers"),
         (["streaming=true", "num_proc=2"], "leave out num_proc"),
+        (["streaming=true", "draft_vocab_size=9"], "draft_vocab_size counts the tokens of all rows"),
+        (["draft=d", "init_layers=[1]"], "init_layers is for a fresh drafter, but draft='d' is given"),
+        (["num_draft_layers=2", "init_layers=[1]"], r"init_layers=\[1\] must name one layer .* num_draft_layers=2"),
     ],
 )
 def test_wrong_keys_and_values_are_named(overrides, message):
@@ -193,6 +196,31 @@ def test_stored_features_train_with_what_they_were_stored_with(folder, data, tmp
     other = (f"features={features}", "chat_template_kwargs.enable_thinking=true")
     code, _, error = train(capsys, folder, tmp_path / "other", *other, config=OFFLINE)
     assert code == 1 and "was made with chat_template_kwargs={'enable_thinking': False}, not" in error
+
+
+@pytest.mark.parametrize("source", ["data", "features"])
+def test_a_drafter_begins_as_its_target_with_the_tokens_of_the_data(source, folder, data, tmp_path, capsys):
+    given = f"data={data}"
+    if source == "features":
+        command = ["features", str(data), "--target", str(folder), "--output", str(tmp_path / "features")]
+        options = ["--target-layer-ids", "0", "2", "3", "--max-length", "64", "--device", "cpu"]
+        assert main([*command, *options, "--template-args", '{"enable_thinking": false}']) == 0
+        given = f"features={tmp_path / 'features'}"
+    options = (given, "draft_vocab_size=20", "init_layers=[3]", "learning_rate=1e-12", "warmup_steps=0")
+    config = DEMO if source == "data" else OFFLINE
+    code, out, error = train(capsys, folder, tmp_path / "drafter", *options, config=config)
+    assert code == 0, error
+    assert "draft vocabulary  20 tokens, " in out
+    draft, target = (
+        DFlashDraftModel.from_pretrained(tmp_path / "drafter"),
+        AutoModelForCausalLM.from_pretrained(folder),
+    )
+    head = target.get_output_embeddings().weight[draft.target_ids(torch.arange(20))]
+    assert torch.equal(draft.lm_head.weight, head.to(draft.dtype))
+    last = target.model.layers[3].self_attn.o_proj.weight
+    assert torch.allclose(draft.layers[0].self_attn.o_proj.weight, last.to(draft.dtype), atol=1e-4)
+    text = target.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=12, do_sample=False, assistant_model=draft)
+    assert torch.equal(text, target.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=12, do_sample=False))
 
 
 def test_an_adapter_is_merged_into_the_drafter_it_was_trained_on(folder, data, tmp_path, capsys):

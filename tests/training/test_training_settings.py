@@ -153,13 +153,6 @@ def test_flex_attention_is_for_devices_and_drafters_that_have_it(tmp_path):
         make_trainer(tmp_path, target, uneven_rows(), sinks, block_attention="flex")
 
 
-def test_a_drafter_with_a_head_of_its_own_is_refused(tmp_path):
-    target = make_target()
-    draft = make_draft(target, block_size=BLOCK, draft_vocab_size=40)
-    with pytest.raises(ValueError, match="draft_vocab_size=40: a drafter with a head of its own"):
-        make_trainer(tmp_path, target, uneven_rows(), draft)
-
-
 def test_the_selector_of_dflash_2_stays_and_everything_else_learns(tmp_path):
     target = make_target()
     dflash2 = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 4}

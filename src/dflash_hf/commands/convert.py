@@ -11,26 +11,39 @@ def add_arguments(parser) -> None:
     parser.add_argument("src", help="folder, repository or .pt file of a drafter")
     parser.add_argument("dst", type=output_path, help="new folder")
     parser.add_argument("--to", choices=LAYOUTS, default="z-lab", help="layout to write; default: %(default)s")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; default: as they are"
+    )
+    parser.add_argument(
+        "--share-head", action="store_true", help="of a reduced vocabulary: draft with the target's head"
+    )
     parser.add_argument("--config", type=readable_file, help="config.json of a .pt file; default: beside it")
     add_revision(parser, of="the drafter's repository")
     add_examples(
         parser,
         "dflash convert downloaded my-drafter",
         "dflash convert my-drafter for-transformers --to native",
+        "dflash convert my-drafter half --dtype bfloat16 --share-head",
         "dflash convert checkpoint.pt my-drafter --config config.json",
     )
 
 
 def run(arguments, echo) -> Outcome:
+    import shutil
     from pathlib import Path
 
     from dflash_hf.convert import convert
+    from dflash_hf.hub.card import FACTS_FILE
     from dflash_hf.pairs import read_config
 
     if not Path(arguments.src).expanduser().is_file():
         read_config(
             arguments.src, arguments.src, arguments.revision
         )  # there is one, or a line that says what is there
-    folder = convert(arguments.src, arguments.dst, arguments.to, arguments.config, arguments.revision)
+    options = {"dtype": arguments.dtype, "share_head": arguments.share_head}
+    folder = convert(arguments.src, arguments.dst, arguments.to, arguments.config, arguments.revision, **options)
+    facts = Path(arguments.src) / FACTS_FILE
+    if facts.is_file():  # what its card says of training
+        shutil.copyfile(facts, folder / FACTS_FILE)
     echo(f"Wrote {folder} ({arguments.to}).")
     return Outcome(facts={"folder": str(folder), "layout": arguments.to})

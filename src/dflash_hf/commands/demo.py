@@ -3,53 +3,47 @@
 import sys
 
 from dflash_hf.commands.shared import add_examples
-from dflash_hf.terminal import Outcome, add_color, count, output_path, positive, wants_color
+from dflash_hf.terminal import Outcome, add_color, amount, output_path, positive, wants_color
 
 
-AGAIN = "the same command trains anew; a half-trained pair is not kept"
+AGAIN = "the same command begins anew"
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("--fresh", action="store_true", help="train even if a trained pair is in the cache")
+    parser.add_argument("--draft", help="another drafter of SmolLM2-135M-Instruct; default: the one that comes along")
+    parser.add_argument("--prompts", type=positive, default=12, help="requests to answer; default: %(default)s")
+    parser.add_argument("--max-new-tokens", type=positive, default=64, help="default: %(default)s")
+    parser.add_argument("--runs", type=positive, default=1, help="timed repetitions; default: %(default)s")
     parser.add_argument(
-        "--cache-dir",
-        type=output_path,
-        help="where pair, figures and picture are kept; default: ~/.cache/dflash_hf/demo",
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of both; default: %(default)s"
     )
-    parser.add_argument("--seed", type=count, default=0, help="of data, weights and anchors; default: %(default)s")
-    parser.add_argument("--self-generate", action="store_true", help="train the drafter on the target's own answers")
-    parser.add_argument("--source", help="folder of Python files to learn from; default: the standard library")
-    parser.add_argument("--prompts", type=positive, default=40, help="held-out lines to decode; default: %(default)s")
-    parser.add_argument("--runs", type=positive, default=2, help="timed repetitions; default: %(default)s")
-    parser.add_argument("--target-steps", type=positive, help="optimizer steps of the target")
-    parser.add_argument("--draft-steps", type=positive, help="optimizer steps of the drafter")
+    parser.add_argument("--threads", type=positive, default=1, help="CPU threads; default: %(default)s")
+    parser.add_argument(
+        "--train", type=amount, metavar="MINUTES", help="instead, train a drafter so long, and decode as it learns"
+    )
+    parser.add_argument(
+        "--output", type=output_path, help="folder for figures, picture or drafter; default: ~/.cache/dflash_hf/demo"
+    )
     add_color(parser, "accepted draft tokens")
-    add_examples(parser, "dflash demo", "dflash demo --fresh --seed 1 --prompts 100")
+    add_examples(parser, "dflash demo", "dflash demo --dtype float32 --prompts 30", "dflash demo --train 20")
 
 
 def run(arguments, echo) -> Outcome:
     import json
-    from pathlib import Path
 
-    from dflash_hf.demo.cache import default_cache_dir
-    from dflash_hf.demo.run import DemoSettings, run_demo
+    import torch
 
-    if arguments.source and not Path(arguments.source).is_dir():
-        raise FileNotFoundError(f"--source {arguments.source}: there is no such folder.")
-    chosen = {
-        "seed": arguments.seed,
-        "self_generate": arguments.self_generate,
-        "source": arguments.source and str(Path(arguments.source).resolve()),
-        "target_steps": arguments.target_steps,
-        "draft_steps": arguments.draft_steps,
-    }
-    report = run_demo(
-        DemoSettings(**{name: value for name, value in chosen.items() if value is not None}),
-        arguments.cache_dir or default_cache_dir(),
-        arguments.fresh,
-        arguments.prompts,
-        arguments.runs,
-        wants_color(arguments.color, sys.stdout),
-        say=echo,
-    )
+    from dflash_hf.cache import default_cache_dir
+    from dflash_hf.demo.run import load_pair, run_demo
+
+    output = arguments.output or default_cache_dir() / "demo"
+    torch.set_num_threads(arguments.threads)
+    if arguments.train is not None:
+        from dflash_hf.demo.live_training import train_live
+
+        points = train_live(arguments.train, output / "drafter", echo)
+        return Outcome(facts={"minutes_and_tau": points, "drafter": str(output / "drafter")})
+    pair = load_pair(getattr(torch, arguments.dtype), arguments.draft)
+    color = wants_color(arguments.color, sys.stdout)
+    report = run_demo(pair, arguments.prompts, arguments.max_new_tokens, arguments.runs, output, color, say=echo)
     return Outcome(1 if report.is_wrong else 0, json.loads(report.to_json()))

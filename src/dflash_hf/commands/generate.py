@@ -90,9 +90,9 @@ def run(arguments, echo) -> Outcome:
         facts |= {"tau": sum(lengths) / len(lengths), "acceptance_lengths": lengths}
         speed += f", tau {facts['tau']:.2f} over {len(lengths)} verifications"
         if arguments.show_drafts:
-            from dflash_hf.evaluation.text import colored_answer
+            from dflash_hf.evaluation.text import colored_answer, token_texts
 
-            pieces = [tokenizer.decode([token]) for token in ids]
+            pieces = token_texts(tokenizer, ids)
             echo(f"\n{colored_answer(pieces, lengths, wants_color(arguments.color, sys.stdout))}")
     packed = ", packed" if arguments.packed else ""
     echo.note(f"\n{'target alone' if draft is None else 'with the drafter'}{packed}: {speed}")

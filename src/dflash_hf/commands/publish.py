@@ -1,7 +1,7 @@
 """`dflash publish`."""
 
 from dflash_hf.commands.shared import add_examples
-from dflash_hf.terminal import Outcome
+from dflash_hf.terminal import Outcome, output_path
 
 
 AGAIN = "the same command sends what is missing; what arrived is not sent twice"
@@ -14,6 +14,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("repo", help="user/name on the Hub")
     parser.add_argument("--private", action="store_true", help="make the repository a private one")
     parser.add_argument("--dry-run", action="store_true", help="list the files and validate the card; upload nothing")
+    parser.add_argument("--write-to", type=output_path, help="also write every file into this folder, as on the Hub")
     facts = parser.add_argument_group("facts of the card, besides card_facts.json and eval_report.json of the folder")
     facts.add_argument("--base-model", help="repository of the target")
     facts.add_argument("--base-model-revision", help="its commit")
@@ -43,7 +44,8 @@ def run(arguments, echo) -> Outcome:
         raise FileNotFoundError(f"{arguments.folder}: there is no such folder; publish what lies on this machine.")
     given = {name: getattr(arguments, name) for name in (*_FACTS, "evaluated_on") if getattr(arguments, name)}
     facts = CardFacts.from_folder(arguments.folder, **given) if given else None
-    result = publish(arguments.folder, arguments.repo, arguments.private, arguments.dry_run, facts)
+    options = {"facts": facts, "write_to": arguments.write_to}
+    result = publish(arguments.folder, arguments.repo, arguments.private, arguments.dry_run, **options)
     if result.findings:
         echo(render(result.findings))
     for name, size in result.files.items():

@@ -12,7 +12,7 @@ def add_arguments(parser) -> None:
 def run(arguments, echo) -> Outcome:
     import os
 
-    from dflash_hf.demo.smollm2 import smollm2_folder
+    from dflash_hf.smollm2 import smollm2_folder
 
     folder = os.fspath(smollm2_folder(arguments.cache_dir))
     echo(folder)

@@ -18,7 +18,9 @@ from dflash_hf.data.time_limit import time_limit
 from dflash_hf.files import digest_of
 
 
-COLUMNS = "`messages`, `prompt` and `completion`, or `input_ids` with `loss_mask` or `labels`"
+COLUMNS = (
+    "`messages`, alone or with `response_ids`, `prompt` and `completion`, or `input_ids` with `loss_mask` or `labels`"
+)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _EMPTY_THOUGHT = re.compile(r"\s*<(\w+)>\s*</\1>\s*")  # <think>\n\n</think>\n\n, by whatever name
 _IGNORED_LABEL = -100  # of transformers' losses
@@ -56,7 +58,8 @@ class RowEncoder:
     def __call__(self, row: Mapping) -> list[dict]:
         """
         The examples of a row: one, or one for each assistant turn, see above. Of `messages` all assistant turns are
-        learned, but not those among the first `given`, where the row says so.
+        learned, but not those among the first `given`, where the row says so; `response_ids` beside them are the ids
+        that the target answered, as it wrote them, and alone are learned.
 
         Returns:
             `list[dict]`: With `input_ids` and `loss_mask`, two lists of one length.
@@ -68,6 +71,9 @@ class RowEncoder:
         row = without_none(row)
         if "input_ids" in row:
             examples = [(list(row["input_ids"]), _mask_of_ids(row))]
+        elif "messages" in row and "response_ids" in row:
+            prompt = self.render(row["messages"], tools_of(row), add_generation_prompt=True)
+            examples = [([*prompt, *row["response_ids"]], [0] * len(prompt) + [1] * len(row["response_ids"]))]
         elif "messages" in row:
             examples = self._conversation(row["messages"], row.get("given", 0), tools_of(row))
             if row.get("finish_reason") == "length":

@@ -1,6 +1,7 @@
 """Rows of a dataset: local files, folders and Hub names, through `datasets`."""
 
 import csv
+import gzip
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +9,10 @@ from pathlib import Path
 from dflash_hf.terminal import install, not_utf8
 
 
-_LOADERS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
+_LOADERS = {
+    **dict.fromkeys((".jsonl", ".jsonl.gz", ".ndjson", ".json"), "json"),
+    **{".parquet": "parquet", ".csv": "csv", ".tsv": "csv"},
+}
 
 
 def load_rows(
@@ -22,8 +26,8 @@ def load_rows(
     The rows of a dataset.
 
     Args:
-        data: A file (`.jsonl`, `.json`, `.parquet`, `.csv`) or several of one kind, a folder that `save_to_disk`
-            wrote, or the name of a dataset on the Hub.
+        data: A file (`.jsonl`, also packed as `.jsonl.gz`, `.json`, `.parquet`, `.csv`) or several of one kind, a
+            folder that `save_to_disk` wrote, or the name of a dataset on the Hub.
         split (`str`): Default: `"train"`, or the only one there is; also `"train[:1%]"`, when not streaming.
         streaming (`bool`): Read rows as they are needed; there is no length then.
         name, revision (`str`): Configuration and commit of a dataset on the Hub.
@@ -44,7 +48,7 @@ def load_rows(
     paths = [Path(one).expanduser() for one in ([data] if isinstance(data, str | Path) else data)]
     if not paths:
         raise ValueError("data is empty; name a file or a dataset of the Hub.")
-    kinds = {_LOADERS.get(path.suffix.lower()) for path in paths}
+    kinds = {_LOADERS.get(_suffix(path)) for path in paths}
     if len(paths) == 1 and paths[0].is_dir():
         return _of_folder(datasets, paths[0], split, streaming)
     if kinds == {None} and len(paths) == 1 and not paths[0].exists() and not _looks_local(str(data)):
@@ -74,6 +78,11 @@ def load_rows(
     return rows
 
 
+def _suffix(path: Path) -> str:
+    """The ending of a file's name; of a packed one with what it was before."""
+    return "".join(path.suffixes[-2:] if path.suffix.lower() == ".gz" else path.suffixes[-1:]).lower()
+
+
 def _names(paths: list[Path]) -> str:
     return ", ".join(repr(str(path)) for path in paths)
 
@@ -87,7 +96,7 @@ def _check_json(path: Path) -> None:
     """Name the line that is not JSON; the loader names bytes of a chunk."""
     if path.suffix.lower() == ".json":
         return
-    with path.open("rb") as lines:
+    with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as lines:
         for number, content in enumerate(lines, start=1):
             try:
                 line = content.decode("utf-8-sig" if number == 1 else "utf-8")

@@ -95,6 +95,22 @@ def _divergence_lines(report: EvalReport) -> list[str]:
     return lines if report.rounding is None else [*lines, f"  {report.rounding.line()}"]
 
 
+def token_texts(tokenizer, ids: Sequence[int]) -> list[str]:
+    """
+    The text that each token adds to those before it; together they are the answer. A character that takes several
+    tokens comes with the last of them.
+    """
+    texts, first, done = [], 0, 0  # tokens from `first` on are decoded together, those before `done` are told
+    for end in range(1, len(ids) + 1):
+        before, text = tokenizer.decode(ids[first:done]), tokenizer.decode(ids[first:end])
+        if text.endswith("\ufffd") and end < len(ids):
+            texts.append("")
+            continue
+        texts.append(text[len(before) :])
+        first, done = done, end
+    return texts
+
+
 def colored_answer(pieces: list[str], lengths: list[int], color: bool) -> str:
     """An answer's text; accepted draft tokens are green, one shade for each verification, or in brackets."""
     text, previous = "", 0

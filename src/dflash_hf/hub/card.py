@@ -27,6 +27,7 @@ RELATIONS = ("adapter", "finetune", "merge", "quantized")
 _TRAINING = (
     "num_train_epochs",
     "max_steps",
+    "max_minutes",
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "world_size",
@@ -126,7 +127,8 @@ def training_facts(arguments) -> dict:
     """The arguments worth a row of the card, of a `TrainingArguments` or its dictionary."""
     values = arguments if isinstance(arguments, dict) else {**arguments.to_dict(), "world_size": arguments.world_size}
     absent = (None, False, "", -1)  # -1: `max_steps` when epochs decide
-    return {name: values[name] for name in _TRAINING if values.get(name, None) not in absent}
+    unused = ("num_train_epochs", "lr_scheduler_type") if values.get("max_minutes") else ()
+    return {name: values[name] for name in _TRAINING if name not in unused and values.get(name, None) not in absent}
 
 
 def save_training_facts(folder: str | Path, target, arguments, measured: dict) -> Path:

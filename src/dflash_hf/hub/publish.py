@@ -68,9 +68,10 @@ def publish(
     dry_run: bool = False,
     facts: CardFacts | None = None,
     token: str | None = None,
+    write_to: str | Path | None = None,
 ) -> Publication:
     """
-    Check a drafter's folder, render its card and upload both in one commit. Nothing is written locally.
+    Check a drafter's folder, render its card and upload both in one commit.
 
     What went wrong half-way is finished by calling it again: weights that arrived are not sent twice, and files that
     did not change make no commit.
@@ -82,6 +83,7 @@ def publish(
         dry_run (`bool`): Stop before the network is needed.
         facts (`CardFacts`, *optional*): For the card. Default: the folder's own README.md, else its `card_facts.json`.
         token (`str`, *optional*): Of the Hub. Default: the one of `hf auth login` or `HF_TOKEN`.
+        write_to (`str` or `Path`, *optional*): A folder that also gets every file as the Hub would.
 
     Raises:
         `PublishError`: the folder has errors, its weights are not finite, the metadata is invalid, or the upload was
@@ -115,6 +117,12 @@ def publish(
         made[EVAL_RESULTS] = results.encode()
     sizes |= {name: len(content) for name, content in made.items()}
     result = Publication(repo, dict(sorted(sizes.items())), left_out, card, findings)
+    if write_to is not None:
+        for name, source in {**sources, **made}.items():
+            path = Path(write_to) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            content = source if isinstance(source, bytes) else source.read_bytes()
+            path.write_bytes(content)
     if not dry_run:
         # 4. One commit.
         result.url = _upload(repo, {**sources, **made}, card, private, token)

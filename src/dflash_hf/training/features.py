@@ -248,14 +248,23 @@ class StoredFeatures(torch.utils.data.Dataset):
 
     Args:
         folder (`str` or `Path`): What [`store_features`] wrote.
+        layer_ids (`list[int]`): The layers to read, in this order; none of them: rows without `features`. Default: all
+            that are stored.
 
     Raises:
-        `ValueError`: the set is not complete, or a shard is missing or damaged; names the shard.
+        `ValueError`: the set is not complete, a shard is missing or damaged, or a layer is not stored.
     """
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, layer_ids: list[int] | None = None):
         self.folder = Path(folder)
         self.manifest = FeatureManifest.load(self.folder)
+        self.layer_ids = self.manifest.layer_ids if layer_ids is None else list(layer_ids)
+        if not set(self.layer_ids) <= set(self.manifest.layer_ids):
+            raise ValueError(
+                f"{folder} holds target_layer_ids={self.manifest.layer_ids}, but the drafter reads "
+                f"target_layer_ids={self.layer_ids}; store them with `dflash features --target-layer-ids`, or train a "
+                "drafter that reads some of these with `dflash train target_layer_ids=...`."
+            )
         if not self.manifest.complete:
             stored = sum(shard["examples"] for shard in self.manifest.shards)
             raise ValueError(
@@ -294,10 +303,32 @@ class StoredFeatures(torch.utils.data.Dataset):
             self.files[number] = file, file.get_tensor("offsets").tolist()
         file, offsets = self.files[number]
         place = slice(*offsets[index - self.starts[number] :][:2])
-        return {name: file.get_slice(name)[place] for name in ("input_ids", "loss_mask", "features")}
+        row = {name: file.get_slice(name)[place] for name in ("input_ids", "loss_mask")}
+        if self.layer_ids:
+            row["features"] = self._features(file.get_slice("features"), place)
+        return row
+
+    def _features(self, stored, place: slice) -> torch.Tensor:
+        if self.layer_ids == self.manifest.layer_ids:
+            return stored[place]
+        width = self.manifest.width // len(self.manifest.layer_ids)
+        starts = [self.manifest.layer_ids.index(layer) * width for layer in self.layer_ids]
+        return torch.cat([stored[place, start : start + width] for start in starts], dim=1)
 
     def __getstate__(self):
         return {**self.__dict__, "files": {}}  # open files stay in their process
+
+
+def stored(folders: str | Path | Sequence[str | Path], layer_ids: list[int] | None = None):
+    """[`StoredFeatures`] of a folder, or of several one after the other."""
+    if isinstance(folders, str | Path):
+        return StoredFeatures(folders, layer_ids)
+    return torch.utils.data.ConcatDataset([StoredFeatures(folder, layer_ids) for folder in folders])
+
+
+def parts_of(dataset) -> list:
+    """The datasets that one was joined of; itself, if it was not."""
+    return dataset.datasets if isinstance(dataset, torch.utils.data.ConcatDataset) else [dataset]
 
 
 def _check_size(folder: Path, shard: dict) -> Path:

@@ -8,7 +8,7 @@ import torch
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from dflash_hf.terminal import DetailedError
-from dflash_hf.training.features import StoredFeatures
+from dflash_hf.training.features import StoredFeatures, parts_of
 from dflash_hf.weights import check_finite_weights, is_finite
 
 
@@ -112,7 +112,9 @@ class StopsAtNonFinite:
 
     def _number_of(self, ids: list[int]) -> int | None:
         rows = self.train_dataset
-        if not isinstance(rows, Sized) or isinstance(rows, StoredFeatures):  # a stream, or what is dear to read
+        if not isinstance(rows, Sized) or isinstance(
+            parts_of(rows)[0], StoredFeatures
+        ):  # a stream, or what is dear to read
             return None
         return next((i for i in range(len(rows)) if list(rows[i]["input_ids"]) == ids), None)
 

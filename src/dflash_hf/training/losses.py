@@ -11,8 +11,9 @@ import torch
 class TokenLosses:
     """What one pass through the head tells about every token."""
 
-    values: torch.Tensor  # [...]  negative log-likelihood or divergence, differentiable; 0 where not counted
-    correct: torch.BoolTensor  # [...]  whether the label is the argmax; false where not counted
+    values: torch.Tensor  # [...]  negative log-likelihood or divergence, differentiable; 0 where not known
+    correct: torch.BoolTensor  # [...]  whether the label is the argmax; false where not known
+    known: torch.BoolTensor  # [...]  counted, and a token that the drafter has
 
 
 @dataclass
@@ -148,22 +149,23 @@ def token_losses(
     Cross-entropies, or divergences from a teacher, through a frozen head of whose logits at most `chunk_size` rows
     exist at a time.
 
-    Only counted tokens reach the head. Half-precision logits are summed in fp32.
+    Only counted tokens that the drafter has reach the head. Half-precision logits are summed in fp32.
 
     Args:
         hidden (`torch.Tensor`): `[..., H]`, the drafter's final hidden states.
         head (`Callable`): The target's head, `[M, H] -> [M, V]`, row by row; its parameters get no gradient.
-        labels (`torch.LongTensor`): `[...]`.
+        labels (`torch.LongTensor`): `[...]`, ids of the drafter's vocabulary, -1 of tokens that it does not have.
         counted (`torch.BoolTensor`): `[...]`.
         chunk_size (`int`): Rows of one pass through the head.
         teacher (`Teacher`): `KL(target || drafter)` instead of the cross-entropy of `labels`.
     """
+    known = counted & (labels >= 0)
     if teacher is not None:
-        teacher = replace(teacher, rows=teacher.rows[counted])
-    kept, kept_correct = _TokenLoss.apply(hidden[counted], head, labels[counted], teacher, chunk_size)  # [M]
+        teacher = replace(teacher, rows=teacher.rows[known])
+    kept, kept_correct = _TokenLoss.apply(hidden[known], head, labels[known], teacher, chunk_size)  # [M]
     # Without a token, `values` still hangs on `hidden`: no rank is left out of backward.
-    values = kept.new_zeros(labels.shape).masked_scatter(counted, kept)
-    return TokenLosses(values=values, correct=torch.zeros_like(counted).masked_scatter(counted, kept_correct))
+    values = kept.new_zeros(labels.shape).masked_scatter(known, kept)
+    return TokenLosses(values, torch.zeros_like(known).masked_scatter(known, kept_correct), known)
 
 
 def block_loss(
@@ -182,7 +184,8 @@ def block_loss(
         `torch.Tensor` `[N]`, differentiable.
     """
     if slot_weights is None:
-        weights = dpace_weights(losses.values, counted, alpha)
+        nll = losses.values.detach().masked_fill(counted & ~losses.known, math.inf)  # never drafted
+        weights = dpace_weights(nll, counted, alpha)
     else:
         weights = counted * slot_weights
     return (losses.values * weights).sum((1, 2))

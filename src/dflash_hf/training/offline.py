@@ -10,7 +10,7 @@ from dflash_hf.data.sources import load_rows
 from dflash_hf.pairs import Loading, check_pair, check_token_id, device_of, load_target, loaded
 from dflash_hf.target import digest_of_target
 from dflash_hf.terminal import Outcome, note, template_arguments
-from dflash_hf.training.features import StoredFeatures, describe, store_features
+from dflash_hf.training.features import StoredFeatures, describe, parts_of, store_features
 from dflash_hf.training.trainer import DFlashTrainer
 
 
@@ -32,7 +32,8 @@ class DFlashOfflineTrainer(DFlashTrainer):
     alone, see [`~dflash_hf.training.features.drop_layers`].
 
     Args:
-        train_dataset, eval_dataset ([`~dflash_hf.training.features.StoredFeatures`]): Of the same target and layers.
+        train_dataset, eval_dataset ([`~dflash_hf.training.features.StoredFeatures`]): Of the same target and layers;
+            several of them as a `ConcatDataset`.
 
     Raises:
         `ValueError`: the features are those of another target or other layers, or the loss needs the target itself.
@@ -42,8 +43,8 @@ class DFlashOfflineTrainer(DFlashTrainer):
         model, target = loaded(model, target)
         eval_datasets = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
         for dataset in (train_dataset, *eval_datasets):
-            if dataset is not None:
-                check_features(dataset, model.config, target)
+            for part in parts_of(dataset) if dataset is not None else []:
+                check_features(part, model.config, target)
         if args is not None and (args.label_source != "data" or args.loss_type == "kl"):
             raise ValueError(
                 f"label_source={args.label_source!r} and loss_type={args.loss_type!r} need the target's own forward; "
@@ -72,13 +73,12 @@ def check_features(dataset, draft_config, target) -> None:
     if not isinstance(dataset, StoredFeatures):
         raise ValueError(f"The dataset is a {type(dataset).__name__}; pass `StoredFeatures(folder)`.")
     manifest, folder = dataset.manifest, dataset.folder
-    if manifest.layer_ids != draft_config.target_layer_ids:
+    if dataset.layer_ids != draft_config.target_layer_ids:
         raise ValueError(
-            f"{folder} holds target_layer_ids={manifest.layer_ids}, but the drafter reads "
-            f"target_layer_ids={draft_config.target_layer_ids}; store them with `dflash features --target-layer-ids`, "
-            "or train a drafter that reads these with `dflash train target_layer_ids=...`."
+            f"The dataset of {folder} reads target_layer_ids={dataset.layer_ids}, but the drafter "
+            f"target_layer_ids={draft_config.target_layer_ids}; pass `StoredFeatures(folder, layer_ids)`."
         )
-    if manifest.width != len(draft_config.target_layer_ids) * draft_config.target_hidden_size:
+    if manifest.width != len(manifest.layer_ids) * draft_config.target_hidden_size:
         raise ValueError(f"{folder} holds features of width={manifest.width}, which is not this drafter's target's.")
     for part, digest in digest_of_target(target).items():
         if manifest.weights[part] != digest:

@@ -35,6 +35,10 @@ class RecipeArguments:
     draft: str | None = _key("Folder or Hub name of a drafter to go on from; default: a fresh one.")
     num_draft_layers: int = _key("Layers of a fresh drafter.", 5)
     block_size: int = _key("Tokens of a block of a fresh drafter, the anchor included.", 16)
+    init_layers: list[int] | None = _key(
+        "Layers of the target that those of a fresh drafter begin as, such as [28, 29]."
+    )
+    draft_vocab_size: int | None = _key("A fresh drafter drafts only so many tokens, those most frequent in the data.")
     target_layer_ids: list[int] | None = _key("Target layers of a fresh drafter; default: of features, or the paper.")
     mask_token_id: int | None = _key("Default: the drafter's, or the target's first spare embedding row.")
     draft_config: dict = _key("Further fields of a fresh drafter's configuration.", {})
@@ -52,8 +56,8 @@ class RecipeArguments:
     chat_template_kwargs: dict | None = _key("Arguments of the chat template, such as {enable_thinking: false}.")
     num_proc: int | None = _key("Processes that encode the data.")
     overwrite_output_dir: bool = _key("Begin anew in an output_dir that holds a run or a drafter.", False)
-    features: str | None = _key("Folder of stored features, in place of `data`.")
-    eval_features: str | None = _key("As `features`, to evaluate on.")
+    features: str | list[str] | None = _key("Folder or folders of stored features, in place of `data`.")
+    eval_features: str | list[str] | None = _key("As `features`, to evaluate on.")
     decode_prompts: int = _key("Prompts to decode for real at each evaluation, for tau; 0: none.", 0)
     decode_steps: int | None = _key("Decode them every so many steps, too.")
     decode_max_new_tokens: int = _key("Longest answer of these.", 128)
@@ -70,6 +74,16 @@ class RecipeArguments:
             raise ValueError("decode_prompts need the target's layers, which stored features leave out; set it to 0.")
         if self.streaming and (self.num_proc or self.eval_split):
             raise ValueError("streaming=True reads in one process and one split: leave out num_proc and eval_split.")
+        if self.streaming and self.draft_vocab_size:
+            raise ValueError("draft_vocab_size counts the tokens of all rows, which streaming=True reads only once.")
+        for name in ("init_layers", "draft_vocab_size"):
+            if self.draft and getattr(self, name):
+                raise ValueError(f"{name} is for a fresh drafter, but draft={self.draft!r} is given; leave one out.")
+        if self.init_layers and len(self.init_layers) != self.num_draft_layers:
+            raise ValueError(
+                f"init_layers={self.init_layers} must name one layer of the target for each of num_draft_layers="
+                f"{self.num_draft_layers}."
+            )
         for name in ("num_draft_layers", "block_size", "max_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")

@@ -14,6 +14,7 @@ from dflash_hf.files import differences, digest_of, digest_of_file, locked, writ
 from dflash_hf.target import digest_of_parameters, digest_of_target
 from dflash_hf.terminal import DetailedError
 from dflash_hf.training.checkpoints import UNFINISHED
+from dflash_hf.training.features import parts_of
 
 
 logger = logging.get_logger(__name__)
@@ -24,9 +25,11 @@ _OF_TRAINING = (
     *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay", "max_grad_norm"),
     *("optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "fp16", "seed", "data_seed"),
     *("train_sampling_strategy", "num_anchors", "anchor_seed", "loss_type", "loss_decay_gamma", "dpace_alpha"),
-    "label_source",
+    *("label_source", "max_minutes"),
 )
-_OF_RECIPE = ("split", "data_name", "data_revision", "streaming", "packing", "max_length", "peft_config")
+_OF_RECIPE = (
+    *("split", "data_name", "data_revision", "streaming", "packing", "max_length", "peft_config", "init_layers"),
+)
 _NOT_OF_DRAFT = {"transformers_version", "_name_or_path", "dtype", "auto_map", "architectures", "dflash_config"}
 
 
@@ -90,7 +93,7 @@ def describe_run(recipe, args, target, draft, encoder, dataset, resume: str | No
     before = read_run(Path(resume).resolve().parent) if resume else None
     files = _digests_of_data(recipe, before["files"] if before else {})
     if recipe.features:
-        data = dataset.manifest.data
+        data = "+".join(part.manifest.data for part in parts_of(dataset))
     elif files:
         data = digest_of(sorted(digest for _, _, digest in files.values()))
     else:  # of the Hub: the files of its commit, and their number of rows

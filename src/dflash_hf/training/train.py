@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from dflash_hf.pairs import Loading, check_pair, check_token_id
+from dflash_hf.smollm2 import folder_of
 from dflash_hf.terminal import Outcome, check_writable, is_secret, note
 from dflash_hf.training.recipe import RecipeArguments, key_lines, read_recipe
 
@@ -18,6 +19,7 @@ def run(arguments, echo) -> Outcome:
             echo(line)
         return Outcome(facts={"keys": lines})
     recipe, training = read_recipe(arguments.config, arguments.overrides)
+    recipe.target, recipe.draft = folder_of(recipe.target), folder_of(recipe.draft, drafter=True)
     if not training.get("output_dir"):
         raise ValueError("output_dir is not given; name the folder for the drafter, such as output_dir=my-drafter.")
     if training.get("push_to_hub") and not training.get("hub_model_id"):
@@ -36,19 +38,21 @@ def run(arguments, echo) -> Outcome:
     return Outcome(facts={"output_dir": trainer.args.output_dir, "steps": trainer.state.global_step})
 
 
-def train(recipe: RecipeArguments, training: dict, echo=lambda line: None):
+def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callbacks=()):
     """
     Train as a recipe says, and save the drafter into its `output_dir`.
 
     Args:
         recipe, training: Of [`~dflash_hf.training.recipe.read_recipe`].
         echo: Is told the counts of the data, by the main process.
+        callbacks (`Sequence[TrainerCallback]`): More of them.
 
     Returns:
         `DFlashTrainer`: After training.
     """
     from transformers import set_seed
 
+    from dflash_hf.training.features import drop_layers
     from dflash_hf.training.run_file import checkpoint_to_resume, describe_run
     from dflash_hf.training.training_args import DFlashTrainingArguments
 
@@ -68,10 +72,14 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None):
     encoder = _encoder(recipe)
     target = _load_target(recipe, args)
     draft = _make_draft(recipe, target, encoder, note if args.process_index == 0 else lambda line: None)
+    if recipe.features:
+        drop_layers(target, args.device)
 
-    # 3. Data, encoded by one process for all.
+    # 3. Data, encoded by one process for all; it says which tokens a reduced vocabulary holds.
     with args.main_process_first(desc="data"):
-        train_dataset, eval_dataset = _datasets(recipe, target, encoder, say)
+        train_dataset, eval_dataset = _datasets(recipe, draft.config, encoder, say)
+    if recipe.draft_vocab_size:
+        _choose_vocabulary(recipe, draft, target, train_dataset, say)
 
     # 4. What the run depends on, before training changes any of it.
     run = None
@@ -80,6 +88,7 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None):
 
     # 5. Training.
     extra = {} if recipe.peft_config is None else {"peft_config": recipe.peft_config}
+    extra["callbacks"] = list(callbacks)
     if recipe.features:
         from dflash_hf.training.offline import DFlashOfflineTrainer as Trainer
     else:
@@ -175,19 +184,16 @@ def _encoder(recipe: RecipeArguments):
 
 
 def _load_target(recipe: RecipeArguments, args):
-    """The target on the device of this process; for stored features its embedding and head alone."""
+    """The target on the device of this process; for stored features, which need little of it, in main memory."""
     from transformers import AutoModelForCausalLM
-
-    from dflash_hf.training.features import drop_layers
 
     options = {"revision": recipe.target_revision} if recipe.target_revision else {}
     if recipe.attn_implementation:
         options["attn_implementation"] = recipe.attn_implementation
     device = "cpu" if recipe.features else args.device
-    target = AutoModelForCausalLM.from_pretrained(
+    return AutoModelForCausalLM.from_pretrained(
         recipe.target, dtype=recipe.target_dtype, device_map={"": device}, **options
     )
-    return drop_layers(target, args.device) if recipe.features else target
 
 
 def _make_draft(recipe: RecipeArguments, target, encoder, say):
@@ -200,8 +206,10 @@ def _make_draft(recipe: RecipeArguments, target, encoder, say):
     from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
     from dflash_hf.target import spare_token_id
     from dflash_hf.training.features import FeatureManifest
+    from dflash_hf.training.start import begin_as_target
 
-    stored = FeatureManifest.load(Path(recipe.features)) if recipe.features else None
+    folders = [recipe.features] if isinstance(recipe.features, str) else recipe.features or []
+    stored = {folder: FeatureManifest.load(Path(folder)) for folder in folders}
     if recipe.draft:
         draft = DFlashDraftModel.from_pretrained(recipe.draft, dtype=torch.float32)
         config = draft.config
@@ -221,12 +229,17 @@ def _make_draft(recipe: RecipeArguments, target, encoder, say):
             )
         fields = {**recipe.draft_config}
         if recipe.target_layer_ids or stored:
-            fields["target_layer_ids"] = recipe.target_layer_ids or stored.layer_ids
+            fields["target_layer_ids"] = recipe.target_layer_ids or stored[folders[0]].layer_ids
+        if recipe.draft_vocab_size:
+            fields["draft_vocab_size"] = recipe.draft_vocab_size
         layers, block = recipe.num_draft_layers, recipe.block_size
         config = DFlashDraftConfig.for_target(target.config, mask_token_id, layers, block, **fields)
         draft = DFlashDraftModel(config)
+        if recipe.init_layers:
+            taken = begin_as_target(draft, target, recipe.init_layers)
+            say(f"{len(taken)} of the drafter's {len(list(draft.parameters()))} tensors begin as the target's")
     known = config.dflash_config.get("chat_template_kwargs")
-    made_with = {recipe.features: stored.chat_template_kwargs} if stored else {}
+    made_with = {folder: manifest.chat_template_kwargs for folder, manifest in stored.items()}
     kwargs = template_kwargs(recipe.chat_template_kwargs, recipe.data, made_with, config, say)
     encoder.chat_template_kwargs = kwargs
     encoder.mask_token_id = config.mask_token_id
@@ -238,14 +251,23 @@ def _make_draft(recipe: RecipeArguments, target, encoder, say):
     return draft
 
 
-def _datasets(recipe: RecipeArguments, target, encoder, say):
+def _choose_vocabulary(recipe: RecipeArguments, draft, target, dataset, say) -> None:
+    from dflash_hf.training.features import stored
+    from dflash_hf.training.start import count_tokens, take_vocabulary
+
+    rows = stored(recipe.features, layer_ids=[]) if recipe.features else dataset
+    share = take_vocabulary(draft, target, count_tokens(rows, draft.config.vocab_size))
+    say(f"draft vocabulary  {recipe.draft_vocab_size:,} tokens, {share:.2%} of those that are learned")
+
+
+def _datasets(recipe: RecipeArguments, config, encoder, say):
     from dflash_hf.data.prepare import prepare_dataset
     from dflash_hf.data.sources import load_rows
-    from dflash_hf.training.features import StoredFeatures
+    from dflash_hf.training.features import stored
 
     if recipe.features:
-        evaluated = StoredFeatures(recipe.eval_features) if recipe.eval_features else None
-        return StoredFeatures(recipe.features), evaluated
+        folders = (recipe.features, recipe.eval_features)
+        return tuple(stored(one, config.target_layer_ids) if one else None for one in folders)
 
     def prepared(data, split, streaming, packing):
         rows = load_rows(data, split, streaming, recipe.data_name, recipe.data_revision)

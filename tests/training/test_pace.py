@@ -1,0 +1,88 @@
+"""Training by the clock: the learning rate decays over the time, and the rest of it is there after a resume."""
+
+import pytest
+import torch
+from support.pairs import make_draft, make_target
+from support.rows import counting_rows
+from support.runs import BLOCK, make_trainer
+
+from dflash_hf.training.pace import Pace
+from dflash_hf.training.training_args import DFlashTrainingArguments
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that goes on by a second each time it is read."""
+    seconds = [0.0]
+
+    def read():
+        seconds[0] += 1.0
+        return seconds[0]
+
+    monkeypatch.setattr(Pace, "clock", staticmethod(read))
+    return seconds
+
+
+def test_warm_up_then_cosine_to_zero(clock):
+    pace = Pace(20.0, warmup=0.1)
+    factors = [pace(step) for step in range(22)]
+    assert factors[:3] == [0.01, 0.5, 1.0]
+    assert factors[11] == pytest.approx(0.5) and factors[20] == factors[21] == 0.0
+    assert factors[2:] == sorted(factors[2:], reverse=True) and pace.over
+
+
+def test_what_is_skipped_does_not_count(clock):
+    pace = Pace(20.0, warmup=0.1)
+    pace(0), pace(1)
+    clock[0] += 1000
+    pace.skip()
+    pace(2)
+    assert pace.spent == 2.0
+
+
+def run(folder, minutes, **overrides):
+    torch.manual_seed(0)
+    target = make_target()
+    options = {"max_steps": -1, "max_minutes": minutes, "save_strategy": "steps", "save_steps": 2, **overrides}
+    return make_trainer(folder, target, counting_rows(6), make_draft(target, block_size=BLOCK), **options)
+
+
+def test_a_run_ends_in_time_and_goes_on_with_the_rest_of_it(clock, tmp_path):
+    whole = run(tmp_path / "whole", 10 / 60)
+    whole.train()
+    steps = whole.state.global_step
+    assert 9 <= steps <= 12
+    rates = [line["learning_rate"] for line in whole.state.log_history if "learning_rate" in line]
+    assert rates[-1] < 3e-5 and max(rates) > 4e-4
+    again = run(tmp_path / "again", 10 / 60)
+    clock[0] += 1000  # the checkpoint lay there for a while
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-6"))
+    assert abs(again.state.global_step - steps) <= 1
+
+
+def test_evaluations_do_not_count(clock, tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 1}
+    target = make_target()
+    rows = counting_rows(6)
+    trainer = make_trainer(tmp_path, target, rows, None, rows, max_steps=-1, max_minutes=6 / 60, **options)
+    predict = trainer.prediction_step
+
+    def slow(*args, **kwargs):
+        clock[0] += 100
+        return predict(*args, **kwargs)
+
+    trainer.prediction_step = slow
+    trainer.train()
+    assert trainer.state.global_step > 5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_minutes": 0}, "max_minutes=0 must be positive"),
+        ({"max_minutes": 1, "max_steps": 5}, "both end training"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        DFlashTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], **options)

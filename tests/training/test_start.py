@@ -1,0 +1,133 @@
+"""What a fresh drafter takes from its target: layers to begin as, and the tokens that it drafts."""
+
+import math
+
+import pytest
+import torch
+from support.pairs import make_draft, make_target
+from support.rows import counting_rows
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from dflash_hf.training.losses import TokenLosses, block_loss, dpace_weights, slot_weights, token_losses
+from dflash_hf.training.start import _take, begin_as_target, count_tokens, draft_ids, take_vocabulary
+
+
+WIDTH, VOCAB = 8, 40
+
+
+def test_layers_norm_and_one_feature_are_the_targets():
+    target = make_target()
+    draft = make_draft(target, num_hidden_layers=2, target_layer_ids=[0, 1, 3])
+    taken = begin_as_target(draft, target, [2, 3])
+    for ours, theirs in zip(draft.layers, target.model.layers[2:], strict=True):
+        for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj", "input_layernorm"):
+            assert torch.allclose(ours.get_submodule(name).weight, theirs.get_submodule(name).weight), name
+    assert torch.allclose(draft.norm.weight, target.model.norm.weight)
+    assert {"layers.0.mlp.up_proj.weight", "norm.weight", "fc.weight"} <= set(taken)
+    # The context is what layer 2 of the target reads: the output of layer 1, the second of the features.
+    features = torch.randn(1, 5, 3 * target.config.hidden_size)
+    own = features.chunk(3, dim=-1)[1]
+    assert torch.allclose(draft.fc(features), own)
+    assert torch.allclose(draft.project_context(features), draft.hidden_norm(own))
+
+
+def test_a_target_without_norms_of_heads_keeps_the_size_of_its_scores():
+    target = make_target("llama")
+    draft = make_draft(target, num_hidden_layers=1, target_layer_ids=[0, 1])
+    begin_as_target(draft, target, [2])
+    attention, norm = draft.layers[0].self_attn, draft.layers[0].input_layernorm
+    states = norm(torch.randn(4000, target.config.hidden_size, generator=torch.Generator().manual_seed(0)))
+    for projection, scale in ((attention.q_proj, attention.q_norm), (attention.k_proj, attention.k_norm)):
+        lengths = projection(states).square().mean().sqrt()
+        assert scale.weight.unique().numel() == 1 and scale.weight[0].item() == pytest.approx(lengths.item(), rel=0.05)
+
+
+@torch.no_grad()
+def test_a_norm_gives_what_it_really_multiplies_with():
+    ours, theirs = Qwen3RMSNorm(WIDTH), GemmaRMSNorm(WIDTH)
+    with torch.no_grad():
+        theirs.weight.copy_(torch.linspace(-0.5, 0.5, WIDTH))
+    assert _take(ours, theirs)
+    states = torch.randn(3, WIDTH)
+    assert torch.allclose(ours(states), theirs(states), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([3], "init_layers=.3. must name a layer of the target, 0 to 3, for each of the drafter's 2"),
+        ([3, 4], "init_layers=.3, 4. must name a layer of the target, 0 to 3"),
+    ],
+)
+def test_layers_that_are_not_there_are_refused(layers, message):
+    target = make_target()
+    with pytest.raises(ValueError, match=message):
+        begin_as_target(make_draft(target, num_hidden_layers=2), target, layers)
+
+
+def test_the_vocabulary_is_the_most_frequent_tokens_with_the_targets_rows():
+    target = make_target()
+    draft = make_draft(target, draft_vocab_size=4)
+    rows = [{"input_ids": [9, 9, 9, 5, 7, 7, 3], "loss_mask": [0, 0, 0, 1, 1, 1, 1]}]  # the prompt does not count
+    counts = count_tokens(rows, target.config.vocab_size)
+    assert counts.sum() == 4 and counts[7] == 2 and counts[9] == 0
+    assert take_vocabulary(draft, target, counts) == 1.0
+    assert draft.target_ids(torch.arange(4)).tolist() == [0, 3, 5, 7]  # 0 fills up: it is the lowest
+    assert torch.equal(draft.lm_head.weight, target.get_output_embeddings().weight[[0, 3, 5, 7]])
+    ids = draft_ids(draft)
+    assert ids[[0, 3, 5, 7]].tolist() == [0, 1, 2, 3] and (ids >= 0).sum() == 4
+    assert take_vocabulary(draft, target, torch.arange(target.config.vocab_size)) < 1.0
+    assert draft_ids(make_draft(target)) is None
+
+
+def test_a_vocabulary_that_nobody_chose_is_refused():
+    target = make_target()
+    with pytest.raises(ValueError, match="draft_vocab_size=4, but the drafter's tokens were not chosen"):
+        draft_ids(make_draft(target, draft_vocab_size=4))
+
+
+@pytest.mark.parametrize("kind", ["decay", "dpace"])
+def test_a_token_that_cannot_be_drafted_is_a_mistake_that_teaches_nothing(kind):
+    random = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 1, 4, WIDTH, generator=random).requires_grad_()
+    head = torch.nn.Linear(WIDTH, VOCAB, bias=False).requires_grad_(False)
+    counted = torch.tensor([[[False, True, True, True]]])
+    labels = torch.tensor([[[0, 3, -1, 5]]])
+    losses = token_losses(hidden, head, labels, counted)
+    assert losses.known.tolist() == [[[False, True, False, True]]]
+    assert losses.values[0, 0, 2] == 0 and not losses.correct[0, 0, 2]
+    weights = None if kind == "dpace" else slot_weights(4)
+    loss = block_loss(losses, counted, weights, alpha=0.5)
+    loss.sum().backward()
+    assert hidden.grad[0, 0, 2].abs().max() == 0 and hidden.grad[0, 0, [1, 3]].abs().min() > 0
+    # The block is worth what one with a hopeless guess at that slot is worth.
+    nll = losses.values.detach().clone()
+    nll[0, 0, 2] = 1e9
+    expected = dpace_weights(nll, counted, 0.5) if weights is None else counted * weights
+    assert loss.item() == pytest.approx((nll * expected)[0, 0, [1, 3]].sum().item())
+    assert math.isfinite(loss.item())
+
+
+def test_all_tokens_known_is_the_loss_as_it_was():
+    values = torch.rand(2, 3, 4)
+    counted = torch.ones(2, 3, 4, dtype=torch.bool)
+    losses = TokenLosses(values, counted, counted)
+    assert torch.allclose(block_loss(losses, counted, None), (values * dpace_weights(values, counted)).sum((1, 2)))
+
+
+def test_a_reduced_vocabulary_trains_without_its_head(tmp_path):
+    from support.runs import make_trainer
+
+    target = make_target()
+    rows = counting_rows(4)
+    for loss_type in ("dpace", "kl"):
+        draft = make_draft(target, draft_vocab_size=24)
+        take_vocabulary(draft, target, count_tokens(rows, target.config.vocab_size))
+        head = draft.lm_head.weight.detach().clone()
+        before = draft.fc.weight.detach().clone()
+        options = {"warmup_steps": 0, "max_steps": 2, "loss_type": loss_type}
+        trainer = make_trainer(tmp_path / loss_type, target, rows, draft, **options)
+        trainer.train()
+        assert torch.equal(draft.lm_head.weight, head) and not torch.equal(draft.fc.weight, before)
+        assert trainer.state.log_history[-1]["train_loss"] > 0
