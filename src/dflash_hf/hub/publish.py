@@ -118,7 +118,8 @@ def publish(
     sizes |= {name: len(content) for name, content in made.items()}
     result = Publication(repo, dict(sorted(sizes.items())), left_out, card, findings)
     if write_to is not None:
-        for name, source in {**sources, **made}.items():
+        files: dict[str, Path | bytes] = {**sources, **made}
+        for name, source in files.items():
             path = Path(write_to) / name
             path.parent.mkdir(parents=True, exist_ok=True)
             content = source if isinstance(source, bytes) else source.read_bytes()
