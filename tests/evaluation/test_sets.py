@@ -152,7 +152,7 @@ def test_killed_and_resumed_equals_uninterrupted(pair, tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "dflash_hf.cli", *run], env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not (records.exists() and len(records.read_bytes().splitlines()) > 2):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.005)
