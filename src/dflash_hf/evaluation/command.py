@@ -128,7 +128,7 @@ def _measure(arguments) -> EvalReport:
     else:
         if prompts is None:
             prompts = prompts_of_conversations(target, encoder, said, max_new_tokens, bar("first turns"))
-        if journal is not None:
+        if journal is not None and prompts:
             journal.begin([list(prompt) for prompt in prompts])
     report = evaluate(
         target,
