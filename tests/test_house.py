@@ -34,7 +34,8 @@ WINGS = {
     "training": {"data", "evaluation", "hub"},
     "doctor": {"data", "evaluation", "training"},
     "demo": {"data", "evaluation", "training"},
-    "commands": {"data", "evaluation", "hub", "training", "doctor", "demo"},
+    "serving": {"data", "evaluation"},
+    "commands": {"data", "evaluation", "hub", "training", "doctor", "demo", "serving"},
 }
 MAX_LINES = 80
 # Imported inside the functions that need them: `import dflash_hf` stays quick and works without the extras.

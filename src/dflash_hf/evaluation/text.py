@@ -95,6 +95,11 @@ def _divergence_lines(report: EvalReport) -> list[str]:
     return lines if report.rounding is None else [*lines, f"  {report.rounding.line()}"]
 
 
+def shade(source: int) -> int:
+    """The colour of an origin, for a terminal: none for the target itself, else by turns one of two greens."""
+    return 0 if source == 0 else 32 if source % 2 else 92
+
+
 def token_texts(tokenizer, ids: Sequence[int]) -> list[str]:
     """
     The text that each token adds to those before it; together they are the answer. A character that takes several
@@ -116,8 +121,7 @@ def colored_answer(pieces: list[str], lengths: list[int], color: bool) -> str:
     text, previous = "", 0
     for piece, source in zip(pieces, origins(lengths, len(pieces)), strict=True):
         if color:
-            code = 0 if source == 0 else 32 if source % 2 else 92
-            text += f"\x1b[{code}m{piece}" if source != previous else piece
+            text += f"\x1b[{shade(source)}m{piece}" if source != previous else piece
         else:
             text += ("]" if previous and source != previous else "") + ("[" if source and source != previous else "")
             text += piece
