@@ -369,7 +369,7 @@ def test_help_has_examples_and_the_words_that_all_share(command, capsys):
 
 def test_the_same_options_mean_the_same(capsys):
     parsers = cli._all_commands()
-    loads = {"generate", "eval", "bench", "regenerate", "features"}
+    loads = {"generate", "eval", "doctor", "bench", "regenerate", "features"}
     decodes = {"generate", "eval", "regenerate"}
     for name, parser in parsers.items():
         words = {word: action for action in parser._actions for word in action.option_strings}
