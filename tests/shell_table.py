@@ -245,7 +245,7 @@ def table(
     """Rows of cells; the reasons of those that do not apply, which cells number; and what went wrong, as lines."""
     rows, reasons, faults = [], [], []
     with tempfile.TemporaryDirectory() as scratch, disks(Path(scratch)) as mounted:
-        world = enlarge(make_world(Path(scratch) / "world"))
+        world = enlarge(make_world(Path(scratch) / "world", megabytes=10))
         before = digest(world)
         for command in commands:
             cells = []

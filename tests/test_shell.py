@@ -150,7 +150,7 @@ def test_data_that_cannot_be_read_are_named_with_their_line(name, message, world
     assert code == 1 and message.format(world / name) in line, line
 
 
-def test_a_byte_order_mark_and_a_line_of_ten_megabytes_are_read(world, told):
+def test_a_byte_order_mark_and_a_line_of_a_megabyte_are_read(world, told):
     code, text = told("prepare", world / "bom.jsonl", "--target", world / "target", "--json", "--limit", "6")
     assert code == 0 and json.loads(text)["examples"] == 6
     tiny = ["--max-length", "64", "--examples", "0"]
@@ -412,7 +412,7 @@ def test_help_has_examples_and_the_words_that_all_share(command, capsys):
 
 def test_the_same_options_mean_the_same(capsys):
     parsers = cli._all_commands()
-    loads = {"generate", "eval", "bench", "regenerate", "features", "prompts"}
+    loads = {"generate", "eval", "doctor", "bench", "regenerate", "features", "prompts"}
     decodes = {"generate", "eval", "regenerate"}
     for name, parser in parsers.items():
         words = {word: action for action in parser._actions for word in action.option_strings}

@@ -11,7 +11,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, Mo
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import validate_repo_id
 
-from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
+from dflash_hf.evaluation.report import EVAL_RESULTS, PLOT_FILE, REPORT_FILE
 from dflash_hf.hub.card import CardFacts, eval_results, render_card
 from dflash_hf.hub.check import check
 from dflash_hf.hub.engine_rules import Finding
@@ -32,9 +32,6 @@ _PUBLISHED = (
     PLOT_FILE,
     "LICENSE*",
 )
-
-
-EVAL_RESULTS = ".eval_results/dflash.yaml"  # for the Hub's leaderboards; the model index of the card says the same
 
 
 class PublishError(RuntimeError):

@@ -195,6 +195,7 @@ def _make_draft(recipe: RecipeArguments, target, encoder, say):
     """A fresh drafter, or the one to go on from; its configuration keeps the arguments of the chat template."""
     import torch
 
+    from dflash_hf.data.encode import digests_of_tokenizer
     from dflash_hf.data.prompts import template_kwargs
     from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
     from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
@@ -240,6 +241,8 @@ def _make_draft(recipe: RecipeArguments, target, encoder, say):
     encoder.vocab_size = target.get_input_embeddings().weight.shape[0]
     if kwargs or known is not None:
         config.dflash_config["chat_template_kwargs"] = kwargs
+    if encoder.tokenizer is not None:
+        config.dflash_config["trained_with"] = digests_of_tokenizer(encoder.tokenizer)
     return draft
 
 
