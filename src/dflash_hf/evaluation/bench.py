@@ -39,7 +39,7 @@ from dflash_hf.evaluation.measure import (
 from dflash_hf.evaluation.scripted_draft import ScriptedDraft
 from dflash_hf.evaluation.text import summary_lines
 from dflash_hf.packed_linear import packed_weights
-from dflash_hf.pairs import Loading, check_pair, device_of, draft_config_of, load_draft, load_target
+from dflash_hf.pairs import Loading, check_pair, device_of, draft_config_of, load_draft, load_target, positions_of
 from dflash_hf.terminal import Outcome, note, template_arguments
 
 
@@ -311,8 +311,8 @@ def run(arguments, echo) -> Outcome:
             raise ValueError(f"--shape {arguments.shape} has random weights: give --forced-acceptance TAU.")
         target, draft, prompts = random_pair(arguments.shape, dtype, device, arguments.prompts)
     else:
-        check_pair(arguments.target, arguments.draft, loading)
-        prompts = _prompts(arguments, draft_config_of(arguments.draft, loading))
+        positions = positions_of(check_pair(arguments.target, arguments.draft, loading))
+        prompts = _prompts(arguments, draft_config_of(arguments.draft, loading), positions)
         target = load_target(arguments.target, loading, device)
         draft = load_draft(arguments.draft, loading, device)
     assistant = None
@@ -350,7 +350,7 @@ def run(arguments, echo) -> Outcome:
     return Outcome(1 if report.is_wrong else 0, facts)
 
 
-def _prompts(arguments, draft_config) -> list[list[int]]:
+def _prompts(arguments, draft_config, positions: int | None) -> list[list[int]]:
     if arguments.data is None:
         raise ValueError("Give --data, the prompts to decode.")
     from dflash_hf.data.encode import RowEncoder
@@ -359,7 +359,7 @@ def _prompts(arguments, draft_config) -> list[list[int]]:
 
     kwargs = template_kwargs(template_arguments(arguments.template_args), draft_config=draft_config, say=note)
     tokenizer = load_tokenizer(arguments.target, None, arguments.revision, arguments.trust_remote_code)
-    encoder = RowEncoder(tokenizer, chat_template_kwargs=kwargs)
+    encoder = RowEncoder(tokenizer, chat_template_kwargs=kwargs, positions=positions)
     return [list(prompt) for prompt in read_prompts(arguments.data, encoder, arguments.prompts)]
 
 

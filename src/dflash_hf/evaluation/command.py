@@ -13,7 +13,16 @@ from dflash_hf.evaluation.report import save_report
 from dflash_hf.evaluation.sets import GENERATED, NAMED, NEW_TOKENS, conversations, rows_of
 from dflash_hf.evaluation.text import summary_lines
 from dflash_hf.files import digest_of
-from dflash_hf.pairs import Loading, check_pair, device_of, draft_config_of, load_draft, load_target, set_decoding
+from dflash_hf.pairs import (
+    Loading,
+    check_pair,
+    device_of,
+    draft_config_of,
+    load_draft,
+    load_target,
+    positions_of,
+    set_decoding,
+)
 from dflash_hf.target import digest_of_parameters, digest_of_target
 from dflash_hf.terminal import Outcome, UsageError, note, template_arguments
 
@@ -89,11 +98,11 @@ def _measure(arguments) -> EvalReport:
     from transformers.utils import logging
 
     loading = Loading.of(arguments)
-    check_pair(arguments.target, arguments.draft, loading)
+    config = check_pair(arguments.target, arguments.draft, loading)
     device = device_of(loading.device)
     tokenizer = load_tokenizer(arguments.target, None, loading.revision, loading.trust_remote_code)
     kwargs = _template_kwargs(arguments, tokenizer, draft_config_of(arguments.draft, loading))
-    encoder = RowEncoder(tokenizer, chat_template_kwargs=kwargs)
+    encoder = RowEncoder(tokenizer, chat_template_kwargs=kwargs, positions=positions_of(config))
     named = NAMED.get(arguments.dataset)
     max_new_tokens = arguments.max_new_tokens or (NEW_TOKENS if named else 256)
     methods = [
