@@ -36,6 +36,7 @@ COMMANDS = (
     ("recipes", "list, show or copy the recipes and scripts that come along", "recipes"),
     ("train", "train a drafter by a recipe", "train"),
     ("eval", "measure tau, speed-up and losslessness of a pair on prompts", "eval"),
+    ("doctor", "find out by experiment why acceptance is low", "doctor"),
     ("bench", "time every way of decoding a pair side by side", "bench"),
     ("check", "will vLLM, SGLang and transformers read a drafter's folder, and read the same?", "check"),
     ("convert", "rewrite a drafter in another published layout", "convert"),

@@ -14,7 +14,7 @@ from pathlib import Path
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.utils import validate_repo_id
 
-from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
+from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE, eval_results_yaml
 from dflash_hf.hub.check import check, read_shapes
 from dflash_hf.hub.engine_rules import DFLASH2, MUSE
 from dflash_hf.hub.launch import launch_command
@@ -107,6 +107,9 @@ class CardFacts:
         known = _read_json(folder / FACTS_FILE)
         if (folder / REPORT_FILE).is_file():
             known["report"] = _read_json(folder / REPORT_FILE)
+            dataset = known["report"].get("setting", {}).get("dataset")
+            if dataset and "/" in dataset:  # of the Hub
+                known.setdefault("evaluated_on", dataset)
         if (folder / PLOT_FILE).is_file():
             known.setdefault("plot", PLOT_FILE)
         known |= {name: value for name, value in facts.items() if value}
@@ -250,18 +253,7 @@ def eval_results(folder: str | Path, facts: CardFacts | None = None) -> str:
         facts = CardFacts.from_folder(folder) if known.get("base_model") else None
     if facts is None or not (facts.report and facts.evaluated_on):
         return ""
-    import yaml
-    from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
-
-    summary = facts.report.get("summary", {})
-    entries = [
-        EvalResultEntry(
-            facts.evaluated_on, f"speculative_decoding_{key}", round(summary[key], 3), notes=facts.hardware
-        )
-        for key in ("tau", "speedup")
-        if summary.get(key) is not None
-    ]
-    return yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False) if entries else ""
+    return eval_results_yaml(facts.report.get("summary", {}), facts.evaluated_on, facts.hardware)
 
 
 def template_path() -> Path:
@@ -313,7 +305,7 @@ def _report_rows(report: dict) -> list[tuple[str, str]]:
         rows.append(("Outputs equal to the target's, token for token", ours.get("equal"), f"{{}} of {prompts}"))
         rows.append(("Answers of the target that are right", summary.get("correct"), f"{{}} of {prompts}"))
     setting = report.get("setting", {})
-    rows += [(name.replace("_", " "), setting[name], "{}") for name in setting if not name.startswith("prompt_lookup")]
+    rows += [(name.replace("_", " "), setting[name], "{}") for name in setting if not name.startswith("prompt")]
     return [(name, form.format(value)) for name, value, form in rows if value is not None]
 
 
