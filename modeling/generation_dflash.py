@@ -15,7 +15,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
 from .accept_dflash import Continuation, Draft
-from .call_dflash import Call, extra_arguments, say_what_is_ignored, usable_cache, what_is_asked
+from .call_dflash import Call, extra_arguments, plan_call, usable_cache, warn_of_ignored_settings
 from .compile_dflash import CompiledRound, slots_of
 from .drafting_dflash import DFlashCandidateGenerator, first_positions, padding_of
 from .isolation_dflash import isolated
@@ -40,37 +40,37 @@ class Context(NamedTuple):
     """Features of the target that the drafter has not read yet."""
 
     features: torch.Tensor  # [R, n, L * H]
-    start: torch.LongTensor  # [R]  number of the first of these tokens in its row
+    start: torch.LongTensor  # [R]  index in its row of the first of these tokens
 
 
 class Verified(NamedTuple):
-    """What was drafted, and what the target makes of it."""
+    """A draft, and the target's forward over it."""
 
     draft: Draft
     logits: torch.Tensor  # [R, n, V]
     features: torch.Tensor  # [R, n, L * H]
-    hidden_states: tuple | None  # [R, n, H] of each layer, where they are asked for
+    hidden_states: tuple | None  # [R, n, H] of each layer, if the caller asks for them
 
 
 @dataclass
 class Pair:
-    """What drafts, verifies, reads features and writes the text in one call, and nowhere else."""
+    """The parts that one call works with: drafter, session of the target, tap for its features, text."""
 
     drafter: DFlashCandidateGenerator
     session: SlotSession
     tap: FeatureTap
     continuation: Continuation
     columns: int  # of the prompt, padding included
-    cache: Cache | None = None  # the caller's, once the call has ended
+    cache: Cache | None = None  # returned to the caller at the end
 
     def reserve(self, breadth: int) -> None:
-        """Make room in both caches for a round that writes so many tokens."""
+        """Make room in both caches for a round that writes `breadth` tokens."""
         for cache in (self.drafter.cache, self.session.cache):
             cache.reserve(self.columns + self.continuation.longest_possible + breadth)
 
 
 def draft_and_verify(pair: Pair, start: torch.LongTensor, context: Context, size: int) -> Verified:
-    """The two forwards of [`one_round`]."""
+    """The two forwards of [`one_round`]: the drafter's, then the target's."""
     drafter, session, tap, continuation = pair.drafter, pair.session, pair.tap, pair.continuation
     draft = continuation.padded(drafter.propose(continuation.last, start, *context).prefix(size))
     output = session.verify(draft, start)
@@ -78,25 +78,25 @@ def draft_and_verify(pair: Pair, start: torch.LongTensor, context: Context, size
     return Verified(draft, output.logits, tap.take(), hidden_states)
 
 
-def one_round(pair: Pair, start: torch.LongTensor, context: Context, size: int, verified=draft_and_verify):
+def one_round(pair: Pair, start: torch.LongTensor, context: Context, size: int, forwards=draft_and_verify):
     """
     Draft, verify, accept and commit one block, or tree, for each row.
 
     Args:
-        pair (`Pair`): Of this call.
-        start (`torch.LongTensor`): `[R]`, numbers of the anchors, the last committed tokens.
-        context (`Context`): Features of the tokens before.
-        size (`int`): Tokens of a block to verify, anchor included.
-        verified (`callable`): [`draft_and_verify`], in the form in which this call runs it.
+        pair (`Pair`): The parts of this call.
+        start (`torch.LongTensor`): `[R]`, index of each row's anchor, its last committed token.
+        context (`Context`): Features of the tokens before the anchors.
+        size (`int`): How many tokens of a block to verify, anchor included.
+        forwards (`callable`): [`draft_and_verify`], or its compiled form.
 
     Returns:
         [`Verdict`] and the [`Context`] of the next round.
     """
     # 2. Draft a block for each row, and 3. verify it with one forward of the target.
-    draft, logits, features, hidden_states = verified(pair, start, context, size)
-    # 4. Accept what the target agrees with, and its own next token.
+    draft, logits, features, hidden_states = forwards(pair, start, context, size)
+    # 4. Accept what the target agrees with, and one token of its own.
     verdict = pair.continuation.judge(draft, logits, hidden_states)
-    # 5. Commit: the accepted tokens stay, everything after them will be written over.
+    # 5. Commit: the accepted tokens stay; everything after them will be overwritten.
     pair.session.commit(start, verdict)
     return verdict, Context(verdict.along(features), start)
 
@@ -104,13 +104,13 @@ def one_round(pair: Pair, start: torch.LongTensor, context: Context, size: int, 
 @contextmanager
 def prefilled(call: Call, target, draft, continuation: Continuation, input_ids, generation_config, model_kwargs):
     """
-    Run the prompt through a target of this call's own, and open on what it leaves behind what the rounds need.
+    Run the prompt through the target, and set up the rounds from the cache and the features that this leaves.
 
     Yields:
-        [`Pair`], the numbers of the first anchors `[R]`, and [`one_round`] in the form in which this call runs it.
+        [`Pair`], the indices of the first anchors `[R]`, and [`one_round`] as this call runs it, eager or compiled.
     """
     with ExitStack() as opened:
-        # Whatever is hooked or switched belongs to this call: others may be running both models.
+        # Hooks and switches go onto copies of the modules: other calls may be running both models.
         layers, layer_ids = decoder_layers(target), draft.config.target_layer_ids
         watched = [layers[i] for i in layer_ids] + [target.get_submodule(name) for name in call.facts.moving]
         own = opened.enter_context(isolated(target, watched))
@@ -125,7 +125,7 @@ def prefilled(call: Call, target, draft, continuation: Continuation, input_ids, 
             target, model_kwargs[name], call.facts.session_class, generation_config.cache_implementation
         )
         if "logits_to_keep" in model_kwargs and getattr(target.config.get_text_config(), "num_kv_shared_layers", 0):
-            # An index: told a number, Gemma 4 takes those tokens alone through the layers that share keys.
+            # An index, not a count: given a count, Gemma 4 drops all other tokens before the layers that share keys.
             model_kwargs["logits_to_keep"] = torch.tensor([-1])
         padding, positions = padding_of(model_kwargs.get("attention_mask"), call.rows), []
         watch = own.register_forward_pre_hook(
@@ -137,7 +137,7 @@ def prefilled(call: Call, target, draft, continuation: Continuation, input_ids, 
         cache = outputs.get(name, given)  # Phi-3 starts a new one where a long prompt takes other frequencies
         columns = filled_columns(target, cache, call.past, drafter.absorbed)
         offset = first_positions(positions[-1], columns, padding, drafter.device, call.facts.counts_columns)
-        logits = outputs.logits[:, -1:].to(drafter.device, copy=True)  # of all others nothing stays
+        logits = outputs.logits[:, -1:].to(drafter.device, copy=True)  # a copy: the rest can be freed
         prompt_states = None if continuation.hidden_states is None else outputs.hidden_states
         del outputs
 
@@ -157,21 +157,23 @@ def prefilled(call: Call, target, draft, continuation: Continuation, input_ids, 
             start = torch.tensor([columns - pad for pad in padding], device=drafter.device)
             yield pair, start, _runner(call, target, pair)
         finally:
-            if keep_cache:  # whole again for the caller, also after an interruption
+            if keep_cache:  # also after an interruption
                 pair.cache = session.close(columns + max(continuation.longest - 1, 0))
             for holder in (drafter.cache, session):
                 holder.clear()
 
 
 def _runner(call: Call, target, pair: Pair):
-    """[`one_round`], or where its acceptance takes more than tensors its two forwards, in the cheapest form."""
+    """
+    [`one_round`] in its cheapest form: as a whole where acceptance needs nothing but tensors, else its two forwards.
+    """
     piece = one_round if pair.continuation.by_tensors else draft_and_verify
-    # The cheapest dispatch; but what inference mode leaves in a cache would be read-only.
+    # Inference mode dispatches fastest, but tensors that it creates in a cache could not be written to later.
     run = torch.inference_mode()(piece) if pair.session.rollback_is_free else piece
     if call.compile:
         how = None if call.compile is True else call.compile
         run = CompiledRound(piece, run, target, how, (pair.drafter.cache, pair.session.cache))
-    return run if pair.continuation.by_tensors else functools.partial(one_round, verified=run)
+    return run if pair.continuation.by_tensors else functools.partial(one_round, forwards=run)
 
 
 @torch.no_grad()
@@ -198,22 +200,22 @@ def decode(
     Returns:
         `torch.LongTensor` `[R, S]` or [`DFlashGenerateOutput`].
     """
-    asked = (logits_processor, stopping_criteria, generation_config)
-    call = what_is_asked(target, draft, input_ids, generation_config, model_kwargs, synced_gpus)
-    say_what_is_ignored(generation_config)
+    rules = (logits_processor, stopping_criteria, generation_config)
+    call = plan_call(target, draft, input_ids, generation_config, model_kwargs, synced_gpus)
+    warn_of_ignored_settings(generation_config)
     if call.plain_reason is not None:
         logger.warning_once(f"Decoding without the drafter: {call.plain_reason}.")
-        output = GenerationMixin._sample(target, input_ids, *asked, synced_gpus, streamer, **model_kwargs)
+        output = GenerationMixin._sample(target, input_ids, *rules, synced_gpus, streamer, **model_kwargs)
         if isinstance(output, torch.Tensor):
             return output
         return DFlashGenerateOutput(**output, acceptance_lengths=[[] for _ in input_ids])
 
-    continuation = Continuation(input_ids, *asked, streamer, call.block_size, call.look_ahead, call.generators)
-    # 1. Prefill by the target's own path; the features of the prompt become the drafter's context on the way.
+    continuation = Continuation(input_ids, *rules, streamer, call.block_size, call.look_ahead, call.generators)
+    # 1. Prefill as the target does it; on the way, the features of the prompt become the drafter's context.
     prompt = (input_ids, generation_config, model_kwargs)
     with prefilled(call, target, draft, continuation, *prompt) as (pair, start, run):
         context = Context(*pair.drafter.no_features(start, call.block_size))
-        whole = call.compile or continuation.look_ahead > 1  # every block has one shape, also at the end of the text
+        whole = call.compile or continuation.look_ahead > 1  # then all blocks have one shape, the last ones too
         while not continuation.done:
             pair.reserve(max(draft.config.block_size, call.tree_nodes + 1))
             size = call.block_size if whole else min(call.block_size, continuation.tokens_left)

@@ -1,16 +1,14 @@
-"""A tiny target, its drafter, and drafters that are right or wrong on purpose."""
+"""A tiny target and its drafter."""
 
 import importlib.util
 
 import pytest
-import torch
-from support.pairs import known_tree, make_draft, make_target
+from support.pairs import make_draft, make_target
 from support.sampling import small_target
 from torch.nn.attention.flex_attention import flex_attention
 from transformers.integrations import flex_attention as upstream_flex
 from transformers.utils import logging
 
-from dflash_hf.modeling.generation_dflash import DFlashCandidateGenerator
 from dflash_hf.smollm2 import PIP_LINE, packaged_gguf, smollm2_folder
 
 
@@ -18,32 +16,6 @@ from dflash_hf.smollm2 import PIP_LINE, packaged_gguf, smollm2_folder
 def warnings_anew():
     """What is said once in a process is said once in a test."""
     logging.get_logger("dflash_hf").warning_once.cache_clear()
-
-
-@pytest.fixture
-def oracle(monkeypatch):
-    """`oracle(texts, pads, error_rate)`: from now on drafters draft `texts` `[R, columns]` with random errors."""
-
-    def install(texts, pads, error_rate=0.3, seed=0):
-        random = torch.Generator().manual_seed(seed)
-        original = DFlashCandidateGenerator.draft
-
-        def draft(self, anchors, start, *args, **kwargs):
-            block = original(self, anchors, start, *args, **kwargs)
-            for row in range(block.shape[0]):
-                known = texts[row % len(texts), pads[row % len(pads)] + int(start[row]) + 1 :][: block.shape[1] - 1]
-                block[row, 1 : 1 + len(known)] = known
-            wrong = (torch.rand(block.shape, generator=random) < error_rate).to(block.device)
-            wrong[:, 0] = False
-            return torch.where(wrong, (block + 1) % self.config.vocab_size, block)
-
-        def tree(self, anchors, start, *args):
-            return known_tree(self, anchors, start, args, texts, pads, error_rate, random)
-
-        monkeypatch.setattr(DFlashCandidateGenerator, "draft", draft)
-        monkeypatch.setattr(DFlashCandidateGenerator, "tree", tree)
-
-    return install
 
 
 @pytest.fixture

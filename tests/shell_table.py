@@ -224,7 +224,7 @@ def table(commands, conditions=CONDITIONS, say=lambda line: None) -> tuple[list[
     """Rows of cells, and what went wrong, as lines."""
     rows, faults = [], []
     with tempfile.TemporaryDirectory() as scratch:
-        world = make_world(Path(scratch) / "world")
+        world = make_world(Path(scratch) / "world", megabytes=10)
         shutil.copy(world / "empty.jsonl", world / "empty.txt")
         before = digest(world)
         with small_disk(Path(scratch) / "small") as small:

@@ -133,7 +133,7 @@ def test_data_that_cannot_be_read_are_named_with_their_line(name, message, world
     assert code == 1 and message.format(world / name) in line, line
 
 
-def test_a_byte_order_mark_and_a_line_of_ten_megabytes_are_read(world, told):
+def test_a_byte_order_mark_and_a_line_of_a_megabyte_are_read(world, told):
     code, text = told("prepare", world / "bom.jsonl", "--target", world / "target", "--json", "--limit", "6")
     assert code == 0 and json.loads(text)["examples"] == 6
     tiny = ["--max-length", "64", "--examples", "0"]

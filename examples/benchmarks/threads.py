@@ -9,7 +9,6 @@ equal. Where one thread keeps all cores busy, a ratio of 1 is the best there can
 """
 
 import argparse
-import copy
 import json
 import os
 import statistics
@@ -19,7 +18,8 @@ from pathlib import Path
 
 import torch
 
-from dflash_hf.evaluation.bench_pairs import SHAPES, OracleDraft, oracle_text, random_pair
+from dflash_hf.evaluation.bench_pairs import SHAPES, oracle_text, random_pair
+from dflash_hf.evaluation.scripted_draft import ScriptedDraft
 
 
 def main():
@@ -37,7 +37,7 @@ def main():
     drafts, expected = [], []
     for prompt in prompts:  # an oracle of one text for each call, on the same weights
         text = oracle_text(target, prompt, arguments.new_tokens, draft.config.block_size, arguments.tau)
-        drafts.append(OracleDraft.of(copy.copy(draft), [text], [prompt], arguments.tau))
+        drafts.append(ScriptedDraft.of(draft, [text]))
         expected.append(generate(target, None, prompt, arguments.new_tokens))
 
     def call(number: int) -> list[int]:

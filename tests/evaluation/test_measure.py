@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.pairs import make_draft, make_target
+from support.scripted_draft import scripted
 
 from dflash_hf import packed_linear
 from dflash_hf.evaluation.measure import (
@@ -31,19 +32,20 @@ def pair():
 
 
 @pytest.fixture
-def drafts(pair, oracle):
-    """Right drafts for the first prompt's text, with errors, so that acceptance is spread over 0..B-1."""
-    text = pair[0].generate(torch.tensor([PROMPTS[0]]), max_new_tokens=NEW)
+def knowing(pair):
+    """The pair, with right drafts for the first prompt's text, and errors: acceptance is spread over 0..B-1."""
+    target, draft = pair
+    text = target.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=NEW)
     assert len(set(text[0].tolist())) > 10  # else anything is lossless
-    oracle(text, [0], error_rate=0.3)
+    return target, scripted(draft, text, error_rate=0.3, seed=1)
 
 
 def decode(pair, runs):
     return evaluate(*pair, PROMPTS, max_new_tokens=NEW, runs=runs, check=lambda i, answer: i != 1)
 
 
-def test_counts_agree_with_each_other(pair, drafts):
-    report = decode(pair, runs=1)
+def test_counts_agree_with_each_other(knowing):
+    report = decode(knowing, runs=1)
     assert list(report.methods) == list(METHODS)
     for method in report.methods.values():
         assert method.tokens == NEW * len(PROMPTS)
@@ -78,12 +80,12 @@ def test_every_way_has_its_name():
     assert {*PACKED_METHODS, *OURS} <= LABELS.keys()
 
 
-def test_packed_methods_decode_with_packed_weights(pair, drafts, monkeypatch):
+def test_packed_methods_decode_with_packed_weights(knowing, monkeypatch):
     monkeypatch.setattr(packed_linear, "SMALLEST", 0)
     methods = (TARGET, TARGET_PACKED, DFLASH, PACKED)
     seen, linear = [0], packed_linear._linear
     monkeypatch.setattr(packed_linear, "_linear", lambda *args: seen.append(1) or linear(*args))
-    report = evaluate(*pair, PROMPTS, max_new_tokens=NEW, runs=1, methods=methods)
+    report = evaluate(*knowing, PROMPTS, max_new_tokens=NEW, runs=1, methods=methods)
     assert len(seen) > NEW and not packed_linear._packs
     assert all(method.equal == len(PROMPTS) for method in report.methods.values())
     assert report.methods[TARGET_PACKED].speedup_over_packed == report.methods[TARGET].speedup == 1.0

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.pairs import make_draft, make_target
-from support.scripted_text import PROMPT, drafted, scripted, text
+from support.scripted_text import PROMPT, drafted, drafter, text
 
 
 def in_training(target):
@@ -21,7 +21,7 @@ def in_training_with_checkpoints(target):
 def test_targets_in_the_midst_of_training(change, first):
     """With dropout a seed gives the text that it gives alone; and what was found out then is not taken for always."""
     target = make_target(attention_dropout=0.3)
-    draft = scripted(target)
+    draft = drafter(target)
     if not first:
         drafted(target, draft)
     with change(target):
@@ -35,7 +35,7 @@ def test_targets_in_the_midst_of_training(change, first):
 
 def test_what_is_found_out_under_autocast_holds_there_alone():
     target = make_target("qwen3_5_text", dtype=torch.float32)
-    draft = scripted(target)
+    draft = drafter(target)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         text(target, draft)
     drafted(target, draft)

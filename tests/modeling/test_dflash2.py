@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from scipy.stats import chisquare
-from support.pairs import SWITCHES, VOCAB, make_draft, make_draft2, make_target
+from support.pairs import SWITCHES, VOCAB, make_draft, make_draft2, make_target, shallow_pair
 from support.reference import convolve
 from support.rows import ragged_prompts
 from support.sampling import assert_follows, exact_distribution
@@ -232,8 +232,15 @@ DRAWING = {
 }
 
 
-@pytest.mark.parametrize("rows", [1, 250])
-@pytest.mark.parametrize("kind", DRAWING)
+# One row is sampled step by step, where a path selector and a plain drafter draw alike.
+ALONE = [
+    ("DFlash 2", 1),
+    ("reduced vocabulary", 1),
+    *(pytest.param(kind, 1, marks=pytest.mark.slow) for kind in ("DFlash 2, its likeliest path", "DFlash")),
+]
+
+
+@pytest.mark.parametrize(("kind", "rows"), [*((kind, 250) for kind in DRAWING), *ALONE])
 def test_texts_follow_the_target(kind, rows):
     """Chi-square of whole texts of three tokens over a vocabulary of eight, with real drafts."""
     vocab_size, steps = 8, 3
@@ -337,9 +344,8 @@ def test_lossless(family, rows):
 @pytest.mark.parametrize(("kind", "rows"), [("DFlash 2", 1), ("DFlash 2", 3), ("sinks, reduced vocabulary", 2)])
 def test_compiled_round_gives_the_same_tokens(kind, rows):
     """One graph without breaks, the walk included."""
-    target = make_target()
     switches = {"attention_sink_bias": True, "draft_vocab_size": VOCAB // 4}
-    draft = make_draft2(target) if kind == "DFlash 2" else make_draft(target, **switches)
+    target, draft = shallow_pair(make=make_draft2) if kind == "DFlash 2" else shallow_pair(**switches)
     torch._dynamo.reset()
     inputs, _ = ragged_prompts(rows)
     options = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True, "assistant_model": draft}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.pairs import make_target
-from support.scripted_draft import ScriptedDraft
+from support.scripted_draft import recognising
 from support.stress_calls import StopAfter, prompt
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
@@ -49,7 +49,7 @@ def known(texts, target, option: str, rows: int, length: int):
         inputs, pads = prompt(rows, 11, seed=rows)
         own = OPTIONS["greedy" if option == "sampling" else option]()
         text = target.generate(**inputs, **{"do_sample": False, **own}, max_new_tokens=length)
-        draft = ScriptedDraft.of(target, [row[pad:] for row, pad in zip(text, pads)], error_rate=0.02)
+        draft = recognising(target, [row[pad:] for row, pad in zip(text, pads)], error_rate=0.02)
         texts[option, rows, length] = inputs, text, draft
     return texts[option, rows, length]
 
@@ -131,7 +131,7 @@ def test_without_a_cache_it_decodes_plainly(family, rows):
     inputs, pads = prompt(rows, 9, seed=7)
     options = {"max_new_tokens": 12, "do_sample": False, "use_cache": False}
     expected = target.generate(**inputs, **options)
-    draft = ScriptedDraft.of(target, [row[pad:] for row, pad in zip(expected, pads)])
+    draft = recognising(target, [row[pad:] for row, pad in zip(expected, pads)])
     output = target.generate(**inputs, **options, assistant_model=draft, return_dict_in_generate=True)
     assert torch.equal(output.sequences, expected) and output.past_key_values is None
     assert output.acceptance_lengths == [[]] * rows

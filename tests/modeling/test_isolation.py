@@ -6,7 +6,7 @@ import gc
 import pytest
 import torch
 from support.pairs import make_draft, make_target
-from support.scripted_text import PROMPT, drafted, scripted, text
+from support.scripted_text import PROMPT, drafted, drafter, text
 from torch import nn
 
 
@@ -23,7 +23,7 @@ def test_hooks_that_know_modules_by_their_identity(compiled):
     target.register_forward_pre_hook(lambda module, *_: seen.add(module is target), with_kwargs=True)
     assert text(target) != plain
     known = set(seen)
-    draft = scripted(target)
+    draft = drafter(target)
     draft.decoding_config.compile = compiled
     seen.clear()
     drafted(target, draft)
@@ -71,7 +71,7 @@ def test_hooks_and_forwards_find_what_the_other_has_stored():
 
     target.model.layers[2].register_forward_hook(set_gate)
     text(target)
-    drafted(target, scripted(target))
+    drafted(target, drafter(target))
     assert [turn for turn, _ in sizes] == list(range(1, len(sizes) + 1))
     assert {size for _, size in sizes} >= {1, 6, PROMPT.shape[1]}
 
@@ -95,7 +95,7 @@ def wrapped(module) -> None:
 def test_forwards_that_were_wrapped_in_a_function(name, first):
     """Before and after the first drafted call; the function calls the copy, and its own variables stay its own."""
     target = make_target("qwen3_5_text", dtype=torch.float64)
-    draft = scripted(target)
+    draft = drafter(target)
     if not first:
         drafted(target, draft)
     module = target.get_submodule(name)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.pairs import COMMON, make_draft
+from support.scripted_draft import scripted
 from support.tiny_models import prompts, tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -33,33 +34,33 @@ def tiny_llama(model_class):
     return target
 
 
-def check_padded_rows(target, oracle):
-    inputs, pads = prompts(4)
+def check_padded_rows(target):
+    inputs, _ = prompts(4)
     options = {**inputs, "max_new_tokens": 40, "do_sample": False}
     expected = target.generate(**options)
     assert len(set(expected[:, -40:].flatten().tolist())) > 12, "a constant text proves nothing"
-    oracle(expected, pads, error_rate=0.15)
-    assert torch.equal(target.generate(**options, assistant_model=make_draft(target, 8)), expected)
+    draft = scripted(make_draft(target, 8), expected, error_rate=0.15)
+    assert torch.equal(target.generate(**options, assistant_model=draft), expected)
 
 
 @pytest.mark.parametrize("model_class", [LlamaForCausalLM, NamesNoPositions, PassesNoPositions])
-def test_padded_rows_of_a_llama_that_hands_positions_on(model_class, oracle):
+def test_padded_rows_of_a_llama_that_hands_positions_on(model_class):
     """Plain decoding of the latter two counts columns, padding included; a rotary embedding sees only differences."""
-    check_padded_rows(tiny_llama(model_class), oracle)
+    check_padded_rows(tiny_llama(model_class))
 
 
 @pytest.mark.parametrize("model_type", ["whisper", "moss_transcribe_diarize", "git"])
-def test_padded_rows_of_families_with_positions_of_their_own(model_type, oracle):
+def test_padded_rows_of_families_with_positions_of_their_own(model_type):
     """A text-only GIT widens the mask by columns of an image that is not there."""
-    check_padded_rows(tiny_model(model_type), oracle)
+    check_padded_rows(tiny_model(model_type))
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_positions_that_a_target_moves_before_its_forward(rows, oracle):
+def test_positions_that_a_target_moves_before_its_forward(rows):
     """A PaliGemma counts from one: `prepare_inputs_for_generation` adds it to what `generate` made."""
     target = tiny_model("paligemma", wrapper=True)
-    inputs, pads = prompts(rows)
+    inputs, _ = prompts(rows)
     options = {**inputs, "max_new_tokens": 40, "do_sample": False}
     expected = target.generate(**options)
-    oracle(expected, pads, error_rate=0.15)
-    assert torch.equal(target.generate(**options, assistant_model=make_draft(target, 8)), expected)
+    draft = scripted(make_draft(target, 8), expected, error_rate=0.15)
+    assert torch.equal(target.generate(**options, assistant_model=draft), expected)

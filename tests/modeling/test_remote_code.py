@@ -47,7 +47,12 @@ def run_without_the_package(tmp_path, draft_folder, again):
     script = textwrap.dedent(SCRIPT).format(
         blocked=["", str(tmp_path)], target=str(tmp_path / "target"), draft=str(draft_folder), again=str(again)
     )
-    environment = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin"}
+    environment = {
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_OFFLINE": "1",
+        "PATH": "/usr/bin:/bin",
+        "OMP_NUM_THREADS": "1",
+    }
     result = subprocess.run(
         [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
     )

@@ -5,9 +5,10 @@ import math
 
 import pytest
 import torch
-from support.pairs import VOCAB, make_draft, make_draft2, make_target
+from support.pairs import VOCAB, make_draft, make_draft2, make_target, shallow_pair
 from support.rows import ragged_prompts
 from support.sampling import STEPS, assert_follows, exact_distribution, sample
+from support.scripted_draft import scripted
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 from dflash_hf.modeling.accept_dflash import Draft, Verdict
@@ -213,14 +214,14 @@ def test_logits_of_a_node_are_those_of_its_path(family):
     "family", ["qwen3", "gemma3", "gemma4", "gpt_oss", "mistral_sliding", "qwen3_moe", "deepseek_v3"]
 )
 @pytest.mark.parametrize("nodes", [3, 20])
-def test_texts_are_equal(family, nodes, oracle):
+def test_texts_are_equal(family, nodes):
     target = make_target(family, torch.float64, attn=None)
     draft = make_draft(target, block_size=8)
     draft.decoding_config.tree_nodes = nodes
-    inputs, pads = ragged_prompts(3)
+    inputs, _ = ragged_prompts(3)
     options = {"max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True}
     expected = target.generate(**inputs, **options)
-    oracle(expected.sequences, pads, error_rate=0.2)
+    draft = scripted(draft, expected.sequences, error_rate=0.2, ranks=3)
     output = target.generate(**inputs, **options, assistant_model=draft)
     assert torch.equal(output.sequences, expected.sequences)
     lengths = {n for row in output.acceptance_lengths for n in row}
@@ -232,14 +233,14 @@ def test_texts_are_equal(family, nodes, oracle):
             torch.testing.assert_close(ours.keys[0], theirs.keys[0, :, -kept:], atol=1e-8, rtol=1e-6)
 
 
-def test_a_tree_accepts_what_a_block_cannot(target, oracle):
-    """The oracle puts the right token in any of three places: a block, which takes the first, is mostly wrong."""
+def test_a_tree_accepts_what_a_block_cannot(target):
+    """The script has the right token in any of three places: a block, which takes the first, is mostly wrong."""
     prompt = torch.tensor([[5, 9, 17, 33]])
     options = {"max_new_tokens": 120, "do_sample": False, "return_dict_in_generate": True}
     expected = target.generate(prompt, **options).sequences
     draft = make_draft(target, block_size=8)
     draft.decoding_config.tree_nodes = 64
-    oracle(expected, [0], error_rate=0.0)
+    draft = scripted(draft, expected, error_rate=0.0, ranks=3)
     lengths = target.generate(prompt, **options, assistant_model=draft).acceptance_lengths[0]
     draft.decoding_config.tree_nodes = 7
     fewer = target.generate(prompt, **options, assistant_model=draft).acceptance_lengths[0]
@@ -276,16 +277,16 @@ def test_the_first_path_of_a_selector_s_tree_is_its_walk(target):
 
 
 @pytest.mark.parametrize(("rows", "temperature", "top_p"), [(1, 1.0, 0.9), (250, 0.7, 1.0), (250, 1.0, 0.9)])
-def test_samples_follow_the_target(small, oracle, rows, temperature, top_p):  # noqa: F811
+def test_samples_follow_the_target(small, rows, temperature, top_p):
     prompt = [3, 1, 4]
     expected = exact_distribution(small, prompt, temperature, top_p)
-    likely = max(expected, key=expected.get)
-    oracle(torch.tensor([prompt + list(likely) + [0]]), [0], error_rate=0.2)
+    likely = torch.tensor([[*prompt, *max(expected, key=expected.get), 0]] * rows)
     draft = make_draft(small, block_size=4)
     draft.decoding_config.tree_nodes = 9
     counts, accepted, draws = dict.fromkeys(expected, 0), set(), 1000 if rows == 1 else 12_000
     torch.manual_seed(0)
-    for _ in range(draws // rows):
+    for number in range(draws // rows):
+        draft = scripted(draft, likely, error_rate=0.2, ranks=3, seed=number)
         output = sample(small, draft, prompt, rows, temperature, top_p)
         accepted.update(n for lengths in output.acceptance_lengths for n in lengths)
         for text in output.sequences[:, 3:].tolist():
@@ -294,13 +295,13 @@ def test_samples_follow_the_target(small, oracle, rows, temperature, top_p):  # 
     assert_follows(counts, expected)
 
 
-def test_one_row_gives_the_same_sample_for_the_same_seed(target, draft, oracle):
+def test_one_row_gives_the_same_sample_for_the_same_seed(target, draft):
     prompt = torch.tensor([[5, 9, 17, 33]])
     draft.decoding_config.tree_nodes = 10
     for options in ({}, {"top_k": 5, "repetition_penalty": 1.3}):
         torch.manual_seed(7)
         expected = target.generate(prompt, do_sample=True, max_new_tokens=40, **options)
-        oracle(expected, [0], error_rate=0.2)
+        draft = scripted(draft, expected, error_rate=0.2, ranks=3)
         torch.manual_seed(7)
         options |= {"assistant_model": draft, "return_dict_in_generate": True}
         output = target.generate(prompt, do_sample=True, max_new_tokens=40, **options)
@@ -314,14 +315,14 @@ class Unchanged(LogitsProcessor):
         return scores
 
 
-def test_token_by_token_the_same_way_is_taken(target, oracle):
+def test_token_by_token_the_same_way_is_taken(target):
     draft = make_draft(target, block_size=8)
     draft.decoding_config.tree_nodes = 20
     prompt = torch.tensor([[5, 9, 17, 33]])
     options = {"max_new_tokens": 60, "do_sample": False, "return_dict_in_generate": True}
     expected, lengths = target.generate(prompt, **options).sequences, []
     for processors in ([], [Unchanged()]):
-        oracle(expected, [0], error_rate=0.1)
+        draft = scripted(draft, expected, error_rate=0.1, ranks=3)
         options["logits_processor"] = LogitsProcessorList(processors)
         output = target.generate(prompt, **options, assistant_model=draft)
         assert torch.equal(output.sequences, expected)
@@ -330,9 +331,9 @@ def test_token_by_token_the_same_way_is_taken(target, oracle):
 
 
 @pytest.mark.parametrize("nodes", [5, 20])
-def test_compiled_rounds_draft_trees(nodes, target, oracle):
+def test_compiled_rounds_draft_trees(nodes):
     torch._dynamo.reset()
-    draft = make_draft(target, block_size=4)
+    target, draft = shallow_pair()
     draft.decoding_config.compile, draft.decoding_config.tree_nodes = "aot_eager", nodes
     for length in (5, 40):
         prompt = (torch.arange(length) * 7 % 90 + 2)[None]
@@ -347,13 +348,13 @@ def test_compiled_rounds_draft_trees(nodes, target, oracle):
     torch._dynamo.reset()
 
 
-def test_recurrent_targets_are_verified_in_blocks(oracle):
+def test_recurrent_targets_are_verified_in_blocks():
     target = make_target("lfm2", attn=None)
     draft = make_draft(target)
     draft.decoding_config.tree_nodes = 12
     prompt = torch.tensor([[5, 9, 17, 33]])
     expected = target.generate(prompt, max_new_tokens=20, do_sample=False)
-    oracle(expected, [0], error_rate=0.2)
+    draft = scripted(draft, expected, error_rate=0.2)
     options = {"assistant_model": draft, "return_dict_in_generate": True}
     output = target.generate(prompt, max_new_tokens=20, do_sample=False, **options)
     assert torch.equal(output.sequences, expected) and max(output.acceptance_lengths[0]) > 2

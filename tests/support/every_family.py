@@ -22,9 +22,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from dflash_hf import DFlashDraftConfig, DFlashDraftModel
 from dflash_hf.modeling.probe_dflash import probe_rollback
-from support.tiny_models import DIVERSE, VOCAB, prompts, tiny_model
+from support.pairs import make_draft
+from support.scripted_draft import scripted
+from support.tiny_models import DIVERSE, prompts, tiny_model
 
 
 NEW_TOKENS, ERROR_RATE, BLOCK_SIZE = 40, 0.15, 8
@@ -64,32 +65,6 @@ def families() -> list[tuple[str, bool]]:
     ]
 
 
-class KnownDraft(DFlashDraftModel):
-    """A drafter that computes everything, and then drafts a known text `[R, columns]`, with errors."""
-
-    def knows(self, texts: torch.Tensor, pads: list[int]) -> "KnownDraft":
-        random = torch.Generator().manual_seed(0)
-        wrong = torch.rand(texts.shape, generator=random) < ERROR_RATE
-        self.texts, self.pads = torch.where(wrong, (texts + 1) % VOCAB, texts), torch.tensor(pads)[:, None]
-        return self
-
-    def dflash_decode(self, *args, **kwargs):
-        self.columns_read = 0
-        return super().dflash_decode(*args, **kwargs)
-
-    def extend_context(self, context, position_ids, past_key_values):
-        self.columns_read += context.shape[1]
-        self.first = position_ids[:, -1:] - (self.columns_read - 1 - self.pads)  # positions of each row's first token
-        return super().extend_context(context, position_ids, past_key_values)
-
-    def forward(self, noise_embeds, *args, position_ids=None, **kwargs):
-        self.columns = position_ids[:, -self.config.block_size + 1 :] - self.first + self.pads  # [R, B - 1]
-        return super().forward(noise_embeds, *args, position_ids=position_ids, **kwargs)
-
-    def target_ids(self, draft_ids):
-        return self.texts.gather(1, self.columns.clamp(max=self.texts.shape[1] - 1))
-
-
 def examine(model_type: str, wrapper: bool = False) -> Outcome:
     """Greedy text of a tiny target with and without a drafter that knows it: one prompt, and four left-padded ones."""
     transformers.logging.set_verbosity_error()
@@ -108,7 +83,7 @@ def examine(model_type: str, wrapper: bool = False) -> Outcome:
         outcome.detail = _said(error)
         return outcome
     try:
-        draft = known_draft(target)
+        draft = make_draft(target, BLOCK_SIZE)
     except ValueError as error:
         outcome.verdict, outcome.detail = "refused", str(error)
         return outcome
@@ -120,7 +95,7 @@ def examine(model_type: str, wrapper: bool = False) -> Outcome:
     tau = []
     try:
         for rows, text in expected.items():
-            output = _generated(target, rows, draft.knows(text, prompts(rows)[1]))
+            output = _generated(target, rows, scripted(draft, text, ERROR_RATE))
             if output.sequences.shape != text.shape or not torch.equal(output.sequences, text):
                 outcome.verdict, outcome.detail = "wrong", _difference(target, rows, output.sequences, text)
                 return outcome
@@ -137,14 +112,6 @@ def examine(model_type: str, wrapper: bool = False) -> Outcome:
     else:
         outcome.verdict, outcome.detail = "error", "decoded without the drafter and without a warning"
     return outcome
-
-
-def known_draft(target) -> KnownDraft:
-    torch.manual_seed(1)
-    config = DFlashDraftConfig.for_target(
-        target.config, VOCAB - 1, num_hidden_layers=2, block_size=BLOCK_SIZE, target_layer_ids=[0, 2, 3]
-    )
-    return KnownDraft(config).eval()
 
 
 def examine_all(names, report=lambda outcome: None) -> list[Outcome]:

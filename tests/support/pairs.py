@@ -4,7 +4,6 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
-from dflash_hf.modeling.tree_dflash import independent_paths, likeliest_tree
 from support import families
 
 
@@ -117,27 +116,6 @@ def make_draft(target, block_size: int = 4, seed: int = 1, num_hidden_layers: in
     return DFlashDraftModel(config).to(target.dtype).eval()
 
 
-def known_tree(generator, anchors, start, args, texts, pads, error_rate, random):
-    """A tree in which the known token of each slot is among the likely ones, in some place, or is not."""
-    paths = generator.paths
-    slots, top_k, vocab_size = len(paths.levels), paths.top_k, generator.config.vocab_size
-    generator._hidden_states(anchors, start, *args)  # writes the drafter's context
-    ids = torch.zeros(len(anchors), slots, top_k, dtype=torch.long)
-    for row in range(len(anchors)):
-        known = texts[row % len(texts), pads[row % len(pads)] + int(start[row]) + 1 :][:slots]
-        for slot in range(slots):
-            token = int(known[slot]) if slot < len(known) else 0
-            wrong = float(torch.rand((), generator=random)) < error_rate
-            place = 0 if wrong else -int(torch.randint(3, (), generator=random).clamp(max=top_k - 1))
-            ids[row, slot] = (token + wrong + torch.arange(place, place + top_k)) % vocab_size
-    log_probs = (
-        torch.linspace(-0.5, -4.0, top_k).expand(ids.shape)
-        - 0.1 * torch.rand(ids.shape[:2], generator=random)[..., None]
-    )
-    tokens, totals = independent_paths(ids.to(anchors.device), log_probs.to(anchors.device), paths)
-    return likeliest_tree(anchors, tokens, totals, paths)
-
-
 SWITCHES = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 6, "selector_top_k": 5}
 
 
@@ -151,3 +129,9 @@ def make_draft2(target, trained=True, **overrides):
                 if "_conv." in name or "candidate_selector" in name:
                     parameter += 0.5 * torch.randn(parameter.shape, generator=random)
     return draft
+
+
+def shallow_pair(make=make_draft, **overrides):
+    """A target of two layers and a drafter of one, for a compiler, to which every layer costs a second."""
+    target = make_target(num_hidden_layers=2)
+    return target, make(target, num_hidden_layers=1, target_layer_ids=[0, 1], **overrides)

@@ -2,7 +2,7 @@
 
 import torch
 
-from support.scripted_draft import ScriptedDraft
+from support.scripted_draft import recognising
 
 
 PROMPT = torch.tensor([[5, 9, 17, 33, 5, 9, 17, 33, 5, 9]])
@@ -15,8 +15,8 @@ def text(target, draft=None, prompt=PROMPT, **options):
     return output.sequences.tolist(), getattr(output, "acceptance_lengths", None)
 
 
-def scripted(target):
-    return ScriptedDraft.of(target, [torch.tensor(text(target)[0][0])], 6)
+def drafter(target):
+    return recognising(target, [torch.tensor(text(target)[0][0])], 6)
 
 
 def drafted(target, draft) -> None:

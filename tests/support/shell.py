@@ -70,8 +70,8 @@ def signalled(number: int, after: float | str, *words, cwd=None, **more: str) ->
     return Ended(process.returncode, seen + out, err)
 
 
-def make_world(folder: Path) -> Path:
-    """A tiny target with its tokenizer, a drafter, prompts and responses, and damaged forms of each."""
+def make_world(folder: Path, megabytes: int = 1) -> Path:
+    """A tiny target with its tokenizer, a drafter, prompts and responses, damaged forms of each, and one long line."""
     tokenizer = make_tokenizer(CHATML)
     target = make_target(vocab_size=len(tokenizer) + 1)
     target.save_pretrained(folder / "target")
@@ -85,7 +85,7 @@ def make_world(folder: Path) -> Path:
     latin = json.dumps({"messages": [{"role": "user", "content": "Grüße"}]}, ensure_ascii=False)
     (folder / "latin.jsonl").write_bytes(line.encode() * 2 + latin.encode("latin-1") + b"\n")
     (folder / "binary.jsonl").write_bytes(bytes(range(256)) * 8)
-    long = json.dumps({"messages": [{"role": "user", "content": "a " * 5_000_000}, row["messages"][1]]})
+    long = json.dumps({"messages": [{"role": "user", "content": "a " * 500_000 * megabytes}, row["messages"][1]]})
     (folder / "long.jsonl").write_text(long + "\n", encoding="utf-8")
     (folder / "prompts.txt").write_text("Say 1\n", encoding="utf-8")
     (folder / "latin.txt").write_bytes("Say 1\nGrüße\n".encode("latin-1"))

@@ -12,7 +12,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 import dflash_hf
 from support.pairs import make_target
-from support.scripted_draft import ScriptedDraft
+from support.scripted_draft import RecognisingDraft, recognising
 
 
 BLOCK_SIZE = 6
@@ -138,7 +138,7 @@ class Pair:
     family: str
     target: nn.Module
     calls: list[Call]
-    drafts: dict[str, ScriptedDraft]
+    drafts: dict[str, RecognisingDraft]
 
     @classmethod
     def of(cls, family: str, seed: int = 0, ways: dict[str, dict] | None = None, names=None, **overrides):
@@ -161,7 +161,7 @@ class Pair:
         assert len(set(torch.cat(texts).tolist())) > 30, "constant texts prove nothing"
         drafts = {}
         for name, fields in (ways or {"block": {}, "tree": {"tree_nodes": 12}}).items():
-            drafts[name] = draft = ScriptedDraft.of(target, texts, BLOCK_SIZE)
+            drafts[name] = draft = recognising(target, texts, BLOCK_SIZE)
             for key, value in fields.items():
                 setattr(draft.decoding_config, key, value)
         return cls(family, target, calls, drafts)

@@ -19,7 +19,7 @@ from transformers import AutoModel, DynamicCache
 
 from dflash_hf.convert import convert
 from dflash_hf.data.prompts import template_kwargs
-from dflash_hf.evaluation.bench_pairs import OracleDraft, native_oracle, oracle_text, random_pair
+from dflash_hf.evaluation.bench_pairs import native_oracle, oracle_text, random_pair, slot_accuracy
 from dflash_hf.evaluation.bench_reference import Reference
 from dflash_hf.evaluation.measure import (
     COMPILED,
@@ -36,6 +36,7 @@ from dflash_hf.evaluation.measure import (
     out_of_sight,
     variant,
 )
+from dflash_hf.evaluation.scripted_draft import ScriptedDraft
 from dflash_hf.evaluation.text import summary_lines
 from dflash_hf.packed_linear import packed_weights
 from dflash_hf.pairs import Loading, check_pair, device_of, draft_config_of, load_draft, load_target
@@ -201,9 +202,10 @@ def bench(
     known = {TARGET, TARGET_PACKED, *OURS, STATIC, NATIVE, PROMPT_LOOKUP}
     if unknown := set(methods) - known:
         raise ValueError(f"methods={list(methods)} names {sorted(unknown)}; choose from {sorted(known)}.")
-    texts = None
+    texts, drafter = None, draft
     if forced_acceptance is not None:
         texts = [oracle_text(target, prompt, max_new_tokens, size, forced_acceptance) for prompt in prompts]
+        drafter = ScriptedDraft.of(draft, texts, certainty=slot_accuracy(forced_acceptance, size))
     others: dict = {}
     with tempfile.TemporaryDirectory() as scratch:
         if STATIC in methods:
@@ -225,7 +227,6 @@ def bench(
             )
             others[REFERENCE] = server
         ours = [method for method in methods if method in (TARGET, TARGET_PACKED, *OURS, PROMPT_LOOKUP)]
-        drafter = draft if texts is None else OracleDraft.of(draft, texts, prompts, forced_acceptance)
         try:
             with native_oracle(texts, prompts):
                 report = evaluate(target, drafter, prompts, max_new_tokens, runs, ours, others=others)

@@ -1,8 +1,6 @@
 """Random pairs of real shapes, and drafts that an oracle makes right as often as a trained drafter's would be."""
 
 import contextlib
-import copy
-import math
 from collections.abc import Sequence
 
 import torch
@@ -101,7 +99,8 @@ def oracle_text(target, prompt: Sequence[int], max_new_tokens: int, block_size: 
     What an oracle would draft after `prompt`: the target's own text, wrong at random places.
 
     Returns:
-        `torch.LongTensor` `[S]`: entry `i` is drafted for position `i`; long enough for a block past the end.
+        `torch.LongTensor` `[S]`: the prompt, and what is drafted for each position after it; long enough for a block
+        past the end.
     """
     ids = torch.tensor([list(prompt)], device=target.device)
     text = target.generate(
@@ -113,52 +112,13 @@ def oracle_text(target, prompt: Sequence[int], max_new_tokens: int, block_size: 
     )[0]
     random = torch.Generator().manual_seed(seed + sum(prompt))
     wrong = torch.rand(len(text), generator=random).to(text.device) >= slot_accuracy(tau, block_size)
+    wrong[: len(prompt)] = False
     return torch.where(wrong, (text + 1) % target.config.get_text_config().vocab_size, text)
-
-
-class OracleDraft(DFlashDraftModel):
-    """A drafter that computes everything, and then drafts what an oracle says. Build it with `of`."""
-
-    @classmethod
-    def of(cls, draft: DFlashDraftModel, texts: Sequence[torch.Tensor], prompts: Sequence[Sequence[int]], tau: float):
-        """The drafter, not copied. The text is found by the prompt, one row at a time."""
-        oracle = copy.copy(draft)
-        oracle.__class__ = cls
-        oracle.accuracy = min(slot_accuracy(tau, draft.config.block_size), 1 - 1e-6)  # of each slot
-        oracle.texts = {tuple(prompt): text for prompt, text in zip(prompts, texts, strict=True)}
-        longest = max(len(text) for text in texts)
-        oracle.text = torch.zeros(longest, dtype=torch.long, device=texts[0].device)  # one place, for compiled rounds
-        return oracle
-
-    def dflash_decode(self, target, input_ids, *args, **kwargs):
-        text = self.texts[tuple(input_ids[0].tolist())]
-        self.text[: len(text)] = text
-        return super().dflash_decode(target, input_ids, *args, **kwargs)
-
-    def forward(self, noise_embeds, *args, position_ids=None, **kwargs):
-        self.slots = position_ids[0, -self.config.block_size + 1 :]  # positions of the unknown slots
-        return super().forward(noise_embeds, *args, position_ids=position_ids, **kwargs)
-
-    def draft_logits(self, hidden_states, target_head):
-        """For trees: as sure of each of the oracle's tokens as it is often right."""
-        logits = super().draft_logits(hidden_states, target_head)
-        if self.decoding_config.tree_nodes is None:
-            return logits
-        logits = logits.float()
-        said = self._said()[: logits.shape[1]].expand(logits.shape[:2])[..., None]  # [R, D, 1]
-        sure = logits.logsumexp(dim=-1, keepdim=True) + math.log(self.accuracy / (1 - self.accuracy))
-        return logits.scatter(-1, said, sure)
-
-    def target_ids(self, draft_ids):
-        return self._said().expand_as(draft_ids) if self.decoding_config.tree_nodes is None else draft_ids
-
-    def _said(self) -> torch.Tensor:
-        return self.text[self.slots.clamp(max=len(self.text) - 1)]  # [B - 1]
 
 
 @contextlib.contextmanager
 def native_oracle(texts: Sequence[torch.Tensor] | None, prompts: Sequence[Sequence[int]]):
-    """The same for transformers' own candidate generator, as long as the block runs; nothing without texts."""
+    """Inside, transformers' own candidate generator drafts what a [`ScriptedDraft`] does; nothing without texts."""
     generator = getattr(candidate_generator, "DFlashTokenCandidateGenerator", None)
     if texts is None or generator is None:
         yield

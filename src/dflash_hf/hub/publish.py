@@ -121,10 +121,10 @@ def publish(
     sizes |= {name: len(content) for name, content in made.items()}
     result = Publication(repo, dict(sorted(sizes.items())), left_out, card, findings)
     if write_to is not None:
-        for name, source in {**sources, **made}.items():
+        contents = {name: path.read_bytes() for name, path in sources.items()}
+        for name, content in {**contents, **made}.items():
             path = Path(write_to) / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            content = source if isinstance(source, bytes) else source.read_bytes()
             path.write_bytes(content)
     if not dry_run:
         # 4. One commit.
