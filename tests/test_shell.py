@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -74,6 +75,8 @@ def generate(world, *more, target="target", draft="draft"):
         (["--temperature", "nan"], 2, "nan must be 0"),
         (["--seed", "-1"], 2, "-1 must not be negative"),
         (["--tree-nodes", "99999"], 1, "tree_nodes=99999 must be"),
+        (["--prompt", " "], 1, "--prompt is empty"),
+        (["--prompt", "x" * 300], 1, "--prompt: its prompt fills all 256 positions of the target"),
     ],
 )
 def test_values_that_cannot_be_right_are_told_before_anything_is_loaded(more, code, message, world, told):
@@ -89,8 +92,9 @@ def test_values_that_cannot_be_right_are_told_before_anything_is_loaded(more, co
         ({"target": "draft", "draft": "target"}, "target and drafter are swapped"),
         ({"draft": "target"}, "is not a DFlash drafter but"),
         ({"target": "bare"}, "has no tokenizer; save the target's beside"),
-        ({"draft": "deep"}, "is nested too deeply"),
+        ({"draft": "deep"}, "config.json is nested too deeply"),
         ({"draft": "half"}, "model.safetensors"),
+        ({"target": "torn"}, "torn: its safetensors are damaged or only half written"),
         ({"target": "rows.jsonl"}, "is a file; name the folder"),
     ],
 )
@@ -117,6 +121,19 @@ def test_a_name_that_is_no_folder_is_asked_for_once(told, monkeypatch):
         again = told("prepare", "rows.jsonl", "--tokenizer", "someone/nothing")
     assert code == 1 and "the Hub has no model of that name" in line
     assert again[0] == 1 and "the Hub has no model of that name" in again[1]
+
+
+def test_a_dataset_that_is_not_there_is_asked_for_once(world, told, monkeypatch):
+    """`datasets` tried six times, for half a minute, and named a file of its own."""
+    prepare = ["prepare", "someone/no-such-set", "--target", world / "target"]
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # the discard port: closed
+    monkeypatch.setattr("datasets.load_dataset", lambda *args, **options: pytest.fail("asked again"))
+    code, line = told(*prepare)
+    assert code == 1 and "'someone/no-such-set' could not be loaded from the Hub, and there is no file" in line
+    with stand_in(monkeypatch):
+        code, line = told(*prepare)
+    assert code == 1 and "there is no file of that name" in line
 
 
 @pytest.mark.parametrize(
@@ -172,7 +189,7 @@ def test_an_output_that_cannot_be_written_is_found_before_the_work(world, told):
         ["regenerate", world / "rows.jsonl", "--target", world / "target", "--output", wrong / "x.jsonl"],
         ["features", world / "rows.jsonl", "--target", world / "target", "--output", wrong],
         ["convert", world / "draft", wrong],
-        ["demo", "--cache-dir", wrong],
+        ["demo", "--output", wrong],
         ["eval", "--target", "t", "--draft", "d", "--data", "x.txt", "--output", wrong],
         ["recipes", "copy", "demo.yaml", wrong],
     ):
@@ -203,6 +220,27 @@ def test_no_token_is_ever_printed(world, tmp_path, told):
     code, line = told(*run, "hub_token={a: hf_abcdefghij}")
     assert code == 1 and "hf_abc" not in line
     assert terminal.one_line("x hf_abcdefghij y") == "x hf_... y"
+
+
+def test_a_target_with_code_of_its_own_needs_trust(world, tmp_path, told):
+    """No command could say so; later `train` alone could not."""
+    own, rows, work = tmp_path / "own", world / "rows.jsonl", tmp_path / "work"
+    shutil.copytree(world / "target", own)
+    config = json.loads((own / "config.json").read_text())
+    auto_map = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
+    (own / "config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": auto_map}))
+    code = "from transformers import Qwen3Config, Qwen3ForCausalLM\n\n\nclass OwnConfig(Qwen3Config):\n"
+    code += "    model_type = 'own'\n\n\nclass Own(Qwen3ForCausalLM):\n    config_class = OwnConfig\n"
+    (own / "own.py").write_text(code)
+    short = ["max_steps=1", "use_cpu=true", "report_to=none", "target_layer_ids=[0]", "num_draft_layers=1"]
+    for words, trust in (
+        (generate(world, "--max-new-tokens", "2", target=own), "--trust-remote-code"),
+        (["train", f"target={own}", f"data={rows}", f"output_dir={work}", *short], "trust_remote_code=true"),
+    ):
+        code, line = told(*words)
+        assert code == 1 and "code of its own" in line and trust in line, line
+        code, line = told(*words, trust)
+        assert code == 0, line
 
 
 def test_the_keys_of_training_stand_under_their_headings(told):
@@ -252,7 +290,12 @@ def test_the_time_limit_leaves_no_timer_behind():
         (OSError(errno.ENOSPC, "No space left on device", "/full/x"), "the disk is full (/full/x): free some space"),
         (RuntimeError("I/O error: No space left on device (os error 28)"), "the disk is full: free"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB."), "out of memory (CUDA out of memory"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "out of memory (Default"),
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you"
+            ),
+            "out of memory (DefaultCPUAllocator: can't allocate memory: you)",
+        ),
         (MemoryError(), "out of memory"),
         (RecursionError("maximum recursion depth"), "nested too deeply"),
         (PermissionError(errno.EACCES, "Permission denied", "/x"), "/x: Permission denied"),
@@ -369,7 +412,7 @@ def test_help_has_examples_and_the_words_that_all_share(command, capsys):
 
 def test_the_same_options_mean_the_same(capsys):
     parsers = cli._all_commands()
-    loads = {"generate", "eval", "bench", "regenerate", "features"}
+    loads = {"generate", "eval", "doctor", "bench", "regenerate", "features", "prompts"}
     decodes = {"generate", "eval", "regenerate"}
     for name, parser in parsers.items():
         words = {word: action for action in parser._actions for word in action.option_strings}
@@ -461,7 +504,6 @@ def test_completion_knows_every_command_and_option(shell):
 
 
 def test_the_bash_completion_completes(tmp_path):
-    import shutil
     import subprocess
 
     if shutil.which("bash") is None:
@@ -499,9 +541,9 @@ def test_an_error_does_not_hang_on_a_progress_bar(told, monkeypatch):
 @pytest.mark.slow
 def test_every_command_under_every_bad_condition():
     """What `examples/benchmarks/results/shell.md` shows."""
-    from shell_table import COMMANDS, table
+    from shell_table import table
 
-    _, faults = table(COMMANDS)
+    *_, faults = table(COMMANDS)
     assert not faults, "\n".join(faults)
 
 

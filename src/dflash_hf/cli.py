@@ -25,6 +25,8 @@ from dflash_hf.terminal import Echo, Outcome, UsageError, end_progress_bars, one
 COMMANDS = (
     ("demo", "train a small target and its drafter on this machine, and compare", "demo"),
     ("generate", "decode a prompt with a target and its drafter", "generate"),
+    ("chat", "talk to a target and its drafter in the terminal", "chat"),
+    ("serve", "serve a target with its drafter behind the OpenAI API", "serve"),
     ("find", "list drafters of a target on the Hub", "find"),
     ("smollm2", "print the folder of SmolLM2-135M-Instruct, made by the first call", "smollm2"),
     ("prompts", "let a chat target write the requests that its drafter is trained on", "prompts"),
@@ -34,6 +36,7 @@ COMMANDS = (
     ("recipes", "list, show or copy the recipes and scripts that come along", "recipes"),
     ("train", "train a drafter by a recipe", "train"),
     ("eval", "measure tau, speed-up and losslessness of a pair on prompts", "eval"),
+    ("doctor", "find out by experiment why acceptance is low", "doctor"),
     ("bench", "time every way of decoding a pair side by side", "bench"),
     ("check", "will vLLM, SGLang and transformers read a drafter's folder, and read the same?", "check"),
     ("convert", "rewrite a drafter in another published layout", "convert"),

@@ -29,7 +29,7 @@ def explain(error: BaseException, again: str = "run the same command again") -> 
     if any(isinstance(one, MemoryError) or type(one).__name__ == "OutOfMemoryError" for one in chain) or (
         isinstance(error, RuntimeError) and _holds(texts, _MEMORY)
     ):
-        return one_line(f"out of memory ({_first_sentence(texts) or 'no details'}): {_LESS}")
+        return one_line(f"out of memory ({_about_memory(texts) or 'no details'}): {_LESS}")
     if isinstance(error, RecursionError):
         return f"the input is nested too deeply to be read ({_place(error)}); it is damaged, or made to harm"
     if isinstance(error, UnicodeDecodeError):
@@ -64,9 +64,10 @@ def _holds(texts: list[str], signs: tuple[str, ...]) -> bool:
     return any(sign.lower() in text.lower() for text in texts for sign in signs)
 
 
-def _first_sentence(texts: list[str]) -> str:
-    found = next((text for text in texts if _holds([text], _MEMORY)), "")
-    return one_line(found.split(". ")[0], 100)
+def _about_memory(texts: list[str]) -> str:
+    """The sentence that says so; torch names a line of its own code first."""
+    sentences = [sentence for text in texts for sentence in text.split(". ")]
+    return one_line(next((one for one in sentences if _holds([one], _MEMORY)), ""), 100)
 
 
 def _place(error: BaseException) -> str:

@@ -22,6 +22,7 @@ _TOKENIZERS = (
     "tekken.json",
     "tokenizer.jinja",
 )
+TRUST = "add --trust-remote-code (in a recipe trust_remote_code=true)"
 _SECONDS = 10.0  # for the one question to the Hub
 
 
@@ -70,14 +71,14 @@ def read_config(name: str, what: str, revision: str | None = None) -> dict:
     """
     folder = Path(name).expanduser()
     if not folder.exists() and not looks_local(name):
-        return _read_json(_from_hub(name, what, revision))
+        return read_json(_from_hub(name, what, revision))
     if not folder.exists():
         raise FileNotFoundError(f"{what}: there is no such folder.")
     if not folder.is_dir():
         raise ValueError(f"{what} is a file; name the folder of the model.")
     if not (folder / "config.json").is_file():
         raise ValueError(f"{what}: the folder has no config.json; name one that `save_pretrained` has finished.")
-    return _read_json(folder / "config.json")
+    return read_json(folder / "config.json")
 
 
 def check_pair(
@@ -131,6 +132,15 @@ def check_token_id(token_id: int | None, config: dict, what: str | None = None) 
         raise ValueError(f"{given} is outside the target's embedding: its {rows} rows are the ids 0 to {rows - 1}.")
 
 
+def positions_of(config: dict) -> int | None:
+    """Tokens that a target reads, as far as its configuration says: a stretched rope so many times more."""
+    nested = config.get("text_config")
+    text = nested if isinstance(nested, dict) else config
+    length = text.get("max_position_embeddings", text.get("n_positions"))
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    return int(length * max(1.0, rope.get("factor") or 1.0)) if length and length > 0 else None
+
+
 def device_of(name: str | None) -> str:
     """
     A device that is there; by default a GPU if there is any.
@@ -152,25 +162,38 @@ def device_of(name: str | None) -> str:
     return name
 
 
-def load_target(name: str, loading: Loading, device: str | None = None):
+def load_target(name: str, loading: Loading, device=None, form: str = "--{} {}", **options):
     """
     A target, in evaluation mode.
 
+    Args:
+        name (`str`): A folder, or a repository of the Hub.
+        loading (`Loading`): How.
+        device (`str`, `torch.device` or `dict`, *optional*): In place of `loading.device`.
+        form (`str`): How an argument and its value are written, for messages.
+        options: Further ones of `from_pretrained`.
+
     Raises:
-        `ValueError`: it needs code of its own, or a quantisation library that is not there.
+        `ValueError`: it needs code of its own, or its weights are damaged.
+        `ImportError`: it needs a quantisation library that is not there.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
-    place = device or device_of(loading.device)
-    options = {"dtype": loading.dtype, "device_map": place, "trust_remote_code": loading.trust_remote_code}
+    what = form.format("target", name)
+    options |= {"dtype": loading.dtype, "device_map": device or device_of(loading.device)}
+    options["trust_remote_code"] = loading.trust_remote_code
     if loading.revision:
         options["revision"] = loading.revision
     try:
         return AutoModelForCausalLM.from_pretrained(name, **options).eval()
+    except SafetensorError as error:
+        damage = f"{what}: its safetensors are damaged or only half written ({one_line(error, 100)})"
+        raise ValueError(f"{damage}; download or save them again.") from error
     except ValueError as error:
-        raise ValueError(_about_remote_code(name, error)) from error
+        raise ValueError(_about_remote_code(what, error)) from error
     except ImportError as error:
-        raise ImportError(f"--target {name} needs a library that is not installed: {one_line(error, 160)}") from error
+        raise ImportError(f"{what} needs a library that is not installed: {one_line(error, 160)}") from error
 
 
 def load_draft(name: str, loading: Loading, device: str | None = None):
@@ -221,15 +244,23 @@ def set_decoding(draft, arguments) -> None:
     draft.decoding_config.check(draft.config.block_size)
 
 
-def _about_remote_code(name: str, error: ValueError) -> str:
+def _about_remote_code(what: str, error: ValueError) -> str:
     if "trust_remote_code" not in str(error):
         return str(error)
-    return f"--target {name} comes with code of its own: read that code, and if you trust it add --trust-remote-code."
+    return f"{what} comes with code of its own: read that code, and if you trust it {TRUST}."
 
 
-def _read_json(path: str | Path) -> dict:
+def read_json(path: str | Path) -> dict:
+    """
+    The JSON object that a file holds.
+
+    Raises:
+        `ValueError`: it holds something else, or cannot be read; says so in a line.
+    """
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply to be a configuration.") from None
     except UnicodeDecodeError as error:

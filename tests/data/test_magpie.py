@@ -294,6 +294,10 @@ def test_other_settings_and_other_files_are_not_mixed(folder, tmp_path, capsys):
     assert write(capsys, folder, output, 3)[0] == 0
     code, _, error = write(capsys, folder, output, 6, "--seed", "1")
     assert code == 1 and "was begun with seed=0, not 1" in error
+    other = tmp_path / "other.jinja"
+    other.write_text((folder / "chat_template.jinja").read_text(encoding="utf-8") + " ", encoding="utf-8")
+    code, _, error = write(capsys, folder, output, 6, "--chat-template", str(other))
+    assert code == 1 and "was begun with template=" in error
     foreign = tmp_path / "foreign.jsonl"
     foreign.write_text('{"row": 0, "prompt": "Hi", "completion": "Hello"}\n', encoding="utf-8")
     code, _, error = write(capsys, folder, foreign, 6)

@@ -107,6 +107,15 @@ def test_raw_prompts_and_samples(folder, data, tmp_path, capsys):
         assert row["input_ids"][: len(start)] == start and row["loss_mask"].index(1) == len(start)
 
 
+def test_a_prompt_that_leaves_no_position_for_an_answer_is_left_out(folder, tmp_path, capsys):
+    """One broken row of ten megabytes took the memory of all."""
+    long, output = tmp_path / "long.jsonl", tmp_path / "out.jsonl"
+    long.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("1?", "a" * 300, "2?")), encoding="utf-8")
+    code, out, _ = regenerate(capsys, long, folder, output, *HERE)
+    assert code == 1 and "1 rows were refused and are left out" in out
+    assert [row["row"] for row in rows_of(output)] == [0, 2]
+
+
 def test_what_a_kill_leaves_is_repaired_and_finished(folder, data, tmp_path, capsys):
     """The file is cut at every kind of place; the finished rows stay as they are, byte for byte."""
     whole = tmp_path / "whole.jsonl"

@@ -11,6 +11,8 @@ from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.evaluation.command import read_prompts
+from dflash_hf.evaluation.divergence import Divergence, Rounding
+from dflash_hf.evaluation.measure import DFLASH
 from dflash_hf.hub.card import CardFacts
 
 
@@ -66,7 +68,7 @@ def test_the_prompt_of_a_row_is_what_the_target_is_given(tokenizer):
     ],
 )
 def test_a_row_without_a_prompt_is_named(row, message, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr("dflash_hf.evaluation.command.load_rows", lambda data, split: [{"prompt": "fine"}, row])
+    monkeypatch.setattr("dflash_hf.evaluation.sets.load_rows", lambda data, split: [{"prompt": "fine"}, row])
     with pytest.raises(ValueError, match=message):
         read_prompts("rows.jsonl", RowEncoder(tokenizer), 9)
 
@@ -120,9 +122,10 @@ def test_template_arguments_are_those_of_training_unless_given(pair, tmp_path, m
 
 def test_an_output_that_is_not_the_target_s_own_is_an_error(pair, tmp_path, capsys, monkeypatch):
     (tmp_path / "prompts.txt").write_text("Say 1\n", encoding="utf-8")
-    monkeypatch.setattr("dflash_hf.evaluation.measure.EvalReport.lossless", False)
+    wrong = Divergence(DFLASH, 0, 3, own=5, other=6, gap=12.5)
+    monkeypatch.setattr("dflash_hf.evaluation.measure.judge", lambda *_: ([wrong], Rounding(0.1, 9, 1)))
     assert evaluate(pair, tmp_path / "prompts.txt") == 1
-    assert "NOT LOSSLESS" in capsys.readouterr().out
+    assert "WRONG: with the drafter, token 3 of the answer to prompt 0: 6 in place of 5" in capsys.readouterr().out
 
 
 def test_errors_are_one_line(pair, tmp_path, capsys):

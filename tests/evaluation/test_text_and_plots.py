@@ -5,6 +5,7 @@ import re
 import pytest
 from support.tiny_chat import make_tokenizer
 
+from dflash_hf.evaluation.divergence import Divergence
 from dflash_hf.evaluation.measure import DFLASH, PROMPT_LOOKUP, TARGET, EvalReport, MethodReport
 from dflash_hf.evaluation.plots import plot_report
 from dflash_hf.evaluation.text import colored_answer, origins, summary_lines, token_texts
@@ -52,9 +53,9 @@ def test_the_table_names_every_figure(report):
         "2 of 3 exactly right (67%)",
     ):
         assert figure in text, figure
-    assert "NOT LOSSLESS" not in text
-    report.methods[DFLASH].equal = 2
-    assert "NOT LOSSLESS" in "\n".join(summary_lines(report))
+    assert "WRONG" not in text
+    report.divergences = [Divergence(DFLASH, 0, 3, own=5, other=6, gap=12.5)]
+    assert "WRONG" in "\n".join(summary_lines(report))
 
 
 def test_a_picture_is_drawn(report, tmp_path):

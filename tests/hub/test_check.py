@@ -454,6 +454,30 @@ def contents(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_weights_are_read_where_that_is_asked_for(value, folder, capsys):
+    """`check` said "ready to be served" of a drafter of NaN: it reads headers alone."""
+    weights = load_file(folder / "model.safetensors")
+    assert main(["check", str(folder), "--weights"]) == 0
+    weights["fc.weight"][0, 0] = value
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert check(folder) == [] and "No findings" in capsys.readouterr().out
+    (finding,) = check(folder, ["vllm"], weights=True)
+    assert (
+        finding.key == "weights"
+        and finding.severity == "error"
+        and "not finite (inf or NaN), in fc.weight" in finding.message
+    )
+    assert main(["check", str(folder), "--weights"]) == 1
+    assert "in fc.weight" in capsys.readouterr().out
+
+
+def test_weights_of_a_repository_are_not_downloaded_to_be_read(capsys):
+    """The stand-in of a repository holds zeros, which are finite."""
+    assert main(["check", "someone/draft", "--weights"]) == 1
+    assert "someone/draft is not a folder on this machine" in capsys.readouterr().err
+
+
 def test_a_repository_is_checked_by_its_headers(hub, target, tmp_path):
     """The findings are those of the folder, and of the weights only the beginning is downloaded."""
     draft = make_draft(target, target_layer_ids=[0, 1, 2], intermediate_size=3000)

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,10 @@ from dflash_hf.hub.engine_rules import Drafter, layers_as_read
 
 pytestmark = pytest.mark.slow
 
-# With the version of transformers that both accept, and what their drafter's code needs besides ours.
+# With the version of transformers that both accept and a later one, and what their drafter's code needs besides ours.
 VERSIONS = {"vllm": "vllm==0.33.0", "sglang": "sglang==0.5.23"}
-BESIDE = ("transformers==5.19.0", "msgspec", "cachetools")
+TRANSFORMERS = ("5.19.0", "5.23.0")
+BESIDE = ("msgspec", "cachetools")
 
 
 def pip(*words: str) -> None:
@@ -41,23 +43,24 @@ def pip(*words: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def beside(tmp_path_factory) -> Path:
+def beside(tmp_path_factory) -> list[Path]:
     """What engines need besides, for both. The packages are large: this takes minutes and half a gigabyte."""
-    folder = tmp_path_factory.mktemp("beside")
-    pip("install", "--target", str(folder), *BESIDE)
-    return folder
+    folders = [tmp_path_factory.mktemp("beside") for _ in TRANSFORMERS]
+    for folder, version in zip(folders, TRANSFORMERS):
+        pip("install", "--target", str(folder), f"transformers=={version}", *BESIDE)
+    return folders
 
 
 @pytest.fixture(scope="module", params=VERSIONS)
 def engine(request, beside, tmp_path_factory):
-    """The name of an engine, and a function that runs `engine_code.py` in an environment that has its sources."""
+    """The name of an engine, and functions that run `engine_code.py` with its sources, for each transformers."""
     scratch = tmp_path_factory.mktemp(request.param)
     pip("download", "--dest", str(scratch), VERSIONS[request.param])
     (wheel,) = scratch.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(scratch / "code", [n for n in archive.namelist() if not n.endswith((".so", ".a"))])
     wheel.unlink()
-    yield request.param, functools.partial(run, request.param, [beside, scratch / "code"])
+    yield request.param, [functools.partial(run, request.param, [one, scratch / "code"]) for one in beside]
     shutil.rmtree(scratch)
 
 
@@ -89,7 +92,7 @@ def edit(folder: Path, nested: dict, **changes) -> None:
 
 @torch.no_grad()
 def test_engines_draft_as_we_do(engine, target, tmp_path):
-    name, run_engine = engine
+    name, run_engines = engine
     target.save_pretrained(tmp_path / "target")
     random = torch.Generator().manual_seed(0)
     ids = torch.tensor([17, 95, 95, 95])
@@ -112,7 +115,7 @@ def test_engines_draft_as_we_do(engine, target, tmp_path):
     edit(tmp_path / "dropped", {}, use_sliding_window=False)
     others = ["nested", "forced", "dropped"]
 
-    for trust in ("plain", "trust"):
+    for run_engine, trust in product(run_engines, ("plain", "trust")):
         results = run_engine(trust, tmp_path, [*expected, *others])
         for folder, hidden in expected.items():
             found = results[folder]

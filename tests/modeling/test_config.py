@@ -4,7 +4,7 @@ import json
 
 import pytest
 from support.tiny_models import tiny_config
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, modeling_rope_utils
 
 from dflash_hf import DFlashDraftConfig
 from dflash_hf.modeling.configuration_dflash import default_target_layer_ids
@@ -36,6 +36,26 @@ def test_nested_keys_win_and_everything_is_written_back():
     assert written["mask_token_id"] == written["dflash_config"]["mask_token_id"] == 95
     assert written["loss_decay_gamma"] == 4.0
     assert DFlashDraftConfig.from_dict(written).to_dict() == config.to_dict()
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [{"partial_rotary_factor": 0.5}, {"rope_dim": 4}, {"rope_dim": 4, "rope_type": "linear", "factor": 2.0}],
+)
+def test_the_width_that_rotates_is_written_twice(spelling, monkeypatch):
+    """SGLang under transformers 5.23 lost the factor alone, and rotated whole heads."""
+    warned = []
+    monkeypatch.setattr(modeling_rope_utils.logger, "warning", warned.append)
+    rope = {"rope_type": "default", "rope_theta": 1e4, **spelling}
+    config = DFlashDraftConfig(**GOOD, rope_parameters=rope)
+    written = json.loads(config.to_json_string())
+    for one in (config, DFlashDraftConfig.from_dict(written)):
+        assert one.rope_parameters["partial_rotary_factor"] == 0.5 and one.rope_parameters["rope_dim"] == 4
+    assert written["partial_rotary_factor"] == 0.5 and written["rope_parameters"]["rope_dim"] == 4
+    config.validate()  # as saving does
+    assert not warned
+    whole = DFlashDraftConfig(**GOOD, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    assert "rope_dim" not in whole.rope_parameters
 
 
 def test_block_size_nested_alone_is_honoured():

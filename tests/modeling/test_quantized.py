@@ -5,6 +5,7 @@ import torch
 from support.pairs import make_draft, make_target
 
 from dflash_hf import DFlashDraftModel
+from dflash_hf.modeling.checkpoint_dflash import write_mask_embedding
 
 
 def torchao_int8():
@@ -59,3 +60,22 @@ def test_a_quantised_drafter_drafts_and_is_lossless(make_config, error, tmp_path
     again = DFlashDraftModel.from_pretrained(tmp_path / "quantised").eval()
     with torch.no_grad():
         assert torch.equal(again(block, context).last_hidden_state, hidden)
+
+
+def test_a_quantised_drafter_takes_its_mask_embedding_from_the_file_beside_it(tmp_path):
+    """Where it lies in `mask_embedding.pt` alone, as engines read it, the tensor was called missing."""
+    target, own = make_target(), torch.randn(32)
+    draft = make_draft(target)
+    draft.save_pretrained(tmp_path / "draft")
+    quantised = DFlashDraftModel.from_pretrained(
+        tmp_path / "draft", quantization_config=torchao_int8(), dtype=torch.float32
+    )
+    quantised.save_pretrained(tmp_path / "quantised")
+    write_mask_embedding(str(tmp_path / "quantised"), own, draft.config.mask_token_id)
+    again = DFlashDraftModel.from_pretrained(tmp_path / "quantised", dtype=torch.float32)
+    assert again.config.own_mask_embedding and torch.equal(again.mask_embedding, own)
+    block, context = torch.randn(1, 4, 32), torch.randn(1, 7, 96)
+    with torch.no_grad():
+        hidden = again(block, context).last_hidden_state
+        block[:, 1:] = own  # behind the anchor
+        assert torch.equal(hidden, quantised(block, context).last_hidden_state)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,41 +39,40 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg", **more}
 
 
-def dflash(*words, stdin: bytes | None = None, cwd=None, timeout: float = 240, **more: str) -> Ended:
-    """Run a command to its end."""
+def dflash(*words, stdin: bytes = b"", stdout: str | None = None, timeout: float = 900) -> Ended:
+    """Run a command to its end; its output may be led into a file."""
     command = [sys.executable, "-m", "dflash_hf.cli", *map(str, words)]
-    done = subprocess.run(
-        command, input=stdin or b"", capture_output=True, cwd=cwd, env=environment(**more), timeout=timeout
-    )
-    return Ended(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
+    with open(stdout, "wb") if stdout else nullcontext(subprocess.PIPE) as place:
+        done = subprocess.run(
+            command, input=stdin, stdout=place, stderr=subprocess.PIPE, env=environment(), timeout=timeout
+        )
+    return Ended(done.returncode, (done.stdout or b"").decode(errors="replace"), done.stderr.decode(errors="replace"))
 
 
-def signalled(number: int, after: float | str, *words, cwd=None, **more: str) -> Ended:
-    """Run a command and send it a signal after so many seconds, or once its output holds a text."""
+def signalled(number: int, after: float | Path, *words, stdin: bytes = b"") -> Ended:
+    """Run a command and send it a signal after so many seconds, or once there is something in a folder."""
     command = [sys.executable, "-u", "-m", "dflash_hf.cli", *map(str, words)]
-    if (
-        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    ):  # as behind `&` in a script; children would not hear it either
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # behind `&` in a script; children would not hear it either
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=cwd, env=environment(**more), text=True
-    )
-    seen = ""
-    if isinstance(after, str):
-        for line in process.stdout:
-            seen += line
-            if after in line:
-                break
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment())
+    process.stdin.write(stdin)
+    process.stdin.close()
+    process.stdin = None
+    if isinstance(after, Path):
+        while process.poll() is None and not any(after.iterdir()):
+            time.sleep(0.01)
     else:
         time.sleep(after)
     process.send_signal(number)
-    out, err = process.communicate(timeout=240)
-    return Ended(process.returncode, seen + out, err)
+    out, err = process.communicate(timeout=900)
+    return Ended(process.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
 
 
 def make_world(folder: Path, megabytes: int = 1) -> Path:
     """A tiny target with its tokenizer, a drafter, prompts and responses, damaged forms of each, and one long line."""
     tokenizer = make_tokenizer(CHATML)
+    tokenizer.add_tokens(["a" * 1000])  # ten megabytes are few tokens then, and soon read
     target = make_target(vocab_size=len(tokenizer) + 1)
     target.save_pretrained(folder / "target")
     tokenizer.save_pretrained(folder / "target")
@@ -85,7 +85,7 @@ def make_world(folder: Path, megabytes: int = 1) -> Path:
     latin = json.dumps({"messages": [{"role": "user", "content": "Grüße"}]}, ensure_ascii=False)
     (folder / "latin.jsonl").write_bytes(line.encode() * 2 + latin.encode("latin-1") + b"\n")
     (folder / "binary.jsonl").write_bytes(bytes(range(256)) * 8)
-    long = json.dumps({"messages": [{"role": "user", "content": "a " * 500_000 * megabytes}, row["messages"][1]]})
+    long = json.dumps({"messages": [{"role": "user", "content": "a" * 1_000_000 * megabytes}, row["messages"][1]]})
     (folder / "long.jsonl").write_text(long + "\n", encoding="utf-8")
     (folder / "prompts.txt").write_text("Say 1\n", encoding="utf-8")
     (folder / "latin.txt").write_bytes("Say 1\nGrüße\n".encode("latin-1"))
@@ -93,12 +93,10 @@ def make_world(folder: Path, megabytes: int = 1) -> Path:
     for path in (folder / "bare").glob("tok*"):
         path.unlink()
     (folder / "bare" / "chat_template.jinja").unlink(missing_ok=True)
-    shutil.copytree(folder / "draft", folder / "half")
-    weights = folder / "half" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
+    for whole, half in (("draft", "half"), ("target", "torn")):
+        shutil.copytree(folder / whole, folder / half)
+        weights = folder / half / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-100])
     shutil.copytree(folder / "draft", folder / "deep")
     (folder / "deep" / "config.json").write_text("[" * 100_000, encoding="utf-8")
     return folder
-
-
-INTERRUPT, KILL = signal.SIGINT, signal.SIGKILL

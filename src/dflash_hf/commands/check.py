@@ -8,14 +8,15 @@ ENGINES = ("vllm", "sglang", "transformers")  # of hub.engine_rules, held to it
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("folder", help="folder of a drafter, or its Hub name; the weights are not downloaded")
+    parser.add_argument("folder", help="folder of a drafter, or its Hub name, of which no weights are downloaded")
     parser.add_argument("--engine", choices=ENGINES, action="append", help="may be repeated; default: all three")
     parser.add_argument("--target", help="folder, config.json or Hub name of the target, to compare sizes with")
+    parser.add_argument("--weights", action="store_true", help="read every tensor too: are all numbers finite?")
     add_revision(parser, of="the drafter's repository")
     parser.add_argument("--subfolder", default="", help="where in the folder or repository the drafter lies")
     add_examples(
         parser,
-        "dflash check my-drafter --target Qwen/Qwen3-0.6B",
+        "dflash check my-drafter --target Qwen/Qwen3-0.6B --weights",
         "dflash check z-lab/Qwen3-8B-DFlash-b16 --engine vllm",
     )
 
@@ -39,6 +40,7 @@ def run(arguments, echo) -> Outcome:
         target,
         arguments.revision,
         arguments.subfolder,
+        arguments.weights,
     )
     echo(render(findings))
     code = int(any(finding.severity == "error" for finding in findings))

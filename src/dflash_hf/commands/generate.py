@@ -45,10 +45,12 @@ def run(arguments, echo) -> Outcome:
             f"--top-p {arguments.top_p} changes nothing in greedy decoding; add --temperature, such as 1."
         )
     prompt = _prompt(arguments.prompt)
-    from dflash_hf.pairs import Loading, check_pair, device_of, load_draft, load_target, set_decoding
+    if not prompt.strip():
+        raise ValueError("--prompt is empty; pass some text.")
+    from dflash_hf.pairs import Loading, check_pair, device_of, load_draft, load_target, positions_of, set_decoding
 
     loading = Loading.of(arguments)
-    check_pair(arguments.target, arguments.draft, loading)
+    config = check_pair(arguments.target, arguments.draft, loading)
     device = device_of(loading.device)
     import torch
     from transformers import TextStreamer, set_seed
@@ -62,7 +64,7 @@ def run(arguments, echo) -> Outcome:
     )
     draft = load_draft(arguments.draft, loading, device) if arguments.draft else None
     set_decoding(draft, arguments)
-    prompt_ids = _ids(tokenizer, prompt, draft, arguments, echo.note)
+    prompt_ids = _ids(tokenizer, prompt, draft, arguments, positions_of(config), echo.note)
     target = load_target(arguments.target, loading, device)
     if arguments.packed:
         from dflash_hf.packed_linear import packed_weights
@@ -115,15 +117,18 @@ def _prompt(given: str) -> str:
         raise ValueError(f"Line {line} of standard input is not UTF-8; pipe it through `iconv` first.") from error
 
 
-def _ids(tokenizer, prompt: str, draft, arguments, say) -> list[int]:
-    from dflash_hf.data.encode import RowEncoder
+def _ids(tokenizer, prompt: str, draft, arguments, positions: int | None, say) -> list[int]:
+    from dflash_hf.data.encode import RowEncoder, UnusableRow
     from dflash_hf.data.prompts import ids_of_prompt, prompt_of, template_kwargs
 
     given = template_arguments(arguments.template_args)
     kwargs = {} if arguments.raw else template_kwargs(given, draft_config=draft and draft.config, say=say)
     as_chat = bool(tokenizer.chat_template) and not arguments.raw
-    encoder = RowEncoder(tokenizer, chat_template_kwargs=kwargs)
-    ids = ids_of_prompt(encoder, prompt_of({"prompt": prompt}, as_chat))
+    encoder = RowEncoder(tokenizer, chat_template_kwargs=kwargs, positions=positions)
+    try:
+        ids = ids_of_prompt(encoder, prompt_of({"prompt": prompt}, as_chat))
+    except UnusableRow as reason:
+        raise ValueError(f"--prompt: {reason}.") from reason
     if not ids:
         raise ValueError("--prompt is empty under this tokenizer; pass some text.")
     return ids

@@ -1,7 +1,7 @@
 """`dflash prompts`."""
 
 from dflash_hf.commands.shared import add_examples, add_loading, add_output
-from dflash_hf.terminal import add_template_arguments, count, positive, probability, temperature
+from dflash_hf.terminal import add_template_arguments, count, positive, probability, readable_file, temperature
 
 
 AGAIN = "the same command goes on with the requests that are missing"
@@ -24,7 +24,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--max-chars", type=positive, default=1000, help="default: %(default)s")
     parser.add_argument("--seed", type=count, default=0, help="default: %(default)s")
     parser.add_argument("--batch-size", type=positive, default=64, help="default: %(default)s")
-    parser.add_argument("--chat-template", help="Jinja file in place of the tokenizer's template")
+    parser.add_argument("--chat-template", type=readable_file, help="Jinja file in place of the tokenizer's own")
     add_template_arguments(parser)
     add_loading(parser, draft=False)
     add_examples(

@@ -47,6 +47,7 @@ class RowEncoder:
         mask_token_id (`int`, *optional*): The drafter's mask token, which no row may hold: there it would stand both
             for itself and for an unknown token.
         vocab_size (`int`, *optional*): Rows of the target's embedding, which no id may exceed.
+        positions (`int`, *optional*): Tokens that the target reads: a prompt of as many leaves none to its answer.
     """
 
     tokenizer: object = None
@@ -54,6 +55,7 @@ class RowEncoder:
     chat_template_kwargs: dict = field(default_factory=dict)
     mask_token_id: int | None = None
     vocab_size: int | None = None
+    positions: int | None = None
 
     def __call__(self, row: Mapping) -> list[dict]:
         """

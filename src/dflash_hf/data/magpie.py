@@ -18,10 +18,11 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, TopPLogitsWarper
 from transformers.utils import logging
 
+from dflash_hf.data.encode import digests_of_tokenizer
 from dflash_hf.data.prepare import load_tokenizer
 from dflash_hf.data.response_file import ResponseFile
-from dflash_hf.pairs import Loading, load_target
-from dflash_hf.target import generate_responses
+from dflash_hf.pairs import Loading, check_pair, load_target
+from dflash_hf.target import digest_of_target, generate_responses
 from dflash_hf.terminal import template_arguments
 
 
@@ -434,17 +435,19 @@ def run(arguments, echo) -> int:
         seed=arguments.seed,
         chat_template_kwargs=template_arguments(arguments.template_args) or {},
     )
-    tokenizer = load_tokenizer(arguments.target, arguments.chat_template)
+    loading = Loading.of(arguments)
+    check_pair(arguments.target, None, loading)
+    tokenizer = load_tokenizer(arguments.target, arguments.chat_template, loading.revision, loading.trust_remote_code)
     UserTurn.of(tokenizer, settings.system, settings.chat_template_kwargs)  # refuses before anything is written
-    made_with = {"target": arguments.target, "dtype": arguments.dtype, **asdict(settings)}
-    with ResponseFile(arguments.output, made_with) as output:
+    with ResponseFile(arguments.output, {**asdict(settings), **digests_of_tokenizer(tokenizer)}) as output:
         if output.repaired:
             echo(f"cut off a half-written line of {output.repaired} bytes at the end of {arguments.output}")
         before = _rows_of(arguments.output)
         echo(f"{len(before)} of {arguments.count} requests are there")
         if len(before) >= arguments.count:
             return 0
-        target = load_target(arguments.target, Loading.of(arguments))
+        target = load_target(arguments.target, loading)
+        output.settle({"weights": digest_of_target(target), "dtype": str(target.dtype)})
         left_out, new = Counter(), 0
         with logging.tqdm(total=arguments.count, initial=len(before), unit="request", desc="prompts") as bar:
             for batch in prompt_batches(target, tokenizer, arguments.count, settings, before):

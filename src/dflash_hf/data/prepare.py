@@ -14,7 +14,7 @@ from dflash_hf.data.examples import pack
 from dflash_hf.data.prompts import template_kwargs
 from dflash_hf.data.sources import load_rows
 from dflash_hf.files import atomic
-from dflash_hf.pairs import Loading, check_pair, check_repository, check_token_id, looks_local
+from dflash_hf.pairs import TRUST, Loading, check_pair, check_repository, check_token_id, looks_local
 from dflash_hf.terminal import Outcome, note, one_line, read_text, template_arguments, wants_color
 
 
@@ -270,9 +270,7 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main", **options)
     except (ValueError, OSError, ImportError) as error:
         if "trust_remote_code" in str(error):
-            raise ValueError(
-                f"The tokenizer of {name} has code of its own; if you trust it add --trust-remote-code."
-            ) from error
+            raise ValueError(f"The tokenizer of {name} has code of its own; if you trust it {TRUST}.") from error
         if folder.is_dir():
             raise ValueError(
                 f"{name} holds no tokenizer that can be read; save the target's there with "

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from dflash_hf.data.encode import RowEncoder, given_ids, tools_of, without_none
+from dflash_hf.data.encode import RowEncoder, UnusableRow, given_ids, tools_of, without_none
 from dflash_hf.data.response_file import SETTINGS
 
 
@@ -33,11 +33,20 @@ def prompt_of(row: Mapping, as_chat: bool) -> Prompt:
 
 
 def ids_of_prompt(encoder: RowEncoder, prompt: Prompt, tools: list | None = None) -> list[int]:
-    """The ids of what [`prompt_of`] gives; none of an empty prompt."""
+    """
+    The ids of what [`prompt_of`] gives; none of an empty prompt.
+
+    Raises:
+        `UnusableRow`: the template refuses it, or the target has no position left for an answer.
+    """
     if isinstance(prompt, str):
-        return encoder.tokenizer(prompt)["input_ids"]
-    encoder.template(tools)  # there is one, or an error that says so
-    return encoder.render(prompt, tools, add_generation_prompt=True) if prompt else []
+        ids = encoder.tokenizer(prompt)["input_ids"]
+    else:
+        encoder.template(tools)  # there is one, or an error that says so
+        ids = encoder.render(prompt, tools, add_generation_prompt=True) if prompt else []
+    if encoder.positions is not None and len(ids) >= encoder.positions:
+        raise UnusableRow(f"its prompt fills all {encoder.positions:,} positions of the target")
+    return ids
 
 
 def prompt_ids(encoder: RowEncoder, row: Mapping, raw: bool = False) -> list[int]:

@@ -22,6 +22,7 @@ from dflash_hf.pairs import (
     draft_config_of,
     load_draft,
     load_target,
+    positions_of,
     set_decoding,
 )
 from dflash_hf.terminal import Outcome, UsageError, note, template_arguments
@@ -131,7 +132,7 @@ def ask_rows(server: ChatClient, prompts: dict, concurrency: int) -> Iterator[li
 
 def run(arguments, echo) -> Outcome:
     """`dflash regenerate`: finish what is missing in the output; 1 if some rows were refused."""
-    _check(arguments)
+    config = _check(arguments)
     draft_config = draft_config_of(arguments.draft, Loading.of(arguments)) if arguments.draft else None
     kwargs = template_kwargs(template_arguments(arguments.template_args), draft_config=draft_config, say=note)
     server = _server(arguments, kwargs) if arguments.server else None
@@ -168,7 +169,7 @@ def run(arguments, echo) -> Outcome:
         if server:
             batches = ask_rows(server, missing, arguments.concurrency)
         else:
-            encoder = RowEncoder(tokenizer, chat_template_kwargs=kwargs)
+            encoder = RowEncoder(tokenizer, chat_template_kwargs=kwargs, positions=positions_of(config))
             batches = _in_process(arguments, encoder, missing, output)
         refused = 0
         with logging.tqdm(total=count, initial=count - len(missing), unit="row", desc="regenerate") as bar:
@@ -182,15 +183,18 @@ def run(arguments, echo) -> Outcome:
     return Outcome(1 if refused else 0, {"rows": count, "finished": len(output.finished), "refused": refused})
 
 
-def _check(arguments) -> None:
+def _check(arguments) -> dict:
+    """Whether the arguments go together; the target's configuration, of a server none."""
     if arguments.server and (arguments.raw or arguments.draft or arguments.chat_template):
         raise ValueError("--server takes conversations and decodes itself: leave out --raw, --draft, --chat-template.")
     if arguments.temperature == 0 and arguments.top_p is not None:
         raise UsageError(f"--top-p {arguments.top_p} changes nothing at --temperature 0; raise it, or leave one out.")
-    if not arguments.server:
-        config = check_pair(arguments.target, arguments.draft, Loading.of(arguments))
-        check_token_id(arguments.mask_token_id, config)
-        device_of(arguments.device)
+    if arguments.server:
+        return {}
+    config = check_pair(arguments.target, arguments.draft, Loading.of(arguments))
+    check_token_id(arguments.mask_token_id, config)
+    device_of(arguments.device)
+    return config
 
 
 def _tokenizer(arguments):

@@ -9,6 +9,7 @@ from pathlib import Path
 from dflash_hf.terminal import install, not_utf8
 
 
+_SECONDS = 10.0  # for the one question to the Hub
 _LOADERS = {
     **dict.fromkeys((".jsonl", ".jsonl.gz", ".ndjson", ".json"), "json"),
     **{".parquet": "parquet", ".csv": "csv", ".tsv": "csv"},
@@ -137,6 +138,7 @@ def _of_folder(datasets, folder: Path, split: str | None, streaming: bool):
 def _of_hub(datasets, repo: str, split: str | None, streaming: bool, name: str | None, revision: str | None):
     where = f"The dataset {repo!r}"
     try:
+        _ask_once(datasets, repo, revision)
         options = {"name": name, "revision": revision, "streaming": streaming}
         if split is not None:
             return datasets.load_dataset(repo, split=split, **options)
@@ -147,6 +149,15 @@ def _of_hub(datasets, repo: str, split: str | None, streaming: bool, name: str |
         raise OSError(
             f"{where} could not be loaded from the Hub, and there is no file of that name: {error}"
         ) from error
+
+
+def _ask_once(datasets, repo: str, revision: str | None) -> None:
+    """Whether the Hub has a dataset, before `datasets` asks again and again; what lies in its cache needs no Hub."""
+    from huggingface_hub import HfApi, constants
+
+    cached = Path(datasets.config.HF_DATASETS_CACHE) / repo.replace("/", "___")
+    if not constants.HF_HUB_OFFLINE and not cached.exists():
+        HfApi().dataset_info(repo, revision=revision, timeout=_SECONDS)
 
 
 def _choose_split(splits, split: str | None, where: str):

@@ -39,7 +39,7 @@ from dflash_hf.evaluation.measure import (
 from dflash_hf.evaluation.scripted_draft import ScriptedDraft
 from dflash_hf.evaluation.text import summary_lines
 from dflash_hf.packed_linear import packed_weights
-from dflash_hf.pairs import Loading, check_pair, device_of, draft_config_of, load_draft, load_target
+from dflash_hf.pairs import Loading, check_pair, device_of, draft_config_of, load_draft, load_target, positions_of
 from dflash_hf.terminal import Outcome, note, template_arguments
 
 
@@ -296,7 +296,7 @@ def time_round(target, draft, prompt: Sequence[int], max_new_tokens: int) -> flo
 
 
 def run(arguments, echo) -> Outcome:
-    """`dflash bench`; returns 1 where an output in fp32 is not the target's own."""
+    """`dflash bench`; returns 1 where an output of ours is WRONG, see `divergence`."""
     if arguments.dtype not in _DTYPES:
         raise ValueError(f"--dtype {arguments.dtype}: times are of one dtype; choose {', '.join(_DTYPES)}.")
     dtype = _DTYPES[arguments.dtype]
@@ -311,8 +311,8 @@ def run(arguments, echo) -> Outcome:
             raise ValueError(f"--shape {arguments.shape} has random weights: give --forced-acceptance TAU.")
         target, draft, prompts = random_pair(arguments.shape, dtype, device, arguments.prompts)
     else:
-        check_pair(arguments.target, arguments.draft, loading)
-        prompts = _prompts(arguments, draft_config_of(arguments.draft, loading))
+        positions = positions_of(check_pair(arguments.target, arguments.draft, loading))
+        prompts = _prompts(arguments, draft_config_of(arguments.draft, loading), positions)
         target = load_target(arguments.target, loading, device)
         draft = load_draft(arguments.draft, loading, device)
     assistant = None
@@ -347,10 +347,10 @@ def run(arguments, echo) -> Outcome:
         except ImportError as error:
             echo(f"no picture: {error}")
         echo(f"written to {arguments.output}")
-    return Outcome(0 if report.lossless or dtype != torch.float32 else 1, facts)
+    return Outcome(1 if report.is_wrong else 0, facts)
 
 
-def _prompts(arguments, draft_config) -> list[list[int]]:
+def _prompts(arguments, draft_config, positions: int | None) -> list[list[int]]:
     if arguments.data is None:
         raise ValueError("Give --data, the prompts to decode.")
     from dflash_hf.data.encode import RowEncoder
@@ -359,7 +359,7 @@ def _prompts(arguments, draft_config) -> list[list[int]]:
 
     kwargs = template_kwargs(template_arguments(arguments.template_args), draft_config=draft_config, say=note)
     tokenizer = load_tokenizer(arguments.target, None, arguments.revision, arguments.trust_remote_code)
-    encoder = RowEncoder(tokenizer, chat_template_kwargs=kwargs)
+    encoder = RowEncoder(tokenizer, chat_template_kwargs=kwargs, positions=positions)
     return [list(prompt) for prompt in read_prompts(arguments.data, encoder, arguments.prompts)]
 
 

@@ -15,6 +15,9 @@ from pathlib import Path
 import torch
 import transformers
 
+from dflash_hf.evaluation.divergence import WRONG, Divergence, Rounding, judge
+from dflash_hf.evaluation.divergence import summary as worst_verdict
+from dflash_hf.evaluation.journal import Journal
 from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.packed_linear import packed_weights
 
@@ -91,6 +94,8 @@ class EvalReport:
         block_size (`int`): Tokens of a drafted block, the anchor included.
         correct (`list[bool]`, *optional*): Whether each of the target's answers is right, where that can be checked.
         setting (`dict`): Hardware threads, versions, data types, limits.
+        divergences (`list[Divergence]`): Where outputs part from the target's own, and whether rounding explains it.
+        rounding (`Rounding`, *optional*): Of the target against itself, where there are any.
     """
 
     methods: dict[str, MethodReport]
@@ -99,6 +104,8 @@ class EvalReport:
     block_size: int
     correct: list[bool] | None = None
     setting: dict = field(default_factory=dict)
+    divergences: list[Divergence] = field(default_factory=list)
+    rounding: Rounding | None = None
 
     @property
     def num_prompts(self) -> int:
@@ -133,6 +140,15 @@ class EvalReport:
         """Whether every output with the drafter is the target's own."""
         return self.methods[DFLASH].equal == self.num_prompts
 
+    def verdict(self, method: str = DFLASH) -> str:
+        """`"equal"`, `"differs at a near-tie"` or `"WRONG"`; only the last is an alarm."""
+        return worst_verdict(self.divergences, method)
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether an output with the drafter, decoded in any way, has a token that rounding does not explain."""
+        return any(self.verdict(method) == WRONG for method in self.methods if method in OURS)
+
     def to_json(self) -> str:
         """The report as JSON, with the derived figures under `summary` for those who read the file."""
         summary = {
@@ -141,6 +157,7 @@ class EvalReport:
             "acceptance_by_position": self.acceptance_by_position,
             "speedup": self.methods[DFLASH].speedup,
             "lossless": self.lossless,
+            "verdict": self.verdict(),
             "correct": None if self.correct is None else sum(self.correct),
             "prompts": self.num_prompts,
         }
@@ -152,7 +169,10 @@ class EvalReport:
         fields = json.loads(text)
         fields.pop("summary", None)
         methods = {name: MethodReport(**method) for name, method in fields.pop("methods").items()}
-        return cls(methods=methods, **fields)
+        found = [Divergence(**one) for one in fields.pop("divergences", [])]
+        rounding = fields.pop("rounding", None)
+        rounding = None if rounding is None else Rounding(**rounding)
+        return cls(methods=methods, divergences=found, rounding=rounding, **fields)
 
     def save(self, path: str | Path) -> Path:
         """Write the report to `path`; returns it."""
@@ -172,6 +192,7 @@ def evaluate(
     check: Callable[[int, list[int]], bool] | None = None,
     progress: Callable[[Iterable], Iterable] = iter,
     others: dict[str, dict | Callable] | None = None,
+    journal: Journal | None = None,
 ) -> EvalReport:
     """
     Decode every prompt greedily, one at a time, by each method in turn, `runs` times.
@@ -192,6 +213,7 @@ def evaluate(
         progress: Wraps the iteration over runs and prompts.
         others (`dict`, *optional*): Further ways of decoding: name, and arguments of `generate` or a function from
             prompt ids to answer ids.
+        journal ([`~dflash_hf.evaluation.journal.Journal`], *optional*): What was decoded before, and is not again.
 
     Returns:
         [`EvalReport`].
@@ -225,10 +247,16 @@ def evaluate(
     with out_of_sight():
         for run, index in progress([(run, index) for run in range(runs) for index in range(len(prompts))]):
             shift = (run + index) % len(methods)
+            known = None if journal is None else journal.records.get((run, index))
             for method in (*methods[shift:], *methods[:shift]):
-                decoded[run][method].append(decoder(method, prompts[index]))
+                one = decoder(method, prompts[index]) if known is None else _Decoded(**known[method])
+                decoded[run][method].append(one)
+            if journal is not None and known is None:
+                journal.add(run, index, {method: asdict(decoded[run][method][-1]) for method in methods})
     # 3. Medians; ratios are taken inside a run, where the load was the same.
     answers = [one.ids for one in decoded[-1][TARGET]]
+    outputs = {method: [_unlike(decoded, method, i) for i in range(len(prompts))] for method in methods}
+    divergences, rounding = judge(target, prompts, answers, outputs, draft.config.block_size)
     return EvalReport(
         methods={method: _method_report(decoded, method, warmup[method]) for method in methods},
         acceptance_lengths=[one.acceptance_lengths for one in decoded[-1][DFLASH]],
@@ -247,6 +275,8 @@ def evaluate(
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
+        divergences=divergences,
+        rounding=rounding,
     )
 
 
@@ -299,6 +329,13 @@ class _Decoder:
         )
         lengths = getattr(output, "acceptance_lengths", None) or [[]]  # where a drafter of ours has drafted
         return list(lengths[0]), output.sequences[0, input_ids.shape[1] :].tolist()
+
+
+def _unlike(decoded: list[dict[str, list[_Decoded]]], method: str, index: int) -> list[int]:
+    """A method's answer to a prompt; of its runs one that is not the target's own, if there is any."""
+    own = decoded[-1][TARGET][index].ids
+    answers = [run[method][index].ids for run in decoded]
+    return next((ids for ids in answers if ids != own), own)
 
 
 def _method_report(decoded: list[dict[str, list[_Decoded]]], method: str, warmup_seconds: float) -> MethodReport:

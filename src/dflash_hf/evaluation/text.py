@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from dflash_hf.evaluation.divergence import NEAR_TIE, WRONG
 from dflash_hf.evaluation.measure import (
     COMPILED_METHODS,
     DFLASH,
@@ -58,8 +59,8 @@ def summary_lines(report: EvalReport) -> list[str]:
         f"tau               {report.tau:.2f} tokens per verification over {len(report.verifications)} verifications "
         f"(mean of the answers' means {report.tau_per_response:.2f}), bonus included, prompt excluded",
         "slot accepted, %  " + " ".join(f"{100 * share:.0f}" for share in report.acceptance_by_position),
-        f"lossless          {report.methods[DFLASH].equal} of {report.num_prompts} outputs equal the target's own"
-        + ("" if report.lossless else "  <- NOT LOSSLESS"),
+        f"lossless          {report.methods[DFLASH].equal} of {report.num_prompts} outputs equal the target's own",
+        *_divergence_lines(report),
     ]
     warm = [
         f"{m.warmup_seconds:.0f} s {LABELS[name]}" for name, m in report.methods.items() if name in COMPILED_METHODS
@@ -72,6 +73,31 @@ def summary_lines(report: EvalReport) -> list[str]:
             f"target's answers  {right} of {report.num_prompts} exactly right ({right / report.num_prompts:.0%})"
         )
     return lines
+
+
+def _divergence_lines(report: EvalReport) -> list[str]:
+    """How the outputs that are not the target's own differ from it."""
+    lines = []
+    for method in report.methods:
+        found = [one for one in report.divergences if one.method == method]
+        ties = [one.gap for one in found if one.verdict == NEAR_TIE and one.gap is not None]
+        if ties:
+            lines.append(
+                f"  {len(ties)} {LABELS.get(method, method)}: {NEAR_TIE}, the two logits {max(ties):.3g} apart at most"
+            )
+        for one in found:
+            if one.verdict == WRONG:
+                apart = "where a text ends" if one.gap is None else f"the two logits are {one.gap:.3g} apart"
+                lines.append(
+                    f"  {WRONG}: {LABELS.get(method, method)}, token {one.position} of the answer to prompt "
+                    f"{one.prompt}: {one.other} in place of {one.own}; {apart}"
+                )
+    return lines if report.rounding is None else [*lines, f"  {report.rounding.line()}"]
+
+
+def shade(source: int) -> int:
+    """The colour of an origin, for a terminal: none for the target itself, else by turns one of two greens."""
+    return 0 if source == 0 else 32 if source % 2 else 92
 
 
 def token_texts(tokenizer, ids: Sequence[int]) -> list[str]:
@@ -95,8 +121,7 @@ def colored_answer(pieces: list[str], lengths: list[int], color: bool) -> str:
     text, previous = "", 0
     for piece, source in zip(pieces, origins(lengths, len(pieces)), strict=True):
         if color:
-            code = 0 if source == 0 else 32 if source % 2 else 92
-            text += f"\x1b[{code}m{piece}" if source != previous else piece
+            text += f"\x1b[{shade(source)}m{piece}" if source != previous else piece
         else:
             text += ("]" if previous and source != previous else "") + ("[" if source and source != previous else "")
             text += piece

@@ -7,15 +7,17 @@ and from `card_facts.json` beside them, which holds the fields of [`CardFacts`].
 
 import json
 import math
+import shlex
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.utils import validate_repo_id
 
-from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
+from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE, eval_results_yaml
 from dflash_hf.hub.check import check, read_shapes
 from dflash_hf.hub.engine_rules import DFLASH2, MUSE
+from dflash_hf.hub.launch import launch_command
 from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
 from dflash_hf.terminal import install
 
@@ -105,6 +107,9 @@ class CardFacts:
         known = _read_json(folder / FACTS_FILE)
         if (folder / REPORT_FILE).is_file():
             known["report"] = _read_json(folder / REPORT_FILE)
+            dataset = known["report"].get("setting", {}).get("dataset")
+            if dataset and "/" in dataset:  # of the Hub
+                known.setdefault("evaluated_on", dataset)
         if (folder / PLOT_FILE).is_file():
             known.setdefault("plot", PLOT_FILE)
         known |= {name: value for name, value in facts.items() if value}
@@ -248,18 +253,7 @@ def eval_results(folder: str | Path, facts: CardFacts | None = None) -> str:
         facts = CardFacts.from_folder(folder) if known.get("base_model") else None
     if facts is None or not (facts.report and facts.evaluated_on):
         return ""
-    import yaml
-    from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
-
-    summary = facts.report.get("summary", {})
-    entries = [
-        EvalResultEntry(
-            facts.evaluated_on, f"speculative_decoding_{key}", round(summary[key], 3), notes=facts.hardware
-        )
-        for key in ("tau", "speedup")
-        if summary.get(key) is not None
-    ]
-    return yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False) if entries else ""
+    return eval_results_yaml(facts.report.get("summary", {}), facts.evaluated_on, facts.hardware)
 
 
 def template_path() -> Path:
@@ -311,7 +305,7 @@ def _report_rows(report: dict) -> list[tuple[str, str]]:
         rows.append(("Outputs equal to the target's, token for token", ours.get("equal"), f"{{}} of {prompts}"))
         rows.append(("Answers of the target that are right", summary.get("correct"), f"{{}} of {prompts}"))
     setting = report.get("setting", {})
-    rows += [(name.replace("_", " "), setting[name], "{}") for name in setting if not name.startswith("prompt_lookup")]
+    rows += [(name.replace("_", " "), setting[name], "{}") for name in setting if not name.startswith("prompt")]
     return [(name, form.format(value)) for name, value, form in rows if value is not None]
 
 
@@ -320,23 +314,17 @@ def _engines(folder: Path, config, facts: CardFacts, repo: str) -> list[dict]:
     sliding = "sliding_attention" in config.layer_types
     written = _read_json(folder / "config.json").get("architectures")
     kind = 2 if written == [DFLASH2] else 1 if sliding or written == [MUSE] else 0
-    speculative = {"method": "dflash", "model": repo, "num_speculative_tokens": config.block_size - 1}
-    mixed = "VLLM_USE_V2_MODEL_RUNNER=1 " if len(set(config.layer_types)) > 1 else ""
-    lines = {
-        "vllm": (
-            "vLLM",
-            ("0.21", "0.26", "0.30")[kind],
-            f"{mixed}vllm serve {facts.base_model} --speculative-config '{json.dumps(speculative)}'",
-        ),
-        "sglang": (
-            "SGLang",
-            ("0.5.12", "0.5.14", "0.5.20")[kind],
-            f"python -m sglang.launch_server --model-path {facts.base_model} --speculative-algorithm DFLASH \\\n"
-            f"  --speculative-draft-model-path {repo} --speculative-num-draft-tokens {config.block_size}",
-        ),
-    }
-    served = [name for name in lines if not any(finding.severity == "error" for finding in check(folder, [name]))]
-    return [dict(zip(("name", "version", "command"), lines[name])) for name in served]
+    names = {"vllm": ("vLLM", ("0.21", "0.26", "0.30")), "sglang": ("SGLang", ("0.5.12", "0.5.14", "0.5.20"))}
+    lines = []
+    for engine, (name, versions) in names.items():
+        if not any(finding.severity == "error" for finding in check(folder, [engine])):
+            environment, command = launch_command(engine, facts.base_model, repo, config)
+            settings = "".join(f"{key}={value} " for key, value in environment.items())
+            line = shlex.join(command).replace(
+                " --speculative-draft-model-path", " \\\n  --speculative-draft-model-path"
+            )
+            lines.append({"name": name, "version": versions[kind], "command": settings + line})
+    return lines
 
 
 def _read_json(path: Path) -> dict:

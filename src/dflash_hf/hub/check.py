@@ -1,10 +1,10 @@
 """
 The preflight of a drafter's folder: will vLLM, SGLang and transformers read it, and read the same?
 
-Only `config.json` and the headers of the weights are read. The rules themselves are in `engine_rules`.
+Only `config.json` and the headers of the weights are read, unless the weights are asked for. The rules themselves are
+in `engine_rules` and `safety_rules`.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,7 +17,9 @@ from dflash_hf.hub.safety_rules import SAFETY_RULES
 from dflash_hf.modeling.checkpoint_dflash import checkpoint_files, read_header
 from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
+from dflash_hf.pairs import read_json
 from dflash_hf.terminal import one_line
+from dflash_hf.weights import check_finite_weights
 
 
 def check(
@@ -26,6 +28,7 @@ def check(
     target=None,
     revision: str | None = None,
     subfolder: str = "",
+    weights: bool = False,
 ) -> list[Finding]:
     """
     Hold a drafter's folder, or its repository on the Hub, against what engines read.
@@ -38,21 +41,24 @@ def check(
             `config.json` or its repository: width, depth and vocabulary are compared as well.
         revision (`str`, *optional*): Branch, tag or commit of the drafter's repository.
         subfolder (`str`): Where in folder or repository the drafter lies.
+        weights (`bool`): Read every tensor of a local folder too: are all numbers finite?
 
     Returns:
         `list[Finding]`, errors first; empty when all is well.
 
     Raises:
-        `ValueError`: an unknown engine, a repository that cannot be read, or a target without a readable
-            configuration.
+        `ValueError`: an unknown engine, a repository that cannot be read, or whose weights are asked for, or a target
+            without a readable configuration.
     """
     unknown = [engine for engine in engines if engine not in ENGINES]
     if unknown:
         raise ValueError(f"engines={list(engines)} holds {unknown[0]!r}; choose from {', '.join(ENGINES)}.")
+    if weights and not Path(folder).is_dir():
+        raise ValueError(f"{folder} is not a folder on this machine: its weights can be read once it is downloaded.")
     target = None if target is None else _target_config(target)
     findings = []
     with local_folder(folder, revision, subfolder) as local:
-        for finding in _all_findings(local, target):
+        for finding in _all_findings(local, target, weights):
             concerned = tuple(engine for engine in finding.engines if engine in engines)
             if concerned:
                 findings.append(Finding(finding.severity, concerned, finding.key, one_line(finding.message)))
@@ -84,11 +90,9 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _all_findings(folder: Path, target: dict | None) -> Iterator[Finding]:
+def _all_findings(folder: Path, target: dict | None, weights: bool) -> Iterator[Finding]:
     try:
-        config = _read_json(folder / "config.json")
-        if not isinstance(config, dict):
-            raise ValueError("config.json must hold one JSON object.")
+        config = read_json(folder / "config.json")
     except ValueError as error:
         yield Finding("error", ENGINES, "config.json", str(error))
         return
@@ -116,6 +120,11 @@ def _all_findings(folder: Path, target: dict | None) -> Iterator[Finding]:
     except (ValueError, OSError) as error:
         yield Finding("error", ENGINES, "weights", " ".join(str(error).split()))
         return
+    if weights:
+        try:
+            check_finite_weights(folder)
+        except ValueError as error:
+            yield Finding("error", ENGINES, "weights", str(error).removeprefix(f"{folder}: "))
     try:
         _load_without_weights(folder)
     except (ValueError, OSError, ImportError) as error:
@@ -151,16 +160,5 @@ def _target_config(target) -> dict:
             raise ValueError(f"{target} cannot be read: {error}") from error
         if path is None:
             raise ValueError(f"{target} cannot be read: there is no config.json.")
-        target = _read_json(Path(path))
+        target = read_json(Path(path))
     return target.get("text_config", target)
-
-
-def _read_json(path: Path):
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
-    except RecursionError:
-        raise ValueError(f"{path} is nested too deeply to be a configuration.") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}.") from error

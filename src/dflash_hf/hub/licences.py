@@ -1,4 +1,7 @@
-"""The short names of licences that the Hub knows (huggingface.co/docs/hub/repositories-licenses)."""
+"""
+The short names of licences that the Hub knows: those of huggingface.co/docs/hub/repositories-licenses on 2026-08-22
+(huggingface/hub-docs at 242f4a1). No library has them; before anything is uploaded the Hub itself validates the card.
+"""
 
 LICENCES = frozenset(
     """
@@ -9,7 +12,7 @@ LICENCES = frozenset(
     cdla-permissive-2.0 cdla-sharing-1.0 creativeml-openrail-m deepfloyd-if-license ecl-2.0 epl-1.0 epl-2.0
     etalab-2.0 eupl-1.1 eupl-1.2 fair-noncommercial-research-license gemma gfdl gpl gpl-2.0 gpl-3.0 grok2-community
     h-research intel-research isc lgpl lgpl-2.1 lgpl-3.0 lgpl-lr llama2 llama3 llama3.1 llama3.2 llama3.3 llama4
-    lppl-1.3c mit mpl-2.0 ms-pl ncsa odbl odc-by ofl-1.1 openmdw-1.0 openrail openrail++ osl-3.0 other pddl
+    lppl-1.3c mit mpl-2.0 ms-pl ncsa odbl odc-by ofl-1.1 openmdw-1.0 openmdw-1.1 openrail openrail++ osl-3.0 other pddl
     postgresql unknown unlicense wtfpl zlib
     """.split()
 )
@@ -31,4 +34,6 @@ def check_licence(metadata: dict) -> None:
                 f"license: {str(name)[:60]!r} is not a short name that the Hub knows, {hint}; or 'other'."
             )
     if given == "other" and not metadata.get("license_name"):
-        raise ValueError("license: 'other' needs license_name, and license_link, in the card's metadata.")
+        raise ValueError(
+            "license: 'other' needs license_name in the card's metadata, and the licence's text in a file LICENSE."
+        )

@@ -11,14 +11,13 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, Mo
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import validate_repo_id
 
-from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
+from dflash_hf.evaluation.report import EVAL_RESULTS, PLOT_FILE, REPORT_FILE
 from dflash_hf.hub.card import CardFacts, eval_results, render_card
 from dflash_hf.hub.check import check
 from dflash_hf.hub.engine_rules import Finding
 from dflash_hf.hub.licences import check_licence
 from dflash_hf.modeling.checkpoint_dflash import checkpoint_files
 from dflash_hf.terminal import LONGEST_LINE, one_line
-from dflash_hf.weights import check_finite_weights
 
 
 # What a published drafter consists of, besides its weights. Everything else in the folder stays at home: optimizer
@@ -33,9 +32,6 @@ _PUBLISHED = (
     PLOT_FILE,
     "LICENSE*",
 )
-
-
-EVAL_RESULTS = ".eval_results/dflash.yaml"  # for the Hub's leaderboards; the model index of the card says the same
 
 
 class PublishError(RuntimeError):
@@ -99,16 +95,12 @@ def publish(
         raise PublishError(f"repo={repo!r} is not the id of a repository, like 'user/name': {error}") from error
 
     # 1. The preflight. What only an engine refuses is reported; its launch line is left out of the card.
-    findings = check(folder)
+    findings = check(folder, weights=True)
     blocking = [finding for finding in findings if finding.severity == "error" and "transformers" in finding.engines]
     if blocking:
         more = f" (and {len(blocking) - 1} more: `dflash check {folder}`)" if len(blocking) > 1 else ""
         first = f"{blocking[0].key}: {one_line(blocking[0].message, 200)}"
         raise PublishError(f"{folder} cannot be published as it is: {first}{more}")
-    try:
-        check_finite_weights(folder)
-    except ValueError as error:
-        raise PublishError(str(error)) from error
     # 2. The card.
     card = _card(folder, repo, facts)
     # 3. The files.
@@ -120,15 +112,15 @@ def publish(
         made[EVAL_RESULTS] = results.encode()
     sizes |= {name: len(content) for name, content in made.items()}
     result = Publication(repo, dict(sorted(sizes.items())), left_out, card, findings)
+    everything: dict[str, Path | bytes] = {**sources, **made}
     if write_to is not None:
-        contents = {name: path.read_bytes() for name, path in sources.items()}
-        for name, content in {**contents, **made}.items():
+        for name, source in everything.items():
             path = Path(write_to) / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
+            path.write_bytes(source if isinstance(source, bytes) else source.read_bytes())
     if not dry_run:
         # 4. One commit.
-        result.url = _upload(repo, {**sources, **made}, card, private, token)
+        result.url = _upload(repo, everything, card, private, token)
     return result
 
 

@@ -92,10 +92,10 @@ class DecodingCallback(TrainerCallback):
                 f"but training simulates {simulated:.2f}. If the data is the target's own text, its chat template "
                 "included, then training and decoding do not draft alike."
             )
-        if not report.lossless:
+        if report.is_wrong:
             logger.warning(
                 f"At step {self.trainer.state.global_step} only {method.equal} of {report.num_prompts} outputs are "
-                "the target's own. In half precision single tokens may differ; in fp32 this is a defect."
+                "the target's own, and rounding does not explain the difference: this is a defect."
             )
         return figures
 

@@ -30,6 +30,7 @@ class RecipeArguments:
     target: str | None = _key("Folder or Hub name of the target.")
     target_revision: str | None = _key("Its commit on the Hub.")
     target_dtype: str = _key("auto, float32, bfloat16 or float16.", "auto")
+    trust_remote_code: bool = _key("Run the code that comes with the target.", False)
     attn_implementation: str | None = _key("Of the target, such as sdpa or flash_attention_2.")
     base_model: str | None = _key("Hub name of the target, for the card, where `target` is a folder.")
     draft: str | None = _key("Folder or Hub name of a drafter to go on from; default: a fresh one.")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from dflash_hf.pairs import Loading, check_pair, check_token_id
+from dflash_hf.pairs import Loading, check_pair, check_token_id, load_target
 from dflash_hf.smollm2 import folder_of
 from dflash_hf.terminal import Outcome, check_writable, is_secret, note
 from dflash_hf.training.recipe import RecipeArguments, key_lines, read_recipe
@@ -179,27 +179,23 @@ def _encoder(recipe: RecipeArguments):
     from dflash_hf.data.encode import RowEncoder
     from dflash_hf.data.prepare import load_tokenizer
 
-    tokenizer = load_tokenizer(recipe.target, recipe.chat_template, recipe.target_revision)
+    tokenizer = load_tokenizer(recipe.target, recipe.chat_template, recipe.target_revision, recipe.trust_remote_code)
     return RowEncoder(tokenizer, recipe.max_length)
 
 
 def _load_target(recipe: RecipeArguments, args):
     """The target on the device of this process; for stored features, which need little of it, in main memory."""
-    from transformers import AutoModelForCausalLM
-
-    options = {"revision": recipe.target_revision} if recipe.target_revision else {}
-    if recipe.attn_implementation:
-        options["attn_implementation"] = recipe.attn_implementation
-    device = "cpu" if recipe.features else args.device
-    return AutoModelForCausalLM.from_pretrained(
-        recipe.target, dtype=recipe.target_dtype, device_map={"": device}, **options
-    )
+    loading = Loading(recipe.target_dtype, revision=recipe.target_revision, trust_remote_code=recipe.trust_remote_code)
+    options = {"attn_implementation": recipe.attn_implementation} if recipe.attn_implementation else {}
+    device = {"": "cpu" if recipe.features else args.device}
+    return load_target(recipe.target, loading, device, form="{}={}", **options)
 
 
 def _make_draft(recipe: RecipeArguments, target, encoder, say):
     """A fresh drafter, or the one to go on from; its configuration keeps the arguments of the chat template."""
     import torch
 
+    from dflash_hf.data.encode import digests_of_tokenizer
     from dflash_hf.data.prompts import template_kwargs
     from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
     from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
@@ -245,6 +241,8 @@ def _make_draft(recipe: RecipeArguments, target, encoder, say):
     encoder.vocab_size = target.get_input_embeddings().weight.shape[0]
     if kwargs or known is not None:
         config.dflash_config["chat_template_kwargs"] = kwargs
+    if encoder.tokenizer is not None:
+        config.dflash_config["trained_with"] = digests_of_tokenizer(encoder.tokenizer)
     return draft
 
 

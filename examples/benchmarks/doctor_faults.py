@@ -1,0 +1,96 @@
+"""
+Does `dflash doctor` find what is wrong? Faults are put into a pair one by one, and it is asked each time.
+
+By default the pair is the tiny one of the tests (`tests/support/chat_pair.py`), trained on the spot in fp32; a pair of
+its own with `--target` and `--draft`, on which the faults that need a training or a thinking mode are left out.
+
+    OMP_NUM_THREADS=1 python examples/benchmarks/doctor_faults.py
+    python examples/benchmarks/doctor_faults.py --target "$(dflash smollm2)" --draft examples/smollm2-135m-dflash
+"""
+
+import argparse
+import copy
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import transformers
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+from support.chat_pair import OFF, chat_tokenizer, requests, train_chat_draft, train_chat_target
+from support.faults import FAULTS, anchor_first, thinking
+
+from dflash_hf.data.encode import RowEncoder
+from dflash_hf.data.prepare import load_tokenizer
+from dflash_hf.doctor.command import default_rows
+from dflash_hf.doctor.diagnosis import diagnose
+from dflash_hf.doctor.experiments import Case
+from dflash_hf.doctor.texts import Writer
+from dflash_hf.evaluation.measure import hardware
+from dflash_hf.pairs import Loading, load_draft, load_target
+from dflash_hf.target import freeze
+
+
+def tiny_case() -> Case:
+    tokenizer = chat_tokenizer()
+    target = train_chat_target(tokenizer)
+    with tempfile.TemporaryDirectory() as folder:
+        draft = train_chat_draft(target, tokenizer, folder)
+    rows = [{"prompt": said} for said in requests(40, seed=9)]
+    writer = Writer(target, draft.config.block_size, max_new_tokens=40, batch_size=40)
+    names = {"target": "T", "draft": "D", "base": "B"}
+    return Case(target, draft, writer, rows, RowEncoder(tokenizer, chat_template_kwargs=OFF), names=names)
+
+
+def real_case(arguments) -> Case:
+    loading = Loading(arguments.dtype)
+    target = freeze(load_target(arguments.target, loading, "cpu"))
+    draft = load_draft(arguments.draft, loading, "cpu")
+    kwargs = (draft.config.dflash_config or {}).get("chat_template_kwargs", {})
+    encoder = RowEncoder(load_tokenizer(arguments.target), chat_template_kwargs=kwargs)
+    writer = Writer(target, draft.config.block_size, arguments.max_new_tokens, arguments.blocks)
+    names = {"target": arguments.target, "draft": arguments.draft, "base": arguments.target}
+    return Case(target, draft, writer, default_rows(arguments.prompts), encoder, names=names)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target")
+    parser.add_argument("--draft")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--blocks", type=int, default=12)
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--faults", help="names, separated by commas; default: all")
+    arguments = parser.parse_args()
+    case = real_case(arguments) if arguments.target else tiny_case()
+    left_out = {thinking, anchor_first} if arguments.target else set()
+    wanted = arguments.faults.split(",") if arguments.faults else ["none", *(one.__name__ for one in FAULTS)]
+    faults = {"none": (lambda case, **_: None, None)} | {one.__name__: (one, FAULTS[one]) for one in FAULTS}
+    pair = Path(arguments.draft).name if arguments.draft else "the pair of tests/support/chat_pair.py"
+    print(
+        f"{pair}, {hardware(case.target.device)}, torch {torch.__version__}, transformers {transformers.__version__}"
+    )
+    print("\n| fault | tau | named | tau then | standard errors | right |\n|---|---|---|---|---|---|", flush=True)
+    for name in wanted:
+        put_in, expected = faults[name]
+        if put_in in left_out:
+            continue
+        start, patient = time.perf_counter(), copy.copy(case)
+        with tempfile.TemporaryDirectory() as folder:
+            put_in(patient, folder=folder)
+            found = diagnose(patient)
+        cells = ["nothing", "", ""]
+        if found.cause is not None:
+            facts = found.facts()["tried"][found.tried.index(found.cause)]
+            cells = [facts["name"], f"{facts['tau']:.2f}", f"{facts['standard_errors']:+.1f}"]
+        right = "yes" if (found.cause and found.cause.key) == expected else "no"
+        print(f"| {name.replace('_', ' ')} | {found.as_given.tau:.2f} | {' | '.join(cells)} | {right} |", flush=True)
+        print(*found.lines(), f"{time.perf_counter() - start:.0f} s", sep="\n", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

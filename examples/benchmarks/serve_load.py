@@ -1,0 +1,223 @@
+"""
+`dflash serve` under load, through OpenAI's own client: every answer against the target's own, the server's memory, a
+SIGTERM in the middle, and tokens/s beside the same server without a drafter.
+
+    python examples/benchmarks/serve_load.py --target T --draft D [--requests 200] [--clients 8] [--output FILE.md]
+
+Half of the requests are streamed; of every ten one is abandoned, by turns in the middle of its stream and while it
+waits. Everything runs in fp32.
+"""
+
+import argparse
+import contextlib
+import itertools
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import openai
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+REQUESTS = (
+    "Write a short poem about {}.",
+    "Explain {} to a child in two sentences.",
+    "List five facts about {}.",
+    "Tell me a story about {} and a fox.",
+)
+SUBJECTS = "rain,the moon,bread,clocks,rivers,trains,bees,paper,mountains,music".split(",")
+
+
+@dataclass
+class Load:
+    """What became of the requests."""
+
+    kinds: Counter = field(default_factory=Counter)  # finished, other (not the target's text), abandoned, failed
+    memory: list[int] = field(default_factory=list)  # MiB, after each tenth of them
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+class Server:
+    """
+    A server in a process of its own.
+
+    Args:
+        command (`list[str]`): Says `serving NAME at URL` on standard error.
+    """
+
+    def __init__(self, command: list[str]):
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, errors="replace"
+        )
+        self.log: list[str] = []
+        for line in self.process.stderr:
+            self.log.append(line.rstrip())
+            if line.startswith("serving "):
+                _, self.model, _, self.url = line.split()
+                break
+        else:
+            raise RuntimeError("\n".join(self.log))
+        threading.Thread(target=lambda: self.log.extend(map(str.rstrip, self.process.stderr)), daemon=True).start()
+        self.client = openai.OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=600)
+        health = self.url.removesuffix("/v1") + "/health"
+        for _ in range(100):
+            with contextlib.suppress(openai.APIConnectionError):
+                self.client.get(health, cast_to=object)
+                break
+            time.sleep(0.1)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
+
+    def memory(self) -> int:
+        """Resident memory, MiB."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1]) // 1024
+
+    def ask(self, prompt: str, stream: bool, leave: float | None = None, **options) -> tuple[str | None, int]:
+        """
+        Args:
+            prompt (`str`): The user's message.
+            stream (`bool`): In pieces.
+            leave (`float`, *optional*): Go away: in a stream after a few pieces, else after so many seconds.
+            options: Of the request.
+
+        Returns:
+            `tuple[str, int]`: Text and tokens; `(None, 0)` of a request that was left.
+        """
+        messages = [{"role": "user", "content": prompt}]
+        if not stream:
+            client = self.client if leave is None else self.client.with_options(timeout=leave)
+            try:
+                answer = client.chat.completions.create(model=self.model, messages=messages, **options)
+            except openai.APITimeoutError:
+                return None, 0
+            return answer.choices[0].message.content, answer.usage.completion_tokens
+        text, tokens = "", 0
+        with self.client.chat.completions.create(
+            model=self.model, messages=messages, stream=True, **options
+        ) as stream:
+            for number, piece in enumerate(stream):
+                if leave is not None and number == 3:
+                    return None, 0
+                text += piece.choices[0].delta.content or ""
+                tokens = piece.usage.completion_tokens if piece.usage else tokens
+        return text, tokens
+
+
+def own_texts(folder: str, prompts: list[str], max_tokens: int) -> dict[str, str]:
+    """What the target writes alone in fp32."""
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = {}
+    for prompt in prompts:
+        messages = [{"role": "user", "content": prompt}]
+        ids = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        output = target.generate(**ids, max_new_tokens=max_tokens, do_sample=False)
+        texts[prompt] = tokenizer.decode(output[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+    return texts
+
+
+def load(server: Server, texts: dict[str, str], requests: int, clients: int, max_tokens: int, leave: bool = True):
+    """Ask for `texts` again and again from several clients at once; `leave` abandons a tenth of the requests."""
+    result, lock = Load(), threading.Lock()
+    prompts = list(itertools.islice(itertools.cycle(texts), requests))
+
+    def one(number: int) -> None:
+        left = leave and number % 10 == 5
+        stream = number % 20 == 5 if left else number % 2 == 0
+        try:
+            text, tokens = server.ask(
+                prompts[number], stream, 0.3 if left else None, max_tokens=max_tokens, temperature=0
+            )
+            kind = "abandoned" if text is None else "finished" if text == texts[prompts[number]] else "other"
+        except openai.APIError as error:
+            print(f"request {number}: {error!r}", file=sys.stderr)
+            kind, tokens = "failed", 0
+        with lock:
+            result.kinds[kind] += 1
+            result.tokens += tokens
+            if sum(result.kinds.values()) % max(requests // 10, 1) == 0:
+                result.memory.append(server.memory())
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(clients) as pool:
+        list(pool.map(one, range(requests)))
+    result.seconds = time.perf_counter() - start
+    return result
+
+
+def ended(server: Server, texts: dict[str, str], clients: int, max_tokens: int) -> tuple[int, int]:
+    """SIGTERM while `clients` requests are in flight: the exit status, and how many answers were right."""
+    with ThreadPoolExecutor(clients) as pool:
+        prompts = list(itertools.islice(texts, clients))
+        begun = [
+            pool.submit(server.ask, prompt, number % 2 == 0, max_tokens=max_tokens, temperature=0)
+            for number, prompt in enumerate(prompts)
+        ]
+        time.sleep(1.0)
+        server.process.send_signal(signal.SIGTERM)
+        right = sum(future.result()[0] == texts[prompt] for future, prompt in zip(begun, prompts, strict=True))
+    return server.process.wait(timeout=60), right
+
+
+def main() -> None:
+    """See the top of this file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--draft", required=True)
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--timed", type=int, default=12, help="requests for each speed; default: %(default)s")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    prompts = [form.format(subject) for subject in SUBJECTS for form in REQUESTS]
+    texts = own_texts(arguments.target, prompts, arguments.max_tokens)
+    serve = [sys.executable, "-m", "dflash_hf.cli", "serve", "--target", arguments.target, "--dtype", "float32"]
+    serve += ["--port", "0", "--device", "cpu"]
+    lines = []
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+        lines.append(line)
+
+    with Server([*serve, "--draft", arguments.draft]) as server:
+        load(server, texts, arguments.clients, arguments.clients, arguments.max_tokens, leave=False)
+        done = load(server, texts, arguments.requests, arguments.clients, arguments.max_tokens)
+        say(
+            f"{arguments.requests} requests from {arguments.clients} clients at once, {arguments.max_tokens} tokens "
+            f"at most, {done.seconds:.0f} s: {done.kinds['finished']} texts equal to the target's own, "
+            f"{done.kinds['other']} others, {done.kinds['abandoned']} abandoned, {done.kinds['failed']} failed\n"
+        )
+        say(f"resident memory after each tenth of them, MiB: {', '.join(map(str, done.memory))}\n")
+        code, right = ended(server, texts, arguments.clients, arguments.max_tokens)
+        say(f"SIGTERM with {arguments.clients} requests in flight: {right} answered in full, exit status {code}\n")
+    say("| | 1 client, tokens/s | 4 clients, tokens/s |\n|---|---|---|")
+    for name, more in (("target alone", []), ("with the drafter", ["--draft", arguments.draft])):
+        with Server([*serve, *more]) as server:
+            load(server, texts, 2, 1, arguments.max_tokens, leave=False)
+            runs = [load(server, texts, arguments.timed, n, arguments.max_tokens, leave=False) for n in (1, 4)]
+            say(f"| {name} | " + " | ".join(f"{run.tokens / run.seconds:.1f}" for run in runs) + " |")
+    if arguments.output:
+        arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

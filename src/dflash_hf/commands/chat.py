@@ -1,0 +1,91 @@
+"""`dflash chat`: a conversation in the terminal."""
+
+import sys
+
+from dflash_hf.commands.shared import add_examples, add_loading, add_sampling, add_speed
+from dflash_hf.terminal import (
+    Outcome,
+    UsageError,
+    add_color,
+    add_template_arguments,
+    positive,
+    template_arguments,
+    wants_color,
+)
+
+
+AGAIN = "the same command begins a new conversation"
+
+
+def add_arguments(parser) -> None:
+    parser.add_argument("--target", help="folder or Hub name of the target; default: SmolLM2-135M with its drafter")
+    parser.add_argument("--draft", help="folder or Hub name of its drafter; without it the target answers alone")
+    add_template_arguments(parser)
+    parser.add_argument("--max-new-tokens", type=positive, default=512, help="of an answer; default: %(default)s")
+    add_sampling(parser)
+    parser.add_argument("--threads", type=positive, help="CPU threads of this process; default: as torch chooses")
+    parser.add_argument("--packed", action="store_true", help="pack the weights of both models for a CPU; once")
+    add_color(parser, "accepted draft tokens")
+    add_loading(parser)
+    add_speed(parser)
+    add_examples(
+        parser,
+        "dflash chat",
+        "dflash chat --target Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16 --temperature 0.7",
+        "dflash chat --target T --draft D < questions.txt   # one message a line",
+    )
+
+
+def run(arguments, echo) -> Outcome:
+    if arguments.top_p is not None and not arguments.temperature:
+        raise UsageError(
+            f"--top-p {arguments.top_p} changes nothing in greedy decoding; add --temperature, such as 1."
+        )
+    if arguments.draft and not arguments.target:
+        raise UsageError("--draft needs --target, the model that it drafts for.")
+    conversation = _conversation(arguments, echo)
+    from dflash_hf.serving.chat import Chat
+
+    out = sys.stderr if arguments.json else sys.stdout
+    return Outcome(facts={"turns": Chat(conversation, out, wants_color(arguments.color, out), echo.note).run()})
+
+
+def _conversation(arguments, echo):
+    from dflash_hf.pairs import Loading, check_pair, device_of, load_draft, load_target, set_decoding
+
+    loading = Loading.of(arguments)
+    if not arguments.target:
+        from dflash_hf.smollm2 import drafter_folder, smollm2_folder
+
+        arguments.target, arguments.draft = str(smollm2_folder()), str(drafter_folder())
+    check_pair(arguments.target, arguments.draft, loading)
+    device = device_of(loading.device)
+    import torch
+    from transformers import set_seed
+
+    from dflash_hf.data.prepare import load_tokenizer
+    from dflash_hf.data.prompts import template_kwargs
+    from dflash_hf.serving.conversation import Conversation
+    from dflash_hf.serving.pieces import watch_rounds
+
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    tokenizer = load_tokenizer(
+        arguments.target, revision=loading.revision, trust_remote_code=loading.trust_remote_code
+    )
+    draft = load_draft(arguments.draft, loading, device) if arguments.draft else None
+    set_decoding(draft, arguments)
+    target = load_target(arguments.target, loading, device)
+    if arguments.packed:
+        from dflash_hf.packed_linear import packed_weights
+
+        packed_weights(*(model for model in (target, draft) if model is not None))
+    if draft is not None:
+        watch_rounds(draft)
+    given = template_arguments(arguments.template_args)
+    options = {"max_new_tokens": arguments.max_new_tokens, "do_sample": False}
+    if arguments.temperature:
+        options.update(do_sample=True, temperature=arguments.temperature, top_p=arguments.top_p or 1.0)
+    set_seed(arguments.seed)
+    template = template_kwargs(given, draft_config=draft and draft.config, say=echo.note)
+    return Conversation(target, tokenizer, draft, template, options)

@@ -1,0 +1,117 @@
+"""`dflash serve`: a pair behind the API that tools already speak."""
+
+import argparse
+
+from dflash_hf.commands.shared import add_examples, add_loading, add_speed
+from dflash_hf.terminal import Outcome, UsageError, add_template_arguments, install, positive, template_arguments
+
+
+AGAIN = "what was asked before has been answered; the same command serves again"
+ENGINES = ("transformers", "vllm", "sglang")
+
+
+def add_arguments(parser) -> None:
+    parser.add_argument("--target", required=True, help="folder or Hub name of the target")
+    parser.add_argument("--draft", help="folder or Hub name of its drafter; without it the target decodes alone")
+    parser.add_argument("--engine", choices=ENGINES, default="transformers", help="default: %(default)s")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; default: %(default)s, this machine")
+    parser.add_argument("--port", type=_port, default=8000, help="0 takes a free one; default: %(default)s")
+    parser.add_argument("--dry-run", action="store_true", help="print the command of vllm or sglang, and end")
+    parser.add_argument("--threads", type=positive, help="CPU threads of this process; default: as torch chooses")
+    parser.add_argument("--packed", action="store_true", help="pack the weights of both models for a CPU; once")
+    add_template_arguments(parser)
+    add_loading(parser)
+    add_speed(parser)
+    add_examples(
+        parser,
+        "dflash serve --target Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16",
+        "dflash serve --target Qwen/Qwen3-8B --draft my-drafter --engine vllm --dry-run",
+    )
+
+
+def run(arguments, echo) -> Outcome:
+    if arguments.engine != "transformers":
+        return _engine(arguments, echo)
+    if arguments.dry_run:
+        raise UsageError("--dry-run prints the command of another engine; add --engine vllm or --engine sglang.")
+    from transformers.utils.import_utils import is_serve_available
+
+    from dflash_hf.pairs import Loading, check_pair, device_of, load_draft, set_decoding
+
+    if not is_serve_available():
+        raise ImportError(f"Serving needs packages that are not installed: {install('serving')}.")
+    import torch
+
+    from dflash_hf.data.prompts import template_kwargs
+    from dflash_hf.serving.server import DraftedServe, bound
+
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+
+    loading = Loading.of(arguments)
+    check_pair(arguments.target, arguments.draft, loading)
+    at = bound(arguments.host, arguments.port)
+    device = device_of(loading.device)
+    draft = load_draft(arguments.draft, loading, device) if arguments.draft else None
+    set_decoding(draft, arguments)
+    given = template_arguments(arguments.template_args)
+    DraftedServe(
+        f"{arguments.target}@{loading.revision}" if loading.revision else arguments.target,
+        draft,
+        say=echo.note,
+        at=at,
+        packed=arguments.packed,
+        template=template_kwargs(given, draft_config=draft and draft.config, say=echo.note),
+        device=device,
+        dtype=loading.dtype,
+        trust_remote_code=loading.trust_remote_code,
+        log_level="info" if arguments.verbose else "error",
+    )
+    return Outcome()
+
+
+def _engine(arguments, echo) -> Outcome:
+    """Check the drafter's folder, then become the engine's own process."""
+    import os
+    import shlex
+    import sys
+
+    from dflash_hf.data.prompts import template_kwargs
+    from dflash_hf.hub.check import check, render
+    from dflash_hf.hub.launch import launch_command
+    from dflash_hf.pairs import Loading, check_pair, draft_config_of
+
+    engine, loading = arguments.engine, Loading.of(arguments)
+    if arguments.draft is None:
+        raise UsageError(f"--engine {engine} needs --draft; without a drafter, run {engine} itself.")
+    ours = [name for name in ("compile", "tree_nodes", "packed", "device", "threads") if getattr(arguments, name)]
+    if ours:
+        raise UsageError(f"--{ours[0].replace('_', '-')} is for --engine transformers; leave it out for {engine}.")
+    target = check_pair(arguments.target, arguments.draft, loading)
+    findings = check(arguments.draft, [engine], target.get("text_config", target), loading.draft_revision)
+    echo.note(render(findings))
+    if any(finding.severity == "error" for finding in findings):
+        return Outcome(1, {"findings": [vars(finding) for finding in findings]})
+    config = draft_config_of(arguments.draft, loading)
+    template = template_kwargs(template_arguments(arguments.template_args), draft_config=config, say=echo.note)
+    environment, command = launch_command(engine, arguments.target, arguments.draft, config, loading, template)
+    command += ["--host", arguments.host, "--port", str(arguments.port)]
+    line = " ".join([*(f"{name}={value}" for name, value in environment.items()), shlex.join(command)])
+    echo(line)
+    if arguments.dry_run:
+        return Outcome(facts={"command": line})
+    # The engine of this environment, whether or not that is activated.
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+    try:
+        os.execvpe(command[0], command, {**os.environ, **environment, "PATH": path})
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"--engine {engine} is not installed here; `pip install {engine}` on a machine with a GPU."
+        ) from error
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 65536:
+        raise argparse.ArgumentTypeError(f"{value} is no port: 0 to 65535")
+    return value

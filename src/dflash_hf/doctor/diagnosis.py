@@ -1,0 +1,179 @@
+"""All experiments on a pair, and what they say together."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from dflash_hf.data.encode import digests_of_tokenizer
+from dflash_hf.doctor.experiments import Case, Experiment, experiments
+from dflash_hf.doctor.measure import Change, Counts, Text, measure
+from dflash_hf.doctor.texts import surprise
+from dflash_hf.doctor.verdict import difference, is_better, likeliest
+
+
+DECODED = 8  # prompts that are decoded
+
+
+@dataclass
+class Diagnosis:
+    """
+    What was found.
+
+    Args:
+        as_given (`Counts`): Teacher-forced, of the pair as it is.
+        decoded, forced (`Counts`): What decoding accepted, and teacher-forced the same blocks.
+        tried (`list[Experiment]`), counts (`list[Counts]`): The experiments, and what was counted.
+        cause (`Experiment`, *optional*): The likeliest cause.
+        surprise, guess (`float`): Nats that a token of the prompts costs the target, and a guess among all.
+        unlike (`list[str]`): `tokenizer` and `template`, where they are not those that the drafter's training saw.
+    """
+
+    as_given: Counts
+    decoded: Counts
+    forced: Counts
+    tried: list[Experiment]
+    counts: list[Counts]
+    cause: Experiment | None
+    surprise: float
+    guess: float
+    unlike: list[str]
+
+    def lines(self) -> list[str]:
+        """For a terminal."""
+        texts = sum(n > 0 for n in self.as_given.blocks)
+        lines = [
+            f"as it is          tau {self.as_given.tau:.2f}, teacher-forced, over {sum(self.as_given.blocks)} blocks "
+            f"of {texts} texts of the target's own",
+            f"slot accepted, %  {_percent(self.as_given.acceptance)}, where all before are",
+            f"slot correct, %   {_percent(self.as_given.accuracy)}",
+            f"decoding          tau {self.decoded.tau:.2f}; teacher-forced, the same blocks {self.forced.tau:.2f}"
+            if sum(self.decoded.blocks)
+            else "decoding          drafts nothing: this target decodes plainly, see the warning above",
+            f"prompts           cost the target {self.surprise:.2f} nats a token; a guess costs {self.guess:.2f}",
+            *[f"noticed           the {what} is unlike that of the drafter's training" for what in self.unlike],
+            "",
+            f"{'tried':44}{'tau':>6}{'change':>9}{'std. errors':>13}",
+        ]
+        for one, counts in zip(self.tried, self.counts, strict=True):
+            if not sum(counts.blocks):
+                lines.append(f"{one.name:44}{'no text':>6}")
+                continue
+            gain, errors = difference(self.as_given, counts)
+            mark = "  <- likeliest cause" if one is self.cause else "  better" if self.better(one, counts) else ""
+            lines.append(f"{one.name:44}{counts.tau:6.2f}{gain:+9.2f}{errors:+13.1f}{mark}")
+        lines.append("")
+        if self.cause is None:
+            return [
+                *lines,
+                "likeliest cause   none of these: no change is better by more than chance. What is accepted is what "
+                "the drafter has learned;",
+                "                  more of the target's own answers and more training raise it.",
+            ]
+        return [*lines, f"likeliest cause   {self.cause.cause}", f"remedy            {self.cause.remedy}"]
+
+    def better(self, one: Experiment, counts: Counts) -> bool:
+        return is_better(self.as_given, counts, one.change.texts is None)
+
+    def facts(self) -> dict:
+        """For `--json`."""
+        tried = []
+        for one, counts in zip(self.tried, self.counts, strict=True):
+            gain, errors = difference(self.as_given, counts)
+            figures = {"tau": counts.tau, "gain": gain, "standard_errors": errors, "better": self.better(one, counts)}
+            tried.append({"key": one.key, "name": one.name, **figures, "blocks": sum(counts.blocks)})
+        cause = self.cause
+        return {
+            "tau": self.as_given.tau,
+            "accuracy": self.as_given.accuracy,
+            "acceptance": self.as_given.acceptance,
+            "decoding": {"tau": self.decoded.tau, "teacher_forced": self.forced.tau},
+            "prompt_nats": {"target": self.surprise, "guess": self.guess},
+            "unlike": self.unlike,
+            "tried": tried,
+            "cause": None if cause is None else {"key": cause.key, "cause": cause.cause, "remedy": cause.remedy},
+        }
+
+
+def _percent(shares: list[float]) -> str:
+    return " ".join(f"{100 * share:.0f}" for share in shares)
+
+
+def diagnose(case: Case, progress: Callable[[Iterable], Iterable] = iter) -> Diagnosis:
+    """
+    Try everything on a pair.
+
+    Raises:
+        `ValueError`: the target's answers are too short to draft in.
+    """
+    if sum(text is not None for text in case.texts) < 2:
+        raise ValueError(
+            f"Of {len(case.rows)} prompts {sum(text is not None for text in case.texts)} were answered by more than a "
+            "token or two; give longer ones, or more, with --data."
+        )
+    # 1. Everything but decoding: one list of changes, the pair as it is first.
+    tried = experiments(case)
+    changes = [one.change for one in tried]
+    as_given, *counts = measure(case.target, case.draft, case.texts, [Change(), *changes], progress)
+    # 2. Decoding against the same drafts, teacher-forced; and whether the target can read its prompts.
+    decoded, forced = decoding(case)
+    nats = surprise(case.target, case.prompts)
+    guess = math.log(case.target.get_input_embeddings().weight.shape[0])
+    trained_with = case.draft.config.dflash_config.get("trained_with", {})
+    unlike = differing(trained_with, digests_of_tokenizer(case.encoder.tokenizer))
+    # 3. The explanation: what spoils everything else, then what decoding alone loses, then the best change.
+    cause = None
+    if nats > guess:
+        cause = next(one for one in tried if one.key == "tokenizer")
+    elif is_better(decoded, forced, same_blocks=True):
+        cause = _decoding_is_worse(case)
+        tried.append(cause)
+        counts.append(forced)
+    else:
+        best = likeliest(as_given, counts, [change.texts is None for change in changes])
+        cause = None if best is None else tried[best]
+    return Diagnosis(as_given, decoded, forced, tried, counts, cause, nats, guess, unlike)
+
+
+def differing(before: dict, now: dict) -> list[str]:
+    """The names under which both have something, and not the same."""
+    return [name for name in ("tokenizer", "template") if name in before and before[name] != now[name]]
+
+
+def decoding(case: Case) -> tuple[Counts, Counts]:
+    """
+    What decoding accepts, and what the same drafter does teacher-forced at the anchors where decoding drafted; in fp32
+    they are equal, block by block. The last block of a text, which its end cuts short, is left out.
+    """
+    decoded, texts = Counts(), []
+    for text, prompt in zip(case.texts, case.prompts, strict=True):
+        if text is None or len(texts) == DECODED:
+            continue
+        ids = torch.tensor([prompt], device=case.target.device)
+        output = case.target.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            assistant_model=case.draft,
+            do_sample=False,
+            max_new_tokens=case.writer.max_new_tokens,
+            return_dict_in_generate=True,
+        )
+        lengths = (getattr(output, "acceptance_lengths", None) or [[]])[0][:-1]
+        if lengths:
+            starts = torch.tensor([0, *lengths[:-1]]).cumsum(0) + len(prompt)
+            texts.append(Text(output.sequences.cpu(), starts[None]))
+            decoded.accepted.append(sum(lengths) - len(lengths))
+            decoded.blocks.append(len(lengths))
+    return decoded, measure(case.target, case.draft, texts, [Change()])[0]
+
+
+def _decoding_is_worse(case: Case) -> Experiment:
+    names = case.names
+    return Experiment(
+        "decoding",
+        "teacher-forced in place of decoding",
+        Change(),
+        "decoding accepts less than the same blocks, teacher-forced: a fault of decoding, or of its precision",
+        f"dflash eval --target {names['target']} --draft {names['draft']} --data prompts.jsonl --dtype float32",
+    )

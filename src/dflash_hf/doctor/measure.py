@@ -1,0 +1,204 @@
+"""
+Teacher-forced acceptance under small changes, over the same blocks.
+
+A text is fixed, and in it the anchors. Of each anchor the drafter fills one block, given the target's features of the
+text before it, and the accepted prefix is counted: what verification would accept there, were the text the target's
+own. A change is measured by counting again; where it concerns the drafter alone, on features computed once.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from dflash_hf.modeling.drafting_dflash import DFlashCandidateGenerator
+from dflash_hf.modeling.modeling_dflash import DFlashDraftModel, additive
+from dflash_hf.modeling.target_dflash import raw_embedding
+from dflash_hf.target import target_features
+from dflash_hf.training.blocks import block_mask, build_blocks, sample_anchors
+
+
+@dataclass
+class Text:
+    """
+    A prompt and its answer, and the anchors of the blocks that are drafted in it.
+
+    Args:
+        input_ids (`torch.LongTensor`): `[1, S]`.
+        anchors (`torch.LongTensor`): `[1, A]`.
+    """
+
+    input_ids: torch.LongTensor
+    anchors: torch.LongTensor
+
+    @classmethod
+    def of(cls, prompt: Sequence[int], answer: Sequence[int], block_size: int, anchors: int, seed: int = 0):
+        """Anchors drawn in the answer, if possible those whose block it fills; `None` of one that is too short."""
+        ids = torch.tensor([[*prompt, *answer]])
+        mask = (torch.arange(ids.shape[1]) >= len(prompt)).long()[None]
+        whole = mask.clone()
+        whole[:, max(ids.shape[1] - block_size + 2, len(prompt) + 2) :] = 0  # an anchor wants its next token, too
+        for eligible in (whole, mask):
+            places, valid = sample_anchors(eligible, anchors, torch.Generator().manual_seed(seed))
+            if valid.any():
+                return cls(ids, places[valid][None])
+        return None
+
+
+@dataclass
+class Change:
+    """
+    What one measurement does otherwise than the pair as it is given.
+
+    Args:
+        config (`dict`): Fields of the drafter's configuration.
+        features (`PreTrainedModel`, *optional*): The model whose layers are read, in place of the target.
+        embedding (`PreTrainedModel`, *optional*): The model whose embedding fills the block.
+        head (`nn.Module`, *optional*): The head of the drafts.
+        shift (`int`): 1 reads the blocks anchor-first: slot `k` drafts the token at `a + 1 + k`.
+        dtype (`torch.dtype`, *optional*): Of the drafter.
+        texts (`Callable`, *optional*): Makes other texts; called when they are needed.
+    """
+
+    config: dict = field(default_factory=dict)
+    features: object = None
+    embedding: object = None
+    head: nn.Module | None = None
+    shift: int = 0
+    dtype: torch.dtype | None = None
+    texts: Callable[[], list[Text | None]] | None = None
+
+
+def changed_draft(draft: DFlashDraftModel, fields: dict, dtype: torch.dtype | None = None) -> DFlashDraftModel:
+    """The same drafter under another configuration; of its weights nothing is copied, unless `dtype` is another."""
+    if not fields and dtype in (None, draft.dtype):
+        return draft
+    config = copy.deepcopy(draft.config)
+    for name, value in fields.items():
+        setattr(config, name, value)
+    with torch.device("meta"):
+        twin = DFlashDraftModel(config)
+    twin.load_state_dict(draft.state_dict(), assign=True)
+    for name in ("rotary_emb", "context_rotary_emb"):  # not stored
+        table = getattr(twin, name)
+        if table is not None:
+            setattr(twin, name, type(table)(table.config).to(draft.device))
+    return twin.requires_grad_(False).eval().to(dtype or draft.dtype)
+
+
+@torch.no_grad()
+def hits(target, draft: DFlashDraftModel, text: Text, features: torch.Tensor, change: Change):
+    """
+    Which drafted tokens are the text's, block by block.
+
+    Args:
+        draft (`DFlashDraftModel`): Of [`changed_draft`].
+        features (`torch.Tensor`): `[1, S, L*H]`, of the layers that the drafter reads.
+
+    Returns:
+        `correct` and `counted`, `torch.BoolTensor` `[A, B-1]`, of slots 1..B-1; the end of the text counts nothing.
+    """
+    config, device = draft.config, features.device
+    ids, anchors = text.input_ids.to(device), text.anchors.to(device)
+    ones, valid = torch.ones_like(ids), torch.ones_like(anchors, dtype=torch.bool)
+    blocks = build_blocks(ids, ones, anchors, valid, config.block_size, config.mask_token_id)
+    masks = {}
+    for layer_idx, kind in enumerate(config.layer_types):
+        window = config.sliding_window if kind == "sliding_attention" else None
+        seen = block_mask(anchors, ones, config.block_size, window, config.layer_is_causal(layer_idx))
+        masks[kind] = additive(seen, draft.dtype)
+    hidden = draft(
+        noise_embeds=raw_embedding(change.embedding or target, blocks.input_ids).to(draft.dtype),
+        context_hidden_states=features.to(draft.dtype),
+        attention_mask=masks,
+        position_ids=blocks.position_ids,
+    ).last_hidden_state.view(anchors.shape[1], config.block_size, -1)  # [A, B, H]
+    generator = DFlashCandidateGenerator(draft, target)
+    generator.head = change.head or generator.head
+    states = hidden[:, :-1] if change.shift else hidden[:, 1:]
+    drafted = generator.walk(ids[0, anchors[0]], states, temperature=0.0)[0]  # [A, B]
+    counted = blocks.counted[0, :, 1:]
+    return (drafted[:, 1:] == blocks.labels[0, :, 1:]) & counted, counted
+
+
+@dataclass
+class Counts:
+    """
+    Of one measurement, for each text.
+
+    Args:
+        accepted (`list[int]`): Drafted tokens that verification would accept, over the blocks of the text.
+        blocks (`list[int]`): Blocks.
+        slots (`torch.Tensor`): `[4, B-1]`, over all texts: of slots 1..B-1 the tokens counted, correct, reached (all
+            before are correct) and accepted.
+    """
+
+    accepted: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    slots: torch.Tensor | float = 0.0
+
+    def add(self, correct: torch.BoolTensor, counted: torch.BoolTensor) -> None:
+        kept = correct.int().cumprod(-1)  # [A, B-1]
+        reached = nn.functional.pad(kept[:, :-1], (1, 0), value=1) * counted
+        self.accepted.append(int(kept.sum()))
+        self.blocks.append(len(kept))
+        self.slots = self.slots + torch.stack([one.sum(0) for one in (counted, correct, reached, kept)]).cpu().float()
+
+    def nothing(self) -> None:
+        """There is no text of this prompt."""
+        self.accepted.append(0)
+        self.blocks.append(0)
+
+    @property
+    def tau(self) -> float:
+        """The mean over all blocks of the accepted prefix, plus the bonus token."""
+        return 1 + sum(self.accepted) / max(sum(self.blocks), 1)
+
+    @property
+    def accuracy(self) -> list[float]:
+        """The share of correct tokens, slot by slot."""
+        return (self.slots[1] / self.slots[0].clamp(min=1)).tolist()
+
+    @property
+    def acceptance(self) -> list[float]:
+        """The same where all slots before are right."""
+        return (self.slots[3] / self.slots[2].clamp(min=1)).tolist()
+
+
+def measure(
+    target,
+    draft: DFlashDraftModel,
+    texts: list[Text | None],
+    changes: Sequence[Change],
+    progress: Callable[[Iterable], Iterable] = iter,
+) -> list[Counts]:
+    """
+    Count under every change. A target reads a text once, however many changes there are.
+
+    Args:
+        texts (`list[Text]`): Of one prompt each; of changes that make their own, text `i` is still of prompt `i`.
+    """
+    twins = [changed_draft(draft, change.config, change.dtype) for change in changes]
+    own = [texts if change.texts is None else change.texts() for change in changes]
+    counts = [Counts() for _ in changes]
+    # Who reads which texts, and which changes that serves.
+    readers: dict[tuple[int, int], list[int]] = {}
+    for number, change in enumerate(changes):
+        readers.setdefault((id(own[number]), id(change.features or target)), []).append(number)
+    for numbers in progress(list(readers.values())):
+        reader = changes[numbers[0]].features or target
+        layer_ids = sorted({i for number in numbers for i in twins[number].config.target_layer_ids})
+        for text in own[numbers[0]]:
+            if text is None:
+                for number in numbers:
+                    counts[number].nothing()
+                continue
+            read = target_features(reader, layer_ids, text.input_ids.to(reader.device))
+            read = read.unflatten(-1, (len(layer_ids), -1))  # [1, S, U, H]
+            for number in numbers:
+                wanted = [layer_ids.index(i) for i in twins[number].config.target_layer_ids]
+                features = read[:, :, wanted].flatten(2)  # [1, S, L*H]
+                counts[number].add(*hits(target, twins[number], text, features, changes[number]))
+    return counts

@@ -1,0 +1,110 @@
+"""Texts of the target's own: what blocks are drafted in, prompted in one way or another."""
+
+import copy
+from collections.abc import Sequence
+
+import torch
+
+from dflash_hf.data.encode import RowEncoder, UnusableRow, given_ids, tools_of
+from dflash_hf.data.prompts import ids_of_prompt, prompt_of
+from dflash_hf.doctor.measure import Text
+from dflash_hf.files import digest_of
+from dflash_hf.target import generate_responses
+
+
+class Writer:
+    """
+    Writes texts: a prompt, and the greedy answer of a target. What was written once is not written again.
+
+    Args:
+        target (`PreTrainedModel`): Who answers.
+        block_size (`int`): Of the drafter.
+        max_new_tokens (`int`): Longest answer.
+        anchors (`int`): Blocks of a text.
+        batch_size (`int`): Answers written at once.
+    """
+
+    def __init__(self, target, block_size: int, max_new_tokens: int = 128, anchors: int = 16, batch_size: int = 8):
+        self.target, self.block_size, self.anchors = target, block_size, anchors
+        self.max_new_tokens, self.batch_size = max_new_tokens, batch_size
+        self.written: dict[str, list] = {}
+
+    def of(self, other) -> "Writer":
+        """The same for another target."""
+        return Writer(other, self.block_size, self.max_new_tokens, self.anchors, self.batch_size)
+
+    def answered(self, prompts: Sequence[Sequence[int]]) -> list[Text | None]:
+        """A text for each prompt; `None` for one that is empty, or answered by a single token."""
+        asked = digest_of([list(prompt) for prompt in prompts])
+        if asked not in self.written:
+            self.written[asked] = self._answered(prompts)
+        return self.written[asked]
+
+    def _answered(self, prompts: Sequence[Sequence[int]]) -> list[Text | None]:
+        rows = self.target.get_input_embeddings().weight.shape[0]
+        usable = [i for i, prompt in enumerate(prompts) if prompt and max(prompt) < rows]
+        greedy = copy.deepcopy(self.target.generation_config)
+        greedy.update(do_sample=False, temperature=None, top_p=None, top_k=None, min_p=None)
+        answers = generate_responses(
+            self.target, [prompts[i] for i in usable], self.max_new_tokens, None, self.batch_size, greedy
+        )
+        texts: list[Text | None] = [None] * len(prompts)
+        for i, answer in zip(usable, answers, strict=True):
+            texts[i] = Text.of(prompts[i], answer, self.block_size, self.anchors, seed=i)
+        return texts
+
+    def free(self, count: int, seed: int = 0) -> list[Text | None]:
+        """
+        Texts that no tokenizer had a part in: the target begins them itself, after its first token, by sampling a
+        quarter of them, and goes on greedily.
+        """
+        config = self.target.generation_config
+        first = next((one for one in (config.bos_token_id, config.eos_token_id) if one is not None), None)
+        first = first[0] if isinstance(first, list) else first
+        if first is None:
+            return [None] * count
+        start = max(self.max_new_tokens // 4, 2)
+        with torch.random.fork_rng(devices=[self.target.device] if self.target.device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            begun = self.target.generate(
+                torch.full((count, 1), first, device=self.target.device),
+                attention_mask=torch.ones(count, 1, dtype=torch.long, device=self.target.device),
+                do_sample=True,
+                temperature=1.0,
+                top_p=0.95,
+                top_k=0,
+                min_new_tokens=start,
+                max_new_tokens=start,
+            )
+        return self.answered(begun.tolist())
+
+
+@torch.no_grad()
+def surprise(target, prompts: Sequence[Sequence[int]]) -> float:
+    """Nats for each token of the prompts but their first, for the target; a guess among all tokens costs `ln V`."""
+    total = count = 0
+    rows = target.get_input_embeddings().weight.shape[0]
+    for prompt in prompts:
+        if len(prompt) > 1 and max(prompt) < rows:
+            ids = torch.tensor([list(prompt)], device=target.device)
+            total += float(target(ids, labels=ids).loss) * (len(prompt) - 1)
+            count += len(prompt) - 1
+    return total / max(count, 1)
+
+
+def encoded(encoder: RowEncoder, rows: Sequence[dict], raw: bool = False) -> list[list[int]]:
+    """The ids of what the target is asked; of a row that the template refuses, none."""
+    prompts = []
+    for row in rows:
+        if "input_ids" in row:
+            prompts.append(given_ids(row))
+            continue
+        try:
+            as_chat = not raw and bool(encoder.tokenizer.chat_template)
+            prompt = prompt_of(row, as_chat)
+            if raw and not isinstance(prompt, str):
+                prompt = "\n".join(str(one.get("content") or "") for one in prompt)
+            prompts.append(ids_of_prompt(encoder, prompt, tools_of(row)))
+        except UnusableRow:
+            prompts.append([])
+    return prompts

@@ -1,0 +1,193 @@
+"""
+Whether an answer that is not the target's own differs by rounding alone.
+
+In reduced precision the same logits come out a little different when they are computed another way: one token at a
+time, a block at once, in a batch. So greedy texts part where two tokens are nearly equally likely, in every
+speculative decoder, and in a target alone that is called otherwise. What tells such a near-tie from a fault:
+
+1. *Rounding*, `r`: the texts of the target alone are run again by the target alone, in several ways. `r` is the
+   greatest change, from one way to another, of the difference of the two best logits, over all positions.
+2. *Gap*, `g`: at the first token that differs, the scores of the target's own forward over the text before it, of the
+   token it chose and of the other, `g = |s(own) - s(other)|`.
+
+The way that chose the other token computed a difference of at most 0, the way of the gap differs from it by no more
+than both differ from the target's plain decoding, so an honest one has `g <= 2 r`. Everything else is wrong: a token
+that rounding cannot have chosen, or a text that ends where the target's does not.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+
+EQUAL, NEAR_TIE, WRONG = "equal", "differs at a near-tie", "WRONG"
+POSITIONS = 512  # at which rounding is measured
+_SHARE = 0.1  # a way that chooses another token at more places does not round: the target cannot be run so
+
+
+@dataclass
+class Divergence:
+    """
+    The first token of an answer that is not the target's own.
+
+    Args:
+        method (`str`), prompt (`int`): Whose answer to what.
+        position (`int`): In the answer.
+        own, other (`int`): The target's token, and the one that stands there; -1 where a text has ended.
+        gap (`float`, *optional*): Between the scores of the two; `None` where one has none.
+        verdict (`str`): `NEAR_TIE` or `WRONG`.
+    """
+
+    method: str
+    prompt: int
+    position: int
+    own: int
+    other: int
+    gap: float | None = None
+    verdict: str = WRONG
+
+
+@dataclass
+class Rounding:
+    """
+    The target against itself.
+
+    Args:
+        size (`float`): `r` above.
+        positions (`int`), texts (`int`): Where it was measured.
+        own_gaps (`dict[str, list[float]]`): For each way the gap at the first token of a text that it would choose
+            otherwise than decoding token by token; nothing of a text where it would choose none.
+    """
+
+    size: float
+    positions: int
+    texts: int
+    own_gaps: dict[str, list[float]] = field(default_factory=dict)
+
+    def line(self) -> str:
+        """For a terminal."""
+        own = ", ".join(
+            f"{way} {len(gaps)} of {self.texts}" + (f" (gap up to {max(gaps):.3g})" if gaps else "")
+            for way, gaps in self.own_gaps.items()
+        )
+        return f"rounding moves two logits apart by up to {self.size:.3g}; the target against itself: {own}"
+
+
+def judge(
+    target, prompts: Sequence, own: Sequence, others: dict[str, Sequence], block_size: int
+) -> tuple[list[Divergence], Rounding | None]:
+    """
+    Where answers part from the target's own, and whether rounding explains it.
+
+    Args:
+        target (`PreTrainedModel`): Decodes greedily.
+        prompts (`Sequence[Sequence[int]]`): Prompt ids.
+        own (`Sequence[Sequence[int]]`): The target's answer to each.
+        others (`dict[str, Sequence[Sequence[int]]]`): Those of each method.
+        block_size (`int`): Tokens that a verification reads at once.
+
+    Returns:
+        The divergences, and the rounding, `None` where there is no divergence.
+    """
+    found = [
+        Divergence(method, i, *parting)
+        for method, answers in others.items()
+        for i, (answer, expected) in enumerate(zip(answers, own, strict=True))
+        if (parting := _first_difference(expected, answer)) is not None
+    ]
+    if not found:
+        return [], None
+    # Texts that part come first: those positions are the ones that matter.
+    order = list(dict.fromkeys([one.prompt for one in found] + list(range(len(prompts)))))
+    rounding = measure_rounding(target, [(prompts[i], own[i]) for i in order], block_size)
+    gaps: dict[tuple, float | None] = {}
+    for one in found:
+        place = (one.prompt, one.position, one.own, one.other)
+        if place not in gaps:
+            text = [*prompts[one.prompt], *own[one.prompt][: one.position]]
+            gaps[place] = gap_at(target, text, one.own, one.other)
+        one.gap = gaps[place]
+        one.verdict = WRONG if one.gap is None or one.gap > 2 * rounding.size else NEAR_TIE
+    return found, rounding
+
+
+def _first_difference(own: Sequence[int], other: Sequence[int]) -> tuple[int, int, int] | None:
+    if list(own) == list(other):
+        return None
+    place = next((i for i, (a, b) in enumerate(zip(own, other)) if a != b), min(len(own), len(other)))
+    return place, *(ids[place] if place < len(ids) else -1 for ids in (own, other))
+
+
+def gap_at(target, text: Sequence[int], own: int, other: int) -> float | None:
+    """How far apart the scores of two next tokens are, after all processors of the target's own configuration."""
+    if -1 in (own, other):
+        return None
+    ids = torch.tensor([list(text)], device=target.device)
+    options = {"do_sample": False, "return_dict_in_generate": True, "output_scores": True}
+    output = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, **options)
+    scores = output.scores[0][0].double()
+    gap = abs(float(scores[own] - scores[other]))
+    return gap if math.isfinite(gap) else None
+
+
+def measure_rounding(target, texts: Sequence[tuple[Sequence[int], Sequence[int]]], block_size: int) -> Rounding:
+    """
+    Run prompts and answers again: token by token, in blocks, whole, and whole in a batch of two.
+
+    Args:
+        texts (`Sequence`): Pairs of prompt and answer ids; as many as give `POSITIONS` tokens.
+    """
+    rounding = Rounding(0.0, 0, 0, {way: [] for way in ("in blocks", "whole", "in a batch of two")})
+    for prompt, answer in texts:
+        answer = answer[: POSITIONS - rounding.positions]
+        if not answer:
+            continue
+        ids, start = torch.tensor([[*prompt, *answer]], device=target.device), len(prompt)
+        chosen, reference = _two_best(target, ids, start, 1)  # [n, 2], [n]
+        others = {
+            "in blocks": _two_best(target, ids, start, block_size, chosen),
+            "whole": _two_best(target, ids, start, None, chosen),
+            "in a batch of two": _two_best(target, ids.expand(2, -1), start, None, chosen),
+        }
+        rounding.positions += len(answer)
+        rounding.texts += 1
+        for way in list(rounding.own_gaps):
+            best, apart = others[way]
+            parted = (best[:, 0] != chosen[:, 0]).nonzero()[:, 0]  # [m]
+            if len(parted) > max(_SHARE * len(answer), 2):
+                del rounding.own_gaps[way]
+                continue
+            rounding.size = max(rounding.size, float((apart - reference).abs().max()))
+            rounding.own_gaps[way] += [float(reference[parted[0]])] if len(parted) else []
+    return rounding
+
+
+@torch.no_grad()
+def _two_best(target, ids: torch.Tensor, start: int, step: int | None, chosen: torch.Tensor | None = None):
+    """
+    The two best tokens `[n, 2]` before each token of a text from `start` on, and how far apart the logits of `chosen`
+    `[n, 2]`, by default of these two, are, `[n]`; the first row's. The text is read in steps; `None`: at once.
+    """
+    last = ids.shape[1] - 1  # nothing follows the last token
+    edges = [0, *(range(start, last, step) if step else ()), last]
+    cache, best, apart, done = None, [], [], 0
+    for begin, end in zip(edges, edges[1:]):
+        first = max(start - 1 - begin, 0)  # tokens of the prompt, but its last, predict nothing of the answer
+        output = target(input_ids=ids[:, begin:end], past_key_values=cache, use_cache=step is not None)
+        cache = getattr(output, "past_key_values", None)
+        logits = output.logits[0, first:].float()  # [m, V]
+        best.append(logits.topk(2).indices)
+        pair = best[-1] if chosen is None else chosen[done : done + len(logits)]
+        apart.append(logits.gather(1, pair).diff()[:, 0].neg())
+        done += len(logits)
+        if cache is None and end < last:  # it keeps its state elsewhere: read it at once
+            return _two_best(target, ids, start, None, chosen)
+    return torch.cat(best), torch.cat(apart)
+
+
+def summary(found: Sequence[Divergence], method: str) -> str:
+    """`EQUAL`, `NEAR_TIE` or `WRONG`: the worst of a method's answers."""
+    verdicts = {one.verdict for one in found if one.method == method}
+    return WRONG if WRONG in verdicts else NEAR_TIE if verdicts else EQUAL

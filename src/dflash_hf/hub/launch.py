@@ -1,0 +1,44 @@
+"""How the engines that serve a drafter are started: their own commands, for the card and for `dflash serve`."""
+
+import json
+
+from dflash_hf.pairs import Loading
+
+
+def launch_command(
+    engine: str, target: str, draft: str, config, loading: Loading | None = None, template: dict | None = None
+) -> tuple[dict[str, str], list[str]]:
+    """
+    Args:
+        engine (`str`): `"vllm"` or `"sglang"`.
+        target, draft (`str`): Folders or Hub names.
+        config (`DFlashDraftConfig`): The drafter's.
+        loading (`Loading`, *optional*): Dtype and revisions; devices are the engine's business.
+        template (`dict`, *optional*): Arguments of the chat template, for requests that give none. SGLang takes them
+            from each request alone.
+
+    Returns:
+        `tuple[dict[str, str], list[str]]`: What the environment must hold, and the command.
+    """
+    loading = loading or Loading()
+    environment: dict[str, str] = {}
+    if engine == "vllm":
+        speculative = {"method": "dflash", "model": draft, "num_speculative_tokens": config.block_size - 1}
+        if loading.draft_revision:
+            speculative["revision"] = loading.draft_revision
+        if len(set(config.layer_types)) > 1:
+            environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+        command = ["vllm", "serve", target, "--speculative-config", json.dumps(speculative)]
+        if template:
+            command += ["--default-chat-template-kwargs", json.dumps(template)]
+    else:
+        command = ["python", "-m", "sglang.launch_server", "--model-path", target]
+        command += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", draft]
+        command += ["--speculative-num-draft-tokens", str(config.block_size)]
+        if loading.draft_revision:
+            command += ["--speculative-draft-model-revision", loading.draft_revision]
+    if loading.dtype != "auto":
+        command += ["--dtype", loading.dtype]
+    if loading.revision:
+        command += ["--revision", loading.revision]
+    return environment, command + ["--trust-remote-code"] * loading.trust_remote_code

@@ -1,0 +1,1 @@
+"""What people do with a pair: a server, a chat."""

@@ -1,0 +1,108 @@
+"""The loop of `dflash chat`: a line is read, an answer is written."""
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import TextIO
+
+from dflash_hf.evaluation.text import shade
+from dflash_hf.failures import explain
+from dflash_hf.serving.conversation import Conversation
+from dflash_hf.serving.pieces import PieceStreamer
+
+
+HELP = """/draft off  let the target answer alone; /draft on lets the drafter help again
+/reset      begin a new conversation
+/help       this list
+Ctrl-C stops an answer, Ctrl-D ends the program."""
+# Beside the text, without wrapping, and back to where the text goes on; then the rest of the line is cleared.
+_ASIDE, _BACK, _CLEAR = "\x1b7\x1b[?7l  \x1b[0;2m", "\x1b[0m\x1b[?7h\x1b8", "\x1b[K"
+
+
+class Chat:
+    """
+    Args:
+        conversation (`Conversation`): With both models.
+        out (`TextIO`): Where answers go.
+        color (`bool`): Colour accepted tokens and, where `out` is a terminal, show the figures beside the text.
+        note (`Callable[[str], None]`): Takes figures and errors, apart from the answers.
+    """
+
+    def __init__(self, conversation: Conversation, out: TextIO, color: bool, note: Callable[[str], None]):
+        self.conversation, self.out, self.color, self.note = conversation, out, color, note
+        self.draft = conversation.draft
+        self.live = color and out.isatty()
+        self.person = sys.stdin.isatty()
+        self.previous = 0  # where the piece before came from
+        self.turns: list[dict] = []
+
+    def run(self) -> list[dict]:
+        """Until there are no more lines; returns the turns with their figures."""
+        if self.person:
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401  lines can be edited, and had again
+            self.note("Ctrl-C stops an answer, Ctrl-D ends the program, /help lists the commands.")
+        while (line := self._read()) is not None:
+            if line.startswith("/"):
+                self._command(line.split())
+            elif line:
+                self._turn(line)
+        return self.turns
+
+    def _read(self) -> str | None:
+        if not self.person:
+            line = sys.stdin.readline()
+            return line.strip() if line else None
+        try:
+            return input("\n> ").strip()
+        except EOFError:
+            self._write("\n")
+            return None
+        except KeyboardInterrupt:
+            self._write("\n")
+            return ""
+
+    def _command(self, words: list[str]) -> None:
+        if words == ["/reset"]:
+            self.conversation.reset()
+            self.note("a new conversation")
+        elif words[0] == "/draft" and words[1:] in ([], ["on"], ["off"]):
+            if self.draft is None:
+                self.note("there is no drafter; name one with --draft")
+                return
+            if words[1:]:
+                self.conversation.draft = self.draft if words[1] == "on" else None
+            self.note(self._who())
+        else:
+            self.note(HELP if words == ["/help"] else f"{' '.join(words)} is no command\n{HELP}")
+
+    def _turn(self, text: str) -> None:
+        streamer = PieceStreamer(self.conversation.tokenizer, lambda *piece: self._show(streamer, *piece))
+        error = None
+        try:
+            self.conversation.answer(text, streamer)
+        except (KeyboardInterrupt, Exception) as raised:
+            if not self.person:
+                raise
+            error = raised
+        self._write((_CLEAR if self.live else "") + ("\x1b[0m" if self.color else "") + "\n")
+        self.previous = 0
+        if error is not None and not isinstance(error, KeyboardInterrupt):
+            self.note(f"error: {explain(error)}")
+            return
+        stopped = "" if error is None else "; stopped"
+        self.note(f"{self._who()}: {streamer.tokens} tokens in {streamer.seconds:.2f} s, {streamer.status()}{stopped}")
+        figures = {"tokens": streamer.tokens, "seconds": streamer.seconds, "tau": streamer.tau}
+        self.turns.append({"prompt": text, "text": streamer.text, **figures})
+
+    def _show(self, streamer: PieceStreamer, piece: str, source: int) -> None:
+        color = f"\x1b[{shade(source)}m" if self.color and (self.live or source != self.previous) else ""
+        self.previous = source
+        self._write(f"{_CLEAR}{color}{piece}{_ASIDE}{streamer.status()}{_BACK}" if self.live else color + piece)
+
+    def _who(self) -> str:
+        return "target alone" if self.conversation.draft is None else "with the drafter"
+
+    def _write(self, text: str) -> None:
+        self.out.write(text)
+        self.out.flush()

@@ -1,0 +1,115 @@
+"""An answer while it is written: text in pieces, and where each comes from."""
+
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+
+import torch
+from transformers.generation.streamers import BaseStreamer
+
+
+_CURRENT: ContextVar["PieceStreamer | None"] = ContextVar("streamer of this call", default=None)
+
+
+def watch_rounds(draft) -> None:
+    """Let every [`PieceStreamer`] know when this drafter begins a block, from now on and in any number of calls."""
+    draft.register_forward_pre_hook(_next_round)
+
+
+def _next_round(*_) -> None:
+    if not torch.compiler.is_compiling() and (streamer := _CURRENT.get()) is not None:
+        streamer.next_round()
+
+
+class PieceStreamer(BaseStreamer):
+    """
+    A streamer that tells accepted tokens from the target's own, as `dflash_hf.evaluation.text.origins` does of a
+    finished answer. `generate` hands tokens over one by one: what comes between two blocks of a watched drafter was
+    committed by one verification, its last token by the target itself. In compiled rounds nothing is heard of blocks.
+
+    Use it as a context, in the thread that calls `generate`.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): The target's.
+        write (`Callable[[str, int], None]`): Is given each piece of text and its source: 0 for the target itself, else
+            the number of the verification that accepted it, counted from 1.
+
+    Attributes:
+        tokens (`int`), rounds (`int`), seconds (`float`): Of the answer so far; `seconds` from the prompt on.
+    """
+
+    def __init__(self, tokenizer, write: Callable[[str, int], None]):
+        self.tokenizer, self.write = tokenizer, write
+        self.tokens = self.rounds = 0
+        self.text = ""
+        self._start = self._last = time.perf_counter()
+        self._prompt = True
+        self._round: list[int] = []  # what the verification that runs has committed
+        self._line: list[int] = []  # tokens since the last line break, and the text that was written of them
+        self._written = ""
+
+    def __enter__(self):
+        self._before = _CURRENT.set(self)
+        return self
+
+    def __exit__(self, *_):
+        _CURRENT.reset(self._before)
+
+    @property
+    def tau(self) -> float | None:
+        """Tokens of each verification; `None` where there was none."""
+        return (self.tokens - 1) / self.rounds if self.rounds else None
+
+    @property
+    def seconds(self) -> float:
+        """From the beginning to the last token."""
+        return self._last - self._start
+
+    def status(self) -> str:
+        """Speed and tau so far."""
+        tau = "" if self.tau is None else f", tau {self.tau:.2f}"
+        return f"{self.tokens / max(self.seconds, 1e-9):.1f} tokens/s{tau}"
+
+    def put(self, value: torch.Tensor) -> None:
+        """The prompt, then each token."""
+        if self._prompt:
+            self._prompt = False
+            return
+        tokens = value.flatten().tolist()
+        self.tokens += len(tokens)
+        self._last = time.perf_counter()
+        if self.rounds:
+            self._round += tokens
+        else:  # the first one, or nobody drafts
+            self._piece(tokens, 0)
+
+    def next_round(self) -> None:
+        """The round before is complete."""
+        if self.tokens:
+            self._flush()
+            self.rounds += 1
+
+    def end(self) -> None:
+        """The answer is complete."""
+        self._flush()
+        self._piece([], 0, final=True)
+
+    def _flush(self) -> None:
+        *accepted, own = self._round or [None]
+        self._round = []
+        if accepted:
+            self._piece(accepted, self.rounds)
+        if own is not None:
+            self._piece([own], 0)
+
+    def _piece(self, tokens: list[int], source: int, final: bool = False) -> None:
+        self._line += tokens
+        text = self.tokenizer.decode(self._line, skip_special_tokens=True)
+        if text.endswith("\ufffd") and not final:  # the first bytes of a character
+            return
+        piece, self._written = text[len(self._written) :], text
+        if text.endswith("\n"):
+            self._line, self._written = [], ""
+        self.text += piece
+        if piece:
+            self.write(piece, source)

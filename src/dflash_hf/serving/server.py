@@ -1,0 +1,267 @@
+"""
+transformers' own server (`transformers serve`), whose model decodes with a drafter.
+
+The application, its handlers and its inference thread are upstream's. What is added: the drafter, a line in the log
+for each request, a seed of each request's own, an end to requests whose client has gone, and the limit of the context.
+Requests wait for each other in the one inference thread that upstream has for a model.
+"""
+
+import asyncio
+import contextlib
+import functools
+import json
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+from transformers import set_seed
+from transformers.cli.serve import Serve
+from transformers.cli.serving.utils import GenerateManager, _GenerationCancelled
+
+from dflash_hf.packed_linear import packed_weights
+from dflash_hf.serving.conversation import room_for_answer
+from dflash_hf.terminal import one_line
+
+
+class DraftedServe(Serve):
+    """
+    Serves until it is told to end by SIGTERM or Ctrl-C; what was begun is finished first.
+
+    Args:
+        target (`str`): Folder or Hub name, with `@revision` if need be; the only model that is served.
+        draft (`DFlashDraftModel`, *optional*): Its drafter. Default: the target decodes alone.
+        say (`Callable[[str], None]`): Is told when the server is ready, and what became of each request.
+        at (`socket.socket`): Where to listen, see [`bound`].
+        packed (`bool`): Pack the weights of both models for a CPU.
+        template (`dict`): Arguments of the chat template, where a request does not give its own.
+        device, dtype, trust_remote_code, log_level: As `transformers serve` takes them.
+
+    Raises:
+        `ValueError`: target and drafter do not belong together.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        draft,
+        say: Callable[[str], None],
+        at: socket.socket,
+        packed: bool = False,
+        template: dict | None = None,
+        device: str = "auto",
+        dtype: str = "auto",
+        trust_remote_code: bool = False,
+        log_level: str = "error",
+    ):
+        self.target, self.draft, self.say, self.at, self.packed = target, draft, say, at, packed
+        super().__init__(
+            force_model=target,
+            chat_template_kwargs=json.dumps(template or {}),
+            device=device,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            log_level=log_level,
+            non_blocking=True,  # it calls `start_server` when everything stands
+        )
+
+    def start_server(self) -> None:
+        """Complete what `Serve` has built, and run it in this thread, which signals reach."""
+        from fastapi import HTTPException
+
+        models, app = self._model_manager, self.server.config.app
+        name = models.process_model_name(self.target)
+        target = models.loaded_models[name].model
+        if self.packed:
+            packed_weights(*(model for model in (target, self.draft) if model is not None))
+        manager = self._generation_state._generate_managers[name] = DraftedManager(self.draft, self.say)
+        manager.try_out(target)
+        for handler in (self._chat_handler, self._completion_handler, self._response_handler):
+            handler._build_generation_config = functools.partial(_settings, handler._build_generation_config)
+        served = {"id": self.target, "object": "model", "created": int(time.time()), "owned_by": "dflash-hf"}
+        models.get_gen_models = lambda: [served]  # upstream lists the whole cache, of which it would serve nothing
+        app.add_middleware(EndedWithItsClient)
+        app.add_exception_handler(HTTPException, _as_openai_does)
+        host, port = self.at.getsockname()[:2]
+        self.say(f"serving {self.target} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+
+        def end(*_) -> None:  # before uvicorn listens to signals; and it raises them again when all is done
+            self.server.should_exit = True
+
+        before = signal.signal(signal.SIGTERM, end)
+        try:
+            self.server.run(sockets=[self.at])
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """
+    An address that is ours from now on; nobody can connect to it before the server runs. Port 0 takes a free one.
+
+    Raises:
+        `ValueError`: it is not to be had.
+    """
+    place = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        place.bind((host, port))
+    except OSError as error:
+        place.close()
+        raise ValueError(f"--host {host} --port {port} cannot be listened at: {error.strerror or error}.") from error
+    return place
+
+
+async def _as_openai_does(request, error):
+    """An error where OpenAI's clients look for its message."""
+    from fastapi.responses import JSONResponse
+
+    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+    return JSONResponse({"error": {"message": str(error.detail), "type": kind}}, status_code=error.status_code)
+
+
+def _settings(build: Callable, body: dict, *args, **kwargs):
+    """
+    The settings of a request. Upstream seeds torch as soon as a request arrives, in the middle of another one's
+    answer, and does not sample for a temperature where the model's own settings are greedy.
+    """
+    seed = body.pop("seed", None)
+    config = build(body, *args, **kwargs)
+    config._seed = seed
+    if body.get("temperature") is not None:
+        config.do_sample = float(body["temperature"]) > 0
+    return config
+
+
+class DraftedManager(GenerateManager):
+    """Upstream's inference thread of a model, for requests that decode with a drafter."""
+
+    def __init__(self, draft, say: Callable[[str], None]):
+        super().__init__()
+        self.draft, self.say = draft, say
+
+    def try_out(self, target) -> None:
+        """A few tokens, in the thread of all others: what cannot work is known before anybody asks."""
+        ids = torch.tensor([[0, 1]], device=target.device)
+        options = {"max_new_tokens": 4, "do_sample": False, "assistant_model": self.draft}
+        self.submit(target.generate, ids, attention_mask=torch.ones_like(ids), **options).result()
+
+    def generate_streaming(self, model, processor, inputs, gen_config, request_id, response_parser=None):
+        """As upstream's; the drafted request stands in the model's place."""
+        request = _Request(self, model, inputs, gen_config, request_id)
+        return super().generate_streaming(request, processor, inputs, gen_config, request_id, response_parser)
+
+    async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
+        """As upstream's; a request that is cancelled stops decoding."""
+        request = _Request(self, model, inputs, gen_config, request_id)
+        try:
+            return await super().generate_non_streaming(request, processor, inputs, gen_config, request_id)
+        except asyncio.CancelledError:
+            request.gone.set()
+            raise
+
+    def async_submit(self, fn, *args, **kwargs):
+        """As upstream's; the thread may set its result when nobody waits for it any more."""
+        return asyncio.shield(super().async_submit(fn, *args, **kwargs))
+
+
+class _Request:
+    """
+    What upstream takes for the model in one request: `generate` with the drafter, timed and logged.
+
+    Raises:
+        `HTTPException`: 400, the prompt leaves no room for an answer.
+    """
+
+    def __init__(self, manager: DraftedManager, model, inputs, settings, name: str):
+        from fastapi import HTTPException
+
+        self.manager, self.model, self.name = manager, model, name
+        self.gone, self.arrived, self.tokens = threading.Event(), time.perf_counter(), 0
+        self.seed = vars(settings).pop("_seed", None)
+        self.prompt = inputs["input_ids"].shape[-1]
+        try:
+            settings.max_new_tokens = room_for_answer(model, self.prompt, settings.max_new_tokens)
+        except ValueError as error:
+            raise HTTPException(400, str(error)) from error
+
+    def __getattr__(self, name: str):
+        return getattr(self.model, name)
+
+    def generate(self, streamer=None, **kwargs):
+        """In the inference thread."""
+        start = time.perf_counter()
+        self.streamer = streamer
+        if self.seed is not None:
+            set_seed(self.seed)
+        try:
+            output = self.model.generate(
+                **kwargs, streamer=self, assistant_model=self.manager.draft, return_dict_in_generate=True
+            )
+        except _GenerationCancelled:
+            self._log(start, "; its client has gone")
+            raise
+        except Exception as error:
+            self._log(start, f"; failed: {one_line(error)}")
+            raise
+        self._log(start, "", (getattr(output, "acceptance_lengths", None) or [[]])[0])
+        return output.sequences
+
+    def put(self, value) -> None:
+        """A streamer for all requests: one that nobody waits for ends here."""
+        if self.gone.is_set():
+            raise _GenerationCancelled
+        if self.streamer is not None:
+            self.streamer.put(value)
+        self.tokens += value.numel()
+
+    def end(self) -> None:
+        """The answer is complete."""
+        if self.streamer is not None:
+            self.streamer.end()
+
+    def _log(self, start: float, end: str, lengths=()) -> None:
+        tokens, seconds = max(self.tokens - self.prompt, 0), time.perf_counter() - start
+        tau = f", tau {sum(lengths) / len(lengths):.2f}" if lengths else ""
+        waited = f", after {start - self.arrived:.2f} s in the queue"
+        speed = f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s"
+        self.manager.say(f"{self.name[:8]}: {self.prompt} + {speed}{tau}{waited}{end}")
+
+
+class EndedWithItsClient:
+    """
+    A request is cancelled when its client goes away. Upstream finishes answers that are not streamed, for nobody.
+
+    Args:
+        app: The ASGI application around which this one is put.
+    """
+
+    def __init__(self, app):
+        self.app = app
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        inbox, answered = asyncio.Queue(), False
+
+        async def listen():
+            message = {"type": ""}
+            while message["type"] != "http.disconnect":
+                message = await receive()
+                inbox.put_nowait(message)
+
+        async def reply(message):
+            nonlocal answered
+            answered |= message["type"] == "http.response.body" and not message.get("more_body", False)
+            await send(message)
+
+        work = asyncio.ensure_future(self.app(scope, inbox.get, reply))
+        ears = asyncio.ensure_future(listen())
+        await asyncio.wait({work, ears}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done() and not answered:
+            work.cancel()
+        ears.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await work

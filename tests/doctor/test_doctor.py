@@ -1,0 +1,69 @@
+"""`dflash doctor` from the command line: what it prints, and a remedy that can be pasted and helps."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from support.chat_pair import chat_tokenizer, requests
+from support.tiny_chat import END
+
+from dflash_hf import DFlashDraftConfig
+from dflash_hf.cli import main
+from dflash_hf.data.encode import digests_of_tokenizer
+
+
+@pytest.fixture(scope="module")
+def pair(chat_pair, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pair")
+    target, draft, tokenizer, _ = chat_pair
+    target.save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    draft.save_pretrained(folder / "draft")
+    config = DFlashDraftConfig.from_pretrained(folder / "draft")
+    config.dflash_config["trained_with"] = digests_of_tokenizer(tokenizer)
+    config.save_pretrained(folder / "draft")
+    lines = [json.dumps({"prompt": said}) + "\n" for said in requests(16, seed=9)]
+    (folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
+    return folder
+
+
+def doctor(pair, capsys, *arguments):
+    names = ["--target", pair / "target", "--draft", pair / "draft", "--data", pair / "prompts.jsonl"]
+    code = main(["doctor", *map(str, [*names, "--max-new-tokens", "24", "--device", "cpu", *arguments])])
+    return code, capsys.readouterr()
+
+
+def test_the_remedy_can_be_pasted_and_helps(pair, capsys):
+    config = DFlashDraftConfig.from_pretrained(pair / "draft")
+    right = config.mask_token_id
+    config.mask_token_id = END
+    config.save_pretrained(pair / "draft")
+    code, printed = doctor(pair, capsys, "--json")
+    facts = json.loads(printed.out)
+    assert code == 1 and facts["cause"]["key"] == "mask" and facts["unlike"] == []
+    assert "likeliest cause" in printed.err and facts["cause"]["remedy"] in printed.err
+    assert len(facts["tried"]) > 10 and facts["decoding"]["tau"] == facts["decoding"]["teacher_forced"]
+
+    remedy = facts["cause"]["remedy"].replace("python -c", f"{sys.executable} -c")
+    subprocess.run(remedy, shell=True, check=True)
+    assert DFlashDraftConfig.from_pretrained(pair / "draft").mask_token_id == right
+    assert json.loads((pair / "draft" / "config.json").read_text(encoding="utf-8"))["auto_map"]
+    code, printed = doctor(pair, capsys)
+    assert code == 0 and "none of these" in printed.out
+
+
+def test_another_template_is_noticed(pair, capsys, tmp_path):
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template += "{# edited #}"
+    tokenizer.save_pretrained(pair / "target")
+    code, printed = doctor(pair, capsys)
+    assert code == 0 and "the template is unlike that of the drafter's training" in printed.out
+
+
+def test_errors_are_one_line(pair, capsys, tmp_path):
+    (tmp_path / "one.txt").write_text("ab\n", encoding="utf-8")
+    code, printed = doctor(pair, capsys, "--data", tmp_path / "one.txt")
+    assert code == 1 and "Of 1 prompts" in printed.err.strip().splitlines()[-1]
+    code, printed = doctor(pair, capsys, "--base", tmp_path / "nowhere")
+    assert code == 1 and "--base" in printed.err and "nowhere" in printed.err

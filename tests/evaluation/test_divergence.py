@@ -1,0 +1,128 @@
+"""Rounding or a fault: answers that are not the target's own, in fp32, in bf16, and with faults put in."""
+
+import copy
+import json
+
+import pytest
+import torch
+from support.pairs import make_draft, make_target
+
+from dflash_hf.evaluation import divergence
+from dflash_hf.evaluation.divergence import EQUAL, NEAR_TIE, WRONG, gap_at, judge, measure_rounding
+from dflash_hf.evaluation.measure import DFLASH, TARGET, EvalReport, evaluate
+from dflash_hf.evaluation.text import summary_lines
+from dflash_hf.modeling.accept_dflash import Draft
+
+
+PROMPTS = [[5 + i, 9, 11 + 2 * i, 60, 7] for i in range(12)]
+NEW = 40
+
+
+def pair(dtype):
+    """Logits of a real model's size: near-ties are as rare as there."""
+    target = make_target(dtype=torch.float32)
+    target = target.to(dtype)
+    return target, make_draft(target)
+
+
+@pytest.fixture(scope="module")
+def bf16():
+    return pair(torch.bfloat16)
+
+
+def plain(target, prompts=PROMPTS, new=NEW):
+    answers = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": new}
+        answers.append(target.generate(ids, **options)[0, len(prompt) :].tolist())
+    return answers
+
+
+def test_fp32_rounds_little_and_its_answers_are_equal():
+    target, draft = pair(torch.float32)
+    report = evaluate(target, draft, PROMPTS[:4], max_new_tokens=NEW, runs=1, methods=(TARGET, DFLASH))
+    assert report.verdict() == EQUAL and report.rounding is None and not report.divergences
+    rounding = measure_rounding(target, list(zip(PROMPTS, plain(target), strict=True)), 4)
+    assert rounding.positions == min(divergence.POSITIONS, NEW * len(PROMPTS)) and rounding.texts == 12
+    assert 0 < rounding.size < 1e-3 and not any(rounding.own_gaps.values())
+
+
+def test_bf16_parts_at_near_ties_as_the_target_does_from_itself(bf16):
+    target, draft = bf16
+    report = evaluate(target, draft, PROMPTS, max_new_tokens=NEW, runs=1, methods=(TARGET, DFLASH))
+    assert 0 < report.methods[DFLASH].equal < len(PROMPTS)  # else nothing is tested
+    assert report.verdict() == NEAR_TIE and not report.is_wrong
+    assert all(one.gap <= 2 * report.rounding.size for one in report.divergences)
+    assert any(report.rounding.own_gaps.values())  # so does the target alone
+    table = "\n".join(summary_lines(report))
+    assert "differs at a near-tie" in table and "the target against itself" in table and WRONG not in table
+    again = EvalReport.from_json(report.to_json())
+    assert again.divergences == report.divergences and again.rounding == report.rounding
+    assert json.loads(report.to_json())["summary"]["verdict"] == NEAR_TIE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_one_token_too_many_is_wrong(dtype, monkeypatch):
+    """Verification that accepts a draft unseen, now and then."""
+    target, draft = pair(dtype)
+    original, rounds = Draft.walk, []
+
+    def careless(self, tokens, depth):
+        own, length, path = original(self, tokens, depth)
+        rounds.append(1)
+        return own, length if len(rounds) % 9 else (length + 1).clamp(max=tokens.shape[1]), path
+
+    monkeypatch.setattr(Draft, "walk", careless)
+    report = evaluate(target, draft, PROMPTS[:4], max_new_tokens=NEW, runs=1, methods=(TARGET, DFLASH))
+    assert report.verdict() == WRONG and report.is_wrong
+    assert WRONG in "\n".join(summary_lines(report))
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_a_token_that_rounding_cannot_have_chosen_is_wrong(bf16, rank):
+    """The second best token in place of the best is wrong wherever the two are well apart."""
+    target, _ = bf16
+    own = plain(target, PROMPTS[:6], 20)
+    others = copy.deepcopy(own)
+    for prompt, answer, other in zip(PROMPTS, own, others):
+        ids = torch.tensor([[*prompt, *answer[:10]]])
+        other[10] = int(target(ids).logits[0, -1].topk(rank + 1).indices[rank])
+    found, rounding = judge(target, PROMPTS[:6], own, {"x": others}, 4)
+    assert len(found) == 6 and all(one.position == 10 for one in found)
+    for one in found:
+        gap = gap_at(target, [*PROMPTS[one.prompt], *own[one.prompt][:10]], one.own, one.other)
+        assert one.gap == gap and one.verdict == (WRONG if gap > 2 * rounding.size else NEAR_TIE)
+    assert any(one.verdict == WRONG for one in found)
+
+
+def test_a_text_that_ends_elsewhere_is_wrong(bf16):
+    target, _ = bf16
+    own = plain(target, PROMPTS[:2], 12)
+    found, _ = judge(target, PROMPTS[:2], own, {"x": [own[0][:7], own[1]]}, 4)
+    assert [(one.prompt, one.position, one.other, one.gap, one.verdict) for one in found] == [(0, 7, -1, None, WRONG)]
+
+
+def test_processors_of_the_target_count(bf16):
+    """A token that the target's configuration forbids has no score."""
+    target = copy.deepcopy(bf16[0])
+    text = PROMPTS[0]
+    own, other = target(torch.tensor([text])).logits[0, -1].topk(2).indices.tolist()
+    target.generation_config.suppress_tokens = [other]
+    assert gap_at(target, text, own, other) is None
+    assert gap_at(bf16[0], text, own, other) is not None
+
+
+def test_a_way_that_the_target_cannot_take_is_no_rounding(bf16, monkeypatch):
+    """A model that reads a block wrongly would excuse everything."""
+    target, _ = bf16
+    texts = list(zip(PROMPTS[:3], plain(target, PROMPTS[:3]), strict=True))
+    honest, original = measure_rounding(target, texts, 4), divergence._two_best
+
+    def garbled(target, ids, start, step, chosen=None):
+        best, apart = original(target, ids, start, step, chosen)
+        return (best.flip(1), apart + 100) if step == 4 else (best, apart)
+
+    monkeypatch.setattr(divergence, "_two_best", garbled)
+    rounding = measure_rounding(target, texts, 4)
+    assert "in blocks" not in rounding.own_gaps and rounding.size <= honest.size

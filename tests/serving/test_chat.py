@@ -1,0 +1,239 @@
+"""`dflash chat`: where each piece of an answer comes from, turns and their cache, and the terminal."""
+
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from support.serving import chat_ids, save_readable_target, scripted
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+
+from dflash_hf.cli import main
+from dflash_hf.evaluation.text import origins
+from dflash_hf.serving.chat import Chat
+from dflash_hf.serving.conversation import Conversation
+from dflash_hf.serving.pieces import PieceStreamer, watch_rounds
+
+
+PROMPTS = ["Say 1", "Say 2", "Say 3"]
+OPTIONS = {"max_new_tokens": 40, "do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_readable_target(tmp_path_factory.mktemp("chat") / "target")
+
+
+@pytest.fixture(scope="module")
+def pair(folder):
+    draft = scripted(folder, PROMPTS, 40)
+    watch_rounds(draft)
+    return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder), draft
+
+
+def pieces_of(pair, prompt, draft, **options):
+    """Text, the source of each character, and the output of `generate`."""
+    target, tokenizer, _ = pair
+    sources = []
+    streamer = PieceStreamer(tokenizer, lambda piece, source: sources.extend([source] * len(piece)))
+    with streamer:
+        output = target.generate(
+            **chat_ids(tokenizer, [{"role": "user", "content": prompt}]),
+            streamer=streamer,
+            assistant_model=draft,
+            return_dict_in_generate=True,
+            **{**OPTIONS, **options},
+        )
+    return streamer, sources, output
+
+
+@pytest.mark.parametrize("more", [{}, {"do_sample": True, "temperature": 0.05}, {"tree_nodes": 9}], ids=str)
+def test_each_piece_comes_from_where_acceptance_lengths_say(pair, more):
+    """Every character is a token here."""
+    draft = pair[2]
+    more = dict(more)
+    draft.decoding_config.tree_nodes = more.pop("tree_nodes", None)
+    set_seed(0)
+    try:
+        streamer, sources, output = pieces_of(pair, PROMPTS[0], draft, **more)
+    finally:
+        draft.decoding_config.tree_nodes = None
+    lengths = output.acceptance_lengths[0]
+    assert streamer.tokens == 40 == len(sources) and streamer.rounds == len(lengths) and max(sources) > 3
+    assert sources == origins(lengths, 40)
+    assert streamer.tau == pytest.approx(sum(lengths) / len(lengths))
+    plain, sources, _ = pieces_of(pair, PROMPTS[0], None)
+    assert set(sources) == {0} and plain.tau is None
+    if not more:
+        assert plain.text == streamer.text
+
+
+def test_rounds_of_calls_at_once_are_told_apart(pair):
+    expected = [pieces_of(pair, prompt, pair[2])[:2] for prompt in PROMPTS]
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda prompt: pieces_of(pair, prompt, pair[2])[:2], PROMPTS * 2))
+    for (streamer, sources), (own, same) in zip(found, expected * 2, strict=True):
+        assert (streamer.text, streamer.rounds, sources) == (own.text, own.rounds, same)
+
+
+def test_compiled_rounds_are_streamed_too(pair):
+    draft = pair[2]
+    draft.decoding_config.compile = "aot_eager"
+    try:
+        streamer, sources, _ = pieces_of(pair, PROMPTS[0], draft)
+    finally:
+        draft.decoding_config.compile = False
+    assert streamer.text == pieces_of(pair, PROMPTS[0], None)[0].text and set(sources) == {0}
+
+
+def test_characters_of_several_tokens_arrive_whole(pair):
+    written = []
+    streamer = PieceStreamer(pair[1], lambda piece, source: written.append(piece))
+    text = "é – ja\nβ"
+    streamer.put(torch.tensor([[1]]))
+    for token in pair[1](text)["input_ids"]:
+        streamer.put(torch.tensor([token]))
+    streamer.end()
+    assert "".join(written) == text == streamer.text and not any("\ufffd" in piece for piece in written)
+
+
+def test_a_turn_goes_on_with_the_cache_of_the_one_before(pair, monkeypatch):
+    """Texts are those of reading everything anew; a turn whose beginning has changed does read it anew."""
+    target, tokenizer, draft = pair
+    asked, texts = [], []
+    original = type(target).generate
+    monkeypatch.setattr(type(target), "generate", lambda *a, **k: asked.append(k) or original(*a, **k))
+    conversation = Conversation(target, tokenizer, draft, options=dict(OPTIONS, max_new_tokens=20))
+    for prompt, drafts in (("Say 1", True), ("Say 2", False), ("Say 3", True)):
+        conversation.draft = draft if drafts else None
+        streamer = PieceStreamer(tokenizer, lambda *piece: None)
+        conversation.answer(prompt, streamer)
+        texts.append(streamer.text)
+    kept = ["past_key_values" in call for call in asked]
+    assert kept[0] is False
+    for turn in range(3):
+        ids = chat_ids(tokenizer, conversation.messages[: 2 * turn + 1])
+        output = original(target, **ids, max_new_tokens=20, do_sample=False)
+        assert tokenizer.decode(output[0, ids["input_ids"].shape[1] :], skip_special_tokens=True) == texts[turn]
+    # An answer that was cut off is followed by the end of its turn: the cache serves if the text reads back the same.
+    assert any(kept), "the byte-level tokenizer gives back what was written"
+    conversation.messages[0]["content"] = "Say 9"
+    conversation.answer("Say 1", PieceStreamer(tokenizer, lambda *piece: None))
+    assert "past_key_values" not in asked[-1]
+
+
+def test_a_conversation_that_is_too_long_is_told(pair):
+    target, tokenizer, draft = pair
+    conversation = Conversation(target, tokenizer, draft, options=OPTIONS)
+    with pytest.raises(ValueError, match="The prompt has .* tokens; 256 are the most"):
+        conversation.answer("1" * 300, PieceStreamer(tokenizer, lambda *piece: None))
+    assert not conversation.messages
+    streamer = PieceStreamer(tokenizer, lambda *piece: None)
+    conversation.answer("1" * 220, streamer)
+    assert streamer.tokens < 20  # as many as there is room for
+
+
+def test_lines_of_a_pipe_are_answered_one_by_one(pair, monkeypatch):
+    target, tokenizer, draft = pair
+    out, notes = io.StringIO(), []
+    lines = "Say 1\n\n/draft off\n/reset\nSay 1\n/draft on\n/nonsense\n/draft\n/help\n/reset\nSay 2\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    turns = Chat(Conversation(target, tokenizer, draft, options=OPTIONS), out, True, notes.append).run()
+    plain = [pieces_of(pair, prompt, None)[0].text for prompt in ("Say 1", "Say 1", "Say 2")]
+    assert [turn["text"] for turn in turns] == plain
+    assert re.sub(r"\x1b\[\d+m", "", out.getvalue()) == "".join(f"{text}\n" for text in plain)
+    assert [turn["tau"] is None for turn in turns] == [False, True, False]
+    first, second, third = out.getvalue().splitlines()
+    assert "\x1b[32m" in first and "\x1b[92m" in first and "\x1b[32m" not in second and "\x1b[32m" in third
+    said = "\n".join(notes)
+    for words in (
+        "a new conversation",
+        "target alone: 40 tokens in",
+        "with the drafter: 40 tokens",
+        "tau ",
+        "/nonsense is no command",
+        "Ctrl-D ends",
+    ):
+        assert words in said
+
+
+def test_the_command_reads_its_lines_and_says_what_is_wrong(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Say 1\nSay 2\n"))
+    command = ["chat", "--target", str(folder), "--max-new-tokens", "8", "--device", "cpu"]
+    assert main([*command, "--json"]) == 0
+    printed = capsys.readouterr()
+    assert (
+        '"tau": null' in printed.out and printed.out.count('"prompt"') == 2 and "target alone: 8 tokens" in printed.err
+    )
+    assert main(["chat", "--draft", "x"]) == 2
+    assert "--draft needs --target" in capsys.readouterr().err
+    assert main([*command, "--top-p", "0.5"]) == 2
+    assert "--top-p 0.5 changes nothing" in capsys.readouterr().err
+
+
+class Terminal:
+    """A chat in a terminal of its own."""
+
+    def __init__(self, folder: Path):
+        ours, theirs = pty.openpty()
+        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "TERM": "xterm", "NO_COLOR": ""}
+        command = [sys.executable, "-m", "support.serving", "chat", str(folder), *PROMPTS]
+        self.process = subprocess.Popen(
+            command,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=env,
+            start_new_session=True,
+            preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
+        )
+        os.close(theirs)
+        self.ours, self.seen = ours, ""
+
+    def type(self, text: str) -> None:
+        os.write(self.ours, text.encode())
+
+    def until(self, words: str, seconds: float = 120.0) -> str:
+        """What is shown until there are these words; the rest is for later."""
+        os.set_blocking(self.ours, False)
+        end = time.monotonic() + seconds
+        while words not in self.seen:
+            assert time.monotonic() < end, self.seen
+            try:
+                self.seen += os.read(self.ours, 65536).decode(errors="replace")
+            except BlockingIOError:
+                time.sleep(0.05)
+            except OSError:  # the terminal is closed
+                assert words in self.seen, self.seen
+        shown, _, self.seen = self.seen.partition(words)
+        return shown + words
+
+
+def test_in_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_ends(folder):
+    terminal = Terminal(folder)
+    terminal.until("> ")
+    terminal.type("Say 1\n")
+    shown = terminal.until("with the drafter: 40 tokens")
+    assert "\x1b[32m" in shown and "\x1b[7l"[:2] in shown and "tokens/s, tau " in shown
+    terminal.until("> ")
+    terminal.type("/slow\n")  # of the test's own: each piece takes a while
+    terminal.until("> ")
+    terminal.type("Say 2\n")
+    terminal.until("tau")
+    terminal.type("\x03")
+    assert "40 tokens" not in terminal.until("stopped")
+    terminal.until("> ")
+    terminal.type("\x03")  # at the prompt nothing is stopped
+    terminal.until("> ")
+    terminal.type("Say 3\n")
+    terminal.until("with the drafter: ")
+    terminal.until("> ")
+    terminal.type("\x04")
+    assert terminal.process.wait(timeout=30) == 0

@@ -1,0 +1,91 @@
+"""`dflash serve --engine vllm|sglang`: the folder is checked, and the engine's own command is printed and run."""
+
+import json
+import os
+import shlex
+import stat
+import sys
+
+import pytest
+from support.shell import Ended, dflash, make_world
+
+from dflash_hf.cli import main
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return make_world(tmp_path_factory.mktemp("engines"))
+
+
+def serve(world, *more: str) -> list[str]:
+    return ["serve", "--target", str(world / "target"), "--draft", str(world / "draft"), *more]
+
+
+def test_a_dry_run_prints_the_engine_s_own_command(world, capsys):
+    target, draft = str(world / "target"), str(world / "draft")
+    more = ["--dtype", "bf16", "--port", "8001", "--template-args", '{"enable_thinking": false}', "--dry-run"]
+    assert main(serve(world, "--engine", "vllm", *more)) == 0
+    command = shlex.split(capsys.readouterr().out)
+    assert command[:4] == ["vllm", "serve", target, "--speculative-config"]
+    assert json.loads(command[4]) == {"method": "dflash", "model": draft, "num_speculative_tokens": 3}
+    assert json.loads(command[command.index("--default-chat-template-kwargs") + 1]) == {"enable_thinking": False}
+    assert " ".join(command).endswith("--dtype bfloat16 --host 127.0.0.1 --port 8001")
+
+    assert main(serve(world, "--engine", "sglang", "--trust-remote-code", "--dry-run", "--json")) == 0
+    line = json.loads(capsys.readouterr().out)["command"]
+    assert line == (
+        f"python -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH "
+        f"--speculative-draft-model-path {draft} --speculative-num-draft-tokens 4 --trust-remote-code "
+        "--host 127.0.0.1 --port 8000"
+    )
+
+
+def test_the_command_is_run_in_our_place(world, tmp_path):
+    """With its arguments and environment; signals and the exit status are the engine's."""
+    program = tmp_path / "vllm"
+    program.write_text(f"#!{sys.executable}\nimport sys\nprint('ran', sys.argv[1:3])\nsys.exit(7)\n")
+    program.chmod(program.stat().st_mode | stat.S_IEXEC)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    done: Ended = dflash(*serve(world, "--engine", "vllm"), PATH=path)
+    assert done.code == 7 and f"ran ['serve', '{world / 'target'}']" in done.out
+
+
+def test_what_the_engine_would_trip_over_is_told_and_nothing_is_run(world, tmp_path, capsys):
+    broken = tmp_path / "draft"
+    broken.mkdir()
+    for path in (world / "draft").iterdir():
+        if path.is_file():
+            (broken / path.name).write_bytes(path.read_bytes())
+    config = json.loads((broken / "config.json").read_text())
+    config.pop("vocab_size")
+    (broken / "config.json").write_text(json.dumps(config))
+    words = ["serve", "--target", str(world / "target"), "--draft", str(broken), "--engine", "vllm"]
+    assert main([*words, "--dry-run"]) == 1
+    printed = capsys.readouterr()
+    assert "vocab_size" in printed.err and "vllm serve" not in printed.out
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "message"),
+    [
+        (["--dry-run"], 2, "--dry-run prints the command of another engine"),
+        (["--engine", "vllm", "--compile"], 2, "--compile is for --engine transformers"),
+        (["--engine", "sglang", "--tree-nodes", "7"], 2, "--tree-nodes is for --engine transformers"),
+        (["--engine", "tgi"], 2, "invalid choice: 'tgi'"),
+        (["--port", "70000"], 2, "70000 is no port"),
+    ],
+)
+def test_words_that_cannot_be_right(more, code, message, world, capsys):
+    try:
+        found = main(serve(world, *more))
+    except SystemExit as stopped:
+        found = stopped.code
+    assert found == code and message in capsys.readouterr().err
+
+
+def test_an_engine_that_is_not_there(world, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert main(serve(world, "--engine", "vllm")) == 1
+    assert "--engine vllm is not installed here" in capsys.readouterr().err
+    assert main(["serve", "--target", str(world / "target"), "--engine", "vllm"]) == 2
+    assert "needs --draft" in capsys.readouterr().err

@@ -1,0 +1,148 @@
+"""`dflash serve`: OpenAI's own client, tens of requests at once, and every text the target's own."""
+
+import importlib.util
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.serving import MAX_TOKENS, chat_ids, save_readable_target
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers.utils.import_utils import is_serve_available
+
+
+if not is_serve_available():
+    pytest.skip("serving needs `pip install '.[serving]'`", allow_module_level=True)
+import openai
+
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = [f"Say {number}" for number in range(12)]
+
+
+@pytest.fixture(scope="module")
+def bench():
+    spec = importlib.util.spec_from_file_location("serve_load", ROOT / "examples" / "benchmarks" / "serve_load.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["serve_load"] = module  # its dataclasses look for it
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_readable_target(tmp_path_factory.mktemp("served") / "target")
+
+
+@pytest.fixture(scope="module")
+def own(bench, folder):
+    texts = bench.own_texts(str(folder), PROMPTS, MAX_TOKENS)
+    assert len(set(texts.values())) == len(PROMPTS) and all(len(set(text)) > 5 for text in texts.values())
+    return texts
+
+
+@pytest.fixture(scope="module")
+def server(bench, folder):
+    """A server whose drafter knows the greedy texts of `PROMPTS`; the last test ends it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT / "tests"))
+        started = bench.Server([sys.executable, "-m", "support.serving", "serve", str(folder), *PROMPTS])
+    with started:
+        yield started
+
+
+def requests_of(server, last: str, seconds: float = 10.0) -> list[str]:
+    """What the log says of requests, up to a line with `last`, which arrives when it likes."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        lines = [line for line in server.log if "tokens/s" in line]
+        if lines and last in lines[-1]:
+            return lines
+        time.sleep(0.05)
+    raise AssertionError(server.log)
+
+
+def test_many_requests_at_once_get_the_target_s_own_texts(bench, server, own):
+    done = bench.load(server, own, requests=24, clients=6, max_tokens=MAX_TOKENS)
+    assert done.kinds["finished"] >= 21 and done.kinds["finished"] + done.kinds["abandoned"] == 24
+    taus = [float(tau) for line in server.log for tau in re.findall(r"tokens/s, tau ([\d.]+)", line)]
+    assert len(taus) >= 21 and sum(taus) / len(taus) > 2.0  # of a drafter that is wrong at one place in ten
+
+
+def test_clients_that_go_away_are_not_answered(server):
+    long = {"max_tokens": 180, "temperature": 0}
+    assert server.ask("Say 1", True, 1.0, **long) == (None, 0)
+    assert server.ask("Say 2", False, 0.05, **long) == (None, 0)
+    assert server.ask("Say 3", False, max_tokens=2, temperature=0)[1] == 2  # which waits for those before
+    lines = requests_of(server, "+ 2 tokens")
+    assert all("its client has gone" in line and "+ 180 tokens" not in line for line in lines[-3:-1])
+
+
+def test_a_stop_string_ends_as_it_does_without_a_drafter(server, folder, own):
+    tokenizer, target = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    ids = chat_ids(tokenizer, [{"role": "user", "content": "Say 1"}])
+    stop = own["Say 1"][10:12]
+    output = target.generate(
+        **ids, max_new_tokens=MAX_TOKENS, do_sample=False, stop_strings=[stop], tokenizer=tokenizer
+    )
+    expected = tokenizer.decode(output[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert stop in expected and len(expected) < len(own["Say 1"])
+    for stream in (False, True):
+        assert server.ask("Say 1", stream, stop=[stop], max_tokens=MAX_TOKENS, temperature=0)[0] == expected
+
+
+def test_a_seed_is_a_request_s_own(bench, server, folder):
+    """Upstream seeds torch when a request arrives, in the middle of the answer before."""
+    tokenizer, target = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    ids = chat_ids(tokenizer, [{"role": "user", "content": "Say 1"}])
+    expected = []
+    for seed in range(4):
+        set_seed(seed)
+        output = target.generate(**ids, max_new_tokens=30, do_sample=True, temperature=1.5)
+        expected.append(tokenizer.decode(output[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
+    assert len(set(expected)) == 4
+
+    def one(number: int) -> str:
+        return server.ask("Say 1", False, max_tokens=30, temperature=1.5, seed=number % 4)[0]
+
+    with bench.ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(one, range(8))) == [expected[number % 4] for number in range(8)]
+
+
+def test_what_cannot_be_answered_is_told(server):
+    messages = [{"role": "user", "content": "Say 1"}]
+    chat = server.client.chat.completions
+    with pytest.raises(openai.BadRequestError, match="pinned to .* requested 'another'"):
+        chat.create(model="another", messages=messages)
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match="The prompt has 3.. tokens; 256 are the most"):
+            chat.create(model=server.model, messages=[{"role": "user", "content": "1" * 300}], stream=stream)
+    # As many tokens as there is room for, where more are asked for.
+    text, tokens = server.ask("1" * 200, False, max_tokens=500, temperature=0)
+    assert tokens <= 256 - 200
+    assert [model.id for model in server.client.models.list()] == [server.model]
+    assert server.client.get(server.url.removesuffix("/v1") + "/health", cast_to=object) == {"status": "ok"}
+
+
+@pytest.mark.slow
+def test_two_hundred_requests_from_eight_clients(bench, server, own):
+    done = bench.load(server, own, requests=200, clients=8, max_tokens=MAX_TOKENS)
+    assert done.kinds["other"] == done.kinds["failed"] == 0 and done.kinds["abandoned"] >= 15
+    assert done.kinds["finished"] + done.kinds["abandoned"] == 200
+    assert max(done.memory[1:]) - done.memory[1] < 16, f"MiB after each tenth of the requests: {done.memory}"
+
+
+def test_sigterm_finishes_what_was_begun(bench, server, own):
+    assert bench.ended(server, own, clients=6, max_tokens=MAX_TOKENS) == (0, 6)
+
+
+def test_the_command_serves_a_target_alone(bench, folder, own):
+    command = [sys.executable, "-m", "dflash_hf.cli", "serve", "--target", str(folder), "--port", "0"]
+    with bench.Server([*command, "--device", "cpu", "--threads", "1"]) as server:
+        assert server.url.startswith("http://127.0.0.1:")
+        assert server.ask("Say 1", False, max_tokens=MAX_TOKENS, temperature=0)[0] == own["Say 1"]
+        assert "tau" not in requests_of(server, "tokens in")[-1]
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(timeout=60) == 0

@@ -1,0 +1,99 @@
+"""
+A chat target and its drafter that really know their tiny language, in half a minute; it has a mode that the drafter
+was not trained in.
+
+A user says four letters, and the answer goes on with them: each letter has a successor, moved on by as many places as
+the letter before it says. With thinking on the successors are others. So a draft needs more than its anchor.
+"""
+
+import string
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from dflash_hf import DFlashTrainer, DFlashTrainingArguments, make_example
+from support.pairs import make_draft, make_target
+from support.tiny_chat import END, START, make_tokenizer
+
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}{{ '!' if enable_thinking is defined and not enable_thinking else '?' }}{% endif %}"
+)
+OFF = {"enable_thinking": False}
+LETTERS = string.ascii_letters[:48]
+LENGTH = 40
+
+
+def chat_tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer(TEMPLATE)
+
+
+def requests(count: int, seed: int) -> list[str]:
+    letters = torch.randint(len(LETTERS), (count, 4), generator=torch.Generator().manual_seed(seed)).tolist()
+    return ["".join(LETTERS[i] for i in row) for row in letters]
+
+
+def answer(said: str, thinking: bool) -> str:
+    order = torch.randperm(len(LETTERS), generator=torch.Generator().manual_seed(7 + thinking)).tolist()
+    before, letter, text = LETTERS.index(said[-2]), LETTERS.index(said[-1]), ""
+    for _ in range(LENGTH):
+        before, letter = letter, (order[letter] + (0 if letter % 3 else before % 3)) % len(LETTERS)
+        text += LETTERS[letter]
+    return text
+
+
+def conversations(tokenizer, count: int, thinking: bool, seed: int) -> list[tuple[list[int], list[int]]]:
+    """Prompts and answers as ids."""
+    pairs = []
+    for said in requests(count, seed):
+        prompt = [START, *tokenizer(said)["input_ids"], END, *tokenizer("?" if thinking else "!")["input_ids"]]
+        pairs.append((prompt, [*tokenizer(answer(said, thinking))["input_ids"], END]))
+    return pairs
+
+
+def train_chat_target(tokenizer, steps: int = 300):
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_hidden_layers": 5}
+    target = make_target(vocab_size=264, tie_word_embeddings=True, **sizes)
+    with torch.no_grad():
+        for name, parameter in target.named_parameters():
+            if parameter.dim() > 1:  # each layer changes much, so that the next one's output is another
+                parameter.div_(3.0 if "o_proj" in name or "down_proj" in name else 8.0)
+    texts = [conversations(tokenizer, 600, thinking, seed) for thinking, seed in ((False, 1), (True, 2))]
+    rows = torch.tensor([prompt + reply for both in zip(*texts, strict=True) for prompt, reply in both])
+    target.requires_grad_(True).train()
+    optimizer = torch.optim.AdamW(target.parameters(), lr=4e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=steps)
+    random = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        batch = rows[torch.randint(len(rows), (24,), generator=random)]
+        target(batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    target.generation_config.eos_token_id = END
+    target.generation_config.bos_token_id = START
+    return target.requires_grad_(False).eval()
+
+
+def train_chat_draft(target, tokenizer, folder, trainer_class=DFlashTrainer, steps: int = 60):
+    """Trained with thinking off, which its configuration says."""
+    draft = make_draft(target, block_size=6, target_layer_ids=[1, 2, 3], intermediate_size=128)
+    draft.config.mask_token_id = len(tokenizer)
+    draft.config.dflash_config["chat_template_kwargs"] = OFF
+    arguments = DFlashTrainingArguments(
+        loss_type="dpace",
+        output_dir=str(folder),
+        per_device_train_batch_size=16,
+        max_steps=steps,
+        learning_rate=4e-3,
+        num_anchors=8,
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    data = [make_example(prompt, reply) for prompt, reply in conversations(tokenizer, 600, False, 1)]
+    trainer_class(model=draft, target=target, args=arguments, train_dataset=data).train()
+    return draft.eval()

@@ -1,0 +1,122 @@
+"""Faults that are put into a good pair, one by one, each a function that changes a `Case`; and what is to be found."""
+
+import copy
+import json
+
+import torch
+from tokenizers import Tokenizer
+from torch import nn
+from transformers import PreTrainedTokenizerFast
+
+from dflash_hf import DFlashTrainer
+from dflash_hf.doctor.measure import changed_draft
+from support.chat_pair import train_chat_draft
+
+
+class AnchorFirstTrainer(DFlashTrainer):
+    """Slot k learns the token at a + 1 + k."""
+
+    def build_blocks(self, inputs, label_ids=None):
+        blocks = super().build_blocks(inputs, inputs["input_ids"].roll(-1, dims=1))
+        blocks.counted = nn.functional.pad(blocks.counted[..., 1:], (0, 1))
+        return blocks
+
+
+def other_target(case, change) -> None:
+    """The case with a changed copy of its target, and the target itself as its base."""
+    case.base, case.target = case.target, copy.deepcopy(case.target)
+    with torch.no_grad():
+        change(case.target)
+    case.writer = case.writer.of(case.target)
+
+
+def other_encoder(case, **fields) -> None:
+    case.encoder = copy.copy(case.encoder)
+    vars(case.encoder).update(fields)
+
+
+def thinking(case, **_):
+    """Used in a mode that it was not trained in."""
+    other_encoder(case, chat_template_kwargs={})
+
+
+def ids_one_up(case, **_):
+    case.draft = changed_draft(case.draft, {"target_layer_ids": [i + 1 for i in case.draft.config.target_layer_ids]})
+
+
+def ids_one_down(case, **_):
+    case.draft = changed_draft(case.draft, {"target_layer_ids": [i - 1 for i in case.draft.config.target_layer_ids]})
+
+
+def wrong_mask(case, **_):
+    case.draft = changed_draft(case.draft, {"mask_token_id": case.encoder.tokenizer.eos_token_id})
+
+
+def causal(case, **_):
+    case.draft = changed_draft(case.draft, {"is_causal": True})
+
+
+def anchor_first(case, folder):
+    """Weights of another layout; only a drafter that can be trained in seconds."""
+    case.draft = train_chat_draft(case.target, case.encoder.tokenizer, folder, AnchorFirstTrainer)
+
+
+def scaled_embedding(case, **_):
+    case.draft = changed_draft(case.draft, {"input_embedding_scale": case.draft.config.hidden_size**0.5})
+
+
+def replaced_head(case, **_):
+    """As some quantisers do: the final norm's weight is multiplied into the head, and the text stays what it was."""
+
+    def fold(target):
+        scale = torch.rand(target.config.hidden_size, generator=torch.Generator().manual_seed(0)) * 3 + 0.2
+        scale = scale.to(target.dtype)
+        target.lm_head.weight = nn.Parameter(target.lm_head.weight * scale, requires_grad=False)
+        target.model.norm.weight.data = target.model.norm.weight / scale
+
+    other_target(case, fold)
+    case.base = None
+
+
+def other_tokenizer(case, **_):
+    """The same tokens under other ids."""
+    known = case.encoder.tokenizer
+    state = json.loads(known.backend_tokenizer.to_str())
+    order = torch.randperm(len(state["model"]["vocab"]), generator=torch.Generator().manual_seed(0)).tolist()
+    state["model"]["vocab"] = {token: order[i] for token, i in state["model"]["vocab"].items()}
+    for token in state["added_tokens"]:
+        token["id"] = state["model"]["vocab"][token["content"]]
+    other = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(state)),
+        pad_token=known.pad_token,
+        eos_token=known.eos_token,
+        bos_token=known.bos_token,
+    )
+    other.chat_template = known.chat_template
+    other_encoder(case, tokenizer=other)
+
+
+def quantised(case, levels: float = 2.5, **_):
+    """Every row of the layers' matrices rounded to `2 * int(levels) + 1` values; by default to five."""
+
+    def rounded(target):
+        for parameter in target.model.layers.parameters():
+            if parameter.dim() == 2:
+                step = parameter.abs().amax(1, keepdim=True) / levels
+                parameter.data = (parameter / step).round() * step
+
+    other_target(case, rounded)
+
+
+FAULTS = {
+    thinking: "thinking",
+    ids_one_up: "layers_down",
+    ids_one_down: "layers_up",
+    wrong_mask: "mask",
+    causal: "causal",
+    anchor_first: "anchor_first",
+    scaled_embedding: "embedding",
+    replaced_head: "head",
+    other_tokenizer: "tokenizer",
+    quantised: "base",
+}

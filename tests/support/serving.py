@@ -1,0 +1,98 @@
+"""
+A tiny target whose texts can be read, and a drafter that knows them, behind a server, in a terminal or on a page: in a
+process of their own.
+
+    python -m support.serving serve|chat|page FOLDER PROMPT ...
+"""
+
+import importlib.util
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from support.scripted_draft import recognising
+from support.tiny_chat import END, save_target
+
+
+MAX_TOKENS = 40  # of the texts that a drafter knows
+
+
+def save_readable_target(folder: Path) -> Path:
+    """It writes ASCII letters alone, and now and then ends."""
+    save_target(folder, family="llama")
+    target, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    kept = {END, *(tokenizer.convert_tokens_to_ids(chr(code)) for code in range(ord("A"), ord("z") + 1))}
+    with torch.no_grad():
+        for row in set(range(target.config.vocab_size)) - kept:
+            target.lm_head.weight[row] = 0.0  # a logit of 0: never the largest of many
+    target.save_pretrained(folder)
+    return folder
+
+
+def chat_ids(tokenizer, messages: list[dict]):
+    """What a target is given of a conversation."""
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+
+
+def scripted(folder: Path, prompts: list[str], max_tokens: int):
+    """A drafter that knows the target's greedy answers to these prompts."""
+    target, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    asked = [chat_ids(tokenizer, [{"role": "user", "content": prompt}]) for prompt in prompts]
+    texts = [target.generate(**ids, max_new_tokens=max_tokens, do_sample=False)[0] for ids in asked]
+    return recognising(target, texts)
+
+
+def serve(folder: Path, prompts: list[str]) -> None:
+    """A server at some port, until it is ended."""
+    from dflash_hf.serving.server import DraftedServe, bound
+
+    DraftedServe(str(folder), scripted(folder, prompts, MAX_TOKENS), say, bound("127.0.0.1", 0), device="cpu")
+
+
+def chat(folder: Path, prompts: list[str]) -> None:
+    """A chat in this terminal; after `/slow` every piece takes a while."""
+    from dflash_hf.serving.chat import Chat
+    from dflash_hf.serving.conversation import Conversation
+    from dflash_hf.serving.pieces import watch_rounds
+
+    class Slow(Chat):
+        pause = 0.0
+
+        def _command(self, words):
+            self.pause = 0.2 if words == ["/slow"] else self.pause
+
+        def _show(self, *piece):
+            super()._show(*piece)
+            time.sleep(self.pause)
+
+    draft = scripted(folder, prompts, MAX_TOKENS)
+    watch_rounds(draft)
+    target, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    options = {"max_new_tokens": MAX_TOKENS, "do_sample": False}
+    Slow(Conversation(target, tokenizer, draft, options=options), sys.stdout, True, say).run()
+
+
+def page(folder: Path, prompts: list[str]) -> None:
+    """The page of `examples/space` for this pair."""
+    path = Path(__file__).parents[2] / "examples" / "space" / "app.py"
+    spec = importlib.util.spec_from_file_location("space_app", path)
+    app = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(app)
+    target, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    app.TOKENS = MAX_TOKENS
+    draft = scripted(folder, prompts, MAX_TOKENS)
+    _, url, _ = app.page(target, tokenizer, draft).launch(css=app.STYLE, quiet=True, prevent_thread_lock=True)
+    say(f"serving {folder} at {url}")
+    threading.Event().wait()
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    {"serve": serve, "chat": chat, "page": page}[sys.argv[1]](Path(sys.argv[2]), sys.argv[3:])
