@@ -42,13 +42,16 @@ class Pace:
 
 
 class StopsInTime(TrainerCallback):
-    """Ends training when the time of a [`Pace`] is over."""
+    """Ends training when the time of a [`Pace`] is over; until then nobody knows how many steps it will be."""
 
-    def __init__(self, pace: Pace):
-        self.pace = pace
+    def __init__(self, pace: Pace, others: list[TrainerCallback]):
+        self.pace, self.others = pace, others
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.pace.skip()  # the time since another process saved a checkpoint
+        for one in self.others:
+            if getattr(one, "training_bar", None) is not None:
+                one.training_bar.total = None
 
     def on_step_end(self, args, state, control, **kwargs):
         control.should_training_stop |= self.pace.over

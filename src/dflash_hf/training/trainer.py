@@ -153,7 +153,7 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
         warmup = self.args.warmup_steps if self.args.warmup_steps < 1 else 0.04
         self.pace = Pace(60 * self.args.max_minutes, warmup)
         self.lr_scheduler = LambdaLR(self.optimizer if optimizer is None else optimizer, self.pace)
-        self.add_callback(StopsInTime(self.pace))
+        self.add_callback(StopsInTime(self.pace, self.callback_handler.callbacks))
         return self.lr_scheduler
 
     def check_examples(self, dataset) -> None:

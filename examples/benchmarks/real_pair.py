@@ -1,0 +1,185 @@
+"""
+What a real model shows that toys hide, on SmolLM2-135M-Instruct and its drafter: acceptance far into an answer and
+behind a long prompt, a second turn on the cache of the first, sampling, batches, threads, and the distribution of
+samples.
+
+    python examples/benchmarks/real_pair.py [PART ...] [--draft FOLDER]
+
+Parts: position, long_prompt, turns, sampling, batches, threads, samples. Each appends its lines to
+`results/real_pair.md`. Ratios are of alternating runs in one process; bf16 where speed is meant, fp32 for equality.
+"""
+
+import argparse
+import statistics
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+from scipy.stats import chi2_contingency
+
+from dflash_hf.data.encode import RowEncoder
+from dflash_hf.data.prompts import prompt_ids
+from dflash_hf.demo.run import DemoPair, load_pair, requests
+
+
+STORIES = ("Write a long story about a lighthouse keeper.", "Explain in great detail how a computer works.")
+
+
+def ids_of(pair: DemoPair, text: str) -> list[int]:
+    return prompt_ids(RowEncoder(pair.tokenizer), {"messages": [{"role": "user", "content": text}]})
+
+
+def decode(pair: DemoPair, rows: list[list[int]], new: int, drafted: bool = True, **options):
+    """Left-padded rows; the output and the seconds that it took."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[pair.tokenizer.eos_token_id] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    start = time.perf_counter()
+    output = pair.target.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=new,
+        return_dict_in_generate=True,
+        assistant_model=pair.draft if drafted else None,
+        **{"do_sample": False, **options},
+    )
+    return output, time.perf_counter() - start
+
+
+def mean(lengths) -> float:
+    return statistics.fmean(lengths) if lengths else float("nan")
+
+
+def position(pair: DemoPair) -> list[str]:
+    """tau by distance into answers of up to 2,000 tokens."""
+    buckets: dict[int, list[int]] = {}
+    for text in STORIES:
+        output, _ = decode(pair, [ids_of(pair, text)], 2000)
+        place = 1
+        for length in output.acceptance_lengths[0]:
+            buckets.setdefault(place // 250 * 250, []).append(length)
+            place += length
+    return [f"tau by position: {', '.join(f'{at}+ {mean(found):.2f}' for at, found in sorted(buckets.items()))}"]
+
+
+def long_prompt(pair: DemoPair) -> list[str]:
+    """A request behind 4,000 tokens of other requests, against the target alone, in fp32."""
+    pair = load_pair(torch.float32, pair.draft.name_or_path)
+    text = "\n\n".join(row["messages"][0]["content"] for row in requests(120))
+    text = pair.tokenizer.decode(pair.tokenizer(text)["input_ids"][:4000]) + "\n\nWhich of these is about cooking?"
+    row = ids_of(pair, text)
+    drafted, _ = decode(pair, [row], 96)
+    alone, _ = decode(pair, [row], 96, drafted=False)
+    same = "equal" if torch.equal(drafted.sequences, alone.sequences) else "OTHER TOKENS"
+    return [f"a prompt of {len(row):,} tokens: tau {mean(drafted.acceptance_lengths[0]):.2f}, {same}"]
+
+
+def turns(pair: DemoPair) -> list[str]:
+    """Three turns, each on the cache of the one before, against the same without a drafter, in fp32."""
+    pair = load_pair(torch.float32, pair.draft.name_or_path)
+    texts, taus = [], []
+    for drafted in (True, False):
+        messages, cache, said = [], None, []
+        for question in ("What is a prime number?", "Give me three of them.", "And why is nine none?"):
+            messages.append({"role": "user", "content": question})
+            row = prompt_ids(RowEncoder(pair.tokenizer), {"messages": messages})
+            output, _ = decode(pair, [row], 64, drafted, past_key_values=cache)
+            answer = output.sequences[0, len(row) :]
+            cache = output.past_key_values
+            text = pair.tokenizer.decode(answer, skip_special_tokens=True)
+            messages.append({"role": "assistant", "content": text})
+            said.append(text)
+            if drafted:
+                taus.append(mean(output.acceptance_lengths[0]))
+            row = prompt_ids(RowEncoder(pair.tokenizer), {"messages": [*messages, {"role": "user", "content": "?"}]})
+            if row[: output.sequences.shape[1]] != output.sequences[0].tolist():
+                cache = None  # the answer was cut, or encodes otherwise
+        texts.append(said)
+    same = "equal" if texts[0] == texts[1] else "OTHER TEXT"
+    return [f"three turns on one cache: tau {', '.join(f'{tau:.2f}' for tau in taus)}, {same}"]
+
+
+def sampling(pair: DemoPair) -> list[str]:
+    """T = 1 beside T = 0: tau, and speed over the target alone."""
+    lines = []
+    for name, options in (("T = 0", {}), ("T = 1", {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0})):
+        lengths, ratios = [], []
+        for number, row in enumerate(requests(12)):
+            ids = prompt_ids(RowEncoder(pair.tokenizer), row)
+            torch.manual_seed(number)
+            drafted, seconds = decode(pair, [ids], 64, **options)
+            torch.manual_seed(number)
+            alone, without = decode(pair, [ids], 64, drafted=False, **options)
+            lengths += drafted.acceptance_lengths[0]
+            counts = [output.sequences.shape[1] - len(ids) for output in (drafted, alone)]
+            ratios.append((counts[0] / seconds) / (counts[1] / without))
+        lines.append(f"{name}: tau {mean(lengths):.2f}, {statistics.median(ratios):.2f}x (bf16, eager)")
+    return lines
+
+
+def batches(pair: DemoPair) -> list[str]:
+    """Rows decoded together, against the target alone with as many."""
+    rows = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in requests(8)]
+    lines = []
+    for size in (1, 4, 8):
+        ratios = []
+        for start in range(0, 8, size):
+            _, seconds = decode(pair, rows[start : start + size], 48)
+            _, without = decode(pair, rows[start : start + size], 48, drafted=False)
+            ratios.append(without / seconds)
+        lines.append(f"batch of {size}: {statistics.median(ratios):.2f}x (bf16, eager)")
+    return lines
+
+
+def threads(pair: DemoPair) -> list[str]:
+    """One thread and two."""
+    rows, lines = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in requests(6)], []
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        ratios = [decode(pair, [row], 64, drafted=False)[1] / decode(pair, [row], 64)[1] for row in rows]
+        lines.append(f"{count} thread(s): {statistics.median(ratios):.2f}x (bf16, eager)")
+    torch.set_num_threads(1)
+    return lines
+
+
+def samples(pair: DemoPair) -> list[str]:
+    """The distribution of three sampled tokens with and without a drafter, by chi-square, in fp32."""
+    pair = load_pair(torch.float32, pair.draft.name_or_path)
+    row = ids_of(pair, "Name a color.")
+    options = {"do_sample": True, "temperature": 0.8, "top_k": 5, "top_p": 1.0, "min_new_tokens": 3}
+    counts = []
+    for drafted in (True, False):
+        found: Counter = Counter()
+        for seed in range(25):
+            torch.manual_seed(1000 * drafted + seed)
+            output, _ = decode(pair, [row] * 80, 3, drafted, **options)
+            found.update(map(tuple, output.sequences[:, len(row) :].tolist()))
+        counts.append(found)
+    common = [key for key in counts[0] | counts[1] if counts[0][key] + counts[1][key] >= 10]
+    table = [[one[key] for key in common] + [sum(one.values()) - sum(one[k] for k in common)] for one in counts]
+    table = [list(column) for column in zip(*table) if sum(column)]
+    p = chi2_contingency(table).pvalue
+    return [f"2,000 samples of three tokens each way, {len(table)} kinds: p = {p:.3f} (chi-square, fp32)"]
+
+
+PARTS = {one.__name__: one for one in (position, long_prompt, turns, sampling, batches, threads, samples)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", choices=[[], *PARTS], default=[])
+    parser.add_argument("--draft")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "real_pair.md")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    pair = load_pair(torch.bfloat16, arguments.draft)
+    for name in arguments.parts or PARTS:
+        with arguments.output.open("a", encoding="utf-8") as file:
+            for line in PARTS[name](pair):
+                print(line, flush=True)
+                file.write(f"- {line}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""The fenced blocks of README and guides, and the tiny pair that stands in for `smollm2` while they run."""
+
+import importlib.util
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dflash_hf import DFlashDraftConfig, DFlashDraftModel
+from support.tiny_chat import END, save_target
+
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "examples" / "guides").glob("*.md"))]
+
+
+@dataclass
+class Block:
+    """A fenced block: where it is, its language, and its text."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+    @property
+    def needs(self) -> str:
+        """What its first line says that it needs; empty where it runs anywhere."""
+        first = self.text.splitlines()[0]
+        return first.removeprefix("# needs ") if first.startswith("# needs ") else ""
+
+    @property
+    def runs(self) -> bool:
+        """Whether it can run here: a package that it needs may be installed."""
+        package = re.fullmatch(r"the package (\w+)", self.needs)
+        return not self.needs or bool(package) and importlib.util.find_spec(package[1]) is not None
+
+    def commands(self) -> list[list[str]]:
+        """The words of each line of a shell block, without comments."""
+        text = self.text.replace("\\\n", " ")
+        return [words for words in (shlex.split(line, comments=True) for line in text.splitlines()) if words]
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    found = re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [Block(page, text[: one.start()].count("\n") + 1, one[1], one[2]) for one in found]
+
+
+def save_stand_in(folder: Path, ends: bool = True) -> tuple[Path, Path]:
+    """
+    A target with as many layers as SmolLM2-135M, for its layer ids, and a drafter; both tiny and random.
+
+    It writes letters and, where `ends`, soon the end of its turn.
+    """
+    saved = save_target(folder / "target", family="llama", num_hidden_layers=30, max_position_embeddings=2048)
+    target = AutoModelForCausalLM.from_pretrained(saved)
+    letters = {AutoTokenizer.from_pretrained(saved).convert_tokens_to_ids(one) for one in "abcdefghi\u0120"}
+    others = [token for token in range(280) if token not in letters | ({END} if ends else set())]
+    head = target.get_output_embeddings().weight.data.mul_(0.3)
+    head[others] = 0.0
+    target.save_pretrained(saved)
+    torch.manual_seed(1)
+    config = DFlashDraftConfig.for_target(
+        target.config,
+        mask_token_id=16,
+        num_hidden_layers=2,
+        block_size=8,
+        target_layer_ids=[8, 15, 22, 27],
+    )
+    DFlashDraftModel(config).save_pretrained(folder / "draft")
+    return saved, folder / "draft"

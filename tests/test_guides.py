@@ -1,0 +1,162 @@
+"""
+Every command and every Python block of README and guides.
+
+Each page is a story: its blocks run from top to bottom, in one folder and one namespace, with a tiny pair in the place
+of `smollm2`. A block whose first line says that it needs something (`# needs a GPU`) is not run; its arguments are
+parsed all the same. Amounts are cut to what a CPU does in seconds.
+"""
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from support.guides import PAGES, ROOT, blocks_of, save_stand_in
+from transformers import AutoTokenizer
+
+from dflash_hf.cli import build_parser, main
+from dflash_hf.commands.recipes import shipped
+from dflash_hf.training.recipe import read_recipe
+
+
+PARSED_ONLY = {"find", "serve", "chat"}  # they ask the Hub, or wait for a person; `serve --dry-run` ends by itself
+LESS = {
+    "--count": "4",
+    "--prompts": "2",
+    "--max-new-tokens": "8",
+    "--runs": "1",
+    "--batch-size": "4",
+    "--blocks": "2",
+    "--kinds": "chat",
+}
+LESS_TRAINING = ["max_minutes=null", "max_steps=2", "num_anchors=4", "eval_steps=2", "save_steps=2", "bf16=false"]
+LESS_TRAINING += ["target_dtype=float32", "use_cpu=true", "per_device_train_batch_size=2"]
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory):
+    return save_stand_in(tmp_path_factory.mktemp("stand_in"))
+
+
+@pytest.fixture
+def story(page, pair, tmp_path, monkeypatch):
+    """A folder with prompts, where the page does not make them, and a drafter; `smollm2` is the tiny pair."""
+    target, draft = pair
+    monkeypatch.setattr("dflash_hf.smollm2.smollm2_folder", lambda *_: target)
+    monkeypatch.setattr("dflash_hf.smollm2.drafter_folder", lambda: draft)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    if "my-drafter" not in page.read_text(encoding="utf-8").partition("dflash train")[2]:
+        shutil.copytree(draft, tmp_path / "my-drafter")
+    if "--output prompts.jsonl" in page.read_text(encoding="utf-8"):
+        return
+    write_prompts("prompts.jsonl")
+
+
+def write_prompts(path: str) -> None:
+    rows = [{"prompt": text} for text in ("What is a cache?", "Count to five.", "Name a colour.", "Say 1")]
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def parse(words: list[str]) -> None:
+    """Parse a command's words with the parser, or the file, that they are for."""
+    program, *rest = words
+    if program == "dflash":
+        if "--compare" in rest and rest[0] == "eval":  # files that are to be there
+            return
+        arguments = build_parser(rest[0])[0].parse_args(rest)
+        if rest[0] == "train" and arguments.keys is None:
+            file = shipped().get(Path(arguments.config).name) if arguments.config else None
+            read_recipe(file or arguments.config, arguments.overrides)
+    elif program == "accelerate":
+        at = rest.index("-m")
+        options = dict(zip(rest[1:at:2], rest[2:at:2]))
+        assert rest[0] == "launch" and Path(options["--config_file"]).name in shipped()
+        assert rest[at + 1] == "dflash_hf.cli"
+        parse(["dflash", *rest[at + 2 :]])
+    elif program == "pip":
+        extras = re.findall(r"\.\[([\w,]+)\]", " ".join(rest))
+        declared = (ROOT / "setup.cfg").read_text(encoding="utf-8").split("[options.extras_require]")[1]
+        for extra in ",".join(extras).split(",") if extras else ():
+            assert re.search(rf"^{extra} =$", declared, re.MULTILINE), extra
+    elif program == "make":
+        assert re.search(rf"^{rest[0]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    elif program == "vllm":
+        speculative = json.loads(rest[rest.index("--speculative-config") + 1])
+        assert set(speculative) == {"method", "model", "num_speculative_tokens"}
+    elif program == "python" and rest[0] != "-m":
+        assert (ROOT / rest[0]).is_file(), rest[0]
+    else:
+        assert words[:3] in (["python", "-m", "sglang.launch_server"], ["hf", "auth", "login"]), words
+
+
+def smaller(words: list[str]) -> list[str]:
+    """The same command, with less to do."""
+    words = [LESS.get(before, word) for before, word in zip(["", *words], words)]
+    if words[0] in ("generate", "regenerate", "eval") and "--max-new-tokens" not in words:
+        words += ["--max-new-tokens", LESS["--max-new-tokens"]]
+    if words[0] == "train" and "--keys" not in words:
+        words += LESS_TRAINING + (["draft_vocab_size=64"] if "--config" in words else [])
+    if words[0] == "bench":  # the last of two wins
+        words = [{"100m": "tiny"}.get(word, word) for word in words]
+        words += ["--methods", "target,dflash", "--prompts", "1", "--max-new-tokens", "8", "--runs", "1"]
+    return words
+
+
+def run(words: list[str]) -> None:
+    if words[0] != "dflash" or words[1] in PARSED_ONLY and "--dry-run" not in words:
+        return
+    if words[1] == "prompts":  # the tiny pair writes no requests; tests/data/test_magpie.py has one that does
+        return write_prompts(words[words.index("--output") + 1])
+    code = main(smaller(words[1:]))
+    # The stand-in's own drafter is random: what `doctor` says of it is no failure.
+    assert code == 0 or words[1] == "doctor", shlex.join(words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_runs_from_top_to_bottom(page, story):
+    namespace = {"__name__": "__main__"}
+    for block in blocks_of(page):
+        print(f"--- {block.where}")
+        if block.language == "bash":
+            for words in block.commands():
+                parse(words)
+                if block.runs:
+                    run(words)
+        elif block.language == "python":
+            code = compile(block.text, block.where, "exec")
+            if block.runs:
+                exec(code, namespace)
+        elif block.language == "yaml":
+            Path("recipe.yaml").write_text(block.text, encoding="utf-8")
+            assert isinstance(yaml.safe_load(block.text), dict)
+        else:
+            assert block.language in ("", "text"), block.where
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_link_leads_somewhere(page):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        if link.startswith("http"):
+            continue
+        file, _, anchor = link.partition("#")
+        there = (page.parent / file).resolve() if file else page
+        assert there.exists(), link
+        if anchor:
+            heads = re.findall(r"^#+ (.+)$", there.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads], link
+    for path in re.findall(r"`((?:examples|tests|hub_cards)/[\w./-]+)`", text):
+        assert (ROOT / path.rstrip("/")).exists(), path
+
+
+def test_the_first_page_is_short():
+    assert len(PAGES[0].read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_the_stand_in_is_what_the_guides_say(pair):
+    """Token 16 is one of its 280, and its tokenizer has a chat template."""
+    assert AutoTokenizer.from_pretrained(pair[0]).chat_template
