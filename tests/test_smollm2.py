@@ -1,6 +1,8 @@
 """The real target: found, unpacked once and whole, or asked for in one line. Most here stands in for its weights."""
 
+import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +11,12 @@ from support.pairs import make_target
 from support.tiny_chat import make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dflash_hf import smollm2
+from dflash_hf import modeling, smollm2
 from dflash_hf.cli import main
+from dflash_hf.data.encode import RowEncoder
+from dflash_hf.data.prompts import prompt_ids
+from dflash_hf.demo import run as demo
+from dflash_hf.hub.check import check
 from dflash_hf.smollm2 import PIP_LINE, packaged_gguf, smollm2_folder, weights_digest
 
 
@@ -129,3 +135,32 @@ def test_the_real_one_answers(real_target):
     answer = target.float().generate(**inputs, max_new_tokens=16, do_sample=False)[0, inputs["input_ids"].shape[1] :]
     assert answer[-1] == tokenizer.eos_token_id  # it ends its turn by itself
     assert tokenizer.decode(answer, skip_special_tokens=True) == "The capital of France is Paris."
+
+
+def test_the_drafter_s_folder_is_what_would_be_published():
+    """Its code is today's, its card says what its report says; `make.sh` writes it again."""
+    folder = smollm2.drafter_folder()
+    code = {path.name: path.read_text(encoding="utf-8") for path in Path(modeling.__file__).parent.glob("*_dflash.py")}
+    there = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*_dflash.py")}
+    stale = sorted(name for name in code if there.get(name) != code[name])
+    assert not stale and set(there) == set(code), f"cp {' '.join(f'modeling/{name}' for name in stale)} {folder}"
+    report = json.loads((folder / "eval_report.json").read_text(encoding="utf-8"))["summary"]
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    assert f"| tau, over all verifications | {report['tau']:.2f} |" in card
+    assert f"| Speed-up over the target alone | {report['speedup']:.2f}x |" in card
+    assert (folder / "model.safetensors").stat().st_size < 30e6
+    errors = {finding.key for finding in check(folder) if finding.severity == "error"}
+    assert errors == {"draft_vocab_size"}  # of SGLang, which knows no reduced vocabulary
+
+
+@pytest.mark.real
+def test_the_real_pair_writes_the_target_s_own_text(real_target):
+    """Chat, code and sums, in fp32, token for token, with drafts that are accepted and rejected."""
+    pair, lengths = demo.load_pair(torch.float32), []
+    for row in demo.requests(7):
+        ids = torch.tensor([prompt_ids(RowEncoder(pair.tokenizer), row)])
+        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 32, "do_sample": False}
+        drafted = pair.target.generate(ids, assistant_model=pair.draft, return_dict_in_generate=True, **options)
+        assert torch.equal(drafted.sequences, pair.target.generate(ids, **options))
+        lengths += drafted.acceptance_lengths[0]
+    assert sum(lengths) / len(lengths) > 1.4 and {1, 2, 3, 4} <= set(lengths)

@@ -1,11 +1,14 @@
 """`dflash chat`: where each piece of an answer comes from, turns and their cache, and the terminal."""
 
+import fcntl
 import io
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
+import termios
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -178,6 +181,11 @@ def test_the_command_reads_its_lines_and_says_what_is_wrong(folder, tmp_path, mo
     assert "--top-p 0.5 changes nothing" in capsys.readouterr().err
 
 
+def _in_its_terminal() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it, and so would their children
+
+
 class Terminal:
     """A chat in a terminal of its own."""
 
@@ -192,7 +200,7 @@ class Terminal:
             stderr=theirs,
             env=env,
             start_new_session=True,
-            preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
+            preexec_fn=_in_its_terminal,
         )
         os.close(theirs)
         self.ours, self.seen = ours, ""

@@ -48,7 +48,7 @@ def run(arguments, echo) -> Outcome:
     if arguments.train is not None:
         from dflash_hf.demo.live_training import train_live
 
-        points = train_live(arguments.train, output / "drafter", echo)
+        points = train_live(arguments.train, output / "drafter", say=echo)
         return Outcome(facts={"minutes_and_tau": points, "drafter": str(output / "drafter")})
     pair = load_pair(getattr(torch, arguments.dtype), arguments.draft)
     color = wants_color(arguments.color, sys.stdout)

@@ -7,7 +7,10 @@ from pathlib import Path
 from transformers import TrainerCallback
 from transformers.utils import logging
 
+from dflash_hf.evaluation.measure import EvalReport
+from dflash_hf.evaluation.report import REPORT_FILE
 from dflash_hf.smollm2 import HUB_NAME, data_folder, smollm2_folder
+from dflash_hf.training.callbacks import DecodingCallback
 from dflash_hf.training.recipe import read_recipe
 from dflash_hf.training.train import train
 
@@ -37,16 +40,13 @@ class Curve(TrainerCallback):
         self.say(f"{minutes:6.1f} min  tau {tau:4.2f}  {''.join(bar)}{beside}")
 
 
-def train_live(
-    minutes: float, output: Path, shipped: float | None = None, say: Callable[[str], None] = logger.info
-) -> list[tuple[float, float]]:
+def train_live(minutes: float, output: Path, say: Callable[[str], None] = logger.info) -> list[tuple[float, float]]:
     """
     Train a drafter for a while by the recipe `smollm2-135m.yaml`, on answers in place of stored features.
 
     Args:
         minutes (`float`): Of training; decoding between does not count.
         output (`Path`): Folder for the drafter.
-        shipped (`float`, *optional*): Tau of the drafter that comes along, on the same requests.
         say: Called with each line of output.
 
     Returns:
@@ -61,10 +61,15 @@ def train_live(
             *(f"target={smollm2_folder()}", f"base_model={HUB_NAME}", f"output_dir={output}"),
             *(f"data={data / 'answers.jsonl.gz'}", "features=null", "eval_features=null", "eval_strategy=no"),
             *(f"max_minutes={minutes}", "overwrite_output_dir=true", "save_strategy=no", "disable_tqdm=true"),
-            *("logging_steps=1000000", "report_to=none", "decode_prompts=6", "decode_steps=10"),
-            "decode_max_new_tokens=64",
+            *("logging_steps=1000000", "report_to=none", "decode_prompts=4", "decode_steps=20"),
+            "decode_max_new_tokens=48",
         ],
     )
+    report = data.parent / REPORT_FILE  # of other held-out requests, decoded for longer
+    shipped = EvalReport.from_json(report.read_text(encoding="utf-8")).tau if report.is_file() else None
     curve = Curve(shipped, say)
-    train(recipe, training, say, callbacks=[curve])
+    trainer = train(recipe, training, say, callbacks=[curve])
+    for one in trainer.callback_handler.callbacks:
+        if isinstance(one, DecodingCallback):
+            one.log_figures("")  # the finished drafter's
     return curve.points

@@ -42,6 +42,7 @@ _TRAINING = (
     "bf16",
     "fp16",
     "num_anchors",
+    "loss_type",
     "loss_decay_gamma",
     "label_source",
     "seed",

@@ -1,0 +1,81 @@
+"""
+Assistants that are no drafters of ours: a live object of the published remote class is adopted, without copying a
+weight; a language model that was built from a drafter's folder by mistake is refused.
+"""
+
+import weakref
+
+import torch
+from torch import nn
+
+from .configuration_dflash import DFlashDraftConfig
+from .layouts_dflash import canonical_name, is_drafter_config, is_left_out
+from .modeling_dflash import DFlashDraftModel
+
+
+_PARTS = ("fc", "hidden_norm", "layers", "norm", "target_layer_ids", "block_size")
+_adopted: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()  # foreign object -> our drafter of its tensors
+
+
+def adopted(assistant) -> DFlashDraftModel | None:
+    """
+    Our drafter of a foreign DFlash object's tensors; `None` when the object is no drafter at all.
+
+    Raises:
+        `ValueError`: the object was built from a drafter's folder, but is not a drafter; says how to load one.
+    """
+    if not isinstance(assistant, nn.Module) or not hasattr(getattr(assistant, "config", None), "to_dict"):
+        return None
+    config = assistant.config.to_dict()
+    if not all(hasattr(assistant, part) for part in _PARTS):
+        if config.get("dflash_config") is None:
+            return None
+        raise ValueError(
+            f"assistant_model is a {type(assistant).__name__} built from a DFlash drafter's folder: its embeddings "
+            "are random, and it reads none of the target's features. Load the drafter with "
+            "`DFlashDraftModel.from_pretrained(folder)`, or with `AutoModel.from_pretrained(folder)` after "
+            "`import dflash_hf`."
+        )
+    if not is_drafter_config(config):
+        return None
+    ours = _adopted.get(assistant)
+    # Moving or casting a model replaces its tensors.
+    if ours is None or ours.fc.weight.data_ptr() != assistant.fc.weight.data_ptr():
+        ours = _adopted[assistant] = adopt(assistant)
+    return ours
+
+
+def adopt(assistant: nn.Module) -> DFlashDraftModel:
+    """
+    A drafter of our class whose parameters share the memory of a foreign DFlash object's.
+
+    Args:
+        assistant (`nn.Module`): Has `config`, `target_layer_ids`, `block_size` and tensors of a published layout.
+
+    Raises:
+        `ValueError`: its tensors are not those that its configuration describes.
+    """
+    # 1. What the live object says of itself beats its configuration.
+    fields = {**assistant.config.to_dict(), "target_layer_ids": list(assistant.target_layer_ids)}
+    fields["block_size"] = int(assistant.block_size)
+    nested = dict(fields.get("dflash_config") or {})
+    nested |= {key: fields[key] for key in ("target_layer_ids", "block_size")}
+    config = DFlashDraftConfig.from_dict({**fields, "dflash_config": nested})
+
+    # 2. Our class without memory of its own, and the tensors assigned.
+    with torch.device("meta"):
+        ours = DFlashDraftModel(config)
+    tensors = {canonical_name(name): tensor for name, tensor in assistant.state_dict().items()}
+    kept = {name: tensor for name, tensor in tensors.items() if not is_left_out(name, None, config.has_own_head)}
+    try:
+        ours.load_state_dict(kept, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"assistant_model, a {type(assistant).__name__}, cannot be adopted: {error}") from error
+
+    # 3. The rotary tables, which are not stored.
+    device = ours.fc.weight.device
+    for name in ("rotary_emb", "context_rotary_emb"):
+        table = getattr(ours, name)
+        if table is not None:
+            setattr(ours, name, type(table)(table.config).to(device))
+    return ours.requires_grad_(False).eval()

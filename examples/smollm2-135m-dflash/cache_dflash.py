@@ -1,0 +1,307 @@
+"""
+The slot cache: every row starts at slot 0, new keys are scattered to the slots of their tokens, rolling back is
+keeping a smaller length. Nothing is copied, nothing changes shape, every row has its own length.
+"""
+
+import torch
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
+
+from .tree_dflash import DraftTree
+
+
+SLOTS_PER_STEP = 64  # the view handed to attention is the used length rounded up to this
+SMALLEST_BUCKET = 256  # where every shape is compiled: capacities, and with them views, are powers of two from here on
+
+
+class SlotLayer(CacheLayerMixin):
+    """Keys and values `[R, heads, capacity, head_dim]` of one layer; rows are written at the cache's current slots."""
+
+    is_sliding = False
+
+    def __init__(self, cache: "SlotCache"):
+        super().__init__()
+        self.cache = cache
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys, self.values = self._buffer("keys", key_states), self._buffer("values", value_states)
+        self.is_initialized = True
+
+    def adopt(self, layer: CacheLayerMixin, padding: list[int], columns: int) -> None:
+        """Move `columns` left-padded columns of a layer here: first its keys, which are let go, then its values."""
+        self.dtype, self.device = layer.keys.dtype, layer.keys.device
+        first = columns - layer.keys.shape[2]  # a sliding layer has dropped the columns before its window
+        for name in ("keys", "values"):
+            states = getattr(layer, name)
+            buffer = self._buffer(name, states)
+            for row, pad in enumerate(padding):
+                skip = max(pad - first, 0)
+                buffer[row, :, first + skip - pad : columns - pad] = states[row, :, skip:]
+            setattr(self, name, buffer)
+            setattr(layer, name, states[:, :, :0].clone())
+        self.is_initialized = True
+
+    def _buffer(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """`[R, heads, capacity, head_dim]` zeros: a masked slot is still multiplied by zero, and 0 * NaN is NaN."""
+        shape = (self.cache.rows, like.shape[1], self.cache.capacity, like.shape[3])
+        pool, key = self.cache.pool, (self.cache.layers.index(self), name, shape, like.dtype, like.device)
+        if pool is not None and key in pool:
+            return pool[key].zero_()
+        with torch.inference_mode(False):  # or it could not be written to outside of that mode
+            buffer = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        if pool is not None:
+            torch._dynamo.mark_static_address(buffer)
+            pool[key] = buffer
+        return buffer
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start = 0
+        # One write after the other: a later group may cover slots of an earlier one.
+        for slots in self.cache.slots:
+            stop = start + slots.shape[1]
+            self._write(self.keys, slots, key_states[:, :, start:stop])
+            self._write(self.values, slots, value_states[:, :, start:stop])
+            start = stop
+        view = self.cache.view
+        return self.keys[:, :, :view], self.values[:, :, :view]
+
+    def move(self, source: torch.Tensor, goal: torch.Tensor) -> None:
+        """Copy slots `[R, n]` of each row to others."""
+        for buffer in (self.keys, self.values):
+            places = source.to(buffer.device)
+            if buffer.shape[0] == 1:
+                states = buffer.index_select(2, places[0])
+            else:
+                shape = (-1, buffer.shape[1], -1, buffer.shape[3])
+                states = buffer.gather(2, places[:, None, :, None].expand(shape))
+            self._write(buffer, goal, states)
+
+    def grow(self) -> None:
+        """Move to buffers of the cache's new capacity."""
+        if not self.is_initialized:
+            return
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            new = self._buffer(name, old)
+            new[:, :, : old.shape[2]] = old
+            setattr(self, name, new)
+
+    def _write(self, buffer: torch.Tensor, slots: torch.Tensor, states: torch.Tensor) -> None:
+        slots, states = slots.to(buffer.device), states.to(buffer.dtype)  # autocast mixes dtypes
+        if buffer.shape[0] == 1:
+            buffer.index_copy_(2, slots[0], states)
+        else:
+            buffer.scatter_(2, slots[:, None, :, None].expand_as(states), states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.view, 0
+
+    def get_seq_length(self) -> int:
+        return self.cache.view
+
+    def get_max_length(self) -> int:
+        return self.cache.capacity
+
+
+class SlotCache(Cache):
+    """
+    A cache of `rows` x `capacity` slots, in which slot `i` of a row holds its `i`-th token.
+
+    `reserve` makes room for a forward, `place` says where its tokens go, and the mask of that forward who sees what. A
+    length is all that a caller keeps, so rolling back to it costs nothing.
+
+    Args:
+        rows (`int`): Batch rows.
+        capacity (`int`): Slots of each row to begin with; `reserve` grows them when they run out. The last one is
+            never seen: tokens to be dropped are written there.
+        pool (`dict`, *optional*): Where buffers outlive the cache, for compiled rounds, which are made for one place
+            in memory and one shape: with it capacities are powers of two, and attention sees all slots.
+    """
+
+    def __init__(self, rows: int, capacity: int, pool: dict | None = None):
+        super().__init__(layers=[])
+        self.rows, self.pool = rows, pool
+        self.capacity = self._fitting(capacity)
+        self.slots: tuple[torch.Tensor, ...] = ()
+        self.view = 0
+
+    def reserve(self, used: int) -> None:
+        """
+        Make room for a forward in which no row sees a slot at or past `used`, and choose how many slots attention is
+        given: the used ones rounded up or, where every shape is compiled, all.
+        """
+        if used >= self.capacity:
+            self.capacity = self._fitting(max(used, self.capacity * 9 // 8))
+            for layer in self.layers:
+                if isinstance(layer, SlotLayer):  # the recurrent layers of a hybrid have nothing to grow
+                    layer.grow()
+        self.view = self.capacity if self.pool is not None else min(_round_up(used), self.capacity)
+
+    def place(self, *slots: torch.Tensor) -> None:
+        """
+        Set the slots of the tokens of the next forward.
+
+        Args:
+            slots (`torch.LongTensor`): One or more groups `[R, n]`, written one after the other in the order of the
+                new tokens.
+        """
+        self.slots = slots
+
+    def move(self, source: torch.LongTensor, goal: torch.LongTensor) -> None:
+        """Copy what slots `[R, n]` of each row hold to others, of which none is a later one's source."""
+        for layer in self.layers:
+            if isinstance(layer, SlotLayer) and layer.is_initialized:
+                layer.move(source, goal)
+
+    def _fitting(self, slots: int) -> int:
+        """A capacity for so many slots and the one that is never seen."""
+        if self.pool is None:
+            return _round_up(slots + 1)
+        return max(SMALLEST_BUCKET, 1 << slots.bit_length())
+
+    def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
+        while len(self.layers) <= layer_idx:
+            self.layers.append(SlotLayer(self))
+        return self.layers[layer_idx].update(key_states, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.view
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.view, 0
+
+    @property
+    def trash(self) -> int:
+        """The slot for tokens that no query may ever see, such as padding."""
+        return self.capacity - 1
+
+    @classmethod
+    def adopt(cls, cache: Cache, padding: list[int], capacity: int, pool: dict | None = None) -> "SlotCache":
+        """
+        Move a prefilled, left-padded cache into slots, so that every row starts at slot 0.
+
+        The prompt is held once: keys and values of the source are let go as soon as they have moved, until `release`.
+
+        Args:
+            cache (`Cache`): Dynamic and sliding-window layers only; see `can_adopt`.
+            padding (`list[int]`): Padding columns at the start of each row.
+            capacity (`int`): Slots of each row.
+            pool (`dict`, *optional*): As for the class.
+        """
+        slots = cls(len(padding), capacity, pool)
+        columns = cache.get_seq_length()
+        for layer in cache.layers:
+            if holds_nothing(layer):
+                slots.layers.append(layer)
+                continue
+            moved = SlotLayer(slots)
+            slots.layers.append(moved)
+            if layer.is_initialized:  # others share the keys of another layer
+                moved.adopt(layer, padding, columns)
+        return slots
+
+    def clear(self) -> None:
+        """Let go of all slots: at once, for layers and cache, which know each other, would wait for the collector."""
+        self.layers.clear()
+
+    def release(self, cache: Cache, padding: list[int], columns: int) -> Cache:
+        """
+        Write the slots back into the cache they were adopted from: `columns` left-padded columns, an ordinary cache
+        that continues the conversation with or without a drafter. The slots are let go on the way.
+        """
+        for source, layer in zip(self.layers, cache.layers, strict=True):
+            if holds_nothing(source) or not source.is_initialized:
+                continue
+            first = 0
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                first = max(columns - layer.sliding_window + 1, 0)
+                layer.cumulative_length = columns
+            for name in ("keys", "values"):
+                buffer = getattr(source, name)
+                rows = [_left_padded(buffer[row], pad, first, columns) for row, pad in enumerate(padding)]
+                if self.pool is not None:  # the buffers go on to the next call
+                    rows = [row.clone() for row in rows]
+                setattr(layer, name, torch.stack(rows) if len(rows) > 1 else rows[0][None])
+                setattr(source, name, None)
+                del buffer, rows
+        return cache
+
+
+def can_adopt(cache: Cache) -> bool:
+    """Whether every layer of a cache is empty or an ordinary or sliding-window one, whose tokens can live in slots."""
+    ordinary = (DynamicLayer, DynamicSlidingWindowLayer)
+    return all(type(layer) in ordinary or holds_nothing(layer) for layer in cache.layers)
+
+
+def holds_nothing(layer) -> bool:
+    """Whether a layer of a cache only stands for one that has nothing to keep, or shares the keys of another."""
+    return not isinstance(layer, CacheLayerMixin | LinearAttentionCacheLayerMixin)
+
+
+def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A float mask from a boolean one: eager attention would *add* a boolean mask as 0 and 1, silently."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
+        ~visible, torch.finfo(dtype).min
+    )
+
+
+def slot_mask(
+    slots: torch.Tensor,
+    last_seen: torch.Tensor,
+    view: int,
+    window: int | None,
+    chunk: int | None,
+    dtype: torch.dtype,
+    tree: DraftTree | None = None,
+) -> torch.Tensor:
+    """
+    The additive mask of queries at `slots` over the first `view` slots.
+
+    Args:
+        slots (`torch.LongTensor`): `[R, n]`, the queries' slots.
+        last_seen (`torch.LongTensor`): `[R, n]`, the last slot each query sees: its own slot for a causal layer.
+        view (`int`): Slots handed to attention.
+        window (`int`, *optional*): A key is seen when `query slot - key slot < window`.
+        chunk (`int`, *optional*): A key is seen in the query's own chunk of that many slots only.
+        dtype (`torch.dtype`): A floating dtype. Eager attention adds the mask; a boolean one would be added as 0, 1.
+        tree (`DraftTree`, *optional*): What stands at `slots`, in place of a text: there a query sees its ancestors,
+            and windows and chunks count depths.
+
+    Returns:
+        `torch.Tensor` `[R, 1, n, view]`.
+    """
+    key = torch.arange(view, device=slots.device)  # [view]
+    query = slots[:, :, None]  # [R, n, 1]
+    if tree is None:
+        visible = key <= last_seen[:, :, None]  # [R, n, view]
+    else:
+        places = slots[:, None].expand_as(tree.ancestors)
+        visible = (key < slots[:, :1, None]).expand(-1, slots.shape[1], -1).scatter(2, places, tree.ancestors)
+        depths = slots[:, :1] + tree.depths
+        key = key.expand(len(slots), -1).scatter(1, slots, depths)[:, None]  # [R, 1, view]
+        query = depths[:, :, None]
+    if window is not None:
+        visible = visible & (query - key < window)
+    if chunk is not None:
+        visible = visible & (query // chunk == key // chunk)
+    return additive(visible, dtype)[:, None]
+
+
+def _round_up(length: int) -> int:
+    return -(-length // SLOTS_PER_STEP) * SLOTS_PER_STEP
+
+
+def _left_padded(row: torch.Tensor, pad: int, first: int, columns: int) -> torch.Tensor:
+    """Columns `first..columns` of one row `[heads, capacity, head_dim]` whose slot 0 is column `pad`."""
+    if first >= pad:
+        return row[:, first - pad : columns - pad]
+    padding = row.new_zeros(row.shape[0], pad - first, row.shape[2])
+    return torch.cat([padding, row[:, : columns - pad]], dim=1)

@@ -1,0 +1,187 @@
+"""
+What a checkpoint holds, read from the headers of its safetensors files before anything is loaded: damaged files and
+tensors that do not belong to the configuration are refused with their names, and nothing is allocated for them.
+"""
+
+import json
+import os
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+from .layouts_dflash import canonical_name, is_left_out, refuse_other_tensors
+
+
+# A mask embedding beside the weights (MiMo): the one other file that is read, by torch's restricted loader. Engines
+# know this file only and skip a tensor of that name.
+MASK_EMBEDDING = "mask_embedding.pt"
+_WEIGHTS = ("F64", "F32", "F16", "BF16")
+
+
+def checkpoint_files(name_or_path: str, variant: str | None = None, **hub_arguments) -> list[str]:
+    """
+    The safetensors files of a folder or a repository, downloaded if need be.
+
+    Args:
+        name_or_path (`str`): Folder or repository.
+        variant (`str`, *optional*): As in `from_pretrained`.
+        hub_arguments: `subfolder`, `revision`, `token`, `cache_dir` and their like, as `cached_file` takes them.
+
+    Raises:
+        `OSError`: there are none, or a shard is missing.
+        `ValueError`: the index is damaged, or names a file outside the folder.
+    """
+
+    def find(name: str) -> str | None:
+        return cached_file(name_or_path, name, _raise_exceptions_for_missing_entries=False, **hub_arguments)
+
+    def with_variant(name: str) -> str:
+        stem, _, suffix = name.rpartition(".")
+        return name if variant is None else f"{stem}.{variant}.{suffix}"
+
+    single = find(with_variant(SAFE_WEIGHTS_NAME))
+    if single is not None:
+        return [single]
+    index = find(with_variant(SAFE_WEIGHTS_INDEX_NAME))
+    if index is None:
+        raise OSError(
+            f"{name_or_path} holds no {SAFE_WEIGHTS_NAME} and no {SAFE_WEIGHTS_INDEX_NAME}. Only safetensors are "
+            "read; convert other files with `dflash convert`."
+        )
+    try:
+        with open(index, encoding="utf-8") as file:
+            names = sorted(set(json.load(file)["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{index} is not an index of safetensors files ({error!r}); download it again.") from error
+    if not names:
+        raise ValueError(f"{index} names no file; download it again.")
+    files = []
+    for name in names:
+        if not isinstance(name, str) or name != os.path.basename(name) or not name.endswith(".safetensors"):
+            raise ValueError(f"{index} names {name!r}, which is not a safetensors file beside it.")
+        files.append(find(name))
+        if files[-1] is None:
+            raise OSError(f"{index} names {name}, which is missing; download it again.")
+    return files
+
+
+def read_mask_embedding(name_or_path: str, config, **hub_arguments) -> torch.Tensor | None:
+    """
+    The drafter's own mask embedding `[H]`, where a folder or repository holds one beside the weights.
+
+    Raises:
+        `ValueError`: it is damaged, of another width, or for another token.
+    """
+    path = cached_file(name_or_path, MASK_EMBEDDING, _raise_exceptions_for_missing_entries=False, **hub_arguments)
+    if path is None:
+        return None
+    try:
+        stored = torch.load(path, map_location="cpu", weights_only=True)
+        embedding, token = stored["embedding"].reshape(-1), int(stored.get("mask_token_id", config.mask_token_id))
+    except Exception as error:  # torch's loader fails in many ways on a file that is not one
+        raise ValueError(f"{path} must hold {{'embedding', 'mask_token_id'}}: {error!r}") from error
+    if embedding.shape != (config.hidden_size,) or not embedding.is_floating_point() or token != config.mask_token_id:
+        raise ValueError(
+            f"{path} holds an embedding of shape {list(embedding.shape)} for token {token}, but config.json says "
+            f"hidden_size={config.hidden_size} and mask_token_id={config.mask_token_id}."
+        )
+    return embedding
+
+
+def write_mask_embedding(folder: str, embedding: torch.Tensor | None, mask_token_id: int) -> None:
+    """
+    Write the drafter's own mask embedding `[H]` beside the weights, as engines read it.
+
+    Args:
+        folder (`str`): Where the drafter is saved.
+        embedding (`torch.Tensor`, *optional*): `[H]`. `None`: the drafter has none, and a file that an earlier one
+            left is removed, which engines would put in place of the target's embedding.
+        mask_token_id (`int`): The token it stands for.
+    """
+    path = os.path.join(folder, MASK_EMBEDDING)
+    if embedding is not None:
+        torch.save({"embedding": embedding.detach().cpu().clone(), "mask_token_id": mask_token_id}, path)
+    elif os.path.exists(path):
+        os.remove(path)
+
+
+def read_header(path: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """
+    Names, dtypes and shapes of the tensors of a safetensors file.
+
+    Raises:
+        `ValueError`: the file is cut short or damaged; names it.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}
+            return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+    except (SafetensorError, OverflowError) as error:  # holes, overlaps, other lengths and forged headers
+        raise ValueError(f"{path} is damaged: {error}; download or write it again.") from error
+
+
+def check_checkpoint(
+    files: list[str], model_class, config, names: dict[str, str], beside: tuple[str, ...] = ()
+) -> None:
+    """
+    Hold the tensors of a checkpoint against the model that a configuration describes.
+
+    Args:
+        files (`list[str]`): Its safetensors files.
+        model_class, config: What is to be built.
+        names (`dict[str, str]`): Renamings of tensors, as `key_mapping` of `from_pretrained` takes them.
+        beside (`tuple[str]`): Tensors that are kept elsewhere.
+
+    Raises:
+        `ValueError`: names the tensor that is missing, unexpected, there twice, or of another shape or dtype.
+    """
+    # 1. What the files hold, by published names.
+    found, sources = {}, {}
+    for path in files:
+        tensors = read_header(path)
+        named = {name: canonical_name(name, names) for name in tensors}
+        try:
+            refuse_other_tensors(named.values())
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        for name, canonical in named.items():
+            if is_left_out(canonical, config.source_layout, config.has_own_head):
+                continue
+            if canonical in found:
+                raise ValueError(f"{path}: tensors {sources[canonical]} and {name} are both {canonical}; remove one.")
+            found[canonical], sources[canonical] = tensors[name], name
+
+    # 2. What the model wants. A wrong number of layers is found first, before that many layers are built.
+    layers = {name.split(".")[1] for name in found if name.startswith("layers.")}
+    where = files[0] if len(files) == 1 else os.path.dirname(files[0])
+    if len(layers) < config.num_hidden_layers:
+        raise ValueError(
+            f"{where}: missing keys: num_hidden_layers={config.num_hidden_layers}, but the tensors are those of "
+            f"{len(layers)} layers; correct config.json or load the whole checkpoint."
+        )
+    with torch.device("meta"):
+        wanted = model_class(config).state_dict()
+
+    # 3. The difference.
+    problems = {
+        "missing keys": [name for name in wanted if name not in found and name not in beside],
+        "unexpected keys": [sources[name] for name in found if name not in wanted],
+        "mismatched keys": [
+            f"{sources[name]} has shape {list(found[name][1])} instead of {list(tensor.shape)}"
+            for name, tensor in wanted.items()
+            if name in found and found[name][1] != tuple(tensor.shape)
+        ],
+    }
+    for problem, keys in problems.items():
+        if keys:
+            raise ValueError(
+                f"{where}: {problem}: {', '.join(keys[:5])} ({len(keys)} in all). The weights do not belong to this "
+                "config.json; load a drafter whose tensors carry the published names and the shapes that its "
+                "config.json gives."
+            )
+    for name in found:
+        tensor = wanted[name]
+        allowed = _WEIGHTS if tensor.is_floating_point() else ("I64",)
+        if found[name][0] not in allowed:
+            raise ValueError(f"{where}: tensor {sources[name]} has dtype {found[name][0]}, not one of {allowed}.")

@@ -1,0 +1,209 @@
+"""What a drafter's configuration must satisfy; each error names key, value and remedy."""
+
+import math
+
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
+# Bounds that no drafter comes near; a wrong size must not become an allocation.
+_MOST_LAYERS = 1024
+_LARGEST_SIZE = 2**24
+_LARGEST_NUMBER = 1e18  # of thetas, factors and scales; an integer of any length is not a number that torch takes
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "v_head_dim",
+    "max_position_embeddings",
+    "vocab_size",
+    "draft_vocab_size",
+    "num_target_layers",
+    "target_hidden_size",
+    "sliding_window",
+    "conv_kernel_size",
+    "conv_group_size",
+    "selector_rank",
+    "selector_top_k",
+)
+_POSITIVE = (
+    "rms_norm_eps",
+    "output_multiplier",
+    "final_logit_softcapping",
+    "input_embedding_scale",
+    "attention_value_scale",
+    "backbone_rotary_base",
+    "initializer_range",
+)
+_REQUIRED = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"),
+    *("rms_norm_eps", "initializer_range", "attention_bias", "attention_sink_bias", "own_mask_embedding"),
+)
+_FLAGS = ("attention_bias", "attention_sink_bias", "own_mask_embedding", "use_sliding_window", "is_causal")
+
+
+def check_sizes(config):
+    for key in _REQUIRED:
+        if getattr(config, key) is None:
+            raise ValueError(
+                f"{key}=None (null in a file) must have a value; correct it in the drafter's config.json."
+            )
+    for key in _SIZES:
+        value = getattr(config, key)
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"{key}={value!r} must be a positive integer; correct it in the drafter's config.json.")
+        most = _MOST_LAYERS if key in ("num_hidden_layers", "num_target_layers") else _LARGEST_SIZE
+        if value is not None and value > most and key not in ("max_position_embeddings", "sliding_window"):
+            raise ValueError(f"{key}={value} is larger than any drafter's ({most}); correct it in config.json.")
+    if type(config.block_size) is not int or not 2 <= config.block_size <= _MOST_LAYERS:
+        raise ValueError(
+            f"block_size={config.block_size!r} must be an integer from 2, the anchor and one drafted token, to "
+            f"{_MOST_LAYERS}."
+        )
+    if config.num_key_value_heads and config.num_attention_heads % config.num_key_value_heads:
+        raise ValueError(
+            f"num_attention_heads={config.num_attention_heads} must be a multiple of "
+            f"num_key_value_heads={config.num_key_value_heads}."
+        )
+    if config.head_dim is None and config.hidden_size % config.num_attention_heads:
+        raise ValueError(
+            f"hidden_size={config.hidden_size} is not a multiple of num_attention_heads={config.num_attention_heads}; "
+            "pass `head_dim`."
+        )
+
+
+def check_numbers(config):
+    for key in _POSITIVE:
+        value = getattr(config, key)
+        if value is not None and not _is_positive(value):
+            raise ValueError(f"{key}={value!r} must be a positive number; correct it in the drafter's config.json.")
+    for key in _FLAGS:
+        value = getattr(config, key)
+        if value is not None and not isinstance(value, bool):
+            raise ValueError(f"{key}={value!r} must be true or false; correct it in the drafter's config.json.")
+    if config.hidden_act not in ACT2FN:
+        raise ValueError(f"hidden_act={config.hidden_act!r} is not an activation that transformers has.")
+    dtype = str(config.dtype).removeprefix("torch.")
+    if config.dtype is not None and dtype not in _DTYPES:
+        raise ValueError(f"dtype={config.dtype!r} must be one of {_DTYPES}.")
+    config.dtype = None if config.dtype is None else dtype
+
+
+def check_dflash2(config):
+    pairs = (("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k"))
+    for first, second in pairs:
+        one, two = getattr(config, first), getattr(config, second)
+        if (one is None) != (two is None):
+            raise ValueError(f"{first}={one} and {second}={two} belong together: set both, or neither.")
+    if config.conv_group_size is not None and config.hidden_size % config.conv_group_size:
+        raise ValueError(
+            f"conv_group_size={config.conv_group_size} must divide hidden_size={config.hidden_size} into whole groups."
+        )
+    if config.conv_kernel_size is not None and config.conv_kernel_size > config.block_size:
+        raise ValueError(
+            f"conv_kernel_size={config.conv_kernel_size} reaches out of a block of {config.block_size} tokens."
+        )
+    if config.selector_top_k is not None and (config.vocab_size is None or config.selector_top_k > config.vocab_size):
+        raise ValueError(
+            f"selector_top_k={config.selector_top_k} needs a vocab_size of at least that, not {config.vocab_size}: "
+            "the path selector has a row for each token of the target."
+        )
+    if config.has_own_head and (config.selector_rank is not None or config.vocab_size is None):
+        raise ValueError(
+            f"draft_vocab_size={config.draft_vocab_size} needs the target's vocab_size (here {config.vocab_size}) and "
+            f"no path selector (here selector_rank={config.selector_rank}), whose rows are the target's tokens."
+        )
+    if config.has_own_head and config.draft_vocab_size > config.vocab_size:
+        raise ValueError(f"draft_vocab_size={config.draft_vocab_size} exceeds vocab_size={config.vocab_size}.")
+
+
+def check_quantization(config):
+    value = getattr(config, "quantization_config", None)
+    if value is not None and isinstance(getattr(value, "quant_method", None), str):
+        return
+    if value is not None and not (isinstance(value, dict) and isinstance(value.get("quant_method"), str)):
+        raise ValueError(f"quantization_config={value!r} must be a dictionary that names its quant_method.")
+
+
+def check_rope(config):
+    rope = config.rope_parameters
+    if not _is_positive(rope.get("rope_theta")):
+        raise ValueError(f"rope_theta={rope.get('rope_theta')!r} must be a positive number.")
+    if rope.get("rope_type") not in ("default", *ROPE_INIT_FUNCTIONS):
+        raise ValueError(f"rope_type={rope.get('rope_type')!r} must be one of {['default', *ROPE_INIT_FUNCTIONS]}.")
+    if "rope_dim" in rope:  # the trained width, where other fields were copied from the target
+        rope["partial_rotary_factor"] = rope.pop("rope_dim") / config.head_dim
+    part = rope.get("partial_rotary_factor", 1.0)
+    if not _is_positive(part) or part > 1 or int(config.head_dim * part) % 2 or int(config.head_dim * part) == 0:
+        raise ValueError(
+            f"partial_rotary_factor={part!r} must rotate an even number of the head_dim={config.head_dim} channels."
+        )
+    if part != 1.0:  # engines look for it first; the factor alone is lost on SGLang under transformers 5.23
+        rope["rope_dim"] = int(config.head_dim * part)
+    if rope["rope_type"] != "default":
+        try:
+            table, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device="cpu")
+            usable = bool(table.isfinite().all()) and math.isfinite(scale)
+        except Exception as error:  # upstream's functions check nothing and fail in many ways
+            raise ValueError(f"rope_parameters={rope} give no rotary table: {error!r}; correct them.") from error
+        if not usable:
+            raise ValueError(f"rope_parameters={rope} give a rotary table that is not finite; correct them.")
+
+
+def check_layers(config):
+    listed = isinstance(config.layer_types, list | tuple)
+    if (
+        not listed
+        or len(config.layer_types) != config.num_hidden_layers
+        or any(t not in LAYER_TYPES for t in config.layer_types)
+    ):
+        raise ValueError(
+            f"layer_types={config.layer_types} must name one of {LAYER_TYPES} for each of the "
+            f"num_hidden_layers={config.num_hidden_layers} draft layers."
+        )
+    if "sliding_attention" in config.layer_types and config.sliding_window is None:
+        raise ValueError(
+            f"sliding_window=None, but layer_types={config.layer_types} holds sliding layers; set `sliding_window` to "
+            "the number of keys they see."
+        )
+    ids = config.target_layer_ids
+    if ids is None:
+        raise ValueError(
+            "target_layer_ids is missing: set it in `dflash_config` or at the top level, or set `num_target_layers` "
+            "for the default rule."
+        )
+    integers = isinstance(ids, list | tuple) and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
+    if not integers or not ids or len(set(ids)) != len(ids) or min(ids) < 0:
+        raise ValueError(f"target_layer_ids={ids!r} must be a list of distinct layer numbers, counted from 0.")
+    if max(ids) >= _MOST_LAYERS:
+        raise ValueError(f"target_layer_ids={ids} name layers that no target has ({_MOST_LAYERS} at most).")
+    if config.num_target_layers is not None and max(ids) >= config.num_target_layers:
+        raise ValueError(
+            f"target_layer_ids={ids} reach past the last layer of a target with "
+            f"num_target_layers={config.num_target_layers}: the highest id is {config.num_target_layers - 1}."
+        )
+    config.target_layer_ids = list(ids)
+
+
+def check_tokens(config):
+    value = config.mask_token_id
+    if value is None:
+        raise ValueError(
+            "mask_token_id is missing: set it in `dflash_config` or at the top level to an id inside the target's "
+            "embedding that text never uses."
+        )
+    inside = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if not inside or (config.vocab_size is not None and value >= config.vocab_size):
+        raise ValueError(
+            f"mask_token_id={value!r} lies outside the vocabulary (vocab_size={config.vocab_size}); choose an id "
+            "inside the target's embedding, or resize that embedding first."
+        )
+
+
+def _is_positive(value) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _LARGEST_NUMBER

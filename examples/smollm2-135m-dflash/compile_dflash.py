@@ -1,0 +1,130 @@
+"""
+The compiled form of a round: one graph of fixed shape for each bucket of slots, made once and used for every prompt.
+"""
+
+import contextlib
+import functools
+import inspect
+import types
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch.utils._pytree import tree_map_only
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+
+_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+_MODES = ("default", "max-autotune-no-cudagraphs", *_CUDA_GRAPHS)
+
+# For each model, the slots that finished calls have left; and the targets whose rounds could not be compiled.
+_pools: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
+_uncompilable: "weakref.WeakSet" = weakref.WeakSet()
+
+
+def is_compilable(target) -> bool:
+    """Whether the rounds of a target may be compiled: none has failed to so far."""
+    return target not in _uncompilable
+
+
+@contextlib.contextmanager
+def slots_of(model):
+    """Borrow slots for one call: those that a finished call has left, or new ones."""
+    idle = _pools.setdefault(model, [])
+    try:
+        pool = idle.pop()
+    except IndexError:
+        pool = {}
+    try:
+        yield pool
+    finally:
+        idle.append(pool)
+
+
+@functools.cache
+def _compiled(function: Callable, how: str) -> tuple[Callable, Callable]:
+    """
+    A compiled function, and the copy of the function to whose code its graphs belong. All pairs of the process share
+    it; there is one graph for each pair, bucket, number of rows and way of drafting.
+    """
+    code = function.__code__.replace()
+    copy = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
+    options = {"mode": how} if how in _MODES else {"backend": how}
+    return torch.compile(copy, fullgraph=True, dynamic=False, **options), copy
+
+
+class CompiledRound:
+    """
+    A round as one graph; if it cannot be compiled, it runs eagerly, with one warning.
+
+    Nothing that a graph depends on changes within one bucket of one call, so its guards are checked once.
+
+    Args:
+        function (`callable`): The round, or a part of it.
+        eagerly (`callable`): The same without compilation.
+        target (`PreTrainedModel`): The target that the round verifies with.
+        how (`str`, *optional*): A mode or a backend of `torch.compile`. Default: its own, with CUDA graphs on a GPU.
+        caches (sequence of `SlotCache`): The caches whose capacities name the bucket.
+    """
+
+    def __init__(self, function: Callable, eagerly: Callable, target, how: str | None, caches):
+        self.eagerly, self.target, self.caches = eagerly, target, caches
+        on_gpu = target.device.type == "cuda"
+        how = how or ("reduce-overhead" if on_gpu else "default")
+        self.compiled, self.copy = _compiled(function, how)
+        self.graphs_replay = on_gpu and how in _CUDA_GRAPHS
+        self.bucket, self.run = None, self.eagerly
+
+    def __call__(self, *args):
+        bucket = [cache.capacity for cache in self.caches]
+        if self.bucket != bucket:
+            self.bucket = bucket
+            return self._first(*args)
+        return self._replayed(self.run, args)
+
+    def _first(self, *args):
+        kind, rows = type(self.target).__name__, self.caches[0].rows
+        logger.warning_once(
+            f"Compiling a round of {kind} for {rows} row(s) of {max(self.bucket)} slots. This takes a while, once."
+        )
+        try:
+            with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=1024):
+                output = self._replayed(self.compiled, args)
+            self.run = self._graph(args)
+            if self.run is None:
+                self.bucket = None  # check the guards again in the next round
+            return output
+        except Exception as error:
+            # The round can simply run again, since it writes the same slots. An error that has nothing to do with
+            # compilation is raised again by the eager round.
+            self.run, self.graphs_replay = self.eagerly, False
+            output = self.eagerly(*args)
+            if isinstance(error, torch._dynamo.exc.TorchDynamoException):  # it would fail in every call
+                _uncompilable.add(self.target)
+            first, *others = str(error).strip().split("\n")  # "backend='inductor' raised:", then the reason
+            reason = " ".join([first, *others[: first.endswith(":")]])
+            logger.warning(
+                f"Decoding eagerly: the round of {type(self.target).__name__} cannot be compiled ({reason})."
+            )
+            return output
+
+    def _graph(self, args) -> Callable | None:
+        """The graph that has just run, without its guards; `None` where this version of PyTorch does not show it."""
+        entries = getattr(torch._dynamo.eval_frame, "_debug_get_cache_entry_list", None)
+        if entries is None:
+            return None
+        bound = inspect.signature(self.copy).bind(*args)
+        bound.apply_defaults()
+        for entry in entries(self.copy.__code__):
+            if entry.guard_manager.check(bound.arguments):
+                return types.FunctionType(entry.code, self.copy.__globals__, argdefs=self.copy.__defaults__)
+        return None
+
+    def _replayed(self, run: Callable, args):
+        if not self.graphs_replay:
+            return run(*args)
+        torch.compiler.cudagraph_mark_step_begin()
+        # The next replay overwrites what this one returns.
+        return tree_map_only(torch.Tensor, torch.clone, run(*args))

@@ -1,0 +1,369 @@
+"""Configuration of a DFlash drafter: every published spelling in, one layout out, checked once at construction."""
+
+import copy
+from dataclasses import fields
+
+from transformers import PreTrainedConfig
+
+from .checks_dflash import (
+    LAYER_TYPES,
+    check_dflash2,
+    check_layers,
+    check_numbers,
+    check_quantization,
+    check_rope,
+    check_sizes,
+    check_tokens,
+)
+from .layouts_dflash import canonical_config, default_target_layer_ids, fitting_target_layer_ids
+from .target_dflash import text_depth
+
+
+# Keys that some publishers nest in `dflash_config` and others keep at the top level. Nested wins, as in the engines.
+_NESTED_KEYS = {
+    "block_size": "block_size",
+    "mask_token_id": "mask_token_id",
+    "target_layer_ids": "target_layer_ids",
+    "num_target_layers": "num_target_layers",
+    "swa_window_size": "sliding_window",
+    "conv_kernel_size": "conv_kernel_size",
+    "conv_group_size": "conv_group_size",
+    "selector_rank": "selector_rank",
+    "selector_top_k": "selector_top_k",
+    "output_multiplier": "output_multiplier",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "input_embedding_scale": "input_embedding_scale",
+    "attention_sink_bias": "attention_sink_bias",
+    "attention_value_scale": "attention_value_scale",
+    "backbone_rotary_base": "backbone_rotary_base",
+    "own_mask_embedding": "own_mask_embedding",
+}
+# Of those, the ones that engines read nested only; written when they say something.
+_WRITTEN_NESTED = tuple(_NESTED_KEYS)[5:]
+# Keys of a file that would choose other files, code or a way of running; those are for the caller to say.
+_IGNORED = (
+    *("model_type", "num_labels", "transformers_weights", "attn_implementation", "experts_implementation"),
+    *("fusion_config", "distributed_config"),
+)
+
+
+class DFlashDraftConfig(PreTrainedConfig):
+    r"""
+    Configuration of a [`DFlashDraftModel`].
+
+    Args:
+        block_size (`int`, defaults to 16): Tokens of a block, the known anchor included.
+        mask_token_id (`int`): Id whose embedding fills the unknown slots; must lie inside the target's embedding.
+        target_layer_ids (`list[int]`): Id `i` means the output of the target's decoder layer `i`. Default: the
+            paper's rule for `num_target_layers` and `num_hidden_layers`.
+        num_target_layers (`int`): Depth of the target.
+        target_hidden_size (`int`): Width of one target feature. Default: `hidden_size`.
+        layer_types (`list[str]`): `"full_attention"` or `"sliding_attention"` for each draft layer.
+        sliding_window (`int`): Keys that a query of a sliding layer sees, itself included.
+        is_causal (`bool`): Causality *inside* the block for all layers. Absent: sliding layers are causal, full layers
+            bidirectional.
+        draft_vocab_size (`int`): Size of a reduced vocabulary, over which the drafter then has a head of its own.
+        conv_kernel_size, conv_group_size (`int`): DFlash 2's convolution around every sublayer: taps, and channels
+            that share a dynamic kernel. Absent: no convolution.
+        selector_rank, selector_top_k (`int`): DFlash 2's path selector: rank of its codebooks, candidates of a slot.
+            Absent: no selector.
+        output_multiplier, final_logit_softcapping (`float`): Draft logits are `cap * tanh(logits * multiplier / cap)`.
+        input_embedding_scale (`float`): Multiplies the target's raw embeddings of a block.
+        attention_sink_bias (`bool`): A learned logit for each head that takes part in the softmax alone.
+        attention_value_scale (`float`): Multiplies the values.
+        v_head_dim (`int`): Size of a head's values. Default: `head_dim`.
+        backbone_rotary_base (`float`): Rotary base of the context's keys. Default: that of the block.
+        own_mask_embedding (`bool`): The mask's embedding is the drafter's own, not the target's.
+        dflash_config (`dict`): The nested form of the keys above, as engines read it; the fields decide what it says.
+            Unknown keys in it are kept for re-saving. JetSpec's `causal_head: true` is another name of
+            `is_causal: true`.
+
+    A part of each head is rotated when `rope_parameters` holds `partial_rotary_factor`, or `rope_dim`, its channels.
+    The remaining arguments are those of Qwen3. Saved files name `model_type: qwen3`, which inference engines know.
+
+    Raises:
+        `ValueError`: names key, value and remedy.
+    """
+
+    model_type = "dflash"
+    has_no_defaults_at_init = True
+    default_theta = 10_000.0
+    ignore_keys_at_rope_validation = {"rope_dim"}  # of the engines, beside upstream's `partial_rotary_factor`
+    base_model_fsdp_plan = {"layers.*": "free_full_weight", "norm": "keep_full_weight"}
+
+    vocab_size: int | None = None
+    hidden_size: int = 4096
+    intermediate_size: int = 12288
+    num_hidden_layers: int = 5
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 32768
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    rope_parameters: dict | None = None
+    attention_bias: bool = False
+    attention_dropout: float | int = 0.0
+    layer_types: list[str] | None = None
+    use_sliding_window: bool | None = None
+    sliding_window: int | None = None
+    is_causal: bool | None = None
+    block_size: int = 16
+    mask_token_id: int | None = None
+    target_layer_ids: list[int] | None = None
+    num_target_layers: int | None = None
+    target_hidden_size: int | None = None
+    draft_vocab_size: int | None = None
+    conv_kernel_size: int | None = None
+    conv_group_size: int | None = None
+    selector_rank: int | None = None
+    selector_top_k: int | None = None
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
+    input_embedding_scale: float = 1.0
+    attention_sink_bias: bool = False
+    attention_value_scale: float = 1.0
+    v_head_dim: int | None = None
+    backbone_rotary_base: float | None = None
+    own_mask_embedding: bool = False
+    dflash_config: dict | None = None
+    source_layout: str | None = None
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self, **kwargs):
+        nested = self.__dict__["dflash_config"]
+        if not isinstance(nested, dict):
+            raise ValueError(
+                f"dflash_config={nested!r} must be a dictionary such as "
+                '{"target_layer_ids": [1, 9, 17], "mask_token_id": 151669}.'
+            )
+        nested = copy.deepcopy(nested)
+        for key, field in _NESTED_KEYS.items():
+            if nested.get(key) is not None:
+                setattr(self, field, nested.pop(key))
+        # Here the top level wins: SGLang reads nothing else, vLLM reads it first.
+        causal = nested.pop("causal", None)
+        if self.is_causal is None:
+            self.is_causal = causal
+        if nested.get("causal_head"):
+            if self.is_causal is not None and not self.is_causal:
+                raise ValueError(
+                    f"dflash_config.causal_head={nested['causal_head']!r} and is_causal={self.is_causal} contradict "
+                    "each other: both say whether every layer is causal inside the block. Remove one."
+                )
+            self.is_causal = nested["causal_head"]
+        use_swa = nested.pop("use_swa", None)
+        self.dflash_config = nested
+
+        for key in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
+            if getattr(self, key) == 0:  # the engines' way of saying none
+                setattr(self, key, None)
+        for key in ("output_multiplier", "input_embedding_scale", "attention_value_scale"):
+            if getattr(self, key) is None:
+                setattr(self, key, 1.0)
+        if self.draft_vocab_size == self.vocab_size:
+            self.draft_vocab_size = None
+        check_sizes(self)
+        check_numbers(self)
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.v_head_dim is None:
+            self.v_head_dim = self.head_dim
+        if self.target_hidden_size is None:
+            self.target_hidden_size = self.hidden_size
+        if self.layer_types is None:
+            first = kwargs.get("max_window_layers") or 0
+            slides = use_swa is None and self.use_sliding_window and self.sliding_window
+            self.layer_types = [LAYER_TYPES[bool(slides) and i >= first] for i in range(self.num_hidden_layers)]
+        if use_swa and "sliding_attention" not in self.layer_types:
+            # Forces the window on every layer, full ones included, which stay bidirectional in the block.
+            self.layer_types = ["sliding_attention"] * self.num_hidden_layers
+            self.is_causal = bool(self.is_causal)
+        if self.target_layer_ids is None and self.num_target_layers is not None:
+            self.target_layer_ids = default_target_layer_ids(self.num_target_layers, self.num_hidden_layers)
+        self.rope_parameters = copy.deepcopy(self.rope_parameters)
+        check_layers(self)
+        check_tokens(self)
+        check_dflash2(self)
+        super().__post_init__(**kwargs)
+        check_rope(self)
+        check_quantization(self)
+
+    @classmethod
+    def for_target(cls, target_config, mask_token_id: int, num_hidden_layers: int = 5, block_size: int = 16, **kwargs):
+        """
+        A fresh drafter's configuration for a target: its width, vocabulary, rotary embedding and length, Qwen3-style
+        layers.
+
+        Args:
+            target_config (`PreTrainedConfig`): Configuration of the target; of a multimodal one, its text part.
+            mask_token_id (`int`): An id inside the target's embedding that its text never uses.
+            num_hidden_layers (`int`): Draft layers.
+            block_size (`int`): Tokens of a block, anchor included.
+            kwargs: Any other field of the configuration, e.g. `target_layer_ids`. Default of these: the paper's rule,
+                for as many layers of the target as the drafter has, or as fit.
+
+        Raises:
+            `ValueError`: the target's embedding and head, of which a drafter shares both, have different widths.
+        """
+        text = target_config.get_text_config()
+        width = getattr(text, "embedding_size", None) or getattr(text, "word_embed_proj_dim", None) or text.hidden_size
+        narrow, wide = (getattr(text, f"{side}_embedding_size", width) for side in ("input", "output"))
+        if narrow != wide:
+            raise ValueError(
+                f"{type(text).__name__} has input_embedding_size={narrow} and output_embedding_size={wide}, but a "
+                "drafter shares the target's embedding and its head, in one width: such a target can have no drafter."
+            )
+        rope = copy.deepcopy(getattr(text, "rope_parameters", None)) or {}
+        # Tables by layer type (Gemma): the drafter takes that of the full-attention layers, if these rotate at all.
+        tables = [table for table in rope.values() if isinstance(table, dict)]
+        rope = rope.get("full_attention") or (tables[0] if tables else rope)
+        if rope.get("partial_rotary_factor") is not None or rope.get("rope_type") not in (None, "default"):
+            plain = {"rope_type": "default", "rope_theta": rope.get("rope_theta", cls.default_theta)}
+            rope = plain if rope.get("rope_type") not in ("yarn", "llama3", "linear") else rope
+            rope.pop("partial_rotary_factor", None)
+        # Layers of several shapes (Gemma 4): the drafter takes that of the first.
+        layer = (getattr(text, "per_layer_config", None) or [text])[0]
+        heads = getattr(layer, "num_attention_heads", None) or max(text.hidden_size // 128, 1)
+        head_dim = getattr(layer, "head_dim", None) or text.hidden_size // heads
+        inner = getattr(layer, "intermediate_size", None) or 3 * width
+        length = getattr(text, "max_position_embeddings", 0)
+        ids = {  # of a wrapper, beside its text configuration
+            name: next((getattr(c, name) for c in (text, target_config) if getattr(c, name, None) is not None), None)
+            for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+        }
+        fields = {
+            "vocab_size": text.vocab_size,
+            "hidden_size": width,
+            "target_hidden_size": text.hidden_size,
+            "intermediate_size": inner[0] if isinstance(inner, list) else inner,  # Gemma 3n has one for each layer
+            "num_attention_heads": heads,
+            "num_key_value_heads": getattr(layer, "num_key_value_heads", None) or heads,
+            "head_dim": head_dim,
+            "rms_norm_eps": getattr(text, "rms_norm_eps", None) or 1e-6,
+            "max_position_embeddings": length if length > 0 else 32768,  # XLNet, which has no limit, says -1
+            "rope_parameters": rope or None,
+            "num_target_layers": text_depth(target_config),
+            "num_hidden_layers": num_hidden_layers,
+            "block_size": block_size,
+            "mask_token_id": mask_token_id,
+            **ids,
+        }
+        if kwargs.get("target_layer_ids") is None:
+            kwargs["target_layer_ids"] = fitting_target_layer_ids(fields["num_target_layers"], num_hidden_layers)
+        return cls(**{**fields, **kwargs})
+
+    @classmethod
+    def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
+        """As upstream; a drafter's folder says `model_type: qwen3`, which is no reason to warn."""
+        config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        return {**config_dict, "model_type": cls.model_type}, kwargs
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
+        """
+        As upstream, from any published layout.
+
+        Raises:
+            `ValueError`: names the file, and what is wrong in it.
+            `OSError`: no such file, or not JSON.
+        """
+        try:
+            return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        except OSError:
+            raise
+        except Exception as error:  # upstream's own validation raises many types
+            raise ValueError(f"config.json of {pretrained_model_name_or_path}: {error}") from error
+
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        """As upstream, from any published layout; see `layouts_dflash`."""
+        canonical = canonical_config({**config_dict, "model_type": config_dict.get("model_type", cls.model_type)})
+        names = {field.name for field in fields(cls)}
+        canonical |= {key: kwargs.pop(key) for key in list(kwargs) if key in names and key != "dtype"}
+        # Nor may a file choose what stands behind a method's name.
+        known = {
+            key: value for key, value in canonical.items() if key in (*names, "rope_scaling") or not hasattr(cls, key)
+        }
+        return super().from_dict({key: value for key, value in known.items() if key not in _IGNORED}, **kwargs)
+
+    @property
+    def is_dflash2(self) -> bool:
+        """Whether the drafter has a convolution or a path selector."""
+        return self.conv_kernel_size is not None or self.selector_rank is not None
+
+    @property
+    def has_own_head(self) -> bool:
+        """Whether the drafter has a head of its own, over a reduced vocabulary."""
+        return self.draft_vocab_size is not None
+
+    def layer_is_causal(self, layer_idx: int) -> bool:
+        """Whether layer `layer_idx` is causal inside the block (context keys are always in the past)."""
+        if self.is_causal is not None:
+            return self.is_causal
+        return self.layer_types[layer_idx] == "sliding_attention"
+
+    def to_dict(self) -> dict:
+        """The written form: nested and top-level keys, two rotary spellings, a model type that engines know."""
+        output = super().to_dict()
+        output["model_type"] = "qwen3"
+        output["architectures"] = ["DFlash2DraftModel" if self.is_dflash2 else "DFlashDraftModel"]
+        del output["source_layout"]
+        for key in _WRITTEN_NESTED:
+            del output[key]
+        output["dflash_config"] = copy.deepcopy(self.dflash_config)
+        if self.is_causal is None:
+            output.pop("is_causal", None)
+        for key in ("draft_vocab_size", "v_head_dim"):
+            if output[key] in (None, self.head_dim):
+                del output[key]
+        # Qwen3Config drops the window of a reader that does not find this flag.
+        output["use_sliding_window"] = "sliding_attention" in self.layer_types
+        # No `rope_scaling`: it is another name of `rope_parameters` now, and vLLM sets these keys one after the other.
+        if self.rope_parameters:
+            output["rope_theta"] = self.rope_parameters["rope_theta"]
+            if "partial_rotary_factor" in self.rope_parameters:
+                output["partial_rotary_factor"] = self.rope_parameters["partial_rotary_factor"]
+        return output
+
+    def to_diff_dict(self) -> dict:
+        """What `config.json` holds: also the names that readers before transformers 5 know."""
+        output = super().to_diff_dict()
+        if output.get("dtype") is not None:
+            output["torch_dtype"] = output["dtype"]
+        if self.rope_parameters:
+            scaled = self.rope_parameters.get("rope_type", "default") != "default"
+            scaling = {key: value for key, value in self.rope_parameters.items() if key != "rope_theta"}
+            output["rope_scaling"] = copy.deepcopy(scaling) if scaled else None
+        return output
+
+
+def _nested_keys(config: DFlashDraftConfig) -> dict:
+    """
+    `dflash_config` whole: SGLang takes the object that remote code makes and reads these keys nowhere else. What is a
+    field says what the field says; the rest is kept as it came, and may be changed in place.
+    """
+    nested = config.__dict__["dflash_config"]
+    nested |= {key: getattr(config, key) for key in ("block_size", "mask_token_id", "target_layer_ids")}
+    for key in _WRITTEN_NESTED:
+        value = getattr(config, key)
+        nested.pop(key, None)
+        if value != type(config).__dataclass_fields__[key].default:
+            nested[key] = value
+    if "causal_head" in nested:
+        nested["causal_head"] = bool(config.is_causal)
+    return nested
+
+
+def _set_nested_keys(config: DFlashDraftConfig, nested: dict | None) -> None:
+    config.__dict__["dflash_config"] = {} if nested is None else nested
+
+
+# Only now: in the body of the class it would be taken for the field's default.
+DFlashDraftConfig.dflash_config = property(_nested_keys, _set_nested_keys)

@@ -1,0 +1,89 @@
+"""
+`target.generate(**inputs, custom_generate="<drafter>", trust_remote_code=True)`: decode with a drafter by its name.
+
+A saved drafter holds this file twice: beside its model, so that it is never lost on re-saving, and as
+`custom_generate/generate.py`, where `generate` looks for it. There nothing else of the folder can be imported.
+"""
+
+import os
+import sys
+import weakref
+
+from transformers import AutoModel
+
+
+_loaded = weakref.WeakKeyDictionary()  # target -> (what was asked for, its drafter), for as long as the target lives
+
+
+def generate(
+    model,
+    assistant_model=None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | None = None,
+    local_files_only: bool = False,
+    force_download: bool = False,
+    **kwargs,
+):
+    """
+    What `generate` runs for `custom_generate="<drafter>"`: load the drafter once for each target, then decode with it.
+
+    `generate` does not hand over the name it was given; it is read from the calling frame. Where that fails, pass the
+    name as `assistant_model` as well.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        assistant_model (`str` or `DFlashDraftModel`, *optional*): Another folder or repository to load, or a drafter.
+        revision, token, cache_dir, local_files_only, force_download: As in `from_pretrained`.
+        kwargs: Everything else that `generate` takes.
+
+    Returns:
+        What `model.generate(assistant_model=draft)` returns.
+
+    Raises:
+        `ValueError`: the name is not known, or is not that of a DFlash drafter.
+    """
+    if assistant_model is None or isinstance(assistant_model, str | os.PathLike):
+        name = str(assistant_model or asked_for())
+        wanted = (name, revision, _last_change(name))
+        known, draft = _loaded.get(model, (None, None))
+        if known != wanted or force_download:
+            draft = AutoModel.from_pretrained(
+                name,
+                revision=revision or "main",
+                token=token,
+                cache_dir=cache_dir,
+                local_files_only=local_files_only,
+                force_download=force_download,
+                trust_remote_code=True,  # asked for by the caller, or this file would not run
+                dtype="auto",
+            )
+            if not hasattr(draft, "dflash_decode"):
+                raise ValueError(
+                    f"{name} holds a {type(draft).__name__}, which is no DFlash drafter; name a drafter's folder or "
+                    "repository in `custom_generate` or `assistant_model`."
+                )
+            _loaded[model] = (wanted, draft.to(model.device).eval())
+        assistant_model = _loaded[model][1]
+    return model.generate(**kwargs, assistant_model=assistant_model)
+
+
+def asked_for() -> str:
+    """The `custom_generate` argument of the `generate` that is running."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_locals.get("custom_generate")
+        if frame.f_code.co_name == "generate" and isinstance(name, str):
+            return name
+        frame = frame.f_back
+    raise ValueError(
+        "The drafter's name could not be read from the running `generate`; pass it as `assistant_model` as well: "
+        '`generate(**inputs, custom_generate="<drafter>", assistant_model="<drafter>", trust_remote_code=True)`.'
+    )
+
+
+def _last_change(name: str) -> int | None:
+    """When a local folder changed last, so that a drafter trained on is loaded again; `None` for a repository."""
+    if not os.path.isdir(name):
+        return None
+    return max(entry.stat().st_mtime_ns for entry in os.scandir(name))

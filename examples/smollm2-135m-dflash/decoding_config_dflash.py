@@ -1,0 +1,118 @@
+"""How a drafter decodes: what a user may set on `draft.decoding_config`."""
+
+import difflib
+from dataclasses import dataclass, fields
+
+import torch
+
+from .tree_dflash import MOST_NODES
+
+
+@dataclass
+class DFlashDecodingConfig:
+    """
+    How a drafter decodes; lives on `draft.decoding_config`.
+
+    Args:
+        block_size (`int`, *optional*): Verify only the first so many tokens of a drafted block, anchor included. The
+            block is always drafted at the trained size.
+        draft_temperature (`float`, *optional*): Temperature at which drafts are drawn when the target samples; 0 takes
+            the likeliest tokens. Default: that of `generate` for a drafter with a path selector, 0 for others.
+        tree_nodes (`int`, *optional*): Draft a tree of so many tokens, the likeliest of all paths through the likely
+            tokens of each slot (DDTree, arXiv 2604.12989), and verify it with one forward. More tokens are accepted;
+            a forward over more tokens costs more, least where memory is the limit. Single blocks are drafted for
+            targets with recurrent layers and where rows must advance in step. Trees hold the likeliest tokens: nothing
+            is drawn. Default: a block, which is a single path.
+        compile (`bool` or `str`): Compile draft, verification and acceptance as one graph of fixed shape, for each
+            bucket of 256, 512, 1024, ... slots; a string names a mode or a backend of `torch.compile`. The first use
+            of a bucket takes a while, and the slots stay in memory for the next call; calls at the same time have
+            slots of their own. Rounds whose hidden states are asked for, or that draw by `generators`, are not
+            compiled.
+        look_ahead (`int`, *optional*): Rounds that are started before the host looks at what they committed. At the
+            end of a text up to so many less one are computed in vain. Default: 1 on a CPU, else 4. Always 1 where each
+            token is asked for as it comes: with a streamer, a time limit, processors and criteria that read the text.
+        generators (`list[torch.Generator]`, *optional*): Where the target samples, one for each row, those of
+            `num_return_sequences` included. Rows then advance in step, each token of a row is one draw of its
+            generator, and a row's text is the one that its generator gives for its prompt alone. Drafts that are drawn
+            too (`draft_temperature`) are drawn by the same generators: then equal calls give equal texts, but a row's
+            draws depend on how far the batch has come. Default: torch's own generator for all rows.
+    """
+
+    block_size: int | None = None
+    draft_temperature: float | None = None
+    tree_nodes: int | None = None
+    compile: bool | str = False
+    look_ahead: int | None = None
+    generators: list[torch.Generator] | None = None
+
+    def __setattr__(self, name, value):
+        known = [field.name for field in fields(self)]
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(known)}."
+            raise AttributeError(f"decoding_config has no field {name!r}: {hint}")
+        super().__setattr__(name, value)
+
+    def rounds_ahead(self, device: torch.device) -> int:
+        """`look_ahead`, or its default for a device."""
+        return self.look_ahead or (1 if device.type == "cpu" else 4)
+
+    def check(self, trained: int) -> None:
+        """
+        Args:
+            trained (`int`): The block size of the drafter.
+
+        Raises:
+            `ValueError`: a field that no drafter of that block size can follow.
+        """
+        if not (self.block_size is None or _is_count(self.block_size) and self.block_size <= trained):
+            raise ValueError(
+                f"decoding_config.block_size={self.block_size!r} must be a number of tokens from 1 to {trained}, the "
+                "trained block size, or None for that."
+            )
+        temperature = self.draft_temperature
+        if not (temperature is None or 0 <= temperature < float("inf")):
+            raise ValueError(
+                f"decoding_config.draft_temperature={temperature!r} must be 0, for the likeliest tokens, or positive."
+            )
+        nodes = self.tree_nodes
+        if not (nodes is None or _is_count(nodes) and nodes <= MOST_NODES):
+            raise ValueError(
+                f"decoding_config.tree_nodes={nodes!r} must be a number of tokens from 1 to {MOST_NODES}, or None for "
+                "single blocks."
+            )
+        if nodes is not None and temperature:
+            raise ValueError(
+                f"decoding_config.tree_nodes={nodes} holds the likeliest tokens, so that none are drawn at "
+                f"draft_temperature={temperature}: set one of them to None."
+            )
+        if not (self.look_ahead is None or _is_count(self.look_ahead)):
+            raise ValueError(
+                f"decoding_config.look_ahead={self.look_ahead!r} must be a positive number of rounds, or None."
+            )
+
+    def check_generators(self, rows: int, device: torch.device) -> None:
+        """
+        Args:
+            rows (`int`): Rows of a batch to sample.
+            device (`torch.device`): Where they are sampled.
+
+        Raises:
+            `ValueError`: there is not one generator for each row, on that device.
+        """
+        given = self.generators
+        if len(given) != rows or len(set(map(id, given))) != rows:
+            raise ValueError(
+                f"decoding_config.generators holds {len(set(map(id, given)))} generators, but {rows} rows are sampled "
+                "(num_return_sequences of each prompt): pass a generator of its own for each row, or None."
+            )
+        elsewhere = {str(generator.device) for generator in given if generator.device != device}
+        if elsewhere:
+            raise ValueError(
+                f"decoding_config.generators on {', '.join(sorted(elsewhere))}, but tokens are sampled on {device}: "
+                f'make them with `torch.Generator("{device}")`.'
+            )
+
+
+def _is_count(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

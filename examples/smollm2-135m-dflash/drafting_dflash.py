@@ -1,0 +1,287 @@
+"""Drafting: the context that a drafter keeps, and the tokens that it proposes for a block."""
+
+import torch
+from transformers.generation import CandidateGenerator
+
+from .accept_dflash import Draft, Proposal, draw
+from .cache_dflash import SlotCache, slot_mask
+from .target_dflash import input_device, raw_embedding
+from .tree_dflash import TOP_K, DraftTree, Paths, chained_paths, every_path, independent_paths, likeliest_tree
+
+
+TOKENS_AT_ONCE = 2048  # of a prompt, from features to the drafter's context: bounds what lives in between
+
+
+class DFlashCandidateGenerator(CandidateGenerator):
+    """
+    Drafts blocks from the target's features. Also runs inside upstream's own `_assisted_decoding` (one row), through
+    `get_candidates`.
+
+    Args:
+        draft (`DFlashDraftModel`): The drafter.
+        target (`PreTrainedModel`): The target, for its embedding and head.
+        max_length (`int`): Longest row, prompt included; for upstream's loop.
+        generators (`list[torch.Generator]`, *optional*): One for each row, to draw drafts with.
+        temperature (`float`): At which `propose` draws the tokens of a block; 0 takes the likeliest.
+    """
+
+    requires_model_outputs = True
+    model_kwargs_overrides = {"output_hidden_states": True}
+
+    def __init__(self, draft, target, max_length=None, generators: list | None = None, temperature: float = 0.0):
+        self.draft_model, self.target = draft, target
+        self.config = draft.config
+        self.head = target.get_output_embeddings()
+        self.device = input_device(target)
+        # A model finds these by walking through its parameters, which takes longer than a small layer.
+        self.draft_device, self.draft_dtype, self.target_dtype = draft.device, draft.dtype, target.dtype
+        self.max_length, self.generators, self.temperature = max_length, generators, temperature
+        self.noise = torch.full((1, self.config.block_size - 1), self.config.mask_token_id, device=self.device)
+        self.cache: SlotCache | None = None
+        self.paths: Paths | None = None
+        self.contexts: list[torch.Tensor] = []  # of the prompt, [R, n, H] each, not in the cache yet
+
+    @property
+    def absorbed(self) -> int:
+        """Columns of the prompt that were absorbed."""
+        return sum(context.shape[1] for context in self.contexts)
+
+    def open(
+        self, padding: list[int], columns: int, room: int, offset: torch.Tensor, pool: dict | None = None
+    ) -> None:
+        """
+        Make room for a prompt, and write what was absorbed of it into the drafter's cache.
+
+        Args:
+            padding (`list[int]`): Padding columns at the start of each row.
+            columns (`int`): Of the prompt, those of a prefilled cache included, whose features were never seen.
+            room (`int`): Slots of a row to begin with.
+            offset (`torch.LongTensor`): `[R, 1]` or `[axes, R, 1]`, position of a row's first token.
+            pool (`dict`, *optional*): As for [`SlotCache`].
+        """
+        self.padding = torch.tensor(padding, device=self.device)[:, None]  # [R, 1]
+        past = columns - self.absorbed
+        self.first = (past - self.padding).clamp(min=0)  # [R, 1], the token that sits in slot 0
+        self.offset = offset if offset.dim() == 2 else offset[0]  # distances alone matter here
+        self.cache = SlotCache(len(padding), room, pool)
+        self._write_context(past)
+
+    def absorb(self, *features: torch.Tensor) -> None:
+        """
+        Take the features of the prompt's next columns, `[R, C, L * H]`, or one layer's `[R, C, H]` after the other.
+
+        They become keys and values in `open`, when the target's forward is over: until then a token takes one hidden
+        state, of which every layer of the drafter makes keys and values.
+        """
+        step = max(TOKENS_AT_ONCE // features[0].shape[0], 1)
+        for pieces in zip(*(layer.split(step, dim=1) for layer in features), strict=True):
+            joined = torch.cat([self._to_draft(piece) for piece in pieces], dim=-1)  # [R, n, L * H]
+            self.contexts.append(self.draft_model.project_context(joined))
+
+    def _write_context(self, first: int) -> None:
+        """Write the keys and values of the absorbed columns, from column `first` on, into the drafter's cache."""
+        while self.contexts:
+            context = self.contexts.pop(0)
+            columns = torch.arange(first, first + context.shape[1], device=self.device)
+            tokens = columns - self.padding  # [R, n], the number of each token in its row; padding is negative
+            slots = torch.where(tokens < 0, self.cache.trash, tokens - self.first)
+            first += context.shape[1]
+            self.cache.place(slots)
+            positions = (tokens + self.offset).clamp(min=0)
+            self.draft_model.extend_context(context, self._to_draft(positions), self.cache)
+
+    def propose(self, anchors, start, features, features_start) -> Draft:
+        """A tree where trees were planned, else a block of the trained size; the arguments are those of [`draft`]."""
+        context = (anchors, start, features, features_start)
+        if self.paths is not None:
+            tree = self.tree(*context)
+            return Draft(tree.tokens, tree=tree)
+        if self.temperature == 0:
+            return Draft(self.draft(*context))
+        return Draft(*self.sample(*context, self.temperature))
+
+    def draft(self, anchors, start, features=None, features_start=None) -> torch.LongTensor:
+        """
+        Fill one block for each row. The cache must have room for it; see `SlotCache.reserve`.
+
+        Args:
+            anchors (`torch.LongTensor`): `[R]`, the last committed token of each row.
+            start (`torch.LongTensor`): `[R]`, the number of that token in its row.
+            features (`torch.Tensor`, *optional*): `[R, n, L * H]`, features of the block verified last, rejected
+                tokens included: their slots are covered by the new block. Default: `no_features`.
+            features_start (`torch.LongTensor`, *optional*): `[R]`, the number of the first of them.
+
+        Returns:
+            `torch.LongTensor` `[R, B]`: the anchor and the likeliest token of each slot, or the greedy path through
+            the candidates of a drafter with a path selector.
+        """
+        hidden = self._hidden_states(anchors, start, features, features_start)
+        return self.walk(anchors, hidden, temperature=0.0)[0]
+
+    def sample(self, anchors, start, features=None, features_start=None, temperature: float = 1.0):
+        """
+        As [`draft`], but every token is drawn from the drafter's own distribution at `temperature`.
+
+        Returns:
+            `torch.LongTensor` `[R, B]` and the [`Proposal`] its tokens were drawn from, for the rejection rule.
+        """
+        hidden = self._hidden_states(anchors, start, features, features_start)
+        return self.walk(anchors, hidden, temperature)
+
+    def plan_trees(self, nodes: int, depth: int) -> None:
+        """Draft trees of so many nodes besides the anchor, through so many slots."""
+        top_k = min(TOP_K, self.config.selector_top_k) if self.config.selector_rank is not None else TOP_K
+        self.paths = every_path(nodes, depth, top_k, self.device)
+
+    def tree(self, anchors, start, features=None, features_start=None) -> DraftTree:
+        """As [`draft`], but the likeliest of all paths through the likely tokens of each slot; see `plan_trees`."""
+        draft, paths = self.draft_model, self.paths
+        hidden = self._hidden_states(anchors, start, features, features_start)[:, : len(paths.levels)]
+        logits = draft.draft_logits(hidden, self.head)  # [R, D, V]
+        if self.config.selector_rank is None:
+            best, ids = logits.topk(paths.top_k, dim=-1)
+            log_probs = best.float() - logits.float().logsumexp(dim=-1, keepdim=True)  # [R, D, k]
+            tokens, totals = independent_paths(ids.to(self.device), log_probs.to(self.device), paths)
+        else:
+            ids, logits = draft.candidate_selector.candidates(logits)  # [R, D, c]
+            ids, logits, before = (t.to(draft.device) for t in (ids, logits, anchors))
+            score = draft.candidate_selector.scores
+            first = score(before, hidden[:, 0], ids[:, 0], logits[:, 0])  # [R, c]
+            later = score(ids[:, :-1], hidden[:, 1:, None], ids[:, 1:, None], logits[:, 1:, None])  # [R, D - 1, c, c]
+            first, later = (scores.log_softmax(dim=-1).to(self.device) for scores in (first, later))
+            tokens, totals = chained_paths(ids.to(self.device), first, later, paths)
+        return likeliest_tree(anchors, draft.target_ids(tokens).to(self.device), totals, paths)
+
+    def walk(self, anchors: torch.LongTensor, hidden: torch.Tensor, temperature: float):
+        """
+        Choose the tokens of a block from left to right.
+
+        Args:
+            anchors (`torch.LongTensor`): `[R]`.
+            hidden (`torch.Tensor`): `[R, B - 1, H]`, final hidden states of the unknown slots.
+            temperature (`float`): 0 takes the likeliest token of each slot.
+
+        Returns:
+            `torch.LongTensor` `[R, B]` and the [`Proposal`] they were drawn from, `None` at temperature 0.
+        """
+        draft = self.draft_model
+        # 1. The likely tokens of each slot, by themselves.
+        logits = draft.draft_logits(hidden, self.head)  # [R, B - 1, V]
+        if self.config.selector_rank is None:
+            if temperature == 0:
+                tokens = draft.target_ids(logits.argmax(dim=-1))
+                return torch.cat([anchors[:, None], tokens.to(self.device)], dim=1), None
+            ids = torch.arange(logits.shape[-1], device=logits.device).expand_as(logits)
+            scores = logits.float()
+        else:
+            ids, logits = draft.candidate_selector.candidates(logits)  # [R, B - 1, k]
+            ids, logits, before = (t.to(draft.device) for t in (ids, logits, anchors))
+
+        # 2. One token for each slot; with a selector its scores depend on the token before.
+        chosen, probabilities = [], []
+        for slot in range(ids.shape[1]):
+            if self.config.selector_rank is None:
+                score = scores[:, slot]
+            else:
+                score = draft.candidate_selector.scores(before, hidden[:, slot], ids[:, slot], logits[:, slot])
+            if temperature == 0:
+                choice = score.argmax(dim=-1, keepdim=True)
+            else:
+                probabilities.append((score / temperature).softmax(dim=-1))  # [R, k]
+                choice = draw(probabilities[-1][:, None], self.generators)  # [R, 1]
+            before = ids[:, slot].gather(-1, choice)[:, 0]  # [R]
+            chosen.append(before)
+        tokens = draft.target_ids(torch.stack(chosen, dim=1)).to(self.device)  # [R, B - 1]
+        block = torch.cat([anchors[:, None], tokens], dim=1)
+        if temperature == 0:
+            return block, None
+        ids = draft.target_ids(ids).to(self.device)
+        return block, Proposal(ids, torch.stack(probabilities, dim=1).to(self.device))
+
+    def no_features(self, start: torch.LongTensor, size: int) -> tuple[torch.Tensor, torch.LongTensor]:
+        """
+        What a first round passes for features and their start, where no block was verified before: `size` rows of
+        zeros at the slots of the new block, which covers them. So all rounds have the same shapes.
+        """
+        width = self.draft_model.fc.in_features
+        return torch.zeros(len(start), size, width, dtype=self.target_dtype, device=self.device), start.clone()
+
+    def _hidden_states(self, anchors, start, features, features_start):
+        rows, size = anchors.shape[0], self.config.block_size
+        if features is None:
+            features, features_start = self.no_features(start, size)
+        before = features_start[:, None] + torch.arange(features.shape[1], device=self.device)  # [R, n]
+        block = start[:, None] + torch.arange(size, device=self.device)  # [R, B], token numbers
+        before_slots, slots = before - self.first, block - self.first
+        self.cache.place(before_slots, slots)
+
+        noise = torch.cat([anchors[:, None], self.noise.expand(rows, -1)], dim=1)  # [R, B]
+        return self.draft_model(
+            noise_embeds=self._to_draft(raw_embedding(self.target, noise)),
+            context_hidden_states=self._to_draft(features),
+            attention_mask=self._masks(slots),
+            position_ids=self._to_draft(torch.cat([before, block], dim=1) + self.offset),
+            past_key_values=self.cache,
+        ).last_hidden_state[:, 1:]  # slot 0 is the anchor and predicts nothing
+
+    def _masks(self, slots: torch.Tensor) -> dict[str, torch.Tensor]:
+        masks = {}
+        for layer_idx, layer_type in enumerate(self.config.layer_types):
+            if layer_type not in masks:
+                last_seen = slots if self.config.layer_is_causal(layer_idx) else slots[:, -1:].expand_as(slots)
+                window = self.config.sliding_window if layer_type == "sliding_attention" else None
+                mask = slot_mask(slots, last_seen, self.cache.view, window, None, self.draft_dtype)
+                masks[layer_type] = mask.to(self.draft_device)
+        return masks
+
+    def _to_draft(self, tensor: torch.Tensor) -> torch.Tensor:
+        dtype = self.draft_dtype if tensor.is_floating_point() else tensor.dtype
+        return tensor.to(device=self.draft_device, dtype=dtype)
+
+    def get_candidates(self, input_ids, model_kwargs, model_outputs, is_first_iteration, n_last_matches, **kwargs):
+        """Upstream's interface: one row; the first call comes before any forward of the target and drafts nothing."""
+        length = input_ids.shape[1]
+        room = self.max_length - length - 1
+        if is_first_iteration or room <= 0:
+            return input_ids, None
+        layers = [model_outputs.hidden_states[i + 1] for i in self.config.target_layer_ids]
+        features = torch.cat([layer.to(self.device) for layer in layers], dim=-1)
+        if self.cache is None:
+            padding, positions = padding_of(model_kwargs.get("attention_mask"), 1), model_kwargs.get("position_ids")
+            columns = length if positions is None else positions.shape[-1]
+            offset = first_positions(positions, columns, padding, self.device)
+            self.absorb(features)
+            self.open(padding, length - 1, length + self.config.block_size, offset)
+            features = features_start = None
+        else:
+            features_start = self.start
+        self.start = torch.tensor([length - 1 - int(self.padding)], device=self.device)
+        self.cache.reserve(length + self.config.block_size)
+        block = self.draft(input_ids[:, -1].to(self.device), self.start, features, features_start)
+        return torch.cat([input_ids, block[:, 1 : 1 + room].to(input_ids.device)], dim=1), None
+
+    def update_candidate_strategy(self, input_ids, scores, num_matches):
+        """Nothing to adapt: a block is always drafted whole. (Abstract upstream before 5.20.)"""
+
+
+def padding_of(mask: torch.Tensor | None, rows: int) -> list[int]:
+    """The padding columns at the start of each row of a prompt."""
+    return [0] * rows if mask is None else (mask.shape[1] - mask.long().sum(dim=1)).tolist()
+
+
+def first_positions(positions, columns: int, padding: list[int], device, counts_columns: bool = False) -> torch.Tensor:
+    """
+    The position of the first token of each row, `[R, 1]`, or `[axes, R, 1]` where positions have several axes.
+
+    Args:
+        positions (`torch.LongTensor`, *optional*): `[..., R, n]`, what the prompt's last forward was given. They are
+            counted back from the last one as if all of the prompt were text, which images are not.
+        columns (`int`): Of the prompt, padding included.
+        padding (`list[int]`): Padding columns at the start of each row.
+        counts_columns (`bool`): Whether a target that is given no positions counts columns, padding included.
+    """
+    pads = torch.tensor(padding, device=device)
+    if positions is None:
+        return (pads if counts_columns else torch.zeros_like(pads))[:, None]
+    last = positions[..., -1].to(device)  # [..., R], or [..., 1] for all rows
+    return (last - (columns - 1 - pads))[..., None]

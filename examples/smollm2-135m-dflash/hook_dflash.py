@@ -1,0 +1,73 @@
+"""
+The hook into `generate`: an assistant that carries `dflash_decode` decodes with its own loop; every other assistant,
+target and generation mode passes through untouched.
+"""
+
+import functools
+
+
+_HOOKED = ("_validate_generation_mode", "_assisted_decoding")
+
+
+def drafter_of(assistant_model):
+    """
+    The assistant itself when it speaks the DFlash protocol, our drafter of its tensors when it is a foreign DFlash
+    object, `None` when it is no drafter.
+
+    Raises:
+        `ValueError`: a language model that was built from a drafter's folder.
+    """
+    if assistant_model is None or callable(getattr(type(assistant_model), "dflash_decode", None)):
+        return assistant_model
+    from .adoption_dflash import adopted  # which needs the model, which installs this hook
+
+    return adopted(assistant_model)
+
+
+def install_hook() -> None:
+    """Wrap the two methods of `GenerationMixin`. Installing twice is a no-op; `remove_hook` undoes it."""
+    # Not at the top of this file: the package calls this function as soon as that import has been done.
+    from transformers import GenerationMixin
+
+    for name in _HOOKED:
+        method = getattr(GenerationMixin, name)
+        if not hasattr(method, "_dflash_original"):
+            wrapper = {"_validate_generation_mode": _wrap_validate, "_assisted_decoding": _wrap_decode}[name](method)
+            wrapper._dflash_original = method
+            setattr(GenerationMixin, name, wrapper)
+
+
+def remove_hook() -> None:
+    """Put upstream's methods back."""
+    from transformers import GenerationMixin
+
+    for name in _HOOKED:
+        method = getattr(GenerationMixin, name)
+        if hasattr(method, "_dflash_original"):
+            setattr(GenerationMixin, name, method._dflash_original)
+
+
+def _wrap_validate(original):
+    @functools.wraps(original)
+    def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+        # Upstream's own path, when asked for by name, is left alone.
+        native = generation_config.speculation_type == "dflash"
+        assistant = None if native else drafter_of(generation_mode_kwargs.get("assistant_model"))
+        if assistant is not None:
+            return assistant.dflash_validate(self, generation_mode, generation_config, generation_mode_kwargs)
+        return original(self, generation_mode, generation_config, generation_mode_kwargs)
+
+    return _validate_generation_mode
+
+
+def _wrap_decode(original):
+    @functools.wraps(original)
+    def _assisted_decoding(self, *args, **kwargs):
+        native = kwargs["generation_config"].speculation_type == "dflash"
+        assistant = None if native else drafter_of(kwargs.get("assistant_model"))
+        if assistant is not None:
+            kwargs.pop("assistant_model")
+            return assistant.dflash_decode(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    return _assisted_decoding

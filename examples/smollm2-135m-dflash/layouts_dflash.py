@@ -1,0 +1,335 @@
+"""
+How others write a drafter: their `config.json` keys and tensor names, turned into the published z-lab layout.
+
+The rest of the code knows one layout only. What is not a DFlash drafter whose slot `k` predicts the token at
+`anchor + k` is refused here, with the reason.
+"""
+
+import re
+
+from transformers import CONFIG_MAPPING
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+_ARCHITECTURES = {
+    "DFlashDraftModel",
+    "DFlash2DraftModel",
+    "MuseGlimmerAssistantModel",
+    "Qwen3DFlashDraftModel",  # Automodel
+    "DFlashForCausalLM",  # verl
+    "DFlashSpeculator",  # speculators
+}
+# Heads that are refused, known here so that they are not taken for the target's own architecture.
+_REFUSED = {
+    *("DominoDraftModel", "Qwen3DSparkModel", "Qwen3OmniDSparkModel", "Gemma4DSparkModel", "DSparkDraftModel"),
+    *("LiLiCorrDraftModel", "Qwen3XPressModel", "DFlashLagunaForCausalLM"),
+}
+_MUSE = {
+    "hidden_size": 6656,
+    "intermediate_size": 19968,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500_000.0,
+    "sliding_window": 2048,
+    "mask_token_id": 201818,
+    "target_layer_ids": [1, 13, 25, 37, 49],
+}
+# TorchSpec's and Qwen3's own defaults: a file may leave out what equals them.
+_TORCHSPEC = {
+    "num_target_layers": 5,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 8,
+    "mask_token_id": 151669,
+}
+_LAYER_KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "attention_bias",
+)
+_SPECULATORS_DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
+
+# Heads of the same family that draft in another way. A key that is set or the start of a tensor name gives it away.
+_ANCHOR_FIRST = "its blocks are anchor-first (slot k predicts the token at anchor + 1 + k, here the one at anchor + k)"
+_MARKOV = "its logits need a Markov head over the tokens drafted before, which is not supported yet"
+_OTHER_HEADS = {
+    "Domino": "its logits need a GRU over the tokens drafted before, which is not supported yet",
+    "DSpark": _MARKOV,
+    "LiLiCorr": "it chooses among candidates with an attention over their lattice, which is not supported",
+    "XPress": "its drafts are rewritten by a refiner",
+    "Laguna": "its attention is gated (`g_proj`) and its features have norms of their own (`aux_hidden_norms`)",
+}
+_OTHER_KEYS = {
+    "markov_rank": _MARKOV,
+    "enable_confidence_head": "it has a confidence head, which is not supported yet",
+    "sample_from_anchor": _ANCHOR_FIRST,
+    "shift_label": _ANCHOR_FIRST,
+}
+_OTHER_TENSORS = {
+    "prefix_gru.": "Domino",
+    "embed_proj.": "Domino",
+    "markov_head.": "DSpark",
+    "confidence_head.": "DSpark",
+    "lilicorr.": "LiLiCorr",
+    "aux_hidden_norms.": "Laguna",
+}
+
+# Applied in this order to every tensor name; the form that `key_mapping` of `from_pretrained` takes.
+TENSOR_NAMES = {
+    r"^(?:(?:logit_head|dflash_module|draft_model|model)\.)+": "",
+    r"^encoder\.fc\.": "fc.",
+    r"^encoder\.output_norm_enc\.": "hidden_norm.",
+    r"^context_proj\.": "fc.",
+    r"^context_norm\.": "hidden_norm.",
+    r"^final_norm\.": "norm.",
+}
+# Tensors of a checkpoint that are not loaded, by layout: recomputed tables, and copies of the target's own weights.
+_ROTARY = r"(?:^|\.)rotary_emb\."
+_COPIES = {
+    "speculators": r"^(?:embed_tokens\.|verifier_|t2d$)",
+    "torchspec": r"^embed_tokens\.",
+}
+
+
+def default_target_layer_ids(num_target_layers: int, num_features: int) -> list[int]:
+    """
+    The target layers whose outputs a drafter reads by default: evenly spaced from the second layer to the third last
+    (DFlash, arXiv 2602.06036), `num_target_layers // 2` for a single feature.
+
+    Args:
+        num_target_layers (`int`): Depth of the target.
+        num_features (`int`): Features to read, as many as the drafter has layers unless it says otherwise.
+
+    Raises:
+        `ValueError`: the target is too shallow for that many distinct layers.
+    """
+    if num_features == 1:
+        return [num_target_layers // 2]
+    ids = [round(1 + j * (num_target_layers - 4) / (num_features - 1)) for j in range(num_features)]
+    if len(set(ids)) != len(ids) or max(ids) >= num_target_layers or min(ids) < 0:
+        raise ValueError(
+            f"The default rule gives target_layer_ids={ids} for num_target_layers={num_target_layers} and "
+            f"{num_features} features, which are not distinct layers. Pass `target_layer_ids` yourself, or train a "
+            "drafter with fewer layers."
+        )
+    return ids
+
+
+def fitting_target_layer_ids(num_target_layers: int, num_features: int) -> list[int]:
+    """[`default_target_layer_ids`] of a fresh drafter; of a shallow target as many as fit, which is said."""
+    for fitting in range(num_features, 0, -1):
+        try:
+            ids = default_target_layer_ids(num_target_layers, fitting)
+        except ValueError:  # not that many
+            continue
+        if fitting < num_features:
+            logger.warning(
+                f"A target of {num_target_layers} layers has no {num_features} distinct ones by the paper's rule: the "
+                f"drafter reads target_layer_ids={ids}. Pass `target_layer_ids` to choose others."
+            )
+        return ids
+    raise ValueError(f"num_target_layers={num_target_layers} must be at least 1.")
+
+
+def is_drafter_config(config: dict) -> bool:
+    """
+    Whether a `config.json` is that of a DFlash drafter or of a head of its family. Published ones say
+    `model_type: qwen3`, like many targets, so the model type is never asked.
+    """
+    names = config.get("architectures")
+    names = names if isinstance(names, list) else []
+    return (
+        any(name in _ARCHITECTURES | _REFUSED for name in names if isinstance(name, str))
+        or "dflash_config" in config
+        or str(config.get("speculators_model_type")).startswith(("dflash", "dspark"))
+    )
+
+
+def canonical_config(config: dict) -> dict:
+    """
+    The published layout of a `config.json` of any layout; `source_layout` names the one it had, where tensors differ.
+
+    Raises:
+        `ValueError`: not a DFlash drafter of the same-position layout; says which head it is and why it is refused.
+    """
+    config = {key: value for key, value in config.items() if key != "source_layout"}
+    _refuse_other_heads(config)
+    if "speculators_model_type" in config or "transformer_layer_config" in config:
+        config = _from_speculators(config)
+    elif config.get("architectures") == ["MuseGlimmerAssistantModel"]:
+        config = _from_muse(config)
+    elif "target_num_hidden_layers" in config or _counts_taps(config):
+        config = _from_torchspec(config)
+    # Entry 0 of `hidden_states` is the embedding, so these ids are one higher.
+    for key in ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids"):
+        ids = config.pop(key, None)
+        if ids is not None and config.get("target_layer_ids") is None:
+            config.setdefault("dflash_config", {})
+            if isinstance(config["dflash_config"], dict) and "target_layer_ids" not in config["dflash_config"]:
+                config["target_layer_ids"] = _one_less(key, ids)
+    config["rope_parameters"] = _one_rope(config.get("rope_parameters"))
+    return config
+
+
+def canonical_name(name: str, names: dict[str, str] = TENSOR_NAMES) -> str:
+    """The published name of a tensor of any layout; `names` may hold further renamings."""
+    for pattern, replacement in names.items():
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def is_left_out(name: str, source_layout: str | None, own_head: bool) -> bool:
+    """
+    Whether a tensor (by its published name) is not loaded: a rotary table, or a copy of the target's weights.
+
+    Args:
+        name (`str`): Published name.
+        source_layout (`str`, *optional*): As [`canonical_config`] gives it.
+        own_head (`bool`): The drafter has a head over a reduced vocabulary, so `lm_head` and `d2t` are its own.
+    """
+    if re.search(_ROTARY, name):
+        return True
+    if source_layout == "speculators" and not own_head and name in ("lm_head.weight", "d2t"):
+        return True
+    copies = _COPIES.get(source_layout)
+    return copies is not None and re.search(copies, name) is not None
+
+
+def refuse_other_tensors(names) -> None:
+    """
+    Raises:
+        `ValueError`: a tensor belongs to a head that drafts in another way.
+    """
+    for name in names:
+        for start, head in _OTHER_TENSORS.items():
+            if name.startswith(start):
+                raise ValueError(f"tensor {name} belongs to a {head} drafter, which is refused: {_OTHER_HEADS[head]}.")
+
+
+def _refuse_other_heads(config: dict) -> None:
+    nested = config.get("dflash_config")
+    both = {**config, **nested} if isinstance(nested, dict) else config
+    names = [str(name) for name in both.get("architectures") or () if isinstance(name, str)]
+    kind = str(config.get("speculators_model_type", ""))
+    for head, reason in _OTHER_HEADS.items():
+        named = [name for name in (*names, kind, str(both.get("projector_type", ""))) if head.lower() in name.lower()]
+        if not named:
+            continue
+        what = f"{named[0]} is a {head} drafter, not a DFlash one"
+        if head == "DSpark":
+            reasons = [_MARKOV] if both.get("markov_rank") != 0 else []
+            # Unsaid, DeepSpec's and nested files are anchor-first; those of speculators are not.
+            reasons += [_ANCHOR_FIRST] if both.get("sample_from_anchor", not kind) else []
+            if both.get("markov_rank") == 0:
+                what = f"{named[0]} with markov_rank=0 is a plain drafter in DSpark's layout"
+            reason = ", and ".join(reasons) or "that layout is not supported yet"
+        raise ValueError(f"{what}: {reason}. It cannot be loaded here.")
+    if kind and kind not in ("dflash", "dflash2"):
+        raise ValueError(f"speculators_model_type={kind!r} is not a DFlash drafter; it must be 'dflash' or 'dflash2'.")
+    for key, reason in _OTHER_KEYS.items():
+        if both.get(key):
+            raise ValueError(
+                f"{key}={both[key]!r}: {reason}. The drafter would load and draft wrongly, so it is refused."
+            )
+    for key, wanted in (("is_neox_style", True), ("rope_is_neox_style", True), ("use_gemma_norm", False)):
+        if both.get(key, wanted) != wanted:
+            raise ValueError(f"{key}={both[key]!r} is not supported; drafters of this family have {key}={wanted}.")
+
+
+def _from_speculators(config: dict) -> dict:
+    """Nested layer configuration, of which only what differs from Qwen3's defaults need be written."""
+    layers = config.pop("transformer_layer_config", None)
+    if not isinstance(layers, dict):
+        raise ValueError(f"transformer_layer_config={layers!r} must be a dictionary that describes the draft layers.")
+    model_type = layers.get("model_type", "qwen3")
+    if model_type not in ("qwen3", "llama", "qwen2", "mistral", "gpt_oss"):
+        raise ValueError(f"transformer_layer_config has model_type={model_type!r}; it must name Qwen3-style layers.")
+    defaults = CONFIG_MAPPING[model_type]()
+    result = {key: getattr(defaults, key) for key in _LAYER_KEYS if getattr(defaults, key, None) is not None}
+    result["rope_theta"] = defaults.rope_parameters["rope_theta"]
+    result |= {key: value for key, value in layers.items() if key not in ("architectures", "transformers_version")}
+    if isinstance(layers.get("rope_parameters"), dict) and "rope_theta" in layers["rope_parameters"]:
+        del result["rope_theta"]
+    kind = config.pop("speculators_model_type", "dflash")
+    if kind == "dflash2":
+        result |= _SPECULATORS_DFLASH2
+    # There sliding layers are causal in the block unless this says otherwise; full layers never are.
+    if config.pop("sliding_window_non_causal", kind == "dflash2"):
+        result["is_causal"] = False
+    ignored = (
+        "speculators_config",
+        "speculators_version",
+        "architectures",
+        "auto_map",
+        "model_type",
+        "has_no_defaults",
+    )
+    result |= {key: value for key, value in config.items() if key not in ignored}
+    result.setdefault("block_size", 8)
+    result.setdefault("draft_vocab_size", 32000)
+    return {**result, "source_layout": "speculators"}
+
+
+def _from_muse(config: dict) -> dict:
+    """Flat keys with defaults of their own. There is no causality key: attention in the block is bidirectional."""
+    if config.get("rope_parameters") is not None:
+        defaults = {key: value for key, value in _MUSE.items() if key != "rope_theta"}
+    else:
+        defaults = _MUSE
+    result = {**defaults, **{key: value for key, value in config.items() if value is not None}}
+    layers = result["num_hidden_layers"]
+    if "layer_types" not in result and isinstance(layers, int) and 0 < layers < 1000:
+        result["layer_types"] = ["sliding_attention"] * layers
+    result.setdefault("is_causal", False)
+    return result
+
+
+def _counts_taps(config: dict) -> bool:
+    """Whether `num_target_layers` counts the features instead of the target's layers: then an id reaches past it."""
+    nested = config.get("dflash_config")
+    ids = config.get("target_layer_ids", nested.get("target_layer_ids") if isinstance(nested, dict) else None)
+    taps = config.get("num_target_layers")
+    integers = isinstance(ids, list) and all(type(i) is int for i in ids)
+    return config.get("model_type") == "dflash" and integers and len(ids) == taps and max(ids, default=-1) >= taps
+
+
+def _from_torchspec(config: dict) -> dict:
+    """`num_target_layers` is the number of features; the target's depth has a key of its own, if any."""
+    result = {**_TORCHSPEC, **config}
+    taps, depth = result["num_target_layers"], result.pop("target_num_hidden_layers", None)
+    result["num_target_layers"] = depth
+    if result.get("target_layer_ids") is None and type(taps) is int and type(depth) is int and 0 < taps <= depth:
+        result["target_layer_ids"] = default_target_layer_ids(depth, taps)
+    return {**result, "source_layout": "torchspec"}
+
+
+def _one_less(key: str, ids) -> list[int]:
+    if not isinstance(ids, list) or any(type(i) is not int or i < 1 for i in ids):
+        raise ValueError(f"{key}={ids!r} must be a list of layer numbers counted from 1 (0 is the embedding).")
+    return [i - 1 for i in ids]
+
+
+def _one_rope(rope):
+    """Tables by layer type are one table for a drafter, whose layers share it."""
+    kinds = {"full_attention", "sliding_attention"}
+    if not isinstance(rope, dict) or not rope or set(rope) - kinds:
+        return rope
+    tables = list(rope.values())
+    if any(table != tables[0] for table in tables):
+        raise ValueError(
+            f"rope_parameters={rope} differ between layer types; the layers of a drafter share one table."
+        )
+    return tables[0]

@@ -1,0 +1,619 @@
+"""
+The DFlash drafter (arXiv 2602.06036): a few Qwen3-style layers that fill a block of masked tokens in one pass.
+
+Keys and values of every layer come from two places: the target's features of all tokens before the block (the context)
+and the block itself. Queries come from the block alone. That is why keys outlive queries in `DFlashAttention`.
+"""
+
+import copy
+import shutil
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
+from transformers.generation import GenerationMode
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    eager_attention_forward,
+    rotate_half,
+)
+
+from .cache_dflash import additive
+from .checkpoint_dflash import (
+    MASK_EMBEDDING,
+    check_checkpoint,
+    checkpoint_files,
+    read_mask_embedding,
+    write_mask_embedding,
+)
+from .configuration_dflash import DFlashDraftConfig
+from .custom_generate_dflash import generate as custom_generate
+from .decoding_config_dflash import DFlashDecodingConfig
+from .generation_dflash import decode
+from .hook_dflash import install_hook
+from .layouts_dflash import TENSOR_NAMES
+from .target_dflash import check_pair, running_device
+
+
+_HUB_ARGUMENTS = (
+    *("subfolder", "revision", "token", "cache_dir", "force_download", "local_files_only", "proxies", "user_agent"),
+    *("repo_type", "_commit_hash"),
+)
+
+
+class DFlashRotaryEmbedding(Qwen3RotaryEmbedding):
+    """
+    Rotary tables of the rotated part of a head. Their frequencies stay in fp32: rounded to bf16 they are wrong by
+    several positions at 10k tokens.
+    """
+
+    @staticmethod
+    def compute_default_rope_parameters(config, device=None, **kwargs) -> tuple[torch.Tensor, float]:
+        """`theta ** (-2i / d)` over the `d` channels that are rotated; Qwen3's own always rotates the whole head."""
+        rope = config.rope_parameters
+        dim = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
+        pairs = torch.arange(0, dim, 2, dtype=torch.float, device=device)
+        return 1.0 / rope["rope_theta"] ** (pairs / dim), 1.0
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        if self.inv_freq.dtype != torch.float32 and self.inv_freq.device.type != "meta":
+            fresh = type(self)(self.config)
+            self.inv_freq = fresh.inv_freq.to(self.inv_freq.device)
+            self.original_inv_freq = self.inv_freq.clone()
+        return self
+
+
+def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the first `d` channels of `x` `[N, heads, T, head_dim]` by `cos`, `sin` `[N, T, d]`."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    dim = cos.shape[-1]
+    if dim == x.shape[-1]:
+        return x * cos + rotate_half(x) * sin
+    rotated, rest = x[..., :dim], x[..., dim:]
+    return torch.cat([rotated * cos + rotate_half(rotated) * sin, rest], dim=-1)
+
+
+def visible_in_block(num_keys: int, block_size: int, window: int | None, causal: bool, device) -> torch.Tensor | None:
+    """
+    Which of the last `num_keys` keys each slot of a block sees, when the block's own keys are the last `block_size` of
+    them. `None` when every slot sees everything.
+
+    Returns:
+        `torch.BoolTensor` `[block_size, num_keys]` or `None`.
+    """
+    if not causal and (window is None or num_keys <= window):
+        return None
+    key = torch.arange(num_keys, device=device) - (num_keys - block_size)  # 0 is the anchor, negative is context
+    slot = torch.arange(block_size, device=device)[:, None]
+    visible = key <= slot if causal else torch.ones(block_size, num_keys, dtype=torch.bool, device=device)
+    if window is not None:
+        visible = visible & (slot - key < window)
+    return visible  # [block, keys]
+
+
+class DFlashAttention(nn.Module):
+    """Attention of a draft layer: queries from the block, keys and values from context and block."""
+
+    def __init__(self, config: DFlashDraftConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = config.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = False  # read by SDPA; causality inside the block comes from the mask
+        self.causal_in_block = config.layer_is_causal(layer_idx)
+        self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * config.head_dim, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * config.head_dim, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * config.v_head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * config.v_head_dim, config.hidden_size, bias=bias)
+        self.q_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.value_dim, self.value_scale = config.v_head_dim, config.attention_value_scale
+        if config.attention_sink_bias:
+            self.attention_sink_bias = nn.Parameter(torch.empty(config.num_attention_heads))
+
+    def keys_values(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
+        """Keys `[N, kv_heads, T, head_dim]` and values `[N, kv_heads, T, v_head_dim]` of `states` `[N, T, H]`."""
+        keys = self.k_norm(self.k_proj(states).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
+        values = self.v_proj(states).unflatten(-1, (-1, self.value_dim)).transpose(1, 2)
+        if self.value_scale != 1.0:
+            values = values * self.value_scale
+        return apply_rotary(keys, cos, sin), values
+
+    def forward(self, hidden_states, context, position_embeddings, attention_mask, past_key_values=None, **kwargs):
+        block_size = hidden_states.shape[1]
+        cos, sin = position_embeddings  # [N, C + B, head_dim]
+        states = hidden_states if context is None else torch.cat([context, hidden_states], dim=1)  # [N, C + B, H]
+
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)  # [N, heads, B, head_dim]
+        query = apply_rotary(query, cos[:, -block_size:], sin[:, -block_size:])
+        key, value = self.keys_values(states, cos, sin)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+
+        # A caller that keeps slots or trains hands over a 4-D mask; otherwise the block's keys are the last ones.
+        if attention_mask is None or (torch.is_tensor(attention_mask) and attention_mask.dim() == 2):
+            attention_mask = self._mask_from_padding(attention_mask, key.shape[2], block_size, query)
+
+        if self.config.attention_sink_bias:
+            key, value, attention_mask = self._with_sink(key, value, attention_mask, query)
+        implementation = self.config._attn_implementation
+        if isinstance(attention_mask, BlockMask):  # training; only flex attention reads it, in one dtype
+            implementation = "flex_attention"
+            query, key = query.to(value.dtype), key.to(value.dtype)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+        output, weights = attend(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            **kwargs,
+        )
+        return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights
+
+    def _with_sink(self, key, value, attention_mask, query):
+        """
+        A sink is one more key whose score is the head's own constant and whose value is zero: it takes weight from the
+        others and gives nothing. As a column of the mask it works with every attention function that takes one.
+        """
+        rows, heads, size, _ = query.shape
+        seen = query.new_zeros(()) if attention_mask is None else attention_mask[..., : key.shape[2]]
+        seen = seen.to(query.dtype).expand(rows, heads, size, key.shape[2])
+        sink = self.attention_sink_bias.to(query.dtype)[None, :, None, None].expand(rows, heads, size, 1)
+        pad = (0, 0, 0, 1)
+        return (
+            nn.functional.pad(key, pad),  # a key of zeros scores 0 before the mask is added
+            nn.functional.pad(value, pad),
+            torch.cat([seen, sink], dim=-1),  # [N, heads, B, keys + 1]
+        )
+
+    def _mask_from_padding(self, padding, num_keys, block_size, query):
+        visible = visible_in_block(num_keys, block_size, self.sliding_window, self.causal_in_block, query.device)
+        if padding is not None and not padding.all():
+            real = padding[:, None, None, -num_keys:].bool()  # [N, 1, 1, keys]
+            visible = real if visible is None else visible & real
+        if visible is None:
+            return None
+        return additive(visible.expand(query.shape[0], 1, block_size, num_keys), query.dtype)
+
+
+class BlockConvolution(nn.Module):
+    """
+    Mixes each slot of a block with the slots before it; one instance is applied to a sublayer's input and to its
+    output.
+
+    With `x` the sublayer's input after its norm, a projection of `x_t` gives the corrections `delta` of *both*
+    applications, and each computes `y_t[c] = sum_o (base[o, c] + delta_t[o, group(c)]) * x_{t-o}[c]`. Slots before the
+    anchor are zeros: a convolution never crosses the edge of a block. At initialisation it is the identity, bit for
+    bit.
+
+    Args:
+        config (`DFlashDraftConfig`): `conv_kernel_size` taps, `conv_group_size` channels that share a correction.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.block_size, self.taps, self.group_size = (
+            config.block_size,
+            config.conv_kernel_size,
+            config.conv_group_size,
+        )
+        self.groups = config.hidden_size // self.group_size
+        self.base_kernel = nn.Parameter(torch.empty(2, self.taps, config.hidden_size))  # before, after the sublayer
+        self.kernel_projection = nn.Linear(config.hidden_size, 2 * self.taps * self.groups, bias=False)
+
+    def corrections(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`delta` before and after the sublayer, each `[N, Q, taps, G]`, from the sublayer's input `[N, Q, H]`."""
+        delta = self.kernel_projection(hidden_states).unflatten(-1, (2, self.taps, self.groups))
+        return delta[:, :, 0], delta[:, :, 1]
+
+    def forward(self, hidden_states: torch.Tensor, delta: torch.Tensor, after: bool) -> torch.Tensor:
+        """
+        Args:
+            hidden_states (`torch.Tensor`): `[N, Q, H]`, `Q` a single block or a whole number of them side by side.
+            delta (`torch.Tensor`): `[N, Q, taps, G]`.
+            after (`bool`): Whether this is the sublayer's output.
+
+        Raises:
+            `ValueError`: a length that is not a whole number of blocks.
+        """
+        length = hidden_states.shape[1]
+        size = min(self.block_size, length)
+        if length % size:
+            raise ValueError(
+                f"noise_embeds has {length} slots, which are not whole blocks of block_size={self.block_size}: the "
+                "convolution would run across the edge of a block."
+            )
+        blocks = hidden_states.unflatten(-1, (self.groups, self.group_size))  # [N, Q, G, C/G]
+        blocks = blocks.unflatten(1, (-1, size))  # [N, blocks, B, G, C/G]
+        delta = delta.unflatten(1, (-1, size)).unsqueeze(-1)  # [N, blocks, B, taps, G, 1]
+        base = self.base_kernel[int(after)].unflatten(-1, (self.groups, self.group_size))  # [taps, G, C/G]
+        output = (base[0] + delta[:, :, :, 0]) * blocks
+        for tap in range(1, self.taps):
+            earlier = nn.functional.pad(blocks[:, :, :-tap], (0, 0, 0, 0, tap, 0))  # slot t - tap, zeros at the edge
+            output = output + (base[tap] + delta[:, :, :, tap]) * earlier
+        return output.flatten(1, 2).flatten(-2)
+
+
+class CandidateSelector(nn.Module):
+    """
+    Scores the `top_k` likeliest tokens `b` of a slot given the token `a` that was chosen before it:
+    `S(a, b) = U(b) + <A[a] * (W h), C[b]>`, with `U` the draft logit and `h` the slot's hidden state.
+
+    At initialisation `C` is zero, so that the walk is the argmax of every slot.
+
+    Args:
+        config (`DFlashDraftConfig`): `selector_rank`, `selector_top_k`, `vocab_size` of the target.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.top_k = config.selector_top_k
+        self.predecessor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.selector_rank))  # A
+        self.successor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.selector_rank))  # C
+        self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)  # W
+
+    def candidates(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        The likeliest tokens of each slot and their logits, both `[..., k]`, from draft logits `[..., V]`. In the order
+        of their ids, so that of equal scores the lowest id is taken, as `argmax` over the vocabulary does.
+        """
+        logits = logits[..., : self.successor_codebook.shape[0]]  # a head may be padded with rows of no token
+        ids = logits.topk(self.top_k, dim=-1).indices.sort(dim=-1).values
+        return ids, logits.gather(-1, ids)
+
+    def scores(self, before: torch.Tensor, hidden: torch.Tensor, ids: torch.Tensor, logits: torch.Tensor):
+        """
+        `S(before, ids)` in fp32, `[..., k]`.
+
+        Args:
+            before (`torch.LongTensor`): `[...]`, the token of the slot before.
+            hidden (`torch.Tensor`): `[..., H]`, the slot's hidden state after the final norm.
+            ids (`torch.LongTensor`): `[..., k]`.
+            logits (`torch.Tensor`): `[..., k]`.
+        """
+        query = self.predecessor_codebook[before] * self.hidden_projection(hidden)  # [..., r]
+        transition = (self.successor_codebook[ids] @ query.unsqueeze(-1)).squeeze(-1)  # [..., k]
+        return logits.float() + transition.float()
+
+
+class DFlashDecoderLayer(GradientCheckpointingLayer):
+    def __init__(self, config: DFlashDraftConfig, layer_idx: int):
+        super().__init__()
+        self.self_attn = DFlashAttention(config, layer_idx)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.attention_conv = self.mlp_conv = None
+        if config.conv_kernel_size is not None:
+            self.attention_conv, self.mlp_conv = BlockConvolution(config), BlockConvolution(config)
+
+    def forward(self, hidden_states, context, position_embeddings, attention_mask, past_key_values=None, **kwargs):
+        def attend(x):
+            return self.self_attn(x, context, position_embeddings, attention_mask, past_key_values, **kwargs)[0]
+
+        normed = self.input_layernorm(hidden_states)
+        hidden_states = hidden_states + self._convolved(self.attention_conv, attend, normed)
+        normed = self.post_attention_layernorm(hidden_states)
+        return hidden_states + self._convolved(self.mlp_conv, self.mlp, normed)
+
+    @staticmethod
+    def _convolved(convolution, sublayer, normed: torch.Tensor) -> torch.Tensor:
+        if convolution is None:
+            return sublayer(normed)
+        before, after = convolution.corrections(normed)  # both from the input of the sublayer
+        return convolution(sublayer(convolution(normed, before, after=False)), after, after=True)
+
+
+class DFlashDraftModel(PreTrainedModel):
+    """
+    A block-diffusion drafter. It has neither embedding nor head: both are the target's, shared and frozen.
+
+    `target.generate(**inputs, assistant_model=draft)` decodes with it; the output is the target's own.
+    """
+
+    config: DFlashDraftConfig
+    config_class = DFlashDraftConfig
+    base_model_prefix = ""
+    main_input_name = "noise_embeds"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["DFlashDecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    # Checked by name before loading; not worth a second report.
+    _keys_to_ignore_on_load_unexpected = [
+        r"rotary_emb\.",
+        r"^embed_tokens\.",
+        r"^verifier_",
+        r"^lm_head\.",
+        "d2t",
+        "t2d",
+    ]
+
+    def __init__(self, config: DFlashDraftConfig):
+        super().__init__(config)
+        num_features = len(config.target_layer_ids)
+        self.fc = nn.Linear(num_features * config.target_hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList([DFlashDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = DFlashRotaryEmbedding(config)
+        self.context_rotary_emb = None
+        if config.backbone_rotary_base is not None:
+            of_context = copy.copy(config)
+            of_context.rope_parameters = {**config.rope_parameters, "rope_theta": config.backbone_rotary_base}
+            self.context_rotary_emb = DFlashRotaryEmbedding(of_context)
+        if config.own_mask_embedding:
+            self.mask_embedding = nn.Parameter(torch.empty(config.hidden_size))
+        if config.selector_rank is not None:
+            self.candidate_selector = CandidateSelector(config)
+        if config.has_own_head:
+            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+            # Draft id `i` is the target's id `i + d2t[i]`.
+            self.d2t = nn.Buffer(torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        self.decoding_config = DFlashDecodingConfig()
+        install_hook()
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        if isinstance(module, BlockConvolution):  # the identity
+            identity = torch.zeros_like(module.base_kernel)
+            identity[:, 0] = 1.0
+            init.copy_(module.base_kernel, identity)
+            init.zeros_(module.kernel_projection.weight)
+        elif isinstance(module, CandidateSelector):  # the argmax
+            init.normal_(module.predecessor_codebook, mean=0.0, std=self.config.initializer_range)
+            init.zeros_(module.successor_codebook)
+        elif module is self and self.config.own_mask_embedding:
+            init.normal_(module.mask_embedding, mean=0.0, std=self.config.initializer_range)
+        elif isinstance(module, DFlashAttention) and self.config.attention_sink_bias:
+            init.zeros_(module.attention_sink_bias)
+
+    def get_input_embeddings(self):
+        """`None`: the embedding is the target's. Upstream's quantisers ask for it."""
+        return None
+
+    def draft_logits(self, hidden_states: torch.Tensor, target_head: nn.Module) -> torch.Tensor:
+        """
+        Logits `[..., V]` over the drafter's vocabulary from hidden states `[..., H]` after the final norm.
+
+        Args:
+            hidden_states (`torch.Tensor`): `[..., H]`.
+            target_head (`nn.Module`): The target's output embedding, used unless the drafter has a head of its own.
+        """
+        head = self.lm_head if self.config.has_own_head else target_head
+        logits = head(hidden_states.to(device=running_device(head), dtype=head.weight.dtype))
+        if self.config.output_multiplier != 1.0:
+            logits = logits * self.config.output_multiplier
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def target_ids(self, draft_ids: torch.LongTensor) -> torch.LongTensor:
+        """The target's ids of tokens of the drafter's vocabulary."""
+        if not self.config.has_own_head:
+            return draft_ids
+        return draft_ids + self.d2t[draft_ids.to(self.d2t.device)].to(draft_ids.device)
+
+    # The protocol attribute that the hook in `generate` looks for.
+    def dflash_decode(self, target, *args, **kwargs):
+        """The decoding loop that `target.generate(assistant_model=self)` runs; see `generation_dflash`."""
+        return decode(target, self, *args, **kwargs)
+
+    def dflash_validate(self, target, generation_mode, generation_config, generation_mode_kwargs):
+        """What `generate` asks before it starts: does this drafter fit the target and the way it is called?"""
+        check_pair(target, self.config)
+        if generation_config.dola_layers is not None:
+            raise ValueError(
+                f"dola_layers={generation_config.dola_layers!r} cannot be combined with a drafter: drop it or "
+                "`assistant_model`."
+            )
+        if generation_mode != GenerationMode.ASSISTED_GENERATION:
+            raise ValueError(
+                f"assistant_model is a DFlash drafter, which decodes greedily or by sampling, but the arguments of "
+                f"`generate` ask for {generation_mode.value}: drop `assistant_model`, or `num_beams` and its like."
+            )
+
+    def project_context(self, context_hidden_states: torch.Tensor) -> torch.Tensor:
+        """`[N, C, L * H_target]` features of the target -> `[N, C, H]`, what every layer makes keys and values of."""
+        width = self.fc.in_features
+        if context_hidden_states.shape[-1] != width:
+            raise ValueError(
+                f"context_hidden_states has width {context_hidden_states.shape[-1]}, but this drafter reads "
+                f"{len(self.config.target_layer_ids)} features of width {self.config.target_hidden_size} ({width} in "
+                "all): concatenate the outputs of the target's layers `config.target_layer_ids`."
+            )
+        return self.hidden_norm(self.fc(context_hidden_states))
+
+    def extend_context(self, context, position_ids, past_key_values):
+        """
+        Write the keys and values of context tokens into a cache, without a block: those of the prompt.
+
+        Args:
+            context (`torch.Tensor`): `[N, C, H]`, from `project_context`.
+            position_ids (`torch.LongTensor`): `[N, C]`.
+            past_key_values (`Cache`): Updated in place.
+        """
+        cos, sin = (self.context_rotary_emb or self.rotary_emb)(context, position_ids)
+        for layer in self.layers:
+            past_key_values.update(*layer.self_attn.keys_values(context, cos, sin), layer.self_attn.layer_idx)
+
+    def forward(
+        self,
+        noise_embeds: torch.Tensor,
+        context_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values=None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        """
+        One pass over one block (decoding) or several (training).
+
+        Args:
+            noise_embeds (`torch.Tensor`): `[N, B, H]`, the target's raw embeddings of `[anchor, MASK, ..., MASK]`;
+                `config.input_embedding_scale` is applied here.
+            context_hidden_states (`torch.Tensor`): `[N, C, L * H_target]`, features of context tokens that are not in
+                the cache yet; `None` when all are.
+            attention_mask: `None` or `[N, keys]` padding when the block's keys are the last ones; else an additive
+                mask `[N, 1, B, keys]`, or one for each layer type in a dictionary.
+            position_ids (`torch.LongTensor`): `[N, C + B]`. Default: they continue the cache.
+            past_key_values (`Cache`): Receives the keys of context *and* block; the caller drops the block's.
+
+        Returns:
+            `BaseModelOutputWithPast`: `last_hidden_state` `[N, B, H]` after the final norm, to be fed to the target's
+            head.
+
+        Raises:
+            `ValueError`: neither context nor cache, or features of another width.
+        """
+        past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
+        if context_hidden_states is None and past_length == 0:
+            raise ValueError(
+                "context_hidden_states is None and past_key_values is empty: a drafter reads the target's features; "
+                "pass the outputs of the target's layers `config.target_layer_ids` for the tokens before the block."
+            )
+        context = None if context_hidden_states is None else self.project_context(context_hidden_states)
+        if position_ids is None:
+            new = noise_embeds.shape[1] + (0 if context is None else context.shape[1])
+            position_ids = torch.arange(past_length, past_length + new, device=noise_embeds.device)[None]
+        position_embeddings = self.rotary_emb(noise_embeds, position_ids)  # [N, C + B, d]
+        if context is not None and self.context_rotary_emb is not None:
+            of_context = self.context_rotary_emb(context, position_ids[:, : context.shape[1]])
+            of_block = [table[:, context.shape[1] :] for table in position_embeddings]
+            position_embeddings = [torch.cat(pair, dim=1) for pair in zip(of_context, of_block)]
+
+        hidden_states = noise_embeds
+        if self.config.own_mask_embedding:
+            slots = torch.arange(noise_embeds.shape[1], device=noise_embeds.device) % self.config.block_size
+            hidden_states = torch.where(
+                (slots == 0)[:, None], noise_embeds, self.mask_embedding.to(noise_embeds.dtype)
+            )
+        if self.config.input_embedding_scale != 1.0:
+            hidden_states = hidden_states * self.config.input_embedding_scale
+        for layer_type, layer in zip(self.config.layer_types, self.layers, strict=True):
+            mask = attention_mask[layer_type] if isinstance(attention_mask, dict) else attention_mask
+            hidden_states = layer(hidden_states, context, position_embeddings, mask, past_key_values, **kwargs)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path,
+        *model_args,
+        config=None,
+        key_mapping: dict[str, str] | None = None,
+        output_loading_info: bool = False,
+        **kwargs,
+    ):
+        """
+        As upstream, from any published layout, and with an error for a tensor that is missing, unexpected or of other
+        shape: a drafter with a random layer still runs, and nobody notices but by a low acceptance length.
+
+        Raises:
+            `ValueError`: names the file, and the key or tensor.
+            `OSError`: a file is missing; only safetensors are read.
+        """
+        name = pretrained_model_name_or_path
+        hub = {key: kwargs[key] for key in _HUB_ARGUMENTS if kwargs.get(key) is not None}
+        # 1. The configuration, with the fields that the caller changes.
+        if not isinstance(config, PreTrainedConfig):
+            names = {field.name for field in fields(cls.config_class)} - {"dtype"}
+            changes = {key: kwargs.pop(key) for key in list(kwargs) if key in names}
+            config = cls.config_class.from_pretrained(name if config is None else config, **hub, **changes)
+        renamed = {**(key_mapping or {}), **TENSOR_NAMES}
+        # 2. The tensors' names, shapes and dtypes. A quantised checkpoint has others; there upstream's report decides.
+        quantized, embedding = getattr(config, "quantization_config", None) is not None, None
+        if name is not None:
+            files = checkpoint_files(str(name), variant=kwargs.get("variant"), **hub)
+            # Beside a tensor of the same name this file decides, as in the engines.
+            embedding = read_mask_embedding(str(name), config, **hub)
+            if embedding is not None and not config.own_mask_embedding:
+                config = copy.deepcopy(config)
+                config.own_mask_embedding = True
+            if not quantized:
+                check_checkpoint(files, cls, config, renamed, () if embedding is None else ("mask_embedding",))
+            kwargs.pop("force_download", None)  # done
+        # 3. The weights, by upstream's own loader.
+        kwargs |= {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
+        try:
+            model, info = super().from_pretrained(name, *model_args, config=config, key_mapping=renamed, **kwargs)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            found = set(info[problem]) - ({"mask_embedding"} if embedding is not None else set())
+            if quantized and found:
+                keys = ", ".join(sorted(map(str, found))[:5])
+                raise ValueError(f"{name}: {problem.replace('_', ' ')}: {keys} ({len(found)} in all).")
+        # Upstream would write the names of the source again; a drafter is written in the published layout.
+        model._weight_conversions = [
+            conversion
+            for conversion in getattr(model, "_weight_conversions", None) or []
+            if not set(conversion.source_patterns) & set(renamed)
+        ]
+        if embedding is not None:
+            model.mask_embedding.data.copy_(embedding)
+        model.check_draft_vocabulary()
+        return (model, info) if output_loading_info else model
+
+    def check_draft_vocabulary(self) -> None:
+        """
+        Raises:
+            `ValueError`: `d2t` leads out of the target's vocabulary.
+        """
+        if self.config.has_own_head and self.d2t.device.type != "meta":
+            ids = torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+            if ids.min() < 0 or ids.max() >= self.config.vocab_size:
+                raise ValueError(
+                    f"d2t maps draft tokens to ids {int(ids.min())}..{int(ids.max())} of a target with vocab_size="
+                    f"{self.config.vocab_size}. It holds differences: draft id i is the target's id i + d2t[i]."
+                )
+
+    def save_pretrained(self, save_directory, is_main_process: bool = True, state_dict: dict | None = None, **kwargs):
+        """
+        As upstream, and beside the weights the code, so that `trust_remote_code=True` works without the package, and
+        the drafter's own mask embedding, if it has one, in the file that engines read.
+        """
+        self.config.auto_map = {
+            "AutoConfig": "configuration_dflash.DFlashDraftConfig",
+            "AutoModel": "modeling_dflash.DFlashDraftModel",
+        }
+        sources = {source.name: source for source in Path(__file__).parent.glob("*_dflash.py")}
+        sources["custom_generate/generate.py"] = Path(custom_generate.__code__.co_filename)
+        for name, source in sources.items():
+            copy = Path(save_directory) / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            if source.resolve() != copy.resolve():
+                shutil.copyfile(source, copy)
+        if is_main_process:
+            embedding = (state_dict or {}).get("mask_embedding", getattr(self, "mask_embedding", None))
+            write_mask_embedding(str(save_directory), embedding, self.config.mask_token_id)
+        super().save_pretrained(save_directory, is_main_process=is_main_process, state_dict=state_dict, **kwargs)
+
+    def _get_files_timestamps(self, working_dir):
+        """Upstream's list of what `push_to_hub=True` need not upload; ours was written before it is made."""
+        stamps = super()._get_files_timestamps(working_dir)
+        ours = ("custom_generate", MASK_EMBEDDING)
+        return {name: t for name, t in stamps.items() if name not in ours and not name.endswith("_dflash.py")}

@@ -1,0 +1,248 @@
+"""What a target can do, found out by trying it once on a few tokens, never from a list of names."""
+
+import inspect
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+from transformers import DynamicCache
+from transformers.utils import logging
+
+from .accept_dflash import Draft, Verdict
+from .drafting_dflash import first_positions
+from .isolation_dflash import isolated
+from .recurrent_dflash import ReplaySession, StepSession, moving_modules, recurrent_states
+from .sessions_dflash import SlotSession, cache_argument
+from .target_dflash import decoder_layers, input_device
+
+
+logger = logging.get_logger(__name__)
+
+KINDS = (SlotSession, ReplaySession, StepSession)
+# Largest relative error of single and double precision. Rounding stays below the first; between the two lie targets
+# that upstream itself computes a little differently for one token and for several.
+EXACT, CLOSE = 1e-4, 1e-3
+
+_known: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
+
+
+@dataclass
+class TargetFacts:
+    """
+    What is known of a target.
+
+    Args:
+        name (`str`): Of its class.
+        session_class (`type`, *optional*): `SlotSession`, `ReplaySession` or `StepSession`: how its cache is rolled
+            back; `None` when no way restores the state.
+        moving (`dict[str, int]`): For recurrent targets, as [`moving_modules`] gives it.
+        pads (`bool`): Whether rows with padding on the left can be drafted.
+        counts_columns (`bool`): Whether, where it is given no positions, it counts columns, padding included.
+        features (`dict[int, tuple]`): Shapes of its decoder layers' outputs, without those of layers that it skips.
+        lasting (`bool`): Whether they hold for the next call too: not where the target alone could not be run on two
+            rows, as it cannot while hooks of this call give adapters to another number of rows.
+    """
+
+    name: str
+    session_class: type | None = None
+    moving: dict[str, int] = field(default_factory=dict)
+    pads: bool = True
+    counts_columns: bool = False
+    features: dict[int, tuple] = field(default_factory=dict)
+    lasting: bool = True
+
+    def why_plain(self, layer_ids: list[int], mask: torch.Tensor | None) -> str | None:
+        """Why a drafter that reads these layers cannot draft for a prompt with this mask, or `None`."""
+        if not self.lasting:
+            return f"{self.name} cannot be tried out on two rows"
+        if self.session_class is None:
+            return f"the cache of {self.name} cannot be rolled back"
+        if not self.features:
+            return f"the decoder layers of {self.name} stand in no list, so that their outputs cannot be read"
+        for layer_id in layer_ids:
+            shape = self.features.get(layer_id)
+            if shape is None:
+                return f"{self.name} skips decoder layer {layer_id}, whose output the drafter reads"
+            if len(shape) != 3:
+                return (
+                    f"decoder layer {layer_id} of {self.name} has an output of shape {shape}, and the drafter reads "
+                    "one vector for each token, [rows, tokens, hidden_size]"
+                )
+        if not self.pads and mask is not None and not bool(mask.all()):
+            return f"rows of {self.name} with padding on the left cannot be rolled back"
+        return None
+
+    def open_session(self, target, *args):
+        """A session of its kind; the arguments are those of [`SlotSession`]."""
+        if self.session_class is SlotSession:
+            return SlotSession(target, *args)
+        return self.session_class(target, *args, moving=self.moving)
+
+
+@torch.no_grad()
+def facts_of(target) -> TargetFacts:
+    """
+    Find out, once for each target, its attention implementation, dtype and mode, and for autocast.
+
+    A short prompt, a block with rejected tokens, a roll-back and a second block must give the logits, and leave the
+    state, that decoding the kept tokens one by one gives. Tried with slots, with slots and replay of the recurrent
+    layers, then with slots and steps through the recurrent layers. The target is watched in copies of its modules, so
+    that it may be in use meanwhile; first calls at the same time find out the same. Whoever trains it with dropout
+    finds that it cannot be rolled back, and no random number drawn.
+    """
+    known, device = _known.setdefault(target, {}), input_device(target)
+    training = any(module.training for module in target.modules())
+    key = (target.config._attn_implementation, target.dtype)
+    key += (training, training and target.is_gradient_checkpointing)  # which lets go of the cache
+    key += (torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),)
+    if key not in known:
+        devices = [] if device.type == "cpu" else [device]
+        with torch.random.fork_rng(devices, enabled=training, device_type="cuda" if not devices else device.type):
+            facts = _found_out(target)
+        if not facts.lasting:
+            return facts
+        known[key] = facts
+    return known[key]
+
+
+def probe_rollback(target) -> type | None:
+    """How the cache of a target is rolled back; see [`TargetFacts`]."""
+    return facts_of(target).session_class
+
+
+def _found_out(target) -> TargetFacts:
+    facts, errors = TargetFacts(type(target).__name__), {}
+    for kind in KINDS:
+        try:
+            facts.moving = {} if kind is SlotSession else facts.moving or moving_modules(target)
+        except Exception as error:  # a target may fail in any way at all here and below
+            logger.debug("%s: no modules that move a state: %s", facts.name, error)
+            break
+        if kind is not SlotSession and not facts.moving:
+            break
+        facts.session_class = kind
+        errors[kind] = _error(target, facts, padding=0)
+        if errors[kind] < EXACT:
+            break
+    best = min(errors, key=errors.get)
+    facts.session_class = best if errors[best] < CLOSE else None
+    if facts.session_class is None:
+        return facts
+    # A row with padding, and where a target is given no positions, which ones it takes itself.
+    for facts.counts_columns in (False, True):
+        facts.pads = _error(target, facts, padding=2) < CLOSE
+        if facts.pads or "position_ids" in inspect.signature(target.forward).parameters:
+            break
+    facts.features = _features(target)
+    return facts
+
+
+def _error(target, facts: TargetFacts, padding: int) -> float:
+    """
+    The largest relative error of logits and states after rolling back two rows, which keep different numbers of
+    tokens; the second row begins with so much padding.
+    """
+    vocab_size = target.config.get_text_config().vocab_size
+    device = input_device(target)
+    tokens = torch.arange(3, 31, device=device).view(2, 14) * 7 % max(vocab_size - 1, 2)  # no random numbers drawn
+    mask = torch.ones_like(tokens)
+    mask[1, :padding] = 0
+    block, kept = tokens[:, 5:10].clone(), torch.tensor([2, 3], device=device)
+    for row, count in enumerate(kept.tolist()):
+        block[row, count:] += 1  # rejected
+    expected = None
+    try:
+        watched = [target.get_submodule(name) for name in facts.moving]
+        with isolated(target, watched) as own:
+            expected, states = _decoded(own, tokens, mask, kept.tolist())  # [2, 9, V]
+            if padding and not bool(expected.isfinite().all()):
+                return 0.0  # upstream gives no numbers for padded rows: there is nothing to be equal to
+            cache = _empty_cache(own)
+            positions = _fed(own, tokens[:, :5], mask[:, :5], cache)[1]
+            if not facts.session_class.takes(cache):
+                return float("inf")
+            padded = torch.tensor([0, padding], device=device)
+            offset = first_positions(positions, 5, padded.tolist(), device, facts.counts_columns)
+            session = facts.open_session(own, cache, padded.tolist(), 32, offset, {})
+            start = 5 - padded
+            first = _verified(session, block, start, kept)
+            errors = [
+                _relative_error(a[row].flatten(), b.flatten())
+                for row in range(2)
+                for a, b in zip(recurrent_states(session.cache.layers), states[row], strict=True)
+            ]
+            start = start + kept
+            rest = tokens.gather(1, (start + padded)[:, None] + torch.arange(6, device=device))  # [2, 6]
+            second = _verified(session, rest, start, torch.full_like(kept, 6))
+        for row, count in enumerate(kept.tolist()):
+            ours = torch.cat([first[row, :count], second[row]])
+            errors.append(_relative_error(ours, expected[row, : len(ours)]))
+        return max(errors)
+    except Exception as error:
+        facts.lasting = facts.lasting and (padding > 0 or expected is not None)
+        logger.debug("%s cannot roll back with %s: %s", facts.name, facts.session_class.__name__, error)
+        return float("inf")
+
+
+def _verified(session, block, start, kept) -> torch.Tensor:
+    session.cache.reserve(int(start.max()) + block.shape[1])
+    logits = session.verify(Draft(block), start).logits
+    session.commit(start, Verdict(block, kept, block[:, -1], torch.ones_like(kept, dtype=torch.bool)))
+    return logits
+
+
+def _empty_cache(target) -> DynamicCache:
+    return DynamicCache(config=target.config.get_text_config(decoder=True))
+
+
+def _fed(target, tokens, mask, cache, count: int | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Logits and positions of a forward over the last `count` of `tokens` `[2, S]`, as in `generate`; default: all."""
+    arguments = {cache_argument(target): cache, "use_cache": True}
+    if bool(mask.all()):
+        positions = torch.arange(tokens.shape[1], device=tokens.device)[None, -(count or 0) :]
+        return target(input_ids=tokens[:, -(count or 0) :], position_ids=positions, **arguments).logits, positions
+    if "position_ids" in inspect.signature(target.forward).parameters:
+        arguments["position_ids"] = (mask.cumsum(dim=1) - 1).masked_fill(mask == 0, 0)
+    inputs = target.prepare_inputs_for_generation(
+        tokens, next_sequence_length=count, is_first_iteration=count is None, attention_mask=mask, **arguments
+    )
+    return target(**inputs, return_dict=True).logits, inputs.get("position_ids")
+
+
+def _decoded(target, tokens, mask, kept: list[int]):
+    """Logits after each token from the sixth on, fed one by one as `generate` does, and what each row held when."""
+    cache, logits, states = _empty_cache(target), [], {}
+    _fed(target, tokens[:, :5], mask[:, :5], cache)
+    for step in range(1, tokens.shape[1] - 4):
+        logits.append(_fed(target, tokens[:, : 5 + step], mask[:, : 5 + step], cache, count=1)[0])
+        rows = [row for row, count in enumerate(kept) if count == step]
+        states |= {row: [state[row].clone() for state in recurrent_states(cache.layers)] for row in rows}
+    return torch.cat(logits, dim=1), states
+
+
+def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    if actual.shape != expected.shape:
+        return float("inf")
+    difference = (actual - expected).double().norm(dim=-1) / expected.double().norm(dim=-1).clamp(min=1e-12)
+    if actual.dtype in (torch.float32, torch.float64):
+        return float(difference.nan_to_num(float("inf")).max())
+    # Half precision: rounding moves single positions (an expert chosen otherwise), a wrong state moves all of them.
+    return 0.0 if difference.median() < 0.1 else float("inf")
+
+
+def _features(target) -> dict[int, tuple]:
+    """The shape of each decoder layer's output in a short forward over text."""
+    try:
+        layers, shapes = decoder_layers(target), {}
+    except ValueError:  # HRM-Text runs two stacks in cycles
+        return {}
+    with isolated(target, layers) as own:
+        for layer_id, layer in enumerate(decoder_layers(own)):
+
+            def see(module, args, output, layer_id=layer_id):
+                shapes[layer_id] = tuple((output if isinstance(output, torch.Tensor) else output[0]).shape)
+
+            layer.register_forward_hook(see)
+        ids = torch.ones(2, 3, dtype=torch.long, device=input_device(target))
+        own(input_ids=ids, use_cache=True, **{cache_argument(target): _empty_cache(target)})
+    return shapes

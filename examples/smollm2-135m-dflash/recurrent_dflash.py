@@ -1,0 +1,279 @@
+"""
+Rolling back recurrent targets: a state cannot be cropped, so it is put back and moved again over the accepted tokens.
+
+Of the target only the modules that move a state run again, on inputs taped in the verification; attention layers live
+in slots, as in any other target. Every row keeps its own length.
+"""
+
+import copy
+
+import torch
+from transformers import DynamicCache, cache_utils
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+    StaticLayer,
+)
+
+from .accept_dflash import Draft, Verdict
+from .cache_dflash import SlotCache, SlotLayer
+from .isolation_dflash import isolated
+from .sessions_dflash import SlotSession, cache_argument
+from .target_dflash import input_device
+
+
+# Layers whose shape is fixed, or whose tokens cannot be moved. Before there was quantisation to 8 bits, the class of
+# quantised layers had no base of its own.
+_FIXED = (StaticLayer, getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer))
+
+
+class StateTape:
+    """
+    What a verification did to the recurrent states of a cache, so that a part of it can be taken back.
+
+    Args:
+        cache (`Cache`): The cache that the target is called with.
+        modules (`dict[nn.Module, int]`): Those that move a state, and the layer whose state; see [`moving_modules`].
+            They belong to the caller alone: they are hooked for good.
+    """
+
+    def __init__(self, cache: Cache, modules: dict):
+        self.layers, self.modules = cache.layers, modules
+        self.saved: list[torch.Tensor] = []
+        self.calls: list[tuple] = []
+        self.size = 0  # tokens of the forward that is taped
+        self._hook()
+
+    @property
+    def states(self) -> list[torch.Tensor]:
+        return recurrent_states(self.layers)
+
+    def start(self, size: int) -> None:
+        """Remember the states, and tape what the modules are given from now on: a forward over `size` tokens."""
+        if self.saved:
+            _copy(self.saved, self.states)
+        else:
+            self.saved = [state.clone() for state in self.states]
+        self.calls.clear()
+        self.size = size
+
+    def stop(self) -> None:
+        self.size = 0
+
+    def rewind(self, size: int, kept: list[int]) -> None:
+        """
+        Leave each row's states as they are after the first `kept[row]` of the `size` taped tokens.
+
+        Rows that keep equally many move together: one pass for each number below `size`.
+        """
+        counts = sorted({count for count in kept if count < size})
+        final = None if len(set(kept)) == 1 else [state.clone() for state in self.states]
+        for count in counts:
+            self._go_back(size, count)
+            if final is not None:
+                for state, result in zip(self.states, final, strict=True):
+                    rows = torch.tensor([row for row, n in enumerate(kept) if n == count], device=state.device)
+                    result[rows] = state[rows]
+        if counts and final is not None:
+            _copy(self.states, final)
+
+    def _hook(self) -> None:
+        def tape(module, args, kwargs):
+            if self.size:
+                self.calls.append((module, args, kwargs))
+
+        for module in self.modules:
+            module.register_forward_pre_hook(tape, with_kwargs=True)
+
+    def _go_back(self, size: int, count: int) -> None:
+        _copy(self.states, self.saved)
+        if count > 0:
+            for module, args, kwargs in self.calls:
+                module(*_tokens(args, size, 0, count), **_tokens(kwargs, size, 0, count))
+
+
+class StepTape(StateTape):
+    """
+    For modules that forget their state when they are given several tokens: here they are given one after the other,
+    and the states in between are kept, so that going back moves nothing again.
+    """
+
+    def start(self, size: int) -> None:
+        super().start(size)
+        self.between = {layer_idx: [] for layer_idx in self.modules.values()}  # layer -> its states after each token
+        self.whole: dict = {}  # module -> what it was given
+
+    def _hook(self) -> None:
+        def first(module, args, kwargs):
+            if not self.size or module in self.whole:
+                return None
+            self.whole[module] = args, kwargs
+            return _tokens(args, self.size, 0, 1), _tokens(kwargs, self.size, 0, 1)
+
+        def others(module, args, kwargs, output):
+            if not self.size:
+                return None
+            layer_idx = self.modules[module]
+            self.between[layer_idx].append([state.clone() for state in recurrent_states([self.layers[layer_idx]])])
+            if len(self.between[layer_idx]) > 1:  # called from the loop below
+                return None
+            outputs, (args, kwargs) = [output], self.whole[module]
+            for step in range(1, self.size):
+                span = (self.size, step, step + 1)
+                outputs.append(module(*_tokens(args, *span), **_tokens(kwargs, *span)))
+            if isinstance(output, torch.Tensor):
+                return torch.cat(outputs, dim=1)
+            return (torch.cat([item[0] for item in outputs], dim=1), *output[1:])
+
+        for module in self.modules:
+            module.register_forward_pre_hook(first, with_kwargs=True)
+            module.register_forward_hook(others, with_kwargs=True)
+
+    def _go_back(self, size: int, count: int) -> None:
+        if count == 0:
+            return _copy(self.states, self.saved)
+        for layer_idx, between in self.between.items():
+            _copy(recurrent_states([self.layers[layer_idx]]), between[count - 1])
+
+
+def recurrent_states(layers) -> list[torch.Tensor]:
+    """Every state of every recurrent layer among `layers`, `[R, ...]` each."""
+    recurrent = [layer for layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+    nests = [nest for layer in recurrent for nest in (layer.conv_states, layer.recurrent_states)]
+    held = [state for nest in nests for state in nest.values()]
+    return [state for state in held if state is not None]
+
+
+def _copy(into: list[torch.Tensor], states: list[torch.Tensor]) -> None:
+    if states:
+        torch._foreach_copy_(into, states)
+
+
+def _tokens(value, size: int, start: int, stop: int):
+    """Of what a module is given for `size` tokens, `[R, size, ...]`, the part of tokens `start..stop - 1`."""
+    if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == size:
+        return value[:, start:stop]
+    if isinstance(value, tuple):
+        return tuple(_tokens(item, size, start, stop) for item in value)
+    if isinstance(value, dict):
+        return {name: _tokens(item, size, start, stop) for name, item in value.items()}
+    return value
+
+
+def moving_modules(target) -> dict[str, int]:
+    """
+    Names of the innermost modules that move a recurrent state, each with the index of the layer whose state it moves;
+    found by watching a short forward.
+    """
+    cache, running, found = DynamicCache(config=target.config.get_text_config(decoder=True)), [], {}
+
+    def watched(update):
+        def watch(states, layer_idx, *args, **kwargs):
+            found[running[-1]] = layer_idx
+            return update(states, layer_idx, *args, **kwargs)
+
+        return watch
+
+    cache.update_conv_state = watched(cache.update_conv_state)
+    cache.update_recurrent_state = watched(cache.update_recurrent_state)
+    with isolated(target, target.modules()) as own:
+        for name, module in own.named_modules():
+            module.register_forward_pre_hook(lambda *_, name=name: running.append(name))
+            module.register_forward_hook(lambda *_: running.pop() and None)
+        ids = torch.ones(2, 3, dtype=torch.long, device=input_device(target))
+        own(input_ids=ids, use_cache=True, **{cache_argument(target): cache})
+    return found
+
+
+class RecurrentSlotLayer(SlotLayer, LinearAttentionLayer):
+    """A layer with recurrent states and with keys in slots; the states are those of the layer it stands for."""
+
+    is_compileable = False
+
+    def __init__(self, attention: SlotLayer, recurrent: LinearAttentionLayer):
+        vars(self).update({**vars(recurrent), **vars(attention)})
+
+    def lazy_initialization(self, *args, **kwargs) -> None:
+        """Upstream's convention: two positional arguments for keys and values, keywords for states."""
+        (SlotLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
+
+
+class HybridSlotCache(SlotCache):
+    """A slot cache whose recurrent layers, and layers that hold nothing, are those of the cache it was made from."""
+
+    @classmethod
+    def adopt(cls, cache: Cache, padding: list[int], capacity: int, pool: dict | None = None) -> "HybridSlotCache":
+        slots, attention = cls(len(padding), capacity, pool), _attention_alone(cache)
+        moved = iter(SlotCache.adopt(attention, padding, capacity, pool).layers if attention.layers else [])
+        for layer in cache.layers:
+            if isinstance(layer, CacheLayerMixin):
+                keys = next(moved)
+                keys.cache = slots
+                layer = RecurrentSlotLayer(keys, layer) if isinstance(layer, LinearAttentionLayer) else keys
+            slots.layers.append(layer)
+        return slots
+
+    def release(self, cache: Cache, padding: list[int], columns: int) -> Cache:
+        SlotCache.release(_attention_alone(self), _attention_alone(cache), padding, columns)
+        return cache
+
+
+def _attention_alone(cache: Cache) -> Cache:
+    """The same cache with only those of its layers that hold keys and values."""
+    view = copy.copy(cache)
+    view.layers = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
+    return view
+
+
+class ReplaySession(SlotSession):
+    """
+    A target with recurrent layers, whose states are put back and moved again over the accepted tokens.
+
+    Args:
+        moving (`dict[str, int]`): As [`moving_modules`] gives it; the modules of that name belong to the caller alone.
+    """
+
+    cache_class = HybridSlotCache
+    tape_class = StateTape
+    rollback_is_free = False
+
+    def __init__(self, target, cache, padding, capacity, offset, extra, pool=None, moving=None):
+        super().__init__(target, cache, padding, capacity, offset, extra, pool)
+        modules = {target.get_submodule(name): layer_idx for name, layer_idx in moving.items()}
+        self.tape = self.tape_class(self.cache, modules)
+        self.pending = None  # [R], size: where a verification that is not committed yet started
+
+    @staticmethod
+    def takes(cache: Cache) -> bool:
+        """Whether a session can be opened on such a cache."""
+        return not any(isinstance(layer, _FIXED) for layer in cache.layers)
+
+    def verify(self, draft: Draft, start: torch.LongTensor):
+        size = draft.tokens.shape[1]
+        self.pending = start, size
+        self.tape.start(size)
+        try:
+            return super().verify(draft, start)
+        finally:
+            self.tape.stop()
+
+    def commit(self, start: torch.LongTensor, verdict: Verdict) -> None:
+        self._keep(verdict.counts.tolist())
+
+    def close(self, columns: int) -> Cache:
+        if self.pending is not None:  # interrupted on the way from verification to commit
+            start, _ = self.pending
+            self._keep([columns - pad - n for pad, n in zip(self.padding, start.tolist(), strict=True)])
+        return super().close(columns)
+
+    def _keep(self, counts: list[int]) -> None:
+        self.tape.rewind(self.pending[1], counts)
+        self.pending = None
+
+
+class StepSession(ReplaySession):
+    """A target with recurrent layers that continue from a state one token at a time only, such as those of Mamba."""
+
+    tape_class = StepTape

@@ -1,0 +1,152 @@
+"""
+How a target checks a block and goes back to the accepted length, with its cache in slots.
+
+A session is opened on the cache that the prompt left behind. `verify` runs one forward over a block whose first token
+is token number `start` of its row; `commit` drops what was rejected; `close` gives the cache back as `generate` does.
+"""
+
+import inspect
+
+import torch
+from transformers import masking_utils
+from transformers.cache_utils import CacheLayerMixin
+
+from .accept_dflash import Draft, Verdict
+from .cache_dflash import SlotCache, can_adopt, slot_mask
+from .target_dflash import input_device
+
+
+_CACHES = ("past_key_values", "cache_params")
+
+
+def cache_argument(target) -> str:
+    """The name under which a target's forward takes its cache."""
+    accepted = inspect.signature(target.forward).parameters
+    return next((name for name in _CACHES if name in accepted), _CACHES[0])
+
+
+def cached_columns(cache) -> int:
+    """Columns that a cache holds before the prompt; recurrent layers alone do not tell, and their prompt is whole."""
+    if cache is None:
+        return 0
+    return cache.get_seq_length() if any(isinstance(layer, CacheLayerMixin) for layer in cache.layers) else 0
+
+
+def filled_columns(target, cache, past: int, absorbed: int) -> int:
+    """
+    Columns that a cache holds after a prompt of `absorbed` columns, of which it held `past` before, or none of them
+    where the target started a new one.
+
+    Raises:
+        `ValueError`: it holds another number.
+    """
+    columns = cached_columns(cache) or absorbed
+    if columns not in (absorbed, past + absorbed):
+        raise ValueError(
+            f"The cache of {type(target).__name__} holds {columns} tokens after {past} earlier ones and a prompt of "
+            f"{absorbed}, so a drafter cannot tell its tokens apart: call `generate` without `assistant_model`."
+        )
+    return columns
+
+
+class SlotSession:
+    """
+    A target whose cache lives in slots: any number of rows, each with its own length; rolling back is free.
+
+    Args:
+        target (`PreTrainedModel`): The target.
+        cache (`Cache`): What the prompt left behind.
+        padding (`list[int]`): Padding columns at the start of each row.
+        capacity (`int`): Slots of each row.
+        offset (`torch.LongTensor`): `[R, 1]` or `[axes, R, 1]`, position of a row's slot 0.
+        extra (`dict`): Further arguments of the target's forward.
+        pool (`dict`, *optional*): As for [`SlotCache`].
+    """
+
+    cache_class = SlotCache
+    rollback_is_free = True  # so that rounds can be compiled, and run before the host knows what was accepted
+
+    def __init__(self, target, cache, padding, capacity, offset, extra, pool=None):
+        self.target, self.offset, self.source, self.padding = target, offset, cache, padding
+        self.cache = self.cache_class.adopt(cache, padding, capacity, pool)
+        self.arguments = {**extra, cache_argument(target): self.cache, "use_cache": True}
+        self.windows, self.dtype = mask_windows(target), target.dtype
+        if not any(self.windows.values()):  # no layer has a mask
+            self.windows = {None: None}
+        self.last_slot = None  # [], of the text: a block may reach past it, into slots that have no position
+
+    @staticmethod
+    def takes(cache) -> bool:
+        """Whether a session can be opened on such a cache."""
+        return can_adopt(cache)
+
+    def verify(self, draft: Draft, start: torch.LongTensor):
+        """
+        The target's output, its logits `[R, n, V]`, after each token of a draft whose anchor stands at slot `start`,
+        the others behind it. A node of a tree has the position of its depth, and sees the past, its ancestors and
+        itself.
+        """
+        slots = start[:, None] + torch.arange(draft.tokens.shape[1], device=start.device)  # [R, n]
+        self.cache.place(slots)
+        masks = {
+            name: None if rule is None else slot_mask(slots, slots, self.cache.view, *rule, self.dtype, draft.tree)
+            for name, rule in self.windows.items()
+        }
+        numbers = slots if draft.tree is None else start[:, None] + draft.tree.depths
+        return self.target(
+            input_ids=draft.tokens,
+            attention_mask=masks[None] if None in masks else masks,
+            position_ids=(numbers if self.last_slot is None else numbers.minimum(self.last_slot)) + self.offset,
+            **block_arguments(self.arguments, draft.tokens.shape[1]),
+        )
+
+    def commit(self, start: torch.LongTensor, verdict: Verdict) -> None:
+        """Keep the accepted tokens: those of a path through a tree move together, the others are written over."""
+        if verdict.path is not None:
+            behind = torch.arange(verdict.path.shape[1], device=start.device)
+            self.cache.move(start[:, None] + verdict.path, start[:, None] + behind)
+
+    def close(self, columns: int):
+        """The cache as `generate` returns it without a drafter."""
+        return self.cache.release(self.source, self.padding, columns)
+
+    def clear(self) -> None:
+        """Let go of what a session holds besides the caller's cache."""
+        self.cache.clear()
+
+
+def mask_windows(target) -> dict[str | None, tuple[int | None, int | None] | None]:
+    """
+    The masks a target wants, as upstream hands them over for static caches: `{None: ...}` when one mask serves all
+    layers, else one entry for each layer type; each with its window and chunk length in tokens, `None` for recurrent
+    layers, whose mask would tell padding, of which a block has none.
+
+    Raises:
+        `ValueError`: a layer type whose rule is not known here.
+    """
+    config = target.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    chunk = getattr(config, "attention_chunk_size", None)
+    rules = {"full_attention": (None, None), "sliding_attention": (window, None), "chunked_attention": (None, chunk)}
+    rules |= {"linear_attention": None, "conv": None}
+    if getattr(config, "layer_types", None) is None:
+        return {None: (window, None) if window is not None else (None, chunk)}
+    create = getattr(target, "create_masks_for_generate", masking_utils.create_masks_for_generate)
+    like = torch.empty(1, 2, 0, dtype=target.dtype, device=input_device(target))
+    nothing = {"attention_mask": None, "past_key_values": None, "position_ids": None}
+    masks = create(config=target.config, inputs_embeds=like, **nothing)
+    types = set(masks) if isinstance(masks, dict) else set(config.layer_types)
+    unknown = types - rules.keys()
+    if unknown:
+        raise ValueError(f"no mask rule for layer types {sorted(unknown)}")
+    if isinstance(masks, dict):
+        return {name: rules[name] for name in types}
+    if len(types) > 1:
+        raise ValueError(f"one mask for several layer types {sorted(types)}")
+    return {None: rules[types.pop()]}
+
+
+def block_arguments(arguments: dict, size: int) -> dict:
+    """Arguments of a forward over `size` tokens: the type of the prompt's last token is that of all that follow."""
+    types = arguments.get("token_type_ids")  # [R, 1]
+    return arguments if types is None else {**arguments, "token_type_ids": types.expand(-1, size)}

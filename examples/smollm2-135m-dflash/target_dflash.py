@@ -1,0 +1,165 @@
+"""What a drafter needs of a frozen target: its layers' outputs, its raw embedding table, its head."""
+
+import contextlib
+
+import torch
+from torch import nn
+
+
+def text_depth(target_config) -> int:
+    """Decoder layers of a target's text stack; LongCat counts the two attentions of a layer as `num_hidden_layers`."""
+    text = target_config.get_text_config()
+    return getattr(text, "num_layers", None) or text.num_hidden_layers
+
+
+def decoder_layers(target) -> nn.ModuleList:
+    """
+    The decoder layers of a target's text stack (of a multimodal wrapper too).
+
+    Raises:
+        `ValueError`: no list of so many layers as the configuration counts can be found.
+    """
+    depth = text_depth(target.config)
+    for stack in (target.get_decoder(), target.base_model):  # the decoder of a ModernBERT is a part of its head
+        for module in stack.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == depth:
+                return module
+    raise ValueError(
+        f"{type(target).__name__} has no list of {depth} decoder layers, so its features cannot be read; use a "
+        "decoder-only transformer as the target."
+    )
+
+
+def running_device(module: nn.Module) -> torch.device:
+    """The device of a module's weight, or, where accelerate has offloaded it, the one it is fetched to."""
+    device = module.weight.device
+    return torch.device(module._hf_hook.execution_device) if device.type == "meta" else device
+
+
+def input_device(target) -> torch.device:
+    """Where a target takes token ids."""
+    return running_device(target.get_input_embeddings())
+
+
+def raw_embedding(target, input_ids: torch.LongTensor) -> torch.Tensor:
+    """`[..., H]` rows of the target's embedding table, without the scale or norm that its embedding module may add."""
+    module = target.get_input_embeddings()
+    if module.weight.device.type != "meta":
+        return nn.functional.embedding(input_ids, module.weight)
+    module._hf_hook.pre_forward(module)  # offloaded: fetches the weights, as before any forward
+    try:
+        return nn.functional.embedding(input_ids, module.weight)
+    finally:
+        module._hf_hook.post_forward(module, None)
+
+
+class FeatureTap:
+    """
+    Captures the outputs of a target's decoder layers while it is open.
+
+    Forward hooks see the same tensor in every version of transformers; the meaning of `output_hidden_states=[i]`
+    changed in 5.23, and its last entry is taken after the final norm. They see every forward of the target: where it
+    is shared, open the tap on an [`isolated`] one.
+
+    Args:
+        target (`PreTrainedModel`): The target.
+        layer_ids (`list[int]`): Id `i` is the output of decoder layer `i`.
+        consume (`callable`, *optional*): Called with the layers' outputs, `[N, S, H]` each, as soon as a forward has
+            made the last of them; they are not kept.
+    """
+
+    def __init__(self, target, layer_ids: list[int], consume=None):
+        self.layers = decoder_layers(target)
+        self.layer_ids = layer_ids
+        self.consume = consume
+        self.captured: dict[int, torch.Tensor] = {}
+        self.opened = contextlib.ExitStack()
+
+    def __enter__(self):
+        for layer_id in self.layer_ids:
+            self.opened.callback(self.layers[layer_id].register_forward_hook(self._hook(layer_id)).remove)
+        return self
+
+    def __exit__(self, *exc):
+        self.opened.close()
+        self.captured.clear()
+
+    def _hook(self, layer_id: int):
+        def keep(module, args, output):
+            features = output if isinstance(output, torch.Tensor) else output[0]
+            self.captured[layer_id] = features
+            if self.consume is not None and len(self.captured) == len(self.layer_ids):
+                self.consume(*self._layers())
+
+        return keep
+
+    def take(self) -> torch.Tensor:
+        """The features of the last forward, `[N, S, L * H]`, in the order of `layer_ids`; forgets them."""
+        layers = self._layers()
+        return torch.cat([layer.to(layers[0].device) for layer in layers], dim=-1)
+
+    def _layers(self) -> list[torch.Tensor]:
+        captured, self.captured = self.captured, {}
+        return [captured[i] for i in self.layer_ids]
+
+
+def check_pair(target, draft_config) -> None:
+    """
+    Whether a drafter belongs to a target, as far as shapes tell.
+
+    Raises:
+        `ValueError`: names what differs, both values and the remedy.
+    """
+    if target.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(target).__name__} is an encoder-decoder model; DFlash drafts for decoder-only targets. Call "
+            "`generate` without `assistant_model`."
+        )
+    text = target.config.get_text_config()
+    name = f"target {type(target).__name__}"
+    if draft_config.target_hidden_size != text.hidden_size:
+        raise ValueError(
+            f"The drafter reads features of width target_hidden_size={draft_config.target_hidden_size}, but {name} "
+            f"has hidden_size={text.hidden_size}: load the drafter that was trained for this target."
+        )
+    if target.get_output_embeddings() is None:
+        raise ValueError(
+            f"{name} has no language-model head, which the drafter shares; load it with `AutoModelForCausalLM`."
+        )
+    rows, width = target.get_input_embeddings().weight.shape
+    head_width = getattr(target.get_output_embeddings(), "in_features", width)
+    if head_width != width:
+        raise ValueError(
+            f"The embedding of {name} has width {width} and its head {head_width}, but a drafter shares both: it can "
+            "have no drafter. Call `generate` without `assistant_model`."
+        )
+    if draft_config.hidden_size != width:
+        raise ValueError(
+            f"The drafter has hidden_size={draft_config.hidden_size}, but the embedding of {name}, which it shares, "
+            f"has width {width}: load the drafter that was trained for this target."
+        )
+    # A target whose embedding was given some more rows is still the same target, one with many more is another; a path
+    # selector has a row for each token.
+    known = draft_config.vocab_size
+    resized = known is not None and known < rows <= known * 1.1 and draft_config.selector_rank is None
+    if not resized and known not in (None, text.vocab_size, rows):
+        raise ValueError(
+            f"The drafter was trained with vocab_size={draft_config.vocab_size}, but {name} has "
+            f"vocab_size={text.vocab_size}: load the drafter that was trained for this target."
+        )
+    if draft_config.mask_token_id >= rows:
+        raise ValueError(
+            f"mask_token_id={draft_config.mask_token_id} lies outside the embedding of {name} ({rows} rows): resize "
+            "that embedding, or load the drafter that was trained for this target."
+        )
+    depth = text_depth(target.config)
+    if max(draft_config.target_layer_ids) >= depth:
+        raise ValueError(
+            f"target_layer_ids={draft_config.target_layer_ids} reach past the {depth} layers of {name}: this drafter "
+            "belongs to a deeper target."
+        )
+    if draft_config.num_target_layers not in (None, depth):
+        raise ValueError(
+            f"The drafter was trained for a target with num_target_layers={draft_config.num_target_layers}, but "
+            f"{name} has {depth} layers: load the drafter that was trained for this target."
+        )

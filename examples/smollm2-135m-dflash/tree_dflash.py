@@ -1,0 +1,169 @@
+"""
+Draft trees (DDTree, arXiv 2604.12989): of all paths through the likely tokens of each slot the likeliest are verified
+in one forward. What the target says after each node decides which path is accepted, so the text is the target's own.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+
+MOST_NODES = 128
+TOP_K = 8  # likely tokens of each slot
+# Log-probabilities are kept apart from 0 and from -inf, so that a node stays likelier than its children in fp32.
+_LEAST, _MOST = -20.0, -1e-3
+
+
+class Paths(NamedTuple):
+    """
+    Every path that can be among the `n` likeliest, whatever the probabilities: it takes one of the likely tokens of
+    each slot down to its last; the paths that take likelier ones instead, and their beginnings, come before it.
+    """
+
+    cells: torch.LongTensor  # [M, D]     for each slot its place in the flattened `[D, k]`; D * k past the end
+    last: torch.LongTensor  # [M]         the cell of the last slot
+    ancestors: torch.LongTensor  # [M, D] the paths that it begins with, itself included; -1 past the end
+    depths: torch.LongTensor  # [M]       slots
+    levels: tuple[slice, ...]  # D        the paths that end in each slot
+    top_k: int
+    count: int  # n, or all that there are
+
+
+@functools.lru_cache(maxsize=16)
+def every_path(nodes: int, depth: int, top_k: int, device: torch.device) -> Paths:
+    """
+    Args:
+        nodes (`int`): How many paths are to be chosen, `n`.
+        depth (`int`): Slots, `D`.
+        top_k (`int`): Likely tokens of each, `k`.
+        device (`torch.device`): Where they are chosen.
+    """
+    found, level, levels = [], [((), (), 1, 0)], []
+    for slot in range(depth):
+        longer = []
+        for cells, ancestors, alternatives, likelier in level:
+            for rank in range(top_k):
+                these = alternatives * (rank + 1)  # paths as long as this one, and no less likely in any slot
+                if likelier + these > nodes:
+                    break
+                number = len(found) + len(longer)
+                longer.append(((*cells, slot * top_k + rank), (*ancestors, number), these, likelier + these))
+        levels.append(slice(len(found), len(found) + len(longer)))
+        found, level = found + longer, longer
+    rest = [depth - len(path[0]) for path in found]
+    cells = [path[0] + (depth * top_k,) * missing for path, missing in zip(found, rest, strict=True)]
+    ancestors = [path[1] + (-1,) * missing for path, missing in zip(found, rest, strict=True)]
+    last, depths = [path[0][-1] for path in found], [len(path[0]) for path in found]
+    with torch.inference_mode(False):  # for calls in any mode
+        tables = [torch.tensor(table, device=device) for table in (cells, last, ancestors, depths)]
+    return Paths(*tables, levels=tuple(levels), top_k=top_k, count=min(nodes, len(found)))
+
+
+def independent_paths(ids: torch.LongTensor, log_probs: torch.Tensor, paths: Paths):
+    """
+    Where the slots of a block are taken as independent.
+
+    Args:
+        ids (`torch.LongTensor`): `[R, D, k]`, the likeliest tokens of each slot, the likeliest first.
+        log_probs (`torch.Tensor`): `[R, D, k]`, of these tokens.
+        paths (`Paths`): Through them.
+
+    Returns:
+        For each path its last token and its log-probability, both `[R, M]`.
+    """
+    each = torch.nn.functional.pad(log_probs.clamp(_LEAST, _MOST).flatten(1), (0, 1))  # [R, D * k + 1]
+    return ids.flatten(1)[:, paths.last], each[:, paths.cells].sum(dim=-1)
+
+
+def chained_paths(ids: torch.LongTensor, first: torch.Tensor, transitions: torch.Tensor, paths: Paths):
+    """
+    Where the probabilities of a slot depend on the token before.
+
+    Args:
+        ids (`torch.LongTensor`): `[R, D, c]`, candidates of each slot.
+        first (`torch.Tensor`): `[R, c]`, log-probabilities in the first slot.
+        transitions (`torch.Tensor`): `[R, D - 1, c, c]`, in each later slot, for every candidate of the slot before.
+        paths (`Paths`): Through the likeliest of them.
+
+    Returns:
+        As [`independent_paths`].
+    """
+    rows, top_k = len(ids), paths.top_k
+    candidates, totals = None, first.new_zeros(rows, 1)
+    tokens, log_probs = [], []
+    for slot, level in enumerate(paths.levels):
+        scores = first[:, None] if slot == 0 else transitions[:, slot - 1]  # [R, 1 or c, c]
+        best, order = scores.clamp(_LEAST, _MOST).topk(top_k, dim=-1)
+        places = (paths.last[level] - slot * top_k).expand(rows, -1)  # [R, m], among the likeliest
+        if slot > 0:
+            parents = (paths.ancestors[level, slot - 1] - paths.levels[slot - 1].start).expand(rows, -1)  # [R, m]
+            places = places + top_k * candidates.gather(1, parents)
+            totals = totals.gather(1, parents)
+        candidates = order.flatten(1).gather(1, places)  # [R, m]
+        totals = totals + best.flatten(1).gather(1, places)
+        tokens.append(ids[:, slot].gather(1, candidates))
+        log_probs.append(totals)
+    return torch.cat(tokens, dim=1), torch.cat(log_probs, dim=1)
+
+
+class DraftTree(NamedTuple):
+    """A tree of drafted tokens for each row; node 0 is the anchor, and a node comes after its parent."""
+
+    tokens: torch.LongTensor  # [R, n + 1]
+    depths: torch.LongTensor  # [R, n + 1]   0 for the anchor
+    parents: torch.LongTensor  # [R, n + 1]  0 for the anchor, too
+    ancestors: torch.BoolTensor  # [R, n + 1, n + 1]  whether a node sees another: an ancestor, or itself
+
+    def walk(self, tokens: torch.LongTensor, depth: int) -> tuple[torch.LongTensor, torch.LongTensor]:
+        """
+        The path that the target accepts.
+
+        Args:
+            tokens (`torch.LongTensor`): `[R, n + 1]`, its own token after each node.
+            depth (`int`): Slots of a path at most, `D`.
+
+        Returns:
+            The nodes on the path, `[R, D + 1]`, the anchor first and zeros past the end, and how many they are, `[R]`.
+        """
+        agrees = self.tokens == tokens.gather(1, self.parents)  # [R, n + 1]
+        agrees[:, 0] = True
+        reached = (agrees[:, None] | ~self.ancestors).all(dim=-1)  # [R, n + 1]
+        # Siblings differ, so that at each depth one node is reached at most; the others go past the end.
+        places = torch.where(reached, self.depths, depth + 1)
+        nodes = torch.arange(tokens.shape[1], device=tokens.device).expand_as(places)
+        path = torch.zeros(len(tokens), depth + 2, dtype=torch.long, device=tokens.device).scatter_(1, places, nodes)
+        return path[:, : depth + 1], reached.sum(dim=1)
+
+    def child(self, node: int, token: int) -> int | None:
+        """In the first row, the child of a node that holds a token."""
+        found = (self.parents[0] == node) & (self.tokens[0] == token)
+        found[0] = False
+        return int(found.nonzero()[0]) if found.any() else None
+
+
+def likeliest_tree(
+    anchors: torch.LongTensor, tokens: torch.LongTensor, log_probs: torch.Tensor, paths: Paths
+) -> DraftTree:
+    """
+    The tree of the likeliest paths, which is what a best-first search finds.
+
+    Args:
+        anchors (`torch.LongTensor`): `[R]`.
+        tokens (`torch.LongTensor`): `[R, M]`, the last token of each path.
+        log_probs (`torch.Tensor`): `[R, M]`; that of a path is less than that of any path that it begins with.
+        paths (`Paths`): Of which `n` are chosen.
+    """
+    # 1. With a path are chosen all those that it begins with.
+    chosen = log_probs.topk(paths.count, dim=-1).indices  # [R, n]
+    tokens = torch.cat([anchors[:, None], tokens.gather(1, chosen)], dim=1)
+    depths = torch.nn.functional.pad(paths.depths[chosen], (1, 0))  # [R, n + 1]
+    # 2. Who sees whom.
+    beginnings = paths.ancestors[chosen]  # [R, n, D]
+    sees = (beginnings[:, :, None] == chosen[:, None, :, None]).any(dim=-1)  # [R, n, n]
+    sees = torch.nn.functional.pad(sees, (1, 0, 1, 0))  # [R, n + 1, n + 1]
+    sees[:, :, 0] = True
+    # 3. The parent is the ancestor one slot above; that of a node in the first slot is the anchor.
+    above = sees & (depths[:, None] == depths[:, :, None] - 1)
+    parents = (above * torch.arange(paths.count + 1, device=above.device)).sum(dim=-1)  # [R, n + 1]
+    return DraftTree(tokens, depths, parents, sees)
