@@ -67,6 +67,7 @@ def test_the_demo_of_the_real_pair(real_target, tmp_path, capsys):
     assert "2 of 2 outputs equal" in printed and "same, compiled, packed" in printed
 
 
+@pytest.mark.slow  # a minute
 @pytest.mark.real
 def test_a_drafter_learns_while_one_looks_on(real_target, tmp_path, capsys):
     threads = torch.get_num_threads()
