@@ -27,7 +27,7 @@ for set in "answers $answers" "held_out $here/data/held_out.jsonl.gz"; do
     --output "$work/features-${set%% *}"
 done
 
-# 80 minutes by the clock.
+# 85 minutes by the clock.
 dflash train --config "$here/../recipes/smollm2-135m.yaml" "features=$work/features-answers" \
   "eval_features=$work/features-held_out" "output_dir=$work/drafter" resume_from_checkpoint=auto
 
