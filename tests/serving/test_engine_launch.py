@@ -40,13 +40,13 @@ def test_a_dry_run_prints_the_engine_s_own_command(world, capsys):
     )
 
 
-def test_the_command_is_run_in_our_place(world, tmp_path):
+def test_the_command_is_run_in_our_place(world, tmp_path, monkeypatch):
     """With its arguments and environment; signals and the exit status are the engine's."""
     program = tmp_path / "vllm"
     program.write_text(f"#!{sys.executable}\nimport sys\nprint('ran', sys.argv[1:3])\nsys.exit(7)\n")
     program.chmod(program.stat().st_mode | stat.S_IEXEC)
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    done: Ended = dflash(*serve(world, "--engine", "vllm"), PATH=path)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    done: Ended = dflash(*serve(world, "--engine", "vllm"))
     assert done.code == 7 and f"ran ['serve', '{world / 'target'}']" in done.out
 
 
