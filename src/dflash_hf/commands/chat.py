@@ -2,7 +2,7 @@
 
 import sys
 
-from dflash_hf.commands.shared import add_examples, add_loading, add_sampling, add_speed
+from dflash_hf.commands.shared import add_examples, add_loading, add_sampling, add_speed, sampling_options
 from dflash_hf.terminal import (
     Outcome,
     UsageError,
@@ -37,20 +37,17 @@ def add_arguments(parser) -> None:
 
 
 def run(arguments, echo) -> Outcome:
-    if arguments.top_p is not None and not arguments.temperature:
-        raise UsageError(
-            f"--top-p {arguments.top_p} changes nothing in greedy decoding; add --temperature, such as 1."
-        )
+    sampling = sampling_options(arguments)
     if arguments.draft and not arguments.target:
         raise UsageError("--draft needs --target, the model that it drafts for.")
-    conversation = _conversation(arguments, echo)
+    conversation = _conversation(arguments, sampling, echo)
     from dflash_hf.serving.chat import Chat
 
     out = sys.stderr if arguments.json else sys.stdout
     return Outcome(facts={"turns": Chat(conversation, out, wants_color(arguments.color, out), echo.note).run()})
 
 
-def _conversation(arguments, echo):
+def _conversation(arguments, sampling: dict, echo):
     from dflash_hf.pairs import Loading, check_pair, device_of, load_draft, load_target, set_decoding
 
     loading = Loading.of(arguments)
@@ -83,9 +80,7 @@ def _conversation(arguments, echo):
     if draft is not None:
         watch_rounds(draft)
     given = template_arguments(arguments.template_args)
-    options = {"max_new_tokens": arguments.max_new_tokens, "do_sample": False}
-    if arguments.temperature:
-        options.update(do_sample=True, temperature=arguments.temperature, top_p=arguments.top_p or 1.0)
+    options = {"max_new_tokens": arguments.max_new_tokens, **sampling}
     set_seed(arguments.seed)
     template = template_kwargs(given, draft_config=draft and draft.config, say=echo.note)
     return Conversation(target, tokenizer, draft, template, options)

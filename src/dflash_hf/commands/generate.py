@@ -3,10 +3,9 @@
 import sys
 import time
 
-from dflash_hf.commands.shared import add_examples, add_loading, add_sampling, add_speed
+from dflash_hf.commands.shared import add_examples, add_loading, add_sampling, add_speed, sampling_options
 from dflash_hf.terminal import (
     Outcome,
-    UsageError,
     add_color,
     add_template_arguments,
     positive,
@@ -40,10 +39,7 @@ def add_arguments(parser) -> None:
 
 
 def run(arguments, echo) -> Outcome:
-    if arguments.top_p is not None and not arguments.temperature:
-        raise UsageError(
-            f"--top-p {arguments.top_p} changes nothing in greedy decoding; add --temperature, such as 1."
-        )
+    sampling = sampling_options(arguments)
     prompt = _prompt(arguments.prompt)
     if not prompt.strip():
         raise ValueError("--prompt is empty; pass some text.")
@@ -72,9 +68,7 @@ def run(arguments, echo) -> Outcome:
         packed_weights(*(model for model in (target, draft) if model is not None))
     input_ids = torch.tensor([prompt_ids], device=target.device)
     inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
-    options = {"max_new_tokens": arguments.max_new_tokens, "return_dict_in_generate": True, "do_sample": False}
-    if arguments.temperature:
-        options.update(do_sample=True, temperature=arguments.temperature, top_p=arguments.top_p or 1.0)
+    options = {"max_new_tokens": arguments.max_new_tokens, "return_dict_in_generate": True, **sampling}
 
     def decode(**extra):
         set_seed(arguments.seed)

@@ -4,6 +4,7 @@ import argparse
 
 from dflash_hf.terminal import (
     DTYPES,
+    UsageError,
     add_template_arguments,
     count,
     device,
@@ -80,6 +81,22 @@ def add_sampling(parser, default: float | None = 0.0, known: str = "0, greedy") 
     parser.add_argument("--temperature", type=heat, default=default, help=f"default: {known}")
     parser.add_argument("--top-p", type=probability, help="sample from that share of the probability; default: all")
     parser.add_argument("--seed", type=count, default=0, help="of samples; default: %(default)s")
+
+
+def sampling_options(arguments) -> dict:
+    """
+    What [`add_sampling`] was given, as arguments of `generate`.
+
+    Raises:
+        `UsageError`: a nucleus without a temperature.
+    """
+    if arguments.top_p is not None and not arguments.temperature:
+        raise UsageError(
+            f"--top-p {arguments.top_p} changes nothing in greedy decoding; add --temperature, such as 1."
+        )
+    if not arguments.temperature:
+        return {"do_sample": False}
+    return {"do_sample": True, "temperature": arguments.temperature, "top_p": arguments.top_p or 1.0}
 
 
 def add_data(parser) -> None:
