@@ -244,6 +244,14 @@ def set_decoding(draft, arguments) -> None:
     draft.decoding_config.check(draft.config.block_size)
 
 
+def pack(arguments, *models) -> None:
+    """`--packed`: lay out the weights of those models that are there for the CPU."""
+    if arguments.packed:
+        from dflash_hf.packed_linear import packed_weights
+
+        packed_weights(*(model for model in models if model is not None))
+
+
 def _about_remote_code(what: str, error: ValueError) -> str:
     if "trust_remote_code" not in str(error):
         return str(error)

@@ -68,19 +68,22 @@ def check_complete(path):
 HERE = ("--device", "cpu", "--batch-size", "5")
 
 
-def test_responses_are_the_target_s_own_with_and_without_a_drafter(folder, data, tmp_path, capsys):
+def test_responses_are_the_target_s_own_with_and_without_a_drafter(folder, data, tmp_path, capsys, monkeypatch):
     target = AutoModelForCausalLM.from_pretrained(folder).eval()
     draft = make_draft(target, own_mask_embedding=False)
     draft.save_pretrained(tmp_path / "draft")
     tokenizer = make_tokenizer(CHATML)
     outputs = []
-    for name, options in (("alone", ()), ("drafted", ("--draft", tmp_path / "draft"))):
+    packed = []
+    monkeypatch.setattr("dflash_hf.packed_linear.packed_weights", lambda *models: packed.append(len(models)))
+    drafted = ("--draft", tmp_path / "draft")
+    for name, options in (("alone", ()), ("drafted", drafted), ("packed", (*drafted, "--packed"))):
         output = tmp_path / f"{name}.jsonl"
         mask = ("--mask-token-id", draft.config.mask_token_id)
         code, out, _ = regenerate(capsys, data, folder, output, *HERE, *mask, *options)
         assert code == 0 and "0 of 12 rows are finished" in out and "12 of 12 rows are in" in out
         outputs.append(check_complete(output))
-    assert outputs[0] == outputs[1]
+    assert outputs[0] == outputs[1] == outputs[2] and packed == [2]
     lengths = set()
     for index, row in outputs[0].items():
         prompt = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True, return_dict=False)
@@ -387,6 +390,7 @@ def test_wrong_options_are_told_in_one_line(data, tmp_path, capsys):
     for options, message in (
         (("--server", "localhost:8000"), "server='localhost:8000' must be an address"),
         (("--server", "http://127.0.0.1:1", "--raw"), "leave out --raw"),
+        (("--server", "http://127.0.0.1:1", "--packed"), "leave out --raw, --draft, --chat-template, --packed"),
     ):
         code, _, error = regenerate(capsys, data, tmp_path / "absent", tmp_path / "out.jsonl", *options)
         assert code == 1 and message in error

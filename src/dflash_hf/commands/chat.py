@@ -24,7 +24,6 @@ def add_arguments(parser) -> None:
     parser.add_argument("--max-new-tokens", type=positive, default=512, help="of an answer; default: %(default)s")
     add_sampling(parser)
     parser.add_argument("--threads", type=positive, help="CPU threads of this process; default: as torch chooses")
-    parser.add_argument("--packed", action="store_true", help="pack the weights of both models for a CPU; once")
     add_color(parser, "accepted draft tokens")
     add_loading(parser)
     add_speed(parser)
@@ -48,7 +47,7 @@ def run(arguments, echo) -> Outcome:
 
 
 def _conversation(arguments, sampling: dict, echo):
-    from dflash_hf.pairs import Loading, check_pair, device_of, load_draft, load_target, set_decoding
+    from dflash_hf.pairs import Loading, check_pair, device_of, load_draft, load_target, pack, set_decoding
 
     loading = Loading.of(arguments)
     if not arguments.target:
@@ -73,10 +72,7 @@ def _conversation(arguments, sampling: dict, echo):
     draft = load_draft(arguments.draft, loading, device) if arguments.draft else None
     set_decoding(draft, arguments)
     target = load_target(arguments.target, loading, device)
-    if arguments.packed:
-        from dflash_hf.packed_linear import packed_weights
-
-        packed_weights(*(model for model in (target, draft) if model is not None))
+    pack(arguments, target, draft)
     if draft is not None:
         watch_rounds(draft)
     given = template_arguments(arguments.template_args)

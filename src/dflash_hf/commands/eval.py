@@ -24,16 +24,13 @@ def add_arguments(parser) -> None:
     parser.add_argument("--raw", action="store_true", help="feed text as it is, without the chat template")
     add_template_arguments(parser)
     parser.add_argument("--prompt-lookup", action="store_true", help="also decode with transformers' prompt lookup")
-    parser.add_argument(
-        "--packed", action="store_true", help="also decode with packed weights, alone and drafted (CPU)"
-    )
     parser.add_argument("--threads", type=positive, help="CPU threads of this process; default: as torch chooses")
     parser.add_argument(
         "--compare", nargs=2, type=readable_file, metavar="REPORT", help="show two reports side by side, and no more"
     )
     add_output(parser, "write eval_report.json and eval_report.png here; in the drafter's folder its card shows them")
     add_loading(parser)
-    add_speed(parser)
+    add_speed(parser, packed="also decode with packed weights, alone and drafted (CPU)")
     add_examples(
         parser,
         "dflash eval --target Qwen/Qwen3-0.6B --draft my-drafter --data prompts.txt --output my-drafter",

@@ -27,7 +27,6 @@ def add_arguments(parser) -> None:
         "--show-drafts", action="store_true", help="print the text again, accepted draft tokens marked"
     )
     parser.add_argument("--compare", action="store_true", help="also decode with the target alone")
-    parser.add_argument("--packed", action="store_true", help="pack the weights of both models for a CPU; once")
     add_color(parser, "accepted draft tokens")
     add_loading(parser)
     add_speed(parser)
@@ -43,7 +42,16 @@ def run(arguments, echo) -> Outcome:
     prompt = _prompt(arguments.prompt)
     if not prompt.strip():
         raise ValueError("--prompt is empty; pass some text.")
-    from dflash_hf.pairs import Loading, check_pair, device_of, load_draft, load_target, positions_of, set_decoding
+    from dflash_hf.pairs import (
+        Loading,
+        check_pair,
+        device_of,
+        load_draft,
+        load_target,
+        pack,
+        positions_of,
+        set_decoding,
+    )
 
     loading = Loading.of(arguments)
     config = check_pair(arguments.target, arguments.draft, loading)
@@ -62,10 +70,7 @@ def run(arguments, echo) -> Outcome:
     set_decoding(draft, arguments)
     prompt_ids = _ids(tokenizer, prompt, draft, arguments, positions_of(config), echo.note)
     target = load_target(arguments.target, loading, device)
-    if arguments.packed:
-        from dflash_hf.packed_linear import packed_weights
-
-        packed_weights(*(model for model in (target, draft) if model is not None))
+    pack(arguments, target, draft)
     input_ids = torch.tensor([prompt_ids], device=target.device)
     inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
     options = {"max_new_tokens": arguments.max_new_tokens, "return_dict_in_generate": True, **sampling}

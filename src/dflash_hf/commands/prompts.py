@@ -1,6 +1,6 @@
 """`dflash prompts`."""
 
-from dflash_hf.commands.shared import add_examples, add_loading, add_output
+from dflash_hf.commands.shared import PACKED, add_examples, add_loading, add_output
 from dflash_hf.terminal import add_template_arguments, count, positive, probability, readable_file, temperature
 
 
@@ -26,7 +26,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--batch-size", type=positive, default=64, help="default: %(default)s")
     parser.add_argument("--chat-template", type=readable_file, help="Jinja file in place of the tokenizer's own")
     add_template_arguments(parser)
-    add_loading(parser, draft=False)
+    add_loading(parser, draft=False).add_argument("--packed", action="store_true", help=PACKED)
     add_examples(
         parser,
         "dflash prompts --target Qwen/Qwen3-0.6B --count 10000 --kinds chat,code,math --output prompts.jsonl",

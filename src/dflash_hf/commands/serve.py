@@ -18,7 +18,6 @@ def add_arguments(parser) -> None:
     parser.add_argument("--port", type=_port, default=8000, help="0 takes a free one; default: %(default)s")
     parser.add_argument("--dry-run", action="store_true", help="print the command of vllm or sglang, and end")
     parser.add_argument("--threads", type=positive, help="CPU threads of this process; default: as torch chooses")
-    parser.add_argument("--packed", action="store_true", help="pack the weights of both models for a CPU; once")
     add_template_arguments(parser)
     add_loading(parser)
     add_speed(parser)

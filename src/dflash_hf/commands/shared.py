@@ -69,11 +69,15 @@ def add_revision(group, draft: bool = False, of: str = "the target's repository"
         group.add_argument("--draft-revision", help="branch, tag or commit of the drafter's repository")
 
 
-def add_speed(parser) -> None:
-    """Ways to decode faster, wherever something is decoded with a drafter."""
+PACKED = "pack the weights of all models for a CPU; once"
+
+
+def add_speed(parser, packed: str = PACKED) -> None:
+    """Ways to decode faster, wherever something is decoded with a drafter; `packed` is what `--packed` does."""
     group = parser.add_argument_group("speed")
     group.add_argument("--compile", action="store_true", help="compile the rounds; the first answer waits for it")
     group.add_argument("--tree-nodes", type=positive, metavar="N", help="draft trees of so many tokens, not blocks")
+    group.add_argument("--packed", action="store_true", help=packed)
 
 
 def add_sampling(parser, default: float | None = 0.0, known: str = "0, greedy") -> None:

@@ -21,7 +21,7 @@ from transformers.utils import logging
 from dflash_hf.data.encode import digests_of_tokenizer
 from dflash_hf.data.prepare import load_tokenizer
 from dflash_hf.data.response_file import ResponseFile
-from dflash_hf.pairs import Loading, check_pair, load_target
+from dflash_hf.pairs import Loading, check_pair, load_target, pack
 from dflash_hf.target import digest_of_target, generate_responses
 from dflash_hf.terminal import template_arguments
 
@@ -448,6 +448,7 @@ def run(arguments, echo) -> int:
             return 0
         target = load_target(arguments.target, loading)
         output.settle({"weights": digest_of_target(target), "dtype": str(target.dtype)})
+        pack(arguments, target)
         left_out, new = Counter(), 0
         with logging.tqdm(total=arguments.count, initial=len(before), unit="request", desc="prompts") as bar:
             for batch in prompt_batches(target, tokenizer, arguments.count, settings, before):

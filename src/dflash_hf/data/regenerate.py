@@ -22,6 +22,7 @@ from dflash_hf.pairs import (
     draft_config_of,
     load_draft,
     load_target,
+    pack,
     positions_of,
     set_decoding,
 )
@@ -185,8 +186,9 @@ def run(arguments, echo) -> Outcome:
 
 def _check(arguments) -> dict:
     """Whether the arguments go together; the target's configuration, of a server none."""
-    if arguments.server and (arguments.raw or arguments.draft or arguments.chat_template):
-        raise ValueError("--server takes conversations and decodes itself: leave out --raw, --draft, --chat-template.")
+    if arguments.server and (arguments.raw or arguments.draft or arguments.chat_template or arguments.packed):
+        ours = "--raw, --draft, --chat-template, --packed"
+        raise ValueError(f"--server takes conversations and decodes itself: leave out {ours}.")
     if arguments.temperature == 0 and arguments.top_p is not None:
         raise UsageError(f"--top-p {arguments.top_p} changes nothing at --temperature 0; raise it, or leave one out.")
     if arguments.server:
@@ -223,6 +225,7 @@ def _in_process(arguments, encoder: RowEncoder, prompts: dict, output: ResponseF
         encoder.mask_token_id = draft.config.mask_token_id if draft else spare_token_id(target, encoder.tokenizer)
     known = {"weights": digest_of_target(target), "dtype": str(target.dtype), "mask_token_id": encoder.mask_token_id}
     output.settle(known)
+    pack(arguments, target, draft)
     config = copy.deepcopy(target.generation_config)
     if arguments.temperature is not None:
         config.do_sample = arguments.temperature > 0
