@@ -17,7 +17,7 @@ import yaml
 from support.guides import PAGES, ROOT, blocks_of, save_stand_in
 from transformers import AutoTokenizer
 
-from dflash_hf.cli import build_parser, main
+from dflash_hf.cli import COMMANDS, build_parser, main
 from dflash_hf.commands.recipes import shipped
 from dflash_hf.training.recipe import read_recipe
 
@@ -93,6 +93,21 @@ def parse(words: list[str]) -> None:
         assert words[:3] in (["python", "-m", "sglang.launch_server"], ["hf", "auth", "login"]), words
 
 
+def commands_in(line: str) -> list[list[str]]:
+    """The commands of a line for the shell: of a pipe, of a list, and what is substituted."""
+    inner = re.findall(r"\$\((.*?)\)", line)
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    found: list[list[str]] = [[]]
+    for word in lexer:
+        if word in ("|", "&&"):
+            found.append([])
+        else:
+            found[-1].append(word)
+    cut = [words[: next((i for i, word in enumerate(words) if word in "<>"), None)] for words in found]
+    return [words for words in [*cut, *map(shlex.split, inner)] if words[0] not in ("cat", "eval")]
+
+
 def smaller(words: list[str]) -> list[str]:
     """The same command, with less to do."""
     words = [LESS.get(before, word) for before, word in zip(["", *words], words)]
@@ -135,6 +150,22 @@ def test_a_page_runs_from_top_to_bottom(page, story):
             assert isinstance(yaml.safe_load(block.text), dict)
         else:
             assert block.language in ("", "text"), block.where
+
+
+@pytest.mark.parametrize("command", [name for name, _, _ in COMMANDS])
+def test_the_examples_of_a_command_s_help_are_right(command, tmp_path, monkeypatch):
+    """Each can be parsed; what they do, they do in pages, in other tests, or on the Hub."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("dflash_hf.smollm2.smollm2_folder", lambda *_: tmp_path)
+    write_prompts("prompts.jsonl")
+    for name in ("responses.jsonl", "prompts.txt", "question.txt", "config.json", "checkpoint.pt"):
+        Path(name).write_text("{}", encoding="utf-8")
+    Path("recipe.yaml").write_text("{target: T, data: responses.jsonl, output_dir: my-drafter}", encoding="utf-8")
+    lines = build_parser(command)[1].epilog.partition("examples:\n")[2].split("\n\n")[0].splitlines()
+    assert lines
+    for line in lines:
+        for words in commands_in(line):
+            parse(words)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

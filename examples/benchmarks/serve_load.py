@@ -2,10 +2,10 @@
 `dflash serve` under load, through OpenAI's own client: every answer against the target's own, the server's memory, a
 SIGTERM in the middle, and tokens/s beside the same server without a drafter.
 
-    python examples/benchmarks/serve_load.py --target T --draft D [--requests 200] [--clients 8] [--output FILE.md]
+    python examples/benchmarks/serve_load.py --target smollm2 --draft smollm2 [--packed] [--output FILE.md]
 
 Half of the requests are streamed; of every ten one is abandoned, by turns in the middle of its stream and while it
-waits. Everything runs in fp32.
+waits. Texts are compared in fp32, speeds in bf16.
 """
 
 import argparse
@@ -24,6 +24,8 @@ from pathlib import Path
 import openai
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dflash_hf.smollm2 import folder_of
 
 
 REQUESTS = (
@@ -182,23 +184,26 @@ def main() -> None:
     parser.add_argument("--draft", required=True)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--prompts", type=int, default=16, help="different ones among them; default: %(default)s")
+    parser.add_argument("--max-tokens", type=int, default=24)
     parser.add_argument("--timed", type=int, default=12, help="requests for each speed; default: %(default)s")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--packed", action="store_true", help="as dflash serve's; the texts compared with are not")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    prompts = [form.format(subject) for subject in SUBJECTS for form in REQUESTS]
-    texts = own_texts(arguments.target, prompts, arguments.max_tokens)
-    serve = [sys.executable, "-m", "dflash_hf.cli", "serve", "--target", arguments.target, "--dtype", "float32"]
-    serve += ["--port", "0", "--device", "cpu"]
+    target, draft = folder_of(arguments.target), ["--draft", arguments.draft]
+    prompts = [form.format(subject) for subject in SUBJECTS for form in REQUESTS][: arguments.prompts]
+    texts = own_texts(target, prompts, arguments.max_tokens)
+    serve = [sys.executable, "-m", "dflash_hf.cli", "serve", "--target", target, "--port", "0", "--device", "cpu"]
+    serve += ["--threads", str(arguments.threads), *(["--packed"] if arguments.packed else [])]
     lines = []
 
     def say(line: str) -> None:
         print(line, flush=True)
         lines.append(line)
 
-    with Server([*serve, "--draft", arguments.draft]) as server:
+    with Server([*serve, *draft, "--dtype", "float32"]) as server:
         load(server, texts, arguments.clients, arguments.clients, arguments.max_tokens, leave=False)
         done = load(server, texts, arguments.requests, arguments.clients, arguments.max_tokens)
         say(
@@ -209,12 +214,15 @@ def main() -> None:
         say(f"resident memory after each tenth of them, MiB: {', '.join(map(str, done.memory))}\n")
         code, right = ended(server, texts, arguments.clients, arguments.max_tokens)
         say(f"SIGTERM with {arguments.clients} requests in flight: {right} answered in full, exit status {code}\n")
-    say("| | 1 client, tokens/s | 4 clients, tokens/s |\n|---|---|---|")
-    for name, more in (("target alone", []), ("with the drafter", ["--draft", arguments.draft])):
-        with Server([*serve, *more]) as server:
+    say("| bf16 | 1 client, tokens/s | 4 clients, tokens/s |\n|---|---|---|")
+    speeds = []
+    for name, more in (("target alone", []), ("with the drafter", draft)):
+        with Server([*serve, *more, "--dtype", "bfloat16"]) as server:
             load(server, texts, 2, 1, arguments.max_tokens, leave=False)
             runs = [load(server, texts, arguments.timed, n, arguments.max_tokens, leave=False) for n in (1, 4)]
-            say(f"| {name} | " + " | ".join(f"{run.tokens / run.seconds:.1f}" for run in runs) + " |")
+            speeds.append([run.tokens / run.seconds for run in runs])
+            say(f"| {name} | " + " | ".join(f"{speed:.1f}" for speed in speeds[-1]) + " |")
+    say("| ratio | " + " | ".join(f"{ours / alone:.2f}" for alone, ours in zip(*speeds, strict=True)) + " |")
     if arguments.output:
         arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
 

@@ -23,7 +23,7 @@ from dflash_hf.terminal import Echo, Outcome, UsageError, end_progress_bars, one
 # Name, what it is for, and the module with its `add_arguments(parser)` and `run(arguments, echo)`. Where a command
 # goes on after an interruption, the module says so in `AGAIN`.
 COMMANDS = (
-    ("demo", "train a small target and its drafter on this machine, and compare", "demo"),
+    ("demo", "SmolLM2-135M alone and with its drafter, side by side on this machine", "demo"),
     ("generate", "decode a prompt with a target and its drafter", "generate"),
     ("chat", "talk to a target and its drafter in the terminal", "chat"),
     ("serve", "serve a target with its drafter behind the OpenAI API", "serve"),
@@ -132,7 +132,7 @@ def _all_commands() -> dict[str, Parser]:
 
 def _resolve_names(arguments) -> None:
     """The pair that needs no Hub goes by its name."""
-    for name in ("target", "draft"):
+    for name in ("target", "draft", "base"):
         if getattr(arguments, name, None) == "smollm2":
             from dflash_hf.smollm2 import folder_of
 
