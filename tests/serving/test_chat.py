@@ -226,7 +226,7 @@ class Terminal:
 
 def test_in_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_ends(folder):
     terminal = Terminal(folder)
-    terminal.until("> ")
+    assert "Green is what the drafter proposed" in terminal.until("> ")
     terminal.type("Say 1\n")
     shown = terminal.until("with the drafter: 40 tokens")
     assert "\x1b[32m" in shown and "\x1b[7l"[:2] in shown and "tokens/s, tau " in shown

@@ -54,6 +54,7 @@ def _conversation(arguments, sampling: dict, echo):
         from dflash_hf.smollm2 import drafter_folder, smollm2_folder
 
         arguments.target, arguments.draft = str(smollm2_folder()), str(drafter_folder())
+        echo.note("SmolLM2-135M-Instruct with its drafter; --target and --draft name another pair.")
     check_pair(arguments.target, arguments.draft, loading)
     device = device_of(loading.device)
     import torch

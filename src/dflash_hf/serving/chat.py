@@ -41,6 +41,8 @@ class Chat:
         if self.person:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401  lines can be edited, and had again
+            if self.color and self.draft is not None:
+                self.note("Green is what the drafter proposed and the target accepted; the rest is the target's own.")
             self.note("Ctrl-C stops an answer, Ctrl-D ends the program, /help lists the commands.")
         while (line := self._read()) is not None:
             if line.startswith("/"):
