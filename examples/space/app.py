@@ -17,13 +17,14 @@ from collections.abc import Iterator
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: every answer is a thread, and there are many
 
 import gradio as gr  # noqa: E402
+import torch  # noqa: E402
 
 from dflash_hf.data.prepare import load_tokenizer  # noqa: E402
 from dflash_hf.data.prompts import template_kwargs  # noqa: E402
 from dflash_hf.pairs import Loading, check_pair, load_draft, load_target  # noqa: E402
 from dflash_hf.serving.conversation import Conversation  # noqa: E402
 from dflash_hf.serving.pieces import PieceStreamer, watch_rounds  # noqa: E402
-from dflash_hf.smollm2 import NAME, folder_of  # noqa: E402
+from dflash_hf.smollm2 import HUB_NAME, NAME, folder_of  # noqa: E402
 
 
 AT_ONCE = 4  # visitors who are answered at the same time; the others wait
@@ -42,11 +43,13 @@ one shade for each verification; the others are the target's own. *tau* is the n
 yields. Both answers are computed at the same time, on one thread each, beside those of other visitors.
 """
 STYLE = """
-.dflash { white-space: pre-wrap; overflow-wrap: anywhere; }
+.dflash-side { border: 1px solid var(--border-color-primary); border-radius: 8px; padding: 0.8em 1em; height: 100%; }
+.dflash-side h3 { margin: 0; font-size: 0.95em; color: var(--body-text-color-subdued); }
+.dflash { white-space: pre-wrap; overflow-wrap: anywhere; min-height: 9em; line-height: 1.5; }
 .dflash i { font-style: normal; border-radius: 2px; }
 .dflash i.s1 { background: #bbf7d0; color: #14532d; }
 .dflash i.s2 { background: #bae6fd; color: #0c4a6e; }
-.dflash-figures { font-size: 1.2em; font-weight: 600; min-height: 1.6em; }
+.dflash-figures { font-size: 1.3em; font-weight: 600; min-height: 1.7em; }
 .dflash-error { color: #b91c1c; }
 """
 
@@ -56,13 +59,14 @@ class Side:
     One column: an answer in a thread of its own.
 
     Args:
+        title (`str`): Stands over it, as HTML.
         conversation (`Conversation`): Of this visitor and this column alone.
         prompt (`str`): What is asked.
         changed (`threading.Event`): Is set when there is more to show.
     """
 
-    def __init__(self, conversation: Conversation, prompt: str, changed: threading.Event):
-        self.pieces, self.changed, self.error = [], changed, ""
+    def __init__(self, title: str, conversation: Conversation, prompt: str, changed: threading.Event):
+        self.title, self.pieces, self.changed, self.error = title, [], changed, ""
         self.gone = False  # nobody looks any more
         self.streamer = PieceStreamer(conversation.tokenizer, self._take)
         self.thread = threading.Thread(target=self._answer, args=(conversation, prompt), daemon=True)
@@ -83,25 +87,36 @@ class Side:
         self.pieces.append((piece, source))
         self.changed.set()
 
-    def shown(self) -> str:
-        """Figures and text as HTML."""
+    def speed(self) -> float:
+        """Tokens of a second so far."""
+        return self.streamer.tokens / max(self.streamer.seconds, 1e-9)
+
+    def shown(self, more: str = "") -> str:
+        """Figures, and `more` behind them, and text as HTML."""
         text = "".join(
             f'<i class="s{2 - source % 2}">{html.escape(piece)}</i>' if source else html.escape(piece)
             for piece, source in list(self.pieces)
         )
-        figures = self.streamer.status() if self.pieces else ""
+        figures = self.streamer.status() + more if self.pieces else ""
         wrong = f'<p class="dflash-error">{html.escape(self.error)}</p>' if self.error else ""
-        return f'<div class="dflash-figures">{figures}</div><div class="dflash">{text}</div>{wrong}'
+        return card(self.title, f'<div class="dflash-figures">{figures}</div><div class="dflash">{text}</div>{wrong}')
 
 
-def page(target, tokenizer, draft) -> gr.Blocks:
+def card(title: str, content: str) -> str:
+    return f'<div class="dflash-side"><h3>{title}</h3>{content}</div>'
+
+
+def page(target, tokenizer, draft, name: str = "The target") -> gr.Blocks:
     """
     Args:
         target (`PreTrainedModel`): Who answers.
         tokenizer (`PreTrainedTokenizerBase`): Its, with a chat template.
         draft (`DFlashDraftModel`): Its drafter.
+        name (`str`): How the target is called on the page.
     """
     watch_rounds(draft)
+    titles = (f"{html.escape(name)} alone", "with its drafter")
+    empty = '<div class="dflash-figures"></div><div class="dflash"></div>'
     template = template_kwargs(None, draft_config=draft.config)
 
     def compare(prompt: str, max_new_tokens: int) -> Iterator[tuple[str, str]]:
@@ -111,8 +126,8 @@ def page(target, tokenizer, draft) -> gr.Blocks:
         options = {"max_new_tokens": int(max_new_tokens), "do_sample": False}
         changed = threading.Event()
         sides = [
-            Side(Conversation(target, tokenizer, one, template, dict(options)), prompt, changed)
-            for one in (None, draft)
+            Side(title, Conversation(target, tokenizer, one, template, dict(options)), prompt, changed)
+            for title, one in zip(titles, (None, draft), strict=True)
         ]
         try:
             while any(side.thread.is_alive() for side in sides):
@@ -120,26 +135,29 @@ def page(target, tokenizer, draft) -> gr.Blocks:
                 changed.clear()
                 yield sides[0].shown(), sides[1].shown()
                 time.sleep(SECONDS_BETWEEN_UPDATES)
-            yield sides[0].shown(), sides[1].shown()
+            alone, drafted = sides
+            ratio = drafted.speed() / alone.speed() if alone.pieces else 0.0
+            yield alone.shown(), drafted.shown(f", {ratio:.2f}x the speed" if ratio else "")
         finally:
             for side in sides:
                 side.gone = True
 
     with gr.Blocks(title="DFlash") as blocks:
         gr.Markdown(ABOUT)
-        prompt = gr.Textbox(label="Your question", value=EXAMPLES[0], lines=2, elem_id="prompt")
-        with gr.Row():
-            tokens = gr.Slider(16, 512, value=TOKENS, step=8, label="Tokens at most")
-            ask = gr.Button("Ask", variant="primary", elem_id="ask")
-            stop = gr.Button("Stop", elem_id="stop")
-        with gr.Row():
+        with gr.Row(equal_height=True):
+            with gr.Column(scale=3):
+                prompt = gr.Textbox(label="Your question", value=EXAMPLES[0], lines=2, elem_id="prompt")
+                gr.Examples(EXAMPLES, prompt, label="or one of these")
+            with gr.Column(scale=1, min_width=200):
+                tokens = gr.Slider(16, 512, value=TOKENS, step=8, label="Tokens at most")
+                with gr.Row():
+                    ask = gr.Button("Ask", variant="primary", elem_id="ask", min_width=80)
+                    stop = gr.Button("Stop", elem_id="stop", min_width=80)
+        with gr.Row(equal_height=True):
             with gr.Column():
-                gr.Markdown("### The target alone")
-                alone = gr.HTML(elem_id="alone")
+                alone = gr.HTML(card(titles[0], empty), elem_id="alone")
             with gr.Column():
-                gr.Markdown("### With the drafter")
-                drafted = gr.HTML(elem_id="drafted")
-        gr.Examples(EXAMPLES, prompt)
+                drafted = gr.HTML(card(titles[1], empty), elem_id="drafted")
         running = gr.on([ask.click, prompt.submit], compare, [prompt, tokens], [alone, drafted])
         stop.click(None, cancels=[running])
     return blocks.queue(default_concurrency_limit=AT_ONCE, max_size=32)
@@ -152,7 +170,9 @@ def main() -> None:
     loading = Loading()
     check_pair(folder, drafter, loading)
     target, draft = load_target(folder, loading), load_draft(drafter, loading)
-    page(target, load_tokenizer(folder), draft).launch(css=STYLE)
+    target.generate(torch.tensor([[0, 1]]), assistant_model=draft, max_new_tokens=4)  # the first call tries ways out
+    name = os.environ.get("DFLASH_TARGET", HUB_NAME).rpartition("/")[2]
+    page(target, load_tokenizer(folder), draft, name).launch(css=STYLE)
 
 
 if __name__ == "__main__":
