@@ -4,6 +4,9 @@ A page that shows a target alone and with its drafter, side by side: the same te
     pip install gradio '.[demo,hub]'     # in a checkout of dflash-hf
     python examples/space/app.py         # SmolLM2-135M-Instruct; DFLASH_TARGET and DFLASH_DRAFT name another pair
 
+In float32, where both columns hold the same text; DFLASH_DTYPE=bfloat16 is faster, but where two tokens are nearly
+equally likely the columns may part.
+
 It is ready to be pushed as a Space: `README.md` beside it is the Space's card.
 """
 
@@ -155,9 +158,9 @@ def page(target, tokenizer, draft, name: str = "The target") -> gr.Blocks:
                     stop = gr.Button("Stop", elem_id="stop", min_width=80)
         with gr.Row(equal_height=True):
             with gr.Column():
-                alone = gr.HTML(card(titles[0], empty), elem_id="alone")
+                alone = gr.HTML(card(titles[0], empty), elem_id="alone", padding=False)
             with gr.Column():
-                drafted = gr.HTML(card(titles[1], empty), elem_id="drafted")
+                drafted = gr.HTML(card(titles[1], empty), elem_id="drafted", padding=False)
         running = gr.on([ask.click, prompt.submit], compare, [prompt, tokens], [alone, drafted])
         stop.click(None, cancels=[running])
     return blocks.queue(default_concurrency_limit=AT_ONCE, max_size=32)
@@ -167,7 +170,7 @@ def main() -> None:
     """Load the pair, and serve the page."""
     folder = folder_of(os.environ.get("DFLASH_TARGET", NAME))
     drafter = folder_of(os.environ.get("DFLASH_DRAFT", NAME), drafter=True)
-    loading = Loading()
+    loading = Loading(os.environ.get("DFLASH_DTYPE", "float32"))
     check_pair(folder, drafter, loading)
     target, draft = load_target(folder, loading), load_draft(drafter, loading)
     target.generate(torch.tensor([[0, 1]]), assistant_model=draft, max_new_tokens=4)  # the first call tries ways out

@@ -101,4 +101,5 @@ def test_four_visitors_at_once_get_their_own_texts(python, chromium, scratch):
         assert one["alone"] == one["drafted"] == text and len(text) > 20
         assert not one["alone_colored"] and max(map(len, one["drafted_colored"])) > 2
         assert "tau" not in one["alone_figures"] and "tokens/s, tau " in one["drafted_figures"]
+        assert one["drafted_figures"].endswith("x the speed")
     assert picture.stat().st_size > 10_000
