@@ -26,6 +26,7 @@ def main(url: str, chromium: str, screenshot: str, *prompts: str) -> None:
         )
         pages = [browser.new_context(viewport={"width": 1100, "height": 800}).new_page() for _ in prompts]
         for page in pages:
+            page.set_default_timeout(300_000)  # Playwright's half a minute is short on a busy machine
             page.goto(url, wait_until="domcontentloaded")
             page.wait_for_selector("#ask")
         for page, prompt in zip(pages, prompts, strict=True):
@@ -34,7 +35,7 @@ def main(url: str, chromium: str, screenshot: str, *prompts: str) -> None:
             page.click("#ask")
         seen = []
         for page in pages:
-            page.wait_for_function(DONE, timeout=300_000, polling=1000)
+            page.wait_for_function(DONE, polling=1000)
             columns = {name: page.inner_text(f"#{name} .dflash") for name in COLUMNS}
             figures = {f"{name}_figures": page.inner_text(f"#{name} .dflash-figures") for name in COLUMNS}
             colored = {f"{name}_colored": page.locator(f"#{name} .dflash i").all_inner_texts() for name in COLUMNS}
