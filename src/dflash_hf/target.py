@@ -23,7 +23,7 @@ class TargetOutput:
     """One forward of the target."""
 
     features: torch.Tensor  # [N, S, L*H]  outputs of the tapped layers
-    last_hidden_state: torch.Tensor  # [N, S, H]    after the final norm, what the head reads
+    last_hidden_state: torch.Tensor | None  # [N, S, H]    after the final norm, what the head reads; if it was needed
 
 
 def freeze(target: PreTrainedModel) -> PreTrainedModel:

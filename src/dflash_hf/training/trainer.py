@@ -17,6 +17,7 @@ from dflash_hf.modeling.modeling_dflash import additive
 from dflash_hf.modeling.target_dflash import raw_embedding
 from dflash_hf.pairs import loaded
 from dflash_hf.target import (
+    TargetOutput,
     check_fit,
     check_logits,
     freeze,
@@ -132,8 +133,7 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
         self.target = freeze(target)
         if not hasattr(target, "hf_device_map") and target.device != args.device:
             target.to(args.device)
-        if args.loss_type == "kl":
-            check_logits(target)
+        self.check_target(target)
         self.draft_head = partial(model.draft_logits, target_head=target.get_output_embeddings())
         self.draft_ids = draft_ids(model)
         self.slot_weights = None  # D-PACE has its own
@@ -217,21 +217,34 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
 
     def read_target(self, inputs) -> tuple[torch.Tensor, torch.LongTensor, torch.Tensor | None]:
         """
-        What the frozen target makes of a batch; a subclass may know it from elsewhere.
+        What the frozen target makes of a batch.
 
         Returns:
             The features `[N, S, L*H_t]` of every token, the labels by position `[N, S]`, its own tokens where the data
             was not written by it, and its final hidden states `[N, S, H_t]` where distributions are compared.
         """
-        args, input_ids, layer_ids = self.args, inputs["input_ids"], self.draft_config.target_layer_ids
-        masks = packed_masks(self.target, layer_ids, inputs)
-        if args.label_source == "data" and args.loss_type != "kl":
-            return target_features(self.target, layer_ids, input_ids, **masks), input_ids, None
-        output = target_forward(self.target, layer_ids, input_ids, **masks)
-        states, label_ids = output.last_hidden_state, input_ids
+        args, input_ids = self.args, inputs["input_ids"]
+        output, label_ids = self.run_target(inputs), input_ids
+        states = output.last_hidden_state
         if args.label_source == "target":
             label_ids = target_labels(self.target, states, input_ids, inputs["loss_mask"], args.loss_chunk_size)
         return output.features, label_ids, states if args.loss_type == "kl" else None
+
+    def check_target(self, target) -> None:
+        """
+        Raises:
+            `ValueError`: the loss needs the target's distribution, and it is not known.
+        """
+        if self.args.loss_type == "kl":
+            check_logits(target)
+
+    def run_target(self, inputs) -> TargetOutput:
+        """Its forward, as far as it is needed; a subclass may know it from elsewhere."""
+        layer_ids = self.draft_config.target_layer_ids
+        masks = packed_masks(self.target, layer_ids, inputs)
+        if self.args.reads_states:
+            return target_forward(self.target, layer_ids, inputs["input_ids"], **masks)
+        return TargetOutput(target_features(self.target, layer_ids, inputs["input_ids"], **masks), None)
 
     def teacher(self, states: torch.Tensor, anchors: torch.LongTensor) -> Teacher:
         """The target's distribution at each slot: slot `k` of anchor `a` is predicted by the state at `a + k - 1`."""

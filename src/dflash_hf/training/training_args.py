@@ -68,6 +68,11 @@ class DFlashTrainingArguments(TrainingArguments):
         default="auto", metadata={"help": "Attention over blocks: 'flex' (CUDA), 'dense', or 'auto'."}
     )
 
+    @property
+    def reads_states(self) -> bool:
+        """Whether the target's final hidden states are needed, not its features alone."""
+        return self.loss_type == "kl" or self.label_source == "target"
+
     def __post_init__(self):
         super().__post_init__()
         for name in set(self.report_to) & set(INTEGRATION_TO_CALLBACK) - set(get_available_reporting_integrations()):
