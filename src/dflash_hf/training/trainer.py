@@ -135,7 +135,10 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
             target.to(args.device)
         self.check_target(target)
         self.draft_head = partial(model.draft_logits, target_head=target.get_output_embeddings())
-        self.draft_ids = draft_ids(model)
+        self.draft_ids = draft_ids(model)  # [V] or None
+        self.drafted_ids = None  # [v], the target's id of each of the drafter's tokens
+        if self.draft_ids is not None:
+            self.drafted_ids = model.target_ids(torch.arange(len(model.d2t)))
         self.slot_weights = None  # D-PACE has its own
         if args.loss_type != "dpace":
             self.slot_weights = slot_weights(model.config.block_size, args.loss_decay_gamma).to(args.device)  # [B]
@@ -256,8 +259,7 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
 
     def teacher_logits(self, states: torch.Tensor) -> torch.Tensor:
         """The target's logits `[M, V]` of its final hidden states `[M, H_t]`, over the tokens that the drafter has."""
-        logits = target_logits(self.target, states)
-        return logits if self.draft_ids is None else logits[:, (self.draft_ids >= 0).to(logits.device)]
+        return target_logits(self.target, states, self.drafted_ids)
 
     def build_blocks(self, inputs: dict[str, torch.Tensor], label_ids: torch.LongTensor | None = None) -> Blocks:
         """The blocks of a batch with anchors, see [`~dflash_hf.training.blocks.build_blocks`]."""
