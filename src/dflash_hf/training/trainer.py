@@ -140,7 +140,7 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
         if self.draft_ids is not None:
             self.drafted_ids = model.target_ids(torch.arange(len(model.d2t)))
         self.slot_weights = None  # D-PACE has its own
-        if args.loss_type != "dpace":
+        if not args.uses_dpace:
             self.slot_weights = slot_weights(model.config.block_size, args.loss_decay_gamma).to(args.device)  # [B]
         self.train_statistics = self.eval_statistics = self.no_statistics()
         self.train_tokens, self.clock = torch.zeros((), device=args.device), None
@@ -231,14 +231,14 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
         states = output.last_hidden_state
         if args.label_source == "target":
             label_ids = target_labels(self.target, states, input_ids, inputs["loss_mask"], args.loss_chunk_size)
-        return output.features, label_ids, states if args.loss_type == "kl" else None
+        return output.features, label_ids, states if args.has_teacher else None
 
     def check_target(self, target) -> None:
         """
         Raises:
             `ValueError`: the loss needs the target's distribution, and it is not known.
         """
-        if self.args.loss_type == "kl":
+        if self.args.has_teacher:
             check_logits(target)
 
     def run_target(self, inputs) -> TargetOutput:
