@@ -22,6 +22,7 @@ from scipy.stats import chi2_contingency
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.demo.run import DemoPair, load_pair, requests
+from dflash_hf.evaluation.measure import variant
 from dflash_hf.evaluation.sets import GENERATED, conversations
 from dflash_hf.packed_linear import packed_weights
 
@@ -104,23 +105,35 @@ def turns(pair: DemoPair) -> list[str]:
 
 
 def sampling(pair: DemoPair) -> list[str]:
-    """T = 1, drafts likeliest or drawn, beside T = 0: tau, and speed over the target alone."""
-    lines, free = [], {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-    for name, drawn, options in (("T = 0", None, {}), ("T = 1", 0.0, free), ("T = 1, drafts drawn", 1.0, free)):
-        pair.draft.decoding_config.draft_temperature = drawn
-        lengths, ratios = [], []
-        for number, row in enumerate(requests(24)):
+    """T = 0 and T = 1, blocks, drawn blocks and trees: tau, and speed over the target alone, all packed."""
+    free = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    ways = {
+        "T = 0": ({}, {}),
+        "T = 0, trees of 15": ({"tree_nodes": 15}, {}),
+        "T = 1": ({}, free),
+        "T = 1, drafts drawn": ({"draft_temperature": 1.0}, free),
+        "T = 1, trees of 7": ({"tree_nodes": 7}, free),
+    }
+    lengths, ratios = {name: [] for name in ways}, {name: [] for name in ways}
+
+    def pace(changes: dict, ids: list[int], options: dict, drafted: bool = True):
+        changed = DemoPair(pair.target, variant(pair.draft, **changes), pair.tokenizer)
+        torch.manual_seed(len(ids))
+        output, seconds = decode(changed, [ids], 48, drafted, **options)
+        return output, seconds / (output.sequences.shape[1] - len(ids))
+
+    with packed_weights(pair.target, pair.draft):
+        for row in requests(16):
             ids = prompt_ids(RowEncoder(pair.tokenizer), row)
-            torch.manual_seed(number)
-            drafted, seconds = decode(pair, [ids], 64, **options)
-            torch.manual_seed(number)
-            alone, without = decode(pair, [ids], 64, drafted=False, **options)
-            lengths += drafted.acceptance_lengths[0]
-            counts = [output.sequences.shape[1] - len(ids) for output in (drafted, alone)]
-            ratios.append((counts[0] / seconds) / (counts[1] / without))
-        lines.append(f"{name}: tau {mean(lengths):.2f}, {statistics.median(ratios):.2f}x (bf16, eager)")
-    pair.draft.decoding_config.draft_temperature = None
-    return lines
+            for name, (changes, options) in ways.items():
+                _, alone = pace({}, ids, options, drafted=False)
+                output, seconds = pace(changes, ids, options)
+                lengths[name] += output.acceptance_lengths[0]
+                ratios[name].append(alone / seconds)
+    return [
+        f"{name}: tau {mean(lengths[name]):.2f}, {statistics.median(ratios[name]):.2f}x (bf16, eager, all packed)"
+        for name in ways
+    ]
 
 
 def batches(pair: DemoPair) -> list[str]:

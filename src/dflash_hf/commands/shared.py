@@ -70,13 +70,14 @@ def add_revision(group, draft: bool = False, of: str = "the target's repository"
 
 
 PACKED = "pack the weights of all models for a CPU; once"
+TREES = "draft trees of so many tokens, not blocks"
 
 
-def add_speed(parser, packed: str = PACKED) -> None:
-    """Ways to decode faster, wherever something is decoded with a drafter; `packed` is what `--packed` does."""
+def add_speed(parser, packed: str = PACKED, trees: str = TREES) -> None:
+    """Ways to decode faster, wherever something is decoded with a drafter; what two of them mean may differ."""
     group = parser.add_argument_group("speed")
     group.add_argument("--compile", action="store_true", help="compile the rounds; the first answer waits for it")
-    group.add_argument("--tree-nodes", type=positive, metavar="N", help="draft trees of so many tokens, not blocks")
+    group.add_argument("--tree-nodes", type=positive, metavar="N", help=trees)
     group.add_argument("--packed", action="store_true", help=packed)
 
 
