@@ -168,6 +168,10 @@ def test_prompts_in_another_encoding(world, told, monkeypatch):
     monkeypatch.setattr(sys, "stdin", stream)
     code, line = told(*generate(world)[:-1], "-")
     assert code == 1 and "Line 2 of standard input is not UTF-8" in line
+    stream = io.TextIOWrapper(io.BytesIO("a\nGrüße".encode("latin-1")), encoding="utf-8", errors="surrogateescape")
+    monkeypatch.setattr(sys, "stdin", stream)  # as Python opens it under LC_ALL=C
+    code, line = told("chat", *generate(world)[1:-2], "--max-new-tokens", "2")
+    assert code == 1 and "Line 2 of standard input is not UTF-8" in line
 
 
 @pytest.mark.parametrize("number", [99999, -7])
@@ -541,9 +545,10 @@ def test_an_error_does_not_hang_on_a_progress_bar(told, monkeypatch):
 @pytest.mark.slow
 def test_every_command_under_every_bad_condition():
     """What `examples/benchmarks/results/shell.md` shows."""
-    from shell_table import table
+    from shell_table import WORDS, table
 
-    *_, faults = table(COMMANDS)
+    assert {row.split()[0] for row in WORDS} == set(COMMANDS)
+    *_, faults = table(WORDS)
     assert not faults, "\n".join(faults)
 
 
