@@ -50,7 +50,7 @@ def dflash(*words, stdin: bytes = b"", stdout: str | None = None, timeout: float
 
 
 def signalled(number: int, after: float | Path | str, *words, stdin: bytes = b"") -> Ended:
-    """Run a command; send it a signal after so many seconds, or once a folder holds something, or it says something."""
+    """Run a command; send it a signal after so many seconds, once a folder holds something, or it says something."""
     command = [sys.executable, "-u", "-m", "dflash_hf.cli", *map(str, words)]
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # behind `&` in a script; children would not hear it either
         signal.signal(signal.SIGINT, signal.default_int_handler)
