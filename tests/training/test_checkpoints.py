@@ -66,10 +66,10 @@ def test_a_checkpoint_that_is_not_as_it_was_saved_is_refused(name, two):
     """A tensor with a flipped bit was trained on, and without its file the optimizer began anew, in silence."""
     path = two / "checkpoint-2" / name
     content = path.read_bytes()
-    size = len(content)
+    size = len(content.rstrip())  # the end of a last line says nothing
     lengths = {0, 1, *(size * percent // 100 for percent in (1, 10, 50, 90, 99)), size - 23, size - 2, size - 1}
     flipped = [content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :] for at in range(7, size, size // 9)]
-    for damaged in [content[:length] for length in sorted(lengths - {size})] + flipped:
+    for damaged in [content[:length] for length in sorted(lengths)] + flipped:
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"checkpoint-2/.* is (cut|missing).* go on from .*checkpoint-1 "):
             check_whole(two / "checkpoint-2")
