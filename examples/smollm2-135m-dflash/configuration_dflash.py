@@ -38,6 +38,7 @@ _NESTED_KEYS = {
     "backbone_rotary_base": "backbone_rotary_base",
     "own_mask_embedding": "own_mask_embedding",
 }
+_FIELD_OF = {**_NESTED_KEYS, "causal": "is_causal", "causal_head": "is_causal", "use_swa": "layer_types"}
 # Of those, the ones that engines read nested only; written when they say something.
 _WRITTEN_NESTED = tuple(_NESTED_KEYS)[5:]
 # Keys of a file that would choose other files, code or a way of running; those are for the caller to say.
@@ -286,7 +287,11 @@ class DFlashDraftConfig(PreTrainedConfig):
         """As upstream, from any published layout; see `layouts_dflash`."""
         canonical = canonical_config({**config_dict, "model_type": config_dict.get("model_type", cls.model_type)})
         names = {field.name for field in fields(cls)}
-        canonical |= {key: kwargs.pop(key) for key in list(kwargs) if key in names and key != "dtype"}
+        # What the caller says wins over the file, its nested form included.
+        changes = {key: kwargs.pop(key) for key in list(kwargs) if key in names and key != "dtype"}
+        if isinstance(nested := canonical.get("dflash_config"), dict):
+            canonical["dflash_config"] = {k: v for k, v in nested.items() if _FIELD_OF.get(k) not in changes}
+        canonical |= changes
         # Nor may a file choose what stands behind a method's name.
         known = {
             key: value for key, value in canonical.items() if key in (*names, "rope_scaling") or not hasattr(cls, key)

@@ -595,7 +595,19 @@ class DFlashDraftModel(PreTrainedModel):
         """
         As upstream, and beside the weights the code, so that `trust_remote_code=True` works without the package, and
         the drafter's own mask embedding, if it has one, in the file that engines read.
+
+        Raises:
+            `ValueError`: torchao could not read the checkpoint again.
         """
+        quantizer = getattr(self, "hf_quantizer", None)
+        if quantizer is not None and quantizer.quantization_config.quant_method == "torchao":
+            # torchao (0.18) splits the name of every tensor of the file at a dot, quantised or not.
+            names = [name for name in self.state_dict() if "." not in name]
+            if names:
+                raise ValueError(
+                    f"torchao writes a checkpoint with {names[0]}, but cannot read it again. Keep the drafter as it "
+                    "was before, and quantise it whenever it is loaded (`quantization_config=`)."
+                )
         self.config.auto_map = {
             "AutoConfig": "configuration_dflash.DFlashDraftConfig",
             "AutoModel": "modeling_dflash.DFlashDraftModel",

@@ -230,17 +230,20 @@ def loaded(model, target) -> tuple:
 
 def set_decoding(draft, arguments) -> None:
     """
-    `--compile` and `--tree-nodes`.
+    `--compile`, `--tree-nodes` and `--draft-temperature`.
 
     Raises:
         `ValueError`: there is no drafter that they could speed up, or it cannot follow them.
     """
+    names = ("compile", "tree_nodes", "draft_temperature")
     if draft is None:
-        if arguments.compile or arguments.tree_nodes:
-            raise ValueError("--compile and --tree-nodes are ways to use a drafter; name it with --draft.")
+        if any(getattr(arguments, name, None) for name in names):
+            raise ValueError(
+                "--compile, --tree-nodes and --draft-temperature are ways to use a drafter; name it with --draft."
+            )
         return
-    draft.decoding_config.compile = arguments.compile
-    draft.decoding_config.tree_nodes = arguments.tree_nodes
+    for name in names:
+        setattr(draft.decoding_config, name, getattr(arguments, name, None))
     draft.decoding_config.check(draft.config.block_size)
 
 

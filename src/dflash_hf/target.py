@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.utils import logging
@@ -23,7 +24,7 @@ class TargetOutput:
     """One forward of the target."""
 
     features: torch.Tensor  # [N, S, L*H]  outputs of the tapped layers
-    last_hidden_state: torch.Tensor  # [N, S, H]    after the final norm, what the head reads
+    last_hidden_state: torch.Tensor | None  # [N, S, H]    after the final norm, what the head reads; if it was needed
 
 
 def freeze(target: PreTrainedModel) -> PreTrainedModel:
@@ -151,11 +152,20 @@ def _decoder_forward(target, input_ids, attention_mask, position_ids) -> torch.T
     return states[0]
 
 
-def target_logits(target: PreTrainedModel, states: torch.Tensor) -> torch.Tensor:
-    """The target's logits `[..., V]` from its final hidden states `[..., H]`, scaled and capped as in its forward."""
+def target_logits(target: PreTrainedModel, states: torch.Tensor, ids: torch.LongTensor | None = None) -> torch.Tensor:
+    """
+    The target's logits `[..., V]` from its final hidden states `[..., H]`, scaled and capped as in its forward; those
+    of the tokens `ids` `[v]` alone as `[..., v]`.
+    """
     config = target.config.get_text_config()
     head = target.get_output_embeddings()
-    logits = head(states.to(device=head.weight.device))
+    states = states.to(device=head.weight.device)
+    if ids is not None and type(head) is nn.Linear:
+        ids = ids.to(head.weight.device)
+        logits = nn.functional.linear(states, head.weight[ids], None if head.bias is None else head.bias[ids])
+    else:
+        logits = head(states)
+        logits = logits if ids is None else logits[..., ids.to(logits.device)]
     scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
     if scale != 1.0:
         logits = logits * scale

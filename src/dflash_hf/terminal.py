@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -226,6 +227,22 @@ def read_text(path: Path) -> str:
 def not_utf8(path, line: int) -> str:
     """What is said of a file in another encoding."""
     return f"Line {line} of {path} is not UTF-8; convert the file: iconv -f LATIN1 -t UTF-8 {path} > converted"
+
+
+def stdin_lines() -> Iterator[str]:
+    """
+    Standard input line by line, in UTF-8 whatever the locale, with or without a byte order mark.
+
+    Raises:
+        `ValueError`: it is something else; names the line.
+    """
+    for number, line in enumerate(getattr(sys.stdin, "buffer", None) or sys.stdin, start=1):
+        try:
+            yield line if isinstance(line, str) else line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"Line {number} of standard input is not UTF-8; pipe it through `iconv` first."
+            ) from error
 
 
 # ---------------------------------------------------------------------------------------------------------- the output

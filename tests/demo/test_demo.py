@@ -36,11 +36,11 @@ def test_every_way_of_decoding_in_turn(pair, tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "has_compiler", lambda: False)
     lines = []
     report = demo.run_demo(pair, 3, max_new_tokens=12, output=tmp_path / "new", say=lines.append)
-    assert report.lossless and {"target", "target_packed", "prompt_lookup", "dflash", "dflash_packed"} == set(
-        report.methods
-    )
+    alone, ours = {"target", "target_packed", "prompt_lookup"}, {"dflash", "dflash_tree", "dflash_tree_packed"}
+    assert report.lossless and set(report.methods) == alone | ours
     text = "\n".join(lines)
-    for part in ("compare   3 requests", "no C++ compiler here", "tau ", "with the drafter", "3 of 3 outputs equal"):
+    said = ("compare   3 requests", "no C++ compiler here", "with the drafter", "3 of 3 outputs equal")
+    for part in (*said, "tau ", "trees of 15 tokens"):
         assert part in text, part
     assert json.loads((tmp_path / "new" / "demo.json").read_text(encoding="utf-8"))["summary"]["prompts"] == 3
     pytest.importorskip("matplotlib")
@@ -64,7 +64,7 @@ def test_the_demo_of_the_real_pair(real_target, tmp_path, capsys):
     options = ["--prompts", "2", "--max-new-tokens", "24", "--output", str(tmp_path), "--dtype", "float32"]
     assert main(["demo", *options]) == 0
     printed = capsys.readouterr().out
-    assert "2 of 2 outputs equal" in printed and "same, compiled, packed" in printed
+    assert "2 of 2 outputs equal" in printed and "same, tree, compiled, packed" in printed
 
 
 @pytest.mark.slow  # a minute

@@ -106,6 +106,17 @@ def test_packed_weights_are_measured_beside_the_packed_target(pair, tmp_path, ca
         assert part in printed, part
 
 
+def test_trees_are_measured_beside_blocks(pair, tmp_path, capsys):
+    (tmp_path / "prompts.txt").write_text("Say 1\n", encoding="utf-8")
+    assert evaluate(pair, tmp_path / "prompts.txt", "--packed", "--tree-nodes", "9", "--output", tmp_path / "out") == 0
+    assert "tau, draft trees" in capsys.readouterr().out
+    report = json.loads((tmp_path / "out" / "eval_report.json").read_text(encoding="utf-8"))
+    block, tree = (report["methods"][name] for name in ("dflash", "dflash_tree"))
+    assert report["setting"]["tree_nodes"] == 9 and "dflash_tree_packed" in report["methods"]
+    assert block["tau"] == pytest.approx(report["summary"]["tau"]) and tree["equal"] == 1
+    assert tree["target_forwards"] == 1 + round((tree["tokens"] - 1) / tree["tau"])
+
+
 def test_template_arguments_are_those_of_training_unless_given(pair, tmp_path, monkeypatch):
     """A drafter trained without thinking and used with it loses much of its acceptance."""
     seen = []

@@ -39,6 +39,30 @@ def test_nested_keys_win_and_everything_is_written_back():
 
 
 @pytest.mark.parametrize(
+    ("nested", "changes"),
+    [
+        ({}, {"target_layer_ids": [0, 2]}),
+        ({}, {"mask_token_id": 7}),
+        ({"block_size": 4}, {"block_size": 8}),
+        ({"swa_window_size": 5, "use_swa": True}, {"sliding_window": 9}),
+        ({"swa_window_size": 5, "use_swa": True}, {"layer_types": ["full_attention"] * 2}),
+        ({"causal_head": True}, {"is_causal": False}),
+        ({"output_multiplier": 2.0}, {"output_multiplier": 3.0}),
+    ],
+    ids=str,
+)
+def test_what_a_caller_says_wins_over_the_file(nested, changes, tmp_path):
+    """`dflash_config` of the file silently overruled the keyword."""
+    content = {**GOOD, "dflash_config": {**GOOD["dflash_config"], **nested, "of_another": 1}}
+    (tmp_path / "config.json").write_text(json.dumps({**content, "model_type": "qwen3"}))
+    before = DFlashDraftConfig.from_pretrained(tmp_path)
+    config = DFlashDraftConfig.from_pretrained(tmp_path, **changes)
+    ((name, value),) = changes.items()
+    assert getattr(before, name) != value == getattr(config, name)
+    assert config.dflash_config.get(name, value) == value and config.dflash_config["of_another"] == 1
+
+
+@pytest.mark.parametrize(
     "spelling",
     [{"partial_rotary_factor": 0.5}, {"rope_dim": 4}, {"rope_dim": 4, "rope_type": "linear", "factor": 2.0}],
 )

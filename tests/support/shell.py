@@ -49,24 +49,37 @@ def dflash(*words, stdin: bytes = b"", stdout: str | None = None, timeout: float
     return Ended(done.returncode, (done.stdout or b"").decode(errors="replace"), done.stderr.decode(errors="replace"))
 
 
-def signalled(number: int, after: float | Path, *words, stdin: bytes = b"") -> Ended:
-    """Run a command and send it a signal after so many seconds, or once there is something in a folder."""
+def signalled(number: int, after: float | Path | str, *words, stdin: bytes = b"") -> Ended:
+    """
+    Run a command; send it a signal after so many seconds of the processor (those of the wall depend on what
+    else runs), once a folder holds something, or once it says something.
+    """
     command = [sys.executable, "-u", "-m", "dflash_hf.cli", *map(str, words)]
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # behind `&` in a script; children would not hear it either
         signal.signal(signal.SIGINT, signal.default_int_handler)
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment())
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment(), bufsize=0)
     process.stdin.write(stdin)
     process.stdin.close()
-    process.stdin = None
-    if isinstance(after, Path):
+    process.stdin, said = None, b""
+    if isinstance(after, str):
+        while after.encode() not in said and (line := process.stderr.readline()):
+            said += line
+    elif isinstance(after, Path):
         while process.poll() is None and not any(after.iterdir()):
             time.sleep(0.01)
     else:
-        time.sleep(after)
+        while process.poll() is None and _processor_seconds(process.pid) < after:
+            time.sleep(0.01)
     process.send_signal(number)
     out, err = process.communicate(timeout=900)
-    return Ended(process.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
+    return Ended(process.returncode, out.decode(errors="replace"), (said + err).decode(errors="replace"))
+
+
+def _processor_seconds(pid: int) -> float:
+    """What a process, still running or not waited for, has used up to now."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def make_world(folder: Path, megabytes: int = 1) -> Path:

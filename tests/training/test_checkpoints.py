@@ -1,6 +1,7 @@
 """Checkpoints: whole or not there, found again, and the same losses after them as without the interruption."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ from support.rows import counting_rows
 from support.runs import history, make_trainer
 
 from dflash_hf import DFlashDraftModel
+from dflash_hf.training.run_file import checkpoint_to_resume
+from dflash_hf.training.whole import check_whole, last_whole_checkpoint
 
 
 FIELDS = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1}  # four steps are one epoch
@@ -45,6 +48,56 @@ def test_nothing_is_left_aside(whole):
     folder, trainer = whole
     assert {path.name for path in folder.iterdir()} == {f"checkpoint-{step}" for step in range(1, 7)}
     assert trainer.args.output_dir == trainer._get_output_dir(None) == str(folder)
+
+
+@pytest.fixture
+def two(whole, tmp_path):
+    """The first two checkpoints of that run, to be spoilt."""
+    for step in (1, 2):
+        shutil.copytree(whole[0] / f"checkpoint-{step}", tmp_path / f"checkpoint-{step}")
+    return tmp_path
+
+
+RESUMED_FROM = ("optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors", "trainer_state.json")
+
+
+@pytest.mark.parametrize("name", [*RESUMED_FROM, "training_args.bin", "files.json"])
+def test_a_checkpoint_that_is_not_as_it_was_saved_is_refused(name, two):
+    """A tensor with a flipped bit was trained on, and without its file the optimizer began anew, in silence."""
+    path = two / "checkpoint-2" / name
+    content = path.read_bytes()
+    size = len(content.rstrip())  # the end of a last line says nothing
+    lengths = {0, 1, *(size * percent // 100 for percent in (1, 10, 50, 90, 99)), size - 23, size - 2, size - 1}
+    flipped = [content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :] for at in range(7, size, size // 9)]
+    for damaged in [content[:length] for length in sorted(lengths)] + flipped:
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"checkpoint-2/.* is (cut|missing).* go on from .*checkpoint-1 "):
+            check_whole(two / "checkpoint-2")
+        assert last_whole_checkpoint(two) == str(two / "checkpoint-1")
+    if name != "files.json":  # without which a checkpoint is of another trainer
+        path.unlink()
+        with pytest.raises(ValueError, match=f"{name} is missing"):
+            check_whole(two / "checkpoint-2")
+        path.write_bytes(content)
+        check_whole(two / "checkpoint-2")
+
+
+def test_a_run_goes_on_from_the_last_checkpoint_that_is_whole(whole, two, monkeypatch):
+    (two / "checkpoint-2" / "optimizer.pt").write_bytes(b"")
+    said = []
+    monkeypatch.setattr("dflash_hf.training.whole.logger.warning", said.append)
+    resumed = make_trainer(two, make_target(), counting_rows(8), loss_type="dpace", **FIELDS)
+    with pytest.raises(ValueError, match="optimizer.pt is cut off or damaged"):
+        resumed.train(resume_from_checkpoint=str(two / "checkpoint-2"))
+    resumed.train(resume_from_checkpoint=True)
+    assert len(said) == 1 and "checkpoint-2/optimizer.pt is cut off" in said[0]
+    assert history(resumed, "loss") == pytest.approx(history(whole[1], "loss"), abs=1e-6)
+    check_whole(two / "checkpoint-2")  # written again
+    assert checkpoint_to_resume(two, "auto", overwrite=False) == str(two / "checkpoint-6")
+    for path in two.glob("*/scheduler.pt"):
+        path.unlink()
+    with pytest.raises(ValueError, match="checkpoint-1/scheduler.pt is missing, and no other checkpoint is whole"):
+        checkpoint_to_resume(two, "auto", overwrite=False)
 
 
 # Where a process dies while it saves its second checkpoint: before the weights, in the middle of their file, after

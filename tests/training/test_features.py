@@ -25,9 +25,11 @@ from dflash_hf.training.training_args import DFlashTrainingArguments
 LAYERS = [0, 2, 3]  # of `make_draft`
 
 
-def store(target, rows, folder, layer_ids=LAYERS, dtype="float32", shard_bytes=20_000, **template_kwargs):
+def store(
+    target, rows, folder, layer_ids=LAYERS, dtype="float32", shard_bytes=20_000, states=False, **template_kwargs
+):
     encoder = RowEncoder(make_tokenizer(), 64, template_kwargs)
-    manifest = describe(target, "some/target", layer_ids, encoder, dtype)
+    manifest = describe(target, "some/target", layer_ids, encoder, dtype, states)
     lines = []
     return store_features(
         target, rows, folder, manifest, batch_size=2, shard_bytes=shard_bytes, say=lines.append
@@ -58,24 +60,26 @@ def test_a_row_is_what_the_target_makes_of_it(target, stored):
         dataset[6]
 
 
-def test_the_offline_loss_is_the_online_loss_without_the_layers(tmp_path):
+@pytest.mark.parametrize("loss_type, label_source", [("ce", "data"), ("dpace", "target"), ("kl", "data")])
+def test_the_offline_loss_is_the_online_loss_without_the_layers(loss_type, label_source, tmp_path):
     rows = [*uneven_rows(), *counting_rows(2)]
     losses, tau = [], []
     for offline in (False, True):
         target = make_target()
-        options = {"max_steps": 3, "eval_rows": rows[:3]}
+        loss = {"max_steps": 3, "loss_type": loss_type, "label_source": label_source}
         if offline:
-            store(target, rows, tmp_path / "train")
-            store(target, rows[:3], tmp_path / "eval")
+            states = (loss_type, label_source) != ("ce", "data")
+            store(target, rows, tmp_path / "train", states=states)
+            store(target, rows[:3], tmp_path / "eval", states=states)
             drop_layers(target, torch.device("cpu"))
             with pytest.raises((RuntimeError, NotImplementedError)):
                 target(torch.tensor([[1, 2]]))
-            arguments = DFlashTrainingArguments(str(tmp_path), **{**trainer_fields(tmp_path), "max_steps": 3})
+            arguments = DFlashTrainingArguments(str(tmp_path), **{**trainer_fields(tmp_path), **loss})
             draft = make_draft(make_target(), block_size=BLOCK)
-            data = StoredFeatures(tmp_path / "train"), StoredFeatures(tmp_path / "eval")
+            data = (StoredFeatures(tmp_path / name, states=states) for name in ("train", "eval"))
             trainer = DFlashOfflineTrainer(draft, target, arguments, *data)
         else:
-            trainer = make_trainer(tmp_path, target, rows, **options)
+            trainer = make_trainer(tmp_path, target, rows, eval_rows=rows[:3], **loss)
         trainer.train()
         losses.append(history(trainer, "loss"))
         tau.append(trainer.evaluate()["eval_loss"])
@@ -197,8 +201,10 @@ def test_features_of_something_else_are_refused_in_training(target, stored, tmp_
         with pytest.raises(ValueError, match=message):
             make_offline_trainer(tmp_path, other, dataset, draft)
     for overrides in ({"label_source": "target"}, {"loss_type": "kl"}):
-        with pytest.raises(ValueError, match="need the target's own forward"):
+        with pytest.raises(ValueError, match="needs the target's final states; pass `StoredFeatures"):
             make_offline_trainer(tmp_path, target, dataset, **overrides)
+    with pytest.raises(ValueError, match="was stored without the final states, .* `dflash features --states`"):
+        StoredFeatures(stored, states=True)
     with pytest.raises(ValueError, match="The dataset is a list; pass `StoredFeatures"):
         make_offline_trainer(tmp_path, target, counting_rows(2))
 

@@ -40,15 +40,16 @@ def reference_loss(trainer, rows):
             block[0, 0] = ids[0, anchor]
             hidden = draft(raw_embedding(target, block), features[:, :anchor]).last_hidden_state
             log_q = target.get_output_embeddings()(hidden)[0].log_softmax(-1)
-            values = {}
+            values, nll = {}, {}
             for k in range(1, BLOCK):
                 if anchor + k < ids.shape[1] and example["loss_mask"][anchor + k]:
                     log_p = target_logits[anchor + k - 1].log_softmax(-1)
                     divergence = (log_p.exp() * (log_p - log_q[k])).sum()
-                    values[k] = divergence if kind == "kl" else -log_q[k, ids[0, anchor + k]]
-            if kind == "dpace":
+                    nll[k] = -log_q[k, ids[0, anchor + k]]
+                    values[k] = divergence if "kl" in kind else nll[k]
+            if "dpace" in kind:
                 credit, product = {}, 1.0
-                for k, value in values.items():
+                for k, value in nll.items():
                     product *= 0.5 * math.exp(-value.item()) + 0.5
                     credit[k] = product
                 total = total + sum(sum(c for m, c in credit.items() if m >= k) * v for k, v in values.items())
@@ -62,7 +63,7 @@ def reference_loss(trainer, rows):
 SPLITS = {"1x4": (4, 1), "2x2": (2, 2), "4x1": (1, 4)}
 
 
-@pytest.mark.parametrize("loss_type", ["ce", "dpace", "kl"])
+@pytest.mark.parametrize("loss_type", ["ce", "dpace", "kl", "dpace_kl"])
 @pytest.mark.parametrize("split", SPLITS)
 def test_the_gradient_does_not_depend_on_how_the_batch_is_split(split, loss_type, tmp_path):
     size, accumulation = SPLITS[split]

@@ -30,7 +30,11 @@ def add_arguments(parser) -> None:
     )
     add_output(parser, "write eval_report.json and eval_report.png here; in the drafter's folder its card shows them")
     add_loading(parser)
-    add_speed(parser, packed="also decode with packed weights, alone and drafted (CPU)")
+    add_speed(
+        parser,
+        "also decode with packed weights, alone and drafted (CPU)",
+        "also decode with draft trees of so many tokens",
+    )
     add_examples(
         parser,
         "dflash eval --target Qwen/Qwen3-0.6B --draft my-drafter --data prompts.txt --output my-drafter",

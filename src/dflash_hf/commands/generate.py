@@ -9,6 +9,7 @@ from dflash_hf.terminal import (
     add_color,
     add_template_arguments,
     positive,
+    stdin_lines,
     template_arguments,
     wants_color,
 )
@@ -39,7 +40,7 @@ def add_arguments(parser) -> None:
 
 def run(arguments, echo) -> Outcome:
     sampling = sampling_options(arguments)
-    prompt = _prompt(arguments.prompt)
+    prompt = "".join(stdin_lines()) if arguments.prompt == "-" else arguments.prompt
     if not prompt.strip():
         raise ValueError("--prompt is empty; pass some text.")
     from dflash_hf.pairs import (
@@ -102,18 +103,6 @@ def run(arguments, echo) -> Outcome:
         facts |= {"equal": alone == ids, "seconds_alone": seconds}
         echo.note(f"target alone{packed}: {_speed(alone, seconds)}; {'the same' if alone == ids else 'other'} tokens")
     return Outcome(facts=facts)
-
-
-def _prompt(given: str) -> str:
-    if given != "-":
-        return given
-    stream = getattr(sys.stdin, "buffer", None)
-    content = stream.read() if stream is not None else sys.stdin.read().encode()
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"Line {line} of standard input is not UTF-8; pipe it through `iconv` first.") from error
 
 
 def _ids(tokenizer, prompt: str, draft, arguments, positions: int | None, say) -> list[int]:

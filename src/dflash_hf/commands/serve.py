@@ -2,7 +2,7 @@
 
 import argparse
 
-from dflash_hf.commands.shared import add_examples, add_loading, add_speed
+from dflash_hf.commands.shared import add_draft_temperature, add_examples, add_loading, add_speed
 from dflash_hf.terminal import Outcome, UsageError, add_template_arguments, install, positive, template_arguments
 
 
@@ -18,6 +18,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--port", type=_port, default=8000, help="0 takes a free one; default: %(default)s")
     parser.add_argument("--dry-run", action="store_true", help="print the command of vllm or sglang, and end")
     parser.add_argument("--threads", type=positive, help="CPU threads of this process; default: as torch chooses")
+    add_draft_temperature(parser)
     add_template_arguments(parser)
     add_loading(parser)
     add_speed(parser)
@@ -83,7 +84,8 @@ def _engine(arguments, echo) -> Outcome:
     engine, loading = arguments.engine, Loading.of(arguments)
     if arguments.draft is None:
         raise UsageError(f"--engine {engine} needs --draft; without a drafter, run {engine} itself.")
-    ours = [name for name in ("compile", "tree_nodes", "packed", "device", "threads") if getattr(arguments, name)]
+    names = ("compile", "tree_nodes", "draft_temperature", "packed", "device", "threads")
+    ours = [name for name in names if getattr(arguments, name)]
     if ours:
         raise UsageError(f"--{ours[0].replace('_', '-')} is for --engine transformers; leave it out for {engine}.")
     target = check_pair(arguments.target, arguments.draft, loading)

@@ -70,13 +70,14 @@ def add_revision(group, draft: bool = False, of: str = "the target's repository"
 
 
 PACKED = "pack the weights of all models for a CPU; once"
+TREES = "draft trees of so many tokens, not blocks"
 
 
-def add_speed(parser, packed: str = PACKED) -> None:
-    """Ways to decode faster, wherever something is decoded with a drafter; `packed` is what `--packed` does."""
+def add_speed(parser, packed: str = PACKED, trees: str = TREES) -> None:
+    """Ways to decode faster, wherever something is decoded with a drafter; what two of them mean may differ."""
     group = parser.add_argument_group("speed")
     group.add_argument("--compile", action="store_true", help="compile the rounds; the first answer waits for it")
-    group.add_argument("--tree-nodes", type=positive, metavar="N", help="draft trees of so many tokens, not blocks")
+    group.add_argument("--tree-nodes", type=positive, metavar="N", help=trees)
     group.add_argument("--packed", action="store_true", help=packed)
 
 
@@ -84,7 +85,15 @@ def add_sampling(parser, default: float | None = 0.0, known: str = "0, greedy") 
     """Temperature, nucleus and seed."""
     parser.add_argument("--temperature", type=heat, default=default, help=f"default: {known}")
     parser.add_argument("--top-p", type=probability, help="sample from that share of the probability; default: all")
+    add_draft_temperature(parser)
     parser.add_argument("--seed", type=count, default=0, help="of samples; default: %(default)s")
+
+
+def add_draft_temperature(parser) -> None:
+    """How drafts are chosen where the target samples."""
+    parser.add_argument(
+        "--draft-temperature", type=heat, help="draw drafts at it where the target samples; default: the likeliest"
+    )
 
 
 def sampling_options(arguments) -> dict:
@@ -92,11 +101,16 @@ def sampling_options(arguments) -> dict:
     What [`add_sampling`] was given, as arguments of `generate`.
 
     Raises:
-        `UsageError`: a nucleus without a temperature.
+        `UsageError`: a nucleus or drawn drafts without a temperature.
     """
     if arguments.top_p is not None and not arguments.temperature:
         raise UsageError(
             f"--top-p {arguments.top_p} changes nothing in greedy decoding; add --temperature, such as 1."
+        )
+    if arguments.draft_temperature and not arguments.temperature:
+        raise UsageError(
+            f"--draft-temperature {arguments.draft_temperature:g} changes nothing in greedy decoding; add "
+            "--temperature, such as 1."
         )
     if not arguments.temperature:
         return {"do_sample": False}

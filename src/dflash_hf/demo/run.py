@@ -22,7 +22,16 @@ from transformers.utils import logging
 
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
-from dflash_hf.evaluation.measure import COMPILED, DFLASH, PACKED, PROMPT_LOOKUP, TARGET, TARGET_PACKED, EvalReport
+from dflash_hf.evaluation.measure import (
+    DFLASH,
+    PROMPT_LOOKUP,
+    TARGET,
+    TARGET_PACKED,
+    TREE,
+    TREE_COMPILED_PACKED,
+    TREE_PACKED,
+    EvalReport,
+)
 from dflash_hf.evaluation.measure import evaluate as decode_side_by_side
 from dflash_hf.evaluation.plots import plot_report
 from dflash_hf.evaluation.text import colored_answer, summary_lines, token_texts
@@ -32,7 +41,6 @@ from dflash_hf.smollm2 import data_folder, drafter_folder, smollm2_folder
 
 logger = logging.get_logger(__name__)
 Say = Callable[[str], None]
-COMPILED_PACKED = f"{COMPILED}_packed"
 _KINDS = ("chat", "code", "task", "math", "rewrite", "json")  # of the data, in this order
 _SUMS = tuple(f"What is {a} + {b}? Explain step by step." for a, b in ((17, 25), (48, 36), (120, 99), (305, 47)))
 
@@ -105,7 +113,7 @@ def run_demo(
     rows = requests(num_prompts)
     encoder = RowEncoder(pair.tokenizer)
     prompts = [prompt_ids(encoder, row) for row in rows]
-    compiled = [COMPILED_PACKED] if has_compiler() else []  # one graph to wait for, not two
+    compiled = [TREE_COMPILED_PACKED] if has_compiler() else []  # one graph to wait for, not two
     dtype = str(pair.target.dtype).removeprefix("torch.")
     say(
         f"compare   {num_prompts} requests, greedy, {max_new_tokens} tokens at most, {dtype}, "
@@ -118,7 +126,7 @@ def run_demo(
         prompts,
         max_new_tokens,
         runs,
-        [TARGET, TARGET_PACKED, PROMPT_LOOKUP, DFLASH, PACKED, *compiled],
+        [TARGET, TARGET_PACKED, PROMPT_LOOKUP, DFLASH, TREE, TREE_PACKED, *compiled],
         progress=lambda rounds: logging.tqdm(rounds, desc="compare", disable=None, leave=False),
     )
     request, pieces, lengths = sample_of(pair, rows, report)
@@ -156,7 +164,7 @@ def has_compiler() -> bool:
 
 def _draw(report: EvalReport, path: Path, sample: tuple, say: Say) -> None:
     best = max((name for name in report.methods if name.startswith(DFLASH)), key=lambda n: report.methods[n].speedup)
-    title = f"SmolLM2-135M-Instruct: {report.methods[best].speedup:.2f}x, tau {report.tau:.2f}"
+    title = f"SmolLM2-135M-Instruct: {report.methods[best].speedup:.2f}x, tau {report.methods[best].tau:.2f}"
     request, pieces, lengths = sample
     shown = ["".join(one if one.isprintable() else "\u21b5" for one in piece) for piece in pieces]
     try:

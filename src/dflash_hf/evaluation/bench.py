@@ -236,7 +236,7 @@ def bench(
     # The prompt with the longest answer; of it the rounds of the second half are timed.
     prompt, answer = max(zip(prompts, report.responses, strict=True), key=lambda pair: len(pair[1]))
     context = len(prompt) + 3 * len(answer) // 4
-    drafters = {name: variant(drafter, **OURS[name].changes) for name in OURS if name in report.methods}
+    drafters = {name: variant(drafter, **OURS[name].changes()) for name in OURS if name in report.methods}
     rounds = _round_report(target, draft, drafters, prompt, len(answer), context, report.tau)
     report.setting.update(
         forced_acceptance=forced_acceptance,

@@ -8,7 +8,18 @@ from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prepare import load_tokenizer
 from dflash_hf.data.prompts import prompt_ids, template_kwargs
 from dflash_hf.evaluation.journal import JOURNAL_FILE, Journal
-from dflash_hf.evaluation.measure import DFLASH, PACKED, PROMPT_LOOKUP, TARGET, TARGET_PACKED, EvalReport, evaluate
+from dflash_hf.evaluation.measure import (
+    DFLASH,
+    PACKED,
+    PROMPT_LOOKUP,
+    TARGET,
+    TARGET_PACKED,
+    TREE,
+    TREE_NODES,
+    TREE_PACKED,
+    EvalReport,
+    evaluate,
+)
 from dflash_hf.evaluation.report import save_report
 from dflash_hf.evaluation.sets import GENERATED, NAMED, NEW_TOKENS, conversations, rows_of
 from dflash_hf.evaluation.text import summary_lines
@@ -107,6 +118,7 @@ def _measure(arguments) -> EvalReport:
     max_new_tokens = arguments.max_new_tokens or (NEW_TOKENS if named else 256)
     methods = [
         *([TARGET, TARGET_PACKED, DFLASH, PACKED] if arguments.packed else [TARGET, DFLASH]),
+        *(([TREE, TREE_PACKED] if arguments.packed else [TREE]) if arguments.tree_nodes else []),
         *([PROMPT_LOOKUP] if arguments.prompt_lookup else []),
     ]
     # What is asked is read before anything large is loaded.
@@ -122,6 +134,7 @@ def _measure(arguments) -> EvalReport:
         torch.set_num_threads(arguments.threads)
     draft = load_draft(arguments.draft, loading, device)
     set_decoding(draft, arguments)
+    draft.decoding_config.tree_nodes = None  # drafted beside blocks, not in their place
     target = load_target(arguments.target, loading, device)
     journal = None
     if arguments.output is not None:
@@ -148,6 +161,7 @@ def _measure(arguments) -> EvalReport:
         methods=methods,
         progress=bar("decoding"),
         journal=journal,
+        tree_nodes=arguments.tree_nodes or TREE_NODES,
     )
     report.setting |= {"dataset": repository, "prompts_digest": digest_of([list(one) for one in prompts])}
     return report

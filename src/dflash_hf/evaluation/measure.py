@@ -24,7 +24,9 @@ from dflash_hf.packed_linear import packed_weights
 
 TARGET, TARGET_PACKED, PROMPT_LOOKUP = "target", "target_packed", "prompt_lookup"
 DFLASH, TREE, COMPILED, PACKED = "dflash", "dflash_tree", "dflash_compiled", "dflash_packed"
+TREE_PACKED, TREE_COMPILED_PACKED = f"{TREE}_packed", f"{TREE}_compiled_packed"
 METHODS = (TARGET, DFLASH, PROMPT_LOOKUP)
+TREE_NODES = 15
 
 
 @dataclass(frozen=True)
@@ -38,16 +40,16 @@ class Way:
     def __str__(self) -> str:
         return "_".join([DFLASH, *[name for name, switch in vars(self).items() if switch]])
 
-    @property
-    def changes(self) -> dict:
+    def changes(self, tree_nodes: int = TREE_NODES) -> dict:
         """To the drafter's `decoding_config`."""
-        return ({"tree_nodes": 15} if self.tree else {}) | ({"compile": True} if self.compiled else {})
+        return ({"tree_nodes": tree_nodes} if self.tree else {}) | ({"compile": True} if self.compiled else {})
 
 
 # "dflash", "dflash_packed", "dflash_compiled", ..., "dflash_tree_compiled_packed"
 OURS = {str(way): way for way in (Way(*switches) for switches in product((False, True), repeat=3))}
 PACKED_METHODS = {TARGET_PACKED, *(name for name, way in OURS.items() if way.packed)}
 COMPILED_METHODS = {name for name, way in OURS.items() if way.compiled}
+TREE_METHODS = {name for name, way in OURS.items() if way.tree}
 
 
 @dataclass
@@ -62,6 +64,7 @@ class MethodReport:
         runs (`list[float]`): Tokens per second of each run.
         tokens (`int`): New tokens of one run.
         target_forwards (`int`): Forwards of the target in one run, prompts included.
+        tau (`float`, *optional*): Mean tokens committed per verification, where a drafter of ours has drafted.
         warmup_seconds (`float`): What the first calls took beyond decoding: compilation, probes, allocation.
         equal (`int`): Prompts whose output is the target's own, token for token, in every run.
     """
@@ -74,6 +77,7 @@ class MethodReport:
     equal: int
     warmup_seconds: float = 0.0
     speedup_over_packed: float | None = None
+    tau: float | None = None
 
     @property
     def tokens_per_forward(self) -> float:
@@ -193,6 +197,7 @@ def evaluate(
     progress: Callable[[Iterable], Iterable] = iter,
     others: dict[str, dict | Callable] | None = None,
     journal: Journal | None = None,
+    tree_nodes: int = TREE_NODES,
 ) -> EvalReport:
     """
     Decode every prompt greedily, one at a time, by each method in turn, `runs` times.
@@ -214,6 +219,7 @@ def evaluate(
         others (`dict`, *optional*): Further ways of decoding: name, and arguments of `generate` or a function from
             prompt ids to answer ids.
         journal ([`~dflash_hf.evaluation.journal.Journal`], *optional*): What was decoded before, and is not again.
+        tree_nodes (`int`): Tokens of a draft tree, for the methods that draft trees.
 
     Returns:
         [`EvalReport`].
@@ -233,7 +239,9 @@ def evaluate(
         raise ValueError(f"methods={list(methods)} lacks {sorted(missing)}, which the others are compared with.")
 
     methods = (*methods, *(others or {}))
-    decoder = _Decoder(target, draft, max_new_tokens, prompt_lookup_num_tokens, others or {})
+    drafters = {name: variant(draft, **way.changes(tree_nodes)) for name, way in OURS.items()}
+    ways = {**{name: {"assistant_model": drafter} for name, drafter in drafters.items()}, **(others or {})}
+    decoder = _Decoder(target, draft, max_new_tokens, prompt_lookup_num_tokens, ways)
     target.eval()
     draft.eval()
     # 1. Warm up: the first calls of a method compile, probe and allocate, and again for each size of a compiled one,
@@ -272,6 +280,7 @@ def evaluate(
             "max_new_tokens": max_new_tokens,
             "runs": runs,
             "prompt_lookup_num_tokens": prompt_lookup_num_tokens,
+            **({"tree_nodes": tree_nodes} if any(way in methods for way in TREE_METHODS) else {}),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
@@ -293,14 +302,13 @@ class _Decoded:
 class _Decoder:
     """Decodes a prompt by a method, and takes the time."""
 
-    def __init__(self, target, draft, max_new_tokens: int, prompt_lookup_num_tokens: int, others: dict):
+    def __init__(self, target, draft, max_new_tokens: int, prompt_lookup_num_tokens: int, ways: dict):
         self.target, self.draft, self.max_new_tokens = target, draft, max_new_tokens
         self.arguments = {
             TARGET: {},
             TARGET_PACKED: {},
-            **{method: {"assistant_model": variant(draft, **way.changes)} for method, way in OURS.items()},
             PROMPT_LOOKUP: {"prompt_lookup_num_tokens": prompt_lookup_num_tokens},
-            **others,
+            **ways,
         }
 
     def __call__(self, method: str, prompt: Sequence[int]) -> _Decoded:
@@ -346,6 +354,7 @@ def _method_report(decoded: list[dict[str, list[_Decoded]]], method: str, warmup
         return statistics.median(own / other for own, other in zip(speeds(method), speeds(base), strict=True))
 
     pairs = [zip(run[method], run[TARGET], strict=True) for run in decoded]
+    lengths = [length for one in decoded[-1][method] for length in one.acceptance_lengths]
     equal = [all(same) for same in zip(*([own.ids == base.ids for own, base in one] for one in pairs), strict=True)]
     return MethodReport(
         tokens_per_second=statistics.median(speeds(method)),
@@ -356,6 +365,7 @@ def _method_report(decoded: list[dict[str, list[_Decoded]]], method: str, warmup
         equal=sum(equal),
         warmup_seconds=warmup_seconds,
         speedup_over_packed=speedup(TARGET_PACKED) if TARGET_PACKED in decoded[-1] else None,
+        tau=statistics.fmean(lengths) if lengths else None,
     )
 
 

@@ -10,6 +10,7 @@ from dflash_hf.evaluation.measure import (
     PROMPT_LOOKUP,
     TARGET,
     TARGET_PACKED,
+    TREE_METHODS,
     EvalReport,
 )
 
@@ -58,6 +59,7 @@ def summary_lines(report: EvalReport) -> list[str]:
         "",
         f"tau               {report.tau:.2f} tokens per verification over {len(report.verifications)} verifications "
         f"(mean of the answers' means {report.tau_per_response:.2f}), bonus included, prompt excluded",
+        *_tree_lines(report),
         "slot accepted, %  " + " ".join(f"{100 * share:.0f}" for share in report.acceptance_by_position),
         f"lossless          {report.methods[DFLASH].equal} of {report.num_prompts} outputs equal the target's own",
         *_divergence_lines(report),
@@ -73,6 +75,12 @@ def summary_lines(report: EvalReport) -> list[str]:
             f"target's answers  {right} of {report.num_prompts} exactly right ({right / report.num_prompts:.0%})"
         )
     return lines
+
+
+def _tree_lines(report: EvalReport) -> list[str]:
+    taus = [method.tau for name, method in report.methods.items() if name in TREE_METHODS and method.tau is not None]
+    nodes = report.setting.get("tree_nodes")
+    return [f"tau, draft trees  {taus[0]:.2f} with trees of {nodes} tokens"] if taus else []
 
 
 def _divergence_lines(report: EvalReport) -> list[str]:

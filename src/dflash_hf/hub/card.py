@@ -292,12 +292,14 @@ def _loading(folder: Path) -> str:
 def _report_rows(report: dict) -> list[tuple[str, str]]:
     """Rows of the figures that a report holds."""
     summary, methods = report.get("summary", {}), report.get("methods", {})
-    ours, alone = methods.get("dflash", {}), methods.get("target", {})
+    ours, trees, alone = (methods.get(name, {}) for name in ("dflash", "dflash_tree", "target"))
     prompts = summary.get("prompts")
     rows = [
         ("tau, over all verifications", summary.get("tau"), "{:.2f}"),
         ("tau, mean over responses", summary.get("tau_per_response"), "{:.2f}"),
+        ("tau with draft trees", trees.get("tau"), "{:.2f}"),
         ("Speed-up over the target alone", summary.get("speedup"), "{:.2f}x"),
+        ("Speed-up with draft trees", trees.get("speedup"), "{:.2f}x"),
         ("Tokens per second", ours.get("tokens_per_second"), "{:.1f}"),
         ("Tokens per second, target alone", alone.get("tokens_per_second"), "{:.1f}"),
         ("Prompts", prompts, "{}"),

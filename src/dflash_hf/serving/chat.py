@@ -9,6 +9,7 @@ from dflash_hf.evaluation.text import shade
 from dflash_hf.failures import explain
 from dflash_hf.serving.conversation import Conversation
 from dflash_hf.serving.pieces import PieceStreamer
+from dflash_hf.terminal import stdin_lines
 
 
 HELP = """/draft off  let the target answer alone; /draft on lets the drafter help again
@@ -32,7 +33,7 @@ class Chat:
         self.conversation, self.out, self.color, self.note = conversation, out, color, note
         self.draft = conversation.draft
         self.live = color and out.isatty()
-        self.person = sys.stdin.isatty()
+        self.person, self.lines = sys.stdin.isatty(), stdin_lines()
         self.previous = 0  # where the piece before came from
         self.turns: list[dict] = []
 
@@ -53,8 +54,8 @@ class Chat:
 
     def _read(self) -> str | None:
         if not self.person:
-            line = sys.stdin.readline()
-            return line.strip() if line else None
+            line = next(self.lines, None)
+            return None if line is None else line.strip()
         try:
             return input("\n> ").strip()
         except EOFError:

@@ -3,9 +3,9 @@
 import shutil
 from pathlib import Path
 
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from dflash_hf.training.whole import check_whole
+from dflash_hf.training.whole import check_whole, last_whole_checkpoint, seal
 
 
 UNFINISHED = "_unfinished"  # of each run; not uploaded, not a name of a checkpoint
@@ -26,22 +26,23 @@ class SafeCheckpoints:
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """
-        As upstream.
+        As upstream; `True` is the last checkpoint that is whole.
 
         Raises:
-            `ValueError`: there is no checkpoint to resume from, or it belongs to a drafter with another mask token,
-                block size, features or masks.
+            `ValueError`: there is no checkpoint to resume from, it is damaged, or it belongs to a drafter with another
+                mask token, block size, features or masks.
         """
         if resume_from_checkpoint is True:
             folder = Path(self.args.output_dir)
-            resume_from_checkpoint = get_last_checkpoint(folder) if folder.is_dir() else None
+            resume_from_checkpoint = last_whole_checkpoint(folder)
             if resume_from_checkpoint is None:
                 raise ValueError(
                     f"resume_from_checkpoint=True, but output_dir={self.args.output_dir!r} holds no checkpoint; leave "
                     "it out to start a new run."
                 )
-        if resume_from_checkpoint:
+        elif resume_from_checkpoint:
             check_whole(resume_from_checkpoint)
+        if resume_from_checkpoint:
             self._check_resume(resume_from_checkpoint)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
@@ -108,6 +109,7 @@ class SafeCheckpoints:
 
 
 def _rename(source: Path, final: Path) -> None:
+    seal(source)
     replaced = source.with_name("replaced")
     if final.exists():  # from a run that went on from an earlier checkpoint
         final.rename(replaced)

@@ -1,9 +1,10 @@
 """
 Features of a frozen target on disk: safetensors shards beside a manifest that says what they were made of.
 
-A shard holds whole examples, one after the other: `features` `[T, L*H]`, `input_ids` `[T]`, `loss_mask` `[T]` and
-`offsets` `[examples + 1]`. It appears under its name when it is complete, and only then in the manifest, so that a run
-that is ended at any moment goes on after the last complete shard.
+A shard holds whole examples, one after the other: `features` `[T, L*H]`, `input_ids` `[T]`, `loss_mask` `[T]`,
+`offsets` `[examples + 1]`, and if wanted `states` `[T, H]`, the final hidden states that the target's head reads. It
+appears under its name when it is complete, and only then in the manifest, so that a run that is ended at any moment
+goes on after the last complete shard.
 """
 
 import hashlib
@@ -23,7 +24,7 @@ from dflash_hf.data.encode import digests_of_tokenizer
 from dflash_hf.data.examples import DFlashCollator
 from dflash_hf.files import atomic, differences, digest_of_file, locked, write_json
 from dflash_hf.modeling.target_dflash import decoder_layers
-from dflash_hf.target import digest_of_target, target_features
+from dflash_hf.target import check_logits, digest_of_target, target_features, target_forward
 
 
 MANIFEST = "manifest.json"
@@ -47,6 +48,7 @@ class FeatureManifest:
         chat_template_kwargs (`dict`): Its arguments.
         tokenizer (`str`): Digest of the vocabulary.
         max_length (`int`): Tokens at which examples were cut.
+        states (`bool`): Whether the final hidden states are stored too.
         data (`str`): Digest of all ids and loss masks.
         examples, tokens (`int`): Of the whole dataset.
         shards (`list[dict]`): `file`, `examples`, `tokens`, `bytes` and `sha256` of each complete shard.
@@ -62,10 +64,17 @@ class FeatureManifest:
     chat_template_kwargs: dict
     tokenizer: str
     max_length: int | None
+    states: bool = False
     data: str = ""
     examples: int = 0
     tokens: int = 0
     shards: list[dict] = field(default_factory=list)
+
+    @property
+    def token_bytes(self) -> int:
+        """What a token takes on disk."""
+        width = self.width + (self.width // len(self.layer_ids) if self.states else 0)
+        return width * DTYPES[self.dtype].itemsize + 8 + 1
 
     @property
     def complete(self) -> bool:
@@ -109,7 +118,7 @@ def drop_layers(target, device: torch.device):
     return target
 
 
-def describe(target, name: str, layer_ids: list[int], encoder, dtype: str) -> FeatureManifest:
+def describe(target, name: str, layer_ids: list[int], encoder, dtype: str, states: bool = False) -> FeatureManifest:
     """The manifest of features that are about to be stored, without data and shards."""
     digests = digests_of_tokenizer(encoder.tokenizer)
     return FeatureManifest(
@@ -123,6 +132,7 @@ def describe(target, name: str, layer_ids: list[int], encoder, dtype: str) -> Fe
         chat_template_kwargs=encoder.chat_template_kwargs,
         tokenizer=digests["tokenizer"],
         max_length=encoder.max_length,
+        states=states,
     )
 
 
@@ -148,9 +158,12 @@ def store_features(
         say: Is told the size before anything is computed.
 
     Raises:
-        `ValueError`: the folder holds other features, another process is storing there, or the disk has no room.
+        `ValueError`: the folder holds other features, another process is storing there, the disk has no room, or
+            states are wanted of a target whose logits are not its head's.
     """
     folder = Path(folder)
+    if manifest.states:
+        check_logits(target)
     with locked(folder):
         return _store(target, examples, folder, manifest, batch_size, shard_bytes, say)
 
@@ -168,8 +181,7 @@ def _store(target, examples, folder: Path, manifest, batch_size: int, shard_byte
         half.unlink()
 
     # 1. What it will take, before anything is computed.
-    dtype = DTYPES[manifest.dtype]
-    token_bytes = manifest.width * dtype.itemsize + 8 + 1
+    token_bytes = manifest.token_bytes
     done = sum(shard["tokens"] for shard in manifest.shards)
     needed, free = (manifest.tokens - done) * token_bytes, shutil.disk_usage(folder).free
     say(
@@ -189,7 +201,7 @@ def _store(target, examples, folder: Path, manifest, batch_size: int, shard_byte
             while last < len(lengths) and (tokens + lengths[last]) * token_bytes <= shard_bytes:
                 tokens, last = tokens + lengths[last], last + 1
             rows = [examples[i] for i in range(first, last)]
-            tensors = _shard(target, rows, first, manifest, dtype, batch_size, bar.update)
+            tensors = _shard(target, rows, first, manifest, batch_size, bar.update)
             name = f"features-{len(manifest.shards):05d}.safetensors"
             with atomic(folder / name) as half:
                 save_file(tensors, half)
@@ -201,24 +213,33 @@ def _store(target, examples, folder: Path, manifest, batch_size: int, shard_byte
     return manifest
 
 
-def _shard(target, rows, first, manifest, dtype, batch_size, on_tokens) -> dict[str, torch.Tensor]:
+def _shard(target, rows, first, manifest, batch_size, on_tokens) -> dict[str, torch.Tensor]:
     lengths = torch.tensor([0] + [len(row["input_ids"]) for row in rows])
-    offsets = lengths.cumsum(0)
-    features = torch.empty(int(offsets[-1]), manifest.width, dtype=dtype)
+    offsets, dtype = lengths.cumsum(0), DTYPES[manifest.dtype]
+    widths = {"features": manifest.width}
+    if manifest.states:
+        widths["states"] = manifest.width // len(manifest.layer_ids)
+    tensors = {name: torch.empty(int(offsets[-1]), width, dtype=dtype) for name, width in widths.items()}
     collate = DFlashCollator()
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))  # little padding
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
         batch = collate([{name: rows[i][name] for name in ("input_ids", "loss_mask")} for i in chosen])
         ids, mask = (batch[name].to(target.device) for name in ("input_ids", "attention_mask"))
-        found = target_features(target, manifest.layer_ids, ids, attention_mask=mask)  # [N, S, L*H]
+        if manifest.states:
+            output = target_forward(target, manifest.layer_ids, ids, attention_mask=mask)
+            found = {"features": output.features, "states": output.last_hidden_state}  # [N, S, L*H], [N, S, H]
+        else:
+            found = {"features": target_features(target, manifest.layer_ids, ids, attention_mask=mask)}
         for row, i in enumerate(chosen):
-            computed = found[row, : offsets[i + 1] - offsets[i]]
-            features[offsets[i] : offsets[i + 1]] = computed.to("cpu", dtype)
-            _check_finite(features[offsets[i] : offsets[i + 1]], computed, first + i, manifest)
+            place = slice(offsets[i], offsets[i + 1])
+            for name, values in found.items():
+                computed = values[row, : lengths[i + 1]]
+                tensors[name][place] = computed.to("cpu", dtype)
+                _check_finite(tensors[name][place], computed, first + i, manifest)
             on_tokens(int(lengths[i + 1]))
     return {
-        "features": features,
+        **tensors,
         "input_ids": torch.cat([torch.as_tensor(row["input_ids"], dtype=torch.int64) for row in rows]),
         "loss_mask": torch.cat([torch.as_tensor(row["loss_mask"], dtype=torch.uint8) for row in rows]),
         "offsets": offsets,
@@ -231,7 +252,8 @@ def _check_finite(stored: torch.Tensor, computed: torch.Tensor, row: int, manife
     if not wrong.any():
         return
     layer = manifest.layer_ids[int(wrong.nonzero()[0]) * len(manifest.layer_ids) // manifest.width]
-    where = f"Example {row}: features of layer {layer} of {manifest.target}"
+    what = f"features of layer {layer}" if stored.shape[1] == manifest.width else "final states"
+    where = f"Example {row}: {what} of {manifest.target}"
     if computed.isfinite().all():
         raise ValueError(
             f"{where} reach {computed.abs().max().item():.3g}, which is more than {manifest.dtype} holds; store them "
@@ -243,21 +265,28 @@ def _check_finite(stored: torch.Tensor, computed: torch.Tensor, row: int, manife
 
 class StoredFeatures(torch.utils.data.Dataset):
     """
-    Stored features as a dataset of rows `input_ids` `[S]`, `loss_mask` `[S]` and `features` `[S, L*H]`; only the row
-    that is asked for is read.
+    Stored features as a dataset of rows `input_ids` `[S]`, `loss_mask` `[S]`, `features` `[S, L*H]` and, if wanted,
+    `states` `[S, H]`; only the row that is asked for is read.
 
     Args:
         folder (`str` or `Path`): What [`store_features`] wrote.
         layer_ids (`list[int]`): The layers to read, in this order; none of them: rows without `features`. Default: all
             that are stored.
+        states (`bool`): Read the final hidden states too.
 
     Raises:
-        `ValueError`: the set is not complete, a shard is missing or damaged, or a layer is not stored.
+        `ValueError`: the set is not complete, a shard is missing or damaged, or a layer or the states are not stored.
     """
 
-    def __init__(self, folder: str | Path, layer_ids: list[int] | None = None):
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Path, layer_ids: list[int] | None = None, states: bool = False):
+        self.folder, self.states = Path(folder), states
         self.manifest = FeatureManifest.load(self.folder)
+        if states and not self.manifest.states:
+            raise ValueError(
+                f"{folder} was stored without the final states, which the target's own distribution is made of: store "
+                "the features again with `dflash features --states`, or train with label_source=data and loss_type=ce "
+                "or dpace."
+            )
         self.layer_ids = self.manifest.layer_ids if layer_ids is None else list(layer_ids)
         if not set(self.layer_ids) <= set(self.manifest.layer_ids):
             raise ValueError(
@@ -306,6 +335,8 @@ class StoredFeatures(torch.utils.data.Dataset):
         row = {name: file.get_slice(name)[place] for name in ("input_ids", "loss_mask")}
         if self.layer_ids:
             row["features"] = self._features(file.get_slice("features"), place)
+        if self.states:
+            row["states"] = file.get_slice("states")[place]
         return row
 
     def _features(self, stored, place: slice) -> torch.Tensor:
@@ -319,11 +350,11 @@ class StoredFeatures(torch.utils.data.Dataset):
         return {**self.__dict__, "files": {}}  # open files stay in their process
 
 
-def stored(folders: str | Path | Sequence[str | Path], layer_ids: list[int] | None = None):
+def stored(folders: str | Path | Sequence[str | Path], layer_ids: list[int] | None = None, states: bool = False):
     """[`StoredFeatures`] of a folder, or of several one after the other."""
     if isinstance(folders, str | Path):
-        return StoredFeatures(folders, layer_ids)
-    return torch.utils.data.ConcatDataset([StoredFeatures(folder, layer_ids) for folder in folders])
+        return StoredFeatures(folders, layer_ids, states)
+    return torch.utils.data.ConcatDataset([StoredFeatures(folder, layer_ids, states) for folder in folders])
 
 
 def parts_of(dataset) -> list:

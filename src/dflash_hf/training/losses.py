@@ -12,6 +12,7 @@ class TokenLosses:
     """What one pass through the head tells about every token."""
 
     values: torch.Tensor  # [...]  negative log-likelihood or divergence, differentiable; 0 where not known
+    nll: torch.Tensor  # [...]  negative log-likelihood of the label, without gradient; 0 where not known
     correct: torch.BoolTensor  # [...]  whether the label is the argmax; false where not known
     known: torch.BoolTensor  # [...]  counted, and a token that the drafter has
 
@@ -89,6 +90,7 @@ class _TokenLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, head, labels, teacher, chunk_size):
         losses = torch.empty(hidden.shape[0], device=hidden.device, dtype=_wide(hidden.dtype))  # [M]
+        nll = torch.empty_like(losses)  # [M]
         correct = torch.empty_like(labels, dtype=torch.bool)  # [M]
         needs_grad = ctx.needs_input_grad[0]
         grads = torch.empty_like(hidden) if needs_grad else None  # [M, H]
@@ -101,19 +103,20 @@ class _TokenLoss(torch.autograd.Function):
             gold = labels[rows].to(wide.device)
             correct[rows] = wide.argmax(-1) == gold
             if teacher is None:
-                losses[rows] = _cross_entropy(wide, gold)
+                losses[rows] = nll[rows] = _cross_entropy(wide, gold)
             else:
+                nll[rows] = torch.nn.functional.cross_entropy(wide, gold, reduction="none")
                 states = teacher.states[teacher.rows[rows].to(teacher.states.device)]  # [chunk, H]
                 losses[rows] = _divergence(wide, teacher.head(states).to(wide))
             if needs_grad:
                 (grads[rows],) = torch.autograd.grad(logits, chunk, wide.to(logits.dtype))
             del logits, wide  # before the next chunk's are made
         ctx.save_for_backward(grads)
-        ctx.mark_non_differentiable(correct)
-        return losses, correct
+        ctx.mark_non_differentiable(nll, correct)
+        return losses, nll, correct
 
     @staticmethod
-    def backward(ctx, grad_losses, _):
+    def backward(ctx, grad_losses, *_):
         (grads,) = ctx.saved_tensors
         return (grads * grad_losses[:, None]).to(grads.dtype), None, None, None, None
 
@@ -162,10 +165,11 @@ def token_losses(
     known = counted & (labels >= 0)
     if teacher is not None:
         teacher = replace(teacher, rows=teacher.rows[known])
-    kept, kept_correct = _TokenLoss.apply(hidden[known], head, labels[known], teacher, chunk_size)  # [M]
+    kept, *figures = _TokenLoss.apply(hidden[known], head, labels[known], teacher, chunk_size)  # [M]
     # Without a token, `values` still hangs on `hidden`: no rank is left out of backward.
     values = kept.new_zeros(labels.shape).masked_scatter(known, kept)
-    return TokenLosses(values, torch.zeros_like(known).masked_scatter(known, kept_correct), known)
+    nll, correct = (one.new_zeros(labels.shape).masked_scatter(known, one) for one in figures)
+    return TokenLosses(values, nll, correct, known)
 
 
 def block_loss(
@@ -184,7 +188,7 @@ def block_loss(
         `torch.Tensor` `[N]`, differentiable.
     """
     if slot_weights is None:
-        nll = losses.values.detach().masked_fill(counted & ~losses.known, math.inf)  # never drafted
+        nll = losses.nll.masked_fill(counted & ~losses.known, math.inf)  # never drafted
         weights = dpace_weights(nll, counted, alpha)
     else:
         weights = counted * slot_weights

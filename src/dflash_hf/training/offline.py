@@ -8,21 +8,22 @@ from dflash_hf.data.prepare import load_tokenizer, prepare_dataset
 from dflash_hf.data.prompts import template_kwargs
 from dflash_hf.data.sources import load_rows
 from dflash_hf.pairs import Loading, check_pair, check_token_id, device_of, load_target, loaded
-from dflash_hf.target import digest_of_target
+from dflash_hf.target import TargetOutput, digest_of_target
 from dflash_hf.terminal import Outcome, note, template_arguments
 from dflash_hf.training.features import StoredFeatures, describe, parts_of, store_features
 from dflash_hf.training.trainer import DFlashTrainer
 
 
 class FeatureCollator(DFlashCollator):
-    """As its parent, with `features` `[N, S, L*H]`, 0 on padding."""
+    """As its parent, with `features` `[N, S, L*H]` and, where they are read, `states` `[N, S, H]`, 0 on padding."""
 
     def __call__(self, examples: list[dict]) -> dict[str, torch.Tensor]:
         batch = super().__call__(examples)
-        first = examples[0]["features"]
-        batch["features"] = first.new_zeros(*batch["input_ids"].shape, first.shape[-1])
-        for row, example in enumerate(examples):
-            batch["features"][row, : len(example["features"])] = example["features"]
+        for name in {"features", "states"} & examples[0].keys():
+            first = examples[0][name]
+            batch[name] = first.new_zeros(*batch["input_ids"].shape, first.shape[-1])
+            for row, example in enumerate(examples):
+                batch[name][row, : len(example[name])] = example[name]
         return batch
 
 
@@ -33,10 +34,10 @@ class DFlashOfflineTrainer(DFlashTrainer):
 
     Args:
         train_dataset, eval_dataset ([`~dflash_hf.training.features.StoredFeatures`]): Of the same target and layers;
-            several of them as a `ConcatDataset`.
+            several of them as a `ConcatDataset`. With states where the loss needs the target's distribution.
 
     Raises:
-        `ValueError`: the features are those of another target or other layers, or the loss needs the target itself.
+        `ValueError`: the features are those of another target or other layers, or lack the states.
     """
 
     def __init__(self, model, target, args=None, train_dataset=None, eval_dataset=None, data_collator=None, **kwargs):
@@ -45,11 +46,11 @@ class DFlashOfflineTrainer(DFlashTrainer):
         for dataset in (train_dataset, *eval_datasets):
             for part in parts_of(dataset) if dataset is not None else []:
                 check_features(part, model.config, target)
-        if args is not None and (args.label_source != "data" or args.loss_type == "kl"):
-            raise ValueError(
-                f"label_source={args.label_source!r} and loss_type={args.loss_type!r} need the target's own forward; "
-                "stored features train with label_source='data' and loss_type='ce' or 'dpace'."
-            )
+                if args is not None and args.reads_states and not part.states:
+                    raise ValueError(
+                        f"label_source={args.label_source!r} with loss_type={args.loss_type!r} needs the target's "
+                        "final states; pass `StoredFeatures(folder, states=True)`."
+                    )
         if data_collator is None:
             pad_token_id = target.config.get_text_config().pad_token_id
             data_collator = FeatureCollator(0 if pad_token_id is None else pad_token_id)
@@ -58,9 +59,12 @@ class DFlashOfflineTrainer(DFlashTrainer):
     def check_examples(self, dataset) -> None:
         """Stored features were checked when they were stored; reading them all again would take hours."""
 
-    def read_target(self, inputs) -> tuple[torch.Tensor, torch.LongTensor, None]:
-        """The features of the batch, and its own tokens as labels."""
-        return inputs["features"], inputs["input_ids"], None
+    def check_target(self, target) -> None:
+        """Its logits were looked at when its states were stored."""
+
+    def run_target(self, inputs) -> TargetOutput:
+        """What it made of the batch."""
+        return TargetOutput(inputs["features"], inputs.get("states"))
 
 
 def check_features(dataset, draft_config, target) -> None:
@@ -132,7 +136,7 @@ def run(arguments, echo) -> Outcome:
         target,
         dataset,
         arguments.output,
-        describe(target, arguments.target, layer_ids, encoder, arguments.store_dtype),
+        describe(target, arguments.target, layer_ids, encoder, arguments.store_dtype, arguments.states),
         arguments.batch_size,
         int(arguments.shard_size * 1e9),
         echo,

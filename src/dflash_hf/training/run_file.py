@@ -15,6 +15,7 @@ from dflash_hf.target import digest_of_parameters, digest_of_target
 from dflash_hf.terminal import DetailedError
 from dflash_hf.training.checkpoints import UNFINISHED
 from dflash_hf.training.features import parts_of
+from dflash_hf.training.whole import last_whole_checkpoint
 
 
 logger = logging.get_logger(__name__)
@@ -47,7 +48,7 @@ def checkpoint_to_resume(folder: Path, resume: str | None, overwrite: bool) -> s
 
     Args:
         folder (`Path`): Its `output_dir`.
-        resume (`str`, *optional*): `"auto"`, the folder's last checkpoint if there is one; or a checkpoint.
+        resume (`str`, *optional*): `"auto"`, the folder's last whole checkpoint if there is one; or a checkpoint.
         overwrite (`bool`): Begin anew in a folder that has been used.
 
     Raises:
@@ -64,7 +65,7 @@ def checkpoint_to_resume(folder: Path, resume: str | None, overwrite: bool) -> s
     found = used_by(folder)
     last = resume
     if resume == "auto":
-        last = get_last_checkpoint(folder) if folder.is_dir() else None
+        last = last_whole_checkpoint(folder)
     elsewhere = last is None or Path(last).resolve().parent != folder.resolve()
     if found and elsewhere and not overwrite:
         why = f"no checkpoint to go on from, but {found}" if resume == "auto" else found

@@ -77,7 +77,7 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
 
     # 3. Data, encoded by one process for all; it says which tokens a reduced vocabulary holds.
     with args.main_process_first(desc="data"):
-        train_dataset, eval_dataset = _datasets(recipe, draft.config, encoder, say)
+        train_dataset, eval_dataset = _datasets(recipe, args, draft.config, encoder, say)
     if recipe.draft_vocab_size:
         _choose_vocabulary(recipe, draft, target, train_dataset, say)
 
@@ -255,14 +255,14 @@ def _choose_vocabulary(recipe: RecipeArguments, draft, target, dataset, say) -> 
     say(f"draft vocabulary  {recipe.draft_vocab_size:,} tokens, {share:.2%} of those that are learned")
 
 
-def _datasets(recipe: RecipeArguments, config, encoder, say):
+def _datasets(recipe: RecipeArguments, args, config, encoder, say):
     from dflash_hf.data.prepare import prepare_dataset
     from dflash_hf.data.sources import load_rows
     from dflash_hf.training.features import stored
 
     if recipe.features:
         folders = (recipe.features, recipe.eval_features)
-        return tuple(stored(one, config.target_layer_ids) if one else None for one in folders)
+        return tuple(stored(one, config.target_layer_ids, args.reads_states) if one else None for one in folders)
 
     def prepared(data, split, streaming, packing):
         rows = load_rows(data, split, streaming, recipe.data_name, recipe.data_revision)

@@ -17,6 +17,7 @@ from dflash_hf.modeling.modeling_dflash import additive
 from dflash_hf.modeling.target_dflash import raw_embedding
 from dflash_hf.pairs import loaded
 from dflash_hf.target import (
+    TargetOutput,
     check_fit,
     check_logits,
     freeze,
@@ -132,12 +133,14 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
         self.target = freeze(target)
         if not hasattr(target, "hf_device_map") and target.device != args.device:
             target.to(args.device)
-        if args.loss_type == "kl":
-            check_logits(target)
+        self.check_target(target)
         self.draft_head = partial(model.draft_logits, target_head=target.get_output_embeddings())
-        self.draft_ids = draft_ids(model)
+        self.draft_ids = draft_ids(model)  # [V] or None
+        self.drafted_ids = None  # [v], the target's id of each of the drafter's tokens
+        if self.draft_ids is not None:
+            self.drafted_ids = model.target_ids(torch.arange(len(model.d2t)))
         self.slot_weights = None  # D-PACE has its own
-        if args.loss_type != "dpace":
+        if not args.uses_dpace:
             self.slot_weights = slot_weights(model.config.block_size, args.loss_decay_gamma).to(args.device)  # [B]
         self.train_statistics = self.eval_statistics = self.no_statistics()
         self.train_tokens, self.clock = torch.zeros((), device=args.device), None
@@ -217,21 +220,34 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
 
     def read_target(self, inputs) -> tuple[torch.Tensor, torch.LongTensor, torch.Tensor | None]:
         """
-        What the frozen target makes of a batch; a subclass may know it from elsewhere.
+        What the frozen target makes of a batch.
 
         Returns:
             The features `[N, S, L*H_t]` of every token, the labels by position `[N, S]`, its own tokens where the data
             was not written by it, and its final hidden states `[N, S, H_t]` where distributions are compared.
         """
-        args, input_ids, layer_ids = self.args, inputs["input_ids"], self.draft_config.target_layer_ids
-        masks = packed_masks(self.target, layer_ids, inputs)
-        if args.label_source == "data" and args.loss_type != "kl":
-            return target_features(self.target, layer_ids, input_ids, **masks), input_ids, None
-        output = target_forward(self.target, layer_ids, input_ids, **masks)
-        states, label_ids = output.last_hidden_state, input_ids
+        args, input_ids = self.args, inputs["input_ids"]
+        output, label_ids = self.run_target(inputs), input_ids
+        states = output.last_hidden_state
         if args.label_source == "target":
             label_ids = target_labels(self.target, states, input_ids, inputs["loss_mask"], args.loss_chunk_size)
-        return output.features, label_ids, states if args.loss_type == "kl" else None
+        return output.features, label_ids, states if args.has_teacher else None
+
+    def check_target(self, target) -> None:
+        """
+        Raises:
+            `ValueError`: the loss needs the target's distribution, and it is not known.
+        """
+        if self.args.has_teacher:
+            check_logits(target)
+
+    def run_target(self, inputs) -> TargetOutput:
+        """Its forward, as far as it is needed; a subclass may know it from elsewhere."""
+        layer_ids = self.draft_config.target_layer_ids
+        masks = packed_masks(self.target, layer_ids, inputs)
+        if self.args.reads_states:
+            return target_forward(self.target, layer_ids, inputs["input_ids"], **masks)
+        return TargetOutput(target_features(self.target, layer_ids, inputs["input_ids"], **masks), None)
 
     def teacher(self, states: torch.Tensor, anchors: torch.LongTensor) -> Teacher:
         """The target's distribution at each slot: slot `k` of anchor `a` is predicted by the state at `a + k - 1`."""
@@ -243,8 +259,7 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
 
     def teacher_logits(self, states: torch.Tensor) -> torch.Tensor:
         """The target's logits `[M, V]` of its final hidden states `[M, H_t]`, over the tokens that the drafter has."""
-        logits = target_logits(self.target, states)
-        return logits if self.draft_ids is None else logits[:, (self.draft_ids >= 0).to(logits.device)]
+        return target_logits(self.target, states, self.drafted_ids)
 
     def build_blocks(self, inputs: dict[str, torch.Tensor], label_ids: torch.LongTensor | None = None) -> Blocks:
         """The blocks of a batch with anchors, see [`~dflash_hf.training.blocks.build_blocks`]."""

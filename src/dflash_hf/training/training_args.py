@@ -8,7 +8,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 
 _CHOICES = {
-    "loss_type": ("ce", "dpace", "kl"),
+    "loss_type": ("ce", "dpace", "kl", "dpace_kl"),
     "label_source": ("data", "target"),
     "block_attention": ("auto", "flex", "dense"),
 }
@@ -22,7 +22,8 @@ class DFlashTrainingArguments(TrainingArguments):
     Args:
         num_anchors (`int`): Blocks sampled from each sequence at each step.
         loss_type (`str`): `"ce"`: cross-entropy with decaying slot weights. `"dpace"`: with D-PACE's weights
-            (arXiv 2605.18810). `"kl"`: divergence from the target's own distribution, with decaying slot weights.
+            (arXiv 2605.18810). `"kl"`, `"dpace_kl"`: divergence from the target's own distribution, with the weights
+            of either; for drafts that are drawn when the target samples.
         loss_decay_gamma (`float`): Slot `k` weighs `exp(-(k - 1) / gamma)`; `inf` weighs all alike. Default: by block
             size, see [`~dflash_hf.training.losses.default_gamma`]. D-PACE does not use it.
         dpace_alpha (`float`): How far D-PACE smooths the drafter's probabilities towards 1.
@@ -54,7 +55,7 @@ class DFlashTrainingArguments(TrainingArguments):
         default=None, metadata={"help": "Train so long; the learning rate decays by the clock."}
     )
     num_anchors: int = field(default=512, metadata={"help": "Blocks sampled from each sequence at each step."})
-    loss_type: str = field(default="ce", metadata={"help": "The loss: 'ce', 'dpace' or 'kl'."})
+    loss_type: str = field(default="ce", metadata={"help": "The loss: 'ce', 'dpace', 'kl' or 'dpace_kl'."})
     dpace_alpha: float = field(default=0.5, metadata={"help": "Smoothing of D-PACE's probabilities, 0 to 1."})
     loss_decay_gamma: float | None = field(
         default=None, metadata={"help": "Decay of the slot weights; default by block size (7, 5, 4 for 16, 10, 8)."}
@@ -67,6 +68,21 @@ class DFlashTrainingArguments(TrainingArguments):
     block_attention: str = field(
         default="auto", metadata={"help": "Attention over blocks: 'flex' (CUDA), 'dense', or 'auto'."}
     )
+
+    @property
+    def uses_dpace(self) -> bool:
+        """Whether slots have the weights of D-PACE, not decaying ones."""
+        return self.loss_type.startswith("dpace")
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether the drafter is compared with the target's distribution, not with labels."""
+        return self.loss_type.endswith("kl")
+
+    @property
+    def reads_states(self) -> bool:
+        """Whether the target's final hidden states are needed, not its features alone."""
+        return self.has_teacher or self.label_source == "target"
 
     def __post_init__(self):
         super().__post_init__()

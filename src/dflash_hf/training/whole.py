@@ -4,48 +4,99 @@ import json
 import zipfile
 from pathlib import Path
 
+from transformers.utils import logging
 
+from dflash_hf.files import digest_of_file, write_json
+
+
+logger = logging.get_logger(__name__)
+FILES = "files.json"  # of a checkpoint: what it was saved with
 _ARCHIVES = ("*.pt", "*.pth", "*.bin")
+
+
+def seal(folder: Path) -> None:
+    """Write the sizes and digests of a checkpoint's files into it, for [`check_whole`]."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != FILES)
+    files = {path.relative_to(folder).as_posix(): [path.stat().st_size, digest_of_file(path)] for path in paths}
+    write_json(folder / FILES, files)
 
 
 def check_whole(checkpoint: str | Path) -> None:
     """
-    Open each file of a checkpoint as far as its table of contents.
+    Compare the files of a checkpoint with those that it was saved with; one that lists none of them (of an earlier
+    version, or of another trainer) is opened as far as its files' tables of contents.
 
     Args:
         checkpoint (`str` or `Path`): A folder `checkpoint-N`.
 
     Raises:
         `FileNotFoundError`: there is no such folder.
-        `ValueError`: a file of it was cut off; names it, and the checkpoint before.
+        `ValueError`: a file of it is missing, cut off or has changed; names it, and the checkpoint before.
     """
     folder = Path(checkpoint)
     if not folder.is_dir():
         raise FileNotFoundError(f"resume_from_checkpoint={checkpoint}: there is no such folder.")
-    for pattern in _ARCHIVES:
-        for path in sorted(folder.glob(pattern)):
-            if not zipfile.is_zipfile(path):
-                raise ValueError(_damaged(path))
-    for path in sorted(folder.glob("*.safetensors")):
-        from dflash_hf.modeling.checkpoint_dflash import read_header
+    if (damage := _damage(folder)) is not None:
+        earlier = next((one for one in checkpoints_of(folder.parent) if _number(one) < _number(folder)), None)
+        remedy = f"go on from {earlier} (resume_from_checkpoint={earlier})" if earlier else "start the run anew"
+        raise ValueError(f"{damage}: remove {folder}, and {remedy}.")
 
-        try:
+
+def last_whole_checkpoint(folder: Path) -> str | None:
+    """
+    The last checkpoint of a run that is whole; a warning names what is wrong with those after it.
+
+    Raises:
+        `ValueError`: there are checkpoints, and none is whole; names a file.
+    """
+    damage = None
+    for checkpoint in checkpoints_of(folder):
+        if (damage := _damage(checkpoint)) is None:
+            return str(checkpoint)
+        logger.warning(f"{damage}: looking at the checkpoint before it.")
+    if damage is not None:
+        raise ValueError(
+            f"{damage}, and no other checkpoint is whole: start the run anew (overwrite_output_dir=true)."
+        )
+    return None
+
+
+def checkpoints_of(folder: Path) -> list[Path]:
+    """The checkpoints of a run, the last one first."""
+    found = [one for one in folder.glob("checkpoint-*") if one.is_dir() and _number(one)]
+    return sorted(found, key=_number, reverse=True)
+
+
+def _damage(folder: Path) -> str | None:
+    listed = folder / FILES
+    if not listed.is_file():
+        path = next((path for path in sorted(folder.iterdir()) if not _opens(path)), None)
+        return None if path is None else f"{path} is cut off or damaged"
+    try:
+        for name, (size, digest) in json.loads(listed.read_text(encoding="utf-8")).items():
+            path = folder / name
+            if not path.is_file():
+                return f"{path} is missing"
+            if path.stat().st_size != size or digest_of_file(path) != digest:
+                return f"{path} is cut off or damaged"
+    except (ValueError, TypeError, AttributeError):
+        return f"{listed} is cut off or damaged"
+    return None
+
+
+def _opens(path: Path) -> bool:
+    if any(path.match(pattern) for pattern in _ARCHIVES):
+        return zipfile.is_zipfile(path)
+    try:
+        if path.suffix == ".safetensors":
+            from dflash_hf.modeling.checkpoint_dflash import read_header
+
             read_header(str(path))
-        except (ValueError, OSError) as error:
-            raise ValueError(_damaged(path)) from error
-    for path in sorted(folder.glob("trainer_state.json")):
-        try:
+        elif path.name == "trainer_state.json":
             json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(_damaged(path)) from error
-
-
-def _damaged(path: Path) -> str:
-    number = _number(path.parent)
-    before = [one for one in path.parent.parent.glob("checkpoint-*") if one.is_dir() and _number(one) < number]
-    earlier = max(before, key=_number, default=None)
-    remedy = f"go on from {earlier} (resume_from_checkpoint={earlier})" if earlier else "start the run anew"
-    return f"{path} is cut off or damaged: remove {path.parent}, and {remedy}."
+    except (ValueError, OSError):
+        return False
+    return True
 
 
 def _number(folder: Path) -> int:
