@@ -74,7 +74,8 @@ def parse(words: list[str]) -> None:
     elif program == "accelerate":
         at = rest.index("-m")
         options = dict(zip(rest[1:at:2], rest[2:at:2]))
-        assert rest[0] == "launch" and Path(options["--config_file"]).name in shipped()
+        assert rest[0] == "launch"
+        assert "--config_file" not in options or Path(options["--config_file"]).name in shipped()
         assert rest[at + 1] == "dflash_hf.cli"
         parse(["dflash", *rest[at + 2 :]])
     elif program == "pip":
