@@ -27,7 +27,7 @@ def test_on_the_good_pair_nothing_is_named(case):
     assert found.facts()["cause"] is None
 
 
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault is not causal], ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_each_fault_is_named(fault, case, tmp_path):
     fault(case, folder=tmp_path)
     found = diagnose(case)
@@ -35,10 +35,9 @@ def test_each_fault_is_named(fault, case, tmp_path):
     assert found.lines()[-1].endswith(found.cause.remedy)
 
 
-def test_a_fault_that_costs_little_is_named_or_nothing_is(case):
+def test_a_fault_that_costs_little_is_known_by_likelihood(case):
     """Without later masks in sight this drafter loses a tenth of a token, which 64 texts hardly tell from chance."""
     causal(case)
-    found = diagnose(case)
-    assert found.cause is None or found.cause.key == "causal"
-    (tried,) = [one for one in found.facts()["tried"] if one["key"] == "causal"]
-    assert tried["name"] == "bidirectional blocks" and tried["standard_errors"] > 2
+    (tried,) = [one for one in diagnose(case).facts()["tried"] if one["key"] == "causal"]
+    assert tried["name"] == "bidirectional blocks" and tried["nats"] > 0.1
+    assert tried["nats_standard_errors"] > 1.5 * tried["standard_errors"] > 3

@@ -10,7 +10,7 @@ from dflash_hf.data.encode import digests_of_tokenizer
 from dflash_hf.doctor.experiments import Case, Experiment, experiments
 from dflash_hf.doctor.measure import Change, Counts, Text, measure
 from dflash_hf.doctor.texts import surprise
-from dflash_hf.doctor.verdict import difference, is_better, likeliest
+from dflash_hf.doctor.verdict import accepts_more, difference, is_better, likeliest, likelihood
 
 
 DECODED = 8  # prompts that are decoded
@@ -54,15 +54,19 @@ class Diagnosis:
             f"prompts           cost the target {self.surprise:.2f} nats a token; a guess costs {self.guess:.2f}",
             *[f"noticed           the {what} is unlike that of the drafter's training" for what in self.unlike],
             "",
-            f"{'tried':44}{'tau':>6}{'change':>9}{'std. errors':>13}",
+            f"{'tried':44}{'tau':>6}{'change':>9}{'std. errors':>13}{'nats':>8}{'std. errors':>13}",
         ]
         for one, counts in zip(self.tried, self.counts, strict=True):
             if not sum(counts.blocks):
                 lines.append(f"{one.name:44}{'no text':>6}")
                 continue
-            gain, errors = difference(self.as_given, counts)
+            before = self.before(one)
+            gain, errors = difference(before, counts)
             mark = "  <- likeliest cause" if one is self.cause else "  better" if self.better(one, counts) else ""
-            lines.append(f"{one.name:44}{counts.tau:6.2f}{gain:+9.2f}{errors:+13.1f}{mark}")
+            figures = f"{one.name:44}{counts.tau:6.2f}{gain:+9.2f}{errors:+13.1f}"
+            if one.change.texts is None and before.nats:  # of other texts, likelihoods say nothing
+                figures += "{:+8.2f}{:+13.1f}".format(*likelihood(before, counts))
+            lines.append(f"{figures:93}{mark}".rstrip())
         lines.append("")
         if self.cause is None:
             return [
@@ -73,15 +77,24 @@ class Diagnosis:
             ]
         return [*lines, f"likeliest cause   {self.cause.cause}", f"remedy            {self.cause.remedy}"]
 
+    def before(self, one: Experiment) -> Counts:
+        """What an experiment is compared with."""
+        return self.decoded if one.key == "decoding" else self.as_given
+
     def better(self, one: Experiment, counts: Counts) -> bool:
-        return is_better(self.as_given, counts, one.change.texts is None)
+        before = self.before(one)
+        same = one.change.texts is None
+        return is_better(before, counts, same) if before.nats else accepts_more(before, counts, same)
 
     def facts(self) -> dict:
         """For `--json`."""
         tried = []
         for one, counts in zip(self.tried, self.counts, strict=True):
-            gain, errors = difference(self.as_given, counts)
+            before = self.before(one)
+            gain, errors = difference(before, counts)
             figures = {"tau": counts.tau, "gain": gain, "standard_errors": errors, "better": self.better(one, counts)}
+            if one.change.texts is None and before.nats:
+                figures["nats"], figures["nats_standard_errors"] = likelihood(before, counts)
             tried.append({"key": one.key, "name": one.name, **figures, "blocks": sum(counts.blocks)})
         cause = self.cause
         return {
@@ -126,7 +139,7 @@ def diagnose(case: Case, progress: Callable[[Iterable], Iterable] = iter) -> Dia
     cause = None
     if nats > guess:
         cause = next(one for one in tried if one.key == "tokenizer")
-    elif is_better(decoded, forced, same_blocks=True):
+    elif accepts_more(decoded, forced, same_blocks=True):
         cause = _decoding_is_worse(case)
         tried.append(cause)
         counts.append(forced)

@@ -3,7 +3,8 @@ Teacher-forced acceptance under small changes, over the same blocks.
 
 A text is fixed, and in it the anchors. Of each anchor the drafter fills one block, given the target's features of the
 text before it, and the accepted prefix is counted: what verification would accept there, were the text the target's
-own. A change is measured by counting again; where it concerns the drafter alone, on features computed once.
+own; and the text's tokens are weighed: how likely the drafter holds them. A change is measured by doing both again;
+where it concerns the drafter alone, on features computed once.
 """
 
 import copy
@@ -18,6 +19,7 @@ from dflash_hf.modeling.modeling_dflash import DFlashDraftModel, additive
 from dflash_hf.modeling.target_dflash import raw_embedding
 from dflash_hf.target import target_features
 from dflash_hf.training.blocks import block_mask, build_blocks, sample_anchors
+from dflash_hf.training.start import draft_ids
 
 
 @dataclass
@@ -91,7 +93,7 @@ def changed_draft(draft: DFlashDraftModel, fields: dict, dtype: torch.dtype | No
 @torch.no_grad()
 def hits(target, draft: DFlashDraftModel, text: Text, features: torch.Tensor, change: Change):
     """
-    Which drafted tokens are the text's, block by block.
+    Which drafted tokens are the text's, block by block, and how likely the text's tokens are to the drafter.
 
     Args:
         draft (`DFlashDraftModel`): Of [`changed_draft`].
@@ -99,6 +101,7 @@ def hits(target, draft: DFlashDraftModel, text: Text, features: torch.Tensor, ch
 
     Returns:
         `correct` and `counted`, `torch.BoolTensor` `[A, B-1]`, of slots 1..B-1; the end of the text counts nothing.
+        `nats`, `torch.Tensor` `[A, B-1]`, log-probabilities; 0 of what is not counted or cannot be drafted.
     """
     config, device = draft.config, features.device
     ids, anchors = text.input_ids.to(device), text.anchors.to(device)
@@ -119,8 +122,13 @@ def hits(target, draft: DFlashDraftModel, text: Text, features: torch.Tensor, ch
     generator.head = change.head or generator.head
     states = hidden[:, :-1] if change.shift else hidden[:, 1:]
     drafted = generator.walk(ids[0, anchors[0]], states, temperature=0.0)[0]  # [A, B]
-    counted = blocks.counted[0, :, 1:]
-    return (drafted[:, 1:] == blocks.labels[0, :, 1:]) & counted, counted
+    counted, labels = blocks.counted[0, :, 1:], blocks.labels[0, :, 1:]
+    log_probs = draft.draft_logits(states, generator.head).float().log_softmax(-1)  # [A, B-1, V]
+    own = draft_ids(draft)
+    own = labels if own is None else own[labels]
+    known = counted & (own >= 0) & (own < log_probs.shape[-1])
+    nats = log_probs.gather(-1, own.masked_fill(~known, 0)[..., None])[..., 0] * known
+    return (drafted[:, 1:] == labels) & counted, counted, nats
 
 
 @dataclass
@@ -131,25 +139,29 @@ class Counts:
     Args:
         accepted (`list[int]`): Drafted tokens that verification would accept, over the blocks of the text.
         blocks (`list[int]`): Blocks.
+        nats (`list[float]`): Log-probability of the text's tokens, over its blocks; none where tokens were decoded.
         slots (`torch.Tensor`): `[4, B-1]`, over all texts: of slots 1..B-1 the tokens counted, correct, reached (all
             before are correct) and accepted.
     """
 
     accepted: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
+    nats: list[float] = field(default_factory=list)
     slots: torch.Tensor | float = 0.0
 
-    def add(self, correct: torch.BoolTensor, counted: torch.BoolTensor) -> None:
+    def add(self, correct: torch.BoolTensor, counted: torch.BoolTensor, nats: torch.Tensor) -> None:
         kept = correct.int().cumprod(-1)  # [A, B-1]
         reached = nn.functional.pad(kept[:, :-1], (1, 0), value=1) * counted
         self.accepted.append(int(kept.sum()))
         self.blocks.append(len(kept))
+        self.nats.append(nats.sum().item())
         self.slots = self.slots + torch.stack([one.sum(0) for one in (counted, correct, reached, kept)]).cpu().float()
 
     def nothing(self) -> None:
         """There is no text of this prompt."""
         self.accepted.append(0)
         self.blocks.append(0)
+        self.nats.append(0.0)
 
     @property
     def tau(self) -> float:
