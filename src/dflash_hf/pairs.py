@@ -188,12 +188,17 @@ def load_target(name: str, loading: Loading, device=None, form: str = "--{} {}",
     try:
         return AutoModelForCausalLM.from_pretrained(name, **options).eval()
     except SafetensorError as error:
-        damage = f"{what}: its safetensors are damaged or only half written ({one_line(error, 100)})"
-        raise ValueError(f"{damage}; download or save them again.") from error
+        raise ValueError(damaged(what, error)) from error
     except ValueError as error:
         raise ValueError(_about_remote_code(what, error)) from error
     except ImportError as error:
         raise ImportError(f"{what} needs a library that is not installed: {one_line(error, 160)}") from error
+
+
+def damaged(what: str, error: Exception) -> str:
+    """What a `SafetensorError` says to its reader."""
+    damage = f"{what}: its safetensors are damaged or only half written ({one_line(error, 100)})"
+    return f"{damage}; download or save them again."
 
 
 def load_draft(name: str, loading: Loading, device: str | None = None):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import shutil
 import signal
 import sys
 import time
@@ -11,6 +12,8 @@ import pytest
 from support.serving import MAX_TOKENS, chat_ids, save_readable_target
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.utils.import_utils import is_serve_available
+
+from dflash_hf.cli import main
 
 
 if not is_serve_available():
@@ -124,6 +127,15 @@ def test_what_cannot_be_answered_is_told(server):
     assert tokens <= 256 - 200
     assert [model.id for model in server.client.models.list()] == [server.model]
     assert server.client.get(server.url.removesuffix("/v1") + "/health", cast_to=object) == {"status": "ok"}
+
+
+def test_a_target_that_is_half_written_is_told(folder, tmp_path, capsys):
+    shutil.copytree(folder, tmp_path / "torn")
+    weights = tmp_path / "torn" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    assert main(["serve", "--target", str(tmp_path / "torn"), "--port", "0", "--device", "cpu"]) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.endswith("; download or save them again.") and "safetensors are damaged or only half written" in error
 
 
 @pytest.mark.slow

@@ -36,11 +36,12 @@ def run(arguments, echo) -> Outcome:
         raise UsageError("--dry-run prints the command of another engine; add --engine vllm or --engine sglang.")
     from transformers.utils.import_utils import is_serve_available
 
-    from dflash_hf.pairs import Loading, check_pair, device_of, load_draft, set_decoding
+    from dflash_hf.pairs import Loading, check_pair, damaged, device_of, load_draft, set_decoding
 
     if not is_serve_available():
         raise ImportError(f"Serving needs packages that are not installed: {install('serving')}.")
     import torch
+    from safetensors import SafetensorError
 
     from dflash_hf.data.prompts import template_kwargs
     from dflash_hf.serving.server import DraftedServe, bound
@@ -55,18 +56,21 @@ def run(arguments, echo) -> Outcome:
     draft = load_draft(arguments.draft, loading, device) if arguments.draft else None
     set_decoding(draft, arguments)
     given = template_arguments(arguments.template_args)
-    DraftedServe(
-        f"{arguments.target}@{loading.revision}" if loading.revision else arguments.target,
-        draft,
-        say=echo.note,
-        at=at,
-        packed=arguments.packed,
-        template=template_kwargs(given, draft_config=draft and draft.config, say=echo.note),
-        device=device,
-        dtype=loading.dtype,
-        trust_remote_code=loading.trust_remote_code,
-        log_level="info" if arguments.verbose else "error",
-    )
+    try:
+        DraftedServe(
+            f"{arguments.target}@{loading.revision}" if loading.revision else arguments.target,
+            draft,
+            say=echo.note,
+            at=at,
+            packed=arguments.packed,
+            template=template_kwargs(given, draft_config=draft and draft.config, say=echo.note),
+            device=device,
+            dtype=loading.dtype,
+            trust_remote_code=loading.trust_remote_code,
+            log_level="info" if arguments.verbose else "error",
+        )
+    except SafetensorError as error:  # upstream loads the target
+        raise ValueError(damaged(f"--target {arguments.target}", error)) from error
     return Outcome()
 
 
