@@ -34,7 +34,7 @@ def execute(path: Path, figures: Path | None = None) -> dict:
 
         def show(pictures=pictures):
             stream = io.BytesIO()
-            pyplot.gcf().savefig(stream, format="png", dpi=110)
+            pyplot.gcf().savefig(stream, format="png", dpi=110, bbox_inches="tight")
             pyplot.close("all")
             pictures.append(stream.getvalue())
 
