@@ -59,12 +59,16 @@ def test_a_curve_has_a_bar_for_each_decoding_and_a_mark():
 
 
 @pytest.mark.real
-def test_the_demo_of_the_real_pair(real_target, tmp_path, capsys):
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])  # which takes a minute
+def test_the_demo_of_the_real_pair(compiled, real_target, tmp_path, capsys, monkeypatch):
     drafter_folder()
+    if not compiled:
+        monkeypatch.setattr(demo, "has_compiler", lambda: False)
     options = ["--prompts", "2", "--max-new-tokens", "24", "--output", str(tmp_path), "--dtype", "float32"]
     assert main(["demo", *options]) == 0
     printed = capsys.readouterr().out
-    assert "2 of 2 outputs equal" in printed and "same, tree, compiled, packed" in printed
+    assert "2 of 2 outputs equal" in printed and "same, tree, packed" in printed
+    assert ("same, tree, compiled, packed" in printed) == compiled
 
 
 @pytest.mark.slow  # a minute
