@@ -36,7 +36,7 @@ def test_every_way_of_decoding_in_turn(pair, tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "has_compiler", lambda: False)
     lines = []
     report = demo.run_demo(pair, 3, max_new_tokens=12, output=tmp_path / "new", say=lines.append)
-    alone, ours = {"target", "target_packed", "prompt_lookup"}, {"dflash", "dflash_tree", "dflash_tree_packed"}
+    alone, ours = {"target", "target_packed", "prompt_lookup"}, {"dflash", "dflash_tree_packed"}
     assert report.lossless and set(report.methods) == alone | ours
     text = "\n".join(lines)
     said = ("compare   3 requests", "no C++ compiler here", "with the drafter", "3 of 3 outputs equal")

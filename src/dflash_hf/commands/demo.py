@@ -12,7 +12,7 @@ AGAIN = "the same command begins anew"
 def add_arguments(parser) -> None:
     parser.add_argument("--draft", help="another drafter of SmolLM2-135M-Instruct; default: the one that comes along")
     parser.add_argument("--prompts", type=positive, default=12, help="requests to answer; default: %(default)s")
-    parser.add_argument("--max-new-tokens", type=positive, default=48, help="default: %(default)s")
+    parser.add_argument("--max-new-tokens", type=positive, default=40, help="default: %(default)s")
     parser.add_argument("--runs", type=positive, default=1, help="timed repetitions; default: %(default)s")
     parser.add_argument(
         "--dtype",

@@ -27,7 +27,6 @@ from dflash_hf.evaluation.measure import (
     PROMPT_LOOKUP,
     TARGET,
     TARGET_PACKED,
-    TREE,
     TREE_COMPILED_PACKED,
     TREE_PACKED,
     EvalReport,
@@ -94,7 +93,7 @@ def requests(count: int) -> list[dict]:
 def run_demo(
     pair: DemoPair,
     num_prompts: int = 12,
-    max_new_tokens: int = 48,
+    max_new_tokens: int = 40,
     runs: int = 1,
     output: Path | None = None,
     color: bool = False,
@@ -126,7 +125,7 @@ def run_demo(
         prompts,
         max_new_tokens,
         runs,
-        [TARGET, TARGET_PACKED, PROMPT_LOOKUP, DFLASH, TREE, TREE_PACKED, *compiled],
+        [TARGET, TARGET_PACKED, PROMPT_LOOKUP, DFLASH, TREE_PACKED, *compiled],
         progress=lambda rounds: logging.tqdm(rounds, desc="compare", disable=None, leave=False),
     )
     request, pieces, lengths = sample_of(pair, rows, report)
