@@ -252,9 +252,9 @@ def set_decoding(draft, arguments) -> None:
     draft.decoding_config.check(draft.config.block_size)
 
 
-def pack(arguments, *models) -> None:
+def pack(packed: bool, *models) -> None:
     """`--packed`: lay out the weights of those models that are there for the CPU."""
-    if arguments.packed:
+    if packed:
         from dflash_hf.packed_linear import packed_weights
 
         packed_weights(*(model for model in models if model is not None))

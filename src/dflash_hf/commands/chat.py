@@ -73,7 +73,7 @@ def _conversation(arguments, sampling: dict, echo):
     draft = load_draft(arguments.draft, loading, device) if arguments.draft else None
     set_decoding(draft, arguments)
     target = load_target(arguments.target, loading, device)
-    pack(arguments, target, draft)
+    pack(arguments.packed, target, draft)
     if draft is not None:
         watch_rounds(draft)
     given = template_arguments(arguments.template_args)

@@ -71,7 +71,7 @@ def run(arguments, echo) -> Outcome:
     set_decoding(draft, arguments)
     prompt_ids = _ids(tokenizer, prompt, draft, arguments, positions_of(config), echo.note)
     target = load_target(arguments.target, loading, device)
-    pack(arguments, target, draft)
+    pack(arguments.packed, target, draft)
     input_ids = torch.tensor([prompt_ids], device=target.device)
     inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
     options = {"max_new_tokens": arguments.max_new_tokens, "return_dict_in_generate": True, **sampling}

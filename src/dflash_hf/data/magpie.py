@@ -448,7 +448,7 @@ def run(arguments, echo) -> int:
             return 0
         target = load_target(arguments.target, loading)
         output.settle({"weights": digest_of_target(target), "dtype": str(target.dtype)})
-        pack(arguments, target)
+        pack(arguments.packed, target)
         left_out, new = Counter(), 0
         with logging.tqdm(total=arguments.count, initial=len(before), unit="request", desc="prompts") as bar:
             for batch in prompt_batches(target, tokenizer, arguments.count, settings, before):

@@ -225,7 +225,7 @@ def _in_process(arguments, encoder: RowEncoder, prompts: dict, output: ResponseF
         encoder.mask_token_id = draft.config.mask_token_id if draft else spare_token_id(target, encoder.tokenizer)
     known = {"weights": digest_of_target(target), "dtype": str(target.dtype), "mask_token_id": encoder.mask_token_id}
     output.settle(known)
-    pack(arguments, target, draft)
+    pack(arguments.packed, target, draft)
     config = copy.deepcopy(target.generation_config)
     if arguments.temperature is not None:
         config.do_sample = arguments.temperature > 0

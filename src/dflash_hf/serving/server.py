@@ -21,7 +21,7 @@ from transformers import set_seed
 from transformers.cli.serve import Serve
 from transformers.cli.serving.utils import GenerateManager, _GenerationCancelled
 
-from dflash_hf.packed_linear import packed_weights
+from dflash_hf.pairs import pack
 from dflash_hf.serving.conversation import room_for_answer
 from dflash_hf.terminal import one_line
 
@@ -74,8 +74,7 @@ class DraftedServe(Serve):
         models, app = self._model_manager, self.server.config.app
         name = models.process_model_name(self.target)
         target = models.loaded_models[name].model
-        if self.packed:
-            packed_weights(*(model for model in (target, self.draft) if model is not None))
+        pack(self.packed, target, self.draft)
         manager = self._generation_state._generate_managers[name] = DraftedManager(self.draft, self.say)
         manager.try_out(target)
         for handler in (self._chat_handler, self._completion_handler, self._response_handler):
