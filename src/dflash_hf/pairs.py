@@ -233,23 +233,26 @@ def loaded(model, target) -> tuple:
     return model, target
 
 
-def set_decoding(draft, arguments) -> None:
+def drafter_of(arguments, loading: Loading, device: str | None = None):
     """
-    `--compile`, `--tree-nodes` and `--draft-temperature`.
+    The drafter of `--draft`, which decodes as `--compile`, `--tree-nodes` and `--draft-temperature` say; `None` where
+    none is named.
 
     Raises:
         `ValueError`: there is no drafter that they could speed up, or it cannot follow them.
     """
-    names = ("compile", "tree_nodes", "draft_temperature")
-    if draft is None:
-        if any(getattr(arguments, name, None) for name in names):
+    ways = {name: getattr(arguments, name, None) for name in ("compile", "tree_nodes", "draft_temperature")}
+    if arguments.draft is None:
+        if any(ways.values()):
             raise ValueError(
                 "--compile, --tree-nodes and --draft-temperature are ways to use a drafter; name it with --draft."
             )
-        return
-    for name in names:
-        setattr(draft.decoding_config, name, getattr(arguments, name, None))
+        return None
+    draft = load_draft(arguments.draft, loading, device)
+    for name, value in ways.items():
+        setattr(draft.decoding_config, name, value)
     draft.decoding_config.check(draft.config.block_size)
+    return draft
 
 
 def pack(packed: bool, *models) -> None:

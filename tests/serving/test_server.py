@@ -158,3 +158,22 @@ def test_the_command_serves_a_target_alone(bench, folder, own):
         assert "tau" not in requests_of(server, "tokens in")[-1]
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(timeout=60) == 0
+
+
+def test_a_signal_at_the_first_word_is_heard(folder):
+    """A supervisor may end a server the moment that it says it is ready."""
+    from dflash_hf.serving.server import DraftedServe, bound
+
+    def say(line: str) -> None:
+        if line.startswith("serving "):
+            signal.raise_signal(signal.SIGTERM)
+
+    def unheard(*_):
+        raise AssertionError("SIGTERM before anybody listens")
+
+    before = signal.signal(signal.SIGTERM, unheard)
+    try:
+        DraftedServe(str(folder), None, say, bound("127.0.0.1", 0), device="cpu")
+        assert signal.getsignal(signal.SIGTERM) is unheard
+    finally:
+        signal.signal(signal.SIGTERM, before)

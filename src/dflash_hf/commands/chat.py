@@ -47,7 +47,7 @@ def run(arguments, echo) -> Outcome:
 
 
 def _conversation(arguments, sampling: dict, echo):
-    from dflash_hf.pairs import Loading, check_pair, device_of, load_draft, load_target, pack, set_decoding
+    from dflash_hf.pairs import Loading, check_pair, device_of, drafter_of, load_target, pack
 
     loading = Loading.of(arguments)
     if not arguments.target:
@@ -70,8 +70,7 @@ def _conversation(arguments, sampling: dict, echo):
     tokenizer = load_tokenizer(
         arguments.target, revision=loading.revision, trust_remote_code=loading.trust_remote_code
     )
-    draft = load_draft(arguments.draft, loading, device) if arguments.draft else None
-    set_decoding(draft, arguments)
+    draft = drafter_of(arguments, loading, device)
     target = load_target(arguments.target, loading, device)
     pack(arguments.packed, target, draft)
     if draft is not None:

@@ -43,16 +43,7 @@ def run(arguments, echo) -> Outcome:
     prompt = "".join(stdin_lines()) if arguments.prompt == "-" else arguments.prompt
     if not prompt.strip():
         raise ValueError("--prompt is empty; pass some text.")
-    from dflash_hf.pairs import (
-        Loading,
-        check_pair,
-        device_of,
-        load_draft,
-        load_target,
-        pack,
-        positions_of,
-        set_decoding,
-    )
+    from dflash_hf.pairs import Loading, check_pair, device_of, drafter_of, load_target, pack, positions_of
 
     loading = Loading.of(arguments)
     config = check_pair(arguments.target, arguments.draft, loading)
@@ -67,8 +58,7 @@ def run(arguments, echo) -> Outcome:
     tokenizer = load_tokenizer(
         arguments.target, revision=loading.revision, trust_remote_code=loading.trust_remote_code
     )
-    draft = load_draft(arguments.draft, loading, device) if arguments.draft else None
-    set_decoding(draft, arguments)
+    draft = drafter_of(arguments, loading, device)
     prompt_ids = _ids(tokenizer, prompt, draft, arguments, positions_of(config), echo.note)
     target = load_target(arguments.target, loading, device)
     pack(arguments.packed, target, draft)

@@ -36,7 +36,7 @@ def run(arguments, echo) -> Outcome:
         raise UsageError("--dry-run prints the command of another engine; add --engine vllm or --engine sglang.")
     from transformers.utils.import_utils import is_serve_available
 
-    from dflash_hf.pairs import Loading, check_pair, damaged, device_of, load_draft, set_decoding
+    from dflash_hf.pairs import Loading, check_pair, damaged, device_of, drafter_of
 
     if not is_serve_available():
         raise ImportError(f"Serving needs packages that are not installed: {install('serving')}.")
@@ -53,8 +53,7 @@ def run(arguments, echo) -> Outcome:
     check_pair(arguments.target, arguments.draft, loading)
     at = bound(arguments.host, arguments.port)
     device = device_of(loading.device)
-    draft = load_draft(arguments.draft, loading, device) if arguments.draft else None
-    set_decoding(draft, arguments)
+    draft = drafter_of(arguments, loading, device)
     given = template_arguments(arguments.template_args)
     try:
         DraftedServe(

@@ -20,11 +20,10 @@ from dflash_hf.pairs import (
     check_token_id,
     device_of,
     draft_config_of,
-    load_draft,
+    drafter_of,
     load_target,
     pack,
     positions_of,
-    set_decoding,
 )
 from dflash_hf.terminal import Outcome, UsageError, note, template_arguments
 
@@ -217,8 +216,7 @@ def _in_process(arguments, encoder: RowEncoder, prompts: dict, output: ResponseF
     from dflash_hf.target import digest_of_target, spare_token_id
 
     loading = Loading.of(arguments)
-    draft = load_draft(arguments.draft, loading) if arguments.draft else None
-    set_decoding(draft, arguments)
+    draft = drafter_of(arguments, loading)
     target = load_target(arguments.target, loading)
     encoder.mask_token_id = arguments.mask_token_id
     if encoder.mask_token_id is None:

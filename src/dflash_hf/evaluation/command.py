@@ -29,10 +29,9 @@ from dflash_hf.pairs import (
     check_pair,
     device_of,
     draft_config_of,
-    load_draft,
+    drafter_of,
     load_target,
     positions_of,
-    set_decoding,
 )
 from dflash_hf.target import digest_of_parameters, digest_of_target
 from dflash_hf.terminal import Outcome, UsageError, note, template_arguments
@@ -132,8 +131,7 @@ def _measure(arguments) -> EvalReport:
         said, repository = conversations(arguments.dataset, arguments.prompts)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    draft = load_draft(arguments.draft, loading, device)
-    set_decoding(draft, arguments)
+    draft = drafter_of(arguments, loading, device)
     draft.decoding_config.tree_nodes = None  # drafted beside blocks, not in their place
     target = load_target(arguments.target, loading, device)
     journal = None

@@ -84,13 +84,13 @@ class DraftedServe(Serve):
         app.add_middleware(EndedWithItsClient)
         app.add_exception_handler(HTTPException, _as_openai_does)
         host, port = self.at.getsockname()[:2]
-        self.say(f"serving {self.target} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
 
         def end(*_) -> None:  # before uvicorn listens to signals; and it raises them again when all is done
             self.server.should_exit = True
 
         before = signal.signal(signal.SIGTERM, end)
         try:
+            self.say(f"serving {self.target} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
             self.server.run(sockets=[self.at])
         finally:
             signal.signal(signal.SIGTERM, before)
