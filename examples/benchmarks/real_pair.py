@@ -5,8 +5,9 @@ samples.
 
     python examples/benchmarks/real_pair.py [PART ...] [--draft FOLDER]
 
-Parts: position, long_prompt, turns, sampling, batches, threads, samples, equal, at_once. Each appends its lines to
-`results/real_pair.md`. Ratios are of alternating runs in one process; bf16 where speed is meant, fp32 for equality.
+Parts: position, long_prompt, turns, sampling, batches, threads, samples, equal, at_once, nested. Each appends its
+lines to `results/real_pair.md`. Ratios are of alternating runs in one process; bf16 where speed is meant, fp32 for
+equality.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import torch
 from scipy.stats import chi2_contingency
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
@@ -216,8 +218,41 @@ def at_once(pair: DemoPair) -> list[str]:
     return [f"{same} of {len(rows)} calls of four threads equal, half of them plain (fp32)"]
 
 
+class Asking(LogitsProcessor):
+    """Changes nothing, and at every eighth call asks the same pair something else."""
+
+    def __init__(self, pair: DemoPair, row: list[int], drafted: bool):
+        self.pair, self.row, self.drafted = pair, row, drafted
+        self.calls, self.answers = 0, []
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        if self.calls % 8 == 0:
+            output, _ = decode(self.pair, [self.row], 12, self.drafted)
+            self.answers.append(output.sequences[0].tolist())
+        return scores
+
+
+def nested(pair: DemoPair) -> list[str]:
+    """Calls in the processors of calls, drafted in drafted ones and plain ones, in fp32."""
+    pair = load_pair(torch.float32, pair.draft.name_or_path)
+    rows = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in requests(6)]
+    same = inner = 0
+    for row, other in zip(rows, rows[1:] + rows[:1], strict=True):
+        alone, _ = decode(pair, [row], 48, drafted=False)
+        expected, _ = decode(pair, [other], 12, drafted=False)
+        for outside, inside in ((True, True), (True, False), (False, True)):
+            asking = Asking(pair, other, inside)
+            output, _ = decode(pair, [row], 48, outside, logits_processor=LogitsProcessorList([asking]))
+            inner += len(asking.answers)
+            answers = all(answer == expected.sequences[0].tolist() for answer in asking.answers)
+            same += answers and torch.equal(output.sequences, alone.sequences)
+    return [f"{same} of {3 * len(rows)} calls equal with {inner} calls in their processors, equal too (fp32)"]
+
+
 PARTS = {
-    one.__name__: one for one in (position, long_prompt, turns, sampling, batches, threads, samples, equal, at_once)
+    one.__name__: one
+    for one in (position, long_prompt, turns, sampling, batches, threads, samples, equal, at_once, nested)
 }
 
 
