@@ -60,7 +60,10 @@ READ_STDIN = ("generate", "chat")
 SERVES = "serving "  # said on standard error by what ends when it is told to
 # What ends with 1 all the same: there is no network; a drafter that was never trained.
 DONE = {"find": "cannot be reached", "doctor": "remedy "}
-MORE = {("chat", "empty"): {0}}  # nothing was said
+MORE = {
+    ("chat", "empty"): {0},  # nothing was said
+    ("prepare", "SIGKILL, rerun"): {1},  # of what may have been finished, which it does not replace
+}
 NOT_RERUN = {"recipes": "copies one small file"}
 CONDITIONS = {  # the statuses that are right, and texts of which the error holds one
     "wrong argument": ({2}, ("unrecognized",)),
@@ -76,7 +79,15 @@ CONDITIONS = {  # the statuses that are right, and texts of which the error hold
     "empty": ({1}, ("empty", "is not JSON", "holds no", "template")),
     "10 MB line": (
         {0, 1},
-        ("beyond max_length", "positions of the target", "template", "left out", "trained for this", "that fit"),
+        (
+            "beyond max_length",
+            "positions of the target",
+            "template",
+            "left out",
+            "trained for this",
+            "that fit",
+            "are needed, and 1 prompt",
+        ),
     ),
 }
 SPOILT = ("missing file", "half-written", "non-UTF-8", "empty", "10 MB line")

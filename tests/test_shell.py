@@ -357,15 +357,29 @@ def test_a_checkpoint_that_was_cut_off_is_named(tmp_path):
         check_whole(tmp_path / "checkpoint-9")
 
 
-def test_ctrl_c_that_arrives_as_another_error_is_still_ctrl_c(capsys, monkeypatch):
+def pressed_in_an_import(arguments, echo):
     """numpy and others turn an interrupted import into an ImportError."""
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        raise ImportError("numpy failed to import") from None
 
-    def interrupted(arguments, echo):
-        try:
+
+def pressed_in_a_destructor(arguments, echo):
+    """Python drops what a destructor raises."""
+
+    class Closing:
+        def __del__(self):
             signal.raise_signal(signal.SIGINT)
-        except KeyboardInterrupt:
-            raise ImportError("numpy failed to import") from None
 
+    closing = Closing()
+    del closing
+    for _ in range(300):
+        time.sleep(0.1)  # at work
+
+
+@pytest.mark.parametrize("interrupted", [pressed_in_an_import, pressed_in_a_destructor])
+def test_ctrl_c_that_python_or_a_library_swallows_is_still_ctrl_c(capsys, monkeypatch, interrupted):
     monkeypatch.setattr("dflash_hf.commands.regenerate.run", interrupted)
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     try:

@@ -6,6 +6,7 @@ not the target's own); 2 the command line cannot be right and nothing was begun;
 reads its output any more. An error is one line on standard error, `dflash NAME: error: ...`.
 """
 
+import _thread
 import importlib
 import json
 import os
@@ -158,10 +159,21 @@ def _interrupts() -> Iterator[list[int]]:
         pressed.append(number)
         raise KeyboardInterrupt
 
+    def swallowed(unraisable):  # by a destructor or a callback, in which Python drops what is raised
+        if pressed and issubclass(unraisable.exc_type, KeyboardInterrupt):
+            again.append(threading.Timer(0.05, _thread.interrupt_main))
+            again[-1].start()
+        else:
+            hook(unraisable)
+
     before = signal.signal(signal.SIGINT, press) if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN else None
+    again, hook, sys.unraisablehook = [], sys.unraisablehook, swallowed
     try:
         yield pressed
     finally:
+        sys.unraisablehook = hook
+        for timer in again:
+            timer.cancel()
         if before is not None:
             signal.signal(signal.SIGINT, before)
 

@@ -120,10 +120,11 @@ def diagnose(case: Case, progress: Callable[[Iterable], Iterable] = iter) -> Dia
     Raises:
         `ValueError`: the target's answers are too short to draft in.
     """
-    if sum(text is not None for text in case.texts) < 2:
+    answered = sum(text is not None for text in case.texts)
+    if answered < 2:
         raise ValueError(
-            f"Of {len(case.rows)} prompts {sum(text is not None for text in case.texts)} were answered by more than a "
-            "token or two; give longer ones, or more, with --data."
+            f"Two answers of more than a token or two are needed, and {len(case.rows)} prompt(s) gave {answered}; "
+            "give more with --data."
         )
     # 1. Everything but decoding: one list of changes, the pair as it is first.
     tried = experiments(case)
