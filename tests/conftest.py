@@ -12,6 +12,11 @@ from transformers.utils import logging
 from dflash_hf.smollm2 import PIP_LINE, packaged_gguf, smollm2_folder
 
 
+def pytest_collection_modifyitems(items):
+    """Tests of a real model come first: of two workers one runs them, and unpacks the weights, once."""
+    items.sort(key=lambda item: item.get_closest_marker("real") is None)
+
+
 @pytest.fixture(autouse=True)
 def warnings_anew():
     """What is said once in a process is said once in a test."""

@@ -159,7 +159,7 @@ def test_the_real_pair_writes_the_target_s_own_text(real_target):
     pair, lengths = demo.load_pair(torch.float32), []
     for row in demo.requests(7):
         ids = torch.tensor([prompt_ids(RowEncoder(pair.tokenizer), row)])
-        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 32, "do_sample": False}
+        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": False}
         drafted = pair.target.generate(ids, assistant_model=pair.draft, return_dict_in_generate=True, **options)
         assert torch.equal(drafted.sequences, pair.target.generate(ids, **options))
         lengths += drafted.acceptance_lengths[0]

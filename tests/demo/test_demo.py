@@ -64,7 +64,7 @@ def test_the_demo_of_the_real_pair(compiled, real_target, tmp_path, capsys, monk
     drafter_folder()
     if not compiled:
         monkeypatch.setattr(demo, "has_compiler", lambda: False)
-    options = ["--prompts", "2", "--max-new-tokens", "24", "--output", str(tmp_path), "--dtype", "float32"]
+    options = ["--prompts", "2", "--max-new-tokens", "12", "--output", str(tmp_path), "--dtype", "float32"]
     assert main(["demo", *options]) == 0
     printed = capsys.readouterr().out
     assert "2 of 2 outputs equal" in printed and "same, tree, packed" in printed

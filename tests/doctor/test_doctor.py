@@ -64,6 +64,6 @@ def test_another_template_is_noticed(pair, capsys, tmp_path):
 def test_errors_are_one_line(pair, capsys, tmp_path):
     (tmp_path / "one.txt").write_text("ab\n", encoding="utf-8")
     code, printed = doctor(pair, capsys, "--data", tmp_path / "one.txt")
-    assert code == 1 and "Of 1 prompts" in printed.err.strip().splitlines()[-1]
+    assert code == 1 and "1 prompt(s) gave" in printed.err.strip().splitlines()[-1]
     code, printed = doctor(pair, capsys, "--base", tmp_path / "nowhere")
     assert code == 1 and "--base" in printed.err and "nowhere" in printed.err
