@@ -142,7 +142,8 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(built):
     for folder, inside in ((SOURCE, "dflash_hf"), (MODELING, "dflash_hf/modeling"), (CARDS, "dflash_hf/hub_cards")):
         files = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
         expected |= {f"{inside}/{path.relative_to(folder).as_posix()}" for path in files}
-    shipped = [path for one in ("*.py", "recipes/*", "accelerate/*", "smollm2*/data/*") for path in EXAMPLES.glob(one)]
+    pair = ("smollm2*/*.json", "smollm2*/model.safetensors", "smollm2*/data/*")
+    shipped = [path for one in ("*.py", "recipes/*", "accelerate/*", *pair) for path in EXAMPLES.glob(one)]
     expected |= {f"dflash_hf/examples/{path.relative_to(EXAMPLES).as_posix()}" for path in shipped}
     found = {path.relative_to(wheel).as_posix() for path in wheel.rglob("*") if path.is_file()}
     found = {name for name in found if ".dist-info/" not in name}

@@ -64,16 +64,16 @@ def data_folder() -> Path:
 
 def drafter_folder() -> Path:
     """
-    The folder of the drafter that comes with the repository.
+    The folder of the drafter that comes along.
 
     Raises:
-        `FileNotFoundError`: it is not there: packages on the index leave its weights out.
+        `FileNotFoundError`: its weights are not there.
     """
     folder = data_folder().parent
     if not (folder / "model.safetensors").is_file():
         raise FileNotFoundError(
-            f"The drafter smollm2 is not in {folder}: installed packages leave its weights out. Clone the repository, "
-            "or train one in minutes with `dflash demo --train 20`."
+            f"The drafter smollm2 is not in {folder}: install the package again, or train one in minutes with "
+            "`dflash demo --train 20`."
         )
     return folder
 
