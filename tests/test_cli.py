@@ -110,6 +110,8 @@ def test_drafts_are_drawn_where_it_is_asked(pair_arguments, capsys, monkeypatch)
         (["generate", "--prompt", "x"], "--target"),
         (["nonsense"], "invalid choice"),
         ([], "COMMAND"),
+        (["chat", "--colour=never"], "--colour=never; did you mean --color? (see dflash chat --help)"),
+        (["chat", "--foo", "1"], "dflash chat: error: unrecognized arguments: --foo 1 (see dflash chat --help)"),
     ],
 )
 def test_wrong_arguments_are_told_before_anything_runs(arguments, message, capsys):

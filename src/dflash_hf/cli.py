@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             argv = sys.argv[1:] if argv is None else list(argv)
             name = next((word for word in argv if not word.startswith("-")), "")
-            arguments = build_parser(name)[0].parse_args(argv)
+            arguments = _parsed(name, argv)
             debug |= arguments.debug
             module = _module(name)
             again = getattr(module, "AGAIN", again)
@@ -119,6 +119,20 @@ def build_parser(chosen: str) -> tuple[Parser, Parser | None]:
         if name == chosen:
             _module(name).add_arguments(command)
     return parser, commands.choices.get(chosen)
+
+
+def _parsed(name: str, argv: list[str]):
+    """Arguments; of those that no command has the nearest that it has is named."""
+    parser, command = build_parser(name)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        import difflib
+
+        options = [option for action in command._actions for option in action.option_strings]
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], options, 1, cutoff=0.7)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        command.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+    return arguments
 
 
 def _module(name: str):
