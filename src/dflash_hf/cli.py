@@ -125,7 +125,7 @@ def _parsed(name: str, argv: list[str]):
     """Arguments; of those that no command has the nearest that it has is named."""
     parser, command = build_parser(name)
     arguments, unknown = parser.parse_known_args(argv)
-    if unknown:
+    if unknown and command is not None:
         import difflib
 
         options = [option for action in command._actions for option in action.option_strings]
@@ -165,6 +165,7 @@ def _say_interrupted(name: str, again: str) -> int:
 def _interrupts() -> Iterator[list[int]]:
     """A list that holds something once Ctrl-C was pressed: what it raises may arrive as another exception."""
     pressed: list[int] = []
+    again: list[threading.Timer] = []
     if threading.current_thread() is not threading.main_thread():
         yield pressed
         return
@@ -181,7 +182,7 @@ def _interrupts() -> Iterator[list[int]]:
             hook(unraisable)
 
     before = signal.signal(signal.SIGINT, press) if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN else None
-    again, hook, sys.unraisablehook = [], sys.unraisablehook, swallowed
+    hook, sys.unraisablehook = sys.unraisablehook, swallowed
     try:
         yield pressed
     finally:
