@@ -2,7 +2,7 @@
 
 import pytest
 from support.chat_pair import OFF, requests
-from support.faults import FAULTS, causal
+from support.faults import FAULTS, causal, other_target
 
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.doctor.diagnosis import diagnose
@@ -32,6 +32,17 @@ def test_each_fault_is_named(fault, case, tmp_path):
     fault(case, folder=tmp_path)
     found = diagnose(case)
     assert found.cause is not None and found.cause.key == FAULTS[fault], "\n".join(found.lines())
+    assert found.lines()[-1].endswith(found.cause.remedy)
+
+
+def test_a_target_that_reads_nothing_any_more_is_told_from_other_ids_by_its_base(case):
+    def spoil(target):
+        for layer in target.model.layers:
+            layer.mlp.down_proj.weight.mul_(-8.0)
+
+    other_target(case, spoil)
+    found = diagnose(case)
+    assert found.surprise > found.guess and found.cause.key == "base" and "fits B, and no longer" in found.cause.cause
     assert found.lines()[-1].endswith(found.cause.remedy)
 
 

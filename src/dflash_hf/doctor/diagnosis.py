@@ -138,8 +138,9 @@ def diagnose(case: Case, progress: Callable[[Iterable], Iterable] = iter) -> Dia
     unlike = differing(trained_with, digests_of_tokenizer(case.encoder.tokenizer))
     # 3. The explanation: what spoils everything else, then what decoding alone loses, then the best change.
     cause = None
-    if nats > guess:
-        cause = next(one for one in tried if one.key == "tokenizer")
+    if nats > guess:  # it cannot read them: other ids than those that it knows, or a target that is damaged
+        damaged = case.base is not None and surprise(case.base, case.prompts) < guess
+        cause = [one for one in tried if one.key == ("base" if damaged else "tokenizer")][-1]
     elif accepts_more(decoded, forced, same_blocks=True):
         cause = _decoding_is_worse(case)
         tried.append(cause)
