@@ -133,12 +133,16 @@ def check_token_id(token_id: int | None, config: dict, what: str | None = None) 
 
 
 def positions_of(config: dict) -> int | None:
-    """Tokens that a target reads, as far as its configuration says: a stretched rope so many times more."""
+    """Tokens that a target reads, as far as its configuration says, with those that a stretched rope adds."""
     nested = config.get("text_config")
     text = nested if isinstance(nested, dict) else config
     length = text.get("max_position_embeddings", text.get("n_positions"))
+    if not length or length < 0:
+        return None
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    return int(length * max(1.0, rope.get("factor") or 1.0)) if length and length > 0 else None
+    # Some count what they stretch (Qwen's YaRN), some what comes of it (Llama 3.1): then the original is named.
+    trained = rope.get("original_max_position_embeddings") or length
+    return int(max(length, trained * (rope.get("factor") or 1.0)))
 
 
 def device_of(name: str | None) -> str:

@@ -6,6 +6,7 @@ import torch
 
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import ids_of_prompt
+from dflash_hf.pairs import positions_of
 from dflash_hf.serving.pieces import PieceStreamer
 
 
@@ -89,7 +90,7 @@ def room_for_answer(target, prompt: int, wanted: int | None) -> int | None:
     Raises:
         `ValueError`: there is no room at all.
     """
-    limit = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    limit = positions_of(target.config.to_dict())
     if limit is None:
         return wanted
     if prompt >= limit:
