@@ -55,6 +55,7 @@ VARIANTS = {
     "64 anchors": {"num_anchors": 64},
     "batches of 16": {"per_device_train_batch_size": 16},
     "batches of 4": {"per_device_train_batch_size": 4},
+    "batches of 4, 16 anchors": {"per_device_train_batch_size": 4, "num_anchors": 16},
     "decaying weights": {"loss_type": "ce"},
     "rate 5e-4": {"learning_rate": 5e-4},
     "rate 2e-3": {"learning_rate": 2e-3},
