@@ -122,7 +122,7 @@ def build_parser(chosen: str) -> tuple[Parser, Parser | None]:
 
 
 def _parsed(name: str, argv: list[str]):
-    """Arguments; of those that no command has the nearest that it has is named."""
+    """The arguments; an option that the command lacks is refused, with the one that may be meant."""
     parser, command = build_parser(name)
     arguments, unknown = parser.parse_known_args(argv)
     if unknown and command is not None:
@@ -165,7 +165,7 @@ def _say_interrupted(name: str, again: str) -> int:
 def _interrupts() -> Iterator[list[int]]:
     """A list that holds something once Ctrl-C was pressed: what it raises may arrive as another exception."""
     pressed: list[int] = []
-    again: list[threading.Timer] = []
+    timers: list[threading.Timer] = []
     if threading.current_thread() is not threading.main_thread():
         yield pressed
         return
@@ -176,8 +176,8 @@ def _interrupts() -> Iterator[list[int]]:
 
     def swallowed(unraisable):  # by a destructor or a callback, in which Python drops what is raised
         if pressed and issubclass(unraisable.exc_type, KeyboardInterrupt):
-            again.append(threading.Timer(0.05, _thread.interrupt_main))
-            again[-1].start()
+            timers.append(threading.Timer(0.05, _thread.interrupt_main))
+            timers[-1].start()
         else:
             hook(unraisable)
 
@@ -187,7 +187,7 @@ def _interrupts() -> Iterator[list[int]]:
         yield pressed
     finally:
         sys.unraisablehook = hook
-        for timer in again:
+        for timer in timers:
             timer.cancel()
         if before is not None:
             signal.signal(signal.SIGINT, before)

@@ -90,7 +90,7 @@ def room_for_answer(target, prompt: int, wanted: int | None) -> int | None:
     Raises:
         `ValueError`: there is no room at all.
     """
-    limit = positions_of(target.config.to_dict())
+    limit = positions_of(target.config.get_text_config(decoder=True).to_dict())
     if limit is None:
         return wanted
     if prompt >= limit:
