@@ -74,7 +74,7 @@ CONDITIONS = {  # the statuses that are right, and texts of which the error hold
     "SIGINT 0.1 s": ({0, 1, 130, -2}, ("",)),  # before our code runs Python itself speaks, or does not hear it
     "SIGINT 1.5 s": ({0, 130, -2}, ("",)),
     "SIGINT at work": ({0, 130, -2}, ("",)),  # when all is done Python is alone again
-    "SIGKILL, rerun": ({0}, ("",)),
+    "SIGKILL, rerun": ({0}, ("exists; choose another file",)),
     "non-UTF-8": ({1, 2}, ("UTF-8",)),
     "empty": ({1}, ("empty", "is not JSON", "holds no", "template")),
     "10 MB line": (
