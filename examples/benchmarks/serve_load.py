@@ -1,8 +1,8 @@
 """
 `dflash serve` under load, through OpenAI's own client: every answer against the target's own, the server's memory, a
-SIGTERM in the middle, and tokens/s beside the same server without a drafter.
+SIGTERM in the middle, and tokens/s beside the same server without a drafter, the servers asked in turn.
 
-    python examples/benchmarks/serve_load.py --target smollm2 --draft smollm2 [--packed] [--output FILE.md]
+    python examples/benchmarks/serve_load.py --target smollm2 --draft smollm2 [--packed] [--tree-nodes N] [--output F]
 
 Half of the requests are streamed; of every ten one is abandoned, by turns in the middle of its stream and while it
 waits. Texts are compared in fp32, speeds in bf16.
@@ -12,11 +12,13 @@ import argparse
 import contextlib
 import itertools
 import signal
+import statistics
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -177,16 +179,58 @@ def ended(server: Server, texts: dict[str, str], clients: int, max_tokens: int) 
     return server.process.wait(timeout=60), right
 
 
+def under_load(server: Server, texts: dict[str, str], arguments, say: Callable[[str], None]) -> None:
+    """Texts and memory of many requests at once, and the end by SIGTERM among them."""
+    load(server, texts, arguments.clients, arguments.clients, arguments.max_tokens, leave=False)
+    done = load(server, texts, arguments.requests, arguments.clients, arguments.max_tokens)
+    say(
+        f"{arguments.requests} requests from {arguments.clients} clients at once, {arguments.max_tokens} tokens "
+        f"at most, {done.seconds:.0f} s: {done.kinds['finished']} texts equal to the target's own, "
+        f"{done.kinds['other']} others, {done.kinds['abandoned']} abandoned, {done.kinds['failed']} failed\n"
+    )
+    say(f"resident memory after each tenth of them, MiB: {', '.join(map(str, done.memory))}\n")
+    code, right = ended(server, texts, arguments.clients, arguments.max_tokens)
+    say(f"SIGTERM with {arguments.clients} requests in flight: {right} answered in full, exit status {code}\n")
+
+
+def paired(commands: dict[str, list[str]], texts: dict[str, str], arguments) -> dict[str, list[str]]:
+    """
+    Several servers beside each other, asked in turn, so that other load falls on all: tokens/s from 1 and from 4
+    clients, and the ratio to the first server's of the same turn with its quartiles.
+    """
+    with contextlib.ExitStack() as stack:
+        servers = {name: stack.enter_context(Server(command)) for name, command in commands.items()}
+        for server in servers.values():
+            load(server, texts, 4, 1, arguments.max_tokens, leave=False)
+        cells = {name: [] for name in servers}
+        for clients in (1, 4):
+            speeds = {name: [] for name in servers}
+            for turn in range(arguments.timed):
+                asked = dict.fromkeys(itertools.islice(itertools.cycle(texts), 4 * turn, 4 * turn + 4))
+                for name, server in servers.items():
+                    run = load(server, asked, 4, clients, arguments.max_tokens, leave=False)
+                    speeds[name].append(run.tokens / run.seconds)
+            first = next(iter(speeds.values()))
+            for name, found in speeds.items():
+                ratios = [ours / alone for alone, ours in zip(first, found, strict=True)]
+                low, middle, high = statistics.quantiles(ratios, n=4)
+                cells[name] += [f"{statistics.median(found):.1f}", f"{middle:.2f} ({low:.2f}-{high:.2f})"]
+    return cells
+
+
 def main() -> None:
     """See the top of this file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True)
     parser.add_argument("--draft", required=True)
-    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--requests", type=int, default=200, help="default: %(default)s; 0 measures speeds alone")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=16, help="different ones among them; default: %(default)s")
     parser.add_argument("--max-tokens", type=int, default=24)
-    parser.add_argument("--timed", type=int, default=12, help="requests for each speed; default: %(default)s")
+    parser.add_argument(
+        "--timed", type=int, default=12, help="turns of four requests for each speed; default: %(default)s"
+    )
+    parser.add_argument("--tree-nodes", type=int, help="a third server for the speeds, with draft trees")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--packed", action="store_true", help="as dflash serve's; the texts compared with are not")
     parser.add_argument("--output", type=Path)
@@ -203,26 +247,17 @@ def main() -> None:
         print(line, flush=True)
         lines.append(line)
 
-    with Server([*serve, *draft, "--dtype", "float32"]) as server:
-        load(server, texts, arguments.clients, arguments.clients, arguments.max_tokens, leave=False)
-        done = load(server, texts, arguments.requests, arguments.clients, arguments.max_tokens)
-        say(
-            f"{arguments.requests} requests from {arguments.clients} clients at once, {arguments.max_tokens} tokens "
-            f"at most, {done.seconds:.0f} s: {done.kinds['finished']} texts equal to the target's own, "
-            f"{done.kinds['other']} others, {done.kinds['abandoned']} abandoned, {done.kinds['failed']} failed\n"
-        )
-        say(f"resident memory after each tenth of them, MiB: {', '.join(map(str, done.memory))}\n")
-        code, right = ended(server, texts, arguments.clients, arguments.max_tokens)
-        say(f"SIGTERM with {arguments.clients} requests in flight: {right} answered in full, exit status {code}\n")
-    say("| bf16 | 1 client, tokens/s | 4 clients, tokens/s |\n|---|---|---|")
-    speeds = []
-    for name, more in (("target alone", []), ("with the drafter", draft)):
-        with Server([*serve, *more, "--dtype", "bfloat16"]) as server:
-            load(server, texts, 2, 1, arguments.max_tokens, leave=False)
-            runs = [load(server, texts, arguments.timed, n, arguments.max_tokens, leave=False) for n in (1, 4)]
-            speeds.append([run.tokens / run.seconds for run in runs])
-            say(f"| {name} | " + " | ".join(f"{speed:.1f}" for speed in speeds[-1]) + " |")
-    say("| ratio | " + " | ".join(f"{ours / alone:.2f}" for alone, ours in zip(*speeds, strict=True)) + " |")
+    if arguments.requests:
+        with Server([*serve, *draft, "--dtype", "float32"]) as server:
+            under_load(server, texts, arguments, say)
+    ways = {"target alone": [], "with the drafter": draft}
+    if arguments.tree_nodes:
+        ways[f"trees of {arguments.tree_nodes}"] = [*draft, "--tree-nodes", str(arguments.tree_nodes)]
+    say("| bf16 | 1 client, tokens/s | over alone | 4 clients, tokens/s | over alone |\n|---|---|---|---|---|")
+    for name, cells in paired(
+        {name: [*serve, *more, "--dtype", "bfloat16"] for name, more in ways.items()}, texts, arguments
+    ).items():
+        say(f"| {name} | " + " | ".join(cells) + " |")
     if arguments.output:
         arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
