@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard
 
 from dflash_hf.modeling.target_dflash import decoder_layers, raw_embedding
 from dflash_hf.target import target_features, target_forward, target_logits
+from dflash_hf.training.train import leave_group
 from support.pairs import make_draft, make_target
 from support.rows import uneven_rows
 from support.runs import PLAIN_SGD, history, make_trainer
@@ -107,7 +108,7 @@ def main(scenario, folder):
         results["targets"] = [read_target(shard) for shard in ("layers", "whole")]
         results["texts"] = generate_in_step(torch.distributed.get_rank(), shard=True)
     torch.save(results, Path(folder, f"rank{torch.distributed.get_rank()}.pt"))
-    torch.distributed.destroy_process_group()
+    leave_group()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """`dflash train`: a recipe from its data to a saved, and if wanted published, drafter."""
 
+import gc
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -35,7 +36,10 @@ def run(arguments, echo) -> Outcome:
         echo(f"The drafter is in {trainer.args.output_dir}")
         if training.get("push_to_hub"):
             _publish(recipe, trainer.args, echo)
-    return Outcome(facts={"output_dir": trainer.args.output_dir, "steps": trainer.state.global_step})
+    outcome = Outcome(facts={"output_dir": trainer.args.output_dir, "steps": trainer.state.global_step})
+    del trainer
+    leave_group()
+    return outcome
 
 
 def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callbacks=()):
@@ -108,6 +112,18 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
         else:
             _save_adapted(trainer)
     return trainer
+
+
+def leave_group() -> None:
+    """
+    Part from the other processes, if there are any, when the trainer is no longer needed. Its group lives in reference
+    cycles; a thread of it that wakes while the interpreter ends kills the process.
+    """
+    import torch.distributed
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        gc.collect()
 
 
 @contextmanager
