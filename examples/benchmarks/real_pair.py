@@ -125,17 +125,19 @@ def sampling(pair: DemoPair) -> list[str]:
         return output, seconds / (output.sequences.shape[1] - len(ids))
 
     with packed_weights(pair.target, pair.draft):
-        for row in requests(16):
+        for row in requests(48):
             ids = prompt_ids(RowEncoder(pair.tokenizer), row)
             for name, (changes, options) in ways.items():
                 _, alone = pace({}, ids, options, drafted=False)
                 output, seconds = pace(changes, ids, options)
                 lengths[name] += output.acceptance_lengths[0]
                 ratios[name].append(alone / seconds)
-    return [
-        f"{name}: tau {mean(lengths[name]):.2f}, {statistics.median(ratios[name]):.2f}x (bf16, eager, all packed)"
-        for name in ways
-    ]
+    lines = []
+    for name in ways:
+        low, middle, high = statistics.quantiles(ratios[name], n=4)
+        tau = mean(lengths[name])
+        lines.append(f"{name}: tau {tau:.2f}, {middle:.2f}x (quartiles {low:.2f}-{high:.2f}; bf16, eager, all packed)")
+    return lines
 
 
 def batches(pair: DemoPair) -> list[str]:
