@@ -10,6 +10,7 @@ never produces; most targets have rows to spare behind the last token.
 import argparse
 from pathlib import Path
 
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash_hf import (
@@ -55,11 +56,11 @@ def main() -> None:
     draft.save_pretrained(arguments.output)
 
     # 4. The same text, faster.
-    inputs = tokenizer(lines[0], return_tensors="pt").to(target.device)
-    output = target.generate(**inputs, assistant_model=draft, max_new_tokens=256, return_dict_in_generate=True)
+    input_ids = torch.tensor([prompts[0]], device=target.device)
+    output = target.generate(input_ids, assistant_model=draft, max_new_tokens=256, return_dict_in_generate=True)
     lengths = output.acceptance_lengths[0]
     print(tokenizer.decode(output.sequences[0]))
-    print(f"{sum(lengths) / len(lengths):.2f} tokens for each forward of the target")
+    print(f"{sum(lengths) / len(lengths):.2f} tokens for each verification by the target")
 
 
 if __name__ == "__main__":

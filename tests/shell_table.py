@@ -311,9 +311,10 @@ def main() -> int:
         "# The shell under bad conditions\n\n"
         "Exit status of each command (0 done, 1 failed, 2 wrong arguments, 130 interrupted, -2 ended by the signal\n"
         "itself); several where several inputs were spoilt in turn. Each error was one line without a traceback and\n"
-        "named the condition, no input changed, and a rerun after SIGKILL finished; `!` marks exceptions. A Ctrl-C\n"
-        "before our code runs (SIGINT 0.1 s, of the processor) Python itself answers; one that comes when all is\n"
-        "done finds 0, or -2 at the very end. *At work* is when the first output is there. `find` had no network.\n\n"
+        "named the condition, no input changed, and a rerun after SIGKILL finished, or with 1 said that its output\n"
+        "exists (`prepare`) or what it had found (`doctor`); `!` marks exceptions. A Ctrl-C before our code runs\n"
+        "(SIGINT 0.1 s, of the processor) Python itself answers; one that comes when all is done finds 0, or -2 at\n"
+        "the very end. *At work* is when the first output is there. `find` had no network.\n\n"
         + "\n".join([*lines, "", *notes])
         + f"\n\nPython {platform.python_version()} on {platform.system()}, two cores shared with other work, "
         f"{time.monotonic() - start:.0f} s: `python tests/shell_table.py --output "

@@ -4,8 +4,8 @@ thread, on stored features, and is measured on held-out answers, teacher-forced.
 
     python examples/benchmarks/ablation.py --features FOLDER --eval-features FOLDER [--seconds 240] [--only NAME ...]
 
-`examples/smollm2-135m-dflash/train.sh` makes both folders. A finished run is one line of `runs.jsonl` in `--output`;
-calling it again does what is missing, then writes `ablation.md`.
+`dflash features --target-layer-ids 1 8 15 22 27 29` makes both folders. A finished run is one line of `runs.jsonl` in
+`--output`; calling it again does what is missing, then writes `ablation.md`.
 """
 
 import argparse

@@ -32,18 +32,20 @@ for set in "answers $answers" "held_out $here/data/held_out.jsonl.gz"; do
 done
 
 # By the clock: two thirds on the tokens of the answers, the rest on the target's own distributions.
-dflash train --config "$here/../recipes/smollm2-135m.yaml" "features=$work/features-answers" \
-  "eval_features=$work/features-held_out" "max_minutes=$first" "output_dir=$work/first" resume_from_checkpoint=auto
-dflash train --config "$here/../recipes/smollm2-135m.yaml" "features=$work/features-answers" \
-  "eval_features=$work/features-held_out" "draft=$work/first" init_layers=null draft_vocab_size=null \
-  loss_type=dpace_kl learning_rate=5e-4 "max_minutes=$((minutes - first))" "output_dir=$work/drafter" \
-  resume_from_checkpoint=auto
+[ -f "$work/first/model.safetensors" ] ||
+  dflash train --config "$here/../recipes/smollm2-135m.yaml" "features=$work/features-answers" \
+    "eval_features=$work/features-held_out" "max_minutes=$first" "output_dir=$work/first" resume_from_checkpoint=auto
+[ -f "$work/drafter/model.safetensors" ] ||
+  dflash train --config "$here/../recipes/smollm2-135m.yaml" "features=$work/features-answers" \
+    "eval_features=$work/features-held_out" "draft=$work/first" init_layers=null draft_vocab_size=null \
+    loss_type=dpace_kl learning_rate=5e-4 "max_minutes=$((minutes - first))" "output_dir=$work/drafter" \
+    resume_from_checkpoint=auto
 
 # Half the size, then figures, card, and what the Hub would hold.
-dflash convert "$work/drafter" "$work/bf16" --dtype bfloat16
+[ -e "$work/bf16" ] || dflash convert "$work/drafter" "$work/bf16" --dtype bfloat16
 dflash eval --target smollm2 --draft "$work/bf16" --data "$here/data/held_out.jsonl.gz" --prompts "${PROMPTS:-24}" \
   --max-new-tokens 96 --runs 1 --threads 1 --packed --tree-nodes 15 --prompt-lookup --output "$work/bf16"
 dflash publish "$work/bf16" me/SmolLM2-135M-Instruct-DFlash --dry-run --write-to "$work/publish" \
   --base-model HuggingFaceTB/SmolLM2-135M-Instruct --license apache-2.0 \
   --data "requests and greedy answers of the target itself (Magpie), in examples/smollm2-135m-dflash/data"
-dflash check "$work/publish"
+dflash check "$work/publish" --engine vllm --engine transformers # SGLang has no reduced vocabulary

@@ -187,8 +187,8 @@ def check_logits(target: PreTrainedModel) -> None:
     ours = target_logits(target, states).to(expected)
     if not torch.allclose(ours, expected, atol=1e-2 * expected.abs().max().item(), rtol=0):
         raise ValueError(
-            f"loss_type='kl' needs the target's distribution, but the logits of {type(target).__name__} are not its "
-            "head's, scaled and capped by its configuration; choose loss_type='ce' or 'dpace'."
+            f"loss_type='kl' and 'dpace_kl' need the target's distribution, but the logits of {type(target).__name__} "
+            "are not its head's, scaled and capped by its configuration; choose loss_type='ce' or 'dpace'."
         )
 
 

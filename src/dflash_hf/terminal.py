@@ -90,7 +90,7 @@ def add_template_arguments(parser) -> None:
         "--template-args",
         metavar="JSON",
         help="arguments of the chat template, such as '{\"enable_thinking\": false}'; default: those that the drafter "
-        "or the data was made with",
+        "or the data was made with, if any",
     )
 
 

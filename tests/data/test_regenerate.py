@@ -232,7 +232,8 @@ def quick(monkeypatch):
 def test_a_server_s_answers_are_kept_in_its_own_words(data, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     with chat_server(lambda body: f"You asked {body['messages'][0]['content']}") as (url, received):
-        options = ("--server", url + "/v1", "--temperature", "0", "--template-args", '{"enable_thinking": false}')
+        options = ["--server", url + "/v1", "--temperature", "0", "--template-args", '{"enable_thinking": false}']
+        options += ["--mask-token-id", "16"]
         assert regenerate(capsys, data, "served", tmp_path / "out.jsonl", *options)[0] == 0
     for index, row in check_complete(tmp_path / "out.jsonl").items():
         assert row["messages"][1] == {"role": "assistant", "content": f"You asked {QUESTIONS[index]}"}
@@ -241,6 +242,7 @@ def test_a_server_s_answers_are_kept_in_its_own_words(data, tmp_path, capsys, mo
     assert (body["path"], body["key"], body["model"]) == ("/v1/chat/completions", "Bearer secret", "served")
     assert (body["max_tokens"], body["temperature"]) == (8, 0.0)
     assert body["chat_template_kwargs"] == {"enable_thinking": False}
+    assert body["logit_bias"] == {"16": -100}
 
 
 def tool(name, **properties):

@@ -108,7 +108,7 @@ def test_an_unknown_distribution_is_refused(tmp_path, monkeypatch):
         return output
 
     monkeypatch.setattr(type(target), "forward", scaled)
-    with pytest.raises(ValueError, match="loss_type='kl' needs the target's distribution"):
+    with pytest.raises(ValueError, match="'dpace_kl' need the target's distribution"):
         make_trainer(tmp_path, target, counting_rows(2), loss_type="kl")
     make_trainer(tmp_path, target, counting_rows(2), loss_type="ce")
 

@@ -20,7 +20,9 @@ def add_arguments(parser) -> None:
         help="layers of the target, from 0; default: five by the paper's rule, fewer of a shallow target",
     )
     parser.add_argument(
-        "--states", action="store_true", help="also the final hidden states, for loss_type=kl or label_source=target"
+        "--states",
+        action="store_true",
+        help="also the final hidden states, for loss_type=kl or dpace_kl, or label_source=target",
     )
     parser.add_argument("--max-length", type=positive, default=3072, help="cut examples here; default: %(default)s")
     parser.add_argument("--mask-token-id", type=token_id, help="the drafter's mask token; rows that hold it drop out")

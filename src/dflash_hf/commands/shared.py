@@ -92,7 +92,9 @@ def add_sampling(parser, default: float | None = 0.0, known: str = "0, greedy") 
 def add_draft_temperature(parser) -> None:
     """How drafts are chosen where the target samples."""
     parser.add_argument(
-        "--draft-temperature", type=heat, help="draw drafts at it where the target samples; default: the likeliest"
+        "--draft-temperature",
+        type=heat,
+        help="draw drafts at it where the target samples; default: the likeliest, of DFlash 2 at its own",
     )
 
 

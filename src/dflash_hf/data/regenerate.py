@@ -151,7 +151,7 @@ def run(arguments, echo) -> Outcome:
         "chat_template_kwargs": kwargs,
         "raw": arguments.raw,
         "served": arguments.target if server else None,
-        **({} if server else digests_of_tokenizer(tokenizer)),
+        **({"mask_token_id": arguments.mask_token_id} if server else digests_of_tokenizer(tokenizer)),
     }
     with ResponseFile(arguments.output, settings) as output:
         if output.repaired:
@@ -204,6 +204,10 @@ def _tokenizer(arguments):
 
 def _server(arguments, kwargs: dict) -> ChatClient:
     options = {"max_tokens": arguments.max_new_tokens, "seed": arguments.seed, "stream": False}
+    if arguments.mask_token_id is not None:
+        options["logit_bias"] = {
+            str(arguments.mask_token_id): -100
+        }  # a ban, in every server that speaks this protocol
     for name in ("temperature", "top_p"):
         if getattr(arguments, name) is not None:
             options[name] = getattr(arguments, name)

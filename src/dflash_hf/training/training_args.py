@@ -29,7 +29,7 @@ class DFlashTrainingArguments(TrainingArguments):
         dpace_alpha (`float`): How far D-PACE smooths the drafter's probabilities towards 1.
         loss_chunk_size (`int`): Tokens whose logits exist at a time.
         max_minutes (`float`): Train so long, with warm-up and cosine decay over the time instead of the steps; takes
-            the place of `num_train_epochs`, `max_steps` and `lr_scheduler_type`. Evaluations do not count.
+            the place of `num_train_epochs` and `lr_scheduler_type`; not with `max_steps`. Evaluations do not count.
         anchor_seed (`int`): Seed of the anchors. Default: `seed`.
         label_source (`str`): `"data"`: the tokens of the examples, right when the target wrote them. `"target"`: the
             target's argmax after each prefix, for text of other origin.
