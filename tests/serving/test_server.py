@@ -83,6 +83,7 @@ def test_clients_that_go_away_are_not_answered(server):
     assert server.ask("Say 3", False, max_tokens=2, temperature=0)[1] == 2  # which waits for those before
     lines = requests_of(server, "+ 2 tokens")
     assert all("its client has gone" in line and "+ 180 tokens" not in line for line in lines[-3:-1])
+    assert not any("Traceback" in line for line in server.log)
 
 
 def test_a_stop_string_ends_as_it_does_without_a_drafter(server, folder, own):

@@ -205,8 +205,10 @@ class DraftedManager(GenerateManager):
             raise
 
     def async_submit(self, fn, *args, **kwargs):
-        """As upstream's; the thread may set its result when nobody waits for it any more."""
-        return asyncio.shield(super().async_submit(fn, *args, **kwargs))
+        """As upstream's; the thread may set its result, or an error, when nobody waits for it any more."""
+        future = super().async_submit(fn, *args, **kwargs)
+        future.add_done_callback(asyncio.Future.exception)  # which asyncio would print if nobody asks
+        return asyncio.shield(future)
 
 
 class _Request:
