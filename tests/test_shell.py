@@ -199,6 +199,17 @@ def test_an_output_that_cannot_be_written_is_found_before_the_work(world, told):
     ):
         code, line = told(*words)
         assert code == 2 and "cannot be written: Not a directory" in line, line
+    file = world / "rows.jsonl"
+    for words in (
+        ["features", file, "--target", world / "target", "--output", file],
+        ["demo", "--output", file],
+        ["eval", "--target", "t", "--draft", "d", "--data", "x.txt", "--output", file],
+        ["bench", "--output", file],
+        ["publish", "d", "me/d", "--write-to", file],
+        ["smollm2", "--cache-dir", file],
+    ):
+        code, line = told(*words)
+        assert code == 2 and "is a file; name a folder" in line, line
     code, line = told("train", f"target={world / 'target'}", f"data={world / 'rows.jsonl'}", f"output_dir={wrong}")
     assert code == 1 and "output_dir=" in line and "cannot be written" in line
 

@@ -193,6 +193,14 @@ def output_path(text: str) -> Path:
     return path
 
 
+def output_folder(text: str) -> Path:
+    """A folder, there or not, that can be written to."""
+    path = output_path(text)
+    if path.is_file():
+        raise argparse.ArgumentTypeError(f"{text} is a file; name a folder")
+    return path
+
+
 def check_writable(path: Path) -> None:
     """
     Try to write where `path` is, or would be made. Nothing stays there.

@@ -127,6 +127,6 @@ def add_data(parser) -> None:
     add_template_arguments(parser)
 
 
-def add_output(parser, what: str, **options) -> None:
+def add_output(parser, what: str, kind=output_path, **options) -> None:
     """`--output`, which must be writable."""
-    parser.add_argument("--output", type=output_path, help=what, **options)
+    parser.add_argument("--output", type=kind, help=what, **options)
