@@ -126,6 +126,14 @@ def count(text: str) -> int:
     return value
 
 
+def seed(text: str) -> int:
+    """A seed that every library takes."""
+    value = count(text)
+    if value >= 2**32:
+        raise argparse.ArgumentTypeError(f"{value} is no seed: 0 to {2**32 - 1}")
+    return value
+
+
 def token_id(text: str) -> int:
     """An id of the vocabulary; whether the vocabulary has it is asked when it is known."""
     value = int(text)

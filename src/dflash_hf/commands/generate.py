@@ -6,6 +6,7 @@ import time
 from dflash_hf.commands.shared import add_examples, add_loading, add_sampling, add_speed, sampling_options
 from dflash_hf.terminal import (
     Outcome,
+    UsageError,
     add_color,
     add_template_arguments,
     positive,
@@ -43,6 +44,10 @@ def run(arguments, echo) -> Outcome:
     prompt = "".join(stdin_lines()) if arguments.prompt == "-" else arguments.prompt
     if not prompt.strip():
         raise ValueError("--prompt is empty; pass some text.")
+    if any("\ud800" <= char <= "\udfff" for char in prompt):  # bytes that the shell gave, and no text
+        raise ValueError("--prompt is not UTF-8; convert it first, with iconv for instance.")
+    if arguments.draft is None and (arguments.compare or arguments.show_drafts):
+        raise UsageError("--compare and --show-drafts show what a drafter does; name it with --draft.")
     from dflash_hf.pairs import Loading, check_pair, device_of, drafter_of, load_target, pack, positions_of
 
     loading = Loading.of(arguments)

@@ -185,11 +185,14 @@ def run(arguments, echo) -> Outcome:
 
 def _check(arguments) -> dict:
     """Whether the arguments go together; the target's configuration, of a server none."""
-    if arguments.server and (arguments.raw or arguments.draft or arguments.chat_template or arguments.packed):
-        ours = "--raw, --draft, --chat-template, --packed"
-        raise ValueError(f"--server takes conversations and decodes itself: leave out {ours}.")
+    ours = ("raw", "draft", "chat_template", "packed", "compile", "tree_nodes", "draft_temperature", "mask_token_id")
+    if arguments.server and any(getattr(arguments, name) for name in ours):
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in ours)
+        raise ValueError(f"--server takes conversations and decodes itself: leave out {options}.")
     if arguments.temperature == 0 and arguments.top_p is not None:
         raise UsageError(f"--top-p {arguments.top_p} changes nothing at --temperature 0; raise it, or leave one out.")
+    if arguments.temperature == 0 and arguments.draft_temperature:
+        raise UsageError("--draft-temperature changes nothing at --temperature 0; raise it, or leave one out.")
     if arguments.server:
         return {}
     config = check_pair(arguments.target, arguments.draft, Loading.of(arguments))
@@ -232,6 +235,11 @@ def _in_process(arguments, encoder: RowEncoder, prompts: dict, output: ResponseF
             config.top_p = config.top_k = None
     if arguments.top_p is not None:
         config.top_p = arguments.top_p
+    if not config.do_sample and (arguments.top_p or arguments.draft_temperature):
+        raise ValueError(
+            "The target's own setting is greedy, where --top-p and --draft-temperature change nothing; add "
+            "--temperature, such as 1."
+        )
     return generate_rows(
         target, encoder, prompts, arguments.max_new_tokens, arguments.batch_size, draft, config, arguments.seed
     )
