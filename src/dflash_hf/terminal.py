@@ -63,10 +63,10 @@ def is_secret(name: str) -> bool:
 
 
 def wants_color(choice: bool | None, stream) -> bool:
-    """`--color` and `--no-color` decide; else `NO_COLOR`; else whether the output is a terminal."""
+    """`--color` and `--no-color` decide; else `NO_COLOR`; else whether the output is a terminal, and no dumb one."""
     if choice is not None:
         return choice
-    return not os.environ.get("NO_COLOR") and stream.isatty()
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb" and stream.isatty()
 
 
 def add_color(parser, what: str) -> None:

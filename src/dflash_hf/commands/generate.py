@@ -54,11 +54,12 @@ def run(arguments, echo) -> Outcome:
     config = check_pair(arguments.target, arguments.draft, loading)
     device = device_of(loading.device)
     import torch
-    from transformers import TextStreamer, set_seed
+    from transformers import set_seed
 
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     from dflash_hf.data.prepare import load_tokenizer
+    from dflash_hf.serving.pieces import PieceStreamer
 
     tokenizer = load_tokenizer(
         arguments.target, revision=loading.revision, trust_remote_code=loading.trust_remote_code
@@ -77,8 +78,10 @@ def run(arguments, echo) -> Outcome:
         output = target.generate(**inputs, **options, **extra)
         return output, output.sequences[0, len(prompt_ids) :].tolist(), time.perf_counter() - start
 
-    streamer = None if arguments.json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    streamer = None if arguments.json else PieceStreamer(tokenizer, _show)
     output, ids, seconds = decode(streamer=streamer, **({"assistant_model": draft} if draft is not None else {}))
+    if streamer is not None:
+        _show("\n")
     # Figures go to standard error, so that the text alone can be piped.
     lengths = (getattr(output, "acceptance_lengths", None) or [[]])[0]
     facts = {"text": tokenizer.decode(ids, skip_special_tokens=True), "tokens": len(ids), "seconds": seconds}
@@ -115,6 +118,11 @@ def _ids(tokenizer, prompt: str, draft, arguments, positions: int | None, say) -
     if not ids:
         raise ValueError("--prompt is empty under this tokenizer; pass some text.")
     return ids
+
+
+def _show(text: str, source: int = 0) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def _speed(ids: list[int], seconds: float) -> str:
