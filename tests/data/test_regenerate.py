@@ -425,6 +425,13 @@ def test_what_changes_nothing_for_a_greedy_target_is_told(folder, data, tmp_path
     assert not (tmp_path / "out.jsonl").read_bytes()
 
 
+def test_a_row_without_a_prompt_is_named(folder, tmp_path, capsys):
+    data = tmp_path / "odd.jsonl"
+    data.write_text('{"prompt": "Say 1"}\n{"prompt": null}\n', encoding="utf-8")
+    code, _, error = regenerate(capsys, data, folder, tmp_path / "out.jsonl", *HERE)
+    assert code == 1 and f"Row 1 of {data}: There is no prompt" in error and not (tmp_path / "out.jsonl").exists()
+
+
 def test_an_output_that_is_the_input_stays_as_it_is(folder, tmp_path, capsys):
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "Say 1"}\n{"prompt": "Say 2"}\n', encoding="utf-8")

@@ -140,7 +140,7 @@ def run(arguments, echo) -> Outcome:
     count = min(arguments.limit or len(rows), len(rows))
     tokenizer = None if server else _tokenizer(arguments)
     as_chat = not arguments.raw and (tokenizer is None or bool(tokenizer.chat_template))
-    prompts = {index: (prompt_of(row, as_chat), tools_of(row)) for index, row in enumerate(islice(rows, count))}
+    prompts = {index: _asked(index, row, as_chat, arguments.data) for index, row in enumerate(islice(rows, count))}
 
     # What the responses depend on. Files are known by their content: data by each prompt, the target by its weights.
     settings = {
@@ -181,6 +181,13 @@ def run(arguments, echo) -> Outcome:
     if refused:
         echo(f"{refused} rows were refused and are left out; the same command tries them again")
     return Outcome(1 if refused else 0, {"rows": count, "finished": len(output.finished), "refused": refused})
+
+
+def _asked(index: int, row: dict, as_chat: bool, data: str) -> tuple[Prompt, list | None]:
+    try:
+        return prompt_of(row, as_chat), tools_of(row)
+    except ValueError as error:
+        raise ValueError(f"Row {index} of {data}: {error}") from error
 
 
 def _check(arguments) -> dict:
