@@ -145,6 +145,9 @@ def test_colour_is_for_terminals_and_no_color_for_those_who_mind(monkeypatch):
             return True
 
     monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "dumb")  # which shows escapes as they are
+    assert not wants_color(None, Terminal()) and wants_color(True, Terminal())
+    monkeypatch.setenv("TERM", "xterm")
     assert wants_color(None, Terminal()) and not wants_color(None, io.StringIO())
     monkeypatch.setenv("NO_COLOR", "1")
     assert not wants_color(None, Terminal())

@@ -74,6 +74,8 @@ def generate(world, *more, target="target", draft="draft"):
         (["--temperature", "inf"], 2, "inf must be 0"),
         (["--temperature", "nan"], 2, "nan must be 0"),
         (["--seed", "-1"], 2, "-1 must not be negative"),
+        (["--seed", "4294967296"], 2, "4294967296 is no seed: 0 to 4294967295"),
+        (["--prompt", "\udcff"], 1, "--prompt is not UTF-8"),
         (["--tree-nodes", "99999"], 1, "tree_nodes=99999 must be"),
         (["--prompt", " "], 1, "--prompt is empty"),
         (["--prompt", "x" * 300], 1, "--prompt: its prompt fills all 256 positions of the target"),
@@ -82,6 +84,12 @@ def generate(world, *more, target="target", draft="draft"):
 def test_values_that_cannot_be_right_are_told_before_anything_is_loaded(more, code, message, world, told):
     found, line = told(*generate(world, *more))
     assert (found, message in line) == (code, True), line
+
+
+def test_drafts_are_shown_where_there_is_a_drafter(world, told):
+    for option in ("--compare", "--show-drafts"):
+        code, line = told("generate", "--target", world / "target", "--prompt", "Say 1", option)
+        assert code == 2 and "name it with --draft" in line
 
 
 @pytest.mark.parametrize(
@@ -199,6 +207,17 @@ def test_an_output_that_cannot_be_written_is_found_before_the_work(world, told):
     ):
         code, line = told(*words)
         assert code == 2 and "cannot be written: Not a directory" in line, line
+    file = world / "rows.jsonl"
+    for words in (
+        ["features", file, "--target", world / "target", "--output", file],
+        ["demo", "--output", file],
+        ["eval", "--target", "t", "--draft", "d", "--data", "x.txt", "--output", file],
+        ["bench", "--output", file],
+        ["publish", "d", "me/d", "--write-to", file],
+        ["smollm2", "--cache-dir", file],
+    ):
+        code, line = told(*words)
+        assert code == 2 and "is a file; name a folder" in line, line
     code, line = told("train", f"target={world / 'target'}", f"data={world / 'rows.jsonl'}", f"output_dir={wrong}")
     assert code == 1 and "output_dir=" in line and "cannot be written" in line
 

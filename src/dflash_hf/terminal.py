@@ -63,10 +63,10 @@ def is_secret(name: str) -> bool:
 
 
 def wants_color(choice: bool | None, stream) -> bool:
-    """`--color` and `--no-color` decide; else `NO_COLOR`; else whether the output is a terminal."""
+    """`--color` and `--no-color` decide; else `NO_COLOR`; else whether the output is a terminal, and no dumb one."""
     if choice is not None:
         return choice
-    return not os.environ.get("NO_COLOR") and stream.isatty()
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb" and stream.isatty()
 
 
 def add_color(parser, what: str) -> None:
@@ -123,6 +123,14 @@ def count(text: str) -> int:
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{value} must not be negative")
+    return value
+
+
+def seed(text: str) -> int:
+    """A seed that every library takes."""
+    value = count(text)
+    if value >= 2**32:
+        raise argparse.ArgumentTypeError(f"{value} is no seed: 0 to {2**32 - 1}")
     return value
 
 
@@ -190,6 +198,14 @@ def output_path(text: str) -> Path:
         check_writable(path)
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{text} cannot be written: {error.strerror or error}") from error
+    return path
+
+
+def output_folder(text: str) -> Path:
+    """A folder, there or not, that can be written to."""
+    path = output_path(text)
+    if path.is_file():
+        raise argparse.ArgumentTypeError(f"{text} is a file; name a folder")
     return path
 
 

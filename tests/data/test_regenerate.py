@@ -409,9 +409,38 @@ def test_wrong_options_are_told_in_one_line(data, tmp_path, capsys):
         capsys, data, tmp_path / "absent", tmp_path / "out.jsonl", "--temperature", "0", "--top-p", "0.9"
     )
     assert code == 2 and "changes nothing at --temperature 0" in error
+    for options in (("--compile",), ("--tree-nodes", "3"), ("--draft-temperature", "1"), ("--mask-token-id", "5")):
+        options = ("--server", "http://127.0.0.1:1", *options)
+        code, _, error = regenerate(capsys, data, tmp_path / "absent", tmp_path / "out.jsonl", *options)
+        assert code == 1 and "decodes itself: leave out" in error
+    options = ("--temperature", "0", "--draft-temperature", "1")
+    code, _, error = regenerate(capsys, data, tmp_path / "absent", tmp_path / "out.jsonl", *options)
+    assert code == 2 and "--draft-temperature changes nothing at" in error
     code, _, error = regenerate(capsys, data, tmp_path / "absent", tmp_path / "out.jsonl")
     assert code == 1 and "there is no such folder" in error
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_what_changes_nothing_for_a_greedy_target_is_told(folder, data, tmp_path, capsys):
+    code, _, error = regenerate(capsys, data, folder, tmp_path / "out.jsonl", "--top-p", "0.5", *HERE)
+    assert code == 1 and "own setting is greedy" in error
+    assert not (tmp_path / "out.jsonl").read_bytes()
+
+
+def test_a_row_without_a_prompt_is_named(folder, tmp_path, capsys):
+    data = tmp_path / "odd.jsonl"
+    data.write_text('{"prompt": "Say 1"}\n{"prompt": null}\n', encoding="utf-8")
+    code, _, error = regenerate(capsys, data, folder, tmp_path / "out.jsonl", *HERE)
+    assert code == 1 and f"Row 1 of {data}: There is no prompt" in error and not (tmp_path / "out.jsonl").exists()
+
+
+def test_an_output_that_is_the_input_stays_as_it_is(folder, tmp_path, capsys):
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "Say 1"}\n{"prompt": "Say 2"}\n', encoding="utf-8")
+    before = data.read_bytes()
+    code, _, error = regenerate(capsys, data, folder, data)
+    assert code == 1 and "is not a response with its `row`" in error
+    assert data.read_bytes() == before and not list(tmp_path.glob("data.jsonl.*"))
 
 
 def command(*arguments):

@@ -180,6 +180,53 @@ def test_records_of_another_evaluation_are_refused(pair, tmp_path, capsys):
     assert "max_new_tokens=5, not 12" in error and "delete it" in error
 
 
+def test_records_that_cannot_be_gone_on_with_are_named(pair, tmp_path, capsys):
+    words = command(pair, "--dataset", "json", "--prompts", "2", "--threads", torch.get_num_threads())
+    words += ["--output", str(tmp_path)]
+    records = tmp_path / JOURNAL_FILE
+    for content in ("garbage\n", '{"run": 0, "prompt": 0, "decoded": {}}\n', "[]\n"):
+        records.write_text(content, encoding="utf-8")
+        assert main(words) == 1
+        assert f"{records} is damaged" in capsys.readouterr().err, content
+    records.unlink()
+    writing = Journal(records, {})
+    assert main(words) == 1
+    assert "is being written by another process" in capsys.readouterr().err
+    del writing
+    Journal(records, {"threads": 7}).begin([[1]])  # whose speeds are other speeds
+    assert main(words) == 1
+    assert f"threads=7, not {torch.get_num_threads()}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("turns", [None, [], "ab", ["ab", None], [{"role": "user", "content": "ab"}], 5], ids=str)
+def test_turns_that_are_no_texts_are_named(turns, pair, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("dflash_hf.evaluation.command.rows_of", lambda *_: [{"turns": ["a", "b"]}, {"turns": turns}])
+    assert main(command(pair, "--data", tmp_path / "rows.jsonl")) == 1
+    assert f"Row 1 of {tmp_path / 'rows.jsonl'}: turns={turns!r} must be" in capsys.readouterr().err
+
+
+def test_raw_sets_are_prompted_without_the_template(pair, tmp_path, capsys):
+    encoder = RowEncoder(make_tokenizer(THINKING))
+    assert prompts_of_conversations(None, encoder, [["ab"]], 4, raw=True) == [encoder.tokenizer("ab")["input_ids"]]
+    asked = []
+    for more in ((), ("--raw",)):
+        assert main(command(pair, "--dataset", "json", "--prompts", "1", "--runs", "1", "--json", *more)) == 0
+        asked.append(json.loads(capsys.readouterr().out)["setting"]["prompts_digest"])
+    assert asked[0] != asked[1]
+
+
+def test_what_is_no_report_is_not_compared(pair, tmp_path, capsys):
+    """And one without a verification is."""
+    words = command(pair, "--dataset", "json", "--prompts", "1", "--max-new-tokens", "1", "--output", tmp_path)
+    assert main(words) == 0
+    report = str(tmp_path / "eval_report.json")
+    assert main(["eval", "--compare", report, report]) == 0
+    for content in ("{}", "[]", "text", '{"methods": 5}'):
+        (tmp_path / "other.json").write_text(content, encoding="utf-8")
+        assert main(["eval", "--compare", report, str(tmp_path / "other.json")]) == 1
+        assert "other.json is not a report of `dflash eval`" in capsys.readouterr().err
+
+
 def test_two_reports_side_by_side(pair, tmp_path, capsys):
     for name, arguments in (("a", ()), ("b", ("--prompt-lookup",)), ("c", ("--prompts", "2"))):
         options = ("--dataset", "arithmetic", "--prompts", "3", *arguments)

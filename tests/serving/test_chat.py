@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.serving import chat_ids, save_readable_target, scripted
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, set_seed
 
 from dflash_hf.cli import main
 from dflash_hf.evaluation.text import origins
@@ -105,6 +106,21 @@ def test_characters_of_several_tokens_arrive_whole(pair):
         streamer.put(torch.tensor([token]))
     streamer.end()
     assert "".join(written) == text == streamer.text and not any("\ufffd" in piece for piece in written)
+
+
+def test_indented_lines_keep_their_spaces():
+    """Of tokenizers as Llama 2's, which write no space before the first token of a text."""
+    words = ["<unk>", "<0x0A>", "▁def", "▁f", "():", "▁▁▁", "▁return", "▁1"]
+    raw = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], unk_token="<unk>"))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    raw.decoder = decoders.Sequence(steps)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw)
+    streamer = PieceStreamer(tokenizer, lambda piece, source: None)
+    ids = [2, 3, 4, 1, 5, 6, 7, 1, 1, 5, 6]
+    for token in (0, *ids):  # the first is the prompt
+        streamer.put(torch.tensor([token]))
+    streamer.end()
+    assert streamer.text == tokenizer.decode(ids) == "def f():\n    return 1\n\n    return"
 
 
 def test_a_turn_goes_on_with_the_cache_of_the_one_before(pair, monkeypatch):

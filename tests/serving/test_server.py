@@ -1,6 +1,7 @@
 """`dflash serve`: OpenAI's own client, tens of requests at once, and every text the target's own."""
 
 import importlib.util
+import json
 import re
 import shutil
 import signal
@@ -9,8 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from support.serving import MAX_TOKENS, chat_ids, save_readable_target
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, set_seed
 from transformers.utils.import_utils import is_serve_available
 
 from dflash_hf.cli import main
@@ -81,6 +83,7 @@ def test_clients_that_go_away_are_not_answered(server):
     assert server.ask("Say 3", False, max_tokens=2, temperature=0)[1] == 2  # which waits for those before
     lines = requests_of(server, "+ 2 tokens")
     assert all("its client has gone" in line and "+ 180 tokens" not in line for line in lines[-3:-1])
+    assert not any("Traceback" in line for line in server.log)
 
 
 def test_a_stop_string_ends_as_it_does_without_a_drafter(server, folder, own):
@@ -127,6 +130,71 @@ def test_what_cannot_be_answered_is_told(server):
     assert tokens <= 256 - 200
     assert [model.id for model in server.client.models.list()] == [server.model]
     assert server.client.get(server.url.removesuffix("/v1") + "/health", cast_to=object) == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        ({"max_tokens": 0}, "An answer of 0 tokens is none"),
+        ({"max_tokens": -3, "stream": True}, "An answer of -3 tokens is none"),
+        ({"n": 2}, "n=2 is not served here"),
+        ({"logprobs": True}, "logprobs=True is not served here"),
+        ({"response_format": {"type": "json_object"}}, "response_format=.* is not served here"),
+        ({"messages": []}, "empty conversation"),
+        ({"messages": [{"content": "Say 1"}]}, "KeyError: 'role'"),
+        ({"seed": -1, "temperature": 1.0}, "Seed must be between"),
+        ({"stop": 5}, "'int' object is not iterable"),
+        ({"extra_body": {"generation_config": "{"}}, "Expecting property name"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_with_a_request_is_told(server, own, more, message):
+    """Upstream says `Internal Server Error`, or answers as if it had not been asked for."""
+    asked = {"model": server.model, "messages": [{"role": "user", "content": "Say 1"}], "max_tokens": 8}
+    with pytest.raises(openai.BadRequestError, match=message):
+        server.client.chat.completions.create(**{**asked, **more})
+
+
+def test_what_changes_nothing_is_not_refused(server, own):
+    kind = {"type": "text"}
+    more = {"n": 1, "logprobs": False, "stop": [], "logit_bias": {}, "response_format": kind, "presence_penalty": 0}
+    for stream in (False, True):
+        assert server.ask("Say 1", stream, max_tokens=MAX_TOKENS, temperature=0, **more)[0] == own["Say 1"]
+
+
+def test_a_bias_is_a_whole_number_too(server, folder):
+    letter = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids("Q")
+    options = {"max_tokens": 5, "temperature": 0, "logit_bias": {str(letter): 1000}}
+    assert [server.ask("Say 1", stream, **options)[0] for stream in (False, True)] == ["QQQQQ"] * 2
+
+
+def test_the_model_stays_as_it_was_loaded(server):
+    """Upstream would unload it, and load it again unpacked; and load any other that a client names."""
+    at = server.url.removesuffix("/v1")
+    with pytest.raises(openai.NotFoundError):
+        server.client.post(f"{at}/reset", cast_to=object)
+    with pytest.raises(openai.BadRequestError, match="pinned to"):
+        server.client.post(f"{at}/load_model", body={"model": "another"}, cast_to=object)
+    assert '"ready"' in server.client.post(f"{at}/load_model", body={"model": server.model}, cast_to=str)
+
+
+def test_an_error_in_a_stream_is_json():
+    from dflash_hf.serving.server import DraftedManager, _Request
+
+    class Model:
+        config = LlamaConfig(max_position_embeddings=64)
+
+        def generate(self, **_):
+            raise ValueError('a "quoted" word\nin two lines')
+
+    said: list[str] = []
+    settings = GenerationConfig(max_new_tokens=4)
+    request = _Request(DraftedManager(None, said.append), Model(), {"input_ids": torch.ones(1, 3)}, settings, "name")
+    with pytest.raises(RuntimeError) as raised:
+        request.generate(streamer=object())
+    assert json.loads(f'{{"error": "{raised.value}"}}') == {"error": 'a "quoted" word in two lines'}
+    with pytest.raises(ValueError, match="quoted"):
+        request.generate()
 
 
 def test_a_target_that_is_half_written_is_told(folder, tmp_path, capsys):

@@ -1,7 +1,7 @@
 """`dflash bench`."""
 
 from dflash_hf.commands.shared import add_examples, add_loading, add_output
-from dflash_hf.terminal import add_template_arguments, amount, positive
+from dflash_hf.terminal import add_template_arguments, amount, output_folder, positive
 
 
 SHAPES = ("100m", "demo", "qwen3-0.6b", "qwen3-4b", "qwen3-8b", "tiny")  # of evaluation.bench_pairs, held to it
@@ -52,7 +52,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--reference", help="a checkout of z-lab/dflash to time as well")
     parser.add_argument("--reference-python", help="its interpreter; default: this one")
     parser.add_argument("--threads", type=positive, help="CPU threads of this process; default: as torch chooses")
-    add_output(parser, "folder for bench.json, bench.md and bench.png")
+    add_output(parser, "folder for bench.json, bench.md and bench.png", output_folder)
     add_loading(parser)
     parser.set_defaults(dtype="float32")
     add_examples(

@@ -3,7 +3,7 @@
 import sys
 
 from dflash_hf.commands.shared import add_examples
-from dflash_hf.terminal import Outcome, add_color, amount, dtype, output_path, positive, wants_color
+from dflash_hf.terminal import Outcome, add_color, amount, dtype, output_folder, positive, wants_color
 
 
 AGAIN = "the same command begins anew"
@@ -26,7 +26,7 @@ def add_arguments(parser) -> None:
         "--train", type=amount, metavar="MINUTES", help="instead, train a drafter so long, and decode as it learns"
     )
     parser.add_argument(
-        "--output", type=output_path, help="folder for figures, picture or drafter; default: ~/.cache/dflash_hf/demo"
+        "--output", type=output_folder, help="folder for figures, picture or drafter; default: ~/.cache/dflash_hf/demo"
     )
     add_color(parser, "accepted draft tokens")
     add_examples(parser, "dflash demo", "dflash demo --dtype float32 --prompts 30", "dflash demo --train 20")

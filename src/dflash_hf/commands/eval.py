@@ -1,7 +1,7 @@
 """`dflash eval`."""
 
 from dflash_hf.commands.shared import add_examples, add_loading, add_output, add_speed
-from dflash_hf.terminal import add_template_arguments, positive, readable_file
+from dflash_hf.terminal import add_template_arguments, output_folder, positive, readable_file
 
 
 AGAIN = "with --output, the same command goes on with the answers that are missing"
@@ -28,7 +28,8 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--compare", nargs=2, type=readable_file, metavar="REPORT", help="show two reports side by side, and no more"
     )
-    add_output(parser, "write eval_report.json and eval_report.png here; in the drafter's folder its card shows them")
+    what = "write eval_report.json and eval_report.png into this folder; in the drafter's its card shows them"
+    add_output(parser, what, output_folder)
     add_loading(parser)
     add_speed(
         parser,

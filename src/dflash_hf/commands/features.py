@@ -1,7 +1,7 @@
 """`dflash features`."""
 
 from dflash_hf.commands.shared import add_data, add_examples, add_loading, add_output
-from dflash_hf.terminal import amount, count, positive, token_id
+from dflash_hf.terminal import amount, count, output_folder, positive, token_id
 
 
 AGAIN = "the same command goes on after the last complete shard"
@@ -10,7 +10,7 @@ AGAIN = "the same command goes on after the last complete shard"
 def add_arguments(parser) -> None:
     add_data(parser)
     parser.add_argument("--target", required=True, help="folder or Hub name of the target")
-    add_output(parser, "folder; an existing one is continued", required=True)
+    add_output(parser, "folder; an existing one is continued", output_folder, required=True)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--draft-config", help="config.json, folder or Hub name of the drafter that will read them")
     which.add_argument(

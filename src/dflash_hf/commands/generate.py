@@ -6,6 +6,7 @@ import time
 from dflash_hf.commands.shared import add_examples, add_loading, add_sampling, add_speed, sampling_options
 from dflash_hf.terminal import (
     Outcome,
+    UsageError,
     add_color,
     add_template_arguments,
     positive,
@@ -43,17 +44,22 @@ def run(arguments, echo) -> Outcome:
     prompt = "".join(stdin_lines()) if arguments.prompt == "-" else arguments.prompt
     if not prompt.strip():
         raise ValueError("--prompt is empty; pass some text.")
+    if any("\ud800" <= char <= "\udfff" for char in prompt):  # bytes that the shell gave, and no text
+        raise ValueError("--prompt is not UTF-8; convert it first, with iconv for instance.")
+    if arguments.draft is None and (arguments.compare or arguments.show_drafts):
+        raise UsageError("--compare and --show-drafts show what a drafter does; name it with --draft.")
     from dflash_hf.pairs import Loading, check_pair, device_of, drafter_of, load_target, pack, positions_of
 
     loading = Loading.of(arguments)
     config = check_pair(arguments.target, arguments.draft, loading)
     device = device_of(loading.device)
     import torch
-    from transformers import TextStreamer, set_seed
+    from transformers import set_seed
 
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     from dflash_hf.data.prepare import load_tokenizer
+    from dflash_hf.serving.pieces import PieceStreamer
 
     tokenizer = load_tokenizer(
         arguments.target, revision=loading.revision, trust_remote_code=loading.trust_remote_code
@@ -72,8 +78,10 @@ def run(arguments, echo) -> Outcome:
         output = target.generate(**inputs, **options, **extra)
         return output, output.sequences[0, len(prompt_ids) :].tolist(), time.perf_counter() - start
 
-    streamer = None if arguments.json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    streamer = None if arguments.json else PieceStreamer(tokenizer, _show)
     output, ids, seconds = decode(streamer=streamer, **({"assistant_model": draft} if draft is not None else {}))
+    if streamer is not None:
+        _show("\n")
     # Figures go to standard error, so that the text alone can be piped.
     lengths = (getattr(output, "acceptance_lengths", None) or [[]])[0]
     facts = {"text": tokenizer.decode(ids, skip_special_tokens=True), "tokens": len(ids), "seconds": seconds}
@@ -110,6 +118,11 @@ def _ids(tokenizer, prompt: str, draft, arguments, positions: int | None, say) -
     if not ids:
         raise ValueError("--prompt is empty under this tokenizer; pass some text.")
     return ids
+
+
+def _show(text: str, source: int = 0) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def _speed(ids: list[int], seconds: float) -> str:

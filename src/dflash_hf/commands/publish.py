@@ -1,7 +1,7 @@
 """`dflash publish`."""
 
 from dflash_hf.commands.shared import add_examples
-from dflash_hf.terminal import Outcome, output_path
+from dflash_hf.terminal import Outcome, output_folder
 
 
 AGAIN = "the same command sends what is missing; what arrived is not sent twice"
@@ -14,7 +14,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("repo", help="user/name on the Hub")
     parser.add_argument("--private", action="store_true", help="make the repository a private one")
     parser.add_argument("--dry-run", action="store_true", help="list the files and validate the card; upload nothing")
-    parser.add_argument("--write-to", type=output_path, help="also write every file into this folder, as on the Hub")
+    parser.add_argument("--write-to", type=output_folder, help="also write every file into this folder, as on the Hub")
     facts = parser.add_argument_group("facts of the card, besides card_facts.json and eval_report.json of the folder")
     facts.add_argument("--base-model", help="repository of the target")
     facts.add_argument("--base-model-revision", help="its commit")

@@ -6,13 +6,13 @@ from dflash_hf.terminal import (
     DTYPES,
     UsageError,
     add_template_arguments,
-    count,
     device,
     dtype,
     output_path,
     positive,
     probability,
     readable_file,
+    seed,
 )
 from dflash_hf.terminal import temperature as heat
 
@@ -86,7 +86,7 @@ def add_sampling(parser, default: float | None = 0.0, known: str = "0, greedy") 
     parser.add_argument("--temperature", type=heat, default=default, help=f"default: {known}")
     parser.add_argument("--top-p", type=probability, help="sample from that share of the probability; default: all")
     add_draft_temperature(parser)
-    parser.add_argument("--seed", type=count, default=0, help="of samples; default: %(default)s")
+    parser.add_argument("--seed", type=seed, default=0, help="of samples; default: %(default)s")
 
 
 def add_draft_temperature(parser) -> None:
@@ -129,6 +129,6 @@ def add_data(parser) -> None:
     add_template_arguments(parser)
 
 
-def add_output(parser, what: str, **options) -> None:
+def add_output(parser, what: str, kind=output_path, **options) -> None:
     """`--output`, which must be writable."""
-    parser.add_argument("--output", type=output_path, help=what, **options)
+    parser.add_argument("--output", type=kind, help=what, **options)

@@ -1,11 +1,13 @@
 """`dflash smollm2`."""
 
 from dflash_hf.commands.shared import add_examples
-from dflash_hf.terminal import Outcome, output_path
+from dflash_hf.terminal import Outcome, output_folder
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("--cache-dir", type=output_path, help="where its folder is kept; default: ~/.cache/dflash_hf")
+    parser.add_argument(
+        "--cache-dir", type=output_folder, help="where its folder is kept; default: ~/.cache/dflash_hf"
+    )
     add_examples(parser, "dflash smollm2", 'dflash generate --target "$(dflash smollm2)" --prompt "Who are you?"')
 
 

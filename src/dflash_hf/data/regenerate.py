@@ -140,7 +140,7 @@ def run(arguments, echo) -> Outcome:
     count = min(arguments.limit or len(rows), len(rows))
     tokenizer = None if server else _tokenizer(arguments)
     as_chat = not arguments.raw and (tokenizer is None or bool(tokenizer.chat_template))
-    prompts = {index: (prompt_of(row, as_chat), tools_of(row)) for index, row in enumerate(islice(rows, count))}
+    prompts = {index: _asked(index, row, as_chat, arguments.data) for index, row in enumerate(islice(rows, count))}
 
     # What the responses depend on. Files are known by their content: data by each prompt, the target by its weights.
     settings = {
@@ -183,13 +183,23 @@ def run(arguments, echo) -> Outcome:
     return Outcome(1 if refused else 0, {"rows": count, "finished": len(output.finished), "refused": refused})
 
 
+def _asked(index: int, row: dict, as_chat: bool, data: str) -> tuple[Prompt, list | None]:
+    try:
+        return prompt_of(row, as_chat), tools_of(row)
+    except ValueError as error:
+        raise ValueError(f"Row {index} of {data}: {error}") from error
+
+
 def _check(arguments) -> dict:
     """Whether the arguments go together; the target's configuration, of a server none."""
-    if arguments.server and (arguments.raw or arguments.draft or arguments.chat_template or arguments.packed):
-        ours = "--raw, --draft, --chat-template, --packed"
-        raise ValueError(f"--server takes conversations and decodes itself: leave out {ours}.")
+    ours = ("raw", "draft", "chat_template", "packed", "compile", "tree_nodes", "draft_temperature", "mask_token_id")
+    if arguments.server and any(getattr(arguments, name) for name in ours):
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in ours)
+        raise ValueError(f"--server takes conversations and decodes itself: leave out {options}.")
     if arguments.temperature == 0 and arguments.top_p is not None:
         raise UsageError(f"--top-p {arguments.top_p} changes nothing at --temperature 0; raise it, or leave one out.")
+    if arguments.temperature == 0 and arguments.draft_temperature:
+        raise UsageError("--draft-temperature changes nothing at --temperature 0; raise it, or leave one out.")
     if arguments.server:
         return {}
     config = check_pair(arguments.target, arguments.draft, Loading.of(arguments))
@@ -236,6 +246,11 @@ def _in_process(arguments, encoder: RowEncoder, prompts: dict, output: ResponseF
             config.top_p = config.top_k = None
     if arguments.top_p is not None:
         config.top_p = arguments.top_p
+    if not config.do_sample and (arguments.top_p or arguments.draft_temperature):
+        raise ValueError(
+            "The target's own setting is greedy, where --top-p and --draft-temperature change nothing; add "
+            "--temperature, such as 1."
+        )
     return generate_rows(
         target, encoder, prompts, arguments.max_new_tokens, arguments.batch_size, draft, config, arguments.seed
     )

@@ -39,8 +39,11 @@ class ResponseFile:
         try:
             lock(self.file, path)
             self.settings = self._settings_before()
-            self.settle(settings)
-            self._read()
+            good = self._read()
+            self.settle(settings)  # writes beside a file that is a response file, and no other
+            self.repaired = self.file.seek(0, 2) - good
+            if self.repaired:
+                self.file.truncate(good)
         except BaseException:
             self.file.close()
             raise
@@ -71,7 +74,8 @@ class ResponseFile:
         self.settings |= settings
         write_json(self.notes, self.settings)
 
-    def _read(self) -> None:
+    def _read(self) -> int:
+        """Read what is finished; returns the bytes of its lines."""
         self.file.seek(0)
         good = 0
         for number, line in enumerate(self.file, start=1):
@@ -86,10 +90,7 @@ class ResponseFile:
                     "choose another output."
                 ) from error
             good += len(line)
-        end = self.file.seek(0, 2)
-        self.repaired = end - good
-        if self.repaired:
-            self.file.truncate(good)
+        return good
 
     def append(self, rows: list[dict]) -> None:
         """Add responses; once this returns, they outlive the process."""

@@ -56,12 +56,15 @@ def read_prompts(data: str, encoder: RowEncoder, limit: int, split: str | None =
     return prompts
 
 
-def prompts_of_conversations(target, encoder: RowEncoder, said: list[list[str]], max_new_tokens: int, progress=iter):
+def prompts_of_conversations(
+    target, encoder: RowEncoder, said: list[list[str]], max_new_tokens: int, progress=iter, raw: bool = False
+):
     """
     The prompt of every turn of every conversation, in order; answers in between are the target's own, greedy.
 
     Args:
         said (`list[list[str]]`): Of each conversation what the user says, turn by turn.
+        raw (`bool`): Each turn is text by itself, as it is where there is no chat template.
     """
     import torch
 
@@ -70,8 +73,8 @@ def prompts_of_conversations(target, encoder: RowEncoder, said: list[list[str]],
         messages: list[dict] = []
         for number, turn in enumerate(turns, start=1):
             messages.append({"role": "user", "content": turn})
-            row = {"messages": messages} if encoder.tokenizer.chat_template else {"prompt": turn}
-            prompts.append(list(prompt_ids(encoder, row)))
+            row = {"messages": messages} if encoder.tokenizer.chat_template and not raw else {"prompt": turn}
+            prompts.append(list(prompt_ids(encoder, row, raw)))
             if number < len(turns):
                 ids = torch.tensor([prompts[-1]], device=target.device)
                 mask = torch.ones_like(ids)
@@ -147,7 +150,8 @@ def _measure(arguments) -> EvalReport:
         note(f"{len(journal.records)} of {len(prompts) * arguments.runs} answers are in {journal.path}: going on")
     else:
         if prompts is None:
-            prompts = prompts_of_conversations(target, encoder, said, max_new_tokens, bar("first turns"))
+            asked = (target, encoder, said, max_new_tokens, bar("first turns"), arguments.raw)
+            prompts = prompts_of_conversations(*asked)
         if journal is not None and prompts:
             journal.begin([list(prompt) for prompt in prompts])
     report = evaluate(
@@ -166,11 +170,22 @@ def _measure(arguments) -> EvalReport:
 
 
 def _turns_of_file(arguments) -> list[list[str]] | None:
-    """Of `--data`, what the user says turn by turn, where its rows have `turns`."""
+    """
+    Of `--data`, what the user says turn by turn, where its rows have `turns`.
+
+    Raises:
+        `ValueError`: a row has others than texts; names it.
+    """
     if arguments.data.endswith(".txt"):
         return None
     rows = list(islice(iter(rows_of(arguments.data, arguments.split)), arguments.prompts or 40))
-    return [list(row["turns"]) for row in rows] if rows and "turns" in rows[0] else None
+    if not rows or "turns" not in rows[0]:
+        return None
+    for index, row in enumerate(rows):
+        turns = row["turns"]
+        if not (isinstance(turns, list) and turns and all(isinstance(one, str) and one for one in turns)):
+            raise ValueError(f"Row {index} of {arguments.data}: turns={turns!r} must be a list of the user's texts.")
+    return [list(row["turns"]) for row in rows]
 
 
 def _template_kwargs(arguments, tokenizer, draft_config) -> dict:
@@ -183,6 +198,8 @@ def _template_kwargs(arguments, tokenizer, draft_config) -> dict:
 
 def _what(arguments, target, draft, asked, kwargs: dict, methods: list[str], max_new_tokens: int) -> dict:
     """What decides the outcome, for a journal."""
+    import torch
+
     return {
         "target": digest_of_target(target),
         "draft": digest_of_parameters(draft.named_parameters()),
@@ -192,7 +209,10 @@ def _what(arguments, target, draft, asked, kwargs: dict, methods: list[str], max
         "methods": methods,
         "runs": arguments.runs,
         "max_new_tokens": max_new_tokens,
+        "raw": arguments.raw,
         "dtype": str(target.dtype),
+        "device": str(target.device),
+        "threads": torch.get_num_threads(),
         "compile": arguments.compile,
         "tree_nodes": arguments.tree_nodes,
     }

@@ -36,7 +36,7 @@ def mean_difference(before: Sums, after: Sums) -> tuple[float, float]:
 
 def run(paths: Sequence[Path], echo) -> Outcome:
     """`dflash eval --compare`: two reports side by side."""
-    first, second = (EvalReport.from_json(read_text(path)) for path in paths)
+    first, second = map(_report, paths)
     echo(f"{'':30}{'A':>12}{'B':>12}{'B / A':>9}")
     facts: dict = {"tau": [first.tau, second.tau], "methods": {}}
     rows = [("tau", first.tau, second.tau), ("tau, mean of answers", first.tau_per_response, second.tau_per_response)]
@@ -45,7 +45,7 @@ def run(paths: Sequence[Path], echo) -> Outcome:
         facts["methods"][name] = {"speedup": [ours.speedup, theirs.speedup]}
         rows.append((f"speed-up, {LABELS.get(name, name)}"[:30], ours.speedup, theirs.speedup))
     for name, one, other in rows:
-        echo(f"{name:30}{one:12.2f}{other:12.2f}{other / one:9.2f}")
+        echo(f"{name:30}{one:12.2f}{other:12.2f}" + (f"{other / one:9.2f}" if one else ""))
     for name in sorted(first.setting.keys() | second.setting.keys()):
         one, other = first.setting.get(name), second.setting.get(name)
         if one != other:
@@ -60,3 +60,11 @@ def run(paths: Sequence[Path], echo) -> Outcome:
         chance = "more than chance" if abs(errors) >= 2 else "no more than chance"
         echo(f"the same prompts: tau {gain:+.3f}, {errors:+.1f} standard errors, {chance}")
     return Outcome(0, facts)
+
+
+def _report(path: Path) -> EvalReport:
+    text = read_text(path)
+    try:
+        return EvalReport.from_json(text)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not a report of `dflash eval` ({error!r}).") from error

@@ -88,8 +88,10 @@ def room_for_answer(target, prompt: int, wanted: int | None) -> int | None:
         wanted (`int`, *optional*): At most so many.
 
     Raises:
-        `ValueError`: there is no room at all.
+        `ValueError`: there is no room at all, or none is wanted.
     """
+    if wanted is not None and wanted < 1:
+        raise ValueError(f"An answer of {wanted} tokens is none; 1 is the least.")
     limit = positions_of(target.config.get_text_config(decoder=True).to_dict())
     if limit is None:
         return wanted

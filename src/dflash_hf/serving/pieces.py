@@ -45,7 +45,7 @@ class PieceStreamer(BaseStreamer):
         self._start = self._last = time.perf_counter()
         self._prompt = True
         self._round: list[int] = []  # what the verification that runs has committed
-        self._line: list[int] = []  # tokens since the last line break, and the text that was written of them
+        self._line: list[int] = []  # the last line break and the tokens since; and their text that was written
         self._written = ""
 
     def __enter__(self):
@@ -104,12 +104,16 @@ class PieceStreamer(BaseStreamer):
 
     def _piece(self, tokens: list[int], source: int, final: bool = False) -> None:
         self._line += tokens
-        text = self.tokenizer.decode(self._line, skip_special_tokens=True)
+        text = self._text()
         if text.endswith("\ufffd") and not final:  # the first bytes of a character
             return
         piece, self._written = text[len(self._written) :], text
-        if text.endswith("\n"):
-            self._line, self._written = [], ""
+        if text.endswith("\n"):  # it stays: some tokenizers drop the space of a first token
+            self._line = self._line[-1:]
+            self._written = self._text()
         self.text += piece
         if piece:
             self.write(piece, source)
+
+    def _text(self) -> str:
+        return self.tokenizer.decode(self._line, skip_special_tokens=True)

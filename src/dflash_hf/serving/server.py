@@ -26,6 +26,15 @@ from dflash_hf.serving.conversation import room_for_answer
 from dflash_hf.terminal import one_line
 
 
+# Fields that upstream ignores though they change the answer, and the values that change nothing.
+_NOT_SERVED = {
+    **dict.fromkeys(("n", "best_of"), (None, 1)),
+    **dict.fromkeys(("logprobs", "echo"), (None, False)),
+    "presence_penalty": (None, 0),
+    "response_format": (None, {"type": "text"}),
+}
+
+
 class DraftedServe(Serve):
     """
     Serves until it is told to end by SIGTERM or Ctrl-C; what was begun is finished first.
@@ -79,7 +88,10 @@ class DraftedServe(Serve):
         manager.try_out(target)
         for handler in (self._chat_handler, self._completion_handler, self._response_handler):
             handler._build_generation_config = functools.partial(_settings, handler._build_generation_config)
+            handler.handle_request = functools.partial(self._answer, handler.handle_request)
         served = {"id": self.target, "object": "model", "created": int(time.time()), "owned_by": "dflash-hf"}
+        models.process_model_name = functools.partial(_pinned, self.target, name)
+        app.router.routes[:] = [route for route in app.router.routes if route.path != "/reset"]  # it would be unpacked
         models.get_gen_models = lambda: [served]  # upstream lists the whole cache, of which it would serve nothing
         app.add_middleware(EndedWithItsClient)
         app.add_exception_handler(HTTPException, _as_openai_does)
@@ -94,6 +106,25 @@ class DraftedServe(Serve):
             self.server.run(sockets=[self.at])
         finally:
             signal.signal(signal.SIGTERM, before)
+
+    async def _answer(self, handle: Callable, body: dict, request_id: str):
+        """
+        As upstream's; a client is told what is wrong with its request, where upstream fails without a word or answers
+        another one.
+        """
+        from fastapi import HTTPException
+
+        for name, plain in _NOT_SERVED.items():
+            if body.get(name) not in plain:
+                raise HTTPException(400, f"{name}={body[name]!r} is not served here; leave it out.")
+        try:
+            return await handle(body, request_id)
+        except HTTPException:
+            raise
+        except Exception as error:
+            ours = isinstance(error, RuntimeError | OSError | MemoryError)
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            raise HTTPException(500 if ours else 400, one_line(f"{kind}{error}")) from error
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -113,6 +144,15 @@ def bound(host: str, port: int) -> socket.socket:
     return place
 
 
+def _pinned(served: str, name: str, asked: str) -> str:
+    """Upstream's `process_model_name` for the one model; `/load_model` would load any other."""
+    from fastapi import HTTPException
+
+    if asked not in (served, name):
+        raise HTTPException(400, f"Server is pinned to '{served}'; requested '{asked}'.")
+    return name
+
+
 async def _as_openai_does(request, error):
     """An error where OpenAI's clients look for its message."""
     from fastapi.responses import JSONResponse
@@ -124,9 +164,12 @@ async def _as_openai_does(request, error):
 def _settings(build: Callable, body: dict, *args, **kwargs):
     """
     The settings of a request. Upstream seeds torch as soon as a request arrives, in the middle of another one's
-    answer, and does not sample for a temperature where the model's own settings are greedy.
+    answer, does not sample for a temperature where the model's own settings are greedy, and fails at whole numbers
+    as biases and at empty stops.
     """
     seed = body.pop("seed", None)
+    body["stop"] = body.get("stop") or None  # an empty list stops nothing
+    body["logit_bias"] = {token: float(bias) for token, bias in (body.get("logit_bias") or {}).items()} or None
     config = build(body, *args, **kwargs)
     config._seed = seed
     if body.get("temperature") is not None:
@@ -162,8 +205,10 @@ class DraftedManager(GenerateManager):
             raise
 
     def async_submit(self, fn, *args, **kwargs):
-        """As upstream's; the thread may set its result when nobody waits for it any more."""
-        return asyncio.shield(super().async_submit(fn, *args, **kwargs))
+        """As upstream's; the thread may set its result, or an error, when nobody waits for it any more."""
+        future = super().async_submit(fn, *args, **kwargs)
+        future.add_done_callback(asyncio.Future.exception)  # which asyncio would print if nobody asks
+        return asyncio.shield(future)
 
 
 class _Request:
@@ -171,7 +216,7 @@ class _Request:
     What upstream takes for the model in one request: `generate` with the drafter, timed and logged.
 
     Raises:
-        `HTTPException`: 400, the prompt leaves no room for an answer.
+        `HTTPException`: 400, the prompt is empty or leaves no room for an answer.
     """
 
     def __init__(self, manager: DraftedManager, model, inputs, settings, name: str):
@@ -181,6 +226,8 @@ class _Request:
         self.gone, self.arrived, self.tokens = threading.Event(), time.perf_counter(), 0
         self.seed = vars(settings).pop("_seed", None)
         self.prompt = inputs["input_ids"].shape[-1]
+        if not self.prompt:
+            raise HTTPException(400, "The prompt is empty.")
         try:
             settings.max_new_tokens = room_for_answer(model, self.prompt, settings.max_new_tokens)
         except ValueError as error:
@@ -204,7 +251,9 @@ class _Request:
             raise
         except Exception as error:
             self._log(start, f"; failed: {one_line(error)}")
-            raise
+            if streamer is None:
+                raise
+            raise RuntimeError(json.dumps(one_line(error))[1:-1]) from error  # upstream puts it between quotes
         self._log(start, "", (getattr(output, "acceptance_lengths", None) or [[]])[0])
         return output.sequences
 
