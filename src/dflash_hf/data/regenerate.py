@@ -192,7 +192,7 @@ def _asked(index: int, row: dict, as_chat: bool, data: str) -> tuple[Prompt, lis
 
 def _check(arguments) -> dict:
     """Whether the arguments go together; the target's configuration, of a server none."""
-    ours = ("raw", "draft", "chat_template", "packed", "compile", "tree_nodes", "draft_temperature", "mask_token_id")
+    ours = ("raw", "draft", "chat_template", "packed", "compile", "tree_nodes", "draft_temperature")
     if arguments.server and any(getattr(arguments, name) for name in ours):
         options = ", ".join(f"--{name.replace('_', '-')}" for name in ours)
         raise ValueError(f"--server takes conversations and decodes itself: leave out {options}.")
@@ -214,10 +214,8 @@ def _tokenizer(arguments):
 
 def _server(arguments, kwargs: dict) -> ChatClient:
     options = {"max_tokens": arguments.max_new_tokens, "seed": arguments.seed, "stream": False}
-    if arguments.mask_token_id is not None:
-        options["logit_bias"] = {
-            str(arguments.mask_token_id): -100
-        }  # a ban, in every server that speaks this protocol
+    if arguments.mask_token_id is not None:  # a bias of -100 is a ban
+        options["logit_bias"] = {str(arguments.mask_token_id): -100}
     for name in ("temperature", "top_p"):
         if getattr(arguments, name) is not None:
             options[name] = getattr(arguments, name)
