@@ -409,7 +409,7 @@ def test_wrong_options_are_told_in_one_line(data, tmp_path, capsys):
         capsys, data, tmp_path / "absent", tmp_path / "out.jsonl", "--temperature", "0", "--top-p", "0.9"
     )
     assert code == 2 and "changes nothing at --temperature 0" in error
-    for options in (("--compile",), ("--tree-nodes", "3"), ("--draft-temperature", "1"), ("--mask-token-id", "5")):
+    for options in (("--compile",), ("--tree-nodes", "3"), ("--draft-temperature", "1")):
         options = ("--server", "http://127.0.0.1:1", *options)
         code, _, error = regenerate(capsys, data, tmp_path / "absent", tmp_path / "out.jsonl", *options)
         assert code == 1 and "decodes itself: leave out" in error
