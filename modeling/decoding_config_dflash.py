@@ -26,8 +26,8 @@ class DFlashDecodingConfig:
         compile (`bool` or `str`): Compile draft, verification and acceptance as one graph of fixed shape, for each
             bucket of 256, 512, 1024, ... slots; a string names a mode or a backend of `torch.compile`. The first use
             of a bucket takes a while, and the slots stay in memory for the next call; calls at the same time have
-            slots of their own. Rounds of targets with recurrent layers, whose hidden states are
-            asked for, or that draw by `generators` are not compiled.
+            slots of their own. Not compiled are rounds of targets with recurrent layers, those whose hidden states are
+            asked for, and those that draw by `generators`.
         look_ahead (`int`, *optional*): Rounds that are started before the host looks at what they committed. At the
             end of a text up to so many less one are computed in vain. Default: 1 on a CPU, else 4. Always 1 where each
             token is asked for as it comes: with a streamer, a time limit, processors and criteria that read the text,

@@ -193,7 +193,7 @@ def under_load(server: Server, texts: dict[str, str], arguments, say: Callable[[
     say(f"SIGTERM with {arguments.clients} requests in flight: {right} answered in full, exit status {code}\n")
 
 
-def paired(commands: dict[str, list[str]], texts: dict[str, str], arguments) -> dict[str, list[str]]:
+def paired(commands: dict[str, list[str]], prompts: list[str], arguments) -> dict[str, list[str]]:
     """
     Several servers beside each other, asked in turn, so that other load falls on all: tokens/s from 1 and from 4
     clients, and the ratio to the first server's of the same turn with its quartiles.
@@ -201,12 +201,12 @@ def paired(commands: dict[str, list[str]], texts: dict[str, str], arguments) -> 
     with contextlib.ExitStack() as stack:
         servers = {name: stack.enter_context(Server(command)) for name, command in commands.items()}
         for server in servers.values():
-            load(server, texts, 4, 1, arguments.max_tokens, leave=False)
+            load(server, dict.fromkeys(prompts), 4, 1, arguments.max_tokens, leave=False)
         cells = {name: [] for name in servers}
         for clients in (1, 4):
             speeds = {name: [] for name in servers}
             for turn in range(arguments.timed):
-                asked = dict.fromkeys(itertools.islice(itertools.cycle(texts), 4 * turn, 4 * turn + 4))
+                asked = dict.fromkeys(itertools.islice(itertools.cycle(prompts), 4 * turn, 4 * turn + 4))
                 for name, server in servers.items():
                     run = load(server, asked, 4, clients, arguments.max_tokens, leave=False)
                     speeds[name].append(run.tokens / run.seconds)
@@ -238,7 +238,6 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     target, draft = folder_of(arguments.target), ["--draft", arguments.draft]
     prompts = [form.format(subject) for subject in SUBJECTS for form in REQUESTS][: arguments.prompts]
-    texts = own_texts(target, prompts, arguments.max_tokens)
     serve = [sys.executable, "-m", "dflash_hf.cli", "serve", "--target", target, "--port", "0", "--device", "cpu"]
     serve += ["--threads", str(arguments.threads), *(["--packed"] if arguments.packed else [])]
     lines = []
@@ -248,15 +247,15 @@ def main() -> None:
         lines.append(line)
 
     if arguments.requests:
+        texts = own_texts(target, prompts, arguments.max_tokens)
         with Server([*serve, *draft, "--dtype", "float32"]) as server:
             under_load(server, texts, arguments, say)
     ways = {"target alone": [], "with the drafter": draft}
     if arguments.tree_nodes:
         ways[f"trees of {arguments.tree_nodes}"] = [*draft, "--tree-nodes", str(arguments.tree_nodes)]
     say("| bf16 | 1 client, tokens/s | over alone | 4 clients, tokens/s | over alone |\n|---|---|---|---|---|")
-    for name, cells in paired(
-        {name: [*serve, *more, "--dtype", "bfloat16"] for name, more in ways.items()}, texts, arguments
-    ).items():
+    commands = {name: [*serve, *more, "--dtype", "bfloat16"] for name, more in ways.items()}
+    for name, cells in paired(commands, prompts, arguments).items():
         say(f"| {name} | " + " | ".join(cells) + " |")
     if arguments.output:
         arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
