@@ -12,7 +12,7 @@ from transformers import AutoModel
 from dflash_hf import DFlashDraftModel
 from dflash_hf.cli import main
 from dflash_hf.convert import convert
-from dflash_hf.hub.check import check
+from dflash_hf.hub.check import ENGINES, check
 from dflash_hf.training.start import take_vocabulary
 
 
@@ -45,9 +45,10 @@ def equal_tensors(ours, theirs):
         assert torch.equal(tensor, theirs[name]), name
 
 
-def test_half_the_size_and_the_targets_head(target, tmp_path, capsys):
+@pytest.mark.parametrize("parts", [{}, {"selector_rank": 4, "selector_top_k": 4}], ids=["DFlash", "path selector"])
+def test_half_the_size_and_the_targets_head(parts, target, tmp_path, capsys):
     """Some engines know no reduced vocabulary: the drafter then drafts all tokens with the target's head."""
-    reduced = make_draft(target, draft_vocab_size=24)
+    reduced = make_draft(target, draft_vocab_size=24, **parts)
     take_vocabulary(reduced, target, torch.arange(target.config.vocab_size))
     reduced.save_pretrained(tmp_path / "reduced")
     (tmp_path / "reduced" / "card_facts.json").write_text('{"base_model": "a/b"}')
@@ -61,7 +62,13 @@ def test_half_the_size_and_the_targets_head(target, tmp_path, capsys):
     assert shared.config.draft_vocab_size is None and torch.allclose(shared.fc.weight, reduced.fc.weight, atol=1e-2)
     alone = target.generate(PROMPT, max_new_tokens=12, do_sample=False)
     assert torch.equal(target.generate(PROMPT, max_new_tokens=12, do_sample=False, assistant_model=shared), alone)
-    assert convert(tmp_path / "shared", tmp_path / "native", to="native").is_dir()
+    if not parts:
+        assert convert(tmp_path / "shared", tmp_path / "native", to="native").is_dir()
+    blind = {
+        engine for engine in ENGINES for one in check(tmp_path / "reduced", [engine]) if "share-head" in one.message
+    }
+    assert blind == ({"sglang", "vllm"} if parts else {"sglang"})
+    assert not [one for one in check(tmp_path / "shared") if "share-head" in one.message]
 
 
 def test_native_and_back(target, draft, folder, tmp_path):

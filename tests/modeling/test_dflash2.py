@@ -162,6 +162,31 @@ def test_the_walk_takes_the_best_successor_of_each_token():
 
 
 @torch.no_grad()
+def test_a_selector_over_a_reduced_vocabulary_goes_by_the_targets_ids(monkeypatch):
+    """Blocks, draws and trees are those of a drafter that has all tokens and thinks nothing of the others."""
+    target = make_target()
+    few = make_draft2(target, draft_vocab_size=VOCAB // 2)
+    few.d2t.copy_(torch.arange(VOCAB // 2) + 1)  # the odd tokens
+    few.lm_head.weight.copy_(target.lm_head.weight[1::2])
+    whole = make_draft2(target)
+    assert not whole.load_state_dict(few.state_dict(), strict=False).missing_keys
+    even = torch.arange(VOCAB) % 2 == 0
+    all_logits = whole.draft_logits
+    monkeypatch.setattr(whole, "draft_logits", lambda *args: all_logits(*args).masked_fill(even, -1e9))
+    drafted = []
+    for draft in (whole, few):
+        generator, context = opened(draft, target, rows=4)
+        generator.plan_trees(9, 3)
+        tree, block = generator.tree(*context), generator.draft(*context)
+        torch.manual_seed(0)
+        drawn, proposal = generator.sample(*context, temperature=0.8)
+        drafted.append([block, drawn, proposal.ids, proposal.probabilities, tree.tokens, tree.parents])
+        assert (block[:, 1:] % 2 == 1).all() and (tree.tokens[:, 1:] % 2 == 1).all()
+    for ours, theirs in zip(*drafted, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@torch.no_grad()
 def test_drawn_candidates_follow_the_selector():
     """20,000 draws of a slot against `softmax(S / T)` over its candidates, given each token before."""
     target = make_target()
@@ -229,6 +254,7 @@ DRAWING = {
     "DFlash 2, its likeliest path": (SWITCHES, 0.0),
     "DFlash": ({}, 0.8),
     "reduced vocabulary": ({"draft_vocab_size": 4}, 1.3),
+    "DFlash 2, reduced vocabulary": ({**SWITCHES, "draft_vocab_size": 4, "selector_top_k": 3}, None),
 }
 
 
@@ -236,7 +262,11 @@ DRAWING = {
 ALONE = [
     ("DFlash 2", 1),
     ("reduced vocabulary", 1),
-    *(pytest.param(kind, 1, marks=pytest.mark.slow) for kind in ("DFlash 2, its likeliest path", "DFlash")),
+    *(
+        pytest.param(kind, 1, marks=pytest.mark.slow)
+        for kind in DRAWING
+        if kind not in ("DFlash 2", "reduced vocabulary")
+    ),
 ]
 
 
@@ -248,10 +278,8 @@ def test_texts_follow_the_target(kind, rows):
     with torch.no_grad():
         target.lm_head.weight.mul_(0.3)
     switches, temperature = DRAWING[kind]
-    draft = make_draft(target, **switches) if "draft_vocab_size" in switches else None
-    if draft is None:
-        draft = make_draft2(target, **switches) if switches else make_draft(target)
-    else:
+    draft = (make_draft2 if "selector_rank" in switches else make_draft)(target, **switches)
+    if "draft_vocab_size" in switches:
         with torch.no_grad():
             draft.d2t.copy_(torch.arange(4))  # the even tokens
             draft.lm_head.weight.normal_(generator=torch.Generator().manual_seed(4))
@@ -341,11 +369,15 @@ def test_lossless(family, rows):
     assert torch.equal(target.generate(**inputs, max_new_tokens=30, do_sample=False, assistant_model=draft), expected)
 
 
-@pytest.mark.parametrize(("kind", "rows"), [("DFlash 2", 1), ("DFlash 2", 3), ("sinks, reduced vocabulary", 2)])
+KINDS = [("DFlash 2", 1), ("DFlash 2", 3), ("sinks, reduced vocabulary", 2), ("DFlash 2, reduced vocabulary", 2)]
+
+
+@pytest.mark.parametrize(("kind", "rows"), KINDS)
 def test_compiled_round_gives_the_same_tokens(kind, rows):
     """One graph without breaks, the walk included."""
-    switches = {"attention_sink_bias": True, "draft_vocab_size": VOCAB // 4}
-    target, draft = shallow_pair(make=make_draft2) if kind == "DFlash 2" else shallow_pair(**switches)
+    switches = {"draft_vocab_size": VOCAB // 4} if "reduced" in kind else {}
+    switches |= {"attention_sink_bias": True} if "sinks" in kind else {"make": make_draft2}
+    target, draft = shallow_pair(**switches)
     torch._dynamo.reset()
     inputs, _ = ragged_prompts(rows)
     options = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True, "assistant_model": draft}
@@ -364,7 +396,8 @@ def test_compiled_round_gives_the_same_tokens(kind, rows):
         ({"conv_kernel_size": 5}, "conv_kernel_size=5"),
         ({"selector_rank": None}, "selector_rank=None"),
         ({"selector_top_k": 97}, "selector_top_k=97"),
-        ({"draft_vocab_size": 24}, "draft_vocab_size=24"),
+        ({"draft_vocab_size": 4}, "selector_top_k=5 exceeds draft_vocab_size=4"),
+        ({"draft_vocab_size": 97}, "draft_vocab_size=97"),
         ({"output_multiplier": -1.0}, "output_multiplier=-1.0"),
         ({"final_logit_softcapping": float("nan")}, "final_logit_softcapping=nan"),
     ],

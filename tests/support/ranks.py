@@ -12,12 +12,12 @@ from dflash_hf.target import target_features, target_forward, target_logits
 from dflash_hf.training.train import leave_group
 from support.pairs import make_draft, make_target
 from support.rows import uneven_rows
-from support.runs import PLAIN_SGD, history, make_trainer
+from support.runs import BLOCK, PLAIN_SGD, history, make_trainer
 
 
 # The rows of one step, in order, for each loss: the first half is the first rank's. The second row has no anchor.
-ROWS = {"ce": (1, 1, 0, 3), "dpace": (0, 2, 1, 3), "kl": (2, 1, 3, 0)}
-LOSSES = {"ddp": ("ce", "dpace", "kl"), "fsdp2": ("ce",)}
+ROWS = {"ce": (1, 1, 0, 3), "dpace": (0, 2, 1, 3), "kl": (2, 1, 3, 0), "selector": (3, 1, 0, 2)}
+LOSSES = {"ddp": ("ce", "dpace", "kl", "selector"), "fsdp2": ("ce", "selector")}
 KEYS = ("loss", "accuracy", "simulated_tau")
 
 
@@ -29,8 +29,13 @@ def train_and_evaluate(folder, ranks, loss_type):
     """
     rows = [uneven_rows()[i] for i in ROWS[loss_type]]
     fields = {"per_device_train_batch_size": 4 // ranks, "per_device_eval_batch_size": 1, "loss_type": loss_type}
-    target = make_target(dtype=torch.float64)
-    trainer = make_trainer(folder, target, rows, eval_rows=rows[:0:-1], **fields, **PLAIN_SGD)
+    target, draft = make_target(dtype=torch.float64), None
+    if loss_type == "selector":
+        fields["loss_type"] = "ce"
+        draft = make_draft(target, block_size=BLOCK, selector_rank=4, selector_top_k=4)
+        successors = draft.candidate_selector.successor_codebook.detach()
+        successors.normal_(generator=torch.Generator().manual_seed(0))  # zeros would give the others no gradient
+    trainer = make_trainer(folder, target, rows, draft, eval_rows=rows[:0:-1], **fields, **PLAIN_SGD)
     assert trainer.args.world_size == ranks
     trainer.train()
     evaluated = trainer.evaluate()

@@ -151,15 +151,3 @@ def test_flex_attention_is_for_devices_and_drafters_that_have_it(tmp_path):
     assert not make_trainer(tmp_path, target, uneven_rows(), sinks).uses_flex
     with pytest.raises(ValueError, match="block_attention='flex' cannot train .* attention_sink_bias=True"):
         make_trainer(tmp_path, target, uneven_rows(), sinks, block_attention="flex")
-
-
-def test_the_selector_of_dflash_2_stays_and_everything_else_learns(tmp_path):
-    target = make_target()
-    dflash2 = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 4}
-    draft = make_draft(target, block_size=BLOCK, **dflash2)
-    trainer = make_trainer(tmp_path, target, counting_rows(4), draft, warmup_steps=0, max_steps=2)
-    before = {name: parameter.detach().clone() for name, parameter in draft.named_parameters()}
-    trainer.train()
-    for name, parameter in draft.named_parameters():
-        stays = name.startswith("candidate_selector.")
-        assert torch.equal(parameter, before[name]) == stays == (not parameter.requires_grad), name

@@ -219,8 +219,10 @@ def _numbers(drafter: Drafter) -> Iterator[Finding]:
         blind = ("sglang",) if dflash2 and "input_embedding_scale" in drafter.nested else SERVERS
         yield Finding("error", blind, "input_embedding_scale", f"{scale} is not read: the raw embedding is fed.")
     if has_own_head(drafter):
-        message = f"{get('draft_vocab_size')} is a reduced vocabulary, which SGLang does not have."
-        yield Finding("error", ("sglang",), "draft_vocab_size", message)
+        # vLLM's DFlash 2 takes what its head numbers for the target's ids.
+        blind, who = (SERVERS, "DFlash 2 in engines") if dflash2 else (("sglang",), "SGLang")
+        message = f"{get('draft_vocab_size')} is a reduced vocabulary, which {who} does not have: `dflash convert "
+        yield Finding("error", blind, "draft_vocab_size", message + "--share-head` writes a drafter without.")
     if get("vocab_size") == _GEMMA_VOCABULARY:
         yield _gemma()
 

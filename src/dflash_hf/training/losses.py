@@ -8,13 +8,23 @@ import torch
 
 
 @dataclass
+class Candidates:
+    """The likely tokens of each of the `M` known tokens' slots, among which a path selector chooses."""
+
+    ids: torch.LongTensor  # [M, k]  of the drafter's vocabulary
+    logits: torch.Tensor  # [M, k]  of the drafter, without gradient
+    wanted: torch.Tensor  # [M, k]  the teacher's probabilities; without a teacher 1 for the label
+
+
+@dataclass
 class TokenLosses:
     """What one pass through the head tells about every token."""
 
     values: torch.Tensor  # [...]  negative log-likelihood or divergence, differentiable; 0 where not known
     nll: torch.Tensor  # [...]  negative log-likelihood of the label, without gradient; 0 where not known
-    correct: torch.BoolTensor  # [...]  whether the label is the argmax; false where not known
+    correct: torch.BoolTensor  # [...]  whether the label is what is drafted; false where not known
     known: torch.BoolTensor  # [...]  counted, and a token that the drafter has
+    candidates: Candidates | None = None
 
 
 @dataclass
@@ -88,13 +98,14 @@ class _TokenLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, head, labels, teacher, chunk_size):
+    def forward(ctx, hidden, head, labels, teacher, chunk_size, likely):
         losses = torch.empty(hidden.shape[0], device=hidden.device, dtype=_wide(hidden.dtype))  # [M]
         nll = torch.empty_like(losses)  # [M]
         correct = torch.empty_like(labels, dtype=torch.bool)  # [M]
         needs_grad = ctx.needs_input_grad[0]
         grads = torch.empty_like(hidden) if needs_grad else None  # [M, H]
-        for start in range(0, hidden.shape[0], chunk_size):
+        candidates = []
+        for start in range(0, max(hidden.shape[0], likely is not None), chunk_size):  # candidates of none, too
             rows = slice(start, start + chunk_size)
             with torch.set_grad_enabled(needs_grad):
                 chunk = hidden[rows].detach().requires_grad_(needs_grad)
@@ -102,23 +113,31 @@ class _TokenLoss(torch.autograd.Function):
             wide = logits.detach().to(_wide(logits.dtype), copy=True)
             gold = labels[rows].to(wide.device)
             correct[rows] = wide.argmax(-1) == gold
-            if teacher is None:
+            wanted = None
+            if teacher is not None:
+                states = teacher.states[teacher.rows[rows].to(teacher.states.device)]  # [chunk, H]
+                wanted = teacher.head(states).to(wide)  # [chunk, V]
+            if likely is not None:
+                ids, unary = likely(wide)  # [chunk, k]
+                shares = ids == gold[:, None] if wanted is None else wanted.softmax(-1).gather(1, ids)
+                candidates.append((ids, unary, shares.to(wide)))
+            if wanted is None:
                 losses[rows] = nll[rows] = _cross_entropy(wide, gold)
             else:
                 nll[rows] = torch.nn.functional.cross_entropy(wide, gold, reduction="none")
-                states = teacher.states[teacher.rows[rows].to(teacher.states.device)]  # [chunk, H]
-                losses[rows] = _divergence(wide, teacher.head(states).to(wide))
+                losses[rows] = _divergence(wide, wanted)
             if needs_grad:
                 (grads[rows],) = torch.autograd.grad(logits, chunk, wide.to(logits.dtype))
-            del logits, wide  # before the next chunk's are made
+            del logits, wide, wanted  # before the next chunk's are made
         ctx.save_for_backward(grads)
-        ctx.mark_non_differentiable(nll, correct)
-        return losses, nll, correct
+        found = [torch.cat(parts).to(hidden.device) for parts in zip(*candidates, strict=True)]
+        ctx.mark_non_differentiable(nll, correct, *found)
+        return losses, nll, correct, *found
 
     @staticmethod
     def backward(ctx, grad_losses, *_):
         (grads,) = ctx.saved_tensors
-        return (grads * grad_losses[:, None]).to(grads.dtype), None, None, None, None
+        return (grads * grad_losses[:, None]).to(grads.dtype), None, None, None, None, None
 
 
 def _cross_entropy(logits: torch.Tensor, gold: torch.LongTensor) -> torch.Tensor:
@@ -147,6 +166,7 @@ def token_losses(
     counted: torch.BoolTensor,
     chunk_size: int = 512,
     teacher: Teacher | None = None,
+    likely: Callable[[torch.Tensor], tuple[torch.LongTensor, torch.Tensor]] | None = None,
 ) -> TokenLosses:
     """
     Cross-entropies, or divergences from a teacher, through a frozen head of whose logits at most `chunk_size` rows
@@ -161,15 +181,47 @@ def token_losses(
         counted (`torch.BoolTensor`): `[...]`.
         chunk_size (`int`): Rows of one pass through the head.
         teacher (`Teacher`): `KL(target || drafter)` instead of the cross-entropy of `labels`.
+        likely (`Callable`): Of a path selector, its `candidates`: `[M, V] -> [M, k]` twice, ids and logits.
     """
     known = counted & (labels >= 0)
     if teacher is not None:
         teacher = replace(teacher, rows=teacher.rows[known])
-    kept, *figures = _TokenLoss.apply(hidden[known], head, labels[known], teacher, chunk_size)  # [M]
+    kept, *figures = _TokenLoss.apply(hidden[known], head, labels[known], teacher, chunk_size, likely)  # [M]
+    figures, found = figures[:2], figures[2:]
     # Without a token, `values` still hangs on `hidden`: no rank is left out of backward.
     values = kept.new_zeros(labels.shape).masked_scatter(known, kept)
     nll, correct = (one.new_zeros(labels.shape).masked_scatter(known, one) for one in figures)
-    return TokenLosses(values, nll, correct, known)
+    return TokenLosses(values, nll, correct, known, Candidates(*found) if found else None)
+
+
+def selected(
+    losses: TokenLosses, scores: Callable[[Candidates], torch.Tensor], labels: torch.LongTensor
+) -> TokenLosses:
+    """
+    What is drafted where a path selector chooses among the likely tokens of a slot, given the true token before.
+
+    The selector is pulled to the teacher's probabilities, or to the label, among its candidates; a label that is none
+    of them teaches it nothing. Its loss is added to that of the slot by itself.
+
+    Args:
+        losses (`TokenLosses`): `[...]`, with candidates.
+        scores (`Callable`): The selector's scores of the candidates, `[M, k]`, differentiable.
+        labels (`torch.LongTensor`): `[...]`, as for [`token_losses`].
+    """
+    candidates, known = losses.candidates, losses.known
+    scored = scores(candidates)  # [M, k]
+    log_q = scored.log_softmax(-1)
+    wanted = candidates.wanted.to(log_q)
+    share = wanted.sum(-1, keepdim=True)  # of the target's distribution
+    divergence = (torch.xlogy(wanted, wanted / share.clamp(min=1e-30)) - wanted * log_q).sum(-1)  # [M]
+    is_label = candidates.ids == labels[known][:, None]  # [M, k]
+    nll = -log_q.detach().masked_fill(~is_label, -math.inf).amax(-1)  # infinite where the label is no candidate
+    chosen = candidates.ids.gather(-1, scored.argmax(-1, keepdim=True))[:, 0] == labels[known]
+
+    def spread(one: torch.Tensor) -> torch.Tensor:
+        return one.new_zeros(labels.shape).masked_scatter(known, one)
+
+    return replace(losses, values=losses.values + spread(divergence), nll=spread(nll), correct=spread(chosen))
 
 
 def block_loss(
@@ -206,7 +258,11 @@ def loss_normalizer(counted: torch.BoolTensor, slot_weights: torch.Tensor | None
 
 
 def block_statistics(
-    correct: torch.BoolTensor, counted: torch.BoolTensor, loss: torch.Tensor, normalizer: torch.Tensor
+    correct: torch.BoolTensor,
+    counted: torch.BoolTensor,
+    loss: torch.Tensor,
+    normalizer: torch.Tensor,
+    alone: torch.BoolTensor | None = None,
 ) -> torch.Tensor:
     """
     Sums over each sequence's blocks that [`statistics_to_metrics`] turns into figures. They add up over sequences,
@@ -215,34 +271,41 @@ def block_statistics(
     Args:
         correct, counted (`torch.BoolTensor`): `[N, A, B]`.
         loss, normalizer (`torch.Tensor`): `[N]`, of [`block_loss`] and [`loss_normalizer`].
+        alone (`torch.BoolTensor`): `[N, A, B]`, as `correct`, of the likeliest token of each slot. Default: `correct`.
 
     Returns:
-        `torch.Tensor` `[N, 4 * (B - 1) + 3]`: for slots 1..B-1 the tokens that are counted, correct, reached (all
-        slots before are correct) and accepted (reached and correct); then blocks, loss, normalizer.
+        `torch.Tensor` `[N, 4 * (B - 1) + 4]`: for slots 1..B-1 the tokens that are counted, correct, reached (all
+        slots before are correct) and accepted (reached and correct); then those accepted of `alone`, blocks, loss,
+        normalizer.
     """
     counted = counted[..., 1:]  # [N, A, B-1]
     correct = correct[..., 1:] & counted
     # Verification stops at the first mistake: the accepted prefix, not the product of marginal accuracies.
     accepted = correct.int().cumprod(-1)  # [N, A, B-1]
+    accepted_alone = accepted if alone is None else (alone[..., 1:] & counted).int().cumprod(-1)
     reached = torch.nn.functional.pad(accepted[..., :-1], (1, 0), value=1) * counted
     blocks = counted.any(-1).sum(1)  # [N]
     slots = [kind.sum(1) for kind in (counted, correct, reached, accepted)]  # each [N, B-1]
-    return torch.cat([*slots, torch.stack([blocks, loss.detach(), normalizer], dim=1)], dim=1).float()
+    rest = torch.stack([accepted_alone.sum((1, 2)), blocks, loss.detach(), normalizer], dim=1)
+    return torch.cat([*slots, rest], dim=1).float()
 
 
-def statistics_to_metrics(sums: torch.Tensor) -> dict[str, float]:
+def statistics_to_metrics(sums: torch.Tensor, has_selector: bool = False) -> dict[str, float]:
     """
-    Figures from summed [`block_statistics`] `[4 * (B - 1) + 3]`: `loss`; `accuracy` over all counted tokens and
+    Figures from summed [`block_statistics`] `[4 * (B - 1) + 4]`: `loss`; `accuracy` over all counted tokens and
     `accuracy_k` of slot `k`; `acceptance_k`, the same given that all slots before `k` are right, as verification would
     find it; `simulated_tau`, the mean over blocks of the accepted prefix plus the bonus token. A block that the end of
-    its response cuts short counts with the tokens that are left. Empty without blocks.
+    its response cuts short counts with the tokens that are left; with a path selector `simulated_tau_argmax`, which
+    the likeliest token of each slot by itself would reach. Empty without blocks.
     """
-    blocks, loss, normalizer = sums[-3:].tolist()
+    accepted_alone, blocks, loss, normalizer = sums[-4:].tolist()
     if blocks == 0:
         return {}
-    counted, correct, reached, accepted = sums[:-3].view(4, -1).tolist()
+    counted, correct, reached, accepted = sums[:-4].view(4, -1).tolist()
     metrics = {"loss": loss / normalizer, "accuracy": sum(correct) / sum(counted)}
     metrics["simulated_tau"] = sum(accepted) / blocks + 1
+    if has_selector:
+        metrics["simulated_tau_argmax"] = accepted_alone / blocks + 1
     for name, hits, totals in (("accuracy", correct, counted), ("acceptance", accepted, reached)):
         for slot, total in enumerate(totals, start=1):
             if total:

@@ -42,7 +42,7 @@ class RecipeArguments:
     draft_vocab_size: int | None = _key("A fresh drafter drafts only so many tokens, those most frequent in the data.")
     target_layer_ids: list[int] | None = _key("Target layers of a fresh drafter; default: of features, or the paper.")
     mask_token_id: int | None = _key("Default: the drafter's, or the target's first spare embedding row.")
-    draft_config: dict = _key("Further fields of a fresh drafter's configuration.", {})
+    draft_config: dict = _key("Further fields of a fresh drafter; to `draft`, only DFlash 2's parts are added.", {})
     peft_config: dict | None = _key("Train an adapter on the drafter, such as {peft_type: LORA, r: 16}.")
     data: str | list[str] | None = _key("File, files or Hub name of the training data.")
     data_name: str | None = _key("Configuration of a dataset of the Hub.")

@@ -1,5 +1,6 @@
 """
-What a fresh drafter takes from its target: layers to begin as, and the tokens that it may draft.
+What a drafter begins with: layers of its target, the tokens that it may draft, and DFlash 2's parts on one that was
+trained without them.
 
 A drafter of random weights spends most of a short run on learning what the target knows: what its features mean, and
 how a state becomes a token. Layers of the target, its final norm, and one of its features passed on as it is are a
@@ -11,6 +12,9 @@ import torch
 from torch import nn
 
 from dflash_hf.modeling.target_dflash import decoder_layers
+
+
+DFLASH2_KEYS = ("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size")
 
 
 @torch.no_grad()
@@ -59,6 +63,34 @@ def begin_as_target(draft, target, layers: list[int]) -> list[str]:
         draft.hidden_norm.weight.copy_(torch.stack([layer.input_layernorm.weight for layer in draft.layers]).mean(0))
         taken += ["fc.weight", "hidden_norm.weight"]
     return taken
+
+
+def with_parts(draft, fields: dict):
+    """
+    A trained drafter with parts of DFlash 2 that it has not yet. They begin as the identity: it drafts as before.
+
+    Args:
+        draft (`DFlashDraftModel`): Trained, and not changed.
+        fields (`dict`): `selector_rank` and `selector_top_k`, or `conv_kernel_size` and `conv_group_size`, or all.
+
+    Returns:
+        `DFlashDraftModel`: Of the same weights and dtype, with fresh ones for what is new.
+
+    Raises:
+        `ValueError`: another field, or a part that it has, in another size.
+    """
+    for key, value in fields.items():
+        has = getattr(draft.config, key, None)
+        if key not in DFLASH2_KEYS or has not in (None, value):
+            reason = "is no part that can be added" if key not in DFLASH2_KEYS else f"differs from its {has}"
+            raise ValueError(
+                f"draft_config.{key}={value} {reason}: a trained drafter keeps its configuration, but for "
+                f"{', '.join(DFLASH2_KEYS)}, which add DFlash 2's path selector and convolution to one without."
+            )
+    config = type(draft.config).from_dict({**draft.config.to_dict(), **fields})
+    wider = type(draft)(config).to(draft.dtype)
+    wider.load_state_dict({**wider.state_dict(), **draft.state_dict()})
+    return wider
 
 
 def _take(ours: nn.Module, theirs: nn.Module) -> bool:

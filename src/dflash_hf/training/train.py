@@ -217,7 +217,7 @@ def _make_draft(recipe: RecipeArguments, target, encoder, say):
     from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
     from dflash_hf.target import spare_token_id
     from dflash_hf.training.features import FeatureManifest
-    from dflash_hf.training.start import begin_as_target
+    from dflash_hf.training.start import DFLASH2_KEYS, begin_as_target, with_parts
 
     folders = [recipe.features] if isinstance(recipe.features, str) else recipe.features or []
     stored = {folder: FeatureManifest.load(Path(folder)) for folder in folders}
@@ -229,6 +229,10 @@ def _make_draft(recipe: RecipeArguments, target, encoder, say):
                 f"mask_token_id={recipe.mask_token_id} is not the {config.mask_token_id} that {recipe.draft} was "
                 "trained with; leave it out."
             )
+        parts = {key: value for key, value in recipe.draft_config.items() if key in DFLASH2_KEYS}
+        if parts:
+            draft = with_parts(draft, parts)
+            config = draft.config
     else:
         mask_token_id = recipe.mask_token_id
         if mask_token_id is None:

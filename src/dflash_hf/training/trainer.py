@@ -40,10 +40,12 @@ from dflash_hf.training.checkpoints import SafeCheckpoints
 from dflash_hf.training.finite import StopsAtNonFinite
 from dflash_hf.training.log_table import LogTable, watched
 from dflash_hf.training.losses import (
+    Candidates,
     Teacher,
     block_loss,
     block_statistics,
     loss_normalizer,
+    selected,
     slot_weights,
     statistics_to_metrics,
     token_losses,
@@ -66,7 +68,8 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
     The target hangs on the trainer, not under the model, so that no checkpoint ever holds it. Besides Trainer's
     figures each log line holds `accuracy`, `accuracy_k` of each slot, `acceptance_k` (the same where all slots before
     are right), `simulated_tau`: the mean over all sampled blocks of the accepted prefix plus the bonus token,
-    teacher-forced, and `tokens_per_second` of all processes, without evaluations. A terminal shows them as a table.
+    teacher-forced (with a path selector also `simulated_tau_argmax`, of the likeliest token of each slot by itself),
+    and `tokens_per_second` of all processes, without evaluations. A terminal shows them as a table.
     [`~dflash_hf.training.callbacks.DecodingCallback`] measures the real tau.
 
     Args:
@@ -111,9 +114,15 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
         if (args.bf16 or args.fp16) and model.dtype in (torch.bfloat16, torch.float16):
             logger.info(f"The drafter's {model.dtype} weights are trained in fp32, with autocast.")
             model.float()
-        if model.config.selector_rank is not None:
-            logger.warning("The path selector is not trained here: its tensors stay as they are.")
-            model.candidate_selector.requires_grad_(False)  # else distributed training waits for one
+        self.has_selector = model.config.selector_rank is not None
+        if args.selector_only:
+            if not self.has_selector or peft_config is not None:
+                raise ValueError(
+                    "selector_only=True trains the path selector of a drafter that has one, without an adapter: set "
+                    "selector_rank, and leave out peft_config."
+                )
+            model.requires_grad_(False)
+            model.candidate_selector.requires_grad_(True)
         if model.config.has_own_head:
             model.lm_head.requires_grad_(False)  # rows of the target's
         super().__init__(
@@ -198,17 +207,26 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
         ).last_hidden_state  # [N, A*B, H]
 
         # 4. Token losses through the target's head, chunk by chunk, then the weighted sum of each sequence.
+        hidden = hidden.view(*blocks.labels.shape, -1)  # [N, A, B, H]
+        labels = blocks.labels if self.draft_ids is None else self.draft_ids.to(label_ids.device)[blocks.labels]
+        before = self.places_before(inputs)  # [N, A, B]
         losses = token_losses(
-            hidden.view(*blocks.labels.shape, -1),  # [N, A, B, H]
+            hidden,
             self.draft_head,
-            blocks.labels if self.draft_ids is None else self.draft_ids.to(label_ids.device)[blocks.labels],
+            labels,
             blocks.counted,
             args.loss_chunk_size,
-            None if states is None else self.teacher(states, inputs["anchors"]),
+            None if states is None else Teacher(states.flatten(0, 1), before, self.teacher_logits),
+            self.draft.candidate_selector.candidates if self.has_selector else None,
         )
+        alone = losses.correct
+        if self.has_selector:  # it learns from what the slots say by themselves, and does not change that
+            known = losses.known
+            before, slots = inputs["input_ids"].flatten()[before[known]], hidden.detach()[known]
+            losses = selected(losses, partial(self.selector_scores, before, slots), labels)
         loss = block_loss(losses, blocks.counted, self.slot_weights, args.dpace_alpha)  # [N]
         normalizer = loss_normalizer(blocks.counted, self.slot_weights)  # [N]
-        statistics = block_statistics(losses.correct, blocks.counted, loss, normalizer)  # [N, 4 * (B - 1) + 3]
+        statistics = block_statistics(losses.correct, blocks.counted, loss, normalizer, alone)  # [N, 4 * (B - 1) + 4]
         if model.training:
             self.train_statistics = self.train_statistics + statistics.sum(0)
 
@@ -249,13 +267,20 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
             return target_forward(self.target, layer_ids, inputs["input_ids"], **masks)
         return TargetOutput(target_features(self.target, layer_ids, inputs["input_ids"], **masks), None)
 
-    def teacher(self, states: torch.Tensor, anchors: torch.LongTensor) -> Teacher:
-        """The target's distribution at each slot: slot `k` of anchor `a` is predicted by the state at `a + k - 1`."""
-        length = states.shape[1]
+    def places_before(self, inputs) -> torch.LongTensor:
+        """
+        Where the token before each slot stands in the flattened batch, `[N, A, B]`: its state predicts the slot, and
+        from it a path selector goes on. Slot 0 and slots past the end do not count.
+        """
+        anchors, length = inputs["anchors"], inputs["input_ids"].shape[1]
         slot = torch.arange(self.draft_config.block_size, device=anchors.device)
-        place = (anchors[..., None] + slot - 1).clamp(0, length - 1)  # [N, A, B]; slot 0 and the end do not count
-        sequence = torch.arange(len(anchors), device=anchors.device)[:, None, None]
-        return Teacher(states.flatten(0, 1), sequence * length + place, self.teacher_logits)
+        place = (anchors[..., None] + slot - 1).clamp(0, length - 1)  # [N, A, B]
+        return place + length * torch.arange(len(anchors), device=anchors.device)[:, None, None]
+
+    def selector_scores(self, before: torch.LongTensor, hidden: torch.Tensor, candidates: Candidates) -> torch.Tensor:
+        """The path selector's scores `[M, k]` after tokens `[M]`, from hidden states `[M, H]`."""
+        ids = self.draft.target_ids(candidates.ids)
+        return self.draft.candidate_selector.scores(before, hidden, ids, candidates.logits)
 
     def teacher_logits(self, states: torch.Tensor) -> torch.Tensor:
         """The target's logits `[M, V]` of its final hidden states `[M, H_t]`, over the tokens that the drafter has."""
@@ -323,8 +348,8 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
         return loss_normalizer(counted, weights).sum()
 
     def no_statistics(self) -> torch.Tensor:
-        """Zeros `[4 * (B - 1) + 3]` to add [`~dflash_hf.training.losses.block_statistics`] to."""
-        return torch.zeros(4 * (self.draft_config.block_size - 1) + 3, device=self.args.device)
+        """Zeros `[4 * (B - 1) + 4]` to add [`~dflash_hf.training.losses.block_statistics`] to."""
+        return torch.zeros(4 * (self.draft_config.block_size - 1) + 4, device=self.args.device)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """The loss of one evaluation batch; its statistics are gathered without the last batch's padding samples."""
@@ -343,14 +368,14 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
         self.eval_statistics = self.no_statistics()
         with self.off_the_clock():
             output = super().evaluation_loop(dataloader, description, True, ignore_keys, metric_key_prefix)
-        for name, value in statistics_to_metrics(self.eval_statistics).items():
+        for name, value in statistics_to_metrics(self.eval_statistics, self.has_selector).items():
             output.metrics[f"{metric_key_prefix}_{name}"] = value
         return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As upstream; a line of the training loss also gets the figures since the last one."""
         if "loss" in logs:
-            metrics = statistics_to_metrics(self.accelerator.reduce(self.train_statistics, "sum"))
+            metrics = statistics_to_metrics(self.accelerator.reduce(self.train_statistics, "sum"), self.has_selector)
             tokens = self.accelerator.reduce(self.train_tokens, "sum").item()
             metrics["tokens_per_second"] = tokens / (time.perf_counter() - self.clock)
             logs.update({**metrics, **logs})  # Trainer's own loss stays: the mean over optimizer steps

@@ -27,6 +27,7 @@ class DFlashTrainingArguments(TrainingArguments):
         loss_decay_gamma (`float`): Slot `k` weighs `exp(-(k - 1) / gamma)`; `inf` weighs all alike. Default: by block
             size, see [`~dflash_hf.training.losses.default_gamma`]. D-PACE does not use it.
         dpace_alpha (`float`): How far D-PACE smooths the drafter's probabilities towards 1.
+        selector_only (`bool`): Train the path selector of DFlash 2 alone; the rest of the drafter stays as it is.
         loss_chunk_size (`int`): Tokens whose logits exist at a time.
         max_minutes (`float`): Train so long, with warm-up and cosine decay over the time instead of the steps; takes
             the place of `num_train_epochs` and `lr_scheduler_type`; not with `max_steps`. Evaluations do not count.
@@ -60,6 +61,7 @@ class DFlashTrainingArguments(TrainingArguments):
     loss_decay_gamma: float | None = field(
         default=None, metadata={"help": "Decay of the slot weights; default by block size (7, 5, 4 for 16, 10, 8)."}
     )
+    selector_only: bool = field(default=False, metadata={"help": "Train the path selector alone."})
     loss_chunk_size: int = field(default=512, metadata={"help": "Tokens whose logits exist at a time."})
     anchor_seed: int | None = field(default=None, metadata={"help": "Seed of the anchors; default: `seed`."})
     label_source: str = field(
@@ -88,6 +90,10 @@ class DFlashTrainingArguments(TrainingArguments):
         super().__post_init__()
         for name in set(self.report_to) & set(INTEGRATION_TO_CALLBACK) - set(get_available_reporting_integrations()):
             raise ImportError(f"report_to={name!r} needs {name}: `pip install {name}`, or leave it out.")
+        if self.ddp_find_unused_parameters is None:
+            # All that is trained gets a gradient in every step; a path selector gets it outside of the wrapped
+            # forward, where a search would take it for unused.
+            self.ddp_find_unused_parameters = False
         if self.anchor_seed is None:
             self.anchor_seed = self.seed
         if self.max_minutes is not None:

@@ -1,0 +1,239 @@
+"""Training DFlash 2's path selector: its loss, what moves, and drafts that are better for it."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.pairs import VOCAB, make_draft, make_draft2, make_target
+from support.rows import counting_rows
+from support.runs import BLOCK, history, make_trainer
+from transformers import TrainerCallback
+
+from dflash_hf import DFlashDraftModel
+from dflash_hf.data.examples import make_example
+from dflash_hf.training.losses import Candidates, Teacher, TokenLosses, block_loss, selected, token_losses
+from dflash_hf.training.recipe import RecipeArguments
+from dflash_hf.training.start import count_tokens, take_vocabulary, with_parts
+from dflash_hf.training.train import train
+
+
+SELECTOR = {"selector_rank": 8, "selector_top_k": 6}
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == self.step
+
+
+def forked_rows(count, length=26):
+    """
+    Pairs of tokens. The likeliest first one, 20, is followed by 50, but most second ones are 51, after 21 and 22: what
+    is likeliest in either slot by itself never stands together.
+    """
+    draws = torch.rand(count, length // 2, generator=torch.Generator().manual_seed(0)).tolist()
+    pairs = [[(20, 50) if draw < 0.4 else (21 + (draw < 0.7), 51) for draw in row] for row in draws]
+    texts = [[token for pair in row for token in pair] for row in pairs]
+    return [make_example(text[:4], text[4:]) for text in texts]
+
+
+# ---------------------------------------------------------------------------------------------------------------- loss
+
+
+def known_tokens(teacher, chunk_size=3, tokens=7, k=4):
+    """Losses of one block's slots, in fp64, and all that they were made of."""
+    random = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 1, tokens, 6, generator=random, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(12, 6, generator=random, dtype=torch.float64)
+    states = torch.randn(tokens, 6, generator=random, dtype=torch.float64)
+    labels = (hidden @ weight.T).topk(k + 1).indices[..., -2]  # the least likely candidate
+    labels[..., 2] = (hidden[..., 2, :] @ weight.T).argmin(-1)  # none
+    labels[..., 3] = -1  # a token that the drafter does not have
+    counted = torch.ones_like(labels, dtype=torch.bool)
+    counted[..., 0] = False
+    one = Teacher(states, torch.arange(tokens)[None, None], lambda rows: rows @ weight.T) if teacher else None
+
+    def likely(logits):
+        ids = logits.topk(k).indices.sort().values
+        return ids, logits.gather(-1, ids)
+
+    losses = token_losses(hidden, lambda rows: rows @ weight.T, labels, counted, chunk_size, one, likely)
+    return losses, hidden, weight, labels, states
+
+
+@pytest.mark.parametrize("teacher", [False, True], ids=["labels", "teacher"])
+@pytest.mark.parametrize("chunk_size", [1, 3, 100])
+def test_the_loss_among_the_candidates_written_out(teacher, chunk_size):
+    losses, hidden, weight, labels, states = known_tokens(teacher, chunk_size)
+    shift = torch.randn(5, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
+    both = selected(losses, lambda candidates: candidates.logits + shift, labels)
+    known = [1, 2, 4, 5, 6]
+    assert losses.known[0, 0].nonzero().flatten().tolist() == known
+    for number, slot in enumerate(known):
+        logits = weight @ hidden[0, 0, slot].detach()
+        ids = logits.topk(4).indices.sort().values
+        assert losses.candidates.ids[number].tolist() == ids.tolist()
+        log_q = (logits[ids] + shift[number].detach()).log_softmax(0)
+        wanted = (weight @ states[slot]).softmax(0)[ids] if teacher else (ids == labels[0, 0, slot]).double()
+        extra = sum(w * ((w / wanted.sum()).log() - q) for w, q in zip(wanted, log_q, strict=True) if w > 0)
+        assert both.values[0, 0, slot].item() == pytest.approx(losses.values[0, 0, slot].item() + float(extra))
+        at = (ids == labels[0, 0, slot]).nonzero().flatten().tolist()
+        assert both.nll[0, 0, slot].item() == (pytest.approx(-float(log_q[at[0]])) if at else float("inf"))
+        assert both.correct[0, 0, slot].item() == (log_q.argmax().item() in at)
+    both.values.sum().backward()
+    # Of the labels, one that is no candidate teaches the selector nothing; a teacher's candidates always do.
+    assert shift.grad.abs().amax(1).gt(0).tolist() == [True, teacher, True, True, True]
+
+
+def test_the_selector_does_not_change_what_the_slots_learn():
+    grads = []
+    for scores in (None, lambda candidates: 3 * candidates.logits):
+        losses, hidden, *_, labels, _ = known_tokens(True)
+        losses = losses if scores is None else selected(losses, scores, labels)
+        grads.append(torch.autograd.grad(losses.values.sum(), hidden)[0])
+    assert torch.equal(*grads)
+
+
+def test_no_token_at_all_is_a_loss_of_zero_that_reaches_the_selector():
+    hidden, labels = torch.randn(1, 2, 3, 6, requires_grad=True), torch.zeros(1, 2, 3, dtype=torch.long)
+    none = torch.zeros_like(labels, dtype=torch.bool)
+    head = torch.nn.Linear(6, 12).requires_grad_(False)
+    losses = token_losses(hidden, head, labels, none, likely=lambda logits: logits.topk(4)[::-1])
+    weight = torch.ones((), requires_grad=True)
+    losses = selected(losses, lambda candidates: candidates.logits * weight, labels)
+    block_loss(losses, none, None).sum().backward()
+    assert weight.grad == 0 and hidden.grad.abs().max() == 0
+
+
+def test_a_certain_candidate_has_no_loss():
+    candidates = Candidates(torch.tensor([[3, 5]]), torch.tensor([[0.0, 40.0]]), torch.tensor([[0.0, 1.0]]))
+    zero, known = torch.zeros(1), torch.ones(1, dtype=torch.bool)
+    losses = TokenLosses(zero, zero, known, known, candidates)
+    losses = selected(losses, lambda found: found.logits, torch.tensor([5]))
+    assert losses.values.item() == 0 and losses.nll.item() == 0 and losses.correct.item()
+
+
+# ------------------------------------------------------------------------------------------------------------- a run
+
+
+@pytest.mark.parametrize("loss_type", ["ce", "dpace_kl"])
+def test_all_of_dflash_2_learns(loss_type, tmp_path):
+    target = make_target()
+    draft = make_draft2(target, block_size=BLOCK)
+    options = {"warmup_steps": 0, "max_steps": 2, "loss_type": loss_type}
+    trainer = make_trainer(tmp_path, target, counting_rows(4), draft, **options)
+    before = {name: parameter.detach().clone() for name, parameter in draft.named_parameters()}
+    trainer.train()
+    for name, parameter in draft.named_parameters():
+        assert not torch.equal(parameter, before[name]), name
+
+
+def test_the_selector_alone_learns_what_slots_cannot_know(tmp_path):
+    """It finds the second token of a pair once the first is drafted; the rest of the drafter stays as it is."""
+    target, rows = make_target(), forked_rows(256)
+    options = {"loss_type": "dpace", "per_device_train_batch_size": 8, "num_anchors": 12, "warmup_steps": 0}
+    plain = make_draft(target, block_size=BLOCK)
+    make_trainer(tmp_path / "plain", target, rows, plain, max_steps=40, learning_rate=5e-3, **options).train()
+    draft = with_parts(plain, SELECTOR)
+    trainer = make_trainer(
+        tmp_path, target, rows, draft, rows[:32], max_steps=40, learning_rate=3e-2, selector_only=True, **options
+    )
+    start = trainer.evaluate()
+    assert start["eval_simulated_tau"] == start["eval_simulated_tau_argmax"]
+    before = {name: parameter.detach().clone() for name, parameter in draft.named_parameters()}
+    trainer.train()
+    for name, parameter in draft.named_parameters():
+        of_selector = name.startswith("candidate_selector.")
+        assert torch.equal(parameter, before[name]) != of_selector == parameter.requires_grad, name
+    end = trainer.evaluate()
+    assert end["eval_simulated_tau_argmax"] == start["eval_simulated_tau_argmax"]
+    gain = end["eval_simulated_tau"] - start["eval_simulated_tau"]
+    assert gain > 0.3, (start, end)
+    assert history(trainer, "simulated_tau_argmax")
+
+
+def test_what_cannot_be_trained_alone_is_refused(tmp_path):
+    target, rows = make_target(), counting_rows(2)
+    with pytest.raises(ValueError, match="selector_only=True trains the path selector .*set selector_rank"):
+        make_trainer(tmp_path, target, rows, selector_only=True)
+
+
+def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path):
+    target, taus, saved = make_target(), [], []
+    for name in ("whole", "halves"):
+        folder, steps = tmp_path / name, (4,) if name == "whole" else (2, 4)
+        for until in steps:
+            draft = make_draft2(target, block_size=BLOCK)
+            options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "warmup_steps": 0}
+            trainer = make_trainer(folder, target, counting_rows(6), draft, **options)
+            if until == 2:
+                trainer.args.max_steps = 4
+                trainer.add_callback(StopAt(2))
+            trainer.train(resume_from_checkpoint=True if (folder / "checkpoint-2").exists() else None)
+        taus.append(history(trainer, "loss")[-2:])
+        saved.append(load_file(folder / "checkpoint-4" / "model.safetensors"))
+    assert taus[0] == taus[1]
+    assert all(torch.equal(tensor, saved[1][name]) for name, tensor in saved[0].items())
+    assert "candidate_selector.successor_codebook" in saved[0]
+
+
+# ------------------------------------------------------------------------------------------- adding it to a drafter
+
+
+def test_a_drafter_with_new_parts_drafts_as_before(tmp_path):
+    target = make_target()
+    plain = make_draft(target, draft_vocab_size=40)
+    take_vocabulary(plain, target, torch.arange(VOCAB))
+    wider = with_parts(with_parts(plain, SELECTOR), {"conv_kernel_size": 2, "conv_group_size": 4})
+    wider.save_pretrained(tmp_path)
+    again = DFlashDraftModel.from_pretrained(tmp_path)
+    assert again.config.selector_rank == 8 and again.config.conv_kernel_size == 2
+    assert plain.config.selector_rank is None and not hasattr(plain, "candidate_selector")
+    ids = torch.randint(2, 90, (1, 9), generator=torch.Generator().manual_seed(0))
+    options = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True}
+    outputs = [target.generate(ids, assistant_model=draft, **options) for draft in (plain, wider, again)]
+    assert len({tuple(output.sequences[0].tolist()) for output in outputs}) == 1
+    assert len({str(output.acceptance_lengths) for output in outputs}) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"selector_rank": 9, "selector_top_k": 6}, "draft_config.selector_rank=9 differs from its 8"),
+        ({"block_size": 8}, "draft_config.block_size=8 is no part that can be added"),
+        ({"conv_kernel_size": 2}, "conv_kernel_size=2 and conv_group_size=None belong together"),
+        ({"selector_top_k": 6, "selector_rank": 8}, None),
+    ],
+)
+def test_what_cannot_be_added_is_refused(fields, message):
+    draft = with_parts(make_draft(make_target()), SELECTOR)
+    if message is None:
+        assert with_parts(draft, fields).config.selector_rank == 8
+        return
+    with pytest.raises(ValueError, match=message):
+        with_parts(draft, fields)
+
+
+def test_a_recipe_adds_a_selector_to_a_trained_drafter(tmp_path):
+    target, rows = make_target(), counting_rows(6)
+    target.save_pretrained(tmp_path / "target")
+    draft = make_draft(target, block_size=BLOCK, draft_vocab_size=48)
+    take_vocabulary(draft, target, count_tokens(rows, VOCAB))
+    draft.save_pretrained(tmp_path / "draft")
+    lines = [json.dumps({name: list(map(int, row[name])) for name in ("input_ids", "loss_mask")}) for row in rows]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    recipe = RecipeArguments(
+        target=str(tmp_path / "target"),
+        draft=str(tmp_path / "draft"),
+        draft_config=SELECTOR,
+        data=str(tmp_path / "rows.jsonl"),
+    )
+    options = {"output_dir": str(tmp_path / "out"), "max_steps": 2, "num_anchors": 4, "use_cpu": True, "report_to": []}
+    train(recipe, {**options, "selector_only": True, "warmup_steps": 0})
+    made = DFlashDraftModel.from_pretrained(tmp_path / "out")
+    assert made.config.selector_rank == 8 and made.config.draft_vocab_size == 48
+    assert made.candidate_selector.successor_codebook.abs().max() > 0
+    assert torch.equal(made.fc.weight, draft.fc.weight)
