@@ -6,6 +6,10 @@ thread, on stored features, and is measured on held-out answers, teacher-forced.
 
 `dflash features --target-layer-ids 1 8 15 22 27 29` makes both folders. A finished run is one line of `runs.jsonl` in
 `--output`; calling it again does what is missing, then writes `ablation.md`.
+
+    python examples/benchmarks/ablation.py --draft FOLDER --features FOLDER ... --output FOLDER
+
+measures instead how a path selector is best added to a trained drafter; its features need `--states`.
 """
 
 import argparse
@@ -63,11 +67,32 @@ VARIANTS = {
 }
 
 
+SELECTOR = {
+    "draft_config": {"selector_rank": 128, "selector_top_k": 16},
+    "selector_only": True,
+    "loss_type": "dpace_kl",
+    "num_anchors": 32,
+    "per_device_train_batch_size": 4,
+    "learning_rate": 2e-3,
+    "bf16": True,
+}
+SELECTORS = {
+    "path selector": {},
+    "from labels": {"loss_type": "dpace"},
+    "rank 32": {"draft_config": {"selector_rank": 32, "selector_top_k": 16}},
+    "rank 256": {"draft_config": {"selector_rank": 256, "selector_top_k": 16}},
+    "8 candidates": {"draft_config": {"selector_rank": 128, "selector_top_k": 8}},
+    "rate 5e-4": {"learning_rate": 5e-4},
+    "rate 5e-3": {"learning_rate": 5e-3},
+    "with the drafter, rate 5e-4": {"selector_only": False, "learning_rate": 5e-4},
+    "the drafter goes on, no selector": {"selector_only": False, "draft_config": {}, "learning_rate": 5e-4},
+}
+
+
 def measure(name: str, seed: int, arguments) -> dict:
     """Train one variant and read off its figures."""
     keys = {
-        **BASE,
-        **VARIANTS[name],
+        **({**SELECTOR, **SELECTORS[name], "draft": arguments.draft} if arguments.draft else BASE | VARIANTS[name]),
         **{"target": str(smollm2_folder()), "target_dtype": "bfloat16", "mask_token_id": 16, "seed": seed},
         **{"features": arguments.features, "eval_features": arguments.eval_features[0], "use_cpu": True},
         **{"max_minutes": arguments.seconds / 60, "per_device_eval_batch_size": 16, "logging_steps": 5},
@@ -114,7 +139,8 @@ def main() -> None:
     parser.add_argument("--eval-features", nargs=1, required=True)
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--only", nargs="+", choices=VARIANTS)
+    parser.add_argument("--draft", help="a trained drafter to add a path selector to")
+    parser.add_argument("--only", nargs="+", choices=[*VARIANTS, *SELECTORS])
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "ablation")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -123,7 +149,7 @@ def main() -> None:
     log = arguments.output / "runs.jsonl"
     runs = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     for seed in range(arguments.seeds):
-        for name in arguments.only or VARIANTS:
+        for name in arguments.only or (SELECTORS if arguments.draft else VARIANTS):
             if any((run["name"], run["seed"], run["seconds"]) == (name, seed, arguments.seconds) for run in runs):
                 continue
             runs.append(measure(name, seed, arguments))

