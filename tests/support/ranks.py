@@ -43,6 +43,18 @@ def train_and_evaluate(folder, ranks, loss_type):
     return figures, {name: whole(parameter) for name, parameter in trainer.model.named_parameters()}
 
 
+def train_selector_alone(folder, ranks):
+    """The selector after one step, the rest of the drafter frozen; or why it is not trained."""
+    rows, target = [uneven_rows()[i] for i in ROWS["ce"]], make_target(dtype=torch.float64)
+    draft = make_draft(target, block_size=BLOCK, selector_rank=4, selector_top_k=40)
+    fields = {"per_device_train_batch_size": 4 // ranks, "selector_only": True, "loss_type": "kl"}
+    try:
+        make_trainer(folder, target, rows, draft, **fields, **PLAIN_SGD).train()
+    except ValueError as error:
+        return str(error)
+    return draft.candidate_selector.state_dict()
+
+
 def save_and_resume(folder, ranks):
     """Losses of two steps, the same with a resume between them, the parameters, and of which kind these were."""
     fields = {"per_device_train_batch_size": 4 // ranks, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
@@ -109,6 +121,7 @@ def main(scenario, folder):
         take_cpus_for_accelerators()
     results = {loss_type: train_and_evaluate(folder, 2, loss_type) for loss_type in LOSSES[scenario]}
     results["resumed"] = save_and_resume(folder, 2)
+    results["selector alone"] = train_selector_alone(folder, 2)
     if scenario == "ddp":
         results["targets"] = [read_target(shard) for shard in ("layers", "whole")]
         results["texts"] = generate_in_step(torch.distributed.get_rank(), shard=True)

@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.ranks import LOSSES, ROWS, generate_in_step, read_target, save_and_resume, train_and_evaluate
+from support.ranks import (
+    LOSSES,
+    ROWS,
+    generate_in_step,
+    read_target,
+    save_and_resume,
+    train_and_evaluate,
+    train_selector_alone,
+)
 
 from dflash_hf import DFlashDraftModel
 
@@ -80,6 +88,16 @@ def test_two_ranks_train_as_one(scenario, loss_type, launched, alone):
         assert figures == pytest.approx(expected_figures, rel=1e-6)
         for name, parameter in expected.items():
             torch.testing.assert_close(parameters[name], parameter, rtol=0, atol=1e-7)
+
+
+def test_the_selector_alone_learns_on_two_ranks_and_is_not_sharded(launched, tmp_path):
+    """Sharded it got no gradient, and a whole run passed without a word."""
+    expected = train_selector_alone(tmp_path, 1)
+    assert expected["successor_codebook"].abs().max() > 0
+    for results in launched("ddp")[1]:
+        torch.testing.assert_close(results["selector alone"], expected, rtol=0, atol=1e-7)
+    for results in launched("fsdp2")[1]:
+        assert results["selector alone"].startswith("selector_only=True would train nothing under FSDP")
 
 
 @pytest.mark.parametrize("scenario", LOSSES)

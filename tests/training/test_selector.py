@@ -180,6 +180,18 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path):
     assert "candidate_selector.successor_codebook" in saved[0]
 
 
+@pytest.mark.parametrize("field", ["selector_rank", "selector_top_k"])
+def test_another_selector_does_not_go_on(field, tmp_path):
+    """Other candidates went on without a word, another rank and none at all with a list of tensors."""
+    target = make_target()
+    options = {"save_strategy": "steps", "save_steps": 1, "selector_only": True}
+    make_trainer(tmp_path, target, counting_rows(2), with_parts(make_draft(target), SELECTOR), **options).train()
+    other = with_parts(make_draft(target), {**SELECTOR, field: 4})
+    trainer = make_trainer(tmp_path, target, counting_rows(2), other, **options)
+    with pytest.raises(ValueError, match=f"{field}=4 of this drafter is not the {SELECTOR[field]} that .*checkpoint-1"):
+        trainer.train(resume_from_checkpoint=True)
+
+
 # ------------------------------------------------------------------------------------------- adding it to a drafter
 
 
@@ -197,6 +209,14 @@ def test_a_drafter_with_new_parts_drafts_as_before(tmp_path):
     outputs = [target.generate(ids, assistant_model=draft, **options) for draft in (plain, wider, again)]
     assert len({tuple(output.sequences[0].tolist()) for output in outputs}) == 1
     assert len({str(output.acceptance_lengths) for output in outputs}) == 1
+
+
+def test_a_drafter_with_new_parts_is_where_and_as_it_was():
+    """It came back on the CPU, and in training mode, in which dropout changes its drafts."""
+    draft = make_draft(make_target()).to("meta")
+    for training in (False, True):
+        wider = with_parts(draft.train(training), SELECTOR)
+        assert wider.device.type == "meta" and wider.training == training
 
 
 @pytest.mark.parametrize(

@@ -88,9 +88,9 @@ def with_parts(draft, fields: dict):
                 f"{', '.join(DFLASH2_KEYS)}, which add DFlash 2's path selector and convolution to one without."
             )
     config = type(draft.config).from_dict({**draft.config.to_dict(), **fields})
-    wider = type(draft)(config).to(draft.dtype)
+    wider = type(draft)(config).to(draft.device, draft.dtype)
     wider.load_state_dict({**wider.state_dict(), **draft.state_dict()})
-    return wider
+    return wider.train(draft.training)
 
 
 def _take(ours: nn.Module, theirs: nn.Module) -> bool:

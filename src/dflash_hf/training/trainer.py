@@ -119,7 +119,8 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
             if not self.has_selector or peft_config is not None:
                 raise ValueError(
                     "selector_only=True trains the path selector of a drafter that has one, without an adapter: set "
-                    "selector_rank, and leave out peft_config."
+                    "selector_rank and selector_top_k (in a recipe draft_config={selector_rank: 128, selector_top_k: "
+                    "16}), and leave out peft_config."
                 )
             model.requires_grad_(False)
             model.candidate_selector.requires_grad_(True)
@@ -133,6 +134,12 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
             data_collator=data_collator,
             **kwargs,
         )
+        if args.selector_only and self.is_fsdp_enabled:
+            # FSDP reduces gradients from hooks on what the drafter returns, which here has none.
+            raise ValueError(
+                "selector_only=True would train nothing under FSDP, which shards a drafter that trains itself; use DDP "
+                "(examples/accelerate/ddp.yaml)."
+            )
         # compute_loss divides by the weights of the whole accumulated batch; Trainer must not divide again.
         self.model_accepts_loss_kwargs = True
         self.draft_config = model.config
