@@ -230,6 +230,9 @@ def _make_draft(recipe: RecipeArguments, target, encoder, say):
                 "trained with; leave it out."
             )
         parts = {key: value for key, value in recipe.draft_config.items() if key in DFLASH2_KEYS}
+        for key, value in recipe.draft_config.items():
+            if key not in parts and getattr(config, key, None) != value:
+                say(f"draft_config.{key}={value} is for a fresh drafter: {recipe.draft} stays as it is")
         if parts:
             draft = with_parts(draft, parts)
             config = draft.config

@@ -137,8 +137,8 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
         if args.selector_only and self.is_fsdp_enabled:
             # FSDP reduces gradients from hooks on what the drafter returns, which here has none.
             raise ValueError(
-                "selector_only=True would train nothing under FSDP, which shards a drafter that trains itself; use DDP "
-                "(examples/accelerate/ddp.yaml)."
+                "selector_only=True would train nothing under FSDP, which shards what the drafter itself trains; use "
+                "DDP (examples/accelerate/ddp.yaml)."
             )
         # compute_loss divides by the weights of the whole accumulated batch; Trainer must not divide again.
         self.model_accepts_loss_kwargs = True
