@@ -141,22 +141,26 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--draft", help="a trained drafter to add a path selector to")
     parser.add_argument("--only", nargs="+", choices=[*VARIANTS, *SELECTORS])
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "ablation")
+    parser.add_argument("--output", type=Path, help="default: results/ablation, with --draft results/selector")
     arguments = parser.parse_args()
+    variants = SELECTORS if arguments.draft else VARIANTS
+    for name in set(arguments.only or []) - variants.keys():
+        parser.error(f"--only {name!r} is no variant {'with' if arguments.draft else 'without'} --draft.")
+    output = arguments.output or Path(__file__).parent / "results" / ("selector" if arguments.draft else "ablation")
     torch.set_num_threads(1)
     Pace.clock = staticmethod(time.process_time)
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    log = arguments.output / "runs.jsonl"
+    output.mkdir(parents=True, exist_ok=True)
+    log = output / "runs.jsonl"
     runs = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     for seed in range(arguments.seeds):
-        for name in arguments.only or (SELECTORS if arguments.draft else VARIANTS):
+        for name in arguments.only or variants:
             if any((run["name"], run["seed"], run["seconds"]) == (name, seed, arguments.seconds) for run in runs):
                 continue
             runs.append(measure(name, seed, arguments))
             print(json.dumps(runs[-1]), flush=True)
             with log.open("a") as file:
                 file.write(json.dumps(runs[-1]) + "\n")
-    (arguments.output / "ablation.md").write_text(table([r for r in runs if r["seconds"] == arguments.seconds]))
+    (output / "ablation.md").write_text(table([r for r in runs if r["seconds"] == arguments.seconds]))
 
 
 if __name__ == "__main__":

@@ -88,6 +88,16 @@ def test_the_offline_loss_is_the_online_loss_without_the_layers(loss_type, label
     assert tau[1] == pytest.approx(tau[0], rel=1e-6)
 
 
+def test_states_stored_in_bf16_are_read_by_a_head_in_fp32(target, tmp_path):
+    """`dflash features` stores bf16 unless told otherwise; a target in fp32 then could not be a teacher."""
+    store(target, counting_rows(4), tmp_path / "features", dtype="bfloat16", states=True)
+    for options in ({"loss_type": "dpace_kl"}, {"label_source": "target"}):
+        dataset = StoredFeatures(tmp_path / "features", states=True)
+        trainer = make_offline_trainer(tmp_path / "run", target, dataset, **options)
+        trainer.train()
+        assert history(trainer, "loss")
+
+
 def trainer_fields(folder):
     fields = make_trainer(folder, make_target(), counting_rows(2)).args.to_dict()
     names = ("per_device_train_batch_size", "num_anchors", "logging_steps", "save_strategy", "disable_tqdm", "use_cpu")

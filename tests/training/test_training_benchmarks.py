@@ -40,3 +40,22 @@ def test_both_losses_of_the_step_benchmark_agree():
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     timed = script.measure_time(shape, pairs=1)  # compares losses and gradients before it starts
     assert timed["processor"]["ratio_median"] > 0
+
+
+@pytest.mark.parametrize("draft", [[], ["--draft", "none"]], ids=["fresh", "selector"])
+def test_the_ablation_knows_which_variants_belong_together(draft, tmp_path, monkeypatch, capsys):
+    """A variant of the other kind was a KeyError; "rate 5e-4" is in both, and one took the other's run for its own."""
+    script = load("ablation")
+    monkeypatch.setattr(script, "__file__", str(tmp_path / "ablation.py"))
+    monkeypatch.setattr(script, "Pace", type("Pace", (), {}))
+    monkeypatch.setattr(script.torch, "set_num_threads", lambda threads: None)
+    monkeypatch.setattr(script, "measure", lambda name, seed, arguments: {"name": name, "seed": seed, "seconds": 1.0})
+    monkeypatch.setattr(script, "table", lambda runs: " ".join(run["name"] for run in runs))
+    command = ["ablation.py", "--features", "F", "--eval-features", "G", "--seconds", "1", *draft, "--only"]
+    monkeypatch.setattr(sys, "argv", [*command, "rate 5e-4"])
+    script.main()
+    assert (tmp_path / "results" / ("selector" if draft else "ablation") / "ablation.md").read_text() == "rate 5e-4"
+    monkeypatch.setattr(sys, "argv", [*command, "base" if draft else "rank 32"])
+    with pytest.raises(SystemExit):
+        script.main()
+    assert f"is no variant {'with' if draft else 'without'} --draft" in capsys.readouterr().err
