@@ -113,6 +113,15 @@ def test_wrong_configurations_are_named(config, message, target, tmp_path):
         adapted_trainer(tmp_path, target, config)
 
 
+def test_an_adapter_leaves_a_path_selector_as_it_is_and_says_so(target, tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr("dflash_hf.training.trainer.logger.warning", said.append)
+    draft = make_draft(target, block_size=BLOCK, selector_rank=4, selector_top_k=4)
+    trainer = adapted_trainer(tmp_path, target, {"r": 2}, draft)
+    assert not any(one.requires_grad for one in trainer.draft.candidate_selector.parameters())
+    assert said == ["peft_config trains an adapter: the path selector itself stays as it is."]
+
+
 def test_an_adapter_on_an_adapter_is_refused(target, tmp_path):
     trainer = adapted_trainer(tmp_path, target, {"r": 2})
     with pytest.raises(ValueError, match="model is a PeftModel: merge its adapter first"):

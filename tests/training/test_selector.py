@@ -161,6 +161,16 @@ def test_what_cannot_be_trained_alone_is_refused(tmp_path):
         make_trainer(tmp_path, target, rows, selector_only=True)
 
 
+def test_what_was_frozen_is_trained_again_when_that_is_said(tmp_path):
+    """After the selector alone, the whole of the same drafter: the rest stood still without a word."""
+    target, rows, draft = make_target(), counting_rows(4), make_draft2(make_target(), block_size=BLOCK)
+    make_trainer(tmp_path, target, rows, draft, selector_only=True)
+    with pytest.raises(ValueError, match="selector_only=False, but an earlier run .*requires_grad_"):
+        make_trainer(tmp_path, target, rows, draft)
+    make_trainer(tmp_path, target, rows, draft.requires_grad_(True))
+    assert all(parameter.requires_grad for parameter in draft.parameters())
+
+
 def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path):
     target, taus, saved = make_target(), [], []
     for name in ("whole", "halves"):

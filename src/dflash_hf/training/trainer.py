@@ -115,15 +115,7 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
             logger.info(f"The drafter's {model.dtype} weights are trained in fp32, with autocast.")
             model.float()
         self.has_selector = model.config.selector_rank is not None
-        if args.selector_only:
-            if not self.has_selector or peft_config is not None:
-                raise ValueError(
-                    "selector_only=True trains the path selector of a drafter that has one, without an adapter: set "
-                    "selector_rank and selector_top_k (in a recipe draft_config={selector_rank: 128, selector_top_k: "
-                    "16}), and leave out peft_config."
-                )
-            model.requires_grad_(False)
-            model.candidate_selector.requires_grad_(True)
+        choose_parameters(model, args.selector_only, peft_config)
         if model.config.has_own_head:
             model.lm_head.requires_grad_(False)  # rows of the target's
         super().__init__(
@@ -403,6 +395,34 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Forward and backward of the drafter over its blocks: 6 operations for each parameter and token."""
         return 6 * self.model.num_parameters() * inputs["anchors"].numel() * self.draft_config.block_size
+
+
+def choose_parameters(model, selector_only: bool, peft_config) -> None:
+    """
+    Freeze all but the path selector where it is trained alone.
+
+    Raises:
+        `ValueError`: there is none, or it would be trained alone without being asked for.
+    """
+    has_selector = model.config.selector_rank is not None
+    if selector_only:
+        if not has_selector or peft_config is not None:
+            raise ValueError(
+                "selector_only=True trains the path selector of a drafter that has one, without an adapter: set "
+                "selector_rank and selector_top_k (in a recipe draft_config={selector_rank: 128, selector_top_k: "
+                "16}), and leave out peft_config."
+            )
+        model.requires_grad_(False)
+        model.candidate_selector.requires_grad_(True)
+    elif has_selector and peft_config is None:
+        trained = {name.split(".")[0] for name, one in model.named_parameters() if one.requires_grad}
+        if trained == {"candidate_selector"}:
+            raise ValueError(
+                "selector_only=False, but an earlier run with selector_only=True froze the rest of this drafter: call "
+                "`model.requires_grad_(True)`, or set selector_only=True again."
+            )
+    elif has_selector:
+        logger.warning("peft_config trains an adapter: the path selector itself stays as it is.")
 
 
 def uses_flex(choice: str, config, device: torch.device) -> bool:
