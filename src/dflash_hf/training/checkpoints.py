@@ -11,7 +11,10 @@ from dflash_hf.training.whole import check_whole, last_whole_checkpoint, seal
 UNFINISHED = "_unfinished"  # of each run; not uploaded, not a name of a checkpoint
 _STATE_FILE = "trainer_state.json"
 # What the weights of a checkpoint were trained for; another value would load and silently draft worse.
-_FIXED_ON_RESUME = ("mask_token_id", "block_size", "target_layer_ids", "layer_types", "sliding_window", "is_causal")
+_FIXED_ON_RESUME = (
+    *("mask_token_id", "block_size", "target_layer_ids", "layer_types", "sliding_window", "is_causal"),
+    *("selector_rank", "selector_top_k"),
+)
 
 
 class SafeCheckpoints:
@@ -30,7 +33,7 @@ class SafeCheckpoints:
 
         Raises:
             `ValueError`: there is no checkpoint to resume from, it is damaged, or it belongs to a drafter with another
-                mask token, block size, features or masks.
+                mask token, block size, features, masks or path selector.
         """
         if resume_from_checkpoint is True:
             folder = Path(self.args.output_dir)
