@@ -108,18 +108,18 @@ def check_dflash2(config):
         raise ValueError(
             f"conv_kernel_size={config.conv_kernel_size} reaches out of a block of {config.block_size} tokens."
         )
-    if config.selector_top_k is not None and (config.vocab_size is None or config.selector_top_k > config.vocab_size):
+    for name in ("selector_top_k", "draft_vocab_size"):
+        value = getattr(config, name)
+        if value is not None and (config.vocab_size is None or value > config.vocab_size):
+            raise ValueError(
+                f"{name}={value} needs a vocab_size of at least that, not {config.vocab_size}: what the drafter has "
+                "for a token is found by the target's ids."
+            )
+    if config.has_own_head and (config.selector_top_k or 0) > config.draft_vocab_size:
         raise ValueError(
-            f"selector_top_k={config.selector_top_k} needs a vocab_size of at least that, not {config.vocab_size}: "
-            "the path selector has a row for each token of the target."
+            f"selector_top_k={config.selector_top_k} exceeds draft_vocab_size={config.draft_vocab_size}, the tokens "
+            "that the drafter has."
         )
-    if config.has_own_head and (config.selector_rank is not None or config.vocab_size is None):
-        raise ValueError(
-            f"draft_vocab_size={config.draft_vocab_size} needs the target's vocab_size (here {config.vocab_size}) and "
-            f"no path selector (here selector_rank={config.selector_rank}), whose rows are the target's tokens."
-        )
-    if config.has_own_head and config.draft_vocab_size > config.vocab_size:
-        raise ValueError(f"draft_vocab_size={config.draft_vocab_size} exceeds vocab_size={config.vocab_size}.")
 
 
 def check_quantization(config):

@@ -141,16 +141,17 @@ class DFlashCandidateGenerator(CandidateGenerator):
         if self.config.selector_rank is None:
             best, ids = logits.topk(paths.top_k, dim=-1)
             log_probs = best.float() - logits.float().logsumexp(dim=-1, keepdim=True)  # [R, D, k]
-            tokens, totals = independent_paths(ids.to(self.device), log_probs.to(self.device), paths)
+            ids, log_probs = draft.target_ids(ids).to(self.device), log_probs.to(self.device)
+            tokens, totals = independent_paths(ids, log_probs, paths)
         else:
             ids, logits = draft.candidate_selector.candidates(logits)  # [R, D, c]
-            ids, logits, before = (t.to(draft.device) for t in (ids, logits, anchors))
+            ids, logits, before = (t.to(draft.device) for t in (draft.target_ids(ids), logits, anchors))
             score = draft.candidate_selector.scores
             first = score(before, hidden[:, 0], ids[:, 0], logits[:, 0])  # [R, c]
             later = score(ids[:, :-1], hidden[:, 1:, None], ids[:, 1:, None], logits[:, 1:, None])  # [R, D - 1, c, c]
             first, later = (scores.log_softmax(dim=-1).to(self.device) for scores in (first, later))
             tokens, totals = chained_paths(ids.to(self.device), first, later, paths)
-        return likeliest_tree(anchors, draft.target_ids(tokens).to(self.device), totals, paths)
+        return likeliest_tree(anchors, tokens, totals, paths)
 
     def walk(self, anchors: torch.LongTensor, hidden: torch.Tensor, temperature: float):
         """
@@ -165,17 +166,17 @@ class DFlashCandidateGenerator(CandidateGenerator):
             `torch.LongTensor` `[R, B]` and the [`Proposal`] they were drawn from, `None` at temperature 0.
         """
         draft = self.draft_model
-        # 1. The likely tokens of each slot, by themselves.
+        # 1. The likely tokens of each slot, by themselves, as the target numbers them.
         logits = draft.draft_logits(hidden, self.head)  # [R, B - 1, V]
         if self.config.selector_rank is None:
             if temperature == 0:
                 tokens = draft.target_ids(logits.argmax(dim=-1))
                 return torch.cat([anchors[:, None], tokens.to(self.device)], dim=1), None
-            ids = torch.arange(logits.shape[-1], device=logits.device).expand_as(logits)
+            ids = draft.target_ids(torch.arange(logits.shape[-1], device=logits.device)).expand_as(logits)
             scores = logits.float()
         else:
             ids, logits = draft.candidate_selector.candidates(logits)  # [R, B - 1, k]
-            ids, logits, before = (t.to(draft.device) for t in (ids, logits, anchors))
+            ids, logits, before = (t.to(draft.device) for t in (draft.target_ids(ids), logits, anchors))
 
         # 2. One token for each slot; with a selector its scores depend on the token before.
         chosen, probabilities = [], []
@@ -191,12 +192,11 @@ class DFlashCandidateGenerator(CandidateGenerator):
                 choice = draw(probabilities[-1][:, None], self.generators)  # [R, 1]
             before = ids[:, slot].gather(-1, choice)[:, 0]  # [R]
             chosen.append(before)
-        tokens = draft.target_ids(torch.stack(chosen, dim=1)).to(self.device)  # [R, B - 1]
+        tokens = torch.stack(chosen, dim=1).to(self.device)  # [R, B - 1]
         block = torch.cat([anchors[:, None], tokens], dim=1)
         if temperature == 0:
             return block, None
-        ids = draft.target_ids(ids).to(self.device)
-        return block, Proposal(ids, torch.stack(probabilities, dim=1).to(self.device))
+        return block, Proposal(ids.to(self.device), torch.stack(probabilities, dim=1).to(self.device))
 
     def no_features(self, start: torch.LongTensor, size: int) -> tuple[torch.Tensor, torch.LongTensor]:
         """

@@ -159,7 +159,9 @@ def target_logits(target: PreTrainedModel, states: torch.Tensor, ids: torch.Long
     """
     config = target.config.get_text_config()
     head = target.get_output_embeddings()
-    states = states.to(device=head.weight.device, dtype=head.weight.dtype)  # stored ones may be of another
+    # Stored states may be of half the target's precision.
+    dtype = head.weight.dtype if head.weight.is_floating_point() else states.dtype
+    states = states.to(device=head.weight.device, dtype=dtype)
     if ids is not None and type(head) is nn.Linear:
         ids = ids.to(head.weight.device)
         logits = nn.functional.linear(states, head.weight[ids], None if head.bias is None else head.bias[ids])

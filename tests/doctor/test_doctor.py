@@ -67,3 +67,9 @@ def test_errors_are_one_line(pair, capsys, tmp_path):
     assert code == 1 and "1 prompt(s) gave" in printed.err.strip().splitlines()[-1]
     code, printed = doctor(pair, capsys, "--base", tmp_path / "nowhere")
     assert code == 1 and "--base" in printed.err and "nowhere" in printed.err
+
+
+def test_a_row_without_a_prompt_is_named(pair, capsys, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}\n{"prompt": null}\n', encoding="utf-8")
+    code, said = doctor(pair, capsys, "--data", tmp_path / "prompts.jsonl")
+    assert code == 1 and "Row 1 of the prompts: There is no prompt" in said.err

@@ -136,10 +136,10 @@ def test_the_selector_alone_learns_what_slots_cannot_know(tmp_path):
     target, rows = make_target(), forked_rows(256)
     options = {"loss_type": "dpace", "per_device_train_batch_size": 8, "num_anchors": 12, "warmup_steps": 0}
     plain = make_draft(target, block_size=BLOCK)
-    make_trainer(tmp_path / "plain", target, rows, plain, max_steps=40, learning_rate=5e-3, **options).train()
+    make_trainer(tmp_path / "plain", target, rows, plain, max_steps=25, learning_rate=5e-3, **options).train()
     draft = with_parts(plain, SELECTOR)
     trainer = make_trainer(
-        tmp_path, target, rows, draft, rows[:32], max_steps=40, learning_rate=3e-2, selector_only=True, **options
+        tmp_path, target, rows, draft, rows[:32], max_steps=25, learning_rate=3e-2, selector_only=True, **options
     )
     start = trainer.evaluate()
     assert start["eval_simulated_tau"] == start["eval_simulated_tau_argmax"]

@@ -226,7 +226,11 @@ def test_resuming_equals_an_uninterrupted_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changed", [{"mask_token_id": 91}, {"block_size": 8}, {"target_layer_ids": [0, 1, 3]}, {"is_causal": True}]
+    "changed",
+    [
+        *({"mask_token_id": 91}, {"block_size": 8}, {"target_layer_ids": [0, 1, 3]}, {"is_causal": True}),
+        {"selector_top_k": 8},
+    ],
 )
 def test_resuming_with_another_drafter_is_refused(changed, tmp_path):
     """All of these load: no tensor has another shape."""

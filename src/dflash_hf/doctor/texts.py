@@ -93,9 +93,14 @@ def surprise(target, prompts: Sequence[Sequence[int]]) -> float:
 
 
 def encoded(encoder: RowEncoder, rows: Sequence[dict], raw: bool = False) -> list[list[int]]:
-    """The ids of what the target is asked; of a row that the template refuses, none."""
+    """
+    The ids of what the target is asked; of a row that the template refuses, none.
+
+    Raises:
+        `ValueError`: a row without a prompt; names it.
+    """
     prompts = []
-    for row in rows:
+    for index, row in enumerate(rows):
         if "input_ids" in row:
             prompts.append(given_ids(row))
             continue
@@ -107,4 +112,6 @@ def encoded(encoder: RowEncoder, rows: Sequence[dict], raw: bool = False) -> lis
             prompts.append(ids_of_prompt(encoder, prompt, tools_of(row)))
         except UnusableRow:
             prompts.append([])
+        except ValueError as error:
+            raise ValueError(f"Row {index} of the prompts: {error}") from error
     return prompts

@@ -208,20 +208,20 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
         # 4. Token losses through the target's head, chunk by chunk, then the weighted sum of each sequence.
         hidden = hidden.view(*blocks.labels.shape, -1)  # [N, A, B, H]
         labels = blocks.labels if self.draft_ids is None else self.draft_ids.to(label_ids.device)[blocks.labels]
-        before = self.places_before(inputs)  # [N, A, B]
+        places = self.places_before(inputs)  # [N, A, B]
         losses = token_losses(
             hidden,
             self.draft_head,
             labels,
             blocks.counted,
             args.loss_chunk_size,
-            None if states is None else Teacher(states.flatten(0, 1), before, self.teacher_logits),
+            None if states is None else Teacher(states.flatten(0, 1), places, self.teacher_logits),
             self.draft.candidate_selector.candidates if self.has_selector else None,
         )
         alone = losses.correct
         if self.has_selector:  # it learns from what the slots say by themselves, and does not change that
             known = losses.known
-            before, slots = inputs["input_ids"].flatten()[before[known]], hidden.detach()[known]
+            before, slots = inputs["input_ids"].flatten()[places[known]], hidden.detach()[known]
             losses = selected(losses, partial(self.selector_scores, before, slots), labels)
         loss = block_loss(losses, blocks.counted, self.slot_weights, args.dpace_alpha)  # [N]
         normalizer = loss_normalizer(blocks.counted, self.slot_weights)  # [N]
