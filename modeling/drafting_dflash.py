@@ -130,7 +130,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
     def plan_trees(self, nodes: int, depth: int) -> None:
         """Draft trees of so many nodes besides the anchor, through so many slots."""
-        top_k = min(TOP_K, self.config.selector_top_k) if self.config.selector_rank is not None else TOP_K
+        top_k = min(TOP_K, self.config.selector_top_k or self.config.draft_vocab_size or TOP_K)
         self.paths = every_path(nodes, depth, top_k, self.device)
 
     def tree(self, anchors, start, features=None, features_start=None) -> DraftTree:

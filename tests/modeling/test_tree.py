@@ -257,6 +257,14 @@ def test_a_drafter_s_own_trees(make, ahead, target):
     assert torch.equal(target.generate(**inputs, max_new_tokens=25, do_sample=False, assistant_model=draft), expected)
 
 
+def test_a_tree_over_a_handful_of_tokens(target):
+    draft = make_draft(target, block_size=5, draft_vocab_size=3)
+    draft.decoding_config.tree_nodes = 12
+    prompt = torch.tensor([[5, 9, 17, 33]])
+    expected = target.generate(prompt, max_new_tokens=12, do_sample=False)
+    assert torch.equal(target.generate(prompt, max_new_tokens=12, do_sample=False, assistant_model=draft), expected)
+
+
 @torch.no_grad()
 def test_the_first_path_of_a_selector_s_tree_is_its_walk(target):
     """Through candidates that it is sure of, the likeliest path is what the greedy walk takes."""

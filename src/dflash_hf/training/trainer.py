@@ -116,6 +116,9 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
             model.float()
         self.has_selector = model.config.selector_rank is not None
         choose_parameters(model, args.selector_only, peft_config)
+        if self.has_selector and peft_config is None and args.ddp_find_unused_parameters is None:
+            # The selector is used outside of the wrapped forward, where a search would take it for unused.
+            args.ddp_find_unused_parameters = False
         if model.config.has_own_head:
             model.lm_head.requires_grad_(False)  # rows of the target's
         super().__init__(

@@ -90,10 +90,6 @@ class DFlashTrainingArguments(TrainingArguments):
         super().__post_init__()
         for name in set(self.report_to) & set(INTEGRATION_TO_CALLBACK) - set(get_available_reporting_integrations()):
             raise ImportError(f"report_to={name!r} needs {name}: `pip install {name}`, or leave it out.")
-        if self.ddp_find_unused_parameters is None:
-            # All that is trained gets a gradient in every step; a path selector gets it outside of the wrapped
-            # forward, where a search would take it for unused.
-            self.ddp_find_unused_parameters = False
         if self.anchor_seed is None:
             self.anchor_seed = self.seed
         if self.max_minutes is not None:
