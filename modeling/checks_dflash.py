@@ -45,6 +45,8 @@ _REQUIRED = (
     *("rms_norm_eps", "initializer_range", "attention_bias", "attention_sink_bias", "own_mask_embedding"),
 )
 _FLAGS = ("attention_bias", "attention_sink_bias", "own_mask_embedding", "use_sliding_window", "is_causal")
+# The parts that DFlash 2 adds, by two fields each: the convolution and the path selector.
+DFLASH2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
 
 def check_sizes(config):
@@ -95,8 +97,7 @@ def check_numbers(config):
 
 
 def check_dflash2(config):
-    pairs = (("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k"))
-    for first, second in pairs:
+    for first, second in (DFLASH2_KEYS[:2], DFLASH2_KEYS[2:]):
         one, two = getattr(config, first), getattr(config, second)
         if (one is None) != (two is None):
             raise ValueError(f"{first}={one} and {second}={two} belong together: set both, or neither.")

@@ -13,6 +13,7 @@ from pathlib import Path
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from dflash_hf.modeling.checkpoint_dflash import MASK_EMBEDDING
+from dflash_hf.modeling.checks_dflash import DFLASH2_KEYS
 
 
 ENGINES = ("vllm", "sglang", "transformers")
@@ -20,7 +21,6 @@ SERVERS = ("vllm", "sglang")
 MUSE = "MuseGlimmerAssistantModel"
 DFLASH2 = "DFlash2DraftModel"
 ARCHITECTURES = ("DFlashDraftModel", DFLASH2, MUSE)
-_DFLASH2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 _MUSE_NAMES = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 _GEMMA_VOCABULARY = 262144
 _V2_RUNNER = "for which vLLM needs its V2 model runner: do not set VLLM_USE_V2_MODEL_RUNNER=0."
@@ -229,7 +229,7 @@ def _numbers(drafter: Drafter) -> Iterator[Finding]:
 
 def _dflash2(drafter: Drafter) -> Iterator[Finding]:
     config, nested = drafter.config, drafter.nested
-    named = [key for key in _DFLASH2_KEYS if drafter.get(key)]
+    named = [key for key in DFLASH2_KEYS if drafter.get(key)]
     if config["architectures"] != [DFLASH2]:
         if named:
             message = f"{config['architectures'][0]} has no {named[0]}; engines need {DFLASH2} to build it."
@@ -237,10 +237,10 @@ def _dflash2(drafter: Drafter) -> Iterator[Finding]:
         return
     message = f"{DFLASH2} drafts through a path selector, {_V2_RUNNER}"
     yield Finding("warning", ("vllm",), "architectures", message)
-    for key in _DFLASH2_KEYS:
+    for key in DFLASH2_KEYS:
         if type(nested.get(key)) is not int or nested[key] < 1:
             # Where both keys of the convolution are missing, SGLang builds none.
-            alone = key.startswith("conv") and not any(nested.get(other) for other in _DFLASH2_KEYS[:2])
+            alone = key.startswith("conv") and not any(nested.get(other) for other in DFLASH2_KEYS[:2])
             message = f"{nested.get(key)} in dflash_config must be a positive integer; it is read nowhere else."
             yield Finding("error", ("vllm",) if alone else SERVERS, key, message)
     group = nested.get("conv_group_size")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
+from dflash_hf.modeling.checks_dflash import DFLASH2_KEYS
 from dflash_hf.training.whole import check_whole, last_whole_checkpoint, seal
 
 
@@ -13,7 +14,7 @@ _STATE_FILE = "trainer_state.json"
 # What the weights of a checkpoint were trained for; another value would load and silently draft worse.
 _FIXED_ON_RESUME = (
     *("mask_token_id", "block_size", "target_layer_ids", "layer_types", "sliding_window", "is_causal"),
-    *("draft_vocab_size", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
+    *("draft_vocab_size", *DFLASH2_KEYS),
 )
 
 

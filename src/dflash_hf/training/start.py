@@ -11,10 +11,8 @@ thousand tokens that its target really writes, the head costs a fraction (FR-Spe
 import torch
 from torch import nn
 
+from dflash_hf.modeling.checks_dflash import DFLASH2_KEYS
 from dflash_hf.modeling.target_dflash import decoder_layers
-
-
-DFLASH2_KEYS = ("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size")
 
 
 @torch.no_grad()

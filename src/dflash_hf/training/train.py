@@ -213,11 +213,12 @@ def _make_draft(recipe: RecipeArguments, target, encoder, say):
 
     from dflash_hf.data.encode import digests_of_tokenizer
     from dflash_hf.data.prompts import template_kwargs
+    from dflash_hf.modeling.checks_dflash import DFLASH2_KEYS
     from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
     from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
     from dflash_hf.target import spare_token_id
     from dflash_hf.training.features import FeatureManifest
-    from dflash_hf.training.start import DFLASH2_KEYS, begin_as_target, with_parts
+    from dflash_hf.training.start import begin_as_target, with_parts
 
     folders = [recipe.features] if isinstance(recipe.features, str) else recipe.features or []
     stored = {folder: FeatureManifest.load(Path(folder)) for folder in folders}
