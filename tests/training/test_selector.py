@@ -155,6 +155,20 @@ def test_the_selector_alone_learns_what_slots_cannot_know(tmp_path):
     assert history(trainer, "simulated_tau_argmax")
 
 
+def test_a_slot_goes_on_from_the_token_before_it(tmp_path, monkeypatch):
+    """From the slot's own token instead, the selector would learn to repeat what decoding cannot know."""
+    target = make_target()
+    trainer = make_trainer(tmp_path, target, counting_rows(3), make_draft2(target, block_size=BLOCK))
+    batch, seen = trainer.data_collator(counting_rows(3)), []
+    trainer.draw_anchors(batch, step=0)
+    score = trainer.selector_scores
+    monkeypatch.setattr(trainer, "selector_scores", lambda before, *rest: seen.append(before) or score(before, *rest))
+    trainer.compute_loss(trainer.model, batch)
+    blocks = trainer.build_blocks(batch)
+    expected = (blocks.labels - 3) % 90  # of rows that count in threes
+    assert torch.equal(seen[0], expected[blocks.counted]) and len(seen[0]) > 20
+
+
 def test_what_cannot_be_trained_alone_is_refused(tmp_path):
     target, rows = make_target(), counting_rows(2)
     with pytest.raises(ValueError, match="selector_only=True trains the path selector .*set selector_rank"):
