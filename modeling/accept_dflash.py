@@ -1,9 +1,16 @@
-"""Which drafted tokens stay: the target's own choice at each position, compared with the draft."""
+"""Which drafted tokens stay: the target's own choice at each position, compared with the draft. Nothing is written."""
 
+import copy
 from typing import NamedTuple
 
 import torch
-from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, logits_process
+from transformers.generation import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StopStringCriteria,
+    logits_process,
+)
 
 from .tree_dflash import DraftTree
 
@@ -21,6 +28,21 @@ _POSITIONWISE = (
     logits_process.InfNanRemoveLogitsProcessor,
     logits_process.SuppressTokensLogitsProcessor,
 )
+# Processors and criteria that judge each row by its own text alone, and keep no state: a row that is ahead of the
+# others gets from them, alone, what it would get among them.
+_ROWWISE = (
+    *_POSITIONWISE,
+    logits_process.MinLengthLogitsProcessor,
+    logits_process.MinNewTokensLengthLogitsProcessor,
+    logits_process.RepetitionPenaltyLogitsProcessor,
+    logits_process.NoRepeatNGramLogitsProcessor,
+    logits_process.NoBadWordsLogitsProcessor,
+    logits_process.SequenceBiasLogitsProcessor,
+    logits_process.ForcedBOSTokenLogitsProcessor,
+    logits_process.ForcedEOSTokenLogitsProcessor,
+    logits_process.ExponentialDecayLengthPenalty,
+    logits_process.SuppressTokensAtBeginLogitsProcessor,
+)
 _COUNTED = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria)
 
 
@@ -33,9 +55,9 @@ class Proposal(NamedTuple):
     ids: torch.LongTensor  # [R, n, k]      the only tokens to which `q` gives a probability
     probabilities: torch.Tensor  # [R, n, k]
 
-    def at(self, start: int, stop: int) -> "Proposal":
-        """Only slots `start..stop - 1`."""
-        return Proposal(self.ids[:, start:stop], self.probabilities[:, start:stop])
+    def at(self, start: int, stop: int, rows: slice = slice(None)) -> "Proposal":
+        """Only slots `start..stop - 1` of some rows."""
+        return Proposal(self.ids[rows, start:stop], self.probabilities[rows, start:stop])
 
 
 class Draft(NamedTuple):
@@ -52,7 +74,12 @@ class Draft(NamedTuple):
         proposal = None if self.proposal is None else self.proposal.at(0, size - 1)
         return Draft(self.tokens[:, :size], proposal)
 
-    def walk(self, tokens: torch.LongTensor, depth: int):
+    @property
+    def depth(self) -> int:
+        """Drafted tokens of the longest path."""
+        return self.tokens.shape[1] - 1 if self.tree is None else self.tree.depth
+
+    def walk(self, tokens: torch.LongTensor):
         """
         How far the target agrees with the draft; `tokens` `[R, n]` are the target's own after each drafted token.
 
@@ -63,14 +90,16 @@ class Draft(NamedTuple):
         if self.tree is None:
             agrees = tokens[:, :-1] == self.tokens[:, 1:]
             return tokens, 1 + agrees.long().cumprod(dim=1).sum(dim=1), None
-        path, lengths = self.tree.walk(tokens, depth)
+        path, lengths = self.tree.walk(tokens)
         return tokens.gather(1, path), lengths, path
 
-    def child(self, node: int, token: torch.LongTensor) -> int | None:
-        """The child of `node` that holds the target's `token` `[R]` in every row, if there is one."""
+    def child(self, node: int, token: torch.LongTensor, rows: slice) -> int | None:
+        """The child of `node` that holds the target's `token` `[r]` in every row of `rows`, if there is one."""
         if self.tree is not None:  # a single row
-            return self.tree.child(node, int(token))
-        return node + 1 if bool((token == self.tokens[:, node + 1]).all()) else None
+            return self.tree.child(node, int(token), rows.start)
+        if node + 1 == self.tokens.shape[1]:
+            return None
+        return node + 1 if bool((token == self.tokens[rows, node + 1]).all()) else None
 
 
 class Verdict(NamedTuple):
@@ -141,182 +170,80 @@ def sample_tokens(
     return torch.cat([torch.where(keep, drafted, own[:, :judged]), own[:, judged:]], dim=1)
 
 
-class HostView:
+class RowState(NamedTuple):
+    """Where the rows of a text stand."""
+
+    unfinished: torch.BoolTensor  # [R]
+    left: torch.LongTensor  # [R]  tokens that each row may still get
+    last: torch.LongTensor | None  # [R]  the last committed token, from which the next block starts; at first `None`
+
+
+def _of_row(processor, row: int):
+    """A row-wise processor as one row of the batch meets it alone."""
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    if torch.is_tensor(ignored):  # [R], the padding of each row
+        processor = copy.copy(processor)
+        processor.prompt_ignore_length = ignored[row : row + 1]
+    return processor
+
+
+class Judge:
     """
-    What the host knows of the rows: how long they are, and which are unfinished, as of its last `sync`. One `sync`
-    reads all the rounds that were committed since the one before.
-    """
+    The rules of one call: what the target chooses after each token, and where a row ends. It keeps no state.
 
-    def __init__(self, rows: int):
-        self.lengths = [0] * rows  # generated tokens
-        self.alive = [True] * rows
-        self.committed = [0] * rows  # tokens of the last round
-        self.acceptance_lengths: list[list[int]] = [[] for _ in range(rows)]
-        self.pending: list[tuple] = []  # (counts, unfinished, size) of each round since the last `sync`
-        self.prefilled = False
-
-    @property
-    def longest(self) -> int:
-        return max(self.lengths)
-
-    @property
-    def longest_possible(self) -> int:
-        """An upper bound of `longest` that includes the pending rounds."""
-        return self.longest + sum(size for _, _, size in self.pending)
-
-    def sync(self) -> None:
-        """Read the pending rounds, which waits for the device once."""
-        facts = torch.stack([torch.stack([counts, unfinished]) for counts, unfinished, _ in self.pending]).tolist()
-        self.pending.clear()
-        for counts, unfinished in facts:
-            for row, alive in enumerate(self.alive):
-                if alive and self.prefilled:  # no verification committed the first token
-                    self.acceptance_lengths[row].append(counts[row])
-            self.prefilled, self.committed, self.alive = True, counts, [bool(flag) for flag in unfinished]
-            self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-
-
-class Continuation:
-    """
-    The text being written: the prompt, the committed tokens, and the rule that accepts the next ones.
-
-    Two ways of accepting give the same text. *At once*: all positions are judged in one call, and each row advances at
-    its own pace. This takes processors that look at the scores of one position alone, and the standard criteria. *Step
-    by step*: processors and criteria are called once for each committed token, with exactly the prefix that plain
-    decoding would show them, and all rows advance together. This serves any processor and criterion, also those that
-    keep state.
+    Its `pace` says how rows advance. *At once*: all positions are judged in one call, and each row advances at its own
+    pace. This takes processors that look at the scores of one position alone, and the standard criteria. *Row by row*:
+    processors and criteria are called for each committed token of each row, with exactly the prefix that plain
+    decoding would show them. This takes those that judge each row by itself. *Together*: they are called once for each
+    committed token of all rows, which advance together. This serves any processor and criterion, also those that keep
+    state. The text is the same.
 
     Args:
-        input_ids (`torch.LongTensor`): `[R, S]`, the prompt.
-        logits_processor, stopping_criteria, generation_config, streamer: As in `GenerationMixin._sample`.
-        block_size (`int`): The most tokens of a block, or of a path through a tree.
-        look_ahead (`int`): How many rounds may be committed before the host reads them.
+        rows (`int`): Of the batch.
+        logits_processor, stopping_criteria, generation_config: As in `GenerationMixin._sample`.
+        streamed (`bool`): Whether a streamer is shown the tokens of all rows.
         generators (`list[torch.Generator]`, *optional*): One for each row, to sample with. Each committed token takes
             one draw, so that a row's text depends on its own generator alone, unless drafts are drawn too.
     """
 
-    def __init__(
-        self,
-        input_ids,
-        logits_processor,
-        stopping_criteria,
-        generation_config,
-        streamer=None,
-        block_size=1,
-        look_ahead=1,
-        generators=None,
-    ):
-        rows, self.prompt_length = input_ids.shape
-        self.processor, self.criteria, self.streamer = logits_processor, stopping_criteria, streamer
-        self.block_size = block_size
+    def __init__(self, rows, logits_processor, stopping_criteria, generation_config, streamed=False, generators=None):
+        self.processor, self.criteria = logits_processor, stopping_criteria
         self.do_sample, self.generators = generation_config.do_sample, generators
-        self.max_new = max(generation_config.max_length - self.prompt_length, 1)
-        keep = generation_config.return_dict_in_generate
-        self.scores = () if keep and generation_config.output_scores else None
-        self.raw_logits = () if keep and generation_config.output_logits else None
-        self.hidden_states = () if keep and generation_config.output_hidden_states else None
-        self.stops_at_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         self.eos = next((c.eos_token_id for c in stopping_criteria if isinstance(c, EosTokenCriteria)), None)
+        self.pads_ended = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         pad = generation_config._pad_token_tensor
         self.pad = 0 if pad is None else int(pad)
+        self.timers = [criterion for criterion in stopping_criteria if isinstance(criterion, MaxTimeCriteria)]
 
-        self.device = device = input_ids.device
-        self.buffer = input_ids  # grows with the text: a limit may be far away
-        self.unfinished = torch.ones(rows, dtype=torch.bool, device=device)
-        self.left = torch.full((rows,), self.max_new, device=device)  # tokens that each row may still get
-        self.last = None  # [R], the last committed token of each row: the anchors of the next block
-        self.host = HostView(rows)
-        self.done = False
-        self.step_by_step = (
-            any(asked is not None for asked in (self.scores, self.raw_logits, self.hidden_states))
-            # One row is sampled token by token, so that a seed gives the text that it gives without a drafter.
-            or (rows == 1 and self.do_sample)
-            or generators is not None
-            or (rows > 1 and streamer is not None)
-            or not all(type(p) in _POSITIONWISE for p in logits_processor)
-            or not all(type(c) in _COUNTED for c in stopping_criteria)
-        )
-        self.by_tensors = not (self.step_by_step or self.do_sample or len(self.processor))
-        self.timed = any(isinstance(c, MaxTimeCriteria) for c in stopping_criteria)
-        self.look_ahead = 1 if self.step_by_step or self.timed or streamer is not None else look_ahead
+        listed = [generation_config.output_scores, generation_config.output_logits]
+        listed = generation_config.return_dict_in_generate and any([*listed, generation_config.output_hidden_states])
+        positionwise = all(type(p) in _POSITIONWISE for p in logits_processor)
+        counted = all(type(c) in _COUNTED for c in stopping_criteria)
+        rowwise = all(type(p) in _ROWWISE for p in logits_processor)
+        rowwise &= all(type(c) in (*_COUNTED, StopStringCriteria) for c in stopping_criteria)
+        if listed or (streamed and rows > 1):
+            self.pace = "together"
+        # One row is sampled token by token, so that a seed gives the text that it gives without a drafter.
+        elif positionwise and counted and generators is None and not (rows == 1 and self.do_sample):
+            self.pace = "at once"
+        else:
+            self.pace = "row by row" if rowwise or rows == 1 else "together"
+        # Those that judge the rows of a group, which begins with this row.
+        self.processors = [logits_processor] * rows
+        if self.pace == "row by row" and rows > 1:
+            of_rows = [[_of_row(p, row) for p in logits_processor] for row in range(rows)]
+            self.processors = [logits_process.LogitsProcessorList(processors) for processors in of_rows]
+        self.by_tensors = self.pace == "at once" and not (self.do_sample or len(logits_processor))
 
-    @property
-    def longest(self) -> int:
-        """Generated tokens of the longest row."""
-        return self.host.longest
-
-    @property
-    def longest_possible(self) -> int:
-        """An upper bound of `longest` that includes the rounds that the host has not read yet."""
-        return min(self.host.longest_possible, self.max_new)
-
-    @property
-    def tokens_left(self) -> int:
-        """How many tokens the row with the most left may still get."""
-        rows = zip(self.host.lengths, self.host.alive, strict=True)
-        return self.max_new - min((length for length, alive in rows if alive), default=0)
-
-    @property
-    def sequences(self) -> torch.LongTensor:
-        """`[R, S + longest]`, finished rows padded."""
-        return self.buffer[:, : self.prompt_length + self.longest]
-
-    def padded(self, draft: Draft) -> Draft:
-        """Where rows advance together, finished ones go on with padding, as they do without a drafter."""
-        if self.step_by_step and self.stops_at_eos and draft.tokens.shape[0] > 1:
-            tokens = torch.where(self.unfinished[:, None], draft.tokens[:, 1:], self.pad)
-            draft = draft._replace(tokens=torch.cat([draft.tokens[:, :1], tokens], dim=1))
-        return draft
-
-    def judge(self, draft: Draft | None, logits: torch.Tensor, hidden_states: tuple | None = None) -> Verdict:
+    def at_once(self, draft: Draft | None, logits: torch.Tensor, state: RowState) -> Verdict:
         """
-        Decide what stays of a draft: the longest path that the target agrees with, and the target's next token.
-
         Args:
             draft (`Draft`, *optional*): `[R, n]` tokens; `None` after the prompt.
             logits (`torch.Tensor`): `[R, n, V]`, the target's after each of these tokens.
-            hidden_states (`tuple[torch.Tensor]`, *optional*): `[R, n, H]` of each layer, if the caller asks for them.
+            state (`RowState`): Before these tokens.
         """
-        logits = logits.to(device=self.device)
-        if self.step_by_step:
-            return self._step_by_step(draft, logits, hidden_states)
-        return self._at_once(draft, logits)
-
-    def commit(self, verdict: Verdict) -> None:
-        """Write what stays; `sync` if `look_ahead` rounds are pending or the text is nearly complete."""
-        tokens, counts, self.last, self.unfinished, _ = verdict
-        size = tokens.shape[1]
-        self._reserve(size)
-        steps = torch.arange(size, device=self.device)
-        places = (self.prompt_length + self.max_new - self.left)[:, None] + steps  # [R, n]
-        self.buffer.scatter_(1, places, torch.where(steps < counts[:, None], tokens, self.pad))
-        self.left = self.left - counts
-        self.host.pending.append((counts, self.unfinished, size))
-        # Near the end of the text a needless round would cost more than a `sync`.
-        if len(self.host.pending) < self.look_ahead and self.longest_possible + size <= self.max_new:
-            return
-        self.host.sync()
-        self.done = not any(self.host.alive)
-        if self.step_by_step:
-            return
-        if self.streamer is not None:
-            for token in self.sequences[0, -self.host.committed[0] :].cpu():
-                self.streamer.put(token[None])
-        if self.timed:
-            timers = (criterion for criterion in self.criteria if isinstance(criterion, MaxTimeCriteria))
-            self.done = self.done or any(bool(timer(self.sequences, None).all()) for timer in timers)
-
-    def _reserve(self, size: int) -> None:
-        """Make room for `size` more tokens: a block is written whole, and the next one overwrites what is rejected."""
-        needed = self.prompt_length + self.longest_possible + size
-        if needed > self.buffer.shape[1]:
-            more = max(needed, self.buffer.shape[1] * 3 // 2) - self.buffer.shape[1]
-            with torch.inference_mode(False):
-                room = torch.full((len(self.buffer), more), self.pad, device=self.device)
-                self.buffer = torch.cat([self.buffer, room], dim=1)
-
-    def _at_once(self, draft, logits) -> Verdict:
         rows, size, vocab_size = logits.shape
+        # 1. The target's own token after each drafted one.
         scores = logits.reshape(rows * size, vocab_size)
         if scores.dtype == torch.float64:
             scores = scores.float()  # plain decoding rounds before it chooses
@@ -327,59 +254,46 @@ class Continuation:
             tokens = sample_tokens(scores.view(rows, size, vocab_size), *drafted)
         else:
             tokens = scores.argmax(dim=-1).view(rows, size)
-
+        # 2. The longest path that agrees with them, and where on it a row ends.
         counts, path = torch.ones(rows, dtype=torch.long, device=tokens.device), None
         if draft is not None:
-            tokens, counts, path = draft.walk(tokens, self.block_size - 1)
-        counts = counts.minimum(self.left)
-        ended = counts >= self.left
+            tokens, counts, path = draft.walk(tokens)
+        counts = counts.minimum(state.left)
+        ended = counts >= state.left
         if self.eos is not None:
             is_eos = torch.isin(tokens, self.eos.to(tokens.device))
             first = torch.where(is_eos.any(dim=1), is_eos.long().argmax(dim=1) + 1, tokens.shape[1] + 1)
             ended = ended | (first <= counts)
             counts = counts.minimum(first)
-        counts = torch.where(self.unfinished, counts, 0)
+        counts = torch.where(state.unfinished, counts, 0)
         last = tokens.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
-        last = last if self.last is None else torch.where(counts > 0, last, self.last)
-        return Verdict(tokens, counts, last, self.unfinished & ~ended, path)
+        last = last if state.last is None else torch.where(counts > 0, last, state.last)
+        return Verdict(tokens, counts, last, state.unfinished & ~ended, path)
 
-    def _step_by_step(self, draft, logits, hidden_states) -> Verdict:
-        size, path, tokens, unfinished = logits.shape[1], [0], [], self.unfinished
-        self._reserve(size)
-        length = self.prompt_length + self.longest
-        while True:
-            node, step = path[-1], len(tokens)
-            raw = logits[:, node].to(copy=True, dtype=torch.float32)
-            scores = self.processor(self.buffer[:, :length], raw)
-            if self.scores is not None:
-                self.scores += (scores,)
-            if self.raw_logits is not None:
-                self.raw_logits += (raw,)
-            if self.hidden_states is not None:  # for the prompt, those of all its tokens
-                of_token = (layer[..., node : node + 1, :].clone() for layer in hidden_states)
-                self.hidden_states += (hidden_states if draft is None else tuple(of_token),)
-            if self.do_sample:
-                drafted = proposal = None
-                if draft is not None and draft.proposal is not None and step + 1 < size:
-                    drafted, proposal = draft.tokens[:, step + 1, None], draft.proposal.at(step, step + 1)
-                token = sample_tokens(scores[:, None], drafted, proposal, self.generators)[:, 0]
-            else:
-                token = scores.argmax(dim=-1)
-            if self.stops_at_eos:
-                token = torch.where(unfinished, token, self.pad)
-            tokens.append(token)
-            self.buffer[:, length] = token
-            length += 1
-            if self.streamer is not None:
-                self.streamer.put(token.cpu())
-            unfinished = unfinished & ~self.criteria(self.buffer[:, :length], self.scores)
-            # To go on, all rows must agree with the draft; a finished row agrees with padding.
-            child = draft.child(node, token) if len(tokens) < size and bool(unfinished.any()) else None
-            if child is None:
-                break
-            path.append(child)
-        counts = torch.full_like(self.left, len(tokens))
-        nodes = None
-        if draft is not None and draft.tree is not None:
-            nodes = torch.tensor([path + [0] * (self.block_size - len(path))], device=self.device)
-        return Verdict(torch.stack(tokens, dim=1), counts, tokens[-1], unfinished, nodes)
+    def token(self, prefix, logits, unfinished, draft: Draft | None, step: int, rows: slice):
+        """
+        The target's next token of some rows.
+
+        Args:
+            prefix (`torch.LongTensor`): `[r, S]`, their text, the prompt included.
+            logits (`torch.Tensor`): `[r, V]`, in fp32.
+            unfinished (`torch.BoolTensor`): `[r]`.
+            draft (`Draft`, *optional*): Of all rows; if it was drawn, its token `step + 1` is the one to judge.
+            step (`int`): Tokens committed in this round.
+            rows (`slice`): Which rows these are.
+
+        Returns:
+            The tokens `[r]`, and the processed scores `[r, V]`.
+        """
+        scores = self.processors[rows.start](prefix, logits)
+        if not self.do_sample:
+            tokens = scores.argmax(dim=-1)
+        else:
+            drafted = proposal = None
+            if draft is not None and draft.proposal is not None and step < draft.depth:
+                drafted, proposal = draft.tokens[rows, step + 1, None], draft.proposal.at(step, step + 1, rows)
+            generators = None if self.generators is None else self.generators[rows]
+            tokens = sample_tokens(scores[:, None], drafted, proposal, generators)[:, 0]
+        if self.pads_ended:
+            tokens = torch.where(unfinished, tokens, self.pad)
+        return tokens, scores

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from transformers import DynamicCache
+from transformers.generation import MaxLengthCriteria
 from transformers.generation import utils as generation_utils
 from transformers.utils import logging
 
@@ -28,7 +29,6 @@ _OTHER_ASSISTANTS = {
     "assistant_early_exit": None,
     "prompt_lookup_num_tokens": None,
 }
-_DEFAULT_ASSISTANT_TOKENS = 20
 
 
 @dataclass
@@ -42,8 +42,6 @@ class Call:
         rows (`int`): Of the prompt.
         past (`int`): Columns of the prompt that a cache holds already, padding included.
         max_new (`int`): The most tokens to generate.
-        block_size (`int`): How many tokens of a block are verified, anchor included.
-        tree_nodes (`int`): Tokens of a drafted tree besides the anchor; 0 for blocks.
         temperature (`float`): At which drafts are drawn; 0 takes the likeliest tokens.
         generators (`list[torch.Generator]`, *optional*): One for each sampled row.
         compile (`str` or `bool`): As in [`DFlashDecodingConfig`]; `False` where rounds cannot be compiled.
@@ -55,15 +53,13 @@ class Call:
     rows: int
     past: int
     max_new: int
-    block_size: int
-    tree_nodes: int
     temperature: float
     generators: list[torch.Generator] | None
     compile: str | bool
     look_ahead: int
 
 
-def plan_call(target, draft, input_ids, generation_config, model_kwargs, synced_gpus: bool) -> Call:
+def plan_call(target, draft, input_ids, stopping_criteria, generation_config, model_kwargs, synced_gpus: bool) -> Call:
     """
     Settle what this call does.
 
@@ -81,7 +77,9 @@ def plan_call(target, draft, input_ids, generation_config, model_kwargs, synced_
     past = cached_columns(model_kwargs.get(cache_argument(target)))
     mask = model_kwargs.get("attention_mask")
     columns = max(past + new if mask is None or mask.dim() != 2 else mask.shape[1], new)
-    max_new = max(generation_config.max_length - input_ids.shape[1], 1)
+    # A criterion of the caller's takes the place of the configuration's limit.
+    limits = [criterion.max_length for criterion in stopping_criteria if isinstance(criterion, MaxLengthCriteria)]
+    max_new = max(min(limits, default=generation_config.max_length) - input_ids.shape[1], 1)
 
     reason = _reason_before_probing(generation_config, model_kwargs, synced_gpus)
     facts = None if reason else facts_of(target)
@@ -96,16 +94,12 @@ def plan_call(target, draft, input_ids, generation_config, model_kwargs, synced_
     free = facts is not None and facts.session_class is not None and facts.session_class.rollback_is_free
     listing = generation_config.return_dict_in_generate and generation_config.output_hidden_states
     compilable = free and not listing and generators is None and is_compilable(target)
-    asked = generation_config.num_assistant_tokens
-    limit = draft.config.block_size if asked in (None, _DEFAULT_ASSISTANT_TOKENS) else max(int(asked), 0) + 1
     return Call(
         facts=facts,
         plain_reason=reason,
         rows=len(input_ids),
         past=past,
         max_new=max_new,
-        block_size=min(config.block_size or draft.config.block_size, limit),
-        tree_nodes=(config.tree_nodes or 0) if free else 0,
         temperature=draft_temperature(draft, generation_config),
         generators=generators,
         compile=config.compile if compilable else False,
@@ -180,6 +174,14 @@ def usable_cache(target, cache, session_class, implementation: str | None):
         "`DynamicCache` that is not offloaded, leave `past_key_values` and `cache_implementation` out, or drop "
         "`assistant_model`."
     )
+
+
+def prompt_arguments(target, model_kwargs: dict) -> dict:
+    """Arguments of the prompt's forward that a drafter needs otherwise than `generate` gives them."""
+    if "logits_to_keep" in model_kwargs and getattr(target.config.get_text_config(), "num_kv_shared_layers", 0):
+        # An index, not a count: given a count, Gemma 4 drops all other tokens before the layers that share keys.
+        return {"logits_to_keep": torch.tensor([-1])}
+    return {}
 
 
 def extra_arguments(target, generation_config, model_kwargs: dict) -> dict:

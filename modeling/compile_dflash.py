@@ -59,14 +59,15 @@ class CompiledRound:
     """
     A round as one graph; if it cannot be compiled, it runs eagerly, with one warning.
 
-    Nothing that a graph depends on changes within one bucket of one call, so its guards are checked once.
+    Nothing that a graph depends on changes in one call but the capacities of the caches and the plan of a round. Both
+    name a graph, whose guards are checked once.
 
     Args:
         function (`callable`): The round, or a part of it.
         eagerly (`callable`): The same without compilation.
         target (`PreTrainedModel`): The target that the round verifies with.
         how (`str`, *optional*): A mode or a backend of `torch.compile`. Default: its own, with CUDA graphs on a GPU.
-        caches (sequence of `SlotCache`): The caches whose capacities name the bucket.
+        caches (sequence of `SlotCache`): The caches whose capacities count.
     """
 
     def __init__(self, function: Callable, eagerly: Callable, target, how: str | None, caches):
@@ -75,31 +76,30 @@ class CompiledRound:
         how = how or ("reduce-overhead" if on_gpu else "default")
         self.compiled, self.copy = _compiled(function, how)
         self.graphs_replay = on_gpu and how in _CUDA_GRAPHS
-        self.bucket, self.run = None, self.eagerly
+        self.graphs: dict[tuple, Callable] = {}
 
-    def __call__(self, *args):
-        bucket = [cache.capacity for cache in self.caches]
-        if self.bucket != bucket:
-            self.bucket = bucket
-            return self._first(*args)
-        return self._replayed(self.run, args)
+    def __call__(self, pair, start, context, plan):
+        key = (*(cache.capacity for cache in self.caches), *plan.key, context.features.shape[1])
+        if key not in self.graphs:
+            return self._first(key, pair, start, context, plan)
+        return self._replayed(self.graphs[key], (pair, start, context, plan))
 
-    def _first(self, *args):
-        kind, rows = type(self.target).__name__, self.caches[0].rows
+    def _first(self, key: tuple, *args):
+        kind, rows, slots = type(self.target).__name__, self.caches[0].rows, max(c.capacity for c in self.caches)
         logger.warning_once(
-            f"Compiling a round of {kind} for {rows} row(s) of {max(self.bucket)} slots. This takes a while, once."
+            f"Compiling a round of {kind} for {rows} row(s) of {slots} slots. This takes a while, once."
         )
         try:
             with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=1024):
                 output = self._replayed(self.compiled, args)
-            self.run = self._graph(args)
-            if self.run is None:
-                self.bucket = None  # check the guards again in the next round
+            graph = self._graph(args)
+            if graph is not None:  # else the guards are checked again in the next round
+                self.graphs[key] = graph
             return output
         except Exception as error:
             # The round can simply run again, since it writes the same slots. An error that has nothing to do with
             # compilation is raised again by the eager round.
-            self.run, self.graphs_replay = self.eagerly, False
+            self.graphs[key], self.graphs_replay = self.eagerly, False
             output = self.eagerly(*args)
             if isinstance(error, torch._dynamo.exc.TorchDynamoException):  # it would fail in every call
                 _uncompilable.add(self.target)

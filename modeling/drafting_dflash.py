@@ -1,15 +1,27 @@
 """Drafting: the context that a drafter keeps, and the tokens that it proposes for a block."""
 
+from typing import NamedTuple
+
 import torch
 from transformers.generation import CandidateGenerator
 
 from .accept_dflash import Draft, Proposal, draw
 from .cache_dflash import SlotCache, slot_mask
+from .plan_dflash import Plan
 from .target_dflash import input_device, raw_embedding
 from .tree_dflash import TOP_K, DraftTree, Paths, chained_paths, every_path, independent_paths, likeliest_tree
 
 
 TOKENS_AT_ONCE = 2048  # of a prompt, from features to the drafter's context: bounds what lives in between
+STEPS_AT_ONCE = 32  # of a text that is written without drafts
+
+
+class Context(NamedTuple):
+    """Features of the target that the drafter has not read yet."""
+
+    features: torch.Tensor  # [R, n, L * H]
+    start: torch.LongTensor  # [R]  index in its row of the first of these tokens
+    steps: int = 0  # how many rounds they come from that drafted nothing; 0: from one that verified a draft
 
 
 class DFlashCandidateGenerator(CandidateGenerator):
@@ -38,7 +50,6 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.max_length, self.generators, self.temperature = max_length, generators, temperature
         self.noise = torch.full((1, self.config.block_size - 1), self.config.mask_token_id, device=self.device)
         self.cache: SlotCache | None = None
-        self.paths: Paths | None = None
         self.contexts: list[torch.Tensor] = []  # of the prompt, [R, n, H] each, not in the cache yet
 
     @property
@@ -90,15 +101,25 @@ class DFlashCandidateGenerator(CandidateGenerator):
             positions = (tokens + self.offset).clamp(min=0)
             self.draft_model.extend_context(context, self._to_draft(positions), self.cache)
 
-    def propose(self, anchors, start, features, features_start) -> Draft:
-        """A tree where trees were planned, else a block of the trained size; the arguments are those of [`draft`]."""
+    def plan(self, block: int, nodes: int = 0) -> Plan:
+        """
+        What a round may be asked for: to verify the first `block` tokens of a block, anchor included, or a tree of
+        `nodes` tokens besides the anchor, through as many slots.
+        """
+        if not nodes or block == 1:
+            return Plan(block)
+        top_k = min(TOP_K, self.config.selector_top_k or self.config.draft_vocab_size or TOP_K)
+        return Plan(block, every_path(nodes, block - 1, top_k, self.device))
+
+    def propose(self, plan: Plan, anchors, start, features, features_start) -> Draft:
+        """What a plan asks for; a block is drafted at the trained size. The other arguments are those of [`draft`]."""
         context = (anchors, start, features, features_start)
-        if self.paths is not None:
-            tree = self.tree(*context)
+        if plan.paths is not None:
+            tree = self.tree(plan.paths, *context)
             return Draft(tree.tokens, tree=tree)
-        if self.temperature == 0:
-            return Draft(self.draft(*context))
-        return Draft(*self.sample(*context, self.temperature))
+        if self.temperature == 0 or plan.block == 1:
+            return Draft(self.draft(*context)).prefix(plan.block)
+        return Draft(*self.sample(*context, self.temperature)).prefix(plan.block)
 
     def draft(self, anchors, start, features=None, features_start=None) -> torch.LongTensor:
         """
@@ -128,14 +149,9 @@ class DFlashCandidateGenerator(CandidateGenerator):
         hidden = self._hidden_states(anchors, start, features, features_start)
         return self.walk(anchors, hidden, temperature)
 
-    def plan_trees(self, nodes: int, depth: int) -> None:
-        """Draft trees of so many nodes besides the anchor, through so many slots."""
-        top_k = min(TOP_K, self.config.selector_top_k or self.config.draft_vocab_size or TOP_K)
-        self.paths = every_path(nodes, depth, top_k, self.device)
-
-    def tree(self, anchors, start, features=None, features_start=None) -> DraftTree:
-        """As [`draft`], but the likeliest of all paths through the likely tokens of each slot; see `plan_trees`."""
-        draft, paths = self.draft_model, self.paths
+    def tree(self, paths: Paths, anchors, start, features=None, features_start=None) -> DraftTree:
+        """As [`draft`], but the likeliest `paths` through the likely tokens of each slot; see [`plan`]."""
+        draft = self.draft_model
         hidden = self._hidden_states(anchors, start, features, features_start)[:, : len(paths.levels)]
         logits = draft.draft_logits(hidden, self.head)  # [R, D, V]
         if self.config.selector_rank is None:
@@ -198,18 +214,36 @@ class DFlashCandidateGenerator(CandidateGenerator):
             return block, None
         return block, Proposal(ids.to(self.device), torch.stack(probabilities, dim=1).to(self.device))
 
-    def no_features(self, start: torch.LongTensor, size: int) -> tuple[torch.Tensor, torch.LongTensor]:
+    def follow(self, context: Context, fresh: Context) -> Context:
         """
-        What a first round passes for features and their start, where no block was verified before: `size` rows of
-        zeros at the slots of the new block, which covers them. So all rounds have the same shapes.
+        The context of two rounds, of which the second drafted nothing: kept together for a while, since to read a
+        token alone costs as much as to read many.
+        """
+        if 0 < context.steps < STEPS_AT_ONCE:
+            return Context(torch.cat([context.features, fresh.features], dim=1), context.start, context.steps + 1)
+        self.read(context)
+        return fresh._replace(steps=1)
+
+    def read(self, context: Context) -> None:
+        """Write the keys and values of a context into the drafter's cache, without a block."""
+        tokens = context.start[:, None] + torch.arange(context.features.shape[1], device=self.device)  # [R, n]
+        self.cache.place(tokens - self.first)
+        states = self.draft_model.project_context(self._to_draft(context.features))
+        self.draft_model.extend_context(states, self._to_draft(tokens + self.offset), self.cache)
+
+    def no_features(self, start: torch.LongTensor, size: int) -> Context:
+        """
+        The context of a first round, where no block was verified before: `size` rows of zeros at the slots of the new
+        block, which covers them. So all rounds have the same shapes.
         """
         width = self.draft_model.fc.in_features
-        return torch.zeros(len(start), size, width, dtype=self.target_dtype, device=self.device), start.clone()
+        zeros = torch.zeros(len(start), size, width, dtype=self.target_dtype, device=self.device)
+        return Context(zeros, start.clone())
 
     def _hidden_states(self, anchors, start, features, features_start):
         rows, size = anchors.shape[0], self.config.block_size
         if features is None:
-            features, features_start = self.no_features(start, size)
+            features, features_start, _ = self.no_features(start, size)
         before = features_start[:, None] + torch.arange(features.shape[1], device=self.device)  # [R, n]
         block = start[:, None] + torch.arange(size, device=self.device)  # [R, B], token numbers
         before_slots, slots = before - self.first, block - self.first

@@ -73,7 +73,11 @@ class SlotSession:
         self.windows, self.dtype = mask_windows(target), target.dtype
         if not any(self.windows.values()):  # no layer has a mask
             self.windows = {None: None}
-        self.last_slot = None  # [], of the text: a block may reach past it, into slots that have no position
+        self.last_slot = None
+
+    def end_at(self, slot: int) -> None:
+        """The last slot of the text: a block may reach past it, into slots that have no position."""
+        self.last_slot = torch.tensor(slot, device=self.offset.device)
 
     @staticmethod
     def takes(cache) -> bool:

@@ -114,14 +114,14 @@ class DraftTree(NamedTuple):
     depths: torch.LongTensor  # [R, n + 1]   0 for the anchor
     parents: torch.LongTensor  # [R, n + 1]  0 for the anchor, too
     ancestors: torch.BoolTensor  # [R, n + 1, n + 1]  whether a node sees another: an ancestor, or itself
+    depth: int  # D, slots of a path at most
 
-    def walk(self, tokens: torch.LongTensor, depth: int) -> tuple[torch.LongTensor, torch.LongTensor]:
+    def walk(self, tokens: torch.LongTensor) -> tuple[torch.LongTensor, torch.LongTensor]:
         """
         The path that the target accepts.
 
         Args:
             tokens (`torch.LongTensor`): `[R, n + 1]`, its own token after each node.
-            depth (`int`): Slots of a path at most, `D`.
 
         Returns:
             The nodes on the path, `[R, D + 1]`, the anchor first and zeros past the end, and how many they are, `[R]`.
@@ -130,14 +130,14 @@ class DraftTree(NamedTuple):
         agrees[:, 0] = True
         reached = (agrees[:, None] | ~self.ancestors).all(dim=-1)  # [R, n + 1]
         # Siblings differ, so that at each depth one node is reached at most; the others go past the end.
-        places = torch.where(reached, self.depths, depth + 1)
+        places = torch.where(reached, self.depths, self.depth + 1)
         nodes = torch.arange(tokens.shape[1], device=tokens.device).expand_as(places)
-        path = torch.zeros(len(tokens), depth + 2, dtype=torch.long, device=tokens.device).scatter_(1, places, nodes)
-        return path[:, : depth + 1], reached.sum(dim=1)
+        path = torch.zeros(len(tokens), self.depth + 2, dtype=torch.long, device=tokens.device)
+        return path.scatter_(1, places, nodes)[:, : self.depth + 1], reached.sum(dim=1)
 
-    def child(self, node: int, token: int) -> int | None:
-        """In the first row, the child of a node that holds a token."""
-        found = (self.parents[0] == node) & (self.tokens[0] == token)
+    def child(self, node: int, token: int, row: int = 0) -> int | None:
+        """The child of a node of a row that holds a token."""
+        found = (self.parents[row] == node) & (self.tokens[row] == token)
         found[0] = False
         return int(found.nonzero()[0]) if found.any() else None
 
@@ -166,4 +166,4 @@ def likeliest_tree(
     # 3. The parent is the ancestor one slot above; that of a node in the first slot is the anchor.
     above = sees & (depths[:, None] == depths[:, :, None] - 1)
     parents = (above * torch.arange(paths.count + 1, device=above.device)).sum(dim=-1)  # [R, n + 1]
-    return DraftTree(tokens, depths, parents, sees)
+    return DraftTree(tokens, depths, parents, sees, len(paths.levels))

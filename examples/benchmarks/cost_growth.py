@@ -18,7 +18,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from dflash_hf.evaluation.bench_pairs import SHAPES, random_pair
 from dflash_hf.evaluation.measure import hardware
-from dflash_hf.modeling.accept_dflash import Continuation
+from dflash_hf.modeling.text_dflash import Continuation
 
 
 CONTEXTS = (128, 512, 2048, 4096, 8192)
@@ -46,19 +46,18 @@ def measure(target, draft, rows: int, context: int, rounds: int = 14) -> tuple[f
     torch.manual_seed(context + rows)
     ids = torch.randint(target.config.vocab_size - 1, (rows, context))
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": rounds, "do_sample": False}
-    clock, times, accept = Clock(), [], Continuation.accept
+    clock, times, commit = Clock(), [], Continuation.commit
 
     def noted(self, *args, **kwargs):
-        counts = accept(self, *args, **kwargs)
+        commit(self, *args, **kwargs)
         times.append(time.perf_counter())
-        return counts
 
     target.generate(ids, logits_processor=LogitsProcessorList([clock]), **options)
-    Continuation.accept = noted
+    Continuation.commit = noted
     try:
         target.generate(ids, assistant_model=draft, **options)
     finally:
-        Continuation.accept = accept
+        Continuation.commit = commit
     return steps(clock.times), steps(times)
 
 

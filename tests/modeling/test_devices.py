@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
 from dflash_hf.modeling.accept_dflash import Draft, Verdict
-from dflash_hf.modeling.generation_dflash import DFlashCandidateGenerator
+from dflash_hf.modeling.drafting_dflash import DFlashCandidateGenerator
 from dflash_hf.modeling.sessions_dflash import SlotSession
 from dflash_hf.modeling.target_dflash import FeatureTap
 from dflash_hf.modeling.tree_dflash import every_path
@@ -92,16 +92,16 @@ def test_every_tensor_is_where_it_is_used(target_device, draft_device, fields):
             anchors = torch.ones(2, dtype=torch.long, device=target_device)
             for slots in (generator.cache, session.cache):
                 slots.reserve(16)
-            block = generator.draft(anchors, start, *generator.no_features(start, 4))
+            block = generator.draft(anchors, start, *generator.no_features(start, 4)[:2])
             logits = session.verify(Draft(block), start).logits
             second, proposal = generator.sample(anchors, start, tap.take(), start)
-            generator.plan_trees(6, 3)
-            tree = generator.tree(anchors, start, *generator.no_features(start, 4))
+            paths = generator.plan(4, 6).paths
+            tree = generator.tree(paths, anchors, start, *generator.no_features(start, 4)[:2])
             after = session.verify(Draft(tree.tokens, tree=tree), start).logits
-            way, counts = tree.walk(after.argmax(dim=-1), 3)
+            way, counts = tree.walk(after.argmax(dim=-1))
             session.commit(start, Verdict(way, counts, way[:, 0], counts > 0, path=way))
     every_path.cache_clear()  # of tables without data
-    for tensor in (block, logits, second, *proposal, *tree, after, way, counts):
+    for tensor in (block, logits, second, *proposal, *tree[:4], after, way, counts):
         assert tensor.device == torch.device(target_device)
     assert generator.cache.layers[0].keys.device == torch.device(draft_device)
 

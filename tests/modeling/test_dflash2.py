@@ -12,7 +12,7 @@ from support.sampling import assert_follows, exact_distribution
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.modeling.accept_dflash import Proposal, sample_tokens
-from dflash_hf.modeling.generation_dflash import DFlashCandidateGenerator
+from dflash_hf.modeling.drafting_dflash import DFlashCandidateGenerator
 from dflash_hf.modeling.modeling_dflash import BlockConvolution, additive
 from dflash_hf.training.blocks import block_mask
 
@@ -176,8 +176,7 @@ def test_a_selector_over_a_reduced_vocabulary_goes_by_the_targets_ids(monkeypatc
     drafted = []
     for draft in (whole, few):
         generator, context = opened(draft, target, rows=4)
-        generator.plan_trees(9, 3)
-        tree, block = generator.tree(*context), generator.draft(*context)
+        tree, block = generator.tree(generator.plan(4, 9).paths, *context), generator.draft(*context)
         torch.manual_seed(0)
         drawn, proposal = generator.sample(*context, temperature=0.8)
         drafted.append([block, drawn, proposal.ids, proposal.probabilities, tree.tokens, tree.parents])

@@ -15,7 +15,7 @@ from support.reference import draft_hidden_states, draft_tokens
 from transformers import AutoConfig, AutoModel
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
-from dflash_hf.modeling.generation_dflash import DFlashCandidateGenerator
+from dflash_hf.modeling.drafting_dflash import DFlashCandidateGenerator
 
 
 PUBLISHED = Path(__file__).parents[1] / "fixtures" / "published"

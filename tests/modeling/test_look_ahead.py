@@ -8,11 +8,13 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from transformers import DynamicCache, GenerationConfig, TextStreamer
 from transformers.generation import EosTokenCriteria, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
-from dflash_hf.modeling.accept_dflash import Continuation, HostView
+from dflash_hf.modeling.accept_dflash import Judge
 from dflash_hf.modeling.drafting_dflash import DFlashCandidateGenerator
-from dflash_hf.modeling.generation_dflash import Context, Pair, one_round
+from dflash_hf.modeling.generation_dflash import one_round
+from dflash_hf.modeling.prefill_dflash import Pair
 from dflash_hf.modeling.sessions_dflash import SlotSession
 from dflash_hf.modeling.target_dflash import FeatureTap
+from dflash_hf.modeling.text_dflash import Continuation, HostView, Writer
 from dflash_hf.modeling.tree_dflash import every_path
 
 
@@ -110,11 +112,11 @@ def test_nothing_of_a_round_waits_for_the_host(nodes):
         config = GenerationConfig(max_length=60, do_sample=False)
         config._pad_token_tensor = None
         criteria = StoppingCriteriaList([MaxLengthCriteria(60), EosTokenCriteria(torch.tensor([3, 4]))])
-        text = Continuation(ids, LogitsProcessorList(), criteria, config, block_size=4, look_ahead=4)
+        judge = Judge(rows, LogitsProcessorList(), criteria, config)
+        text = Continuation(ids, judge, Writer(ids, judge.pad, config), 60 - columns, look_ahead=4)
         drafter = DFlashCandidateGenerator(draft, target)
         offset = torch.zeros(rows, 1, dtype=torch.long)
-        if nodes:
-            drafter.plan_trees(nodes, 3)
+        plan = drafter.plan(4, nodes)
         with FeatureTap(target, draft.config.target_layer_ids, consume=drafter.absorb) as tap:
             cache = DynamicCache(config=target.config)
             logits = target(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, -1:]
@@ -124,11 +126,11 @@ def test_nothing_of_a_round_waits_for_the_host(nodes):
             pair = Pair(drafter, session, tap, text, columns)
             text.commit(text.judge(None, logits))
             start = torch.full((rows,), columns)
-            context = Context(*drafter.no_features(start, 4))
-            session.last_slot = start.new_tensor(60)
+            context = drafter.no_features(start, 4)
+            session.end_at(60)
             for _ in range(2):
                 pair.reserve(nodes + 4)
-                verdict, context = one_round(pair, start, context, 4)
+                verdict, context = one_round(pair, start, context, plan)
                 assert verdict.tokens.shape == (rows, 4) and context.features.shape[1] == 4
                 text.commit(verdict)
                 start = start + verdict.counts

@@ -133,7 +133,7 @@ def test_the_way_is_walked_as_far_as_the_target_agrees(seed):
         for node in range(1, 21):
             if torch.rand(()) < 0.6:
                 tokens[row, tree.parents[row, node]] = tree.tokens[row, node]
-    way, counts = tree.walk(tokens, 5)
+    way, counts = tree.walk(tokens)
     assert way.shape == (3, 6)
     for row in range(3):
         expected, at = [0], 0
@@ -272,13 +272,13 @@ def test_the_first_path_of_a_selector_s_tree_is_its_walk(target):
     with torch.no_grad():
         draft.candidate_selector.successor_codebook.mul_(30.0)
     generator = DFlashCandidateGenerator(draft, target)
-    generator.plan_trees(12, 4)
+    paths = generator.plan(5, 12).paths
     trees, blocks = [], []
     for way in (trees, blocks):
         generator.open([0], 0, 64, torch.zeros(1, 1, dtype=torch.long))
         anchors, start = torch.tensor([11]), torch.tensor([0])
         generator.cache.reserve(8)
-        way.append(generator.tree(anchors, start) if way is trees else generator.draft(anchors, start))
+        way.append(generator.tree(paths, anchors, start) if way is trees else generator.draft(anchors, start))
     paths = paths_of(trees[0])
     block = tuple(blocks[0][0, 1:].tolist())
     assert {block[:n] for n in range(1, 5)} <= paths

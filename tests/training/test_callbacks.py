@@ -17,7 +17,7 @@ from transformers import EarlyStoppingCallback
 
 from dflash_hf import DecodingCallback
 from dflash_hf.evaluation.measure import evaluate
-from dflash_hf.modeling.generation_dflash import DFlashCandidateGenerator
+from dflash_hf.modeling.drafting_dflash import DFlashCandidateGenerator
 from dflash_hf.training.callbacks import parted
 
 

@@ -9,7 +9,7 @@ from support.trained_pair import train_pair, walk
 
 from dflash_hf import DFlashTrainer, DFlashTrainingArguments
 from dflash_hf.data.examples import make_example
-from dflash_hf.modeling.generation_dflash import DFlashCandidateGenerator
+from dflash_hf.modeling.drafting_dflash import DFlashCandidateGenerator
 from dflash_hf.modeling.modeling_dflash import additive
 from dflash_hf.modeling.target_dflash import raw_embedding
 from dflash_hf.target import target_features
@@ -159,8 +159,8 @@ def test_trees_are_drafted_from_the_features_of_the_text(pair, prompts, sampled,
     draft.decoding_config.tree_nodes = 12
     original, drafted, ways = DFlashCandidateGenerator.tree, [], set()
 
-    def record(self, anchors, start, *args):
-        tree = original(self, anchors, start, *args)
+    def record(self, paths, anchors, start, *args):
+        tree = original(self, paths, anchors, start, *args)
         drafted.append((int(start[0]), tree.tokens[0].tolist(), tree.parents[0].tolist()))
         return tree
 
@@ -176,13 +176,13 @@ def test_trees_are_drafted_from_the_features_of_the_text(pair, prompts, sampled,
         features = target_features(target, draft.config.target_layer_ids, text)
         for start, tokens, parents in recorded:
             generator = DFlashCandidateGenerator(draft, target)
-            generator.plan_trees(12, draft.config.block_size - 1)
             generator.absorb(features[:, :start])
             generator.open([0], start, 128, torch.zeros(1, 1, dtype=torch.long))
             generator.cache.reserve(start + 16)
             place = torch.tensor([start])
             with torch.no_grad():
-                tree = original(generator, text[:, start], place, *generator.no_features(place, 6))
+                paths = generator.plan(draft.config.block_size, 12).paths
+                tree = original(generator, paths, text[:, start], place)
             assert tree.tokens[0].tolist() == tokens and tree.parents[0].tolist() == parents
         ways |= set(output.acceptance_lengths[0])
         trees += len(output.acceptance_lengths[0])

@@ -1,0 +1,232 @@
+"""The text being written: the prompt, the committed tokens, what the host knows of them, and who is shown them."""
+
+import torch
+
+from .accept_dflash import Draft, Judge, RowState, Verdict
+
+
+class HostView:
+    """
+    What the host knows of the rows: how long they are, and which are unfinished, as of its last `sync`. One `sync`
+    reads all the rounds that were committed since the one before.
+    """
+
+    def __init__(self, rows: int):
+        self.lengths = [0] * rows  # generated tokens
+        self.alive = [True] * rows
+        self.committed = [0] * rows  # tokens of the last round
+        self.acceptance_lengths: list[list[int]] = [[] for _ in range(rows)]
+        self.pending: list[tuple] = []  # (counts, unfinished, size) of each round since the last `sync`
+        self.prefilled = False
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    @property
+    def longest_possible(self) -> int:
+        """An upper bound of `longest` that includes the pending rounds."""
+        return self.longest + sum(size for _, _, size in self.pending)
+
+    def sync(self) -> None:
+        """Read the pending rounds, which waits for the device once."""
+        facts = torch.stack([torch.stack([counts, unfinished]) for counts, unfinished, _ in self.pending]).tolist()
+        self.pending.clear()
+        for counts, unfinished in facts:
+            for row, alive in enumerate(self.alive):
+                if alive and self.prefilled:  # no verification committed the first token
+                    self.acceptance_lengths[row].append(counts[row])
+            self.prefilled, self.committed, self.alive = True, counts, [bool(flag) for flag in unfinished]
+            self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+
+
+class Writer:
+    """
+    The tokens of the text and, where the caller asks for them, the scores, logits and hidden states of each token.
+
+    Args:
+        input_ids (`torch.LongTensor`): `[R, S]`, the prompt.
+        pad (`int`): What stands behind the end of a row.
+        generation_config (`GenerationConfig`): What is asked for.
+        streamer (`BaseStreamer`, *optional*): Shown each token.
+    """
+
+    def __init__(self, input_ids: torch.LongTensor, pad: int, generation_config, streamer=None):
+        self.prompt_length, self.pad, self.streamer = input_ids.shape[1], pad, streamer
+        self.buffer = input_ids  # grows with the text: a limit may be far away
+        keep = generation_config.return_dict_in_generate
+        self.scores = () if keep and generation_config.output_scores else None
+        self.raw_logits = () if keep and generation_config.output_logits else None
+        self.hidden_states = () if keep and generation_config.output_hidden_states else None
+
+    def reserve(self, generated: int) -> None:
+        """Make room for so many tokens besides the prompt."""
+        needed = self.prompt_length + generated
+        if needed > self.buffer.shape[1]:
+            more = max(needed, self.buffer.shape[1] * 3 // 2) - self.buffer.shape[1]
+            with torch.inference_mode(False):
+                room = torch.full((len(self.buffer), more), self.pad, device=self.buffer.device)
+                self.buffer = torch.cat([self.buffer, room], dim=1)
+
+    def write(self, generated: torch.LongTensor, verdict: Verdict) -> None:
+        """A block is written whole, behind `generated` `[R]` tokens; the next one overwrites what was rejected."""
+        steps = torch.arange(verdict.tokens.shape[1], device=self.buffer.device)
+        places = (self.prompt_length + generated)[:, None] + steps  # [R, n]
+        self.buffer.scatter_(1, places, torch.where(steps < verdict.counts[:, None], verdict.tokens, self.pad))
+
+    def append(self, rows: slice, length: int, tokens: torch.LongTensor) -> None:
+        """Write and show one token of some rows, whose text is `length` columns long."""
+        self.buffer[rows, length] = tokens
+        if self.streamer is not None:
+            self.streamer.put(tokens.cpu())
+
+    def note(self, scores: torch.Tensor, raw: torch.Tensor, hidden_states: tuple | None) -> None:
+        """Keep what belongs to a token, as far as it is asked for."""
+        if self.scores is not None:
+            self.scores += (scores,)
+        if self.raw_logits is not None:
+            self.raw_logits += (raw,)
+        if self.hidden_states is not None:
+            self.hidden_states += (hidden_states,)
+
+    def show(self, tokens: torch.LongTensor) -> None:
+        """Show committed tokens of the only row, one by one."""
+        if self.streamer is not None:
+            for token in tokens.cpu():
+                self.streamer.put(token[None])
+
+
+class Continuation:
+    """
+    The text being written, and the rules that accept its next tokens; see [`Judge`].
+
+    Args:
+        input_ids (`torch.LongTensor`): `[R, S]`, the prompt.
+        judge (`Judge`): The rules.
+        writer (`Writer`): Where the text goes.
+        max_new (`int`): The most tokens of a row.
+        look_ahead (`int`): How many rounds may be committed before the host reads them.
+    """
+
+    def __init__(self, input_ids: torch.LongTensor, judge: Judge, writer: Writer, max_new: int, look_ahead: int = 1):
+        rows, self.device = len(input_ids), input_ids.device
+        self.rules, self.writer, self.max_new = judge, writer, max_new
+        self.state = RowState(
+            torch.ones(rows, dtype=torch.bool, device=self.device),
+            torch.full((rows,), max_new, device=self.device),
+            None,
+        )
+        self.host = HostView(rows)
+        self.done = False
+        seen = judge.pace != "at once" or judge.timers or writer.streamer is not None
+        self.look_ahead = 1 if seen else look_ahead
+
+    @property
+    def last(self) -> torch.LongTensor:
+        """`[R]`, the last committed token of each row: the anchors of the next block."""
+        return self.state.last
+
+    @property
+    def longest(self) -> int:
+        """Generated tokens of the longest row."""
+        return self.host.longest
+
+    @property
+    def longest_possible(self) -> int:
+        """An upper bound of `longest` that includes the rounds that the host has not read yet."""
+        return min(self.host.longest_possible, self.max_new)
+
+    @property
+    def lists_hidden_states(self) -> bool:
+        """Whether the caller asks for the hidden states of each token."""
+        return self.writer.hidden_states is not None
+
+    @property
+    def tokens_left(self) -> int:
+        """How many tokens the row with the most left may still get."""
+        rows = zip(self.host.lengths, self.host.alive, strict=True)
+        return self.max_new - min((length for length, alive in rows if alive), default=0)
+
+    @property
+    def sequences(self) -> torch.LongTensor:
+        """`[R, S + longest]`, finished rows padded."""
+        return self.writer.buffer[:, : self.writer.prompt_length + self.longest]
+
+    def padded(self, draft: Draft) -> Draft:
+        """Where rows advance together, finished ones go on with padding, as they do without a drafter."""
+        if self.rules.pace == "together" and self.rules.pads_ended and draft.tokens.shape[0] > 1:
+            tokens = torch.where(self.state.unfinished[:, None], draft.tokens[:, 1:], self.rules.pad)
+            draft = draft._replace(tokens=torch.cat([draft.tokens[:, :1], tokens], dim=1))
+        return draft
+
+    def judge(self, draft: Draft | None, logits: torch.Tensor, hidden_states: tuple | None = None) -> Verdict:
+        """
+        Decide what stays of a draft: the longest path that the target agrees with, and the target's next token.
+
+        Args:
+            draft (`Draft`, *optional*): `[R, n]` tokens; `None` after the prompt.
+            logits (`torch.Tensor`): `[R, n, V]`, the target's after each of these tokens.
+            hidden_states (`tuple[torch.Tensor]`, *optional*): `[R, n, H]` of each layer, if the caller asks for them.
+        """
+        logits = logits.to(device=self.device)
+        if self.rules.pace == "at once":
+            return self.rules.at_once(draft, logits, self.state)
+        return self._token_by_token(draft, logits, hidden_states)
+
+    def commit(self, verdict: Verdict) -> None:
+        """Keep what stays; `sync` if `look_ahead` rounds are pending or the text is nearly complete."""
+        size, at_once = verdict.tokens.shape[1], self.rules.pace == "at once"
+        if at_once:  # else it is written already
+            self.writer.reserve(self.longest_possible + size)
+            self.writer.write(self.max_new - self.state.left, verdict)
+        self.state = RowState(verdict.unfinished, self.state.left - verdict.counts, verdict.last)
+        self.host.pending.append((verdict.counts, verdict.unfinished, size))
+        # Near the end of the text a needless round would cost more than a `sync`.
+        if len(self.host.pending) < self.look_ahead and self.longest_possible + size <= self.max_new:
+            return
+        self.host.sync()
+        if at_once:
+            self.writer.show(self.sequences[0, -self.host.committed[0] :])
+        timed_out = at_once and any(bool(timer(self.sequences, None).all()) for timer in self.rules.timers)
+        self.done = timed_out or not any(self.host.alive)
+
+    def _token_by_token(self, draft: Draft | None, logits: torch.Tensor, hidden_states: tuple | None) -> Verdict:
+        """Each token is judged, written and shown before the next one is judged; all rows together, or row by row."""
+        count, device = len(logits), self.device
+        together = self.rules.pace == "together"
+        groups = [slice(0, count)] if together else [slice(row, row + 1) for row in range(count)]
+        unfinished, paths, written, counts = self.state.unfinished.clone(), [], [], []
+        self.writer.reserve(self.longest + logits.shape[1])
+        for rows in groups:
+            path, tokens = [0], []
+            length = self.writer.prompt_length + self.host.lengths[rows.start]
+            while together or self.host.alive[rows.start]:
+                node = path[-1]
+                raw = logits[rows, node].to(copy=True, dtype=torch.float32)
+                prefix = self.writer.buffer[rows, :length]
+                token, scores = self.rules.token(prefix, raw, unfinished[rows], draft, len(tokens), rows)
+                of_token = hidden_states  # for the prompt, those of all its tokens
+                if draft is not None and hidden_states is not None:
+                    of_token = tuple(layer[..., node : node + 1, :].clone() for layer in hidden_states)
+                self.writer.note(scores, raw, of_token)
+                self.writer.append(rows, length, token)
+                tokens.append(token)
+                length += 1
+                ended = self.rules.criteria(self.writer.buffer[rows, :length], self.writer.scores)
+                unfinished[rows] &= ~ended
+                # To go on, all rows must agree with the draft; a finished row agrees with padding.
+                goes_on = draft is not None and len(tokens) <= draft.depth and bool(unfinished[rows].any())
+                child = draft.child(node, token, rows) if goes_on else None
+                if child is None:
+                    break
+                path.append(child)
+            paths.append(path)
+            counts += [len(tokens)] * (rows.stop - rows.start)
+            written.append(torch.stack(tokens, dim=1) if tokens else self.state.last[rows, None])
+        last = torch.cat([tokens[:, -1] for tokens in written])
+        width = max(tokens.shape[1] for tokens in written)
+        tokens = [torch.nn.functional.pad(t, (0, width - t.shape[1]), value=self.rules.pad) for t in written]
+        nodes = None
+        if draft is not None and draft.tree is not None:
+            nodes = torch.tensor([path + [0] * (draft.depth + 1 - len(path)) for path in paths], device=device)
+        return Verdict(torch.cat(tokens), torch.tensor(counts, device=device), last, unfinished, nodes)
