@@ -16,7 +16,7 @@ __version__ = "0.1.0.dev0"
 _LAZY = {
     "DFlashDraftConfig": ".modeling.modeling_dflash",
     "DFlashDraftModel": ".modeling.modeling_dflash",
-    "DFlashCandidateGenerator": ".modeling.generation_dflash",
+    "DFlashCandidateGenerator": ".modeling.drafting_dflash",
     "DFlashDecodingConfig": ".modeling.decoding_config_dflash",
     "DFlashGenerateOutput": ".modeling.generation_dflash",
     "install_hook": ".modeling.hook_dflash",
