@@ -54,6 +54,11 @@ class DFlashDecodingConfig:
             raise AttributeError(f"decoding_config has no field {name!r}: {hint}")
         super().__setattr__(name, value)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing was asked for that fixes how much a round drafts."""
+        return self.block_size is None and self.tree_nodes is None and not self.draft_temperature
+
     def rounds_ahead(self, device: torch.device) -> int:
         """`look_ahead`, or its default for a device."""
         return self.look_ahead or (1 if device.type == "cpu" else 4)

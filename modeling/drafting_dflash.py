@@ -101,14 +101,14 @@ class DFlashCandidateGenerator(CandidateGenerator):
             positions = (tokens + self.offset).clamp(min=0)
             self.draft_model.extend_context(context, self._to_draft(positions), self.cache)
 
-    def plan(self, block: int, nodes: int = 0) -> Plan:
+    def plan(self, block: int, nodes: int = 0, top_k: int = TOP_K) -> Plan:
         """
         What a round may be asked for: to verify the first `block` tokens of a block, anchor included, or a tree of
-        `nodes` tokens besides the anchor, through as many slots.
+        `nodes` tokens besides the anchor, through the `top_k` likeliest of as many slots.
         """
         if not nodes or block == 1:
             return Plan(block)
-        top_k = min(TOP_K, self.config.selector_top_k or self.config.draft_vocab_size or TOP_K)
+        top_k = min(top_k, self.config.selector_top_k or self.config.draft_vocab_size or top_k)
         return Plan(block, every_path(nodes, block - 1, top_k, self.device))
 
     def propose(self, plan: Plan, anchors, start, features, features_start) -> Draft:

@@ -50,7 +50,8 @@ def draft_and_verify(pair: Pair, start: torch.LongTensor, context: Context, plan
     if plan.block == 1:
         draft = Draft(continuation.last[:, None])
     else:
-        draft = continuation.padded(drafter.propose(plan, continuation.last, start, *context[:2]))
+        draft = drafter.propose(plan, continuation.last, start, *context[:2])
+        draft = continuation.padded(draft if plan.cut is None else plan.cut(draft))
     output = session.verify(draft, start)
     hidden_states = output.hidden_states if continuation.lists_hidden_states else None
     return Verified(draft, output.logits, tap.take(), hidden_states)
@@ -137,13 +138,15 @@ def decode(
     with opened_pair(call, target, draft, continuation, *prompt) as (pair, start):
         drafter, run = pair.drafter, _runner(call, target, pair)
         whole = bool(call.compile) or continuation.look_ahead > 1  # then all rounds have one shape, the last ones too
-        planner = planner_of(draft, drafter, continuation, generation_config, pair.session.rollback_is_free, whole)
-        context = drafter.no_features(start, planner.next(continuation).block)
+        trees = pair.session.rollback_is_free
+        planner = planner_of(target, draft, drafter, continuation, generation_config, trees, whole)
+        context = drafter.no_features(start, draft.config.block_size)
         while not continuation.done:
             plan = planner.next(continuation)
             pair.reserve(max(draft.config.block_size, plan.size) + context.steps)
             verdict, fresh = run(pair, start, context, plan)
             continuation.commit(verdict)
+            planner.learn(continuation, verdict)
             start = start + verdict.counts
             if plan.block == 1:
                 context = drafter.follow(context, fresh)

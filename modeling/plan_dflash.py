@@ -1,7 +1,23 @@
-"""How much one round drafts and verifies."""
+"""
+How much one round drafts and verifies: as much as was asked for, or as much as is fastest here.
 
+A round that verifies `n` drafted tokens costs `C(n)` and commits `1 + A(n)` tokens, `A(n)` being the sum of the
+chances that the target takes them. Both are estimated: costs from rounds that were timed, chances from the drafter's
+own probabilities and how they held so far. At a speed of `L` tokens a second one more token pays while it adds more
+than `L` times its cost (Dinkelbach's rule for the best ratio of sums), and drafting pays while it is faster than not
+drafting, which is a size like any other. Whatever is chosen, the text is the target's own.
+"""
+
+import weakref
+from bisect import bisect
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import torch
+
+from .accept_dflash import Draft, Verdict
+from .cost_dflash import CostTable, clock, table_of
 from .tree_dflash import Paths
 
 
@@ -10,6 +26,7 @@ class Plan(NamedTuple):
 
     block: int  # tokens of a block that are verified, or of the longest path through a tree; the anchor included
     paths: Paths | None = None  # of a tree, among which its nodes are chosen
+    cut: Callable[[Draft], Draft] | None = None  # leaves of a draft what is worth verifying
 
     @property
     def nodes(self) -> int:
@@ -18,16 +35,13 @@ class Plan(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Tokens that are verified, the anchor included."""
+        """Tokens that are verified at most, the anchor included."""
         return self.block if self.paths is None else 1 + self.paths.count
 
     @property
     def key(self) -> tuple[int, int]:
         """What a compiled round depends on: equal keys, equal shapes."""
         return self.block, self.nodes
-
-
-_DEFAULT_ASSISTANT_TOKENS = 20  # of a `GenerationConfig` in which nobody set them
 
 
 class FixedPlan:
@@ -48,23 +62,199 @@ class FixedPlan:
             return self.plan
         return self.plan._replace(block=min(self.plan.block, text.tokens_left))
 
+    def learn(self, text, verdict: Verdict) -> None:
+        """Nothing follows from what the target said."""
 
-def planner_of(draft, drafter, text, generation_config, trees: bool, whole: bool) -> FixedPlan:
+
+class Reliability:
     """
-    The planner of a call, as its settings ask for it.
+    How often the target takes a token to which the drafter gives a probability, its predecessors being right. Until
+    something is known, as often as the drafter says.
+    """
+
+    EDGES = (0.03, 0.08, 0.16, 0.3, 0.45, 0.6, 0.75, 0.88, 0.96)
+    TRUST, MEMORY = 4.0, 400.0  # observations that the drafter's word is worth; that a bin remembers
+
+    def __init__(self):
+        self.seen = [(0.0, 0.0, 0.0)] * (len(self.EDGES) + 1)  # observations, accepted, sum of the probabilities
+
+    def copy(self) -> "Reliability":
+        other = Reliability()
+        other.seen = list(self.seen)
+        return other
+
+    def note(self, probability: float, accepted: bool) -> None:
+        place = bisect(self.EDGES, probability)
+        seen = self.seen[place]
+        if seen[0] >= self.MEMORY:
+            seen = tuple(count * 0.75 for count in seen)
+        self.seen[place] = seen[0] + 1, seen[1] + accepted, seen[2] + probability
+
+    def __call__(self, probability: float) -> float:
+        """The calibrated probability."""
+        _, accepted, said = self.seen[bisect(self.EDGES, probability)]
+        trusted = self.TRUST * probability
+        return min(probability * (accepted + trusted) / (said + trusted), 1.0)
+
+
+@dataclass
+class Pace:
+    """What is remembered of a drafter from call to call: how far its word can be trusted, and whether it pays."""
+
+    reliability: Reliability = field(default_factory=Reliability)
+    tokens: float = 0.0  # committed for each row by rounds that drafted; older ones count less
+    cost: float = 0.0  # of these rounds, in rounds that draft nothing
+    resting: int = 0  # rounds to come that draft nothing
+    rest: int = 2  # how many they are next time
+
+    def copy(self) -> "Pace":
+        return replace(self, reliability=self.reliability.copy())
+
+    @property
+    def speed(self) -> float:
+        """Of rounds that draft, over that of rounds that do not; at least 1, since one need not draft."""
+        return max(self.tokens / self.cost, 1.0) if self.cost else 1.0
+
+    def note(self, tokens: float, cost: float) -> None:
+        """Take in a round that drafted; where it does not pay, rest for a while, and longer each time."""
+        self.tokens, self.cost = 0.9 * self.tokens + tokens, 0.9 * self.cost + cost
+        if self.cost > 3.0 and self.tokens < self.cost:
+            self.resting, self.rest = self.rest, min(2 * self.rest, 64)
+            self.tokens, self.cost = 0.5 * self.tokens, 0.5 * self.cost  # two or three rounds decide anew
+        elif self.tokens > 1.05 * self.cost:
+            self.rest = 2
+
+
+# For each drafter, its pace by target, rows and way of choosing tokens.
+_paces: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
+
+
+class FastestPlan:
+    """
+    For each round the drafted tokens that are worth verifying: of a tree, or none.
+
+    Within a call sizes follow from the costs that were known when it began and from what was accepted, never from a
+    stopwatch. What is measured meanwhile serves later calls.
 
     Args:
-        draft (`DFlashDraftModel`): The drafter; its `decoding_config` holds the settings.
+        plan (`Plan`): What is drafted where something is drafted: a tree of the most nodes.
+        table (`CostTable`): What rounds cost here; added to.
+        paces (`dict`): What is remembered of the drafter.
+        key: For rows and a choice of tokens like these.
+        device (`torch.device`): Of the target.
+    """
+
+    LADDER = (-1, 1, 2, 4, 8, 16)  # sizes that are tried on purpose, to know what they cost; -1 drafts nothing
+    ENOUGH = 4  # times that each of them is tried
+
+    def __init__(self, plan: Plan, table: CostTable, paces: dict, key: tuple, device: torch.device):
+        self.widest, self.table, self.known, self.device = plan._replace(cut=self.cut), table, table.copy(), device
+        self.paces, self.key, self.pace = paces, key, paces.get(key, Pace()).copy()
+        self.rounds, self.sizes = 0, []  # drafted tokens that each round verified
+        self.tried: dict[tuple, int] = {}
+        self.judged: list[tuple] = []  # of the round under way and each row: parents and chances of its nodes
+
+    def next(self, text) -> Plan:
+        """The plan of the next round of a text (`Continuation`)."""
+        host, self.judged = text.host, []
+        self.alive, self.left = list(host.alive), text.tokens_left
+        self.place = len(self.alive), text.writer.prompt_length + host.longest
+        self.costs = self.known.curve(*self.place, self.widest.nodes)
+        self.forced = self._to_try()
+        rests = self.forced is None and self.pace.resting > 0
+        self.pace.resting -= rests
+        self.began = clock(self.device)
+        return Plan(1) if self.left == 1 or rests or self.forced == -1 else self.widest
+
+    def cut(self, draft: Draft) -> Draft:
+        """Of a drafted tree, the likeliest nodes, as many as are worth it; as a block where they are a single path."""
+        tree, most = draft.tree, draft.tokens.shape[1]
+        depths, parents = tree.depths.tolist(), tree.parents.tolist()
+        chances = (tree.log_probs - tree.log_probs.gather(1, tree.parents)).exp().tolist()
+        gains = [0.0] * most
+        for row in (row for row, alive in enumerate(self.alive) if alive):
+            likely = [1.0] * most
+            for node in range(1, most):
+                likely[node] = likely[parents[row][node]] * self.pace.reliability(chances[row][node])
+                gains[node] += likely[node] * (depths[row][node] < self.left)
+        size = 1 + (self._worth(gains) if self.forced is None else self.forced)
+        self.judged = [(parents[row][:size], chances[row][:size]) for row in range(len(parents))]
+        deepest = max(max(row[:size]) for row in depths)
+        if deepest == size - 1 and all(row[:size] == list(range(size)) for row in depths):
+            return Draft(tree.tokens[:, :size])
+        return Draft(tree.tokens[:, :size], tree=tree.prefix(size, deepest))
+
+    def learn(self, text, verdict: Verdict) -> None:
+        """Take in what a round took, and what the target said of its draft."""
+        seconds, size = clock(self.device) - self.began, len(self.judged[0][0]) - 1 if self.judged else -1
+        if self.rounds:  # the first round of a call is slower than others
+            self.table.note(*self.place, size, seconds)
+            self.tried[size] = self.tried.get(size, 0) + 1
+        self.rounds += 1
+        self.sizes.append(max(size, 0))
+        if size < 0:
+            return
+        counts, path = text.host.committed, None if verdict.path is None else verdict.path.tolist()
+        for row, (parents, chances) in enumerate(self.judged):
+            if self.alive[row]:
+                taken = (path[row] if path else range(size + 1))[: counts[row]]
+                ended = not text.host.alive[row]  # then its last token says nothing of the children
+                judged = set(taken[:-1] if ended else taken)
+                for node in range(1, size + 1):
+                    if parents[node] in judged:
+                        self.pace.reliability.note(chances[node], node in taken)
+        rows = max(sum(self.alive), 1)
+        self.pace.note(sum(counts) / rows, self.costs[size])
+        self.paces[self.key] = self.pace.copy()
+
+    def _worth(self, gains: list[float]) -> int:
+        """How many nodes to verify; `gains` of each, in tokens of all rows."""
+        rate, best, most, value = sum(self.alive) * self.pace.speed, 0, 0.0, 0.0
+        for size in range(1, len(gains)):
+            value += gains[size]
+            worth = value - rate * (self.costs[size] - self.costs[0])
+            if worth > most:
+                best, most = size, worth
+        return best
+
+    def _to_try(self) -> int | None:
+        """A size of which too little is known; every fourth round, and none that would cost much."""
+        if self.rounds % 4 != 1:
+            return None
+        for size in self.LADDER:
+            tried = self.known.count(*self.place, size) + self.tried.get(size, 0)
+            affordable = size < 2 or (size <= self.widest.nodes and self.costs[size] < 1.5 * self.costs[0])
+            if tried < self.ENOUGH and affordable:
+                return size
+        return None
+
+
+_DEFAULT_ASSISTANT_TOKENS = 20  # of a `GenerationConfig` in which nobody set them
+_WIDEST = 16  # drafted tokens of a row that are considered, and of a batch twice as many
+
+
+def planner_of(target, draft, drafter, text, generation_config, trees: bool, whole: bool):
+    """
+    The planner of a call, as its settings ask for it: sizes that were set, or the fastest ones.
+
+    Args:
+        target, draft: Target and drafter; `draft.decoding_config` holds the settings.
         drafter (`DFlashCandidateGenerator`): Makes plans.
         text (`Continuation`): What is being written.
-        generation_config (`GenerationConfig`): Its `num_assistant_tokens` limit a block.
+        generation_config (`GenerationConfig`): Its `num_assistant_tokens` set the size of a block too.
         trees (`bool`): Whether the target can verify a tree.
         whole (`bool`): Whether all rounds must keep one shape.
     """
-    config, trained = draft.decoding_config, draft.config.block_size
+    config, trained, rows = draft.decoding_config, draft.config.block_size, len(text.host.alive)
     asked = generation_config.num_assistant_tokens
     limit = trained if asked in (None, _DEFAULT_ASSISTANT_TOKENS) else max(int(asked), 0) + 1
     # Rows that advance together agree on one path.
-    trees = trees and (len(text.host.alive) == 1 or text.rules.pace != "together")
+    trees = trees and (rows == 1 or text.rules.pace != "together")
+    if config.is_open and limit == trained and not whole:
+        nodes = max(min(_WIDEST, 2 * _WIDEST // rows), 2)
+        plan = drafter.plan(trained, nodes) if trees else drafter.plan(trained, trained - 1, top_k=1)
+        key = (id(target), rows, generation_config.do_sample)
+        paces = _paces.setdefault(draft, {})
+        return FastestPlan(plan, table_of(target, draft), paces, key, target.device)
     nodes = (config.tree_nodes or 0) if trees else 0
     return FixedPlan(drafter.plan(min(config.block_size or trained, limit), nodes), whole)

@@ -115,6 +115,12 @@ class DraftTree(NamedTuple):
     parents: torch.LongTensor  # [R, n + 1]  0 for the anchor, too
     ancestors: torch.BoolTensor  # [R, n + 1, n + 1]  whether a node sees another: an ancestor, or itself
     depth: int  # D, slots of a path at most
+    log_probs: torch.Tensor  # [R, n + 1]    of the path to a node, less than that of the path to its parent
+
+    def prefix(self, size: int, depth: int) -> "DraftTree":
+        """The tree of its `size` likeliest nodes, the anchor included, of which none stands deeper than `depth`."""
+        tables = (self.tokens, self.depths, self.parents, self.ancestors[:, :, :size])
+        return DraftTree(*(table[:, :size] for table in tables), depth, self.log_probs[:, :size])
 
     def walk(self, tokens: torch.LongTensor) -> tuple[torch.LongTensor, torch.LongTensor]:
         """
@@ -155,7 +161,7 @@ def likeliest_tree(
         paths (`Paths`): Of which `n` are chosen.
     """
     # 1. With a path are chosen all those that it begins with.
-    chosen = log_probs.topk(paths.count, dim=-1).indices  # [R, n]
+    totals, chosen = log_probs.topk(paths.count, dim=-1)  # [R, n], the likeliest first
     tokens = torch.cat([anchors[:, None], tokens.gather(1, chosen)], dim=1)
     depths = torch.nn.functional.pad(paths.depths[chosen], (1, 0))  # [R, n + 1]
     # 2. Who sees whom.
@@ -166,4 +172,5 @@ def likeliest_tree(
     # 3. The parent is the ancestor one slot above; that of a node in the first slot is the anchor.
     above = sees & (depths[:, None] == depths[:, :, None] - 1)
     parents = (above * torch.arange(paths.count + 1, device=above.device)).sum(dim=-1)  # [R, n + 1]
-    return DraftTree(tokens, depths, parents, sees, len(paths.levels))
+    totals = torch.nn.functional.pad(totals, (1, 0))
+    return DraftTree(tokens, depths, parents, sees, len(paths.levels), totals)

@@ -1,0 +1,133 @@
+"""What a round costs here: measured on the side, in rounds that run anyway, and fixed while a call goes on."""
+
+import copy
+import time
+import weakref
+from bisect import bisect_left
+from collections import defaultdict, deque
+
+import torch
+
+from .target_dflash import decoder_layers
+
+
+# For each target what rounds cost, by all that changes it.
+_tables: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
+
+SAMPLES = 24  # kept of each size; older ones are forgotten
+# A forward over so many tokens, in forwards over one: what a machine is taken for before it was measured.
+_CPU = {1: 1.0, 4: 1.1, 8: 1.3, 16: 1.7, 32: 2.7, 64: 4.6}
+_GPU = {1: 1.0, 64: 1.05, 128: 1.3, 256: 2.2, 512: 4.2}
+
+
+class CostTable:
+    """
+    Seconds of a round by rows, length of the text and the number of tokens that it verifies for each row.
+
+    Args:
+        drafting (`float`): Weights of the drafter and its head, in weights of the target: what a forward of it costs
+            before it was measured.
+        block_size (`int`): Tokens of such a forward, of each row.
+        device (`torch.device`): Of the target.
+    """
+
+    def __init__(self, drafting: float, block_size: int, device: torch.device):
+        self.drafting, self.block_size = drafting, block_size
+        self.forwards = _CPU if device.type == "cpu" else _GPU
+        self.curves: dict[tuple, list[float]] = {}  # of a copy, which learns nothing more
+        self.samples: dict[tuple, dict] = defaultdict(dict)  # (rows, bucket) -> {size: seconds}; -1 drafts nothing
+
+    @staticmethod
+    def bucket(columns: int) -> int:
+        """Lengths of a text that cost about the same."""
+        return max(columns, 256).bit_length()
+
+    def note(self, rows: int, columns: int, size: int, seconds: float) -> None:
+        """Keep what a round took that verified `size` drafted tokens of each row."""
+        sizes = self.samples[rows, self.bucket(columns)]
+        sizes[size] = deque([*sizes.get(size, ()), seconds], maxlen=SAMPLES)  # a new one: others may be reading
+
+    def count(self, rows: int, columns: int, size: int) -> int:
+        return len(self.samples.get((rows, self.bucket(columns)), {}).get(size, ()))
+
+    def copy(self) -> "CostTable":
+        """What is known now, which stays as it is."""
+        other = copy.copy(self)
+        other.curves = {}
+        other.samples = defaultdict(dict, {key: dict(sizes) for key, sizes in list(self.samples.items())})
+        return other
+
+    def curve(self, rows: int, columns: int, most: int) -> list[float]:
+        """
+        Costs of rounds that draft a block and verify 0, 1, ... `most` of its tokens, in rounds that draft nothing:
+        measured where enough is known, in between and beyond after the shape that is expected, and never less for
+        more tokens.
+        """
+        key = rows, self.bucket(columns), most
+        if key not in self.curves:
+            self.curves[key] = self._curve(rows, columns, most)
+        return self.curves[key]
+
+    def _curve(self, rows: int, columns: int, most: int) -> list[float]:
+        drafting = self.drafting * self._forward(rows * self.block_size)
+        expected = [drafting + self._forward(rows * (n + 1)) for n in range(most + 1)]
+        plain = self._forward(rows)
+        known = {n: _typical(s) for n, s in self._nearest(rows, columns).items() if len(s) > 2}
+        if not known:
+            return [value / plain for value in expected]
+        measured = {n: t / (plain if n == -1 else expected[min(n, most)]) for n, t in known.items()}
+        scale = sorted(measured.values())[len(measured) // 2]
+        places = sorted(n for n in measured if n >= 0)
+        curve = [value * _between(places, measured, n, scale) for n, value in enumerate(expected)]
+        for n in range(1, most + 1):
+            curve[n] = max(curve[n], curve[n - 1])
+        return [value / (plain * measured.get(-1, scale)) for value in curve]
+
+    def _nearest(self, rows: int, columns: int) -> dict:
+        bucket = self.bucket(columns)
+        near = sorted((abs(b - bucket), b) for r, b in self.samples if r == rows)
+        return self.samples[rows, near[0][1]] if near else {}
+
+    def _forward(self, tokens: int) -> float:
+        sizes = list(self.forwards)
+        return _line(sizes, self.forwards, min(tokens, sizes[-1])) * max(tokens / sizes[-1], 1.0)
+
+
+def _typical(seconds) -> float:
+    """Of several times the lower quartile: other work on the machine makes rounds slower, never faster."""
+    return sorted(seconds)[len(seconds) // 4]
+
+
+def _between(places: list[int], values: dict[int, float], n: int, default: float) -> float:
+    if not places:
+        return default
+    return _line(places, values, min(max(n, places[0]), places[-1]))
+
+
+def _line(places: list[int], values: dict[int, float], n: int) -> float:
+    """Linear between the places next to `n`."""
+    right = bisect_left(places, n)
+    if places[right] == n:
+        return values[n]
+    a, b = places[right - 1], places[right]
+    return values[a] + (values[b] - values[a]) * (n - a) / (b - a)
+
+
+def clock(device: torch.device) -> float:
+    """Seconds; on one thread of a CPU those that this thread has worked, whatever else the machine does."""
+    return time.thread_time() if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter()
+
+
+def table_of(target, draft) -> CostTable:
+    """What rounds of a pair cost here: on this device, in this precision and layout of weights, with these threads."""
+    kinds = frozenset(type(module).__name__ for module in decoder_layers(target)[0].modules())  # packed, quantised
+    config = draft.config
+    shape = config.num_hidden_layers, config.hidden_size, config.intermediate_size, config.draft_vocab_size
+    key = kinds, shape, config.block_size, target.dtype, target.device, torch.get_num_threads()
+    tables = _tables.setdefault(target, {})
+    if key not in tables:
+        weights = sum(parameter.numel() for parameter in draft.parameters())
+        head = 0 if config.has_own_head else target.get_output_embeddings().weight.numel()
+        of_target = sum(parameter.numel() for parameter in target.parameters())
+        tables[key] = CostTable((weights + head) / max(of_target, 1), config.block_size, target.device)
+    return tables[key]
