@@ -103,7 +103,7 @@ def make_target(family: str = "qwen3", dtype=torch.float32, attn: str | None = "
 
 
 def make_draft(target, block_size: int = 4, seed: int = 1, num_hidden_layers: int = 2, **overrides):
-    """A random drafter for a target."""
+    """A random drafter for a target, which verifies whole blocks: left alone it would rest, for it saves nothing."""
     torch.manual_seed(seed)
     fields = {"target_layer_ids": [0, 2, 3], "intermediate_size": 48, **overrides}
     config = DFlashDraftConfig.for_target(
@@ -113,7 +113,9 @@ def make_draft(target, block_size: int = 4, seed: int = 1, num_hidden_layers: in
         block_size=block_size,
         **fields,
     )
-    return DFlashDraftModel(config).to(target.dtype).eval()
+    draft = DFlashDraftModel(config).to(target.dtype).eval()
+    draft.decoding_config.block_size = block_size
+    return draft
 
 
 SWITCHES = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 6, "selector_top_k": 5}

@@ -24,6 +24,7 @@ from dflash_hf.packed_linear import packed_weights
 
 TARGET, TARGET_PACKED, PROMPT_LOOKUP = "target", "target_packed", "prompt_lookup"
 DFLASH, TREE, COMPILED, PACKED = "dflash", "dflash_tree", "dflash_compiled", "dflash_packed"
+AUTO = "dflash_auto"  # the drafter as it is: if nothing is set, sizes are chosen in each round
 TREE_PACKED, TREE_COMPILED_PACKED = f"{TREE}_packed", f"{TREE}_compiled_packed"
 METHODS = (TARGET, DFLASH, PROMPT_LOOKUP)
 TREE_NODES = 15
@@ -231,7 +232,7 @@ def evaluate(
         raise ValueError(f"prompts holds {len(prompts)} prompts, one of them empty or none at all; pass token ids.")
     if runs < 1:
         raise ValueError(f"runs={runs} must be at least 1.")
-    known = {*METHODS, *OURS, TARGET_PACKED}
+    known = {*METHODS, *OURS, AUTO, TARGET_PACKED}
     if unknown := set(methods) - known:
         raise ValueError(f"methods={list(methods)} names {sorted(unknown)}; choose from {sorted(known)}.")
     needed = {TARGET, DFLASH} | ({TARGET_PACKED} if PACKED_METHODS & set(methods) else set())
@@ -239,7 +240,9 @@ def evaluate(
         raise ValueError(f"methods={list(methods)} lacks {sorted(missing)}, which the others are compared with.")
 
     methods = (*methods, *(others or {}))
-    drafters = {name: variant(draft, **way.changes(tree_nodes)) for name, way in OURS.items()}
+    # Acceptance lengths of different drafters are compared by whole blocks.
+    whole = variant(draft, block_size=draft.decoding_config.block_size or draft.config.block_size)
+    drafters = {name: variant(whole, **way.changes(tree_nodes)) for name, way in OURS.items()} | {AUTO: draft}
     ways = {**{name: {"assistant_model": drafter} for name, drafter in drafters.items()}, **(others or {})}
     decoder = _Decoder(target, draft, max_new_tokens, prompt_lookup_num_tokens, ways)
     target.eval()

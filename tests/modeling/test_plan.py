@@ -1,0 +1,278 @@
+"""How much a round drafts and verifies: chosen by what it costs and what is accepted, and never seen in the text."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from support.pairs import make_draft, make_draft2, make_target
+from support.rows import ragged_prompts
+from support.sampling import assert_follows, exact_distribution, sample
+from support.scripted_draft import scripted
+from transformers import MaxLengthCriteria, StoppingCriteriaList
+
+from dflash_hf.modeling import plan_dflash
+from dflash_hf.modeling.cost_dflash import CostTable
+from dflash_hf.modeling.plan_dflash import FastestPlan, Pace, Reliability
+
+
+CPU = torch.device("cpu")
+
+
+def opened(draft):
+    """A drafter that chooses its sizes."""
+    draft.decoding_config.block_size = None
+    return draft
+
+
+@pytest.fixture
+def planners(monkeypatch):
+    """The planners of the calls of a test."""
+    made, original = [], FastestPlan.__init__
+
+    def init(self, *args):
+        original(self, *args)
+        made.append(self)
+
+    monkeypatch.setattr(FastestPlan, "__init__", init)
+    return made
+
+
+@pytest.fixture
+def any_size(monkeypatch, planners):
+    """In every round another size, drawn at random: none, a part of the tree, or all of it."""
+    draws = random.Random(0)
+
+    def to_try(self):
+        return draws.choice([-1, 0, *range(1, self.widest.nodes + 1)])
+
+    monkeypatch.setattr(FastestPlan, "_to_try", to_try)
+    return planners
+
+
+FAMILIES = ["qwen3", "gemma3", "gpt2", "lfm2", "qwen3_next"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("make", [make_draft, make_draft2])
+def test_texts_do_not_depend_on_sizes(family, rows, make, any_size):
+    target = make_target(family, torch.float64, attn=None)
+    inputs, _ = ragged_prompts(rows)
+    expected = target.generate(**inputs, max_new_tokens=40, do_sample=False)
+    draft = opened(scripted(make(target, block_size=6), expected, error_rate=0.15, ranks=2))
+    options = {"max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True}
+    output = target.generate(**inputs, **options, assistant_model=draft)
+    assert torch.equal(output.sequences, expected)
+    lengths = {n for row in output.acceptance_lengths for n in row}
+    assert lengths >= {1, 2, 3, 4} and len(set(any_size[-1].sizes)) >= 4
+    # And the cache that comes back goes on.
+    more = torch.cat([output.sequences, torch.full((rows, 2), 7)], dim=1)
+    mask = torch.cat([inputs["attention_mask"], torch.ones(rows, 42, dtype=torch.long)], dim=1)
+    turn = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    again = target.generate(more, past_key_values=output.past_key_values, assistant_model=draft, **turn)
+    assert torch.equal(again, target.generate(more, **turn))
+
+
+ROWWISE = [
+    {"repetition_penalty": 1.4},
+    {"no_repeat_ngram_size": 2},
+    {"min_new_tokens": 12, "eos_token_id": [7, 9, 11]},
+    {"min_length": 25, "eos_token_id": [7, 9, 11]},
+    {"bad_words_ids": [[5, 9], [17]]},
+    {"sequence_bias": {(11,): 2.0, (5, 6): -3.0}},
+    {"exponential_decay_length_penalty": (5, 1.3), "eos_token_id": [7, 9]},
+    {"forced_eos_token_id": 3},
+    {"begin_suppress_tokens": [4, 6, 8]},
+    {"repetition_penalty": 1.2, "do_sample": True},
+]
+
+
+@pytest.mark.parametrize("options", ROWWISE, ids=str)
+@pytest.mark.parametrize("nodes", [None, 9])
+def test_rows_keep_their_own_pace_with_processors_that_judge_rows(options, nodes):
+    """Each row commits what it commits alone, and writes what the plain call writes."""
+    target = make_target(dtype=torch.float64)
+    inputs, pads = ragged_prompts(4)
+    options = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0, **options}
+    draws = {} if not options["do_sample"] else {"seeds": [3, 4, 5, 6]}
+    prompts = [ids[pad:][None] for ids, pad in zip(inputs["input_ids"], pads, strict=True)]
+    draft = make_draft(target, block_size=6)
+    if draws:
+        texts = []
+        for prompt, seed in zip(prompts, draws["seeds"], strict=True):
+            torch.manual_seed(seed)
+            texts.append(target.generate(prompt, **options)[0, prompt.shape[1] :])
+        expected = torch.cat([inputs["input_ids"], torch.stack(texts)], dim=1)
+    else:
+        expected = target.generate(**inputs, **options)
+    draft = scripted(draft, expected, error_rate=0.2, ranks=1 if nodes is None else 2)
+    draft.decoding_config.tree_nodes = nodes
+    if draws:
+        draft.decoding_config.generators = [torch.Generator().manual_seed(seed) for seed in draws["seeds"]]
+    output = target.generate(**inputs, **options, assistant_model=draft, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, expected)
+    counts = [len(row) for row in output.acceptance_lengths]
+    assert max(n for row in output.acceptance_lengths for n in row) > 2
+    assert len({tuple(row) for row in output.acceptance_lengths}) > 1, "the rows advanced in step"
+    assert min(counts) < 30
+
+
+def test_a_criterion_takes_the_place_of_the_limit(target, draft):
+    """Upstream says that a criterion of the caller's wins."""
+    prompt = torch.tensor([[5, 9, 17, 33]])
+    for length, limit in ((15, 32), (60, 32), (5, 8)):
+        criteria = StoppingCriteriaList([MaxLengthCriteria(length)])
+        options = {"max_new_tokens": limit, "do_sample": False, "stopping_criteria": criteria}
+        expected = target.generate(prompt, **options)
+        assert expected.shape[1] == length
+        assert torch.equal(target.generate(prompt, **options, assistant_model=draft), expected)
+
+
+@pytest.mark.parametrize("nodes", [None, 7])
+def test_a_block_of_one_token_draws_nothing(nodes):
+    """Then a seed gives the sample that it gives without a drafter, whatever else is set."""
+    target = make_target()
+    draft = make_draft2(target)
+    draft.decoding_config.block_size, draft.decoding_config.tree_nodes = 1, nodes
+    inputs, _ = ragged_prompts(3)
+    samples = []
+    for assistant in (None, draft):
+        torch.manual_seed(5)
+        samples.append(target.generate(**inputs, max_new_tokens=20, do_sample=True, assistant_model=assistant))
+    assert torch.equal(*samples)
+
+
+@pytest.mark.parametrize("rows", [1, 200])
+def test_samples_follow_the_target_at_any_size(small, rows, any_size):
+    prompt = [3, 1, 4]
+    expected = exact_distribution(small, prompt, 1.0, 0.9)
+    likely = torch.tensor([[*prompt, *max(expected, key=expected.get), 0]] * rows)
+    draft = opened(make_draft(small, block_size=4))
+    counts, draws = dict.fromkeys(expected, 0), 1000 if rows == 1 else 12_000
+    torch.manual_seed(0)
+    for number in range(draws // rows):
+        output = sample(small, scripted(draft, likely, error_rate=0.2, seed=number), prompt, rows, 1.0, 0.9)
+        for text in output.sequences[:, 3:].tolist():
+            counts[tuple(text)] += 1
+    assert_follows(counts, expected)
+    assert len({size for planner in any_size for size in planner.sizes}) >= 3
+
+
+# --------------------------------------------------------------------------------------------------------- which size
+
+
+def planner(costs: list[float], nodes: int = 8, pace: Pace | None = None) -> FastestPlan:
+    class Table(CostTable):
+        def curve(self, *_):
+            return costs
+
+    made = FastestPlan(plan_dflash.Plan(9, None), Table(0.2, 8, CPU), {"key": pace or Pace()}, "key", CPU)
+    made.costs, made.alive = costs, [True]
+    return made
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_size_is_the_best_of_all(seed):
+    """Over any curve, with steps, and any chances: no other size gains more at that speed."""
+    draws = random.Random(seed)
+    costs = list(itertools.accumulate([1.2, *(draws.choice([0.0, 0.0, 0.1, 0.4]) for _ in range(8))]))
+    gains = [0.0, *sorted((draws.random() for _ in range(8)), reverse=True)]
+    pace = Pace(tokens=draws.uniform(0, 30), cost=10.0)
+    worth = [sum(gains[: n + 1]) - pace.speed * (costs[n] - costs[0]) for n in range(9)]
+    assert worth[planner(costs, pace=pace)._worth(gains)] == pytest.approx(max(worth))
+
+
+def test_a_drafter_that_does_not_pay_rests_longer_and_longer_and_is_tried_again():
+    pace, drafted, gaps = Pace(), 0, []
+    for _ in range(600):
+        if pace.resting:
+            pace.resting -= 1
+            continue
+        before = pace.rest
+        pace.note(1.0, 1.3)
+        drafted += 1
+        gaps += [pace.resting] if pace.resting and pace.rest >= before else []
+    assert gaps[:5] == [2, 4, 8, 16, 32] and max(gaps) == 64 and drafted < 40
+    for _ in range(200):  # it has become good
+        if pace.resting:
+            pace.resting -= 1
+        else:
+            pace.note(3.0, 1.3)
+    assert pace.rest == 2 and pace.speed > 2
+
+
+def test_a_drafter_s_word_is_taken_as_far_as_it_holds():
+    reliability, draws = Reliability(), random.Random(0)
+    assert [reliability(p) for p in (0.01, 0.5, 1.0)] == [0.01, 0.5, 1.0]
+    for _ in range(3000):
+        word = draws.random()
+        reliability.note(word, draws.random() < word * 0.4)  # overconfident
+    for word in (0.2, 0.5, 0.9):
+        assert reliability(word) == pytest.approx(0.4 * word, rel=0.25)
+    assert all(counts[0] <= Reliability.MEMORY + 1 for counts in reliability.seen)
+
+
+def test_what_a_row_says_after_its_end_is_not_counted(planners):
+    """The last token of a row that ends is no rejection of what was drafted behind it."""
+    target = make_target()
+    prompt = torch.tensor([[5, 9, 17, 33]])
+    expected = target.generate(prompt, max_new_tokens=24, do_sample=False)
+    draft = opened(scripted(make_draft(target, block_size=6), expected, error_rate=0.0))
+    for _ in range(4):
+        target.generate(prompt, max_new_tokens=24, do_sample=False, assistant_model=draft)
+    seen = [sum(counts) for counts in zip(*planners[-1].pace.reliability.seen, strict=True)]
+    drafted = sum(planners[-1].sizes)
+    assert drafted and seen[0] > 8
+    likely = planners[-1].pace.reliability.seen[-1]
+    assert likely[0] == likely[1] > 8  # what it was sure of was always right
+
+
+def test_costs_are_those_that_were_measured():
+    table = CostTable(0.25, 8, CPU)
+    expected = table.copy().curve(1, 100, 16)
+    assert 1.0 < expected[0] < expected[4] < expected[16] < 3.0
+    for _ in range(5):
+        table.note(1, 100, -1, 0.020)
+        for size, seconds in ((0, 0.025), (4, 0.026), (8, 0.040), (16, 0.030)):
+            table.note(1, 100, size, seconds)
+    table.note(1, 100, 2, 9.0)  # once is too little to count
+    curve = table.copy().curve(1, 100, 16)
+    assert curve[0] == pytest.approx(1.25) and curve[4] == pytest.approx(1.3) and curve[8] == pytest.approx(2.0)
+    assert curve == sorted(curve) and len(curve) == 17
+    assert table.copy().curve(1, 900, 16)[4] == pytest.approx(1.3), "of the nearest length, until it is measured"
+    assert table.copy().curve(2, 100, 16) != curve
+
+
+def test_within_a_call_sizes_do_not_follow_a_stopwatch(planners, monkeypatch):
+    """The same table, prompt and memory: the same sizes, however slow the rounds are."""
+    target = make_target()
+    prompt = torch.tensor([[5, 9, 17, 33]])
+    expected = target.generate(prompt, max_new_tokens=60, do_sample=False)
+    sizes = []
+    for speed in (1.0, 50.0):
+        plan_dflash._paces.clear()
+        plan_dflash.table_of(target, make_draft(target)).samples.clear()
+        clock = itertools.count()
+        monkeypatch.setattr(plan_dflash, "clock", lambda device: next(clock) * speed)  # noqa: B023
+        draft = opened(scripted(make_draft(target, block_size=6), expected, error_rate=0.2))
+        target.generate(prompt, max_new_tokens=60, do_sample=False, assistant_model=draft)
+        sizes.append(planners[-1].sizes)
+    assert sizes[0] == sizes[1] and len(set(sizes[0])) > 2
+
+
+def test_sizes_that_were_set_are_kept(planners):
+    target = make_target()
+    draft = make_draft(target)
+    prompt = torch.tensor([[5, 9, 17, 33]])
+    for setting in ({"block_size": 4}, {"tree_nodes": 5}, {"draft_temperature": 0.5}):
+        draft.decoding_config.block_size = None
+        for name, value in setting.items():
+            setattr(draft.decoding_config, name, value)
+        target.generate(prompt, max_new_tokens=9, assistant_model=draft)
+        for name in setting:
+            setattr(draft.decoding_config, name, None)
+    target.generate(prompt, max_new_tokens=9, assistant_model=opened(draft), num_assistant_tokens=2)
+    assert not planners
+    target.generate(prompt, max_new_tokens=9, assistant_model=opened(draft))
+    assert len(planners) == 1
