@@ -64,17 +64,20 @@ class ScriptedDraft(DFlashDraftModel):
         same[torch.arange(rows), own] *= 2
         self.rows = torch.where(same.any(dim=1), same.argmax(dim=1), own)[:, None]  # [R, 1]
         self.columns, self.origin = columns, torch.zeros_like(self.rows)
+        self.unread = columns  # of the prompt, at most
 
     def dflash_decode(self, target, input_ids, *args, **kwargs):
         self.begin(input_ids)
         return super().dflash_decode(target, input_ids, *args, **kwargs)
 
     def extend_context(self, context, position_ids, past_key_values):
-        self.origin = (position_ids[:, -1:] - (self.columns - 1)).to(self.rows.device)  # [R, 1], of the first column
+        if self.unread > 0:  # the prompt; later texts are read that were written without drafts
+            self.origin = (position_ids[:, -1:] - (self.columns - 1)).to(self.rows.device)  # [R, 1]
+            self.unread -= position_ids.shape[1]
         return super().extend_context(context, position_ids, past_key_values)
 
     def forward(self, noise_embeds, *args, position_ids=None, **kwargs):
-        output = super().forward(noise_embeds, *args, position_ids=position_ids, **kwargs)
+        output, self.unread = super().forward(noise_embeds, *args, position_ids=position_ids, **kwargs), 0
         places = self.places(position_ids, output.last_hidden_state)
         output.last_hidden_state[:, 1:, :_DIGITS] = self.codes[places.to(self.codes.device)]
         return output
