@@ -45,7 +45,7 @@ _TRAINING = (
     "loss_type",
     "loss_decay_gamma",
     "label_source",
-    "selector_only",
+    "head_only",
     "seed",
 )
 
