@@ -139,7 +139,14 @@ def _with_shared_head(draft: DFlashDraftModel) -> DFlashDraftModel:
     config.draft_vocab_size = None
     shared = DFlashDraftModel(config).to(draft.dtype)
     own = {"lm_head.weight", "d2t"}
-    shared.load_state_dict({name: tensor for name, tensor in draft.state_dict().items() if name not in own})
+    tensors = {name: tensor for name, tensor in draft.state_dict().items() if name not in own}
+    for name, tensor in shared.state_dict().items():
+        if tensors[name].shape != tensor.shape:
+            raise ValueError(
+                f"share_head=True: {name} knows the {draft.config.draft_vocab_size} tokens of the drafter alone, and "
+                f"is a part of its {draft.config.head.name}; train it over the whole vocabulary instead."
+            )
+    shared.load_state_dict(tensors)
     return shared
 
 

@@ -8,9 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from scipy.stats import chisquare
+from support.guides import ROOT, blocks_of
 from support.pairs import SWITCHES, VOCAB, make_draft, make_draft2, make_target
 from support.recurrent_head import SIZES, RecurrentHead, use_heads
-from support.rows import ragged_prompts
+from support.rows import counting_rows, ragged_prompts
+from support.runs import make_trainer
 from support.sampling import assert_follows, exact_distribution, sample, small_target
 from support.trees import best_first, paths_of
 
@@ -277,6 +279,13 @@ def test_engines_that_do_not_know_a_head_are_named(tmp_path):
         convert(tmp_path, tmp_path / "native", to="native")
 
 
+def test_a_head_over_few_tokens_cannot_share_the_targets(tmp_path):
+    """It ended in torch's own list of sizes."""
+    reduced(make_target()).save_pretrained(tmp_path / "few")
+    with pytest.raises(ValueError, match="memory.tokens.weight knows the 48 tokens of the drafter alone"):
+        convert(tmp_path / "few", tmp_path / "whole", share_head=True)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -311,3 +320,63 @@ def test_a_head_that_is_read_is_no_longer_refused(monkeypatch):
     monkeypatch.setattr(RecurrentHead, "family", "Domino")
     for file in files:
         DFlashDraftConfig.from_dict(file)
+
+
+# ------------------------------------------------------------------------------------------------------ as documented
+
+
+def test_the_guide_s_head_is_a_head(monkeypatch, tmp_path):
+    """The file of `add_a_head.md` as it stands: drafts, trees, training, files, and what is tried on the page."""
+    file, tried = (block.text for block in blocks_of(ROOT / "examples" / "guides" / "add_a_head.md"))
+    namespace = {"__package__": "dflash_hf.modeling", "__name__": "dflash_hf.modeling.bigram_dflash"}
+    exec(compile(file, "bigram_dflash.py", "exec"), namespace)
+    use_heads(monkeypatch, namespace["BigramHead"])
+    target = make_target()
+    draft = make_draft(target, bigram_rank=4, block_size=5)
+    with torch.no_grad():
+        draft.bigram.after.weight.normal_(std=30.0, generator=torch.Generator().manual_seed(0))
+
+    # 1. The walk, and a tree that needs no more paths than the beam holds.
+    anchors = torch.tensor([11, 40])
+    hidden = 0.05 * torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(1))
+    generator = generator_of(draft, target, 12, 4)
+    block, _ = generator.walk(anchors, hidden, temperature=0.0)
+    tree = tree_from(generator, anchors, hidden, monkeypatch)
+    changed = 0
+    for row in range(2):
+
+        def scores(prefix, row=row):
+            before = (int(anchors[row]), *prefix)[-1]
+            h = hidden[row, len(prefix)]
+            bias = draft.bigram.after.weight @ draft.bigram.before.weight[before]
+            return (target.lm_head.weight @ h + bias).detach()
+
+        def likely(prefix, scores=scores):
+            best, ids = scores(prefix).log_softmax(-1).topk(8)
+            return list(zip(ids.tolist(), best.clamp(-20, -1e-3).tolist(), strict=True))
+
+        path = ()
+        for slot in range(4):
+            path = (*path, int(scores(path).argmax()))
+            changed += path[-1] != int((target.lm_head.weight @ hidden[row, slot]).argmax())
+        assert tuple(block[row, 1:].tolist()) == path
+        assert paths_of(tree, row) == best_first(likely, 12, 4)
+    assert changed, "the head changed nothing: nothing was tested"
+
+    # 2. It learns, all of it, and is found again in a file that engines do not read.
+    draft = make_draft(target, bigram_rank=4)
+    before = {name: parameter.detach().clone() for name, parameter in draft.named_parameters()}
+    make_trainer(tmp_path / "run", target, counting_rows(4), draft, warmup_steps=0, max_steps=2).train()
+    assert not [name for name, parameter in draft.named_parameters() if torch.equal(parameter, before[name])]
+    draft.save_pretrained(tmp_path / "saved")
+    again = DFlashDraftModel.from_pretrained(tmp_path / "saved")
+    assert all(torch.equal(tensor, draft.state_dict()[name]) for name, tensor in again.state_dict().items())
+    assert {one.key for one in check(tmp_path / "saved") if one.severity == "error"} == {"bigram_rank"}
+
+    # 3. What the page tries.
+    target.save_pretrained(tmp_path / "target")
+    make_draft(target).save_pretrained(tmp_path / "my-drafter")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(tried, "add_a_head.md", "exec"), {})
+    written = json.loads((tmp_path / "my-bigram-drafter" / "config.json").read_text())
+    assert written["architectures"] == ["BigramDraftModel"] and written["dflash_config"]["bigram_rank"] == 8
