@@ -105,7 +105,7 @@ def native_obstacle(draft: DFlashDraftModel) -> str | None:
     extra = [n for n in draft.state_dict() if n not in plain and not n.startswith("layers.")]
     extra += [n for n in draft.state_dict() if ".attention_conv." in n or ".mlp_conv." in n]
     if extra:
-        return f"it has {extra[0]}, of DFlash 2 or a reduced vocabulary"
+        return f"it has {extra[0]}, of DFlash 2, another head or a reduced vocabulary"
     if config.attention_bias:
         return "attention_bias is true, and native projections have no bias"
     if "sliding_attention" in config.layer_types:
@@ -139,7 +139,14 @@ def _with_shared_head(draft: DFlashDraftModel) -> DFlashDraftModel:
     config.draft_vocab_size = None
     shared = DFlashDraftModel(config).to(draft.dtype)
     own = {"lm_head.weight", "d2t"}
-    shared.load_state_dict({name: tensor for name, tensor in draft.state_dict().items() if name not in own})
+    tensors = {name: tensor for name, tensor in draft.state_dict().items() if name not in own}
+    for name, tensor in shared.state_dict().items():
+        if tensors[name].shape != tensor.shape:
+            raise ValueError(
+                f"share_head=True: {name} knows the {draft.config.draft_vocab_size} tokens of the drafter alone, and "
+                f"is a part of its {draft.config.head.name}; train it over the whole vocabulary instead."
+            )
+    shared.load_state_dict(tensors)
     return shared
 
 
