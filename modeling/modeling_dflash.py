@@ -391,6 +391,8 @@ class DFlashDraftModel(PreTrainedModel):
             init.normal_(module.mask_embedding, mean=0.0, std=self.config.initializer_range)
         elif isinstance(module, DFlashAttention) and self.config.attention_sink_bias:
             init.zeros_(module.attention_sink_bias)
+        elif self.config.has_own_head and module is self.lm_head:  # tells that its tokens were never chosen
+            init.zeros_(module.weight)
 
     def get_input_embeddings(self):
         """`None`: the embedding is the target's. Upstream's quantisers ask for it."""
@@ -581,7 +583,8 @@ class DFlashDraftModel(PreTrainedModel):
     def check_draft_vocabulary(self) -> None:
         """
         Raises:
-            `ValueError`: `d2t` leads out of the target's vocabulary.
+            `ValueError`: `d2t` leads out of the target's vocabulary, or twice to the same token, of which a tree would
+                hold two equal branches.
         """
         if self.config.has_own_head and self.d2t.device.type != "meta":
             ids = torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
@@ -589,6 +592,14 @@ class DFlashDraftModel(PreTrainedModel):
                 raise ValueError(
                     f"d2t maps draft tokens to ids {int(ids.min())}..{int(ids.max())} of a target with vocab_size="
                     f"{self.config.vocab_size}. It holds differences: draft id i is the target's id i + d2t[i]."
+                )
+            found, counts = ids.unique(return_counts=True)
+            if len(found) < len(ids):
+                twice = int(found[counts.argmax()])
+                same = (ids == twice).nonzero()[:, 0].tolist()
+                raise ValueError(
+                    f"d2t maps draft tokens {same[:5]} to the same id {twice} of the target ({len(ids) - len(found)} "
+                    f"of {len(ids)} too many). It holds differences: draft id i is the target's id i + d2t[i]."
                 )
 
     def save_pretrained(self, save_directory, is_main_process: bool = True, state_dict: dict | None = None, **kwargs):
