@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map_only
 from transformers.utils import logging
 
@@ -43,11 +44,21 @@ def slots_of(model):
         idle.append(pool)
 
 
-@functools.cache
-def _compiled(function: Callable, how: str) -> tuple[Callable, Callable]:
+def _methods(target) -> frozenset[weakref.ref]:
     """
-    A compiled function, and the copy of the function to whose code its graphs belong. All pairs of the process share
-    it; there is one graph for each pair, bucket, number of rows and way of drafting.
+    What the classes of a target's modules define: graphs guard hooks and attributes of each module, but not these.
+    Dynamo itself replaces the two methods that are left out.
+    """
+    classes = {base for kind in {type(module) for module in target.modules()} for base in kind.__mro__}
+    methods = {value for base in classes for value in vars(base).values() if isinstance(value, types.FunctionType)}
+    return frozenset(map(weakref.ref, methods - {nn.Module.__init__, nn.Module.__setstate__}))
+
+
+@functools.cache
+def _compiled(function: Callable, how: str, methods: frozenset) -> tuple[Callable, Callable]:
+    """
+    A compiled function, and the copy of the function to whose code its graphs belong. Pairs with the same `methods`
+    share it; there is one graph for each pair, bucket, number of rows and way of drafting.
     """
     code = function.__code__.replace()
     copy = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
@@ -74,7 +85,7 @@ class CompiledRound:
         self.eagerly, self.target, self.caches = eagerly, target, caches
         on_gpu = target.device.type == "cuda"
         how = how or ("reduce-overhead" if on_gpu else "default")
-        self.compiled, self.copy = _compiled(function, how)
+        self.compiled, self.copy = _compiled(function, how, _methods(target))
         self.graphs_replay = on_gpu and how in _CUDA_GRAPHS
         self.graphs: dict[tuple, Callable] = {}
 
@@ -90,7 +101,9 @@ class CompiledRound:
             f"Compiling a round of {kind} for {rows} row(s) of {slots} slots. This takes a while, once."
         )
         try:
-            with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=1024):
+            with torch._dynamo.config.patch(
+                recompile_limit=256, accumulated_recompile_limit=1024, skip_nnmodule_hook_guards=False
+            ):
                 output = self._replayed(self.compiled, args)
             graph = self._graph(args)
             if graph is not None:  # else the guards are checked again in the next round

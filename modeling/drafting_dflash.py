@@ -228,7 +228,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
             if temperature == 0:
                 choice = score.argmax(dim=-1, keepdim=True)
             else:
-                probabilities.append((score / temperature).softmax(dim=-1))  # [R, k]
+                # Of a slot for which the drafter gives no numbers, any token.
+                probabilities.append((score / temperature).softmax(dim=-1).nan_to_num(1 / score.shape[-1]))  # [R, k]
                 choice = draw(probabilities[-1][:, None], self.generators)  # [R, 1]
             before = ids[:, slot].gather(-1, choice)[:, 0]  # [R]
             chosen.append(before)

@@ -319,6 +319,8 @@ class DFlashDraftModel(SavedDrafter):
             init.normal_(module.mask_embedding, mean=0.0, std=self.config.initializer_range)
         elif isinstance(module, DFlashAttention) and self.config.attention_sink_bias:
             init.zeros_(module.attention_sink_bias)
+        elif self.config.has_own_head and module is self.lm_head:  # tells that its tokens were never chosen
+            init.zeros_(module.weight)
         self.config.head.init_weights(module, self.config)
 
     def get_input_embeddings(self):

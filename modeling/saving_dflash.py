@@ -100,7 +100,8 @@ class SavedDrafter(PreTrainedModel):
     def check_draft_vocabulary(self) -> None:
         """
         Raises:
-            `ValueError`: `d2t` leads out of the target's vocabulary.
+            `ValueError`: `d2t` leads out of the target's vocabulary, or twice to the same token, of which a tree would
+                hold two equal branches.
         """
         if self.config.has_own_head and self.d2t.device.type != "meta":
             ids = torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
@@ -108,6 +109,14 @@ class SavedDrafter(PreTrainedModel):
                 raise ValueError(
                     f"d2t maps draft tokens to ids {int(ids.min())}..{int(ids.max())} of a target with vocab_size="
                     f"{self.config.vocab_size}. It holds differences: draft id i is the target's id i + d2t[i]."
+                )
+            found, counts = ids.unique(return_counts=True)
+            if len(found) < len(ids):
+                twice = int(found[counts.argmax()])
+                same = (ids == twice).nonzero()[:, 0].tolist()
+                raise ValueError(
+                    f"d2t maps draft tokens {same[:5]} to the same id {twice} of the target ({len(ids) - len(found)} "
+                    f"of {len(ids)} too many). It holds differences: draft id i is the target's id i + d2t[i]."
                 )
 
     def save_pretrained(self, save_directory, is_main_process: bool = True, state_dict: dict | None = None, **kwargs):

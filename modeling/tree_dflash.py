@@ -16,6 +16,11 @@ MOST_BEAMS = 16  # paths that go on at each depth, where every path has a state
 _LEAST, _MOST = -20.0, -1e-3
 
 
+def _bounded(log_probs: torch.Tensor) -> torch.Tensor:
+    """Where a drafter gives no numbers, all tokens are unlikely: `topk` would take NaN for the likeliest of all."""
+    return log_probs.nan_to_num(_LEAST).clamp(_LEAST, _MOST)
+
+
 class Paths(NamedTuple):
     """
     Every path that can be among the `n` likeliest, whatever the probabilities: it takes one of the likely tokens of
@@ -72,7 +77,7 @@ def independent_paths(ids: torch.LongTensor, log_probs: torch.Tensor, paths: Pat
     Returns:
         For each path its last token and its log-probability, both `[R, M]`.
     """
-    each = torch.nn.functional.pad(log_probs.clamp(_LEAST, _MOST).flatten(1), (0, 1))  # [R, D * k + 1]
+    each = torch.nn.functional.pad(_bounded(log_probs).flatten(1), (0, 1))  # [R, D * k + 1]
     return ids.flatten(1)[:, paths.last], each[:, paths.cells].sum(dim=-1)
 
 
@@ -94,7 +99,7 @@ def chained_paths(ids: torch.LongTensor, first: torch.Tensor, transitions: torch
     tokens, log_probs = [], []
     for slot, level in enumerate(paths.levels):
         scores = first[:, None] if slot == 0 else transitions[:, slot - 1]  # [R, 1 or c, c]
-        best, order = scores.clamp(_LEAST, _MOST).topk(top_k, dim=-1)
+        best, order = _bounded(scores).topk(top_k, dim=-1)
         places = (paths.last[level] - slot * top_k).expand(rows, -1)  # [R, m], among the likeliest
         if slot > 0:
             parents = (paths.ancestors[level, slot - 1] - paths.levels[slot - 1].start).expand(rows, -1)  # [R, m]

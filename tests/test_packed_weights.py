@@ -9,6 +9,8 @@ import threading
 import pytest
 import torch
 from support.pairs import make_draft, make_target
+from support.rows import counting_rows
+from support.runs import make_trainer
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -97,6 +99,45 @@ def test_products_are_those_of_the_layer(dtype, bias, products):
     assert are_plain(layer) and torch.equal(layer(x), expected)
 
 
+def test_frozen_weights_are_not_packed_again_by_the_steps_of_others(packings):
+    """A packed target stays packed while its drafter is trained."""
+    frozen, trained, x = nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 16), torch.randn(3, 16)
+    with packed_weights(frozen, trained):
+        stepped(trained, torch.optim.AdamW, fused=True)
+        with torch.no_grad():
+            frozen(x), trained(x), trained(x)
+    assert len(packings) == 3
+
+
+def test_steps_that_were_compiled(fresh_compiler):
+    """PyTorch counts what they write, and the hook is no reason to compile again."""
+    layer, x = nn.Linear(16, 16), torch.randn(3, 16)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=torch.tensor(0.1))
+    step = torch.compile(optimizer.step, backend="aot_eager")
+    with packed_weights(layer):
+        for _ in range(4):
+            layer(x).square().sum().backward()
+            step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+    assert counters["stats"]["unique_graphs"] <= 2  # the first step makes the optimizer's state
+
+
+def test_a_packed_drafter_is_evaluated_as_it_was_trained(tmp_path, products):
+    """By the optimizer that the trainer takes where nothing else is said, which does not count what it writes."""
+    target, rows = make_target(), counting_rows(4)
+    trainer = make_trainer(tmp_path, target, rows, make_draft(target), rows, max_steps=5, warmup_steps=0)
+    with packed_weights(trainer.model):
+        trainer.evaluate()
+        trainer.train()
+        assert trainer.args.optim == "adamw_torch_fused"
+        products.clear()
+        loss = trainer.evaluate()["eval_loss"]
+        assert products
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(loss, abs=1e-5)
+
+
 @torch.no_grad()
 def test_other_types_and_autocast_are_multiplied_as_ever(products):
     layer = nn.Linear(8, 8)
@@ -163,7 +204,32 @@ def test_wrong_arguments(arguments, tokens, message):
 
 # ------------------------------------------------------------------------------------------------- changing weights
 
+OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+
+
+def stepped(layer, optimizer, **options) -> None:
+    layer.weight.grad = torch.ones_like(layer.weight)
+    optimizer([layer.weight], lr=0.1, **options).step()
+    layer.weight.grad = None
+
+
+def frozen_after_a_step(layer) -> None:
+    stepped(layer, torch.optim.AdamW, fused=True)
+    layer.requires_grad_(False)
+
+
+def stepped_by_a_copy(layer) -> None:
+    """As DeepSpeed does: the optimizer has weights of its own, which are then copied without being counted."""
+    own = nn.Linear(16, 16)
+    stepped(own, torch.optim.AdamW, fused=True)
+    layer.weight.data.copy_(own.weight)
+
+
 CHANGES = {
+    **{f"fused {kind.__name__}": lambda layer, kind=kind: stepped(layer, kind, fused=True) for kind in OPTIMIZERS},
+    "foreach AdamW": lambda layer: stepped(layer, torch.optim.AdamW, foreach=True),
+    "a step, then frozen": frozen_after_a_step,
+    "a step of a copy": stepped_by_a_copy,
     "in place": lambda layer: layer.weight.add_(1.0),
     "in inference mode": torch.inference_mode()(lambda layer: layer.weight.add_(1.0)),
     "by an optimizer": lambda layer: torch._foreach_add_([layer.weight], [torch.ones_like(layer.weight)]),

@@ -10,6 +10,7 @@ import weakref
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers.utils import logging
 
 
@@ -51,10 +52,24 @@ def _can_be_packed(weight: torch.Tensor) -> bool:
     return not supported or getattr(torch.ops.mkldnn, supported)()
 
 
+_steps = 0  # of all optimizers of this process
+
+
+def _count_step(optimizer, args, kwargs) -> None:
+    global _steps
+    if not torch.compiler.is_compiling():  # the writes of a compiled step are counted by PyTorch
+        _steps += 1
+
+
+# A fused step writes to weights without counting it, and so does whoever copies its result to them.
+register_optimizer_step_post_hook(_count_step)
+
+
 def _mark(weight: torch.Tensor) -> tuple:
-    """What differs after a weight was changed in place, moved, cast, or given other data."""
+    """What differs after a weight was changed in place, by an optimizer, moved, cast, or given other data."""
     version = None if weight.is_inference() else weight._version
-    return version, weight.data_ptr(), weight.dtype, weight.shape, weight.stride()
+    steps = _steps if weight.requires_grad else None
+    return version, steps, weight.data_ptr(), weight.dtype, weight.shape, weight.stride()
 
 
 class _Pack:
@@ -144,13 +159,14 @@ class packed_weights:
     that was compiled before is not used after, and the other way round.
 
     Every forward looks whether the weight is the one that was packed, and packs again after a change in place
-    (optimizer steps, `load_state_dict`), `.to(dtype)` or other `.data`. What cannot be packed is multiplied as ever: a
-    parameter that has taken the place of another, inputs of another dtype, anything under autocast or that needs a
-    gradient, weights made in inference mode, small layers in fp32, and all that is not a plain `nn.Linear` on a CPU.
+    (`load_state_dict`), `.to(dtype)`, other `.data` or, if it requires a gradient, a step of any optimizer. What
+    cannot be packed is multiplied as ever: a parameter that has taken the place of another, inputs of another dtype,
+    anything under autocast or that needs a gradient, weights made in inference mode, small layers in fp32, and all
+    that is not a plain `nn.Linear` on a CPU.
 
-    *Not* seen is a change that PyTorch does not count: values written through `weight.data`, as in
-    `weight.data += delta` (the way PEFT merges an adapter), through `weight.numpy()`, or by other processes into
-    shared memory. After one, call again: each call packs all weights anew.
+    *Not* seen is a change that PyTorch does not count: values written through `weight.data`, as in `weight.data +=
+    delta` (the way PEFT merges an adapter), through `weight.numpy()`, by a fused optimizer's step that was given to
+    `torch.compile`, or by other processes into shared memory. After one, call again: each call packs all weights anew.
 
     Args:
         models (`nn.Module`): Whose layers, such as a target and its drafter, or a target alone.

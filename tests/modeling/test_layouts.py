@@ -319,6 +319,13 @@ def test_damage_is_named(tmp_path):
         broken = {**tensors, "d2t": tensors["d2t"] + 90}
         save_file(broken, folder / "model.safetensors", metadata={"format": "pt"})
         DFlashDraftModel.from_pretrained(folder)
+    with pytest.raises(
+        ValueError, match=r"d2t maps draft tokens \[2, 3\] to the same id \d+ of the target \(1 of 24 too"
+    ):
+        broken = {**tensors, "d2t": tensors["d2t"].clone()}
+        broken["d2t"][3] = broken["d2t"][2] - 1
+        save_file(broken, folder / "model.safetensors", metadata={"format": "pt"})
+        DFlashDraftModel.from_pretrained(folder)
     twice = {**tensors, "model.norm.weight": torch.ones(32)}
     save_file(twice, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"both norm\.weight"):

@@ -1,5 +1,7 @@
 """Compiled rounds: as many graphs as buckets, whatever the prompts; memory that outlives a call; the way back."""
 
+import contextlib
+
 import pytest
 import torch
 from support.pairs import make_draft, make_target, shallow_pair
@@ -134,6 +136,105 @@ def test_an_error_of_the_target_is_not_hidden_by_the_way_back(pair):
             raise FloatingPointError("the target's own")
 
     target.lm_head.register_forward_pre_hook(fail)
-    torch._dynamo.reset()  # graphs do not watch hooks
     with pytest.raises(FloatingPointError, match="the target's own"):
         decode(target, prompt(6), draft)
+
+
+def other(output):
+    """As a hook that steers a model changes what a module returns."""
+    if isinstance(output, torch.Tensor):
+        return output.flip(-1) * 3.0 + 1.0
+    if isinstance(output, tuple):
+        return (other(output[0]), *output[1:])
+    return type(output)({**output, "logits": other(output.logits)})
+
+
+def on_output(module, args, *more):
+    return other(more[-1])
+
+
+def on_input(module, args, *kwargs):
+    states = (other(args[0]) if args[0].is_floating_point() else args[0].flip(-1), *args[1:])
+    return (states, *kwargs) if kwargs else states
+
+
+@contextlib.contextmanager
+def replaced(kind, name: str):
+    before = vars(kind)[name]
+    setattr(kind, name, lambda self, *args, **kwargs: other(before(self, *args, **kwargs)))
+    try:
+        yield
+    finally:
+        setattr(kind, name, before)
+
+
+CHANGES = {
+    "forward hook of the head": lambda t: t.lm_head.register_forward_hook(on_output),
+    "forward hook of a projection": lambda t: t.model.layers[1].self_attn.o_proj.register_forward_hook(on_output),
+    "forward hook of the model": lambda t: t.register_forward_hook(on_output),
+    "forward hook of a tapped layer": lambda t: t.model.layers[1].register_forward_hook(on_output, prepend=True),
+    "with keywords": lambda t: t.model.layers[0].self_attn.register_forward_hook(on_output, with_kwargs=True),
+    "always called": lambda t: t.model.norm.register_forward_hook(on_output, always_call=True),
+    "before": lambda t: t.model.layers[0].mlp.register_forward_pre_hook(on_input),
+    "before, with keywords": lambda t: t.model.norm.register_forward_pre_hook(on_input, with_kwargs=True),
+    "method of a class": lambda t: replaced(type(t.model.layers[0].mlp), "forward"),
+    "method of a class of torch": lambda t: replaced(torch.nn.Embedding, "forward"),
+}
+
+
+@pytest.fixture(scope="module")
+def with_a_graph():
+    torch._dynamo.reset()
+    target, draft = shallow_pair()
+    draft.decoding_config.compile = "eager"
+    decode(target, prompt(8), draft)
+    yield target, draft, decode(target, prompt(8))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_graph_is_not_used_for_a_target_that_was_changed_after(change, with_a_graph):
+    """Hooks and methods of classes are not what Dynamo guards by itself."""
+    target, draft, before = with_a_graph
+    with CHANGES[change](target):
+        expected = decode(target, prompt(8))
+        assert not torch.equal(expected[:, 9:], before[:, 9:]), "the change changes nothing"
+        assert torch.equal(decode(target, prompt(8), draft), expected)
+    counters.clear()
+    assert torch.equal(decode(target, prompt(8), draft), before)
+    assert graphs() == 0, "made again"
+
+
+def test_adapters_of_rows_are_followed_by_compiled_rounds(pair):
+    """PEFT chooses them by hooks; pairs of names come back, and find their graphs."""
+    from peft import LoraConfig, get_peft_model
+
+    target, draft = pair
+    draft.decoding_config.compile = "eager"
+    lora = LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    model = get_peft_model(target, lora, adapter_name="one").eval()
+    model.add_adapter("two", lora)
+    model.requires_grad_(False)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.mul_(40.0)
+    ids, texts, counts = prompt(8).repeat(2, 1), set(), []
+    mask = torch.ones_like(ids)
+    for names in (["one", "two"], ["two", "one"], ["__base__", "two"], ["one", "two"], None, ["two", "one"]):
+        options = {} if names is None else {"adapter_names": names}
+        written = [
+            model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                assistant_model=assistant,
+                max_new_tokens=12,
+                do_sample=False,
+                **options,
+            )
+            for assistant in (None, draft)
+        ]
+        assert torch.equal(*written), names
+        texts.update(tuple(row) for row in written[0].tolist())
+        counts.append(graphs())
+    assert len(texts) == 3 and counts[3] == counts[2] and counts[5] == counts[4]

@@ -76,6 +76,27 @@ def test_a_tree_holds_all_that_its_paths_begin_with(peak):
     assert len(paths_of(tree)) == 64 and max(depths) > 1
 
 
+NOT_NUMBERS = {"NaN": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+@pytest.mark.parametrize("value", NOT_NUMBERS.values(), ids=NOT_NUMBERS)
+@pytest.mark.parametrize("nodes", [3, 15, 64])
+def test_a_tree_over_what_is_no_number_is_a_tree(nodes, value):
+    """In every slot, in some, and in one likely token; `topk` holds NaN for the greatest."""
+    torch.manual_seed(0)
+    log_probs, ids = torch.randn(3, 7, VOCAB).log_softmax(-1).topk(8, dim=-1)
+    log_probs[0], log_probs[1, 2:4], log_probs[2, 3, 0] = value, value, value
+    paths = every_path(nodes, 7, 8, CPU)
+    first, transitions = log_probs[:, 0], log_probs[:, 1:, None].expand(-1, -1, 8, -1)
+    for way in (independent_paths(ids, log_probs, paths), chained_paths(ids, first, transitions, paths)):
+        tree = likeliest_tree(torch.arange(3), *way, paths)
+        for row in range(3):
+            depths, parents = tree.depths[row].tolist(), tree.parents[row].tolist()
+            assert all(parent < node for node, parent in enumerate(parents) if node)
+            assert all(depths[node] == depths[parent] + 1 for node, parent in enumerate(parents) if node)
+            assert len(paths_of(tree, row)) == nodes
+
+
 def random_tree(rows, nodes, depth, seed=0):
     torch.manual_seed(seed)
     log_probs, ids = torch.randn(rows, depth, VOCAB).log_softmax(-1).topk(8, dim=-1)
@@ -234,6 +255,54 @@ def test_a_tree_over_a_handful_of_tokens(target):
     prompt = torch.tensor([[5, 9, 17, 33]])
     expected = target.generate(prompt, max_new_tokens=12, do_sample=False)
     assert torch.equal(target.generate(prompt, max_new_tokens=12, do_sample=False, assistant_model=draft), expected)
+
+
+def overflowing(draft, where: str, value: float):
+    """The drafter, with logits that are no numbers: in all slots, in every other one, for one token."""
+    logits_of = draft.draft_logits
+
+    def draft_logits(hidden, head):
+        logits = logits_of(hidden, head).clone()
+        places = {"all": (...,), "slots": (..., slice(0, None, 2), slice(None)), "a token": (..., 7)}
+        logits[places[where]] = value
+        return logits
+
+    draft.draft_logits = draft_logits
+    return draft
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("where", ["all", "slots", "a token"])
+@pytest.mark.parametrize("make", [make_draft, make_draft2])
+def test_drafts_of_no_numbers_change_no_text(make, where, value, target):
+    """A drafter in half precision may overflow; the target is healthy."""
+    inputs, _ = ragged_prompts(3)
+    for row, asked in (
+        (slice(None), {"do_sample": False}),
+        (slice(0, 1), {"do_sample": True, "top_k": 20}),
+        (slice(None), {"do_sample": True, "top_k": 1}),
+    ):
+        options = {**{name: given[row] for name, given in inputs.items()}, "max_new_tokens": 14, **asked}
+        torch.manual_seed(2)
+        expected = target.generate(**options)
+        for fields in (
+            {},
+            {"tree_nodes": 3},
+            {"tree_nodes": 15},
+            {"tree_nodes": 64, "look_ahead": 3},
+            {"draft_temperature": 1.0},
+        ):
+            draft = make(target, block_size=8)
+            if make is make_draft:
+                draft = scripted(draft, expected, error_rate=0.2, ranks=3)
+            draft = overflowing(draft, where, value)
+            for name, field in fields.items():
+                setattr(draft.decoding_config, name, field)
+            torch.manual_seed(2)
+            output = target.generate(**options, assistant_model=draft)
+            # What was drawn follows the target, but is another sample than without drafts.
+            drawn = asked.get("top_k") == 20 and (make is make_draft2 or "draft_temperature" in fields)
+            assert output.shape == expected.shape if drawn else torch.equal(output, expected), (asked, fields)
 
 
 @torch.no_grad()

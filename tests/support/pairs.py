@@ -113,9 +113,11 @@ def make_draft(target, block_size: int = 4, seed: int = 1, num_hidden_layers: in
         block_size=block_size,
         **fields,
     )
-    draft = DFlashDraftModel(config).to(target.dtype).eval()
+    draft = DFlashDraftModel(config)
+    if config.has_own_head:  # of the first tokens
+        torch.nn.init.normal_(draft.lm_head.weight, std=0.02)
     draft.decoding_config.block_size = block_size
-    return draft
+    return draft.to(target.dtype).eval()
 
 
 SWITCHES = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 6, "selector_top_k": 5}

@@ -9,6 +9,7 @@ from support.rows import counting_rows
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from dflash_hf import DFlashDraftModel
 from dflash_hf.training.losses import TokenLosses, block_loss, dpace_weights, slot_weights, token_losses
 from dflash_hf.training.start import _take, begin_as_target, count_tokens, draft_ids, take_vocabulary
 
@@ -83,8 +84,12 @@ def test_the_vocabulary_is_the_most_frequent_tokens_with_the_targets_rows():
 
 def test_a_vocabulary_that_nobody_chose_is_refused():
     target = make_target()
+    draft = DFlashDraftModel(make_draft(target, draft_vocab_size=4).config)
     with pytest.raises(ValueError, match="draft_vocab_size=4, but the drafter's tokens were not chosen"):
-        draft_ids(make_draft(target, draft_vocab_size=4))
+        draft_ids(draft)
+    # Nor is the default one that was chosen: the first tokens are those of a byte-level tokenizer.
+    take_vocabulary(draft, target, torch.arange(target.config.vocab_size).flip(0))
+    assert not draft.d2t.any() and draft_ids(draft)[:6].tolist() == [0, 1, 2, 3, -1, -1]
 
 
 @pytest.mark.parametrize("kind", ["decay", "dpace"])

@@ -161,10 +161,11 @@ def draft_ids(draft) -> torch.LongTensor | None:
     """
     if not draft.config.has_own_head:
         return None
-    if draft.config.draft_vocab_size > 1 and not draft.d2t.any():
+    head = draft.lm_head.weight
+    if head.numel() > 0 and not head.any():  # d2t is 0 for the first tokens of the target, too
         raise ValueError(
-            f"draft_vocab_size={draft.config.draft_vocab_size}, but the drafter's tokens were not chosen (d2t is 0): "
-            "call `dflash_hf.training.start.take_vocabulary(draft, target, counts)` before training."
+            f"draft_vocab_size={draft.config.draft_vocab_size}, but the drafter's tokens were not chosen (its head "
+            "is 0): call `dflash_hf.training.start.take_vocabulary(draft, target, counts)` before training."
         )
     ids = torch.full((draft.config.vocab_size,), -1, device=draft.d2t.device)
     own = torch.arange(len(draft.d2t), device=draft.d2t.device)
