@@ -1,10 +1,8 @@
 """`dflash check`."""
 
 from dflash_hf.commands.shared import add_examples, add_revision
+from dflash_hf.names import ENGINES
 from dflash_hf.terminal import Outcome
-
-
-ENGINES = ("vllm", "sglang", "transformers")  # of hub.engine_rules, held to it
 
 
 def add_arguments(parser) -> None:

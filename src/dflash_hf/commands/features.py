@@ -1,6 +1,7 @@
 """`dflash features`."""
 
 from dflash_hf.commands.shared import add_data, add_examples, add_loading, add_output
+from dflash_hf.names import DTYPES
 from dflash_hf.terminal import amount, count, output_folder, positive, token_id
 
 
@@ -28,7 +29,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--mask-token-id", type=token_id, help="the drafter's mask token; rows that hold it drop out")
     parser.add_argument(
         "--store-dtype",
-        choices=("float32", "bfloat16", "float16"),
+        choices=DTYPES,
         default="bfloat16",
         help="default: %(default)s",
     )

@@ -3,11 +3,11 @@
 import argparse
 
 from dflash_hf.commands.shared import add_draft_temperature, add_examples, add_loading, add_speed
+from dflash_hf.names import ENGINES
 from dflash_hf.terminal import Outcome, UsageError, add_template_arguments, install, positive, template_arguments
 
 
 AGAIN = "what was asked before has been answered; the same command serves again"
-ENGINES = ("transformers", "vllm", "sglang")
 
 
 def add_arguments(parser) -> None:

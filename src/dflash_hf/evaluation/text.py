@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from dflash_hf.evaluation.divergence import NEAR_TIE, WRONG
-from dflash_hf.evaluation.measure import (
+from dflash_hf.evaluation.measure import EvalReport
+from dflash_hf.evaluation.methods import (
     COMPILED_METHODS,
     DFLASH,
     OURS,
@@ -11,7 +12,6 @@ from dflash_hf.evaluation.measure import (
     TARGET,
     TARGET_PACKED,
     TREE_METHODS,
-    EvalReport,
 )
 
 

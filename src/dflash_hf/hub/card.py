@@ -20,12 +20,12 @@ from dflash_hf.hub.engine_rules import DFLASH2, MUSE
 from dflash_hf.hub.launch import launch_command
 from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
 from dflash_hf.modeling.modeling_dflash import code_files
+from dflash_hf.names import RELATIONS
 from dflash_hf.terminal import install
 
 
 FACTS_FILE = "card_facts.json"
 TEMPLATE = "model_card_template.md"
-RELATIONS = ("adapter", "finetune", "merge", "quantized")
 # Of the many training arguments, those that make a run; shown where they are set.
 _TRAINING = (
     "num_train_epochs",

@@ -14,10 +14,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from dflash_hf.modeling.checkpoint_dflash import MASK_EMBEDDING
 from dflash_hf.modeling.checks_dflash import DFLASH2_KEYS
+from dflash_hf.names import ENGINES, SERVERS
 
 
-ENGINES = ("vllm", "sglang", "transformers")
-SERVERS = ("vllm", "sglang")
 MUSE = "MuseGlimmerAssistantModel"
 DFLASH2 = "DFlash2DraftModel"
 ARCHITECTURES = ("DFlashDraftModel", DFLASH2, MUSE)
