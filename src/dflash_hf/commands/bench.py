@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import add_examples, add_loading, add_output
 from dflash_hf.evaluation.methods import (
     COMPILED,
@@ -24,7 +25,6 @@ from dflash_hf.terminal import (
     note,
     output_folder,
     positive,
-    template_arguments,
 )
 
 
@@ -116,25 +116,11 @@ def run(arguments, echo) -> Outcome:
 
 def load(arguments) -> tuple:
     """Target, drafter and prompts; what is asked is read before anything large is loaded."""
-    import torch
-
-    from dflash_hf.data.encode import RowEncoder
-    from dflash_hf.data.prepare import load_tokenizer
-    from dflash_hf.data.prompts import template_kwargs
     from dflash_hf.evaluation.prompts import read_prompts
-    from dflash_hf.pairs import Loading, check_pair, device_of, draft_config_of, load_draft, load_target, positions_of
 
-    loading = Loading.of(arguments)
-    positions = positions_of(check_pair(arguments.target, arguments.draft, loading))
-    device = device_of(loading.device)
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    given, config = template_arguments(arguments.template_args), draft_config_of(arguments.draft, loading)
-    kwargs = template_kwargs(given, draft_config=config, say=note)
-    tokenizer = load_tokenizer(arguments.target, None, loading.revision, loading.trust_remote_code)
-    encoder = RowEncoder(tokenizer, chat_template_kwargs=kwargs, positions=positions)
-    prompts = [list(prompt) for prompt in read_prompts(arguments.data, encoder, arguments.prompts)]
-    return load_target(arguments.target, loading, device), load_draft(arguments.draft, loading, device), prompts
+    pair = NamedPair(arguments, note)
+    prompts = read_prompts(arguments.data, pair.encoder(pair.template()), arguments.prompts)
+    return pair.target(), pair.draft_as_saved(), [list(prompt) for prompt in prompts]
 
 
 def show(title: str, lines: list[str], facts: dict, report, output: Path | None, echo) -> None:

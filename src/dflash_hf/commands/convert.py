@@ -28,9 +28,9 @@ def run(arguments, echo) -> Outcome:
     import shutil
     from pathlib import Path
 
+    from dflash_hf.configs import read_config
     from dflash_hf.convert import convert
     from dflash_hf.hub.card import FACTS_FILE
-    from dflash_hf.pairs import read_config
 
     if not Path(arguments.src).expanduser().is_file():
         read_config(

@@ -4,8 +4,9 @@ import json
 from itertools import islice
 from pathlib import Path
 
+from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import add_examples, add_loading
-from dflash_hf.terminal import Outcome, add_template_arguments, note, positive, template_arguments
+from dflash_hf.terminal import Outcome, add_template_arguments, note, positive
 
 
 def add_arguments(parser) -> None:
@@ -30,44 +31,33 @@ def add_arguments(parser) -> None:
 
 def run(arguments, echo) -> Outcome:
     """`dflash doctor`: `echo` what was tried, the likeliest cause and its remedy; 1 when there is one."""
-    import torch
     from transformers.utils import logging
 
-    from dflash_hf.data.encode import RowEncoder
-    from dflash_hf.data.prepare import load_tokenizer
-    from dflash_hf.data.prompts import template_kwargs
+    from dflash_hf.configs import check_names
     from dflash_hf.doctor.diagnosis import diagnose
     from dflash_hf.doctor.experiments import Case
     from dflash_hf.doctor.texts import Writer
     from dflash_hf.evaluation.sets import rows_of, rows_of_every_kind
-    from dflash_hf.pairs import Loading, check_pair, device_of, load_draft, load_target
+    from dflash_hf.pairs import Loading, load_target
     from dflash_hf.target import freeze
 
-    loading = Loading.of(arguments)
-    check_pair(arguments.target, arguments.draft, loading)
+    pair = NamedPair(arguments, note)
     if arguments.base is not None:
-        check_pair(arguments.base, None, Loading(), form="--base {1}")
+        check_names(arguments.base, None, Loading(), form="--base {1}")
     rows = rows_of_every_kind(arguments.prompts)
     if arguments.data is not None:
         rows = list(islice(rows_of(arguments.data, arguments.split), arguments.prompts))
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    device = device_of(loading.device)
-    draft = load_draft(arguments.draft, loading, device)
-    given = template_arguments(arguments.template_args)
-    kwargs = template_kwargs(given, draft_config=draft.config, say=note)
-    tokenizer = load_tokenizer(arguments.target, None, loading.revision, loading.trust_remote_code)
-    target = freeze(load_target(arguments.target, loading, device))
+    draft, encoder, target = pair.draft_as_saved(), pair.encoder(pair.template()), freeze(pair.target())
     base = None
     if arguments.base is not None:
-        same = Loading(loading.dtype, loading.device, trust_remote_code=loading.trust_remote_code)
-        base = freeze(load_target(arguments.base, same, device))
+        same = Loading(arguments.dtype, trust_remote_code=arguments.trust_remote_code)
+        base = freeze(load_target(arguments.base, same, pair.device))
     case = Case(
         target,
         draft,
         Writer(target, draft.config.block_size, arguments.max_new_tokens, arguments.blocks),
         rows,
-        RowEncoder(tokenizer, chat_template_kwargs=kwargs),
+        encoder,
         base,
         _tokenizers(arguments),
         _names(arguments),

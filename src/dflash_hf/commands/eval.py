@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import add_examples, add_loading, add_output, add_speed
 from dflash_hf.evaluation.methods import (
     DFLASH,
@@ -23,7 +24,6 @@ from dflash_hf.terminal import (
     output_folder,
     positive,
     readable_file,
-    template_arguments,
 )
 
 
@@ -94,24 +94,17 @@ def run(arguments, echo) -> Outcome:
 
 
 def _measure(arguments):
-    import torch
     from transformers.utils import logging
 
-    from dflash_hf.data.encode import RowEncoder
-    from dflash_hf.data.prepare import load_tokenizer
     from dflash_hf.evaluation.journal import JOURNAL_FILE, Journal
     from dflash_hf.evaluation.measure import evaluate
     from dflash_hf.evaluation.prompts import prompts_of_conversations, read_prompts, turns_of_file
     from dflash_hf.evaluation.sets import conversations
     from dflash_hf.files import digest_of
-    from dflash_hf.pairs import Loading, check_pair, device_of, draft_config_of, drafter_of, load_target, positions_of
 
-    loading = Loading.of(arguments)
-    config = check_pair(arguments.target, arguments.draft, loading)
-    device = device_of(loading.device)
-    tokenizer = load_tokenizer(arguments.target, None, loading.revision, loading.trust_remote_code)
-    kwargs = _template_kwargs(arguments, tokenizer, draft_config_of(arguments.draft, loading))
-    encoder = RowEncoder(tokenizer, chat_template_kwargs=kwargs, positions=positions_of(config))
+    pair = NamedPair(arguments, note)
+    kwargs = pair.template(_no_thinking(arguments, pair))
+    encoder = pair.encoder(kwargs)
     named = NAMED.get(arguments.dataset)
     max_new_tokens = arguments.max_new_tokens or (NEW_TOKENS if named else 256)
     methods = [
@@ -129,11 +122,9 @@ def _measure(arguments):
             prompts = read_prompts(arguments.data, encoder, limit, arguments.split, arguments.raw)
     else:
         said, repository = conversations(arguments.dataset, arguments.prompts)
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    draft = drafter_of(arguments, loading, device)
+    draft = pair.draft()
     draft.decoding_config.tree_nodes = None  # drafted beside blocks, not in their place
-    target = load_target(arguments.target, loading, device)
+    target = pair.target()
     journal = None
     if arguments.output is not None:
         what = _what(arguments, target, draft, said or prompts, kwargs, methods, max_new_tokens)
@@ -166,14 +157,11 @@ def _measure(arguments):
     return report
 
 
-def _template_kwargs(arguments, tokenizer, draft_config) -> dict:
-    from dflash_hf.data.prompts import template_kwargs
-
-    given = template_arguments(arguments.template_args)
-    trained_with = (draft_config.dflash_config or {}).get("chat_template_kwargs")
-    if given is None and trained_with is None and arguments.dataset in NAMED:
-        given = NO_THINKING if "enable_thinking" in str(tokenizer.chat_template) else None
-    return template_kwargs(given, draft_config=draft_config, say=note)
+def _no_thinking(arguments, pair: NamedPair) -> dict | None:
+    """For the field's sets, where the drafter was not made with other arguments."""
+    asked = arguments.dataset in NAMED and "enable_thinking" in str(pair.tokenizer.chat_template)
+    trained_with = (pair.draft_config.dflash_config or {}).get("chat_template_kwargs")
+    return NO_THINKING if asked and trained_with is None else None
 
 
 def _what(arguments, target, draft, asked, kwargs: dict, methods: list[str], max_new_tokens: int) -> dict:

@@ -15,6 +15,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.utils import validate_repo_id
 
 from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE, eval_results_yaml
+from dflash_hf.files import read_json
 from dflash_hf.hub.check import check, read_shapes
 from dflash_hf.hub.engine_rules import DFLASH2, MUSE
 from dflash_hf.hub.launch import launch_command
@@ -341,12 +342,4 @@ def _engines(folder: Path, config, facts: CardFacts, repo: str) -> list[dict]:
 
 def _read_json(path: Path) -> dict:
     """A JSON object, or an empty one where there is no file."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}.") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold one JSON object.")
-    return content
+    return read_json(path) if path.is_file() else {}
