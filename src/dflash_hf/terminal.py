@@ -272,14 +272,25 @@ class Echo:
     Who reads the beginning only, as `| head` does, does not end the work: files that are being written get finished.
     """
 
+    note = staticmethod(note)
+
     def __init__(self, to_stderr: bool = False):
         self.to_stderr = to_stderr
 
+    @property
+    def stream(self):
+        return sys.stderr if self.to_stderr else sys.stdout
+
     def __call__(self, line: str) -> None:
         try:
-            print(line, flush=True, file=sys.stderr if self.to_stderr else sys.stdout)
+            self.write(f"{line}\n")
         except BrokenPipeError:
             stop_printing()
+
+    def write(self, text: str) -> None:
+        """A piece of a line, as it comes; where nobody reads it, writing more of it ends."""
+        self.stream.write(text)
+        self.stream.flush()
 
 
 def stop_printing() -> None:

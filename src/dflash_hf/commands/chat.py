@@ -1,7 +1,5 @@
 """`dflash chat`: a conversation in the terminal."""
 
-import sys
-
 from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import add_examples, add_loading, add_sampling, add_speed, sampling_options
 from dflash_hf.terminal import (
@@ -42,8 +40,7 @@ def run(arguments, echo) -> Outcome:
     conversation = _conversation(arguments, sampling, echo)
     from dflash_hf.serving.chat import Chat
 
-    out = sys.stderr if arguments.json else sys.stdout
-    return Outcome(facts={"turns": Chat(conversation, out, wants_color(arguments.color, out), echo.note).run()})
+    return Outcome(facts={"turns": Chat(conversation, echo, wants_color(arguments.color, echo.stream)).run()})
 
 
 def _conversation(arguments, sampling: dict, echo):

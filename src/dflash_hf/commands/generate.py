@@ -1,6 +1,5 @@
 """`dflash generate`: an answer as it is written, and what it took."""
 
-import sys
 import time
 
 from dflash_hf.commands.pair import NamedPair
@@ -69,10 +68,10 @@ def run(arguments, echo) -> Outcome:
         output = target.generate(**inputs, **options, **extra)
         return output, output.sequences[0, len(prompt_ids) :].tolist(), time.perf_counter() - start
 
-    streamer = None if arguments.json else PieceStreamer(tokenizer, _show)
+    streamer = None if arguments.json else PieceStreamer(tokenizer, lambda piece, source: echo.write(piece))
     output, ids, seconds = decode(streamer=streamer, **({"assistant_model": draft} if draft is not None else {}))
     if streamer is not None:
-        _show("\n")
+        echo("")
     # Figures go to standard error, so that the text alone can be piped.
     lengths = (getattr(output, "acceptance_lengths", None) or [[]])[0]
     facts = {"text": tokenizer.decode(ids, skip_special_tokens=True), "tokens": len(ids), "seconds": seconds}
@@ -84,7 +83,7 @@ def run(arguments, echo) -> Outcome:
             from dflash_hf.evaluation.text import colored_answer, token_texts
 
             pieces = token_texts(tokenizer, ids)
-            echo(f"\n{colored_answer(pieces, lengths, wants_color(arguments.color, sys.stdout))}")
+            echo(f"\n{colored_answer(pieces, lengths, wants_color(arguments.color, echo.stream))}")
     packed = ", packed" if arguments.packed else ""
     echo.note(f"\n{'target alone' if draft is None else 'with the drafter'}{packed}: {speed}")
     if arguments.compare and draft is not None:
@@ -107,11 +106,6 @@ def _ids(pair: NamedPair, prompt: str) -> list[int]:
     if not ids:
         raise ValueError("--prompt is empty under this tokenizer; pass some text.")
     return ids
-
-
-def _show(text: str, source: int = 0) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def _speed(ids: list[int], seconds: float) -> str:
