@@ -12,7 +12,8 @@ from transformers import AutoModel
 from dflash_hf import DFlashDraftModel
 from dflash_hf.cli import main
 from dflash_hf.convert import convert
-from dflash_hf.hub.check import ENGINES, check
+from dflash_hf.hub.check import check
+from dflash_hf.names import ENGINES
 from dflash_hf.training.start import take_vocabulary
 
 

@@ -3,7 +3,7 @@
 import pytest
 from support.pairs import make_target
 
-from dflash_hf.pairs import positions_of
+from dflash_hf.configs import positions_of
 from dflash_hf.serving.conversation import room_for_answer
 
 

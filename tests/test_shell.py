@@ -19,10 +19,6 @@ from support.shell import dflash, make_world, signalled
 
 from dflash_hf import cli, terminal
 from dflash_hf.cli import main
-from dflash_hf.commands import bench as bench_arguments
-from dflash_hf.commands import check as check_arguments
-from dflash_hf.commands import convert as convert_arguments
-from dflash_hf.commands import publish as publish_arguments
 from dflash_hf.commands.completion import script
 from dflash_hf.data.time_limit import time_limit
 from dflash_hf.failures import explain
@@ -168,7 +164,7 @@ def test_a_byte_order_mark_and_a_line_of_a_megabyte_are_read(world, told):
 
 def test_prompts_in_another_encoding(world, told, monkeypatch):
     from dflash_hf.data.encode import RowEncoder
-    from dflash_hf.evaluation.command import read_prompts
+    from dflash_hf.evaluation.prompts import read_prompts
 
     with pytest.raises(ValueError, match=r"Line 2 of .*latin\.txt is not UTF-8"):
         read_prompts(str(world / "latin.txt"), RowEncoder(None), 5)
@@ -468,20 +464,6 @@ def test_no_help_waits_for_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     heavy = {"torch", "transformers", "datasets", "numpy", "huggingface_hub", "yaml"}
     assert not heavy & set(done.stdout.split())
-
-
-def test_choices_are_those_of_the_rooms_they_are_for():
-    from dflash_hf.convert import LAYOUTS
-    from dflash_hf.evaluation import bench, bench_pairs
-    from dflash_hf.hub import card, engine_rules
-
-    assert bench_arguments.SHAPES == tuple(sorted(bench_pairs.SHAPES))
-    every = (bench.TARGET, bench.TARGET_PACKED, *bench.OURS, bench.STATIC, bench.NATIVE, bench.PROMPT_LOOKUP)
-    assert bench_arguments.METHODS == every
-    assert bench_arguments.ON_CPU == bench.ON_CPU
-    assert check_arguments.ENGINES == engine_rules.ENGINES
-    assert convert_arguments.LAYOUTS == LAYOUTS
-    assert publish_arguments.RELATIONS == card.RELATIONS
 
 
 def test_json_is_all_that_stands_on_standard_output(world, capsys):

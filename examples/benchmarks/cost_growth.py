@@ -3,8 +3,8 @@ How the time of a round grows with context and batch, beside the growth of the t
 
     python examples/benchmarks/cost_growth.py [--shape demo] [--dtype fp32] [--output examples/benchmarks/results]
 
-Random weights of a shape of `dflash bench`; whether drafts are accepted does not change the time of a round. Medians
-over the rounds of a call, the prompt's forward left out.
+Random weights of one of the shapes of `random_pairs.py`; whether drafts are accepted does not change the time of a
+round. Medians over the rounds of a call, the prompt's forward left out.
 """
 
 import argparse
@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 
 import torch
+from random_pairs import SHAPES, random_pair
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from dflash_hf.evaluation.bench_pairs import SHAPES, random_pair
 from dflash_hf.evaluation.measure import hardware
 from dflash_hf.modeling.text_dflash import Continuation
 

@@ -25,11 +25,11 @@ from support.faults import FAULTS, anchor_first, thinking
 
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prepare import load_tokenizer
-from dflash_hf.doctor.command import default_rows
 from dflash_hf.doctor.diagnosis import diagnose
 from dflash_hf.doctor.experiments import Case
 from dflash_hf.doctor.texts import Writer
 from dflash_hf.evaluation.measure import hardware
+from dflash_hf.evaluation.sets import rows_of_every_kind
 from dflash_hf.pairs import Loading, load_draft, load_target
 from dflash_hf.target import freeze
 
@@ -53,7 +53,7 @@ def real_case(arguments) -> Case:
     encoder = RowEncoder(load_tokenizer(arguments.target), chat_template_kwargs=kwargs)
     writer = Writer(target, draft.config.block_size, arguments.max_new_tokens, arguments.blocks)
     names = {"target": arguments.target, "draft": arguments.draft, "base": arguments.target}
-    return Case(target, draft, writer, default_rows(arguments.prompts), encoder, names=names)
+    return Case(target, draft, writer, rows_of_every_kind(arguments.prompts), encoder, names=names)
 
 
 def main() -> None:

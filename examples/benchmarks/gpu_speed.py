@@ -16,10 +16,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from random_pairs import SHAPES, random_pair
+from side_by_side import bench
 
-from dflash_hf.evaluation.bench import bench
-from dflash_hf.evaluation.bench_pairs import SHAPES, random_pair
-from dflash_hf.evaluation.measure import COMPILED, DFLASH, TARGET
+from dflash_hf.evaluation.methods import COMPILED, DFLASH, TARGET
 
 
 METHODS = (TARGET, DFLASH, COMPILED)

@@ -3,8 +3,8 @@ What threads bring: the same drafted calls in four threads and one after the oth
 
     OMP_NUM_THREADS=1 python examples/benchmarks/threads.py [--shape 100m] [--threads 4] [--runs 5]
 
-A random pair of a real shape whose drafts an oracle of each prompt makes right as often as `--tau` says, as in `dflash
-bench`; greedy, fp32, eager rounds. Both ways take turns, and the ratio is the median over the runs. Texts must be
+A random pair of a real shape whose drafts an oracle of each prompt makes right as often as `--tau` says;
+greedy, fp32, eager rounds. Both ways take turns, and the ratio is the median over the runs. Texts must be
 equal. Where one thread keeps all cores busy, a ratio of 1 is the best there can be.
 """
 
@@ -12,14 +12,17 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from random_pairs import SHAPES, oracle_text, random_pair
 
-from dflash_hf.evaluation.bench_pairs import SHAPES, oracle_text, random_pair
-from dflash_hf.evaluation.scripted_draft import ScriptedDraft
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+from support.scripted_draft import ScriptedDraft
 
 
 def main():

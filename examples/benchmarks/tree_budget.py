@@ -17,7 +17,8 @@ import torch
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.demo.run import load_pair, requests
-from dflash_hf.evaluation.measure import DFLASH, TARGET, evaluate, variant
+from dflash_hf.evaluation.measure import evaluate, variant
+from dflash_hf.evaluation.methods import DFLASH, TARGET
 
 
 def main():

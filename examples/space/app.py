@@ -22,9 +22,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: every answer is a
 import gradio as gr  # noqa: E402
 import torch  # noqa: E402
 
+from dflash_hf.configs import check_names  # noqa: E402
 from dflash_hf.data.prepare import load_tokenizer  # noqa: E402
 from dflash_hf.data.prompts import template_kwargs  # noqa: E402
-from dflash_hf.pairs import Loading, check_pair, load_draft, load_target, pack  # noqa: E402
+from dflash_hf.pairs import Loading, load_draft, load_target, pack  # noqa: E402
 from dflash_hf.serving.conversation import Conversation  # noqa: E402
 from dflash_hf.serving.pieces import PieceStreamer, watch_rounds  # noqa: E402
 from dflash_hf.smollm2 import HUB_NAME, NAME, folder_of  # noqa: E402
@@ -172,7 +173,7 @@ def main() -> None:
     folder = folder_of(os.environ.get("DFLASH_TARGET", NAME))
     drafter = folder_of(os.environ.get("DFLASH_DRAFT", NAME), drafter=True)
     loading = Loading(os.environ.get("DFLASH_DTYPE", "float32"))
-    check_pair(folder, drafter, loading)
+    check_names(folder, drafter, loading)
     target, draft = load_target(folder, loading), load_draft(drafter, loading)
     pack(target.device.type == "cpu", target, draft)  # both columns are packed
     draft.decoding_config.tree_nodes = NODES

@@ -47,12 +47,6 @@ COMMANDS = (
 )
 
 
-class _Console(Echo):
-    def note(self, line: str) -> None:
-        """A line beside the output, on standard error."""
-        print(line, flush=True, file=sys.stderr)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """
     Run a command.
@@ -75,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             set_verbosity(arguments.quiet, arguments.verbose)
             arguments.all_commands = _all_commands
             _resolve_names(arguments)
-            outcome = module.run(arguments, _Console(to_stderr=arguments.json))
+            outcome = module.run(arguments, Echo(to_stderr=arguments.json))
             outcome = outcome if isinstance(outcome, Outcome) else Outcome(outcome)
             if arguments.json:
                 print(json.dumps({"exit": outcome.code, **outcome.facts}, indent=1, default=str))
@@ -165,32 +159,30 @@ def _say_interrupted(name: str, again: str) -> int:
 def _interrupts() -> Iterator[list[int]]:
     """A list that holds something once Ctrl-C was pressed: what it raises may arrive as another exception."""
     pressed: list[int] = []
-    timers: list[threading.Timer] = []
-    if threading.current_thread() is not threading.main_thread():
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
         yield pressed
         return
+    again, hook = threading.Timer(0.05, _thread.interrupt_main), sys.unraisablehook
 
     def press(number, frame):
         pressed.append(number)
         raise KeyboardInterrupt
 
     def swallowed(unraisable):  # by a destructor or a callback, in which Python drops what is raised
-        if pressed and issubclass(unraisable.exc_type, KeyboardInterrupt):
-            timers.append(threading.Timer(0.05, _thread.interrupt_main))
-            timers[-1].start()
-        else:
+        if not issubclass(unraisable.exc_type, KeyboardInterrupt):
             hook(unraisable)
+        elif again.ident is None:
+            again.start()
 
-    before = signal.signal(signal.SIGINT, press) if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN else None
-    hook, sys.unraisablehook = sys.unraisablehook, swallowed
+    signal.signal(signal.SIGINT, press)
+    sys.unraisablehook = swallowed
     try:
         yield pressed
     finally:
+        again.cancel()
         sys.unraisablehook = hook
-        for timer in timers:
-            timer.cancel()
-        if before is not None:
-            signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, before)
 
 
 if __name__ == "__main__":  # for `accelerate launch -m dflash_hf.cli train`

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
+from dflash_hf.names import LAYOUTS
 
 
-LAYOUTS = ("native", "z-lab")
 # Keys of `MuseGlimmerAssistantConfig`, and vocab_size, for which engines would take Muse's.
 _NATIVE_KEYS = (
     "hidden_size",

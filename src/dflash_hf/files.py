@@ -9,6 +9,8 @@ from pathlib import Path
 
 from transformers.utils import logging
 
+from dflash_hf.terminal import one_line
+
 
 logger = logging.get_logger(__name__)
 LOCK_FILE = ".lock"
@@ -32,6 +34,28 @@ def write_json(path: Path, value) -> None:
     """Write a JSON file in one step."""
     with atomic(path) as half:
         half.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+def read_json(path: str | Path) -> dict:
+    """
+    The JSON object that a file holds.
+
+    Raises:
+        `ValueError`: it holds something else, or cannot be read; says so in a line.
+    """
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply to be a configuration.") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error.reason} at byte {error.start}.") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {one_line(error)}.") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold one JSON object.")
+    return value
 
 
 def digest_of(value) -> str:

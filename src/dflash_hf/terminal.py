@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dflash_hf.names import DTYPES, SHORT_DTYPES
+
 
 LONGEST_LINE = 300  # characters of an error
 LONGEST_DETAILS = 1000  # of a `DetailedError`
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-_SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{6,}")
 _SECRET = re.compile(r"token$|secret|password|api_?key", re.IGNORECASE)
 
@@ -168,9 +168,10 @@ def amount(text: str) -> float:
 
 def dtype(text: str) -> str:
     """The name of a dtype, in short or in full."""
-    name = _SHORT_DTYPES.get(text, text)
-    if name not in DTYPES:
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(DTYPES)} (or {', '.join(_SHORT_DTYPES)})")
+    name = SHORT_DTYPES.get(text, text)
+    if name not in ("auto", *DTYPES):
+        known = f"{', '.join(('auto', *DTYPES))} (or {', '.join(SHORT_DTYPES)})"
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {known}")
     return name
 
 
@@ -271,14 +272,25 @@ class Echo:
     Who reads the beginning only, as `| head` does, does not end the work: files that are being written get finished.
     """
 
+    note = staticmethod(note)
+
     def __init__(self, to_stderr: bool = False):
         self.to_stderr = to_stderr
 
+    @property
+    def stream(self):
+        return sys.stderr if self.to_stderr else sys.stdout
+
     def __call__(self, line: str) -> None:
         try:
-            print(line, flush=True, file=sys.stderr if self.to_stderr else sys.stdout)
+            self.write(f"{line}\n")
         except BrokenPipeError:
             stop_printing()
+
+    def write(self, text: str) -> None:
+        """A piece of a line, as it comes; where nobody reads it, writing more of it ends."""
+        self.stream.write(text)
+        self.stream.flush()
 
 
 def stop_printing() -> None:

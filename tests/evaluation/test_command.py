@@ -10,9 +10,9 @@ from dflash_hf import DFlashDraftModel
 from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
-from dflash_hf.evaluation.command import read_prompts
 from dflash_hf.evaluation.divergence import Divergence, Rounding
-from dflash_hf.evaluation.measure import DFLASH
+from dflash_hf.evaluation.methods import DFLASH
+from dflash_hf.evaluation.prompts import read_prompts
 from dflash_hf.hub.card import CardFacts
 
 
@@ -121,7 +121,7 @@ def test_template_arguments_are_those_of_training_unless_given(pair, tmp_path, m
     """A drafter trained without thinking and used with it loses much of its acceptance."""
     seen = []
     monkeypatch.setattr(
-        "dflash_hf.evaluation.command.read_prompts", lambda data, encoder, *_: seen.append(encoder) or [[5]]
+        "dflash_hf.evaluation.prompts.read_prompts", lambda data, encoder, *_: seen.append(encoder) or [[5]]
     )
     draft = DFlashDraftModel.from_pretrained(pair / "draft")
     draft.config.dflash_config = {**draft.config.dflash_config, "chat_template_kwargs": {"enable_thinking": False}}

@@ -6,7 +6,8 @@ from support.pairs import make_draft, make_target
 from support.scripted_draft import scripted
 
 from dflash_hf import packed_linear
-from dflash_hf.evaluation.measure import (
+from dflash_hf.evaluation.measure import EvalReport, evaluate
+from dflash_hf.evaluation.methods import (
     DFLASH,
     METHODS,
     OURS,
@@ -15,8 +16,6 @@ from dflash_hf.evaluation.measure import (
     PROMPT_LOOKUP,
     TARGET,
     TARGET_PACKED,
-    EvalReport,
-    evaluate,
 )
 from dflash_hf.evaluation.text import LABELS, summary_lines
 

@@ -15,12 +15,11 @@ from support.pairs import make_draft, make_target
 from support.tiny_chat import THINKING, make_tokenizer
 
 from dflash_hf.cli import main
-from dflash_hf.commands import eval as arguments_of_eval
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.evaluation import sets
-from dflash_hf.evaluation.command import prompts_of_conversations
 from dflash_hf.evaluation.compare import mean_difference
 from dflash_hf.evaluation.journal import JOURNAL_FILE, Journal
+from dflash_hf.evaluation.prompts import prompts_of_conversations
 from dflash_hf.evaluation.sets import GENERATED, NAMED, conversations, generated_rows
 
 
@@ -47,10 +46,6 @@ def pair(tmp_path_factory):
 def command(pair, *arguments):
     names = ["--target", pair / "target", "--draft", pair / "draft", "--device", "cpu", "--runs", "2"]
     return ["eval", *map(str, [*names, "--max-new-tokens", "12", *arguments])]
-
-
-def test_the_help_names_the_sets():
-    assert arguments_of_eval.SETS == tuple(NAMED) and arguments_of_eval.GENERATED == tuple(GENERATED)
 
 
 def test_prompts_of_the_field(monkeypatch):
@@ -200,7 +195,7 @@ def test_records_that_cannot_be_gone_on_with_are_named(pair, tmp_path, capsys):
 
 @pytest.mark.parametrize("turns", [None, [], "ab", ["ab", None], [{"role": "user", "content": "ab"}], 5], ids=str)
 def test_turns_that_are_no_texts_are_named(turns, pair, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("dflash_hf.evaluation.command.rows_of", lambda *_: [{"turns": ["a", "b"]}, {"turns": turns}])
+    monkeypatch.setattr("dflash_hf.evaluation.prompts.rows_of", lambda *_: [{"turns": ["a", "b"]}, {"turns": turns}])
     assert main(command(pair, "--data", tmp_path / "rows.jsonl")) == 1
     assert f"Row 1 of {tmp_path / 'rows.jsonl'}: turns={turns!r} must be" in capsys.readouterr().err
 

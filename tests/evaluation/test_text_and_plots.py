@@ -6,7 +6,8 @@ import pytest
 from support.tiny_chat import make_tokenizer
 
 from dflash_hf.evaluation.divergence import Divergence
-from dflash_hf.evaluation.measure import DFLASH, PROMPT_LOOKUP, TARGET, EvalReport, MethodReport
+from dflash_hf.evaluation.measure import EvalReport, MethodReport
+from dflash_hf.evaluation.methods import DFLASH, PROMPT_LOOKUP, TARGET
 from dflash_hf.evaluation.plots import plot_report
 from dflash_hf.evaluation.text import colored_answer, origins, summary_lines, token_texts
 

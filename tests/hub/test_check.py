@@ -16,7 +16,8 @@ from support.pairs import make_draft
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
 from dflash_hf.cli import main
 from dflash_hf.hub.check import check, read_shapes, render
-from dflash_hf.hub.engine_rules import ENGINES, Drafter, Finding, layers_as_read
+from dflash_hf.hub.engine_rules import Drafter, Finding, layers_as_read
+from dflash_hf.names import ENGINES
 
 
 PUBLISHED = Path(__file__).parents[1] / "fixtures" / "published"

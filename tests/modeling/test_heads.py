@@ -71,16 +71,15 @@ def slow_log_probs(draft, target, anchor: int, hidden: torch.Tensor, prefix: tup
     return scores.log_softmax(-1)
 
 
-def generator_of(draft, target, nodes=9, depth=3):
+def generator_of(draft, target):
     generator = DFlashCandidateGenerator(draft, target)
-    paths = generator.plan(depth + 1, nodes).paths
     return generator
 
 
-def tree_from(generator, anchors, hidden, monkeypatch):
+def tree_from(generator, anchors, hidden, nodes, depth, monkeypatch):
     """The tree from hidden states that the test knows."""
     monkeypatch.setattr(generator, "_hidden_states", lambda *args: hidden)
-    return generator.tree(paths, anchors, None)
+    return generator.tree(generator.plan(depth + 1, nodes).paths, anchors, None)
 
 
 # ------------------------------------------------------------------------------------------------------------ drafting
@@ -137,8 +136,8 @@ def test_a_wide_beam_finds_what_a_best_first_search_finds(make, nodes, depth, mo
     draft = make(target, block_size=6)
     anchors = torch.tensor([17, 40])
     hidden = 0.03 * torch.randn(2, 5, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(nodes))
-    generator = generator_of(draft, target, nodes, depth)
-    tree = tree_from(generator, anchors, hidden, monkeypatch)
+    generator = generator_of(draft, target)
+    tree = tree_from(generator, anchors, hidden, nodes, depth, monkeypatch)
     for row in range(2):
 
         def likely(prefix, row=row):
@@ -339,9 +338,9 @@ def test_the_guide_s_head_is_a_head(monkeypatch, tmp_path):
     # 1. The walk, and a tree that needs no more paths than the beam holds.
     anchors = torch.tensor([11, 40])
     hidden = 0.05 * torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(1))
-    generator = generator_of(draft, target, 12, 4)
+    generator = generator_of(draft, target)
     block, _ = generator.walk(anchors, hidden, temperature=0.0)
-    tree = tree_from(generator, anchors, hidden, monkeypatch)
+    tree = tree_from(generator, anchors, hidden, 12, 4, monkeypatch)
     changed = 0
     for row in range(2):
 

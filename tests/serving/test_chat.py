@@ -24,6 +24,7 @@ from dflash_hf.evaluation.text import origins
 from dflash_hf.serving.chat import Chat
 from dflash_hf.serving.conversation import Conversation
 from dflash_hf.serving.pieces import PieceStreamer, watch_rounds
+from dflash_hf.terminal import Echo
 
 
 PROMPTS = ["Say 1", "Say 2", "Say 3"]
@@ -159,19 +160,18 @@ def test_a_conversation_that_is_too_long_is_told(pair):
     assert streamer.tokens < 20  # as many as there is room for
 
 
-def test_lines_of_a_pipe_are_answered_one_by_one(pair, monkeypatch):
+def test_lines_of_a_pipe_are_answered_one_by_one(pair, monkeypatch, capsys):
     target, tokenizer, draft = pair
-    out, notes = io.StringIO(), []
     lines = "Say 1\n\n/draft off\n/reset\nSay 1\n/draft on\n/nonsense\n/draft\n/help\n/reset\nSay 2\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-    turns = Chat(Conversation(target, tokenizer, draft, options=OPTIONS), out, True, notes.append).run()
+    turns = Chat(Conversation(target, tokenizer, draft, options=OPTIONS), Echo(), True).run()
+    out, said = capsys.readouterr()
     plain = [pieces_of(pair, prompt, None)[0].text for prompt in ("Say 1", "Say 1", "Say 2")]
     assert [turn["text"] for turn in turns] == plain
-    assert re.sub(r"\x1b\[\d+m", "", out.getvalue()) == "".join(f"{text}\n" for text in plain)
+    assert re.sub(r"\x1b\[\d+m", "", out) == "".join(f"{text}\n" for text in plain)
     assert [turn["tau"] is None for turn in turns] == [False, True, False]
-    first, second, third = out.getvalue().splitlines()
+    first, second, third = out.splitlines()
     assert "\x1b[32m" in first and "\x1b[92m" in first and "\x1b[32m" not in second and "\x1b[32m" in third
-    said = "\n".join(notes)
     for words in (
         "a new conversation",
         "target alone: 40 tokens in",

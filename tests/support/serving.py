@@ -58,6 +58,7 @@ def chat(folder: Path, prompts: list[str]) -> None:
     from dflash_hf.serving.chat import Chat
     from dflash_hf.serving.conversation import Conversation
     from dflash_hf.serving.pieces import watch_rounds
+    from dflash_hf.terminal import Echo
 
     class Slow(Chat):
         pause = 0.0
@@ -73,7 +74,7 @@ def chat(folder: Path, prompts: list[str]) -> None:
     watch_rounds(draft)
     target, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     options = {"max_new_tokens": MAX_TOKENS, "do_sample": False}
-    Slow(Conversation(target, tokenizer, draft, options=options), sys.stdout, True, say).run()
+    Slow(Conversation(target, tokenizer, draft, options=options), Echo(), True).run()
 
 
 def page(folder: Path, prompts: list[str]) -> None:

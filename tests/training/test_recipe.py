@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainingArguments, cli
 from dflash_hf.cli import main
+from dflash_hf.commands.train import _publish
 from dflash_hf.training.recipe import RecipeArguments, key_lines, read_recipe
-from dflash_hf.training.train import _publish
 
 
 pytest.importorskip("yaml")

@@ -1,45 +1,46 @@
-"""`dflash bench`."""
+"""`dflash bench`: every way of decoding a pair, side by side in one run."""
 
+import json
+from pathlib import Path
+
+from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import add_examples, add_loading, add_output
-from dflash_hf.terminal import add_template_arguments, amount, output_folder, positive
+from dflash_hf.evaluation.methods import (
+    COMPILED,
+    DFLASH,
+    OURS,
+    PACKED,
+    PACKED_METHODS,
+    PROMPT_LOOKUP,
+    TARGET,
+    TARGET_PACKED,
+    TREE,
+    TREE_NODES,
+)
+from dflash_hf.names import DTYPES
+from dflash_hf.terminal import (
+    Outcome,
+    UsageError,
+    add_template_arguments,
+    note,
+    output_folder,
+    positive,
+)
 
 
-SHAPES = ("100m", "demo", "qwen3-0.6b", "qwen3-4b", "qwen3-8b", "tiny")  # of evaluation.bench_pairs, held to it
-# Of evaluation.bench, likewise: all, and those that a CPU times by default.
-METHODS = (
-    "target",
-    "target_packed",
-    "dflash",
-    "dflash_packed",
-    "dflash_compiled",
-    "dflash_compiled_packed",
-    "dflash_tree",
-    "dflash_tree_packed",
-    "dflash_tree_compiled",
-    "dflash_tree_compiled_packed",
-    "target_static",
-    "native",
-    "prompt_lookup",
-)
-ON_CPU = (
-    "target",
-    "target_packed",
-    "dflash",
-    "dflash_packed",
-    "dflash_tree",
-    "dflash_compiled",
-    "native",
-    "prompt_lookup",
-)
+STATIC, ASSISTANT = "target_static", "assistant"
+METHODS = (TARGET, TARGET_PACKED, *OURS, STATIC, PROMPT_LOOKUP)
+ON_CPU = (TARGET, TARGET_PACKED, DFLASH, PACKED, TREE, COMPILED, PROMPT_LOOKUP)
+ELSEWHERE = tuple(name for name in ON_CPU if name not in PACKED_METHODS)
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("--target", help="the target: a folder or a repository")
-    parser.add_argument("--draft", help="its drafter")
-    parser.add_argument("--data", help="prompts: a .txt, JSON Lines, JSON, CSV or Parquet file, or a dataset")
+    parser.add_argument("--target", required=True, help="folder or Hub name of the target")
+    parser.add_argument("--draft", required=True, help="folder or Hub name of its drafter")
+    parser.add_argument(
+        "--data", required=True, help="prompts: a .txt, JSON Lines, JSON, CSV or Parquet file, or a dataset"
+    )
     add_template_arguments(parser)
-    parser.add_argument("--shape", choices=SHAPES, help="random weights of that shape, instead of a pair")
-    parser.add_argument("--forced-acceptance", type=amount, help="tokens per verification of an oracle draft")
     parser.add_argument("--prompts", type=positive, default=4, help="how many; default: %(default)s")
     parser.add_argument("--max-new-tokens", type=positive, default=128, help="default: %(default)s")
     parser.add_argument("--runs", type=positive, default=5, help="timed repetitions; default: %(default)s")
@@ -48,9 +49,10 @@ def add_arguments(parser) -> None:
         help=f"separated by commas: {', '.join(METHODS)}; default: {','.join(ON_CPU)} on a CPU, else without the "
         "packed ones",
     )
+    parser.add_argument(
+        "--tree-nodes", type=positive, default=TREE_NODES, help="tokens of a draft tree; default: %(default)s"
+    )
     parser.add_argument("--assistant", help="a small autoregressive assistant to time as well")
-    parser.add_argument("--reference", help="a checkout of z-lab/dflash to time as well")
-    parser.add_argument("--reference-python", help="its interpreter; default: this one")
     parser.add_argument("--threads", type=positive, help="CPU threads of this process; default: as torch chooses")
     add_output(parser, "folder for bench.json, bench.md and bench.png", output_folder)
     add_loading(parser)
@@ -58,11 +60,85 @@ def add_arguments(parser) -> None:
     add_examples(
         parser,
         "dflash bench --target Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16 --data prompts.jsonl --dtype bf16",
-        "dflash bench --shape 100m --forced-acceptance 6.5",
+        "dflash bench --target smollm2 --draft smollm2 --data prompts.txt --methods target,dflash,dflash_tree",
     )
 
 
-def run(arguments, echo):
-    from dflash_hf.evaluation.bench import run
+def run(arguments, echo) -> Outcome:
+    """`echo` the table, write it; 1 where an output of ours is WRONG, see `divergence`."""
+    methods = None if arguments.methods is None else arguments.methods.split(",")
+    if unknown := set(methods or ()) - set(METHODS):
+        raise UsageError(
+            f"--methods {arguments.methods} names {sorted(unknown)[0]}; choose from {', '.join(METHODS)}."
+        )
+    if arguments.dtype == "auto":
+        raise UsageError(f"--dtype auto: times are of one dtype; choose {', '.join(DTYPES)}.")
+    import contextlib
+    from dataclasses import asdict
 
-    return run(arguments, echo)
+    from dflash_hf.evaluation.forwards import time_forwards
+    from dflash_hf.evaluation.measure import evaluate
+    from dflash_hf.evaluation.text import summary_lines
+    from dflash_hf.packed_linear import packed_weights
+    from dflash_hf.pairs import Loading, load_target
+
+    target, draft, prompts = load(arguments)
+    methods = methods or (ON_CPU if target.device.type == "cpu" else ELSEWHERE)
+    others = {STATIC: {"cache_implementation": "static"}} if STATIC in methods else {}
+    if arguments.assistant is not None:
+        others[ASSISTANT] = {
+            "assistant_model": load_target(arguments.assistant, Loading(arguments.dtype), target.device)
+        }
+    report = evaluate(
+        target,
+        draft,
+        prompts,
+        arguments.max_new_tokens,
+        arguments.runs,
+        [name for name in methods if name not in others],
+        others=others,
+        tree_nodes=arguments.tree_nodes,
+    )
+    # The bare forwards where the longest answer is three quarters written.
+    prompt, answer = max(zip(prompts, report.responses, strict=True), key=lambda pair: len(pair[1]))
+    context, forwards = len(prompt) + 3 * len(answer) // 4, {}
+    for packed in (False, True):
+        if not packed or PACKED_METHODS & set(methods):
+            with packed_weights(target, draft) if packed else contextlib.nullcontext():
+                forwards[packed] = time_forwards(target, draft, prompt, context)
+    lines = summary_lines(report) + [timed.line(report.tau, packed) for packed, timed in forwards.items()]
+    title = f"{Path(arguments.target).name}, {arguments.dtype}, {report.setting['threads']} threads"
+    facts = json.loads(report.to_json())
+    facts["forwards"] = {"packed" if packed else "plain": asdict(timed) for packed, timed in forwards.items()}
+    show(title, lines, facts, report, arguments.output, echo)
+    return Outcome(1 if report.is_wrong else 0, facts)
+
+
+def load(arguments) -> tuple:
+    """Target, drafter and prompts; what is asked is read before anything large is loaded."""
+    from dflash_hf.evaluation.prompts import read_prompts
+
+    pair = NamedPair(arguments, note)
+    prompts = read_prompts(arguments.data, pair.encoder(pair.template()), arguments.prompts)
+    return pair.target(), pair.draft_as_saved(), [list(prompt) for prompt in prompts]
+
+
+def show(title: str, lines: list[str], facts: dict, report, output: Path | None, echo) -> None:
+    """The table on the terminal and, with the picture, in a folder."""
+    setting = report.setting
+    versions = f"torch {setting['torch']}, transformers {setting['transformers']}"
+    lines = [f"{title}; {setting['hardware']}; {versions}", "", *lines]
+    for line in lines:
+        echo(line)
+    if output is None:
+        return
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "bench.md").write_text("```\n" + "\n".join(lines) + "\n```\n", encoding="utf-8")
+    (output / "bench.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    try:
+        from dflash_hf.evaluation.plots import plot_report
+
+        plot_report(report, output / "bench.png", title)
+    except ImportError as error:
+        echo(f"no picture: {error}")
+    echo(f"written to {output}")

@@ -1,7 +1,6 @@
 """`dflash chat`: a conversation in the terminal."""
 
-import sys
-
+from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import add_examples, add_loading, add_sampling, add_speed, sampling_options
 from dflash_hf.terminal import (
     Outcome,
@@ -9,7 +8,6 @@ from dflash_hf.terminal import (
     add_color,
     add_template_arguments,
     positive,
-    template_arguments,
     wants_color,
 )
 
@@ -42,41 +40,26 @@ def run(arguments, echo) -> Outcome:
     conversation = _conversation(arguments, sampling, echo)
     from dflash_hf.serving.chat import Chat
 
-    out = sys.stderr if arguments.json else sys.stdout
-    return Outcome(facts={"turns": Chat(conversation, out, wants_color(arguments.color, out), echo.note).run()})
+    return Outcome(facts={"turns": Chat(conversation, echo, wants_color(arguments.color, echo.stream)).run()})
 
 
 def _conversation(arguments, sampling: dict, echo):
-    from dflash_hf.pairs import Loading, check_pair, device_of, drafter_of, load_target, pack
-
-    loading = Loading.of(arguments)
     if not arguments.target:
         from dflash_hf.smollm2 import drafter_folder, smollm2_folder
 
         arguments.target, arguments.draft = str(smollm2_folder()), str(drafter_folder())
         echo.note("SmolLM2-135M-Instruct with its drafter; --target and --draft name another pair.")
-    check_pair(arguments.target, arguments.draft, loading)
-    device = device_of(loading.device)
-    import torch
+    pair = NamedPair(arguments, echo.note)
     from transformers import set_seed
 
-    from dflash_hf.data.prepare import load_tokenizer
-    from dflash_hf.data.prompts import template_kwargs
+    from dflash_hf.pairs import pack
     from dflash_hf.serving.conversation import Conversation
     from dflash_hf.serving.pieces import watch_rounds
 
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    tokenizer = load_tokenizer(
-        arguments.target, revision=loading.revision, trust_remote_code=loading.trust_remote_code
-    )
-    draft = drafter_of(arguments, loading, device)
-    target = load_target(arguments.target, loading, device)
+    tokenizer, draft, target = pair.tokenizer, pair.draft(), pair.target()
     pack(arguments.packed, target, draft)
     if draft is not None:
         watch_rounds(draft)
-    given = template_arguments(arguments.template_args)
-    options = {"max_new_tokens": arguments.max_new_tokens, **sampling}
     set_seed(arguments.seed)
-    template = template_kwargs(given, draft_config=draft and draft.config, say=echo.note)
-    return Conversation(target, tokenizer, draft, template, options)
+    options = {"max_new_tokens": arguments.max_new_tokens, **sampling}
+    return Conversation(target, tokenizer, draft, pair.template(), options)

@@ -1,10 +1,8 @@
 """`dflash check`."""
 
 from dflash_hf.commands.shared import add_examples, add_revision
+from dflash_hf.names import ENGINES
 from dflash_hf.terminal import Outcome
-
-
-ENGINES = ("vllm", "sglang", "transformers")  # of hub.engine_rules, held to it
 
 
 def add_arguments(parser) -> None:
@@ -25,8 +23,9 @@ def run(arguments, echo) -> Outcome:
     """`echo` the table; 1 when there is an error, else 0."""
     from pathlib import Path
 
+    from dflash_hf.configs import read_config
     from dflash_hf.hub.check import check, render
-    from dflash_hf.pairs import looks_local, read_config
+    from dflash_hf.repositories import looks_local
 
     if looks_local(arguments.folder) and not Path(arguments.folder).expanduser().is_dir():
         raise FileNotFoundError(f"{arguments.folder}: there is no such folder.")

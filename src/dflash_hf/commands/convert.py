@@ -1,19 +1,15 @@
 """`dflash convert`."""
 
 from dflash_hf.commands.shared import add_examples, add_revision
+from dflash_hf.names import DTYPES, LAYOUTS
 from dflash_hf.terminal import Outcome, dtype, output_path, readable_file
-
-
-LAYOUTS = ("native", "z-lab")  # of dflash_hf.convert, held to it
 
 
 def add_arguments(parser) -> None:
     parser.add_argument("src", help="folder, repository or .pt file of a drafter")
     parser.add_argument("dst", type=output_path, help="new folder")
     parser.add_argument("--to", choices=LAYOUTS, default="z-lab", help="layout to write; default: %(default)s")
-    parser.add_argument(
-        "--dtype", type=dtype, choices=("float32", "bfloat16", "float16"), help="of the weights; default: as they are"
-    )
+    parser.add_argument("--dtype", type=dtype, choices=DTYPES, help="of the weights; default: as they are")
     parser.add_argument(
         "--share-head", action="store_true", help="of a reduced vocabulary: draft with the target's head"
     )
@@ -32,9 +28,9 @@ def run(arguments, echo) -> Outcome:
     import shutil
     from pathlib import Path
 
+    from dflash_hf.configs import read_config
     from dflash_hf.convert import convert
     from dflash_hf.hub.card import FACTS_FILE
-    from dflash_hf.pairs import read_config
 
     if not Path(arguments.src).expanduser().is_file():
         read_config(

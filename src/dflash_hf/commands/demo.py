@@ -1,7 +1,5 @@
 """`dflash demo`."""
 
-import sys
-
 from dflash_hf.commands.shared import add_examples
 from dflash_hf.terminal import Outcome, add_color, amount, dtype, output_folder, positive, wants_color
 
@@ -38,8 +36,8 @@ def run(arguments, echo) -> Outcome:
     import torch
 
     from dflash_hf.cache import default_cache_dir
+    from dflash_hf.configs import read_config
     from dflash_hf.demo.run import load_pair, run_demo
-    from dflash_hf.pairs import read_config
 
     if arguments.draft is not None:
         read_config(arguments.draft, f"--draft {arguments.draft}")  # there is one, before the target is loaded
@@ -51,6 +49,6 @@ def run(arguments, echo) -> Outcome:
         points = train_live(arguments.train, output / "drafter", say=echo)
         return Outcome(facts={"minutes_and_tau": points, "drafter": str(output / "drafter")})
     pair = load_pair(getattr(torch, arguments.dtype), arguments.draft)
-    color = wants_color(arguments.color, sys.stdout)
+    color = wants_color(arguments.color, echo.stream)
     report = run_demo(pair, arguments.prompts, arguments.max_new_tokens, arguments.runs, output, color, say=echo)
     return Outcome(1 if report.is_wrong else 0, json.loads(report.to_json()))

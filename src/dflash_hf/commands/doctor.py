@@ -1,7 +1,12 @@
 """`dflash doctor`."""
 
+import json
+from itertools import islice
+from pathlib import Path
+
+from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import add_examples, add_loading
-from dflash_hf.terminal import add_template_arguments, positive
+from dflash_hf.terminal import Outcome, add_template_arguments, note, positive
 
 
 def add_arguments(parser) -> None:
@@ -24,7 +29,61 @@ def add_arguments(parser) -> None:
     )
 
 
-def run(arguments, echo):
-    from dflash_hf.doctor.command import run
+def run(arguments, echo) -> Outcome:
+    """`dflash doctor`: `echo` what was tried, the likeliest cause and its remedy; 1 when there is one."""
+    from transformers.utils import logging
 
-    return run(arguments, echo)
+    from dflash_hf.configs import check_names
+    from dflash_hf.doctor.diagnosis import diagnose
+    from dflash_hf.doctor.experiments import Case
+    from dflash_hf.doctor.texts import Writer
+    from dflash_hf.evaluation.sets import rows_of, rows_of_every_kind
+    from dflash_hf.pairs import Loading, load_target
+    from dflash_hf.target import freeze
+
+    pair = NamedPair(arguments, note)
+    if arguments.base is not None:
+        check_names(arguments.base, None, Loading(), form="--base {1}")
+    rows = rows_of_every_kind(arguments.prompts)
+    if arguments.data is not None:
+        rows = list(islice(rows_of(arguments.data, arguments.split), arguments.prompts))
+    draft, encoder, target = pair.draft_as_saved(), pair.encoder(pair.template()), freeze(pair.target())
+    base = None
+    if arguments.base is not None:
+        same = Loading(arguments.dtype, trust_remote_code=arguments.trust_remote_code)
+        base = freeze(load_target(arguments.base, same, pair.device))
+    case = Case(
+        target,
+        draft,
+        Writer(target, draft.config.block_size, arguments.max_new_tokens, arguments.blocks),
+        rows,
+        encoder,
+        base,
+        _tokenizers(arguments),
+        _names(arguments),
+    )
+    result = diagnose(case, lambda some: logging.tqdm(some, desc="trying", disable=None, leave=False))
+    for line in result.lines():
+        echo(line)
+    return Outcome(0 if result.cause is None else 1, result.facts())
+
+
+def _names(arguments) -> dict[str, str]:
+    names = {"target": arguments.target, "draft": arguments.draft, "drafter": arguments.draft}
+    if arguments.base is not None:
+        names["base"] = names["origin"] = arguments.base
+    facts = Path(arguments.draft).expanduser() / "card_facts.json"
+    if "origin" not in names and facts.is_file():
+        names["origin"] = json.loads(facts.read_text(encoding="utf-8")).get("base_model") or "REPOSITORY"
+    return names
+
+
+def _tokenizers(arguments) -> dict:
+    """Those of the base and of the drafter's folder, where they have one."""
+    from dflash_hf.data.prepare import load_tokenizer
+
+    found = {}
+    for origin, name in (("base", arguments.base), ("drafter", arguments.draft)):
+        if name is not None and (origin == "base" or (Path(name).expanduser() / "tokenizer.json").is_file()):
+            found[origin] = load_tokenizer(name, None, None, arguments.trust_remote_code)
+    return found

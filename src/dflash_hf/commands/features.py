@@ -1,7 +1,8 @@
 """`dflash features`."""
 
 from dflash_hf.commands.shared import add_data, add_examples, add_loading, add_output
-from dflash_hf.terminal import amount, count, output_folder, positive, token_id
+from dflash_hf.names import DTYPES
+from dflash_hf.terminal import Outcome, amount, count, note, output_folder, positive, template_arguments, token_id
 
 
 AGAIN = "the same command goes on after the last complete shard"
@@ -28,7 +29,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--mask-token-id", type=token_id, help="the drafter's mask token; rows that hold it drop out")
     parser.add_argument(
         "--store-dtype",
-        choices=("float32", "bfloat16", "float16"),
+        choices=DTYPES,
         default="bfloat16",
         help="default: %(default)s",
     )
@@ -44,7 +45,56 @@ def add_arguments(parser) -> None:
     )
 
 
-def run(arguments, echo):
-    from dflash_hf.training.offline import run
+def run(arguments, echo) -> Outcome:
+    """`dflash features`: store what is missing in the output."""
+    from dflash_hf.configs import check_names, check_token_id
+    from dflash_hf.data.encode import RowEncoder
+    from dflash_hf.data.prepare import load_tokenizer, prepare_dataset
+    from dflash_hf.data.prompts import template_kwargs
+    from dflash_hf.data.sources import load_rows
+    from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
+    from dflash_hf.modeling.layouts_dflash import fitting_target_layer_ids
+    from dflash_hf.modeling.target_dflash import text_depth
+    from dflash_hf.pairs import Loading, device_of, load_target
+    from dflash_hf.target import freeze
+    from dflash_hf.training.features import describe, store_features
 
-    return run(arguments, echo)
+    loading = Loading.of(arguments)
+    check_token_id(arguments.mask_token_id, check_names(arguments.target, None, loading))
+    device = device_of(loading.device)
+    layer_ids, mask_token_id = arguments.target_layer_ids, arguments.mask_token_id
+    config = DFlashDraftConfig.from_pretrained(arguments.draft_config) if arguments.draft_config else None
+    if config is not None:
+        layer_ids = config.target_layer_ids
+        mask_token_id = config.mask_token_id if mask_token_id is None else mask_token_id
+    given = template_arguments(arguments.template_args)
+    encoder = RowEncoder(
+        load_tokenizer(arguments.target, arguments.chat_template, loading.revision, loading.trust_remote_code),
+        arguments.max_length,
+        template_kwargs(given, arguments.data, draft_config=config, say=note),
+        mask_token_id,
+    )
+    rows = load_rows(arguments.data, arguments.split, name=arguments.name)
+    if arguments.limit:
+        rows = rows.select(range(min(arguments.limit, len(rows))))
+    target = freeze(load_target(arguments.target, loading, device))
+    depth = text_depth(target.config)
+    layer_ids = layer_ids or fitting_target_layer_ids(depth, 5)
+    if not 0 <= min(layer_ids) <= max(layer_ids) < depth or len(set(layer_ids)) < len(layer_ids):
+        raise ValueError(f"--target-layer-ids {layer_ids} must be distinct layers of the target's 0 to {depth - 1}.")
+    encoder.vocab_size = target.get_input_embeddings().weight.shape[0]
+    dataset, report = prepare_dataset(rows, encoder, num_proc=arguments.num_proc)
+    for line in report.lines():
+        echo(line)
+    manifest = store_features(
+        target,
+        dataset,
+        arguments.output,
+        describe(target, arguments.target, layer_ids, encoder, arguments.store_dtype, arguments.states),
+        arguments.batch_size,
+        int(arguments.shard_size * 1e9),
+        echo,
+    )
+    echo(f"{manifest.examples} examples in {len(manifest.shards)} shards are in {arguments.output}")
+    facts = {"examples": manifest.examples, "tokens": manifest.tokens, "shards": len(manifest.shards)}
+    return Outcome(facts={**facts, "layer_ids": layer_ids, "output": str(arguments.output)})

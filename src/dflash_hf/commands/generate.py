@@ -1,8 +1,8 @@
 """`dflash generate`: an answer as it is written, and what it took."""
 
-import sys
 import time
 
+from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import add_examples, add_loading, add_sampling, add_speed, sampling_options
 from dflash_hf.terminal import (
     Outcome,
@@ -11,7 +11,6 @@ from dflash_hf.terminal import (
     add_template_arguments,
     positive,
     stdin_lines,
-    template_arguments,
     wants_color,
 )
 
@@ -48,25 +47,16 @@ def run(arguments, echo) -> Outcome:
         raise ValueError("--prompt is not UTF-8; convert it first, with iconv for instance.")
     if arguments.draft is None and (arguments.compare or arguments.show_drafts):
         raise UsageError("--compare and --show-drafts show what a drafter does; name it with --draft.")
-    from dflash_hf.pairs import Loading, check_pair, device_of, drafter_of, load_target, pack, positions_of
-
-    loading = Loading.of(arguments)
-    config = check_pair(arguments.target, arguments.draft, loading)
-    device = device_of(loading.device)
+    pair = NamedPair(arguments, echo.note)
     import torch
     from transformers import set_seed
 
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    from dflash_hf.data.prepare import load_tokenizer
+    from dflash_hf.pairs import pack
     from dflash_hf.serving.pieces import PieceStreamer
 
-    tokenizer = load_tokenizer(
-        arguments.target, revision=loading.revision, trust_remote_code=loading.trust_remote_code
-    )
-    draft = drafter_of(arguments, loading, device)
-    prompt_ids = _ids(tokenizer, prompt, draft, arguments, positions_of(config), echo.note)
-    target = load_target(arguments.target, loading, device)
+    tokenizer, draft = pair.tokenizer, pair.draft()
+    prompt_ids = _ids(pair, prompt)
+    target = pair.target()
     pack(arguments.packed, target, draft)
     input_ids = torch.tensor([prompt_ids], device=target.device)
     inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
@@ -78,10 +68,10 @@ def run(arguments, echo) -> Outcome:
         output = target.generate(**inputs, **options, **extra)
         return output, output.sequences[0, len(prompt_ids) :].tolist(), time.perf_counter() - start
 
-    streamer = None if arguments.json else PieceStreamer(tokenizer, _show)
+    streamer = None if arguments.json else PieceStreamer(tokenizer, lambda piece, source: echo.write(piece))
     output, ids, seconds = decode(streamer=streamer, **({"assistant_model": draft} if draft is not None else {}))
     if streamer is not None:
-        _show("\n")
+        echo("")
     # Figures go to standard error, so that the text alone can be piped.
     lengths = (getattr(output, "acceptance_lengths", None) or [[]])[0]
     facts = {"text": tokenizer.decode(ids, skip_special_tokens=True), "tokens": len(ids), "seconds": seconds}
@@ -93,7 +83,7 @@ def run(arguments, echo) -> Outcome:
             from dflash_hf.evaluation.text import colored_answer, token_texts
 
             pieces = token_texts(tokenizer, ids)
-            echo(f"\n{colored_answer(pieces, lengths, wants_color(arguments.color, sys.stdout))}")
+            echo(f"\n{colored_answer(pieces, lengths, wants_color(arguments.color, echo.stream))}")
     packed = ", packed" if arguments.packed else ""
     echo.note(f"\n{'target alone' if draft is None else 'with the drafter'}{packed}: {speed}")
     if arguments.compare and draft is not None:
@@ -103,26 +93,19 @@ def run(arguments, echo) -> Outcome:
     return Outcome(facts=facts)
 
 
-def _ids(tokenizer, prompt: str, draft, arguments, positions: int | None, say) -> list[int]:
-    from dflash_hf.data.encode import RowEncoder, UnusableRow
-    from dflash_hf.data.prompts import ids_of_prompt, prompt_of, template_kwargs
+def _ids(pair: NamedPair, prompt: str) -> list[int]:
+    from dflash_hf.data.encode import UnusableRow
+    from dflash_hf.data.prompts import ids_of_prompt, prompt_of
 
-    given = template_arguments(arguments.template_args)
-    kwargs = {} if arguments.raw else template_kwargs(given, draft_config=draft and draft.config, say=say)
-    as_chat = bool(tokenizer.chat_template) and not arguments.raw
-    encoder = RowEncoder(tokenizer, chat_template_kwargs=kwargs, positions=positions)
+    raw = pair.arguments.raw
+    encoder = pair.encoder({} if raw else pair.template())
     try:
-        ids = ids_of_prompt(encoder, prompt_of({"prompt": prompt}, as_chat))
+        ids = ids_of_prompt(encoder, prompt_of({"prompt": prompt}, bool(pair.tokenizer.chat_template) and not raw))
     except UnusableRow as reason:
         raise ValueError(f"--prompt: {reason}.") from reason
     if not ids:
         raise ValueError("--prompt is empty under this tokenizer; pass some text.")
     return ids
-
-
-def _show(text: str, source: int = 0) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def _speed(ids: list[int], seconds: float) -> str:

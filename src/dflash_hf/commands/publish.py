@@ -1,11 +1,11 @@
 """`dflash publish`."""
 
 from dflash_hf.commands.shared import add_examples
+from dflash_hf.names import RELATIONS
 from dflash_hf.terminal import Outcome, output_folder
 
 
 AGAIN = "the same command sends what is missing; what arrived is not sent twice"
-RELATIONS = ("adapter", "finetune", "merge", "quantized")  # of hub.card, held to it
 _FACTS = ("base_model", "base_model_revision", "base_model_relation", "license", "datasets", "data", "hardware")
 
 

@@ -2,12 +2,13 @@
 
 import argparse
 
+from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import add_draft_temperature, add_examples, add_loading, add_speed
-from dflash_hf.terminal import Outcome, UsageError, add_template_arguments, install, positive, template_arguments
+from dflash_hf.names import ENGINES
+from dflash_hf.terminal import Outcome, UsageError, add_template_arguments, install, positive
 
 
 AGAIN = "what was asked before has been answered; the same command serves again"
-ENGINES = ("transformers", "vllm", "sglang")
 
 
 def add_arguments(parser) -> None:
@@ -36,25 +37,16 @@ def run(arguments, echo) -> Outcome:
         raise UsageError("--dry-run prints the command of another engine; add --engine vllm or --engine sglang.")
     from transformers.utils.import_utils import is_serve_available
 
-    from dflash_hf.pairs import Loading, check_pair, damaged, device_of, drafter_of
-
     if not is_serve_available():
         raise ImportError(f"Serving needs packages that are not installed: {install('serving')}.")
-    import torch
     from safetensors import SafetensorError
 
-    from dflash_hf.data.prompts import template_kwargs
+    from dflash_hf.pairs import damaged
     from dflash_hf.serving.server import DraftedServe, bound
 
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-
-    loading = Loading.of(arguments)
-    check_pair(arguments.target, arguments.draft, loading)
-    at = bound(arguments.host, arguments.port)
-    device = device_of(loading.device)
-    draft = drafter_of(arguments, loading, device)
-    given = template_arguments(arguments.template_args)
+    pair = NamedPair(arguments, echo.note)
+    loading, at = pair.loading, bound(arguments.host, arguments.port)
+    draft = pair.draft()
     try:
         DraftedServe(
             f"{arguments.target}@{loading.revision}" if loading.revision else arguments.target,
@@ -62,8 +54,8 @@ def run(arguments, echo) -> Outcome:
             say=echo.note,
             at=at,
             packed=arguments.packed,
-            template=template_kwargs(given, draft_config=draft and draft.config, say=echo.note),
-            device=device,
+            template=pair.template(),
+            device=pair.device,
             dtype=loading.dtype,
             trust_remote_code=loading.trust_remote_code,
             log_level="info" if arguments.verbose else "error",
@@ -79,26 +71,24 @@ def _engine(arguments, echo) -> Outcome:
     import shlex
     import sys
 
-    from dflash_hf.data.prompts import template_kwargs
     from dflash_hf.hub.check import check, render
     from dflash_hf.hub.launch import launch_command
-    from dflash_hf.pairs import Loading, check_pair, draft_config_of
 
-    engine, loading = arguments.engine, Loading.of(arguments)
+    engine = arguments.engine
     if arguments.draft is None:
         raise UsageError(f"--engine {engine} needs --draft; without a drafter, run {engine} itself.")
     names = ("compile", "tree_nodes", "draft_temperature", "packed", "device", "threads")
     ours = [name for name in names if getattr(arguments, name)]
     if ours:
         raise UsageError(f"--{ours[0].replace('_', '-')} is for --engine transformers; leave it out for {engine}.")
-    target = check_pair(arguments.target, arguments.draft, loading)
-    findings = check(arguments.draft, [engine], target.get("text_config", target), loading.draft_revision)
+    pair = NamedPair(arguments, echo.note)
+    target, loading = pair.config.get("text_config", pair.config), pair.loading
+    findings = check(arguments.draft, [engine], target, loading.draft_revision)
     echo.note(render(findings))
     if any(finding.severity == "error" for finding in findings):
         return Outcome(1, {"findings": [vars(finding) for finding in findings]})
-    config = draft_config_of(arguments.draft, loading)
-    template = template_kwargs(template_arguments(arguments.template_args), draft_config=config, say=echo.note)
-    environment, command = launch_command(engine, arguments.target, arguments.draft, config, loading, template)
+    of_pair = (arguments.target, arguments.draft, pair.draft_config)
+    environment, command = launch_command(engine, *of_pair, loading, pair.template())
     command += ["--host", arguments.host, "--port", str(arguments.port)]
     line = " ".join([*(f"{name}={value}" for name, value in environment.items()), shlex.join(command)])
     echo(line)

@@ -2,8 +2,8 @@
 
 import argparse
 
+from dflash_hf.names import DTYPES
 from dflash_hf.terminal import (
-    DTYPES,
     UsageError,
     add_template_arguments,
     device,
@@ -51,7 +51,7 @@ def add_examples(parser, *lines: str, after: str = "") -> None:
 def add_loading(parser, draft: bool = True, code: bool = True, title: str = "models"):
     """How models are loaded: see [`~dflash_hf.pairs.Loading`]."""
     group = parser.add_argument_group(title)
-    shown = f"{', '.join(DTYPES)}; default: %(default)s"
+    shown = f"auto, {', '.join(DTYPES)}; default: %(default)s"
     group.add_argument("--dtype", type=dtype, default="auto", help=f"of the models: {shown}")
     group.add_argument(
         "--device", type=device, help="cpu, cuda, cuda:1, ... or auto, to spread a large target; default: a GPU if any"

@@ -22,16 +22,16 @@ from transformers.utils import logging
 
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
-from dflash_hf.evaluation.measure import (
+from dflash_hf.evaluation.measure import EvalReport
+from dflash_hf.evaluation.measure import evaluate as decode_side_by_side
+from dflash_hf.evaluation.methods import (
     DFLASH,
     PROMPT_LOOKUP,
     TARGET,
     TARGET_PACKED,
     TREE_COMPILED_PACKED,
     TREE_PACKED,
-    EvalReport,
 )
-from dflash_hf.evaluation.measure import evaluate as decode_side_by_side
 from dflash_hf.evaluation.plots import plot_report
 from dflash_hf.evaluation.text import colored_answer, summary_lines, token_texts
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel

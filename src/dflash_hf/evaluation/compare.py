@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dflash_hf.evaluation.measure import EvalReport
 from dflash_hf.evaluation.text import LABELS
-from dflash_hf.terminal import Outcome, read_text
+from dflash_hf.terminal import read_text
 
 
 Sums = Sequence[tuple[int, int]]  # of each text: accepted tokens, and blocks
@@ -34,9 +34,9 @@ def mean_difference(before: Sums, after: Sums) -> tuple[float, float]:
     return gain, 0.0 if gain == 0 else math.copysign(math.inf, gain) if error == 0 else gain / error
 
 
-def run(paths: Sequence[Path], echo) -> Outcome:
-    """`dflash eval --compare`: two reports side by side."""
-    first, second = map(_report, paths)
+def compare(before: Path, after: Path, echo) -> dict:
+    """Two reports side by side, line by line to `echo`; returns what was compared."""
+    first, second = _report(before), _report(after)
     echo(f"{'':30}{'A':>12}{'B':>12}{'B / A':>9}")
     facts: dict = {"tau": [first.tau, second.tau], "methods": {}}
     rows = [("tau", first.tau, second.tau), ("tau, mean of answers", first.tau_per_response, second.tau_per_response)]
@@ -59,7 +59,7 @@ def run(paths: Sequence[Path], echo) -> Outcome:
         facts |= {"gain": gain, "standard_errors": errors}
         chance = "more than chance" if abs(errors) >= 2 else "no more than chance"
         echo(f"the same prompts: tau {gain:+.3f}, {errors:+.1f} standard errors, {chance}")
-    return Outcome(0, facts)
+    return facts
 
 
 def _report(path: Path) -> EvalReport:

@@ -6,10 +6,9 @@ import gc
 import json
 import platform
 import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain, product
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -17,40 +16,23 @@ import transformers
 
 from dflash_hf.evaluation.divergence import WRONG, Divergence, Rounding, judge
 from dflash_hf.evaluation.divergence import summary as worst_verdict
+from dflash_hf.evaluation.forwards import now
 from dflash_hf.evaluation.journal import Journal
+from dflash_hf.evaluation.methods import (
+    AUTO,
+    COMPILED_METHODS,
+    DFLASH,
+    METHODS,
+    OURS,
+    PACKED_METHODS,
+    PROMPT_LOOKUP,
+    TARGET,
+    TARGET_PACKED,
+    TREE_METHODS,
+    TREE_NODES,
+)
 from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.packed_linear import packed_weights
-
-
-TARGET, TARGET_PACKED, PROMPT_LOOKUP = "target", "target_packed", "prompt_lookup"
-DFLASH, TREE, COMPILED, PACKED = "dflash", "dflash_tree", "dflash_compiled", "dflash_packed"
-AUTO = "dflash_auto"  # the drafter as it is: if nothing is set, sizes are chosen in each round
-TREE_PACKED, TREE_COMPILED_PACKED = f"{TREE}_packed", f"{TREE}_compiled_packed"
-METHODS = (TARGET, DFLASH, PROMPT_LOOKUP)
-TREE_NODES = 15
-
-
-@dataclass(frozen=True)
-class Way:
-    """A way of decoding with a drafter: what is switched on."""
-
-    tree: bool
-    compiled: bool
-    packed: bool
-
-    def __str__(self) -> str:
-        return "_".join([DFLASH, *[name for name, switch in vars(self).items() if switch]])
-
-    def changes(self, tree_nodes: int = TREE_NODES) -> dict:
-        """To the drafter's `decoding_config`."""
-        return ({"tree_nodes": tree_nodes} if self.tree else {}) | ({"compile": True} if self.compiled else {})
-
-
-# "dflash", "dflash_packed", "dflash_compiled", ..., "dflash_tree_compiled_packed"
-OURS = {str(way): way for way in (Way(*switches) for switches in product((False, True), repeat=3))}
-PACKED_METHODS = {TARGET_PACKED, *(name for name, way in OURS.items() if way.packed)}
-COMPILED_METHODS = {name for name, way in OURS.items() if way.compiled}
-TREE_METHODS = {name for name, way in OURS.items() if way.tree}
 
 
 @dataclass
@@ -322,9 +304,9 @@ class _Decoder:
             _count_forwards(self.target) if counts else contextlib.nullcontext([0]) as count,
             packed_weights(self.target, self.draft) if method in PACKED_METHODS else contextlib.nullcontext(),
         ):
-            start = _now(self.target)
+            start = now(self.target.device)
             lengths, ids = ([], way(prompt)) if callable(way) else self._generate(prompt, way)
-            seconds = _now(self.target) - start
+            seconds = now(self.target.device) - start
         forwards = 1 + len(lengths) if method in OURS else count[0] or len(ids)
         return _Decoded(ids, seconds, forwards, lengths)
 
@@ -414,9 +396,3 @@ def hardware(device: torch.device) -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _now(target) -> float:
-    if target.device.type == "cuda":
-        torch.cuda.synchronize(target.device)
-    return time.perf_counter()

@@ -4,15 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from dflash_hf.evaluation.measure import (
-    COMPILED_METHODS,
-    DFLASH,
-    OURS,
-    PROMPT_LOOKUP,
-    TARGET,
-    TARGET_PACKED,
-    EvalReport,
-)
+from dflash_hf.evaluation.measure import EvalReport
+from dflash_hf.evaluation.methods import COMPILED_METHODS, DFLASH, OURS, PROMPT_LOOKUP, TARGET, TARGET_PACKED
 from dflash_hf.evaluation.text import LABELS, origins
 from dflash_hf.terminal import install
 

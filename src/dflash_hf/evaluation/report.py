@@ -4,7 +4,8 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-from dflash_hf.evaluation.measure import DFLASH, EvalReport
+from dflash_hf.evaluation.measure import EvalReport
+from dflash_hf.evaluation.methods import DFLASH
 from dflash_hf.evaluation.plots import plot_report
 from dflash_hf.evaluation.sets import NAMED
 

@@ -133,6 +133,12 @@ def generated_rows(kind: str, count: int, seed: int = SEED) -> Iterator[dict]:
             yield {"prompt": prompt}
 
 
+def rows_of_every_kind(count: int) -> list[dict]:
+    """Requests made by rule, of every kind in turn."""
+    each = [generated_rows(kind, -(-count // len(GENERATED))) for kind in GENERATED]
+    return [row for some in zip(*each, strict=True) for row in some][:count]
+
+
 def _arithmetic(random) -> str:
     person, thing = random.choice(_PEOPLE), random.choice(_THINGS)
     a, b, c = random.randint(12, 95), random.randint(2, 9), random.randint(3, 40)

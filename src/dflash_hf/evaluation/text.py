@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 
 from dflash_hf.evaluation.divergence import NEAR_TIE, WRONG
-from dflash_hf.evaluation.measure import (
+from dflash_hf.evaluation.measure import EvalReport
+from dflash_hf.evaluation.methods import (
+    AUTO,
     COMPILED_METHODS,
     DFLASH,
     OURS,
@@ -11,13 +13,12 @@ from dflash_hf.evaluation.measure import (
     TARGET,
     TARGET_PACKED,
     TREE_METHODS,
-    EvalReport,
 )
 
 
 LABELS = {method: "same, " + method.removeprefix(f"{DFLASH}_").replace("_", ", ") for method in OURS}
 LABELS |= {TARGET: "target alone", TARGET_PACKED: "target alone, packed"}
-LABELS |= {DFLASH: "with the drafter", PROMPT_LOOKUP: "prompt lookup"}
+LABELS |= {DFLASH: "with the drafter", AUTO: "same, sizes chosen", PROMPT_LOOKUP: "prompt lookup"}
 
 
 def origins(lengths: Sequence[int], total: int) -> list[int]:

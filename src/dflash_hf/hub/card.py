@@ -15,17 +15,18 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.utils import validate_repo_id
 
 from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE, eval_results_yaml
+from dflash_hf.files import read_json
 from dflash_hf.hub.check import check, read_shapes
 from dflash_hf.hub.engine_rules import DFLASH2, MUSE
 from dflash_hf.hub.launch import launch_command
 from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
 from dflash_hf.modeling.saving_dflash import code_files
+from dflash_hf.names import RELATIONS
 from dflash_hf.terminal import install
 
 
 FACTS_FILE = "card_facts.json"
 TEMPLATE = "model_card_template.md"
-RELATIONS = ("adapter", "finetune", "merge", "quantized")
 # Of the many training arguments, those that make a run; shown where they are set.
 _TRAINING = (
     "num_train_epochs",
@@ -341,12 +342,4 @@ def _engines(folder: Path, config, facts: CardFacts, repo: str) -> list[dict]:
 
 def _read_json(path: Path) -> dict:
     """A JSON object, or an empty one where there is no file."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}.") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold one JSON object.")
-    return content
+    return read_json(path) if path.is_file() else {}

@@ -11,14 +11,15 @@ from pathlib import Path
 import torch
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
 
-from dflash_hf.hub.engine_rules import ARCHITECTURES, ENGINES, RULES, Drafter, Finding, fits_target
+from dflash_hf.files import read_json
+from dflash_hf.hub.engine_rules import ARCHITECTURES, RULES, Drafter, Finding, fits_target
 from dflash_hf.hub.remote import local_folder
 from dflash_hf.hub.safety_rules import SAFETY_RULES
 from dflash_hf.modeling.checkpoint_dflash import checkpoint_files, read_header
 from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
 from dflash_hf.modeling.heads_dflash import HEADS
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
-from dflash_hf.pairs import read_json
+from dflash_hf.names import ENGINES
 from dflash_hf.terminal import one_line
 from dflash_hf.weights import check_finite_weights
 

@@ -16,10 +16,9 @@ from dflash_hf.modeling.checkpoint_dflash import MASK_EMBEDDING
 from dflash_hf.modeling.checks_dflash import CONVOLUTION_KEYS
 from dflash_hf.modeling.heads_dflash import HEADS
 from dflash_hf.modeling.selector_dflash import PathSelector
+from dflash_hf.names import ENGINES, SERVERS
 
 
-ENGINES = ("vllm", "sglang", "transformers")
-SERVERS = ("vllm", "sglang")
 MUSE = "MuseGlimmerAssistantModel"
 DFLASH2 = PathSelector.architecture
 DFLASH2_KEYS = (*CONVOLUTION_KEYS, *PathSelector.sizes)

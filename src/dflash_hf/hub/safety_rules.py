@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from dflash_hf.hub.engine_rules import ENGINES, Drafter, Finding
+from dflash_hf.hub.engine_rules import Drafter, Finding
+from dflash_hf.names import ENGINES
 from dflash_hf.terminal import one_line
 
 

@@ -2,14 +2,12 @@
 
 import contextlib
 import sys
-from collections.abc import Callable
-from typing import TextIO
 
 from dflash_hf.evaluation.text import shade
 from dflash_hf.failures import explain
 from dflash_hf.serving.conversation import Conversation
 from dflash_hf.serving.pieces import PieceStreamer
-from dflash_hf.terminal import stdin_lines
+from dflash_hf.terminal import Echo, stdin_lines
 
 
 HELP = """/draft off  let the target answer alone; /draft on lets the drafter help again
@@ -24,15 +22,14 @@ class Chat:
     """
     Args:
         conversation (`Conversation`): With both models.
-        out (`TextIO`): Where answers go.
-        color (`bool`): Colour accepted tokens and, where `out` is a terminal, show the figures beside the text.
-        note (`Callable[[str], None]`): Takes figures and errors, apart from the answers.
+        echo ([`~dflash_hf.terminal.Echo`]): Writes answers and, apart from them, figures and errors.
+        color (`bool`): Colour accepted tokens and, on a terminal, show the figures beside the text.
     """
 
-    def __init__(self, conversation: Conversation, out: TextIO, color: bool, note: Callable[[str], None]):
-        self.conversation, self.out, self.color, self.note = conversation, out, color, note
+    def __init__(self, conversation: Conversation, echo: Echo, color: bool):
+        self.conversation, self.color, self.note, self._write = conversation, color, echo.note, echo.write
         self.draft = conversation.draft
-        self.live = color and out.isatty()
+        self.live = color and echo.stream.isatty()
         self.person, self.lines = sys.stdin.isatty(), stdin_lines()
         self.previous = 0  # where the piece before came from
         self.turns: list[dict] = []
@@ -105,7 +102,3 @@ class Chat:
 
     def _who(self) -> str:
         return "target alone" if self.conversation.draft is None else "with the drafter"
-
-    def _write(self, text: str) -> None:
-        self.out.write(text)
-        self.out.flush()

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dflash_hf.configs import positions_of
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import ids_of_prompt
-from dflash_hf.pairs import positions_of
 from dflash_hf.serving.pieces import PieceStreamer
 
 

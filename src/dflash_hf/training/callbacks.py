@@ -8,7 +8,8 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from dflash_hf.data.encode import given_ids
-from dflash_hf.evaluation.measure import DFLASH, TARGET, EvalReport, evaluate
+from dflash_hf.evaluation.measure import EvalReport, evaluate
+from dflash_hf.evaluation.methods import DFLASH, TARGET
 
 
 logger = logging.get_logger(__name__)

@@ -29,7 +29,6 @@ from dflash_hf.target import check_logits, digest_of_target, target_features, ta
 
 MANIFEST = "manifest.json"
 VERIFIED = "verified.json"  # sizes and times of shards whose hash was found right, so that each is read once
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass
@@ -74,7 +73,7 @@ class FeatureManifest:
     def token_bytes(self) -> int:
         """What a token takes on disk."""
         width = self.width + (self.width // len(self.layer_ids) if self.states else 0)
-        return width * DTYPES[self.dtype].itemsize + 8 + 1
+        return width * getattr(torch, self.dtype).itemsize + 8 + 1
 
     @property
     def complete(self) -> bool:
@@ -215,7 +214,7 @@ def _store(target, examples, folder: Path, manifest, batch_size: int, shard_byte
 
 def _shard(target, rows, first, manifest, batch_size, on_tokens) -> dict[str, torch.Tensor]:
     lengths = torch.tensor([0] + [len(row["input_ids"]) for row in rows])
-    offsets, dtype = lengths.cumsum(0), DTYPES[manifest.dtype]
+    offsets, dtype = lengths.cumsum(0), getattr(torch, manifest.dtype)
     widths = {"features": manifest.width}
     if manifest.states:
         widths["states"] = manifest.width // len(manifest.layer_ids)

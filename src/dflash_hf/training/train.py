@@ -1,4 +1,4 @@
-"""`dflash train`: a recipe from its data to a saved, and if wanted published, drafter."""
+"""A recipe, from its data to a saved drafter."""
 
 import gc
 import shutil
@@ -6,40 +6,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from dflash_hf.pairs import Loading, check_pair, check_token_id, load_target
-from dflash_hf.smollm2 import folder_of
-from dflash_hf.terminal import Outcome, check_writable, is_secret, note
-from dflash_hf.training.recipe import RecipeArguments, key_lines, read_recipe
-
-
-def run(arguments, echo) -> Outcome:
-    """`dflash train`."""
-    if arguments.keys is not None:
-        lines = key_lines(arguments.keys)
-        for line in lines:
-            echo(line)
-        return Outcome(facts={"keys": lines})
-    recipe, training = read_recipe(arguments.config, arguments.overrides)
-    recipe.target, recipe.draft = folder_of(recipe.target), folder_of(recipe.draft, drafter=True)
-    if not training.get("output_dir"):
-        raise ValueError("output_dir is not given; name the folder for the drafter, such as output_dir=my-drafter.")
-    if training.get("push_to_hub") and not training.get("hub_model_id"):
-        raise ValueError("push_to_hub=True needs hub_model_id, such as hub_model_id=me/my-drafter.")
-    settings = {key: "(set)" if is_secret(key) else value for key, value in {**_given(recipe), **training}.items()}
-    if arguments.dry_run:
-        for key, value in settings.items():
-            echo(f"{key}: {value}")
-        return Outcome(facts=settings)
-    _check_before(recipe, training)
-    trainer = train(recipe, training, echo)
-    if trainer.args.process_index == 0:
-        echo(f"The drafter is in {trainer.args.output_dir}")
-        if training.get("push_to_hub"):
-            _publish(recipe, trainer.args, echo)
-    outcome = Outcome(facts={"output_dir": trainer.args.output_dir, "steps": trainer.state.global_step})
-    del trainer
-    leave_group()
-    return outcome
+from dflash_hf.pairs import Loading, load_target
+from dflash_hf.terminal import note
+from dflash_hf.training.recipe import RecipeArguments
 
 
 def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callbacks=()):
@@ -161,36 +130,6 @@ def _save_adapted(trainer) -> None:
                 shutil.copyfile(folder / "adapter" / name, folder / name)
 
 
-def _check_before(recipe: RecipeArguments, training: dict) -> None:
-    """What would fail after the target was loaded, or after hours, fails now."""
-    try:
-        check_writable(Path(training["output_dir"]).expanduser())
-    except OSError as error:
-        raise ValueError(
-            f"output_dir={training['output_dir']} cannot be written: {error.strerror or error}."
-        ) from error
-    for name in ("data", "eval_data"):
-        given = getattr(recipe, name) or []
-        for one in [given] if isinstance(given, str) else given:
-            if Path(one).suffix in (".jsonl", ".json", ".csv", ".parquet") and not Path(one).expanduser().is_file():
-                raise FileNotFoundError(f"{name}={one!r}: there is no such file.")
-    config = check_pair(recipe.target, recipe.draft, Loading(revision=recipe.target_revision), form="{}={}")
-    check_token_id(recipe.mask_token_id, config, f"mask_token_id={recipe.mask_token_id}")
-    from transformers.integrations import get_available_reporting_integrations
-
-    wanted = training.get("report_to") or []
-    known = {"all", "none", *get_available_reporting_integrations()}
-    for name in [wanted] if isinstance(wanted, str) else wanted:
-        if name not in known:
-            raise ValueError(
-                f"report_to={name} is not installed, or unknown: `pip install {name}`, or report_to=none."
-            )
-
-
-def _given(recipe: RecipeArguments) -> dict:
-    return {name: value for name, value in vars(recipe).items() if value not in (None, {})}
-
-
 def _encoder(recipe: RecipeArguments):
     from dflash_hf.data.encode import RowEncoder
     from dflash_hf.data.prepare import load_tokenizer
@@ -300,18 +239,3 @@ def _datasets(recipe: RecipeArguments, args, config, encoder, say):
     if not recipe.eval_data and not recipe.eval_split:
         return dataset, None
     return dataset, prepared(recipe.eval_data or recipe.data, recipe.eval_split, False, False)
-
-
-def _publish(recipe: RecipeArguments, args, echo) -> None:
-    from dflash_hf.hub.card import CardFacts
-    from dflash_hf.hub.publish import PublishError, publish
-
-    names = [recipe.data] if isinstance(recipe.data, str) else recipe.data or []
-    of_the_hub = [name for name in names if name.count("/") == 1 and not Path(name).exists()]
-    facts = CardFacts.from_folder(args.output_dir, base_model=recipe.base_model, datasets=of_the_hub)
-    try:
-        result = publish(args.output_dir, args.hub_model_id, bool(args.hub_private_repo), facts=facts)
-    except PublishError as error:
-        again = f"dflash publish {args.output_dir} {args.hub_model_id}"
-        raise ValueError(f"The drafter is saved, but not published: {error}\nTry again with `{again}`.") from error
-    echo(f"published         {result.url or args.hub_model_id}")

@@ -1,15 +1,19 @@
-"""`dflash bench`: forced acceptance, ways of decoding side by side, the protocol with the published implementation."""
+"""Ways of decoding side by side: forced acceptance, the protocol with the published implementation; `dflash bench`."""
 
 import json
 
 import pytest
+import side_by_side
 import torch
+from random_pairs import SHAPES, oracle_text, random_pair, slot_accuracy
+from side_by_side import NATIVE, REFERENCE, bench
+from support.pairs import make_draft
+from support.tiny_chat import save_target
+from transformers import AutoModelForCausalLM
 
 from dflash_hf import packed_linear
 from dflash_hf.cli import main
-from dflash_hf.evaluation.bench import NATIVE, REFERENCE, bench
-from dflash_hf.evaluation.bench_pairs import SHAPES, oracle_text, random_pair, slot_accuracy
-from dflash_hf.evaluation.measure import DFLASH, TARGET, TREE
+from dflash_hf.evaluation.methods import DFLASH, TARGET, TREE
 
 
 @pytest.fixture(scope="module")
@@ -117,10 +121,12 @@ def test_a_reference_that_is_none_is_named(pair, tmp_path):
         bench(*pair, 4, 1, (TARGET, DFLASH), reference=tmp_path)
 
 
-def test_command_writes_table_figures_and_picture(tmp_path, capsys):
+FORCED = ["--shape", "tiny", "--forced-acceptance", "4"]
+
+
+def test_the_script_writes_table_figures_and_picture(tmp_path, capsys):
     options = ["--max-new-tokens", "24", "--prompts", "2", "--runs", "2", "--methods", "target,dflash"]
-    forced = ["--shape", "tiny", "--forced-acceptance", "4"]
-    assert main(["bench", *forced, *options, "--output", str(tmp_path / "out")]) == 0
+    assert side_by_side.main([*FORCED, *options, "--output", str(tmp_path / "out")]) == 0
     assert "FORCED acceptance 4.0" in capsys.readouterr().out
     facts = json.loads((tmp_path / "out" / "bench.json").read_text())
     assert facts["round"]["overhead"]["dflash"] > 0 and facts["setting"]["forced_acceptance"] == 4.0
@@ -133,8 +139,7 @@ def test_packed_methods_are_compared_with_the_packed_target(tmp_path, capsys, mo
     monkeypatch.setattr(packed_linear, "SMALLEST", 0)
     options = ["--max-new-tokens", "24", "--prompts", "1", "--runs", "2"]
     methods = ["--methods", "target,target_packed,dflash,dflash_packed,native"]
-    forced = ["--shape", "tiny", "--forced-acceptance", "4"]
-    assert main(["bench", *forced, *options, *methods, "--output", str(tmp_path)]) == 0
+    assert side_by_side.main([*FORCED, *options, *methods, "--output", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     for told in ("target alone, packed", "over packed", "one-token forwards alone, packed", "; ours alone is packed"):
         assert told in text
@@ -151,11 +156,48 @@ def test_packed_methods_are_compared_with_the_packed_target(tmp_path, capsys, mo
     ("arguments", "told"),
     [
         (["--shape", "tiny"], "give --forced-acceptance"),
-        (["--target", "x"], "Give either --shape, or --target and --draft"),
-        (["--shape", "tiny", "--forced-acceptance", "4", "--methods", "target,dflash,magic"], "magic"),
-        (["--shape", "tiny", "--forced-acceptance", "4", "--methods", "target,dflash,dflash_packed"], "target_packed"),
+        (["--target", "x"], "give either --shape, or --target, --draft and --data"),
     ],
 )
-def test_bad_arguments_are_told_in_one_line(arguments, told, capsys):
-    assert main(["bench", *arguments]) == 1
+def test_bad_arguments_are_told(arguments, told, capsys):
+    with pytest.raises(SystemExit):
+        side_by_side.main(arguments)
+    assert told in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def named(tmp_path_factory):
+    """The arguments of `dflash bench` that name a pair and what it is asked."""
+    folder = tmp_path_factory.mktemp("named")
+    target = AutoModelForCausalLM.from_pretrained(save_target(folder / "target"))
+    make_draft(target, own_mask_embedding=False).save_pretrained(folder / "draft")
+    (folder / "prompts.txt").write_text("Say 1\nSay two\n", encoding="utf-8")
+    names = {"target": folder / "target", "draft": folder / "draft", "data": folder / "prompts.txt"}
+    return [word for name, path in names.items() for word in (f"--{name}", str(path))] + ["--device", "cpu"]
+
+
+def test_the_command_times_a_pair_by_its_names(named, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(packed_linear, "SMALLEST", 0)
+    options = ["--max-new-tokens", "16", "--prompts", "2", "--runs", "1", "--tree-nodes", "9"]
+    methods = "target,target_packed,dflash,dflash_packed,dflash_tree,target_static"
+    assistant = ["--assistant", named[1], "--methods", methods]
+    assert main(["bench", *named, *options, *assistant, "--output", str(tmp_path)]) == 0
+    text, facts = capsys.readouterr().out, json.loads((tmp_path / "bench.json").read_text())
+    assert "attainable" in text and "with trees of 9 tokens" in text
+    assert set(facts["methods"]) == {*methods.split(","), "assistant"}
+    assert all(method["equal"] == 2 for method in facts["methods"].values())
+    assert facts["forwards"]["packed"]["verify"] > 0 and facts["forwards"]["plain"]["draft"] > 0
+    assert (tmp_path / "bench.md").is_file()
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "told"),
+    [
+        (["--dtype", "auto"], 2, "choose float32, bfloat16, float16"),
+        (["--methods", "target,dflash,magic"], 2, "--methods target,dflash,magic names magic; choose"),
+        (["--methods", "target,dflash,dflash_packed", "--max-new-tokens", "2"], 1, "target_packed"),
+    ],
+)
+def test_what_cannot_be_timed_is_told_in_one_line(named, options, status, told, capsys):
+    assert main(["bench", *named, *options]) == status
     assert told in capsys.readouterr().err

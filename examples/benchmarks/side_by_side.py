@@ -1,0 +1,268 @@
+"""
+Every way of decoding, ours and others', side by side in one run, and where the time of a round goes.
+
+    python examples/benchmarks/side_by_side.py --shape 100m --forced-acceptance 6.5
+    python examples/benchmarks/side_by_side.py --target T --draft D --data prompts.jsonl --reference CHECKOUT
+
+Of others it times transformers' own `speculation_type="dflash"` and, from a checkout of z-lab/dflash, the published
+implementation in a process of its own. With `--shape` random weights of a given shape are timed, drafted by an oracle
+that is right as often as a trained drafter would be, so that the shapes of real models can be timed anywhere.
+"""
+
+import argparse
+import contextlib
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from published import Reference
+from random_pairs import SHAPES, native_oracle, oracle_text, random_pair, slot_accuracy
+from transformers import AutoModel
+
+from dflash_hf.commands import bench as command
+from dflash_hf.convert import convert
+from dflash_hf.evaluation.forwards import Forwards, now, time_forwards
+from dflash_hf.evaluation.measure import EvalReport, evaluate, out_of_sight, variant
+from dflash_hf.evaluation.methods import (
+    COMPILED,
+    DFLASH,
+    OURS,
+    PACKED,
+    PACKED_METHODS,
+    PROMPT_LOOKUP,
+    TARGET,
+    TARGET_PACKED,
+    TREE,
+)
+from dflash_hf.evaluation.text import summary_lines
+from dflash_hf.packed_linear import packed_weights
+from dflash_hf.pairs import device_of
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+from support.scripted_draft import ScriptedDraft
+
+
+NATIVE, REFERENCE = "native", "reference"
+METHODS = (TARGET, DFLASH, TREE, COMPILED, NATIVE, PROMPT_LOOKUP)
+ON_CPU = (TARGET, TARGET_PACKED, DFLASH, PACKED, TREE, COMPILED, NATIVE, PROMPT_LOOKUP)  # the default there
+
+
+@dataclass
+class RoundReport:
+    """
+    Where the time of a round goes.
+
+    Args:
+        plain (`Forwards`): The bare forwards.
+        packed (`Forwards`, *optional*): The same with packed weights, where a method has them.
+        rounds (`dict[str, float]`): Seconds of a whole round of each method that drafts; see `time_round`.
+        tau (`float`): Tokens committed per verification.
+    """
+
+    plain: Forwards
+    packed: Forwards | None
+    rounds: dict[str, float]
+    tau: float
+
+    def forwards_of(self, method: str) -> Forwards:
+        """The bare forwards with the weights that a method has."""
+        return self.packed if method in PACKED_METHODS else self.plain
+
+    @property
+    def overhead(self) -> dict[str, float]:
+        """Time of a round over that of its two forwards, packed where the method's are."""
+        both = {name: self.forwards_of(name).verify + self.forwards_of(name).draft for name in self.rounds}
+        return {name: seconds / both[name] for name, seconds in self.rounds.items()}
+
+    def attained(self, report: EvalReport) -> dict[str, float]:
+        """Of the speed-up that the bare forwards allow, over the target alone with the same weights."""
+        speedups = {
+            name: report.methods[name].speedup_over_packed if name in PACKED_METHODS else report.methods[name].speedup
+            for name in self.rounds
+        }
+        return {name: value / self.forwards_of(name).attainable(self.tau) for name, value in speedups.items()}
+
+    def lines(self, report: EvalReport) -> list[str]:
+        lines = [self.plain.line(self.tau, packed=False)]
+        lines += [] if self.packed is None else [self.packed.line(self.tau, packed=True)]
+        for name, seconds in self.rounds.items():
+            lines.append(f"round             {1e3 * seconds:.2f} ms {name}: {self.overhead[name]:.2f} of its forwards")
+        reached = ", ".join(f"{share:.2f} {name}" for name, share in self.attained(report).items())
+        lines.append(f"attained          of the attainable speed-up: {reached}")
+        peers = [report.methods[name] for name in (NATIVE, REFERENCE) if name in report.methods]
+        for packed, remark in ((False, ""), (True, "; ours alone is packed")):
+            ours = {name: report.methods[name].speedup for name in self.rounds if OURS[name].packed == packed}
+            if peers and ours:
+                best = max(peer.speedup for peer in peers)
+                ratios = ", ".join(f"{speedup / best:.2f}x {name}" for name, speedup in ours.items())
+                lines.append(f"over best peer    {ratios}{remark}")
+        return lines
+
+
+def bench(
+    target,
+    draft,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int = 128,
+    runs: int = 5,
+    methods: Sequence[str] = METHODS,
+    forced_acceptance: float | None = None,
+    reference: str | Path | None = None,
+    reference_python: str | None = None,
+) -> tuple[EvalReport, RoundReport]:
+    """
+    Time a pair by every method, alternating, in one process (the reference in one of its own).
+
+    Args:
+        target, draft: The pair.
+        prompts (`Sequence[Sequence[int]]`): Prompt ids.
+        max_new_tokens (`int`): Longest answer.
+        runs (`int`): Timed repetitions.
+        methods (`Sequence[str]`): As [`~dflash_hf.evaluation.measure.evaluate`] takes them, and `"native"`,
+            transformers' own `speculation_type="dflash"`.
+        forced_acceptance (`float`, *optional*): Tokens per verification that an oracle draft is to reach.
+        reference (path, *optional*): A checkout of z-lab/dflash to time as well.
+        reference_python (`str`, *optional*): Its interpreter; default: this one.
+
+    Raises:
+        `ValueError`: `forced_acceptance` lies outside 1..block size.
+    """
+    size = draft.config.block_size
+    texts, drafter = None, draft
+    if forced_acceptance is not None:
+        texts = [oracle_text(target, prompt, max_new_tokens, size, forced_acceptance) for prompt in prompts]
+        drafter = ScriptedDraft.of(draft, texts, certainty=slot_accuracy(forced_acceptance, size))
+    others: dict = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        if NATIVE in methods:
+            try:
+                folder = convert(_saved(draft, scratch), Path(scratch) / "native", to="native")
+                native = AutoModel.from_pretrained(folder, dtype=draft.dtype).to(draft.device).eval()
+                others[NATIVE] = {"assistant_model": native, "speculation_type": "dflash"}
+            except ValueError as error:
+                print(f"native            left out: {error}")
+        server = None
+        if reference is not None:
+            target.save_pretrained(Path(scratch) / "target")
+            server = Reference(
+                reference, scratch, _saved(draft, scratch), target, max_new_tokens, texts, reference_python
+            )
+            others[REFERENCE] = server
+        ours = [method for method in methods if method != NATIVE]
+        try:
+            with native_oracle(texts, prompts):
+                report = evaluate(target, drafter, prompts, max_new_tokens, runs, ours, others=others)
+        finally:
+            if server is not None:
+                server.close()
+    # The prompt with the longest answer; of it the rounds of the second half are timed.
+    prompt, answer = max(zip(prompts, report.responses, strict=True), key=lambda pair: len(pair[1]))
+    context = len(prompt) + 3 * len(answer) // 4
+    drafters = {name: variant(drafter, **OURS[name].changes()) for name in OURS if name in report.methods}
+    rounds = _round_report(target, draft, drafters, prompt, len(answer), context, report.tau)
+    report.setting.update(
+        forced_acceptance=forced_acceptance,
+        target_parameters=sum(p.numel() for p in target.parameters()),
+        draft_parameters=sum(p.numel() for p in draft.parameters()),
+        context=context,
+    )
+    return report, rounds
+
+
+def _round_report(target, draft, drafters: dict, prompt, max_new_tokens: int, context: int, tau: float) -> RoundReport:
+    forwards: dict[bool, list[Forwards]] = {packed: [] for packed in sorted({OURS[name].packed for name in drafters})}
+    times: dict[str, list[float]] = {name: [] for name in drafters}
+    with out_of_sight():
+        for _ in range(7):  # in turn, since a machine's own speed drifts
+            for packed in forwards:
+                with packed_weights(target, draft) if packed else contextlib.nullcontext():
+                    forwards[packed].append(time_forwards(target, draft, prompt, context))
+                    for name, drafter in drafters.items():
+                        if OURS[name].packed == packed:
+                            times[name].append(time_round(target, drafter, prompt, max_new_tokens))
+    medians = {
+        packed: Forwards(*map(statistics.median, zip(*(vars(one).values() for one in timed), strict=True)))
+        for packed, timed in forwards.items()
+    }
+    rounds = {name: statistics.median(seconds) for name, seconds in times.items()}
+    return RoundReport(medians[False], medians.get(True), rounds, tau)
+
+
+def _saved(draft, scratch) -> Path:
+    folder = Path(scratch) / "draft"
+    if not folder.exists():
+        draft.save_pretrained(folder)
+    return folder
+
+
+def time_round(target, draft, prompt: Sequence[int], max_new_tokens: int) -> float:
+    """
+    Seconds of a round: what a whole answer takes longer than half of it, over the rounds that it has more, so that the
+    prompt and all that is done once for a call are left out.
+    """
+    ids = torch.tensor([list(prompt)], device=target.device)
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "return_dict_in_generate": True}
+
+    def call(tokens: int) -> tuple[float, int]:
+        start = now(target.device)
+        output = target.generate(ids, max_new_tokens=tokens, assistant_model=draft, **options)
+        return now(target.device) - start, len(output.acceptance_lengths[0])
+
+    (half, fewer), (whole, more) = call(max(max_new_tokens // 2, 1)), call(max_new_tokens)
+    return (whole - half) / max(more - fewer, 1)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """1 where an output of ours is WRONG, see `divergence`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    command.add_arguments(parser)
+    for action in parser._actions:
+        action.required = False
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of that shape, instead of a pair")
+    parser.add_argument("--forced-acceptance", type=float, help="tokens per verification of an oracle draft")
+    parser.add_argument("--reference", help="a checkout of z-lab/dflash to time as well")
+    parser.add_argument("--reference-python", help="its interpreter; default: this one")
+    arguments = parser.parse_args(argv)
+    name = arguments.shape or arguments.target
+    if (arguments.shape is None) == (arguments.target is None or arguments.draft is None or arguments.data is None):
+        parser.error("give either --shape, or --target, --draft and --data")
+    if arguments.shape is None:
+        target, draft, prompts = command.load(arguments)
+    elif arguments.forced_acceptance is None:
+        parser.error(f"--shape {arguments.shape} has random weights: give --forced-acceptance TAU")
+    else:
+        if arguments.threads:
+            torch.set_num_threads(arguments.threads)
+        kind = getattr(torch, arguments.dtype)
+        target, draft, prompts = random_pair(arguments.shape, kind, device_of(arguments.device), arguments.prompts)
+    default = ON_CPU if target.device.type == "cpu" else METHODS
+    report, rounds = bench(
+        target,
+        draft,
+        prompts,
+        arguments.max_new_tokens,
+        arguments.runs,
+        default if arguments.methods is None else arguments.methods.split(","),
+        arguments.forced_acceptance,
+        arguments.reference,
+        arguments.reference_python,
+    )
+    forced = "" if arguments.forced_acceptance is None else f", FORCED acceptance {arguments.forced_acceptance}"
+    setting = report.setting
+    title = (
+        f"{Path(name).name}, {arguments.dtype}, {setting['threads']} threads{forced}: target "
+        f"{setting['target_parameters'] / 1e6:.1f} M, drafter {setting['draft_parameters'] / 1e6:.1f} M parameters"
+    )
+    facts = json.loads(report.to_json()) | {"round": {**asdict(rounds), "overhead": rounds.overhead}}
+    command.show(title, summary_lines(report) + rounds.lines(report), facts, report, arguments.output, print)
+    return int(report.is_wrong)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

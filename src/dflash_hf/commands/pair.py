@@ -1,0 +1,76 @@
+"""A pair as a command names it: looked at at once, each half loaded when it is asked for."""
+
+from functools import cached_property
+
+from dflash_hf.terminal import template_arguments
+
+
+class NamedPair:
+    """
+    A target and its drafter by `--target` and `--draft`, with the devices, dtypes, revisions and template arguments
+    that stand beside them.
+
+    Args:
+        arguments (`argparse.Namespace`): Of a command with [`~dflash_hf.commands.shared.add_loading`].
+        say (`Callable`): Is told in a line which arguments the chat template gets.
+
+    Raises:
+        `ValueError`, `OSError`: as [`~dflash_hf.configs.check_names`]; a device that is not there.
+    """
+
+    def __init__(self, arguments, say):
+        from dflash_hf.configs import check_names
+        from dflash_hf.pairs import Loading, device_of
+
+        self.arguments, self.say, self.loading = arguments, say, Loading.of(arguments)
+        self.config = check_names(arguments.target, arguments.draft, self.loading)
+        self.device = device_of(self.loading.device)
+        if arguments.threads:
+            import torch
+
+            torch.set_num_threads(arguments.threads)
+
+    @cached_property
+    def tokenizer(self):
+        from dflash_hf.data.prepare import load_tokenizer
+
+        return load_tokenizer(self.arguments.target, None, self.loading.revision, self.loading.trust_remote_code)
+
+    @cached_property
+    def draft_config(self):
+        """The drafter's configuration, without its weights; `None` where there is no drafter."""
+        from dflash_hf.pairs import draft_config_of
+
+        return None if self.arguments.draft is None else draft_config_of(self.arguments.draft, self.loading)
+
+    def template(self, default: dict | None = None) -> dict:
+        """The arguments of the chat template: those given, else `default`, else those the drafter was made with."""
+        from dflash_hf.data.prompts import template_kwargs
+
+        given = template_arguments(self.arguments.template_args)
+        return template_kwargs(default if given is None else given, draft_config=self.draft_config, say=self.say)
+
+    def encoder(self, template: dict):
+        """Reads rows as the target does."""
+        from dflash_hf.configs import positions_of
+        from dflash_hf.data.encode import RowEncoder
+
+        return RowEncoder(self.tokenizer, chat_template_kwargs=template, positions=positions_of(self.config))
+
+    def draft(self):
+        """The drafter, set up as the command's options say; `None` where none is named."""
+        from dflash_hf.pairs import configured_draft
+
+        return configured_draft(self.arguments, self.loading, self.device)
+
+    def draft_as_saved(self):
+        """The drafter with the settings that were saved with it."""
+        from dflash_hf.pairs import load_draft
+
+        return load_draft(self.arguments.draft, self.loading, self.device)
+
+    def target(self):
+        """The target, in evaluation mode."""
+        from dflash_hf.pairs import load_target
+
+        return load_target(self.arguments.target, self.loading, self.device)

@@ -1,0 +1,112 @@
+"""What the configurations of a pair say, looked at before anything large is read."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dflash_hf.files import read_json
+from dflash_hf.repositories import looks_local, small_file
+
+
+if TYPE_CHECKING:
+    from dflash_hf.pairs import Loading
+
+
+_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+    "tokenizer.jinja",
+)
+
+
+def read_config(name: str, what: str, revision: str | None = None) -> dict:
+    """
+    The `config.json` of a model.
+
+    Args:
+        name (`str`): A folder, or a repository of the Hub.
+        what (`str`): The argument with its value, for messages.
+        revision (`str`, *optional*): Branch, tag or commit of the repository.
+
+    Raises:
+        `OSError`: there is no such folder or repository, or the Hub cannot be reached.
+        `ValueError`: it is no model, or `config.json` is damaged.
+    """
+    folder = Path(name).expanduser()
+    if not folder.exists() and not looks_local(name):
+        return read_json(small_file(name, what, revision))
+    if not folder.exists():
+        raise FileNotFoundError(f"{what}: there is no such folder.")
+    if not folder.is_dir():
+        raise ValueError(f"{what} is a file; name the folder of the model.")
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{what}: the folder has no config.json; name one that `save_pretrained` has finished.")
+    return read_json(folder / "config.json")
+
+
+def check_names(
+    target: str, draft: str | None, loading: "Loading", tokenizer: bool = True, form: str = "--{} {}"
+) -> dict:
+    """
+    Look at both configurations, before anything large is read.
+
+    Args:
+        target, draft (`str`): Their names.
+        loading (`Loading`): Names the revisions.
+        tokenizer (`bool`): The target must bring one.
+        form (`str`): How an argument and its value are written, for messages.
+
+    Returns:
+        `dict`: The target's configuration.
+
+    Raises:
+        `ValueError`, `OSError`: as [`read_config`]; also where the two are swapped, or the target has no tokenizer.
+    """
+    ours, theirs = form.format("target", target), form.format("draft", draft)
+    config = read_config(target, ours, loading.revision)
+    drafts = None if draft is None else read_config(draft, theirs, loading.draft_revision)
+    from dflash_hf.modeling.layouts_dflash import is_drafter_config
+
+    if is_drafter_config(config):
+        swapped = drafts is not None and not is_drafter_config(drafts)
+        remedy = "target and drafter are swapped" if swapped else "name the model that it drafts for"
+        raise ValueError(f"{ours} is a DFlash drafter: {remedy}.")
+    if drafts is not None and not is_drafter_config(drafts):
+        kind = ", ".join(map(str, drafts.get("architectures") or [drafts.get("model_type")]))
+        raise ValueError(f"{theirs} is not a DFlash drafter but {kind}; `dflash find {target}` lists drafters.")
+    if tokenizer and Path(target).expanduser().is_dir():
+        if not any((Path(target).expanduser() / name).exists() for name in _TOKENIZERS):
+            raise ValueError(
+                f"{ours}: the folder has no tokenizer; save the target's beside its weights with "
+                "`tokenizer.save_pretrained(folder)`."
+            )
+    return config
+
+
+def check_token_id(token_id: int | None, config: dict, what: str | None = None) -> None:
+    """
+    Raises:
+        `ValueError`: the target's embedding has no such row.
+    """
+    nested = config.get("text_config")
+    rows = (nested if isinstance(nested, dict) else config).get("vocab_size", config.get("vocab_size"))
+    if token_id is not None and rows is not None and not 0 <= token_id < rows:
+        given = what or f"--mask-token-id {token_id}"
+        raise ValueError(f"{given} is outside the target's embedding: its {rows} rows are the ids 0 to {rows - 1}.")
+
+
+def positions_of(config: dict) -> int | None:
+    """Tokens that a target reads, as far as its configuration says, with those that a stretched rope adds."""
+    nested = config.get("text_config")
+    text = nested if isinstance(nested, dict) else config
+    length = text.get("max_position_embeddings", text.get("n_positions"))
+    if not length or length < 0:
+        return None
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    # Some count what they stretch (Qwen's YaRN), some what comes of it (Llama 3.1): then the original is named.
+    trained = rope.get("original_max_position_embeddings") or length
+    return int(max(length, trained * (rope.get("factor") or 1.0)))

@@ -1,0 +1,73 @@
+"""What bare forwards cost: the most that a pair can gain here, whatever decodes with it."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import DynamicCache
+
+
+@dataclass
+class Forwards:
+    """
+    Seconds of bare forwards, with an ordinary cache; medians.
+
+    Args:
+        one_token (`float`): The target's forward over one token.
+        verify (`float`): The target's forward over a block.
+        draft (`float`): The drafter's forward over a block and as many context features, and the head on its slots.
+    """
+
+    one_token: float
+    verify: float
+    draft: float
+
+    def attainable(self, tau: float) -> float:
+        """The speed-up that they allow over one-token forwards alone: `tau * t_1 / (t_draft + t_verify)`."""
+        return tau * self.one_token / (self.draft + self.verify)
+
+    def line(self, tau: float, packed: bool) -> str:
+        remark = ", packed" if packed else ""
+        return (
+            f"bare forwards     {1e3 * self.one_token:.2f} ms one token, {1e3 * self.verify:.2f} ms block, "
+            f"{1e3 * self.draft:.2f} ms draft{remark}; attainable {self.attainable(tau):.2f}x over one-token forwards "
+            f"alone{remark}"
+        )
+
+
+@torch.no_grad()
+def time_forwards(target, draft, prompt: Sequence[int], context: int, repeats: int = 5) -> Forwards:
+    """The bare forwards at a context of so many tokens."""
+    device, size = target.device, draft.config.block_size
+    ids = torch.tensor([(list(prompt) * (context // len(prompt) + 2))[:context]], device=device)
+    cache, draft_cache = DynamicCache(config=target.config.get_text_config(decoder=True)), DynamicCache()
+    target(input_ids=ids, past_key_values=cache, use_cache=True)
+    features = torch.randn(1, context, draft.fc.in_features, device=device, dtype=draft.dtype)
+    draft.extend_context(draft.project_context(features), torch.arange(context, device=device)[None], draft_cache)
+    noise = torch.randn(1, size, draft.config.hidden_size, device=device, dtype=draft.dtype)
+    times: dict[str, list[float]] = {"one_token": [], "verify": [], "draft": []}
+
+    def run(name: str, forward: Callable, cache, length: int) -> None:
+        start = now(device)
+        forward()
+        times[name].append(now(device) - start)
+        cache.crop(-length)
+
+    def drafting():
+        output = draft(noise_embeds=noise, context_hidden_states=features[:, :size], past_key_values=draft_cache)
+        draft.draft_logits(output.last_hidden_state[:, 1:], target.get_output_embeddings())
+
+    for _ in range(repeats + 2):  # in turn, so that other load falls on all
+        run("one_token", lambda: target(input_ids=ids[:, :1], past_key_values=cache, use_cache=True), cache, 1)
+        run("verify", lambda: target(input_ids=ids[:, :size], past_key_values=cache, use_cache=True), cache, size)
+        run("draft", drafting, draft_cache, 2 * size)
+    return Forwards(**{name: statistics.median(seconds[2:]) for name, seconds in times.items()})
+
+
+def now(device: torch.device) -> float:
+    """The clock, once all that was asked of the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

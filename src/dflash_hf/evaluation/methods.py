@@ -1,0 +1,35 @@
+"""The ways of decoding that are measured side by side, by their names. Light: the command line's help reads it."""
+
+from dataclasses import dataclass
+from itertools import product
+
+
+TARGET, TARGET_PACKED, PROMPT_LOOKUP = "target", "target_packed", "prompt_lookup"
+DFLASH, TREE, COMPILED, PACKED = "dflash", "dflash_tree", "dflash_compiled", "dflash_packed"
+TREE_PACKED, TREE_COMPILED_PACKED = f"{TREE}_packed", f"{TREE}_compiled_packed"
+AUTO = "dflash_auto"  # the drafter as it is: where nothing is set, sizes are chosen in each round
+METHODS = (TARGET, DFLASH, PROMPT_LOOKUP)
+TREE_NODES = 15
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of decoding with a drafter: what is switched on."""
+
+    tree: bool
+    compiled: bool
+    packed: bool
+
+    def __str__(self) -> str:
+        return "_".join([DFLASH, *[name for name, switch in vars(self).items() if switch]])
+
+    def changes(self, tree_nodes: int = TREE_NODES) -> dict:
+        """To the drafter's `decoding_config`."""
+        return ({"tree_nodes": tree_nodes} if self.tree else {}) | ({"compile": True} if self.compiled else {})
+
+
+# "dflash", "dflash_packed", "dflash_compiled", ..., "dflash_tree_compiled_packed"
+OURS = {str(way): way for way in (Way(*switches) for switches in product((False, True), repeat=3))}
+PACKED_METHODS = {TARGET_PACKED, *(name for name, way in OURS.items() if way.packed)}
+COMPILED_METHODS = {name for name, way in OURS.items() if way.compiled}
+TREE_METHODS = {name for name, way in OURS.items() if way.tree}

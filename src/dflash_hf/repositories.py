@@ -1,0 +1,61 @@
+"""
+Names that may be a folder or a repository of the Hub: told apart, and asked for once.
+
+A folder that does not exist is said to be missing, without asking the Hub for it; a name that could be a repository is
+asked for without the retries of the libraries, which take a minute.
+"""
+
+from pathlib import Path
+
+from dflash_hf.terminal import one_line
+
+
+_SECONDS = 10.0  # for the one question to the Hub
+
+
+def looks_local(name: str) -> bool:
+    """Whether a name can only be meant as a path."""
+    return name.startswith((".", "/", "~", "\\")) or name.count("/") > 1 or name.endswith("/") or "\\" in name
+
+
+def check_repository(name: str, what: str, revision: str | None = None) -> None:
+    """
+    Ask once whether a name that is no folder is a repository, before libraries ask again and again.
+
+    Raises:
+        `OSError`: it is none, or the Hub cannot be reached.
+    """
+    if not Path(name).expanduser().exists():
+        small_file(name, what, revision, "tokenizer_config.json")
+
+
+def small_file(name: str, what: str, revision: str | None, file: str = "config.json") -> str:
+    """The path of a repository's small file in the cache, where one question to the Hub may bring it."""
+    from huggingface_hub import constants, hf_hub_download, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.utils import build_hf_headers, get_session, validate_repo_id
+
+    missing = f"{what}: there is no such folder, and"
+    try:
+        validate_repo_id(name)
+    except ValueError as error:
+        raise FileNotFoundError(f"{missing} it is not the name of a repository of the Hub.") from error
+    found = try_to_load_from_cache(name, file, revision=revision)
+    if isinstance(found, str):
+        return found
+    if constants.HF_HUB_OFFLINE:
+        raise OSError(f"{missing} the Hub is switched off by HF_HUB_OFFLINE; name a folder, or allow the Hub.")
+    url = hf_hub_url(name, file, revision=revision)
+    try:
+        answer = get_session().head(url, headers=build_hf_headers(), timeout=_SECONDS, follow_redirects=True)
+    except Exception as error:  # of whichever HTTP library huggingface_hub uses
+        raise OSError(
+            f"{missing} the Hub cannot be reached ({type(error).__name__}: {one_line(error, 80)})."
+        ) from error
+    if answer.status_code in (401, 403):
+        raise OSError(f"{missing} the Hub shows no such repository; where it is private or gated: `hf auth login`.")
+    if answer.status_code == 404 and file != "config.json" and answer.headers.get("X-Error-Code") == "EntryNotFound":
+        return ""  # a repository, where the question was for one
+    if answer.status_code == 404:
+        at = f" at revision {revision}" if revision else ""
+        raise OSError(f"{missing} the Hub has no model of that name with a {file}{at}.")
+    return hf_hub_download(name, file, revision=revision)
