@@ -19,68 +19,68 @@ class NotFiniteError(DetailedError):
     """A loss, gradient or weight is inf or NaN; says where, probably why, and what to go on from."""
 
 
-class StopsAtNonFinite:
+class FiniteGuard:
     """
-    The part of `DFlashTrainer` that looks at every loss and gradient; mixed in before `Trainer`.
+    Looks at every loss, every gradient and all weights that a trainer saves.
 
     Upstream looks at every loss too, and logs an average in place of what is no number. Gradients that a scaler of
     fp16 skips are part of its search for a scale; they are let through.
+
+    Args:
+        trainer (`DFlashTrainer`): Whose.
     """
 
-    _of_this_step: tuple = ()
+    def __init__(self, trainer):
+        self.trainer, self.of_this_step = trainer, []
 
-    def training_step(self, model, inputs, num_items_in_batch=None):
+    def check_loss(self, loss: torch.Tensor, inputs: dict) -> None:
         """
-        As upstream.
-
         Raises:
-            `NotFiniteError`: the loss is not finite.
+            `NotFiniteError`: the loss of a micro-batch is not finite.
         """
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        self._of_this_step += (inputs,)
+        self.of_this_step.append(inputs)
         if not loss.isfinite().all():
             raise self._not_finite(f"the loss is {loss.item()}")
-        return loss
 
-    def _get_grad_norm(self, model, grad_norm=None):
-        grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        if grad_norm is not None and self.accelerator.scaler is None and not math.isfinite(grad_norm):
-            raise self._not_finite(f"the norm of the gradient is {float(grad_norm)}")
-        self._of_this_step = ()
-        return grad_norm
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
+    def check_gradient(self, norm) -> None:
         """
-        As upstream.
-
         Raises:
-            `NotFiniteError`: the weights are not finite; what lies in the folder stays.
+            `NotFiniteError`: the norm of a whole step's gradient is not finite.
         """
-        if not is_finite(self.model.parameters()):
+        if norm is not None and self.trainer.accelerator.scaler is None and not math.isfinite(norm):
+            raise self._not_finite(f"the norm of the gradient is {float(norm)}")
+        self.of_this_step = []
+
+    def check_weights(self) -> None:
+        """
+        Raises:
+            `NotFiniteError`: the weights are not finite.
+        """
+        if not is_finite(self.trainer.model.parameters()):
             raise self._not_finite("the drafter's weights are not finite, and are not saved")
-        super().save_model(output_dir, _internal_call)
 
     def _not_finite(self, what: str) -> NotFiniteError:
         cause, remedy, rows = self._cause()
-        good = last_good_checkpoint(Path(self.args.output_dir))
+        good = last_good_checkpoint(Path(self.trainer.args.output_dir))
         again = f"The last good checkpoint is {good}." if good else "There is no good checkpoint before it."
-        return NotFiniteError(f"Step {self.state.global_step + 1}: {what}. {cause}{rows}. {again} {remedy}")
+        return NotFiniteError(f"Step {self.trainer.state.global_step + 1}: {what}. {cause}{rows}. {again} {remedy}")
 
     def _cause(self) -> tuple[str, str, str]:
         """What is not finite to begin with, what helps, and in which rows; read again, for this is the end."""
-        for name, parameter in self.draft.named_parameters():
+        trainer = self.trainer
+        for name, parameter in trainer.draft.named_parameters():
             if not is_finite([parameter]):
                 return f"{name} of the drafter is not finite already", "Begin with weights that are.", ""
-        alone = self.accelerator.num_processes == 1  # else a forward would wait for the other processes
+        alone = trainer.accelerator.num_processes == 1  # else a forward would wait for the other processes
         rows = []
-        for inputs in self._of_this_step:
-            inputs = self._prepare_inputs(inputs)
-            features = self.read_target(inputs)[0]  # [N, S, L*H_t]
-            by_layer = features.unflatten(-1, (len(self.draft_config.target_layer_ids), -1))  # [N, S, L, H_t]
+        for inputs in self.of_this_step:
+            inputs = trainer._prepare_inputs(inputs)
+            features = trainer.read_target(inputs)[0]  # [N, S, L*H_t]
+            by_layer = features.unflatten(-1, (len(trainer.draft_config.target_layer_ids), -1))  # [N, S, L, H_t]
             real = inputs["attention_mask"].bool()[..., None]
             wrong = (~by_layer.isfinite().all(-1) & real).any(1)  # [N, L]
             if wrong.any():
-                layer = self.draft_config.target_layer_ids[int(wrong.any(0).nonzero()[0])]
+                layer = trainer.draft_config.target_layer_ids[int(wrong.any(0).nonzero()[0])]
                 return (
                     f"The target's features of layer {layer} are not finite",
                     "Load the target in bfloat16 or float32 (target_dtype), or store its features so.",
@@ -88,13 +88,13 @@ class StopsAtNonFinite:
                 )
             guilty = torch.ones(len(features), dtype=torch.bool)
             if alone:
-                with torch.no_grad(), self.compute_loss_context_manager():
-                    _, outputs = self.compute_loss(self.model, inputs, return_outputs=True)
+                with torch.no_grad(), trainer.compute_loss_context_manager():
+                    _, outputs = trainer.compute_loss(trainer.model, inputs, return_outputs=True)
                 found = ~outputs["statistics"].isfinite().all(-1)
                 guilty = found if found.any() else guilty
             rows.append(self._named(inputs, guilty))
         remedy = (
-            f"Lower learning_rate={self.args.learning_rate}, or warm up longer, or take bf16 in place of fp16; a "
+            f"Lower learning_rate={trainer.args.learning_rate}, or warm up longer, or take bf16 in place of fp16; a "
             "checkpoint given as the model to start from (`draft=` of `dflash train`) may go on with other settings."
         )
         return "The target's features are finite, so the drafter overflows", remedy, "".join(rows)
@@ -111,7 +111,7 @@ class StopsAtNonFinite:
         return f", in {'; '.join(names)}"
 
     def _number_of(self, ids: list[int]) -> int | None:
-        rows = self.train_dataset
+        rows = self.trainer.train_dataset
         if not isinstance(rows, Sized) or isinstance(
             parts_of(rows)[0], StoredFeatures
         ):  # a stream, or what is dear to read

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, ProgressCallback, Trainer
+from transformers.trainer_utils import rotate_checkpoints
 from transformers.utils import logging
 
 from dflash_hf.data.examples import DFlashCollator, check_examples
+from dflash_hf.hub.card import CardFacts, render_card
 from dflash_hf.modeling.modeling_dflash import additive
 from dflash_hf.modeling.target_dflash import raw_embedding
 from dflash_hf.pairs import loaded
@@ -36,8 +38,8 @@ from dflash_hf.training.blocks import (
     flex_mask,
     sample_anchors,
 )
-from dflash_hf.training.checkpoints import SafeCheckpoints
-from dflash_hf.training.finite import StopsAtNonFinite
+from dflash_hf.training.checkpoints import UNFINISHED, checkpoint_of, clear_aside, finish_checkpoint
+from dflash_hf.training.finite import FiniteGuard
 from dflash_hf.training.log_table import LogTable, watched
 from dflash_hf.training.losses import (
     Candidates,
@@ -52,7 +54,7 @@ from dflash_hf.training.losses import (
 )
 from dflash_hf.training.pace import Pace, StopsInTime
 from dflash_hf.training.start import draft_ids
-from dflash_hf.training.trainer_card import CardWriter
+from dflash_hf.training.trainer_card import WeightsHaveFigures, save_facts
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
@@ -61,7 +63,7 @@ logger = logging.get_logger(__name__)
 _EVALUATION_STEP = -1  # evaluation draws the same anchors every time
 
 
-class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
+class DFlashTrainer(Trainer):
     """
     Trains a drafter against a frozen target.
 
@@ -82,6 +84,10 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
         peft_config (`PeftConfig` or `dict`): Train an adapter on the drafter, see
             [`~dflash_hf.training.adapters.add_adapter`]; `merge_and_unload` makes a plain drafter of both.
         kwargs: Any other argument of `Trainer`.
+
+    Attributes:
+        eval_report ([`~dflash_hf.evaluation.measure.EvalReport`], *optional*): What was measured by decoding with the
+            weights as they are now. It is dropped when they change.
 
     Raises:
         `ValueError`: drafter and target do not fit, or a dataset has rows that cannot be trained on.
@@ -156,6 +162,9 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
         self.train_statistics = self.eval_statistics = self.no_statistics()
         self.train_tokens, self.clock = torch.zeros((), device=args.device), None
         self.pace: Pace | None = None  # of `max_minutes`
+        self.finite, self.saves_aside = FiniteGuard(self), False
+        self.eval_report, self.steps_of_weights = None, None  # the latter where the best weights were loaded again
+        self.add_callback(WeightsHaveFigures(self))
         if watched() and any(type(one) is ProgressCallback for one in self.callback_handler.callbacks):
             self.remove_callback(ProgressCallback)
             self.add_callback(LogTable)
@@ -398,6 +407,98 @@ class DFlashTrainer(SafeCheckpoints, CardWriter, StopsAtNonFinite, Trainer):
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Forward and backward of the drafter over its blocks: 6 operations for each parameter and token."""
         return 6 * self.model.num_parameters() * inputs["anchors"].numel() * self.draft_config.block_size
+
+    # Training stops at the first number that is none, see `finite`.
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        """As upstream; raises `NotFiniteError` where the loss is not finite."""
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.finite.check_loss(loss, inputs)
+        return loss
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        self.finite.check_gradient(grad_norm)
+        return grad_norm
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
+        """As upstream, with the facts of the card; weights that are not finite raise, and what lies there stays."""
+        self.finite.check_weights()
+        super().save_model(output_dir, _internal_call)
+        if self.args.should_save:
+            save_facts(self, Path(self.args.output_dir if output_dir is None else output_dir))
+
+    # A checkpoint is whole or not there, see `checkpoints`.
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
+        """As upstream, from a checkpoint that is whole and this drafter's; `True` is the last one that is whole."""
+        checkpoint = checkpoint_of(resume_from_checkpoint, self.args.output_dir, self.draft_config)
+        return super().train(checkpoint, *args, **kwargs)
+
+    def _save_checkpoint(self, model, trial) -> None:
+        # 1. Upstream writes everything aside; when all processes have finished, one rename makes it a checkpoint.
+        run_dir = Path(self._get_output_dir(trial))
+        clear_aside(self, run_dir)
+        self.saves_aside = True
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.saves_aside = False
+        checkpoint = finish_checkpoint(self, run_dir)
+
+        # 2. Only now is it uploaded, and may an older one go.
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(checkpoint))
+        if self.args.should_save:
+            best = self.state.best_model_checkpoint
+            limit = self.args.save_total_limit
+            rotate_checkpoints(str(run_dir), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
+
+    def _get_output_dir(self, trial) -> str:
+        run_dir = super()._get_output_dir(trial)
+        return str(Path(run_dir, UNFINISHED)) if self.saves_aside else run_dir
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if not self.saves_aside:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def create_model_card(
+        self,
+        language: str | None = None,
+        license: str | None = None,
+        tags: str | list[str] | None = None,
+        model_name: str | None = None,
+        finetuned_from: str | None = None,
+        tasks: str | list[str] | None = None,
+        dataset_tags: str | list[str] | None = None,
+        dataset: str | list[str] | None = None,
+        dataset_args: str | list[str] | None = None,
+    ) -> None:
+        """
+        Write the drafter's card, rendered from facts, as README.md of the output folder; `push_to_hub` calls this.
+
+        Args:
+            license (`str`): The Hub's short name, e.g. `"mit"`.
+            tags (`str` or `list[str]`): Added to the card's own.
+            model_name (`str`): Its title where no repository is known yet. Default: the folder's name.
+            finetuned_from (`str`): Repository of the target. Default: where it was loaded from.
+            dataset (`str` or `list[str]`): Repositories of the training data. Default: `dataset_tags`.
+            language, tasks, dataset_args: Not part of a drafter's card.
+
+        Raises:
+            `ValueError`: the target was not loaded from the Hub and `finetuned_from` is missing.
+        """
+        if not self.is_world_process_zero() or is_adapted(self.model):  # PEFT writes the card of an adapter
+            return
+        folder = Path(self.args.output_dir)
+        datasets = dataset_tags if dataset is None else dataset
+        datasets = [datasets] if isinstance(datasets, str) else datasets
+        facts = CardFacts.from_folder(folder, base_model=finetuned_from, license=license, datasets=datasets)
+        repo = self.hub_model_id or self.args.hub_model_id or model_name or folder.absolute().name
+        card = render_card(folder, facts, repo)
+        wanted = [tags] if isinstance(tags, str) else tags or []
+        card.data.tags += [tag for tag in wanted if tag not in card.data.tags]
+        (folder / "README.md").write_text(str(card), encoding="utf-8")
 
 
 def choose_parameters(model, selector_only: bool, peft_config) -> None:

@@ -1,103 +1,58 @@
-"""What `DFlashTrainer` writes beside a drafter's weights: the facts of its model card, its report, and the card."""
+"""What `DFlashTrainer` writes beside a drafter's weights: the facts of its model card, and its report."""
 
 import shutil
 from collections.abc import Sized
 from pathlib import Path
 
+from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
 from dflash_hf.evaluation.measure import EvalReport
 from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE, save_report
-from dflash_hf.hub.card import FACTS_FILE, CardFacts, render_card, save_training_facts
-from dflash_hf.training.adapters import is_adapted
+from dflash_hf.hub.card import FACTS_FILE, save_training_facts
 
 
-class CardWriter:
+class WeightsHaveFigures(TrainerCallback):
     """
-    The part of `DFlashTrainer` that writes cards; mixed in before `Trainer`.
-
-    Attributes:
-        eval_report (`EvalReport`, *optional*): What was measured by decoding with the weights as they are now. It is
-            dropped when they change, so that no folder holds the figures of other weights.
+    Keeps a trainer's `eval_report` that of its weights, so that no folder holds the figures of others, and pushes the
+    code of a drafter with its weights.
     """
 
-    eval_report: EvalReport | None = None
-    _loaded_best = False
+    def __init__(self, trainer):
+        self.trainer = trainer
 
-    def training_step(self, *args, **kwargs):
-        """As upstream; the weights are about to change."""
-        self.eval_report, self._loaded_best = None, False
-        return super().training_step(*args, **kwargs)
+    def on_step_begin(self, args, state, control, **kwargs):
+        """The weights are about to change."""
+        self.trainer.eval_report, self.trainer.steps_of_weights = None, None
 
-    def _load_best_model(self) -> None:
-        super()._load_best_model()
-        self._loaded_best = True
-        report = Path(self.state.best_model_checkpoint) / REPORT_FILE
-        self.eval_report = EvalReport.from_json(report.read_text(encoding="utf-8")) if report.is_file() else None
+    def on_train_end(self, args, state, control, **kwargs):
+        """The best weights were loaded: theirs is the report beside them."""
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            report = Path(state.best_model_checkpoint) / REPORT_FILE
+            found = EvalReport.from_json(report.read_text(encoding="utf-8")) if report.is_file() else None
+            self.trainer.eval_report, self.trainer.steps_of_weights = found, state.best_global_step
 
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """As upstream, with `card_facts.json` and, where these weights were evaluated, the report and its picture."""
-        folder = Path(self.args.output_dir if output_dir is None else output_dir)
-        super()._save(output_dir, state_dict)
-        if not self.args.should_save:
-            return
-        steps = self.state.best_global_step if self._loaded_best else self.state.global_step
-        measured = {"optimizer_steps": steps}
-        if isinstance(self.train_dataset, Sized):
-            measured["train_examples"] = len(self.train_dataset)
-        save_training_facts(folder, self.target, self.args, measured)
-        if self.eval_report is not None:
-            save_report(self.eval_report, folder)
-        else:
-            for name in (REPORT_FILE, PLOT_FILE):  # of the weights that were there before
-                (folder / name).unlink(missing_ok=True)
-
-    def create_model_card(
-        self,
-        language: str | None = None,
-        license: str | None = None,
-        tags: str | list[str] | None = None,
-        model_name: str | None = None,
-        finetuned_from: str | None = None,
-        tasks: str | list[str] | None = None,
-        dataset_tags: str | list[str] | None = None,
-        dataset: str | list[str] | None = None,
-        dataset_args: str | list[str] | None = None,
-    ) -> None:
-        """
-        Write the drafter's card, rendered from facts, as README.md of the output folder; `push_to_hub` calls this.
-
-        Args:
-            license (`str`): The Hub's short name, e.g. `"mit"`.
-            tags (`str` or `list[str]`): Added to the card's own.
-            model_name (`str`): Its title where no repository is known yet. Default: the folder's name.
-            finetuned_from (`str`): Repository of the target. Default: where it was loaded from.
-            dataset (`str` or `list[str]`): Repositories of the training data. Default: `dataset_tags`.
-            language, tasks, dataset_args: Not part of a drafter's card.
-
-        Raises:
-            `ValueError`: the target was not loaded from the Hub and `finetuned_from` is missing.
-        """
-        if not self.is_world_process_zero() or is_adapted(self.model):  # PEFT writes the card of an adapter
-            return
-        folder = Path(self.args.output_dir)
-        datasets = dataset_tags if dataset is None else dataset
-        facts = CardFacts.from_folder(
-            folder,
-            base_model=finetuned_from,
-            license=license,
-            datasets=[datasets] if isinstance(datasets, str) else datasets,
-        )
-        repo = self.hub_model_id or self.args.hub_model_id or model_name or folder.absolute().name
-        card = render_card(folder, facts, repo)
-        wanted = [tags] if isinstance(tags, str) else tags or []
-        card.data.tags += [tag for tag in wanted if tag not in card.data.tags]
-        (folder / "README.md").write_text(str(card), encoding="utf-8")
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """As upstream, which copies config and weights alone: the code that config.json names goes along."""
-        if self.is_world_process_zero():
-            source, folder = Path(checkpoint_folder), Path(self.args.output_dir)
+    def on_push_begin(self, args, state, control, **kwargs):
+        """Upstream pushes config and weights of a checkpoint alone: the code that config.json names goes along."""
+        folder = Path(args.output_dir)
+        source = folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        if state.is_world_process_zero and source.is_dir():
             (folder / "custom_generate").mkdir(exist_ok=True)
             for path in (*source.glob("*_dflash.py"), source / "custom_generate/generate.py", source / FACTS_FILE):
                 if path.is_file():  # an adapter has no code
                     shutil.copyfile(path, folder / path.relative_to(source))
-        super()._push_from_checkpoint(checkpoint_folder)
+
+
+def save_facts(trainer, folder: Path) -> None:
+    """Write `card_facts.json` and, where a trainer's weights were evaluated, the report and its picture."""
+    steps = trainer.steps_of_weights
+    measured = {"optimizer_steps": trainer.state.global_step if steps is None else steps}
+    if isinstance(trainer.train_dataset, Sized):
+        measured["train_examples"] = len(trainer.train_dataset)
+    folder.mkdir(parents=True, exist_ok=True)  # FSDP may have written nothing there yet
+    save_training_facts(folder, trainer.target, trainer.args, measured)
+    if trainer.eval_report is not None:
+        save_report(trainer.eval_report, folder)
+    else:
+        for name in (REPORT_FILE, PLOT_FILE):  # of the weights that were there before
+            (folder / name).unlink(missing_ok=True)
