@@ -207,7 +207,6 @@ def draft_temperature(draft, generation_config) -> float:
         return 0.0
     temperature = draft.decoding_config.draft_temperature
     if temperature is None:
-        samples = draft.config.selector_rank is not None
         temperature = 1.0 if generation_config.temperature is None else generation_config.temperature
-        return float(temperature) if samples else 0.0
+        return float(temperature) if draft.config.head.samples else 0.0
     return float(temperature)

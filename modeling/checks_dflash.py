@@ -5,6 +5,8 @@ import math
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from .heads_dflash import HEADS, head_fields
+
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -26,10 +28,6 @@ _SIZES = (
     "num_target_layers",
     "target_hidden_size",
     "sliding_window",
-    "conv_kernel_size",
-    "conv_group_size",
-    "selector_rank",
-    "selector_top_k",
 )
 _POSITIVE = (
     "rms_norm_eps",
@@ -45,8 +43,17 @@ _REQUIRED = (
     *("rms_norm_eps", "initializer_range", "attention_bias", "attention_sink_bias", "own_mask_embedding"),
 )
 _FLAGS = ("attention_bias", "attention_sink_bias", "own_mask_embedding", "use_sliding_window", "is_causal")
-# The parts that DFlash 2 adds, by two fields each: the convolution and the path selector.
-DFLASH2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+CONVOLUTION_KEYS = ("conv_kernel_size", "conv_group_size")
+
+
+def part_keys() -> tuple[str, ...]:
+    """Fields of the parts that a drafter may have beyond its layers: DFlash 2's convolution, and a head."""
+    return (*CONVOLUTION_KEYS, *head_fields())
+
+
+def parts_by_sizes() -> tuple[tuple[str, ...], ...]:
+    """The sizes of each of these parts; in a file 0, the engines' way of saying none."""
+    return (CONVOLUTION_KEYS, *(head.sizes for head in HEADS))
 
 
 def check_sizes(config):
@@ -55,7 +62,7 @@ def check_sizes(config):
             raise ValueError(
                 f"{key}=None (null in a file) must have a value; correct it in the drafter's config.json."
             )
-    for key in _SIZES:
+    for key in (*_SIZES, *(key for part in parts_by_sizes() for key in part)):
         value = getattr(config, key)
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"{key}={value!r} must be a positive integer; correct it in the drafter's config.json.")
@@ -96,11 +103,12 @@ def check_numbers(config):
     config.dtype = None if config.dtype is None else dtype
 
 
-def check_dflash2(config):
-    for first, second in (DFLASH2_KEYS[:2], DFLASH2_KEYS[2:]):
-        one, two = getattr(config, first), getattr(config, second)
-        if (one is None) != (two is None):
-            raise ValueError(f"{first}={one} and {second}={two} belong together: set both, or neither.")
+def check_parts(config):
+    for part in parts_by_sizes():
+        values = {key: getattr(config, key) for key in part}
+        if None in values.values() and any(values.values()):
+            said = " and ".join(f"{key}={value}" for key, value in values.items())
+            raise ValueError(f"{said} belong together: set all of them, or none.")
     if config.conv_group_size is not None and config.hidden_size % config.conv_group_size:
         raise ValueError(
             f"conv_group_size={config.conv_group_size} must divide hidden_size={config.hidden_size} into whole groups."
@@ -109,18 +117,20 @@ def check_dflash2(config):
         raise ValueError(
             f"conv_kernel_size={config.conv_kernel_size} reaches out of a block of {config.block_size} tokens."
         )
-    for name in ("selector_top_k", "draft_vocab_size"):
-        value = getattr(config, name)
-        if value is not None and (config.vocab_size is None or value > config.vocab_size):
-            raise ValueError(
-                f"{name}={value} needs a vocab_size of at least that, not {config.vocab_size}: what the drafter has "
-                "for a token is found by the target's ids."
-            )
-    if config.has_own_head and (config.selector_top_k or 0) > config.draft_vocab_size:
+    value = config.draft_vocab_size
+    if value is not None and (config.vocab_size is None or value > config.vocab_size):
         raise ValueError(
-            f"selector_top_k={config.selector_top_k} exceeds draft_vocab_size={config.draft_vocab_size}, the tokens "
-            "that the drafter has."
+            f"draft_vocab_size={value} needs a vocab_size of at least that, not {config.vocab_size}: what the drafter "
+            "has for a token is found by the target's ids."
         )
+    heads = [head for head in HEADS if head.is_set(lambda field: getattr(config, field))]
+    if len(heads) > 1:
+        raise ValueError(
+            f"{' and '.join(next(iter(head.fields)) for head in heads)} are set, but a drafter has one head: "
+            f"{heads[0].name} or {heads[1].name}; leave the other's fields out."
+        )
+    for head in heads:
+        head.check(config)
 
 
 def check_quantization(config):

@@ -7,14 +7,17 @@ from transformers import PreTrainedConfig
 
 from .checks_dflash import (
     LAYER_TYPES,
-    check_dflash2,
     check_layers,
     check_numbers,
+    check_parts,
     check_quantization,
     check_rope,
     check_sizes,
     check_tokens,
+    parts_by_sizes,
 )
+from .head_dflash import Head
+from .heads_dflash import head_fields, head_of
 from .layouts_dflash import canonical_config, default_target_layer_ids, fitting_target_layer_ids
 from .target_dflash import text_depth
 
@@ -28,8 +31,6 @@ _NESTED_KEYS = {
     "swa_window_size": "sliding_window",
     "conv_kernel_size": "conv_kernel_size",
     "conv_group_size": "conv_group_size",
-    "selector_rank": "selector_rank",
-    "selector_top_k": "selector_top_k",
     "output_multiplier": "output_multiplier",
     "final_logit_softcapping": "final_logit_softcapping",
     "input_embedding_scale": "input_embedding_scale",
@@ -39,8 +40,8 @@ _NESTED_KEYS = {
     "own_mask_embedding": "own_mask_embedding",
 }
 _FIELD_OF = {**_NESTED_KEYS, "causal": "is_causal", "causal_head": "is_causal", "use_swa": "layer_types"}
-# Of those, the ones that engines read nested only; written when they say something.
-_WRITTEN_NESTED = tuple(_NESTED_KEYS)[5:]
+# Of those, and of the heads' fields, the ones that engines read nested only are written when they say something.
+_WRITTEN_TWICE = ("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "swa_window_size")
 # Keys of a file that would choose other files, code or a way of running; those are for the caller to say.
 _IGNORED = (
     *("model_type", "num_labels", "transformers_weights", "attn_implementation", "experts_implementation"),
@@ -66,8 +67,8 @@ class DFlashDraftConfig(PreTrainedConfig):
         draft_vocab_size (`int`): Size of a reduced vocabulary, over which the drafter then has a head of its own.
         conv_kernel_size, conv_group_size (`int`): DFlash 2's convolution around every sublayer: taps, and channels
             that share a dynamic kernel. Absent: no convolution.
-        selector_rank, selector_top_k (`int`): DFlash 2's path selector: rank of its codebooks, candidates of a slot.
-            Absent: no selector.
+        selector_rank, selector_top_k (`int`): DFlash 2's path selector, see [`PathSelector`]. Absent: no selector. The
+            fields of a head are described, checked and given defaults in its own file.
         output_multiplier, final_logit_softcapping (`float`): Draft logits are `cap * tanh(logits * multiplier / cap)`.
         input_embedding_scale (`float`): Multiplies the target's raw embeddings of a block.
         attention_sink_bias (`bool`): A learned logit for each head that takes part in the softmax alone.
@@ -118,8 +119,6 @@ class DFlashDraftConfig(PreTrainedConfig):
     draft_vocab_size: int | None = None
     conv_kernel_size: int | None = None
     conv_group_size: int | None = None
-    selector_rank: int | None = None
-    selector_top_k: int | None = None
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
     input_embedding_scale: float = 1.0
@@ -143,7 +142,10 @@ class DFlashDraftConfig(PreTrainedConfig):
                 '{"target_layer_ids": [1, 9, 17], "mask_token_id": 151669}.'
             )
         nested = copy.deepcopy(nested)
-        for key, field in _NESTED_KEYS.items():
+        for field, default in head_fields().items():
+            value = kwargs.pop(field, None)
+            setattr(self, field, default if value is None else value)
+        for key, field in _nested_fields().items():
             if nested.get(key) is not None:
                 setattr(self, field, nested.pop(key))
         # Here the top level wins: SGLang reads nothing else, vLLM reads it first.
@@ -160,8 +162,8 @@ class DFlashDraftConfig(PreTrainedConfig):
         use_swa = nested.pop("use_swa", None)
         self.dflash_config = nested
 
-        for key in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
-            if getattr(self, key) == 0:  # the engines' way of saying none
+        for key in (key for part in parts_by_sizes() for key in part):
+            if getattr(self, key) == 0:
                 setattr(self, key, None)
         for key in ("output_multiplier", "input_embedding_scale", "attention_value_scale"):
             if getattr(self, key) is None:
@@ -191,7 +193,7 @@ class DFlashDraftConfig(PreTrainedConfig):
         self.rope_parameters = copy.deepcopy(self.rope_parameters)
         check_layers(self)
         check_tokens(self)
-        check_dflash2(self)
+        check_parts(self)
         super().__post_init__(**kwargs)
         check_rope(self)
         check_quantization(self)
@@ -286,11 +288,12 @@ class DFlashDraftConfig(PreTrainedConfig):
     def from_dict(cls, config_dict, **kwargs):
         """As upstream, from any published layout; see `layouts_dflash`."""
         canonical = canonical_config({**config_dict, "model_type": config_dict.get("model_type", cls.model_type)})
-        names = {field.name for field in fields(cls)}
+        names = cls.field_names()
         # What the caller says wins over the file, its nested form included.
         changes = {key: kwargs.pop(key) for key in list(kwargs) if key in names and key != "dtype"}
         if isinstance(nested := canonical.get("dflash_config"), dict):
-            canonical["dflash_config"] = {k: v for k, v in nested.items() if _FIELD_OF.get(k) not in changes}
+            field_of = {**_FIELD_OF, **_nested_fields()}
+            canonical["dflash_config"] = {k: v for k, v in nested.items() if field_of.get(k) not in changes}
         canonical |= changes
         # Nor may a file choose what stands behind a method's name.
         known = {
@@ -298,10 +301,15 @@ class DFlashDraftConfig(PreTrainedConfig):
         }
         return super().from_dict({key: value for key, value in known.items() if key not in _IGNORED}, **kwargs)
 
+    @classmethod
+    def field_names(cls) -> set[str]:
+        """Names of all fields, those of the heads included."""
+        return {field.name for field in fields(cls)} | set(head_fields())
+
     @property
-    def is_dflash2(self) -> bool:
-        """Whether the drafter has a convolution or a path selector."""
-        return self.conv_kernel_size is not None or self.selector_rank is not None
+    def head(self) -> type[Head]:
+        """What turns hidden states into tokens: the class of the drafter's head."""
+        return head_of(self)
 
     @property
     def has_own_head(self) -> bool:
@@ -318,9 +326,10 @@ class DFlashDraftConfig(PreTrainedConfig):
         """The written form: nested and top-level keys, two rotary spellings, a model type that engines know."""
         output = super().to_dict()
         output["model_type"] = "qwen3"
-        output["architectures"] = ["DFlash2DraftModel" if self.is_dflash2 else "DFlashDraftModel"]
+        plain = self.head is Head and self.conv_kernel_size is not None
+        output["architectures"] = ["DFlash2DraftModel" if plain else self.head.architecture]
         del output["source_layout"]
-        for key in _WRITTEN_NESTED:
+        for key in _written_nested():
             del output[key]
         output["dflash_config"] = copy.deepcopy(self.dflash_config)
         if self.is_causal is None:
@@ -349,6 +358,17 @@ class DFlashDraftConfig(PreTrainedConfig):
         return output
 
 
+def _nested_fields() -> dict[str, str]:
+    """All keys of `dflash_config` that are fields, and the fields."""
+    return {**_NESTED_KEYS, **{field: field for field in head_fields()}}
+
+
+def _written_nested() -> dict:
+    """The fields that are written in `dflash_config` alone, and their defaults."""
+    own = [key for key in _NESTED_KEYS if key not in _WRITTEN_TWICE]
+    return {key: getattr(DFlashDraftConfig, key) for key in own} | head_fields()
+
+
 def _nested_keys(config: DFlashDraftConfig) -> dict:
     """
     `dflash_config` whole: SGLang takes the object that remote code makes and reads these keys nowhere else. What is a
@@ -356,10 +376,10 @@ def _nested_keys(config: DFlashDraftConfig) -> dict:
     """
     nested = config.__dict__["dflash_config"]
     nested |= {key: getattr(config, key) for key in ("block_size", "mask_token_id", "target_layer_ids")}
-    for key in _WRITTEN_NESTED:
+    for key, default in _written_nested().items():
         value = getattr(config, key)
         nested.pop(key, None)
-        if value != type(config).__dataclass_fields__[key].default:
+        if value != default:
             nested[key] = value
     if "causal_head" in nested:
         nested["causal_head"] = bool(config.is_causal)

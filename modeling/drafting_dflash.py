@@ -1,12 +1,23 @@
 """Drafting: the context that a drafter keeps, and the tokens that it proposes for a block."""
 
+from functools import partial
+
 import torch
 from transformers.generation import CandidateGenerator
 
 from .accept_dflash import Draft, Proposal, draw
 from .cache_dflash import SlotCache, slot_mask
 from .target_dflash import input_device, raw_embedding
-from .tree_dflash import TOP_K, DraftTree, Paths, chained_paths, every_path, independent_paths, likeliest_tree
+from .tree_dflash import (
+    TOP_K,
+    DraftTree,
+    Paths,
+    beam_tree,
+    chained_paths,
+    every_path,
+    independent_paths,
+    likeliest_tree,
+)
 
 
 TOKENS_AT_ONCE = 2048  # of a prompt, from features to the drafter's context: bounds what lives in between
@@ -32,6 +43,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.draft_model, self.target = draft, target
         self.config = draft.config
         self.head = target.get_output_embeddings()
+        self.slot_head = self.config.head(draft, partial(raw_embedding, target))
         self.device = input_device(target)
         # A model finds these by walking through its parameters, which takes longer than a small layer.
         self.draft_device, self.draft_dtype, self.target_dtype = draft.device, draft.dtype, target.dtype
@@ -112,8 +124,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
             features_start (`torch.LongTensor`, *optional*): `[R]`, the number of the first of them.
 
         Returns:
-            `torch.LongTensor` `[R, B]`: the anchor and the likeliest token of each slot, or the greedy path through
-            the candidates of a drafter with a path selector.
+            `torch.LongTensor` `[R, B]`: the anchor, and in each slot the token that the drafter's head holds for the
+            likeliest after those before it.
         """
         hidden = self._hidden_states(anchors, start, features, features_start)
         return self.walk(anchors, hidden, temperature=0.0)[0]
@@ -130,28 +142,47 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
     def plan_trees(self, nodes: int, depth: int) -> None:
         """Draft trees of so many nodes besides the anchor, through so many slots."""
-        top_k = min(TOP_K, self.config.selector_top_k or self.config.draft_vocab_size or TOP_K)
+        top_k = min(TOP_K, self.slot_head.top_k or self.config.draft_vocab_size or TOP_K)
         self.paths = every_path(nodes, depth, top_k, self.device)
 
     def tree(self, anchors, start, features=None, features_start=None) -> DraftTree:
         """As [`draft`], but the likeliest of all paths through the likely tokens of each slot; see `plan_trees`."""
-        draft, paths = self.draft_model, self.paths
+        head, paths = self.slot_head, self.paths
         hidden = self._hidden_states(anchors, start, features, features_start)[:, : len(paths.levels)]
-        logits = draft.draft_logits(hidden, self.head)  # [R, D, V]
-        if self.config.selector_rank is None:
+        # 1. Slots that do not depend on each other.
+        if head.order == 0:
+            logits = self.draft_model.draft_logits(hidden, self.head)  # [R, D, V]
             best, ids = logits.topk(paths.top_k, dim=-1)
             log_probs = best.float() - logits.float().logsumexp(dim=-1, keepdim=True)  # [R, D, k]
-            ids, log_probs = draft.target_ids(ids).to(self.device), log_probs.to(self.device)
-            tokens, totals = independent_paths(ids, log_probs, paths)
-        else:
-            ids, logits = draft.candidate_selector.candidates(logits)  # [R, D, c]
-            ids, logits, before = (t.to(draft.device) for t in (draft.target_ids(ids), logits, anchors))
-            score = draft.candidate_selector.scores
-            first = score(before, hidden[:, 0], ids[:, 0], logits[:, 0])  # [R, c]
-            later = score(ids[:, :-1], hidden[:, 1:, None], ids[:, 1:, None], logits[:, 1:, None])  # [R, D - 1, c, c]
+            ids, log_probs = self.draft_model.target_ids(ids).to(self.device), log_probs.to(self.device)
+            return likeliest_tree(anchors, *independent_paths(ids, log_probs, paths), paths)
+
+        # 2. On the token before alone: after each candidate of the slot before, all at once.
+        ids, logits = self._candidates(hidden)  # [R, D, c]
+        before = anchors.to(self.draft_device)
+        if head.order == 1 and head.top_k is not None:
+            query, _ = head.step(None, before, hidden[:, 0])
+            first = head.scores(query, ids[:, 0], logits[:, 0])  # [R, c]
+            query, _ = head.step(None, ids[:, :-1], hidden[:, 1:, None])  # [R, D - 1, c, q]
+            later = head.scores(query, ids[:, 1:, None], logits[:, 1:, None])  # [R, D - 1, c, c]
             first, later = (scores.log_softmax(dim=-1).to(self.device) for scores in (first, later))
-            tokens, totals = chained_paths(ids.to(self.device), first, later, paths)
-        return likeliest_tree(anchors, tokens, totals, paths)
+            return likeliest_tree(anchors, *chained_paths(ids.to(self.device), first, later, paths), paths)
+
+        # 3. On more than a table can hold: a beam, of which every path carries its state.
+        def after(slot: int, state, before: torch.LongTensor):  # [R * w]
+            wide = [one[:, slot].repeat_interleave(len(before) // len(anchors), 0) for one in (hidden, ids, logits)]
+            query, state = head.step(state, before, wide[0])
+            best, order = head.scores(query, *wide[1:]).log_softmax(dim=-1).topk(paths.top_k, dim=-1)
+            return wide[1].gather(-1, order), best, state
+
+        tree = beam_tree(before, head.start(before), after, paths)
+        return DraftTree(*(one.to(self.device) for one in tree))
+
+    def _candidates(self, hidden: torch.Tensor) -> tuple[torch.LongTensor, torch.Tensor]:
+        """The likely tokens of each slot, by themselves, as the target numbers them; and their logits."""
+        ids, logits = self.slot_head.candidates(self.draft_model.draft_logits(hidden, self.head))  # [R, n, k]
+        ids, logits = (one.to(self.draft_device) for one in (self.draft_model.target_ids(ids), logits))
+        return ids.expand_as(logits), logits
 
     def walk(self, anchors: torch.LongTensor, hidden: torch.Tensor, temperature: float):
         """
@@ -165,26 +196,20 @@ class DFlashCandidateGenerator(CandidateGenerator):
         Returns:
             `torch.LongTensor` `[R, B]` and the [`Proposal`] they were drawn from, `None` at temperature 0.
         """
-        draft = self.draft_model
-        # 1. The likely tokens of each slot, by themselves, as the target numbers them.
-        logits = draft.draft_logits(hidden, self.head)  # [R, B - 1, V]
-        if self.config.selector_rank is None:
-            if temperature == 0:
-                tokens = draft.target_ids(logits.argmax(dim=-1))
-                return torch.cat([anchors[:, None], tokens.to(self.device)], dim=1), None
-            ids = draft.target_ids(torch.arange(logits.shape[-1], device=logits.device)).expand_as(logits)
-            scores = logits.float()
-        else:
-            ids, logits = draft.candidate_selector.candidates(logits)  # [R, B - 1, k]
-            ids, logits, before = (t.to(draft.device) for t in (draft.target_ids(ids), logits, anchors))
+        head = self.slot_head
+        # 1. Slots that do not depend on each other are all taken at once.
+        if head.order == 0 and temperature == 0:
+            tokens = self.draft_model.draft_logits(hidden, self.head).argmax(dim=-1)  # [R, B - 1]
+            tokens = self.draft_model.target_ids(tokens)
+            return torch.cat([anchors[:, None], tokens.to(self.device)], dim=1), None
 
-        # 2. One token for each slot; with a selector its scores depend on the token before.
-        chosen, probabilities = [], []
+        # 2. One token for each slot, given those before.
+        ids, logits = self._candidates(hidden)  # [R, B - 1, k]
+        before = anchors.to(self.draft_device)
+        state, chosen, probabilities = head.start(before), [], []
         for slot in range(ids.shape[1]):
-            if self.config.selector_rank is None:
-                score = scores[:, slot]
-            else:
-                score = draft.candidate_selector.scores(before, hidden[:, slot], ids[:, slot], logits[:, slot])
+            query, state = head.step(state, before, hidden[:, slot])
+            score = head.scores(query, ids[:, slot], logits[:, slot])  # [R, k]
             if temperature == 0:
                 choice = score.argmax(dim=-1, keepdim=True)
             else:

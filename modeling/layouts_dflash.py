@@ -10,11 +10,13 @@ import re
 from transformers import CONFIG_MAPPING
 from transformers.utils import logging
 
+from .heads_dflash import HEADS, head_fields
+
 
 logger = logging.get_logger(__name__)
 _ARCHITECTURES = {
     "DFlashDraftModel",
-    "DFlash2DraftModel",
+    "DFlash2DraftModel",  # also of the convolution alone
     "MuseGlimmerAssistantModel",
     "Qwen3DFlashDraftModel",  # Automodel
     "DFlashForCausalLM",  # verl
@@ -62,7 +64,8 @@ _LAYER_KEYS = (
 )
 _SPECULATORS_DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 
-# Heads of the same family that draft in another way. A key that is set or the start of a tensor name gives it away.
+# Heads that draft in another way, by family; those of `HEADS` are read. A key that is set or the start of a tensor's
+# name gives one away.
 _ANCHOR_FIRST = "its blocks are anchor-first (slot k predicts the token at anchor + 1 + k, here the one at anchor + k)"
 _MARKOV = "its logits need a Markov head over the tokens drafted before, which is not supported yet"
 _OTHER_HEADS = {
@@ -72,6 +75,7 @@ _OTHER_HEADS = {
     "XPress": "its drafts are rewritten by a refiner",
     "Laguna": "its attention is gated (`g_proj`) and its features have norms of their own (`aux_hidden_norms`)",
 }
+# Keys that are no head's field.
 _OTHER_KEYS = {
     "markov_rank": _MARKOV,
     "enable_confidence_head": "it has a confidence head, which is not supported yet",
@@ -87,8 +91,8 @@ _OTHER_TENSORS = {
     "aux_hidden_norms.": "Laguna",
 }
 
-# Applied in this order to every tensor name; the form that `key_mapping` of `from_pretrained` takes.
-TENSOR_NAMES = {
+# Applied in this order to every tensor name.
+_TENSOR_NAMES = {
     r"^(?:(?:logit_head|dflash_module|draft_model|model)\.)+": "",
     r"^encoder\.fc\.": "fc.",
     r"^encoder\.output_norm_enc\.": "hidden_norm.",
@@ -153,6 +157,7 @@ def is_drafter_config(config: dict) -> bool:
     names = names if isinstance(names, list) else []
     return (
         any(name in _ARCHITECTURES | _REFUSED for name in names if isinstance(name, str))
+        or any(head.architecture in names for head in HEADS)
         or "dflash_config" in config
         or str(config.get("speculators_model_type")).startswith(("dflash", "dspark"))
     )
@@ -167,6 +172,8 @@ def canonical_config(config: dict) -> dict:
     """
     config = {key: value for key, value in config.items() if key != "source_layout"}
     _refuse_other_heads(config)
+    for head in HEADS:
+        config = head.read(config)
     if "speculators_model_type" in config or "transformer_layer_config" in config:
         config = _from_speculators(config)
     elif config.get("architectures") == ["MuseGlimmerAssistantModel"]:
@@ -184,9 +191,14 @@ def canonical_config(config: dict) -> dict:
     return config
 
 
-def canonical_name(name: str, names: dict[str, str] = TENSOR_NAMES) -> str:
-    """The published name of a tensor of any layout; `names` may hold further renamings."""
-    for pattern, replacement in names.items():
+def tensor_names() -> dict[str, str]:
+    """Renamings to the published names, of all layouts, then of the heads, as `key_mapping` of `from_pretrained`."""
+    return {**_TENSOR_NAMES, **{pattern: name for head in HEADS for pattern, name in head.tensor_names.items()}}
+
+
+def canonical_name(name: str, names: dict[str, str] | None = None) -> str:
+    """The published name of a tensor of any layout; `names`, default [`tensor_names`], may hold further renamings."""
+    for pattern, replacement in (names or tensor_names()).items():
         name = re.sub(pattern, replacement, name)
     return name
 
@@ -213,9 +225,10 @@ def refuse_other_tensors(names) -> None:
     Raises:
         `ValueError`: a tensor belongs to a head that drafts in another way.
     """
+    read = {head.family for head in HEADS}
     for name in names:
         for start, head in _OTHER_TENSORS.items():
-            if name.startswith(start):
+            if name.startswith(start) and head not in read:
                 raise ValueError(f"tensor {name} belongs to a {head} drafter, which is refused: {_OTHER_HEADS[head]}.")
 
 
@@ -224,7 +237,10 @@ def _refuse_other_heads(config: dict) -> None:
     both = {**config, **nested} if isinstance(nested, dict) else config
     names = [str(name) for name in both.get("architectures") or () if isinstance(name, str)]
     kind = str(config.get("speculators_model_type", ""))
+    read = [head.family for head in HEADS]
     for head, reason in _OTHER_HEADS.items():
+        if head in read:
+            continue
         named = [name for name in (*names, kind, str(both.get("projector_type", ""))) if head.lower() in name.lower()]
         if not named:
             continue
@@ -237,10 +253,13 @@ def _refuse_other_heads(config: dict) -> None:
                 what = f"{named[0]} with markov_rank=0 is a plain drafter in DSpark's layout"
             reason = ", and ".join(reasons) or "that layout is not supported yet"
         raise ValueError(f"{what}: {reason}. It cannot be loaded here.")
-    if kind and kind not in ("dflash", "dflash2"):
-        raise ValueError(f"speculators_model_type={kind!r} is not a DFlash drafter; it must be 'dflash' or 'dflash2'.")
+    kinds = ("dflash", *(family.lower() for family in read))
+    if kind and kind not in kinds:
+        raise ValueError(
+            f"speculators_model_type={kind!r} is not a DFlash drafter; it must be {' or '.join(map(repr, kinds))}."
+        )
     for key, reason in _OTHER_KEYS.items():
-        if both.get(key):
+        if both.get(key) and key not in head_fields():
             raise ValueError(
                 f"{key}={both[key]!r}: {reason}. The drafter would load and draft wrongly, so it is refused."
             )

@@ -6,14 +6,10 @@ and the block itself. Queries come from the block alone. That is why keys outliv
 """
 
 import copy
-import shutil
-from dataclasses import fields
-from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.generation import GenerationMode
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -28,26 +24,12 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from .cache_dflash import additive
-from .checkpoint_dflash import (
-    MASK_EMBEDDING,
-    check_checkpoint,
-    checkpoint_files,
-    read_mask_embedding,
-    write_mask_embedding,
-)
 from .configuration_dflash import DFlashDraftConfig
-from .custom_generate_dflash import generate as custom_generate
 from .decoding_config_dflash import DFlashDecodingConfig
 from .generation_dflash import decode
 from .hook_dflash import install_hook
-from .layouts_dflash import TENSOR_NAMES
+from .saving_dflash import SavedDrafter
 from .target_dflash import check_pair, running_device
-
-
-_HUB_ARGUMENTS = (
-    *("subfolder", "revision", "token", "cache_dir", "force_download", "local_files_only", "proxies", "user_agent"),
-    *("repo_type", "_commit_hash"),
-)
 
 
 class DFlashRotaryEmbedding(Qwen3RotaryEmbedding):
@@ -254,48 +236,6 @@ class BlockConvolution(nn.Module):
         return output.flatten(1, 2).flatten(-2)
 
 
-class CandidateSelector(nn.Module):
-    """
-    Scores the `top_k` likeliest tokens `b` of a slot given the token `a` that was chosen before it:
-    `S(a, b) = U(b) + <A[a] * (W h), C[b]>`, with `U` the draft logit and `h` the slot's hidden state.
-
-    At initialisation `C` is zero, so that the walk is the argmax of every slot.
-
-    Args:
-        config (`DFlashDraftConfig`): `selector_rank`, `selector_top_k`, `vocab_size` of the target.
-    """
-
-    def __init__(self, config):
-        super().__init__()
-        self.top_k = config.selector_top_k
-        self.predecessor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.selector_rank))  # A
-        self.successor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.selector_rank))  # C
-        self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)  # W
-
-    def candidates(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """
-        The likeliest tokens of each slot and their logits, both `[..., k]`, from draft logits `[..., V]`. In the order
-        of their ids, so that of equal scores the lowest id is taken, as `argmax` over the vocabulary does.
-        """
-        logits = logits[..., : self.successor_codebook.shape[0]]  # a head may be padded with rows of no token
-        ids = logits.topk(self.top_k, dim=-1).indices.sort(dim=-1).values
-        return ids, logits.gather(-1, ids)
-
-    def scores(self, before: torch.Tensor, hidden: torch.Tensor, ids: torch.Tensor, logits: torch.Tensor):
-        """
-        `S(before, ids)` in fp32, `[..., k]`.
-
-        Args:
-            before (`torch.LongTensor`): `[...]`, the token of the slot before.
-            hidden (`torch.Tensor`): `[..., H]`, the slot's hidden state after the final norm.
-            ids (`torch.LongTensor`): `[..., k]`.
-            logits (`torch.Tensor`): `[..., k]`.
-        """
-        query = self.predecessor_codebook[before] * self.hidden_projection(hidden)  # [..., r]
-        transition = (self.successor_codebook[ids] @ query.unsqueeze(-1)).squeeze(-1)  # [..., k]
-        return logits.float() + transition.float()
-
-
 class DFlashDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config: DFlashDraftConfig, layer_idx: int):
         super().__init__()
@@ -324,7 +264,7 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         return convolution(sublayer(convolution(normed, before, after=False)), after, after=True)
 
 
-class DFlashDraftModel(PreTrainedModel):
+class DFlashDraftModel(SavedDrafter):
     """
     A block-diffusion drafter. It has neither embedding nor head: both are the target's, shared and frozen.
 
@@ -341,15 +281,6 @@ class DFlashDraftModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_attention_backend = True
-    # Checked by name before loading; not worth a second report.
-    _keys_to_ignore_on_load_unexpected = [
-        r"rotary_emb\.",
-        r"^embed_tokens\.",
-        r"^verifier_",
-        r"^lm_head\.",
-        "d2t",
-        "t2d",
-    ]
 
     def __init__(self, config: DFlashDraftConfig):
         super().__init__(config)
@@ -366,8 +297,8 @@ class DFlashDraftModel(PreTrainedModel):
             self.context_rotary_emb = DFlashRotaryEmbedding(of_context)
         if config.own_mask_embedding:
             self.mask_embedding = nn.Parameter(torch.empty(config.hidden_size))
-        if config.selector_rank is not None:
-            self.candidate_selector = CandidateSelector(config)
+        for name, module in config.head.modules(config).items():
+            self.add_module(name, module)
         if config.has_own_head:
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
             # Draft id `i` is the target's id `i + d2t[i]`.
@@ -384,13 +315,11 @@ class DFlashDraftModel(PreTrainedModel):
             identity[:, 0] = 1.0
             init.copy_(module.base_kernel, identity)
             init.zeros_(module.kernel_projection.weight)
-        elif isinstance(module, CandidateSelector):  # the argmax
-            init.normal_(module.predecessor_codebook, mean=0.0, std=self.config.initializer_range)
-            init.zeros_(module.successor_codebook)
         elif module is self and self.config.own_mask_embedding:
             init.normal_(module.mask_embedding, mean=0.0, std=self.config.initializer_range)
         elif isinstance(module, DFlashAttention) and self.config.attention_sink_bias:
             init.zeros_(module.attention_sink_bias)
+        self.config.head.init_weights(module, self.config)
 
     def get_input_embeddings(self):
         """`None`: the embedding is the target's. Upstream's quantisers ask for it."""
@@ -517,119 +446,3 @@ class DFlashDraftModel(PreTrainedModel):
             mask = attention_mask[layer_type] if isinstance(attention_mask, dict) else attention_mask
             hidden_states = layer(hidden_states, context, position_embeddings, mask, past_key_values, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        pretrained_model_name_or_path,
-        *model_args,
-        config=None,
-        key_mapping: dict[str, str] | None = None,
-        output_loading_info: bool = False,
-        **kwargs,
-    ):
-        """
-        As upstream, from any published layout, and with an error for a tensor that is missing, unexpected or of other
-        shape: a drafter with a random layer still runs, and nobody notices but by a low acceptance length.
-
-        Raises:
-            `ValueError`: names the file, and the key or tensor.
-            `OSError`: a file is missing; only safetensors are read.
-        """
-        name = pretrained_model_name_or_path
-        hub = {key: kwargs[key] for key in _HUB_ARGUMENTS if kwargs.get(key) is not None}
-        # 1. The configuration, with the fields that the caller changes.
-        if not isinstance(config, PreTrainedConfig):
-            names = {field.name for field in fields(cls.config_class)} - {"dtype"}
-            changes = {key: kwargs.pop(key) for key in list(kwargs) if key in names}
-            config = cls.config_class.from_pretrained(name if config is None else config, **hub, **changes)
-        renamed = {**(key_mapping or {}), **TENSOR_NAMES}
-        # 2. The tensors' names, shapes and dtypes. A quantised checkpoint has others; there upstream's report decides.
-        quantized, embedding = getattr(config, "quantization_config", None) is not None, None
-        if name is not None:
-            files = checkpoint_files(str(name), variant=kwargs.get("variant"), **hub)
-            # Beside a tensor of the same name this file decides, as in the engines.
-            embedding = read_mask_embedding(str(name), config, **hub)
-            if embedding is not None and not config.own_mask_embedding:
-                config = copy.deepcopy(config)
-                config.own_mask_embedding = True
-            if not quantized:
-                check_checkpoint(files, cls, config, renamed, () if embedding is None else ("mask_embedding",))
-            kwargs.pop("force_download", None)  # done
-        # 3. The weights, by upstream's own loader.
-        kwargs |= {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
-        try:
-            model, info = super().from_pretrained(name, *model_args, config=config, key_mapping=renamed, **kwargs)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
-        for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-            found = set(info[problem]) - ({"mask_embedding"} if embedding is not None else set())
-            if quantized and found:
-                keys = ", ".join(sorted(map(str, found))[:5])
-                raise ValueError(f"{name}: {problem.replace('_', ' ')}: {keys} ({len(found)} in all).")
-        # Upstream would write the names of the source again; a drafter is written in the published layout.
-        model._weight_conversions = [
-            conversion
-            for conversion in getattr(model, "_weight_conversions", None) or []
-            if not set(conversion.source_patterns) & set(renamed)
-        ]
-        if embedding is not None:
-            model.mask_embedding.data.copy_(embedding)
-        model.check_draft_vocabulary()
-        return (model, info) if output_loading_info else model
-
-    def check_draft_vocabulary(self) -> None:
-        """
-        Raises:
-            `ValueError`: `d2t` leads out of the target's vocabulary.
-        """
-        if self.config.has_own_head and self.d2t.device.type != "meta":
-            ids = torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
-            if ids.min() < 0 or ids.max() >= self.config.vocab_size:
-                raise ValueError(
-                    f"d2t maps draft tokens to ids {int(ids.min())}..{int(ids.max())} of a target with vocab_size="
-                    f"{self.config.vocab_size}. It holds differences: draft id i is the target's id i + d2t[i]."
-                )
-
-    def save_pretrained(self, save_directory, is_main_process: bool = True, state_dict: dict | None = None, **kwargs):
-        """
-        As upstream, and beside the weights the code, so that `trust_remote_code=True` works without the package, and
-        the drafter's own mask embedding, if it has one, in the file that engines read.
-
-        Raises:
-            `ValueError`: torchao could not read the checkpoint again.
-        """
-        quantizer = getattr(self, "hf_quantizer", None)
-        if quantizer is not None and quantizer.quantization_config.quant_method == "torchao":
-            # torchao (0.18) splits the name of every tensor of the file at a dot, quantised or not.
-            names = [name for name in self.state_dict() if "." not in name]
-            if names:
-                raise ValueError(
-                    f"torchao writes a checkpoint with {names[0]}, but cannot read it again. Keep the drafter as it "
-                    "was before, and quantise it whenever it is loaded (`quantization_config=`)."
-                )
-        self.config.auto_map = {
-            "AutoConfig": "configuration_dflash.DFlashDraftConfig",
-            "AutoModel": "modeling_dflash.DFlashDraftModel",
-        }
-        for name, source in code_files().items():
-            copy = Path(save_directory) / name
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            if source.resolve() != copy.resolve():
-                shutil.copyfile(source, copy)
-        if is_main_process:
-            embedding = (state_dict or {}).get("mask_embedding", getattr(self, "mask_embedding", None))
-            write_mask_embedding(str(save_directory), embedding, self.config.mask_token_id)
-        super().save_pretrained(save_directory, is_main_process=is_main_process, state_dict=state_dict, **kwargs)
-
-    def _get_files_timestamps(self, working_dir):
-        """Upstream's list of what `push_to_hub=True` need not upload; ours was written before it is made."""
-        stamps = super()._get_files_timestamps(working_dir)
-        ours = ("custom_generate", MASK_EMBEDDING)
-        return {name: t for name, t in stamps.items() if name not in ours and not name.endswith("_dflash.py")}
-
-
-def code_files() -> dict[str, Path]:
-    """The code that lies beside a drafter's weights: names there, and where each file is read from."""
-    sources = {source.name: source for source in sorted(Path(__file__).parent.glob("*_dflash.py"))}
-    return {**sources, "custom_generate/generate.py": Path(custom_generate.__code__.co_filename)}

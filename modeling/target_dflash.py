@@ -138,10 +138,10 @@ def check_pair(target, draft_config) -> None:
             f"The drafter has hidden_size={draft_config.hidden_size}, but the embedding of {name}, which it shares, "
             f"has width {width}: load the drafter that was trained for this target."
         )
-    # A target whose embedding was given some more rows is still the same target, one with many more is another; a path
-    # selector has a row for each token.
+    # A target whose embedding was given some more rows is still the same target, one with many more is another; a
+    # head with modules has a row for each token.
     known = draft_config.vocab_size
-    resized = known is not None and known < rows <= known * 1.1 and draft_config.selector_rank is None
+    resized = known is not None and known < rows <= known * 1.1 and not draft_config.head.order
     if not resized and known not in (None, text.vocab_size, rows):
         raise ValueError(
             f"The drafter was trained with vocab_size={draft_config.vocab_size}, but {name} has "

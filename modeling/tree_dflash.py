@@ -11,6 +11,7 @@ import torch
 
 MOST_NODES = 128
 TOP_K = 8  # likely tokens of each slot
+MOST_BEAMS = 16  # paths that go on at each depth, where every path has a state
 # Log-probabilities are kept apart from 0 and from -inf, so that a node stays likelier than its children in fp32.
 _LEAST, _MOST = -20.0, -1e-3
 
@@ -24,7 +25,6 @@ class Paths(NamedTuple):
     cells: torch.LongTensor  # [M, D]     for each slot its place in the flattened `[D, k]`; D * k past the end
     last: torch.LongTensor  # [M]         the cell of the last slot
     ancestors: torch.LongTensor  # [M, D] the paths that it begins with, itself included; -1 past the end
-    depths: torch.LongTensor  # [M]       slots
     levels: tuple[slice, ...]  # D        the paths that end in each slot
     top_k: int
     count: int  # n, or all that there are
@@ -54,9 +54,9 @@ def every_path(nodes: int, depth: int, top_k: int, device: torch.device) -> Path
     rest = [depth - len(path[0]) for path in found]
     cells = [path[0] + (depth * top_k,) * missing for path, missing in zip(found, rest, strict=True)]
     ancestors = [path[1] + (-1,) * missing for path, missing in zip(found, rest, strict=True)]
-    last, depths = [path[0][-1] for path in found], [len(path[0]) for path in found]
+    last = [path[0][-1] for path in found]
     with torch.inference_mode(False):  # for calls in any mode
-        tables = [torch.tensor(table, device=device) for table in (cells, last, ancestors, depths)]
+        tables = [torch.tensor(table, device=device) for table in (cells, last, ancestors)]
     return Paths(*tables, levels=tuple(levels), top_k=top_k, count=min(nodes, len(found)))
 
 
@@ -154,16 +154,62 @@ def likeliest_tree(
         log_probs (`torch.Tensor`): `[R, M]`; that of a path is less than that of any path that it begins with.
         paths (`Paths`): Of which `n` are chosen.
     """
-    # 1. With a path are chosen all those that it begins with.
+    # With a path are chosen all those that it begins with.
     chosen = log_probs.topk(paths.count, dim=-1).indices  # [R, n]
-    tokens = torch.cat([anchors[:, None], tokens.gather(1, chosen)], dim=1)
-    depths = torch.nn.functional.pad(paths.depths[chosen], (1, 0))  # [R, n + 1]
-    # 2. Who sees whom.
-    beginnings = paths.ancestors[chosen]  # [R, n, D]
+    return _joined(anchors, tokens.gather(1, chosen), chosen, paths.ancestors[chosen])
+
+
+def beam_tree(anchors: torch.LongTensor, state, after, paths: Paths, width: int = MOST_BEAMS) -> DraftTree:
+    """
+    Where the probabilities of a slot depend on all tokens before it: at each depth the likeliest paths go on, all in
+    one batch, and of all that were found on the way the likeliest are the tree (DARTree, arXiv 2608.13524). As wide as
+    the tree has nodes, a beam finds what a best-first search finds.
+
+    Args:
+        anchors (`torch.LongTensor`): `[R]`.
+        state (`torch.Tensor`, *optional*): `[R, ...]`, of the drafter's head before the first slot.
+        after (`Callable`): Of a slot, the states `[R * w, ...]` and the tokens before it `[R * w]`, of `w` paths in
+            each row: `k` next tokens, their log-probabilities, both `[R * w, k]`, and the next states.
+        paths (`Paths`): For its numbers of nodes, slots and likely tokens.
+        width (`int`): Paths that go on, at most.
+    """
+    rows, depth = len(anchors), len(paths.levels)
+    beam, totals = anchors[:, None], torch.zeros(rows, 1, device=anchors.device)  # [R, w]
+    beginnings = beam.new_empty(rows, 1, 0)  # [R, w, slot], the numbers of the paths that a path begins with
+    found, count = [], 0
+    for slot in range(depth):
+        # 1. Every path goes on in k ways.
+        ids, log_probs, state = after(slot, state, beam.flatten())
+        ways = ids.shape[-1]
+        ids = ids.view(rows, -1)  # [R, w * k]
+        totals = (totals[..., None] + log_probs.clamp(_LEAST, _MOST).view(rows, -1, ways)).flatten(1)  # [R, w * k]
+        numbers = torch.arange(count, count + ids.shape[1], device=ids.device).expand(rows, -1)
+        longer = torch.cat([beginnings.repeat_interleave(ways, dim=1), numbers[..., None]], dim=-1)
+        found.append((ids, totals, torch.nn.functional.pad(longer, (0, depth - slot - 1), value=-1)))
+        count += ids.shape[1]
+        # 2. The likeliest of all go on, each with the state of the path that it comes from.
+        totals, best = totals.topk(min(width, ids.shape[1]), dim=-1)  # [R, w]
+        beam = ids.gather(1, best)
+        beginnings = longer.gather(1, best[..., None].expand(-1, -1, slot + 1))
+        if state is not None:
+            parents = best // ways + torch.arange(rows, device=ids.device)[:, None] * (len(state) // rows)
+            state = state[parents.flatten()]
+    # 3. The likeliest of all that were found.
+    tokens, log_probs, beginnings = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+    chosen = log_probs.topk(min(paths.count, count), dim=-1).indices  # [R, n]
+    beginnings = beginnings.gather(1, chosen[..., None].expand(-1, -1, depth))
+    return _joined(anchors, tokens.gather(1, chosen), chosen, beginnings)
+
+
+def _joined(anchors, tokens, chosen, beginnings) -> DraftTree:
+    """A tree of chosen paths, `[R, n]`, by their last tokens, and the paths that each begins with, `[R, n, D]`."""
+    tokens = torch.cat([anchors[:, None], tokens], dim=1)
+    depths = torch.nn.functional.pad((beginnings >= 0).sum(dim=-1), (1, 0))  # [R, n + 1]
+    # 1. Who sees whom.
     sees = (beginnings[:, :, None] == chosen[:, None, :, None]).any(dim=-1)  # [R, n, n]
     sees = torch.nn.functional.pad(sees, (1, 0, 1, 0))  # [R, n + 1, n + 1]
     sees[:, :, 0] = True
-    # 3. The parent is the ancestor one slot above; that of a node in the first slot is the anchor.
+    # 2. The parent is the ancestor one slot above; that of a node in the first slot is the anchor.
     above = sees & (depths[:, None] == depths[:, :, None] - 1)
-    parents = (above * torch.arange(paths.count + 1, device=above.device)).sum(dim=-1)  # [R, n + 1]
+    parents = (above * torch.arange(above.shape[1], device=above.device)).sum(dim=-1)  # [R, n + 1]
     return DraftTree(tokens, depths, parents, sees)

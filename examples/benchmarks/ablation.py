@@ -69,7 +69,7 @@ VARIANTS = {
 
 SELECTOR = {
     "draft_config": {"selector_rank": 128, "selector_top_k": 16},
-    "selector_only": True,
+    "head_only": True,
     "loss_type": "dpace_kl",
     "num_anchors": 32,
     "per_device_train_batch_size": 4,
@@ -84,8 +84,8 @@ SELECTORS = {
     "8 candidates": {"draft_config": {"selector_rank": 128, "selector_top_k": 8}},
     "rate 5e-4": {"learning_rate": 5e-4},
     "rate 5e-3": {"learning_rate": 5e-3},
-    "with the drafter, rate 5e-4": {"selector_only": False, "learning_rate": 5e-4},
-    "the drafter goes on, no selector": {"selector_only": False, "draft_config": {}, "learning_rate": 5e-4},
+    "with the drafter, rate 5e-4": {"head_only": False, "learning_rate": 5e-4},
+    "the drafter goes on, no selector": {"head_only": False, "draft_config": {}, "learning_rate": 5e-4},
 }
 
 

@@ -40,7 +40,7 @@ train() { # OUTPUT MINUTES [KEY=VALUE ...]
 train first $((minutes / 2))
 train second $((minutes / 4)) "draft=$work/first" init_layers=null draft_vocab_size=null loss_type=dpace_kl learning_rate=5e-4
 train drafter $((minutes / 4)) "draft=$work/second" init_layers=null draft_vocab_size=null loss_type=dpace_kl learning_rate=2e-3 \
-  num_anchors=32 selector_only=true "draft_config={selector_rank: 128, selector_top_k: 16}"
+  num_anchors=32 head_only=true "draft_config={selector_rank: 128, selector_top_k: 16}"
 
 # Half the size, then figures, card, and what the Hub would hold.
 [ -e "$work/bf16" ] || dflash convert "$work/drafter" "$work/bf16" --dtype bfloat16

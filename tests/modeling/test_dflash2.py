@@ -198,13 +198,15 @@ def test_drawn_candidates_follow_the_selector():
     torch.manual_seed(0)
     block, proposal = generator.walk(anchors, hidden.expand(rows, -1, -1), temperature=0.7)
     logits = draft.draft_logits(hidden, target.lm_head)
-    ids, unary = draft.candidate_selector.candidates(logits)  # [1, 2, 5]
+    head = generator.slot_head
+    ids, unary = head.candidates(logits)  # [1, 2, 5]
     assert torch.equal(proposal.ids, ids.expand(rows, -1, -1))
     for before, drawn in [(17, block[:, 1])] + [(int(a), block[block[:, 1] == a, 2]) for a in ids[0, 0]]:
         slot = 0 if before == 17 and len(drawn) == rows else 1
         if len(drawn) < 200:
             continue
-        scores = draft.candidate_selector.scores(torch.tensor([before]), hidden[:, slot], ids[:, slot], unary[:, slot])
+        query, _ = head.step(None, torch.tensor([before]), hidden[:, slot])
+        scores = head.scores(query, ids[:, slot], unary[:, slot])
         wanted = (scores[0].double() / 0.7).softmax(-1)
         observed = torch.stack([(drawn == b).sum() for b in ids[0, slot]])
         assert observed.sum() == len(drawn)

@@ -1,6 +1,5 @@
 """Draft trees: the likeliest paths, who sees whom, the way the target takes, and texts that are its own."""
 
-import heapq
 import math
 
 import pytest
@@ -9,6 +8,7 @@ from support.pairs import VOCAB, make_draft, make_draft2, make_target, shallow_p
 from support.rows import ragged_prompts
 from support.sampling import STEPS, assert_follows, exact_distribution, sample
 from support.scripted_draft import scripted
+from support.trees import best_first, paths_of
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 from dflash_hf.modeling.accept_dflash import Draft, Verdict
@@ -19,35 +19,6 @@ from dflash_hf.modeling.tree_dflash import chained_paths, every_path, independen
 
 
 CPU = torch.device("cpu")
-
-
-def paths_of(tree, row=0):
-    """The tree as a set of paths of tokens."""
-    tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
-    paths = set()
-    for node in range(1, len(tokens)):
-        path = []
-        while node:
-            path.append(tokens[node])
-            node = parents[node]
-        paths.add(tuple(reversed(path)))
-    return paths
-
-
-def best_first(likely, nodes, depth):
-    """DDTree's heap; `likely(path)` lists the tokens that may follow with their log-probabilities, likeliest first."""
-    first = likely(())
-    heap, chosen = [(-first[0][1], (), 0)], set()
-    while heap and len(chosen) < nodes:
-        cost, prefix, rank = heapq.heappop(heap)
-        siblings = likely(prefix)
-        path = (*prefix, siblings[rank][0])
-        chosen.add(path)
-        if rank + 1 < len(siblings):
-            heapq.heappush(heap, (cost + siblings[rank][1] - siblings[rank + 1][1], prefix, rank + 1))
-        if len(path) < depth:
-            heapq.heappush(heap, (cost - likely(path)[0][1], path, 0))
-    return chosen
 
 
 @pytest.mark.parametrize(("nodes", "depth"), [(1, 3), (7, 3), (16, 7), (40, 15), (64, 2), (30, 1)])

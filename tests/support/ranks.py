@@ -47,7 +47,7 @@ def train_selector_alone(folder, ranks):
     """The selector after one step, the rest of the drafter frozen; or why it is not trained."""
     rows, target = [uneven_rows()[i] for i in ROWS["ce"]], make_target(dtype=torch.float64)
     draft = make_draft(target, block_size=BLOCK, selector_rank=4, selector_top_k=40)
-    fields = {"per_device_train_batch_size": 4 // ranks, "selector_only": True, "loss_type": "kl"}
+    fields = {"per_device_train_batch_size": 4 // ranks, "head_only": True, "loss_type": "kl"}
     try:
         make_trainer(folder, target, rows, draft, **fields, **PLAIN_SGD).train()
     except ValueError as error:

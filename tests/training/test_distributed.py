@@ -97,7 +97,7 @@ def test_the_selector_alone_learns_on_two_ranks_and_is_not_sharded(launched, tmp
     for results in launched("ddp")[1]:
         torch.testing.assert_close(results["selector alone"], expected, rtol=0, atol=1e-7)
     for results in launched("fsdp2")[1]:
-        assert results["selector alone"].startswith("selector_only=True would train nothing under FSDP")
+        assert results["selector alone"].startswith("head_only=True would train nothing under FSDP")
 
 
 @pytest.mark.parametrize("scenario", LOSSES)

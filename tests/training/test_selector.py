@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.data.examples import make_example
+from dflash_hf.modeling.selector_dflash import PathSelector
 from dflash_hf.training.losses import Candidates, Teacher, TokenLosses, block_loss, selected, token_losses
 from dflash_hf.training.recipe import RecipeArguments
 from dflash_hf.training.start import count_tokens, take_vocabulary, with_parts
@@ -139,7 +140,7 @@ def test_the_selector_alone_learns_what_slots_cannot_know(tmp_path):
     make_trainer(tmp_path / "plain", target, rows, plain, max_steps=25, learning_rate=5e-3, **options).train()
     draft = with_parts(plain, SELECTOR)
     trainer = make_trainer(
-        tmp_path, target, rows, draft, rows[:32], max_steps=25, learning_rate=3e-2, selector_only=True, **options
+        tmp_path, target, rows, draft, rows[:32], max_steps=25, learning_rate=3e-2, head_only=True, **options
     )
     start = trainer.evaluate()
     assert start["eval_simulated_tau"] == start["eval_simulated_tau_argmax"]
@@ -161,8 +162,8 @@ def test_a_slot_goes_on_from_the_token_before_it(tmp_path, monkeypatch):
     trainer = make_trainer(tmp_path, target, counting_rows(3), make_draft2(target, block_size=BLOCK))
     batch, seen = trainer.data_collator(counting_rows(3)), []
     trainer.draw_anchors(batch, step=0)
-    score = trainer.selector_scores
-    monkeypatch.setattr(trainer, "selector_scores", lambda before, *rest: seen.append(before) or score(before, *rest))
+    step = PathSelector.step
+    monkeypatch.setattr(PathSelector, "step", lambda self, *rest: seen.append(rest[1]) or step(self, *rest))
     trainer.compute_loss(trainer.model, batch)
     blocks = trainer.build_blocks(batch)
     expected = (blocks.labels - 3) % 90  # of rows that count in threes
@@ -171,15 +172,15 @@ def test_a_slot_goes_on_from_the_token_before_it(tmp_path, monkeypatch):
 
 def test_what_cannot_be_trained_alone_is_refused(tmp_path):
     target, rows = make_target(), counting_rows(2)
-    with pytest.raises(ValueError, match="selector_only=True trains the path selector .*set selector_rank"):
-        make_trainer(tmp_path, target, rows, selector_only=True)
+    with pytest.raises(ValueError, match="head_only=True trains the head .*such as selector_rank"):
+        make_trainer(tmp_path, target, rows, head_only=True)
 
 
 def test_what_was_frozen_is_trained_again_when_that_is_said(tmp_path):
     """After the selector alone, the whole of the same drafter: the rest stood still without a word."""
     target, rows, draft = make_target(), counting_rows(4), make_draft2(make_target(), block_size=BLOCK)
-    make_trainer(tmp_path, target, rows, draft, selector_only=True)
-    with pytest.raises(ValueError, match="selector_only=False, but an earlier run .*requires_grad_"):
+    make_trainer(tmp_path, target, rows, draft, head_only=True)
+    with pytest.raises(ValueError, match="head_only=False, but an earlier run .*requires_grad_"):
         make_trainer(tmp_path, target, rows, draft)
     make_trainer(tmp_path, target, rows, draft.requires_grad_(True))
     assert all(parameter.requires_grad for parameter in draft.parameters())
@@ -208,7 +209,7 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path):
 def test_another_selector_does_not_go_on(field, tmp_path):
     """Other candidates went on without a word, another rank and none at all with a list of tensors."""
     target = make_target()
-    options = {"save_strategy": "steps", "save_steps": 1, "selector_only": True}
+    options = {"save_strategy": "steps", "save_steps": 1, "head_only": True}
     make_trainer(tmp_path, target, counting_rows(2), with_parts(make_draft(target), SELECTOR), **options).train()
     other = with_parts(make_draft(target), {**SELECTOR, field: 4})
     trainer = make_trainer(tmp_path, target, counting_rows(2), other, **options)
@@ -276,15 +277,15 @@ def test_a_recipe_adds_a_selector_to_a_trained_drafter(tmp_path, capsys):
         data=str(tmp_path / "rows.jsonl"),
     )
     options = {"output_dir": str(tmp_path / "out"), "max_steps": 2, "num_anchors": 4, "use_cpu": True, "report_to": []}
-    options |= {"selector_only": True, "warmup_steps": 0, "save_steps": 1}
+    options |= {"head_only": True, "warmup_steps": 0, "save_steps": 1}
     train(recipe, options)
     made = DFlashDraftModel.from_pretrained(tmp_path / "out")
     assert made.config.selector_rank == 8 and made.config.draft_vocab_size == 48
     assert made.candidate_selector.successor_codebook.abs().max() > 0
     assert torch.equal(made.fc.weight, draft.fc.weight)
     again = {**options, "resume_from_checkpoint": "auto", "max_steps": 3}
-    with pytest.raises(ValueError, match="selector_only=True, not False"):  # was: a parameter group of another size
-        train(recipe, {**again, "selector_only": False})
+    with pytest.raises(ValueError, match="head_only=True, not False"):  # was: a parameter group of another size
+        train(recipe, {**again, "head_only": False})
     recipe.draft_config = {"intermediate_size": 48, "selecter_rank": 8, **SELECTOR}
     train(recipe, again)
     noted = [line for line in capsys.readouterr().err.splitlines() if "draft_config" in line]

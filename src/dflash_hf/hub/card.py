@@ -20,7 +20,7 @@ from dflash_hf.hub.check import check, read_shapes
 from dflash_hf.hub.engine_rules import DFLASH2, MUSE
 from dflash_hf.hub.launch import launch_command
 from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
-from dflash_hf.modeling.modeling_dflash import code_files
+from dflash_hf.modeling.saving_dflash import code_files
 from dflash_hf.names import RELATIONS
 from dflash_hf.terminal import install
 
@@ -47,7 +47,7 @@ _TRAINING = (
     "loss_type",
     "loss_decay_gamma",
     "label_source",
-    "selector_only",
+    "head_only",
     "seed",
 )
 

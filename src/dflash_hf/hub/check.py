@@ -17,6 +17,7 @@ from dflash_hf.hub.remote import local_folder
 from dflash_hf.hub.safety_rules import SAFETY_RULES
 from dflash_hf.modeling.checkpoint_dflash import checkpoint_files, read_header
 from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
+from dflash_hf.modeling.heads_dflash import HEADS
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.names import ENGINES
 from dflash_hf.terminal import one_line
@@ -98,7 +99,7 @@ def _all_findings(folder: Path, target: dict | None, weights: bool) -> Iterator[
         yield Finding("error", ENGINES, "config.json", str(error))
         return
     architectures = config.get("architectures")
-    if architectures not in [[name] for name in ARCHITECTURES]:
+    if architectures not in [[name] for name in (*ARCHITECTURES, *(head.architecture for head in HEADS))]:
         yield Finding(
             "error",
             ENGINES,

@@ -13,13 +13,17 @@ from pathlib import Path
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from dflash_hf.modeling.checkpoint_dflash import MASK_EMBEDDING
-from dflash_hf.modeling.checks_dflash import DFLASH2_KEYS
+from dflash_hf.modeling.checks_dflash import CONVOLUTION_KEYS
+from dflash_hf.modeling.heads_dflash import HEADS
+from dflash_hf.modeling.selector_dflash import PathSelector
 from dflash_hf.names import ENGINES, SERVERS
 
 
 MUSE = "MuseGlimmerAssistantModel"
-DFLASH2 = "DFlash2DraftModel"
+DFLASH2 = PathSelector.architecture
+DFLASH2_KEYS = (*CONVOLUTION_KEYS, *PathSelector.sizes)
 ARCHITECTURES = ("DFlashDraftModel", DFLASH2, MUSE)
+_SERVED = (PathSelector,)  # heads that engines have
 _MUSE_NAMES = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 _GEMMA_VOCABULARY = 262144
 _V2_RUNNER = "for which vLLM needs its V2 model runner: do not set VLLM_USE_V2_MODEL_RUNNER=0."
@@ -226,6 +230,14 @@ def _numbers(drafter: Drafter) -> Iterator[Finding]:
         yield _gemma()
 
 
+def _head(drafter: Drafter) -> Iterator[Finding]:
+    for head in HEADS:
+        if head not in _SERVED and head.is_set(drafter.get):
+            field = next(iter(head.fields))
+            message = f"{drafter.get(field)}: no engine has a {head.name}; decode with transformers' generate()."
+            yield Finding("error", SERVERS, field, message)
+
+
 def _dflash2(drafter: Drafter) -> Iterator[Finding]:
     config, nested = drafter.config, drafter.nested
     named = [key for key in DFLASH2_KEYS if drafter.get(key)]
@@ -239,7 +251,7 @@ def _dflash2(drafter: Drafter) -> Iterator[Finding]:
     for key in DFLASH2_KEYS:
         if type(nested.get(key)) is not int or nested[key] < 1:
             # Where both keys of the convolution are missing, SGLang builds none.
-            alone = key.startswith("conv") and not any(nested.get(other) for other in DFLASH2_KEYS[:2])
+            alone = key in CONVOLUTION_KEYS and not any(nested.get(other) for other in CONVOLUTION_KEYS)
             message = f"{nested.get(key)} in dflash_config must be a positive integer; it is read nowhere else."
             yield Finding("error", ("vllm",) if alone else SERVERS, key, message)
     group = nested.get("conv_group_size")
@@ -331,4 +343,4 @@ def _gemma() -> Finding:
     return Finding("warning", ("vllm",), "vocab_size", message)
 
 
-RULES = (_identity, _features, _attention, _rope, _numbers, _dflash2, _tensors, _own_mask, _beside_the_weights)
+RULES = (_identity, _features, _attention, _rope, _numbers, _head, _dflash2, _tensors, _own_mask, _beside_the_weights)

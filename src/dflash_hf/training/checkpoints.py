@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from dflash_hf.modeling.checks_dflash import DFLASH2_KEYS
+from dflash_hf.modeling.checks_dflash import part_keys
 from dflash_hf.training.whole import check_whole, last_whole_checkpoint, seal
 
 
@@ -14,7 +14,7 @@ _STATE_FILE = "trainer_state.json"
 # What the weights of a checkpoint were trained for; another value would load and silently draft worse.
 _FIXED_ON_RESUME = (
     *("mask_token_id", "block_size", "target_layer_ids", "layer_types", "sliding_window", "is_causal"),
-    *("draft_vocab_size", *DFLASH2_KEYS),
+    "draft_vocab_size",
 )
 
 
@@ -24,7 +24,7 @@ def checkpoint_of(resume: str | bool | None, output_dir: str, draft_config) -> s
 
     Raises:
         `ValueError`: there is no checkpoint to resume from, it is damaged, or it belongs to a drafter with another
-            mask token, block size, features, masks, vocabulary or parts of DFlash 2.
+            mask token, block size, features, masks, vocabulary, head or convolution.
     """
     if resume is True:
         resume = last_whole_checkpoint(Path(output_dir))
@@ -37,7 +37,7 @@ def checkpoint_of(resume: str | bool | None, output_dir: str, draft_config) -> s
         check_whole(resume)
     if resume and Path(resume, "config.json").is_file():  # without, an adapter, whose drafter is loaded by its user
         saved = type(draft_config).from_pretrained(resume)
-        for name in _FIXED_ON_RESUME:
+        for name in (*_FIXED_ON_RESUME, *part_keys()):
             ours, theirs = getattr(draft_config, name), getattr(saved, name)
             if ours != theirs:
                 raise ValueError(

@@ -5,11 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass
 class Candidates:
-    """The likely tokens of each of the `M` known tokens' slots, among which a path selector chooses."""
+    """The likely tokens of each of the `M` known tokens' slots, among which a drafter's head chooses."""
 
     ids: torch.LongTensor  # [M, k]  of the drafter's vocabulary
     logits: torch.Tensor  # [M, k]  of the drafter, without gradient
@@ -25,6 +27,7 @@ class TokenLosses:
     correct: torch.BoolTensor  # [...]  whether the label is what is drafted; false where not known
     known: torch.BoolTensor  # [...]  counted, and a token that the drafter has
     candidates: Candidates | None = None
+    alone: torch.BoolTensor | None = None  # [...]  as `correct`, of the likeliest token of a slot by itself
 
 
 @dataclass
@@ -34,6 +37,27 @@ class Teacher:
     states: torch.Tensor  # [P, H]  the target's final hidden states
     rows: torch.LongTensor  # [...]   which of them predicts a token: the one at a + k - 1
     head: Callable[[torch.Tensor], torch.Tensor]  # [M, H] -> [M, V]
+
+
+@dataclass
+class Rows:
+    """`M` known tokens, as a head over all tokens learns from them."""
+
+    scores: torch.Tensor  # [M, V]  of the head, differentiable
+    logits: torch.Tensor  # [M, V]  of the slots by themselves, differentiable
+    labels: torch.LongTensor  # [M]
+    teacher: torch.Tensor | None  # [M, V]  logits of the target
+    hidden: torch.Tensor  # [M, H]
+    query: torch.Tensor  # [M, q]
+
+    def divergence(self, scores: torch.Tensor) -> torch.Tensor:
+        """`[M]`, of the teacher from scores `[M, V]`; without a teacher the cross-entropy of the labels."""
+        log_q = scores.to(_wide(scores.dtype)).log_softmax(-1)
+        if self.teacher is None:
+            return functional.nll_loss(log_q, self.labels, reduction="none")
+        return functional.kl_div(log_q, self.teacher.to(log_q).log_softmax(-1), reduction="none", log_target=True).sum(
+            -1
+        )
 
 
 def default_gamma(block_size: int) -> float:
@@ -181,7 +205,7 @@ def token_losses(
         counted (`torch.BoolTensor`): `[...]`.
         chunk_size (`int`): Rows of one pass through the head.
         teacher (`Teacher`): `KL(target || drafter)` instead of the cross-entropy of `labels`.
-        likely (`Callable`): Of a path selector, its `candidates`: `[M, V] -> [M, k]` twice, ids and logits.
+        likely (`Callable`): Of a head with candidates, these: `[M, V] -> [M, k]` twice, ids and logits.
     """
     known = counted & (labels >= 0)
     if teacher is not None:
@@ -191,21 +215,21 @@ def token_losses(
     # Without a token, `values` still hangs on `hidden`: no rank is left out of backward.
     values = kept.new_zeros(labels.shape).masked_scatter(known, kept)
     nll, correct = (one.new_zeros(labels.shape).masked_scatter(known, one) for one in figures)
-    return TokenLosses(values, nll, correct, known, Candidates(*found) if found else None)
+    return TokenLosses(values, nll, correct, known, Candidates(*found) if found else None, correct)
 
 
 def selected(
     losses: TokenLosses, scores: Callable[[Candidates], torch.Tensor], labels: torch.LongTensor
 ) -> TokenLosses:
     """
-    What is drafted where a path selector chooses among the likely tokens of a slot, given the true token before.
+    What is drafted where a head chooses among the likely tokens of a slot, given the true tokens before.
 
-    The selector is pulled to the teacher's probabilities, or to the label, among its candidates; a label that is none
-    of them teaches it nothing. Its loss is added to that of the slot by itself.
+    The head is pulled to the teacher's probabilities, or to the label, among its candidates; a label that is none of
+    them teaches it nothing. Its loss is added to that of the slot by itself.
 
     Args:
         losses (`TokenLosses`): `[...]`, with candidates.
-        scores (`Callable`): The selector's scores of the candidates, `[M, k]`, differentiable.
+        scores (`Callable`): The head's scores of the candidates, `[M, k]`, differentiable.
         labels (`torch.LongTensor`): `[...]`, as for [`token_losses`].
     """
     candidates, known = losses.candidates, losses.known
@@ -222,6 +246,53 @@ def selected(
         return one.new_zeros(labels.shape).masked_scatter(known, one)
 
     return replace(losses, values=losses.values + spread(divergence), nll=spread(nll), correct=spread(chosen))
+
+
+def scored_losses(
+    hidden: torch.Tensor,
+    queries: torch.Tensor,
+    head: Callable[[torch.Tensor], torch.Tensor],
+    scores: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    loss: Callable[[Rows], torch.Tensor],
+    labels: torch.LongTensor,
+    known: torch.BoolTensor,
+    chunk_size: int = 512,
+    teacher: Teacher | None = None,
+) -> TokenLosses:
+    """
+    What is drafted where a head scores all tokens, given the true tokens before. Logits are computed chunk by chunk,
+    and again in the backward pass, since parameters of the head stand behind them.
+
+    Args:
+        hidden (`torch.Tensor`): `[..., H]`.
+        queries (`torch.Tensor`): `[M, q]`, what the head says of the known tokens before it sees the vocabulary.
+        head (`Callable`): The target's head, `[M, H] -> [M, V]`.
+        scores (`Callable`): From queries and logits `[M, V]`, both as the drafter's head takes them: logits, scores.
+        loss (`Callable`): `[M]`, of [`Rows`].
+        labels, known: As in [`TokenLosses`].
+        chunk_size, teacher: As for [`token_losses`].
+    """
+    kept, gold = hidden[known], labels[known]
+    rows = None if teacher is None else teacher.rows[known].to(teacher.states.device)
+
+    def of_chunk(chunk, query, gold, states):
+        logits, scored = scores(query, head(chunk))  # [chunk, V]
+        gold = gold.to(scored.device)
+        wanted = None if states is None else teacher.head(states).to(scored.device)
+        values = loss(Rows(scored, logits, gold, wanted, chunk, query))
+        wide = scored.detach().to(_wide(scored.dtype))
+        nll = functional.cross_entropy(wide, gold, reduction="none")
+        return values, nll, wide.argmax(-1) == gold, logits.argmax(-1) == gold
+
+    parts = []
+    for start in range(0, max(len(kept), 1), chunk_size):  # of no token, too: every rank runs its backward
+        part = slice(start, start + chunk_size)
+        states = None if rows is None else teacher.states[rows[part]]
+        arguments = (kept[part], queries[part], gold[part], states)
+        parts.append(checkpoint(of_chunk, *arguments, use_reentrant=False, preserve_rng_state=False))
+    figures = [torch.cat(one).to(hidden.device) for one in zip(*parts, strict=True)]
+    values, nll, correct, alone = (one.new_zeros(labels.shape).masked_scatter(known, one) for one in figures)
+    return TokenLosses(values, nll, correct, known, alone=alone)
 
 
 def block_loss(
@@ -290,13 +361,14 @@ def block_statistics(
     return torch.cat([*slots, rest], dim=1).float()
 
 
-def statistics_to_metrics(sums: torch.Tensor, has_selector: bool = False) -> dict[str, float]:
+def statistics_to_metrics(sums: torch.Tensor, has_head: bool = False) -> dict[str, float]:
     """
     Figures from summed [`block_statistics`] `[4 * (B - 1) + 4]`: `loss`; `accuracy` over all counted tokens and
     `accuracy_k` of slot `k`; `acceptance_k`, the same given that all slots before `k` are right, as verification would
     find it; `simulated_tau`, the mean over blocks of the accepted prefix plus the bonus token. A block that the end of
-    its response cuts short counts with the tokens that are left; with a path selector `simulated_tau_argmax`, which
-    the likeliest token of each slot by itself would reach. Empty without blocks.
+    its response cuts short counts with the tokens that are left; where a head chooses after other tokens
+    (`has_head`), `simulated_tau_argmax`, which the likeliest token of each slot by itself would reach. Empty without
+    blocks.
     """
     accepted_alone, blocks, loss, normalizer = sums[-4:].tolist()
     if blocks == 0:
@@ -304,7 +376,7 @@ def statistics_to_metrics(sums: torch.Tensor, has_selector: bool = False) -> dic
     counted, correct, reached, accepted = sums[:-4].view(4, -1).tolist()
     metrics = {"loss": loss / normalizer, "accuracy": sum(correct) / sum(counted)}
     metrics["simulated_tau"] = sum(accepted) / blocks + 1
-    if has_selector:
+    if has_head:
         metrics["simulated_tau_argmax"] = accepted_alone / blocks + 1
     for name, hits, totals in (("accuracy", correct, counted), ("acceptance", accepted, reached)):
         for slot, total in enumerate(totals, start=1):

@@ -27,14 +27,19 @@ class Pace:
             now = type(self).clock()
             self.spent += 0.0 if self.last is None else now - self.last
             self.last, self.step = now, step
-        done = min(self.spent / self.seconds, 1.0)
+        done = self.done
         if done < self.warmup:
             return max(done / self.warmup, 0.01)
         return 0.5 * (1 + math.cos(math.pi * (done - self.warmup) / (1 - self.warmup)))
 
     @property
+    def done(self) -> float:
+        """The share of the time that was spent."""
+        return min(self.spent / self.seconds, 1.0)
+
+    @property
     def over(self) -> bool:
-        return self.spent >= self.seconds
+        return self.done >= 1.0
 
     def skip(self) -> None:
         """What was done since the last step, such as an evaluation, does not count."""

@@ -26,7 +26,7 @@ _OF_TRAINING = (
     *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay", "max_grad_norm"),
     *("optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "fp16", "seed", "data_seed"),
     *("train_sampling_strategy", "num_anchors", "anchor_seed", "loss_type", "loss_decay_gamma", "dpace_alpha"),
-    *("label_source", "max_minutes", "selector_only"),
+    *("label_source", "max_minutes", "head_only"),
 )
 _OF_RECIPE = (
     *("split", "data_name", "data_revision", "streaming", "packing", "max_length", "peft_config", "init_layers"),

@@ -1,6 +1,6 @@
 """
-What a drafter begins with: layers of its target, the tokens that it may draft, and DFlash 2's parts on one that was
-trained without them.
+What a drafter begins with: layers of its target, the tokens that it may draft, and a head or another part on one that
+was trained without.
 
 A drafter of random weights spends most of a short run on learning what the target knows: what its features mean, and
 how a state becomes a token. Layers of the target, its final norm, and one of its features passed on as it is are a
@@ -11,7 +11,8 @@ thousand tokens that its target really writes, the head costs a fraction (FR-Spe
 import torch
 from torch import nn
 
-from dflash_hf.modeling.checks_dflash import DFLASH2_KEYS
+from dflash_hf.modeling.checks_dflash import part_keys
+from dflash_hf.modeling.heads_dflash import head_fields
 from dflash_hf.modeling.target_dflash import decoder_layers
 
 
@@ -65,11 +66,12 @@ def begin_as_target(draft, target, layers: list[int]) -> list[str]:
 
 def with_parts(draft, fields: dict):
     """
-    A trained drafter with parts of DFlash 2 that it has not yet. They begin as the identity: it drafts as before.
+    A trained drafter with parts that it has not yet: a head, or DFlash 2's convolution. They begin as the identity: it
+    drafts as before.
 
     Args:
         draft (`DFlashDraftModel`): Trained, and not changed.
-        fields (`dict`): `selector_rank` and `selector_top_k`, or `conv_kernel_size` and `conv_group_size`, or all.
+        fields (`dict`): Of the configuration, all those of the new parts.
 
     Returns:
         `DFlashDraftModel`: Of the same weights and dtype, with fresh ones for what is new.
@@ -77,13 +79,14 @@ def with_parts(draft, fields: dict):
     Raises:
         `ValueError`: another field, or a part that it has, in another size.
     """
+    others = head_fields().keys() - draft.config.head.fields
     for key, value in fields.items():
-        has = getattr(draft.config, key, None)
-        if key not in DFLASH2_KEYS or has not in (None, value):
-            reason = "is no part that can be added" if key not in DFLASH2_KEYS else f"differs from its {has}"
+        has = None if key in others else getattr(draft.config, key, None)
+        if key not in part_keys() or has not in (None, value):
+            reason = "is no part that can be added" if key not in part_keys() else f"differs from its {has}"
             raise ValueError(
                 f"draft_config.{key}={value} {reason}: a trained drafter keeps its configuration, but for "
-                f"{', '.join(DFLASH2_KEYS)}, which add DFlash 2's path selector and convolution to one without."
+                f"{', '.join(part_keys())}, which add a part to a drafter without."
             )
     config = type(draft.config).from_dict({**draft.config.to_dict(), **fields})
     wider = type(draft)(config).to(draft.device, draft.dtype)

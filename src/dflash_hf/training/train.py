@@ -152,7 +152,7 @@ def _make_draft(recipe: RecipeArguments, target, encoder, say):
 
     from dflash_hf.data.encode import digests_of_tokenizer
     from dflash_hf.data.prompts import template_kwargs
-    from dflash_hf.modeling.checks_dflash import DFLASH2_KEYS
+    from dflash_hf.modeling.checks_dflash import part_keys
     from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
     from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
     from dflash_hf.target import spare_token_id
@@ -169,7 +169,7 @@ def _make_draft(recipe: RecipeArguments, target, encoder, say):
                 f"mask_token_id={recipe.mask_token_id} is not the {config.mask_token_id} that {recipe.draft} was "
                 "trained with; leave it out."
             )
-        parts = {key: value for key, value in recipe.draft_config.items() if key in DFLASH2_KEYS}
+        parts = {key: value for key, value in recipe.draft_config.items() if key in part_keys()}
         for key, value in recipe.draft_config.items():
             if key not in parts and getattr(config, key, None) != value:
                 say(f"draft_config.{key}={value} is for a fresh drafter: {recipe.draft} stays as it is")

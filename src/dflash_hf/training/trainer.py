@@ -42,11 +42,12 @@ from dflash_hf.training.checkpoints import UNFINISHED, checkpoint_of, clear_asid
 from dflash_hf.training.finite import FiniteGuard
 from dflash_hf.training.log_table import LogTable, watched
 from dflash_hf.training.losses import (
-    Candidates,
     Teacher,
+    TokenLosses,
     block_loss,
     block_statistics,
     loss_normalizer,
+    scored_losses,
     selected,
     slot_weights,
     statistics_to_metrics,
@@ -70,7 +71,7 @@ class DFlashTrainer(Trainer):
     The target hangs on the trainer, not under the model, so that no checkpoint ever holds it. Besides Trainer's
     figures each log line holds `accuracy`, `accuracy_k` of each slot, `acceptance_k` (the same where all slots before
     are right), `simulated_tau`: the mean over all sampled blocks of the accepted prefix plus the bonus token,
-    teacher-forced (with a path selector also `simulated_tau_argmax`, of the likeliest token of each slot by itself),
+    teacher-forced (with a head also `simulated_tau_argmax`, of the likeliest token of each slot by itself),
     and `tokens_per_second` of all processes, without evaluations. A terminal shows them as a table.
     [`~dflash_hf.training.callbacks.DecodingCallback`] measures the real tau.
 
@@ -120,10 +121,10 @@ class DFlashTrainer(Trainer):
         if (args.bf16 or args.fp16) and model.dtype in (torch.bfloat16, torch.float16):
             logger.info(f"The drafter's {model.dtype} weights are trained in fp32, with autocast.")
             model.float()
-        self.has_selector = model.config.selector_rank is not None
-        choose_parameters(model, args.selector_only, peft_config)
-        if self.has_selector and peft_config is None and args.ddp_find_unused_parameters is None:
-            # The selector is used outside of the wrapped forward, where a search would take it for unused.
+        self.has_head = model.config.head.order > 0
+        choose_parameters(model, args.head_only, peft_config)
+        if self.has_head and peft_config is None and args.ddp_find_unused_parameters is None:
+            # The head is used outside of the wrapped forward, where a search would take it for unused.
             args.ddp_find_unused_parameters = False
         if model.config.has_own_head:
             model.lm_head.requires_grad_(False)  # rows of the target's
@@ -135,10 +136,10 @@ class DFlashTrainer(Trainer):
             data_collator=data_collator,
             **kwargs,
         )
-        if args.selector_only and self.is_fsdp_enabled:
+        if args.head_only and self.is_fsdp_enabled:
             # FSDP reduces gradients from hooks on what the drafter returns, which here has none.
             raise ValueError(
-                "selector_only=True would train nothing under FSDP, which shards what the drafter itself trains; use "
+                "head_only=True would train nothing under FSDP, which shards what the drafter itself trains; use "
                 "DDP (examples/accelerate/ddp.yaml)."
             )
         # compute_loss divides by the weights of the whole accumulated batch; Trainer must not divide again.
@@ -221,23 +222,13 @@ class DFlashTrainer(Trainer):
         hidden = hidden.view(*blocks.labels.shape, -1)  # [N, A, B, H]
         labels = blocks.labels if self.draft_ids is None else self.draft_ids.to(label_ids.device)[blocks.labels]
         places = self.places_before(inputs)  # [N, A, B]
-        losses = token_losses(
-            hidden,
-            self.draft_head,
-            labels,
-            blocks.counted,
-            args.loss_chunk_size,
-            None if states is None else Teacher(states.flatten(0, 1), places, self.teacher_logits),
-            self.draft.candidate_selector.candidates if self.has_selector else None,
-        )
-        alone = losses.correct
-        if self.has_selector:  # it learns from what the slots say by themselves, and does not change that
-            known = losses.known
-            before, slots = inputs["input_ids"].flatten()[places[known]], hidden.detach()[known]
-            losses = selected(losses, partial(self.selector_scores, before, slots), labels)
+        teacher = None if states is None else Teacher(states.flatten(0, 1), places, self.teacher_logits)
+        losses = self.head_losses(hidden, labels, blocks.counted, inputs["input_ids"].flatten()[places], teacher)
         loss = block_loss(losses, blocks.counted, self.slot_weights, args.dpace_alpha)  # [N]
         normalizer = loss_normalizer(blocks.counted, self.slot_weights)  # [N]
-        statistics = block_statistics(losses.correct, blocks.counted, loss, normalizer, alone)  # [N, 4 * (B - 1) + 4]
+        statistics = block_statistics(
+            losses.correct, blocks.counted, loss, normalizer, losses.alone
+        )  # [N, 4 * (B - 1) + 4]
         if model.training:
             self.train_statistics = self.train_statistics + statistics.sum(0)
 
@@ -281,17 +272,49 @@ class DFlashTrainer(Trainer):
     def places_before(self, inputs) -> torch.LongTensor:
         """
         Where the token before each slot stands in the flattened batch, `[N, A, B]`: its state predicts the slot, and
-        from it a path selector goes on. Slot 0 and slots past the end do not count.
+        from it a head goes on. Slot 0 and slots past the end do not count.
         """
         anchors, length = inputs["anchors"], inputs["input_ids"].shape[1]
         slot = torch.arange(self.draft_config.block_size, device=anchors.device)
         place = (anchors[..., None] + slot - 1).clamp(0, length - 1)  # [N, A, B]
         return place + length * torch.arange(len(anchors), device=anchors.device)[:, None, None]
 
-    def selector_scores(self, before: torch.LongTensor, hidden: torch.Tensor, candidates: Candidates) -> torch.Tensor:
-        """The path selector's scores `[M, k]` after tokens `[M]`, from hidden states `[M, H]`."""
-        ids = self.draft.target_ids(candidates.ids)
-        return self.draft.candidate_selector.scores(before, hidden, ids, candidates.logits)
+    def head_losses(self, hidden, labels, counted, before, teacher) -> TokenLosses:
+        """
+        What the drafter's head makes of the blocks, `[N, A, B]`, from hidden states `[N, A, B, H]`.
+
+        Args:
+            hidden, labels, counted, teacher: As for [`~dflash_hf.training.losses.token_losses`].
+            before (`torch.LongTensor`): `[N, A, B]`, the token before each slot.
+        """
+        draft, chunk_size = self.draft, self.args.loss_chunk_size
+        head = draft.config.head(draft, partial(raw_embedding, self.target))
+        # 1. A head over all tokens learns together with the slots.
+        if self.has_head and head.top_k is None:
+            known = counted & (labels >= 0)
+            queries = head.forced(before, hidden, known)  # [M, q]
+
+            def scores(query, logits):
+                ids, logits = head.candidates(logits)
+                return logits, head.scores(query, draft.target_ids(ids), logits)
+
+            loss = partial(head.loss, progress=self.progress)
+            return scored_losses(hidden, queries, self.draft_head, scores, loss, labels, known, chunk_size, teacher)
+
+        # 2. One that chooses among candidates learns from what the slots say by themselves, and does not change that.
+        likely = head.candidates if self.has_head else None
+        losses = token_losses(hidden, self.draft_head, labels, counted, chunk_size, teacher, likely)
+        if not self.has_head:
+            return losses
+        queries = head.forced(before, hidden.detach(), losses.known)
+        return selected(losses, lambda one: head.scores(queries, draft.target_ids(one.ids), one.logits), labels)
+
+    @property
+    def progress(self) -> float:
+        """The share of the run that is over."""
+        if self.pace is not None:
+            return self.pace.done
+        return self.state.global_step / max(self.state.max_steps, 1)
 
     def teacher_logits(self, states: torch.Tensor) -> torch.Tensor:
         """The target's logits `[M, V]` of its final hidden states `[M, H_t]`, over the tokens that the drafter has."""
@@ -379,14 +402,14 @@ class DFlashTrainer(Trainer):
         self.eval_statistics = self.no_statistics()
         with self.off_the_clock():
             output = super().evaluation_loop(dataloader, description, True, ignore_keys, metric_key_prefix)
-        for name, value in statistics_to_metrics(self.eval_statistics, self.has_selector).items():
+        for name, value in statistics_to_metrics(self.eval_statistics, self.has_head).items():
             output.metrics[f"{metric_key_prefix}_{name}"] = value
         return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As upstream; a line of the training loss also gets the figures since the last one."""
         if "loss" in logs:
-            metrics = statistics_to_metrics(self.accelerator.reduce(self.train_statistics, "sum"), self.has_selector)
+            metrics = statistics_to_metrics(self.accelerator.reduce(self.train_statistics, "sum"), self.has_head)
             tokens = self.accelerator.reduce(self.train_tokens, "sum").item()
             metrics["tokens_per_second"] = tokens / (time.perf_counter() - self.clock)
             logs.update({**metrics, **logs})  # Trainer's own loss stays: the mean over optimizer steps
@@ -501,32 +524,35 @@ class DFlashTrainer(Trainer):
         (folder / "README.md").write_text(str(card), encoding="utf-8")
 
 
-def choose_parameters(model, selector_only: bool, peft_config) -> None:
+def choose_parameters(model, head_only: bool, peft_config) -> None:
     """
-    Freeze all but the path selector where it is trained alone.
+    Freeze all but the drafter's head where it is trained alone.
 
     Raises:
         `ValueError`: there is none, or it would be trained alone without being asked for.
     """
-    has_selector = model.config.selector_rank is not None
-    if selector_only:
-        if not has_selector or peft_config is not None:
+    head = model.config.head
+    with torch.device("meta"):
+        modules = head.modules(model.config)
+    if head_only:
+        if not modules or peft_config is not None:
             raise ValueError(
-                "selector_only=True trains the path selector of a drafter that has one, without an adapter: set "
-                "selector_rank and selector_top_k (in a recipe draft_config={selector_rank: 128, selector_top_k: "
-                "16}), and leave out peft_config."
+                "head_only=True trains the head of a drafter that has one, without an adapter: set the fields of a "
+                "head, such as selector_rank and selector_top_k (in a recipe draft_config={selector_rank: 128, "
+                "selector_top_k: 16}), and leave out peft_config."
             )
         model.requires_grad_(False)
-        model.candidate_selector.requires_grad_(True)
-    elif has_selector and peft_config is None:
+        for name in modules:
+            getattr(model, name).requires_grad_(True)
+    elif modules and peft_config is None:
         trained = {name.split(".")[0] for name, one in model.named_parameters() if one.requires_grad}
-        if trained == {"candidate_selector"}:
+        if trained and trained <= modules.keys():
             raise ValueError(
-                "selector_only=False, but an earlier run with selector_only=True froze the rest of this drafter: call "
-                "`model.requires_grad_(True)`, or set selector_only=True again."
+                "head_only=False, but an earlier run with head_only=True froze the rest of this drafter: call "
+                "`model.requires_grad_(True)`, or set head_only=True again."
             )
-    elif has_selector:
-        logger.warning("peft_config trains an adapter: the path selector itself stays as it is.")
+    elif modules:
+        logger.warning(f"peft_config trains an adapter: the {head.name} itself stays as it is.")
 
 
 def uses_flex(choice: str, config, device: torch.device) -> bool:

@@ -27,7 +27,7 @@ class DFlashTrainingArguments(TrainingArguments):
         loss_decay_gamma (`float`): Slot `k` weighs `exp(-(k - 1) / gamma)`; `inf` weighs all alike. Default: by block
             size, see [`~dflash_hf.training.losses.default_gamma`]. D-PACE does not use it.
         dpace_alpha (`float`): How far D-PACE smooths the drafter's probabilities towards 1.
-        selector_only (`bool`): Train the path selector of DFlash 2 alone; the rest of the drafter stays as it is.
+        head_only (`bool`): Train the drafter's head alone, such as DFlash 2's path selector; the rest stays as it is.
         loss_chunk_size (`int`): Tokens whose logits exist at a time.
         max_minutes (`float`): Train so long, with warm-up and cosine decay over the time instead of the steps; takes
             the place of `num_train_epochs` and `lr_scheduler_type`; not with `max_steps`. Evaluations do not count.
@@ -61,7 +61,7 @@ class DFlashTrainingArguments(TrainingArguments):
     loss_decay_gamma: float | None = field(
         default=None, metadata={"help": "Decay of the slot weights; default by block size (7, 5, 4 for 16, 10, 8)."}
     )
-    selector_only: bool = field(default=False, metadata={"help": "Train the path selector alone."})
+    head_only: bool = field(default=False, metadata={"help": "Train the drafter's head alone."})
     loss_chunk_size: int = field(default=512, metadata={"help": "Tokens whose logits exist at a time."})
     anchor_seed: int | None = field(default=None, metadata={"help": "Seed of the anchors; default: `seed`."})
     label_source: str = field(

@@ -1,0 +1,164 @@
+"""
+What turns the hidden states of a block's slots into tokens: the contract of a head, which by itself is the argmax of
+every slot.
+
+One parallel pass of the drafter gives the hidden state `h_k` of every slot. A head then goes through the slots from
+left to right. With `U_k` the draft logits of a slot, `x_{k-1}` the token before it:
+
+    query_k, state = step(state, x_{k-1}, h_k)     what the past says about the slot, without the vocabulary
+    S_k            = scores(query_k, ids, U_k)     over all tokens, or over the candidates of the slot
+
+The token is the argmax of `S_k`, or is drawn from its softmax. In training the tokens before are known, so that `step`
+runs over whole blocks first, and `scores` chunk by chunk behind the target's frozen head, whose logits are never all
+there at once.
+"""
+
+import math
+
+import torch
+from torch import nn
+
+
+class Head:
+    """
+    How the tokens of a block are chosen; this one takes the likeliest of each slot.
+
+    A head is a view on a drafter: its modules are the drafter's, under the names that are published. Everything that
+    is said of a head is said in its class; `HEADS` of `heads_dflash` lists the classes.
+
+    Class attributes:
+        name (`str`): In messages.
+        family (`str`): What others call drafters with this head, as in `layouts_dflash`, where they are refused
+            unless a head is of that family.
+        architecture (`str`): In the `architectures` of a drafter's `config.json`.
+        fields (`dict`): Fields of the configuration, nested in `dflash_config` of a file, and their defaults. A
+            drafter has the head where the first of them is set.
+        sizes (`tuple[str]`): Those of its fields that are sizes: positive integers, or 0 for none; all, or none.
+        tensor_names (`dict[str, str]`): Other names of its tensors, regular expressions as in `layouts_dflash`.
+        order (`int`): How many tokens before a slot its scores depend on: 0; 1, without a state; or `MANY`.
+        samples (`bool`): Whether drafts are drawn where the target samples, unless `draft_temperature` says otherwise.
+
+    Args:
+        draft (`DFlashDraftModel`): The drafter.
+        embed (`Callable`): The target's raw embeddings `[..., H]` of its tokens `[...]`.
+    """
+
+    MANY = math.inf
+
+    name = "argmax"
+    family = "DFlash"
+    architecture = "DFlashDraftModel"
+    fields: dict = {}
+    sizes: tuple[str, ...] = ()
+    tensor_names: dict[str, str] = {}
+    order: float = 0
+    samples = False
+
+    def __init__(self, draft, embed):
+        self.draft, self.config, self.embed = draft, draft.config, embed
+
+    @classmethod
+    def is_set(cls, get) -> bool:
+        """Whether a drafter has this head; `get` gives the value of a field, or `None`."""
+        return bool(cls.fields) and bool(get(next(iter(cls.fields))))
+
+    @classmethod
+    def read(cls, config: dict) -> dict:
+        """A `config.json` with this head's fields, from any spelling that is published."""
+        return config
+
+    @classmethod
+    def check(cls, config) -> None:
+        """
+        What its fields must satisfy, beyond `sizes`.
+
+        Raises:
+            `ValueError`: names field, value and remedy.
+        """
+
+    @classmethod
+    def modules(cls, config) -> dict[str, nn.Module]:
+        """What a drafter gets for this head, by the first part of its tensors' published names."""
+        return {}
+
+    @classmethod
+    def init_weights(cls, module: nn.Module, config) -> None:
+        """Initialise one of the modules, or a module inside; a fresh head should draft as [`Head`] does."""
+
+    @property
+    def top_k(self) -> int | None:
+        """The candidates of a slot; `None` for all tokens."""
+        return None
+
+    def candidates(self, logits: torch.Tensor) -> tuple[torch.LongTensor, torch.Tensor]:
+        """
+        Among which tokens the head chooses.
+
+        Args:
+            logits (`torch.Tensor`): `[..., V]`, over the drafter's vocabulary.
+
+        Returns:
+            Ids of the drafter's vocabulary, `[..., k]`, or `[V]` for all tokens, and their logits, `[..., k]`.
+        """
+        return torch.arange(logits.shape[-1], device=logits.device), logits
+
+    def start(self, anchors: torch.LongTensor) -> torch.Tensor | None:
+        """The state before the first unknown slot of each row, `[R, ...]`; `step` is given the anchors `[R]`, too."""
+        return None
+
+    def step(self, state, before: torch.LongTensor, hidden: torch.Tensor):
+        """
+        Args:
+            state (`torch.Tensor`): `[R, ...]`; `None` up to order 1.
+            before (`torch.LongTensor`): `[R]`, the target's id of the token before the slot. Up to order 1 of any
+                shape `[...]` that fits that of `hidden`.
+            hidden (`torch.Tensor`): `[R, H]`, the slot's hidden state after the final norm.
+
+        Returns:
+            The query `[R, q]` and the next state.
+        """
+        return None, None
+
+    def scores(self, query, ids: torch.LongTensor, logits: torch.Tensor) -> torch.Tensor:
+        """
+        Args:
+            query (`torch.Tensor`): `[..., q]`, of `step`.
+            ids (`torch.LongTensor`): `[..., k]`, the target's ids of the candidates.
+            logits (`torch.Tensor`): `[..., k]`, their draft logits.
+
+        Returns:
+            `torch.Tensor` `[..., k]` in fp32.
+        """
+        return logits.float()
+
+    def forced(self, before: torch.LongTensor, hidden: torch.Tensor, known: torch.BoolTensor) -> torch.Tensor:
+        """
+        The queries of whole blocks whose tokens are known.
+
+        Args:
+            before (`torch.LongTensor`): `[..., B]`, the token before each slot; slot 0 is the anchor's own.
+            hidden (`torch.Tensor`): `[..., B, H]`.
+            known (`torch.BoolTensor`): `[..., B]`, the slots that are learned from, never slot 0.
+
+        Returns:
+            `torch.Tensor` `[M, q]`, of the known slots.
+        """
+        if self.order <= 1:
+            return self.step(None, before[known], hidden[known])[0]
+        before, hidden = before.flatten(0, -2), hidden.flatten(0, -3)  # [R, B], [R, B, H]
+        state, queries = self.start(before[:, 1]), []
+        for slot in range(1, before.shape[1]):
+            query, state = self.step(state, before[:, slot], hidden[:, slot])
+            queries.append(query)
+        return torch.stack(queries, dim=1).unflatten(0, known.shape[:-1])[known[..., 1:]]
+
+    def loss(self, rows, progress: float) -> torch.Tensor:
+        """
+        What a head over all tokens learns from, `[M]`, differentiable. (A head with candidates is pulled to the
+        target's probabilities among them, and leaves what the slots learn by themselves as it is.)
+
+        Args:
+            rows (`Rows` of `dflash_hf.training.losses`): Scores, logits, labels and teacher of some known tokens.
+            progress (`float`): Of the run, from 0 to 1.
+        """
+        return rows.divergence(rows.scores)

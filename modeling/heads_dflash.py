@@ -1,0 +1,17 @@
+"""The heads that a drafter may have, and what the configuration of any of them means."""
+
+from .head_dflash import Head
+from .selector_dflash import PathSelector
+
+
+HEADS: tuple[type[Head], ...] = (PathSelector,)
+
+
+def head_of(config) -> type[Head]:
+    """The head of the drafter that a configuration describes."""
+    return next((head for head in HEADS if head.is_set(lambda field: getattr(config, field, None))), Head)
+
+
+def head_fields() -> dict:
+    """The configuration's fields of all heads, and their defaults."""
+    return {field: default for head in HEADS for field, default in head.fields.items()}

@@ -1,0 +1,154 @@
+"""Loading a drafter from any published layout, and saving it in one, with the code beside the weights."""
+
+import copy
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .checkpoint_dflash import (
+    MASK_EMBEDDING,
+    check_checkpoint,
+    checkpoint_files,
+    read_mask_embedding,
+    write_mask_embedding,
+)
+from .custom_generate_dflash import generate as custom_generate
+from .layouts_dflash import tensor_names
+
+
+_HUB_ARGUMENTS = (
+    *("subfolder", "revision", "token", "cache_dir", "force_download", "local_files_only", "proxies", "user_agent"),
+    *("repo_type", "_commit_hash"),
+)
+
+
+class SavedDrafter(PreTrainedModel):
+    """A model that is loaded and saved as drafters are."""
+
+    # Checked by name before loading; not worth a second report.
+    _keys_to_ignore_on_load_unexpected = [
+        r"rotary_emb\.",
+        r"^embed_tokens\.",
+        r"^verifier_",
+        r"^lm_head\.",
+        "d2t",
+        "t2d",
+    ]
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path,
+        *model_args,
+        config=None,
+        key_mapping: dict[str, str] | None = None,
+        output_loading_info: bool = False,
+        **kwargs,
+    ):
+        """
+        As upstream, from any published layout, and with an error for a tensor that is missing, unexpected or of other
+        shape: a drafter with a random layer still runs, and nobody notices but by a low acceptance length.
+
+        Raises:
+            `ValueError`: names the file, and the key or tensor.
+            `OSError`: a file is missing; only safetensors are read.
+        """
+        name = pretrained_model_name_or_path
+        hub = {key: kwargs[key] for key in _HUB_ARGUMENTS if kwargs.get(key) is not None}
+        # 1. The configuration, with the fields that the caller changes.
+        if not isinstance(config, PreTrainedConfig):
+            names = cls.config_class.field_names() - {"dtype"}
+            changes = {key: kwargs.pop(key) for key in list(kwargs) if key in names}
+            config = cls.config_class.from_pretrained(name if config is None else config, **hub, **changes)
+        renamed = {**(key_mapping or {}), **tensor_names()}
+        # 2. The tensors' names, shapes and dtypes. A quantised checkpoint has others; there upstream's report decides.
+        quantized, embedding = getattr(config, "quantization_config", None) is not None, None
+        if name is not None:
+            files = checkpoint_files(str(name), variant=kwargs.get("variant"), **hub)
+            # Beside a tensor of the same name this file decides, as in the engines.
+            embedding = read_mask_embedding(str(name), config, **hub)
+            if embedding is not None and not config.own_mask_embedding:
+                config = copy.deepcopy(config)
+                config.own_mask_embedding = True
+            if not quantized:
+                check_checkpoint(files, cls, config, renamed, () if embedding is None else ("mask_embedding",))
+            kwargs.pop("force_download", None)  # done
+        # 3. The weights, by upstream's own loader.
+        kwargs |= {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
+        try:
+            model, info = super().from_pretrained(name, *model_args, config=config, key_mapping=renamed, **kwargs)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            found = set(info[problem]) - ({"mask_embedding"} if embedding is not None else set())
+            if quantized and found:
+                keys = ", ".join(sorted(map(str, found))[:5])
+                raise ValueError(f"{name}: {problem.replace('_', ' ')}: {keys} ({len(found)} in all).")
+        # Upstream would write the names of the source again; a drafter is written in the published layout.
+        model._weight_conversions = [
+            conversion
+            for conversion in getattr(model, "_weight_conversions", None) or []
+            if not set(conversion.source_patterns) & set(renamed)
+        ]
+        if embedding is not None:
+            model.mask_embedding.data.copy_(embedding)
+        model.check_draft_vocabulary()
+        return (model, info) if output_loading_info else model
+
+    def check_draft_vocabulary(self) -> None:
+        """
+        Raises:
+            `ValueError`: `d2t` leads out of the target's vocabulary.
+        """
+        if self.config.has_own_head and self.d2t.device.type != "meta":
+            ids = torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+            if ids.min() < 0 or ids.max() >= self.config.vocab_size:
+                raise ValueError(
+                    f"d2t maps draft tokens to ids {int(ids.min())}..{int(ids.max())} of a target with vocab_size="
+                    f"{self.config.vocab_size}. It holds differences: draft id i is the target's id i + d2t[i]."
+                )
+
+    def save_pretrained(self, save_directory, is_main_process: bool = True, state_dict: dict | None = None, **kwargs):
+        """
+        As upstream, and beside the weights the code, so that `trust_remote_code=True` works without the package, and
+        the drafter's own mask embedding, if it has one, in the file that engines read.
+
+        Raises:
+            `ValueError`: torchao could not read the checkpoint again.
+        """
+        quantizer = getattr(self, "hf_quantizer", None)
+        if quantizer is not None and quantizer.quantization_config.quant_method == "torchao":
+            # torchao (0.18) splits the name of every tensor of the file at a dot, quantised or not.
+            names = [name for name in self.state_dict() if "." not in name]
+            if names:
+                raise ValueError(
+                    f"torchao writes a checkpoint with {names[0]}, but cannot read it again. Keep the drafter as it "
+                    "was before, and quantise it whenever it is loaded (`quantization_config=`)."
+                )
+        self.config.auto_map = {
+            "AutoConfig": "configuration_dflash.DFlashDraftConfig",
+            "AutoModel": "modeling_dflash.DFlashDraftModel",
+        }
+        for name, source in code_files().items():
+            copy = Path(save_directory) / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            if source.resolve() != copy.resolve():
+                shutil.copyfile(source, copy)
+        if is_main_process:
+            embedding = (state_dict or {}).get("mask_embedding", getattr(self, "mask_embedding", None))
+            write_mask_embedding(str(save_directory), embedding, self.config.mask_token_id)
+        super().save_pretrained(save_directory, is_main_process=is_main_process, state_dict=state_dict, **kwargs)
+
+    def _get_files_timestamps(self, working_dir):
+        """Upstream's list of what `push_to_hub=True` need not upload; ours was written before it is made."""
+        stamps = super()._get_files_timestamps(working_dir)
+        ours = ("custom_generate", MASK_EMBEDDING)
+        return {name: t for name, t in stamps.items() if name not in ours and not name.endswith("_dflash.py")}
+
+
+def code_files() -> dict[str, Path]:
+    """The code that lies beside a drafter's weights: names there, and where each file is read from."""
+    sources = {source.name: source for source in sorted(Path(__file__).parent.glob("*_dflash.py"))}
+    return {**sources, "custom_generate/generate.py": Path(custom_generate.__code__.co_filename)}

@@ -1,0 +1,81 @@
+"""DFlash 2's path selector: the tokens of a slot that are likely by themselves, scored after the token before."""
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from .head_dflash import Head
+
+
+class CandidateSelector(nn.Module):
+    """
+    Its parameters: codebooks `A` of predecessors and `C` of successors, and the projection `W`.
+
+    Args:
+        config (`DFlashDraftConfig`): `selector_rank`, `vocab_size` of the target.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.predecessor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.selector_rank))  # A
+        self.successor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.selector_rank))  # C
+        self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)  # W
+
+
+class PathSelector(Head):
+    """
+    Scores the `top_k` likeliest tokens `b` of a slot given the token `a` that was chosen before it:
+    `S(a, b) = U(b) + <A[a] * (W h), C[b]>`, with `U` the draft logit and `h` the slot's hidden state.
+
+    At initialisation `C` is zero, so that the walk is the argmax of every slot. `selector_rank` is the rank `r` of the
+    codebooks, `selector_top_k` the number of candidates `k`.
+    """
+
+    name = "path selector"
+    family = "DFlash2"
+    architecture = "DFlash2DraftModel"
+    sizes = ("selector_rank", "selector_top_k")
+    fields = dict.fromkeys(sizes)
+    order = 1
+    samples = True
+
+    @classmethod
+    def check(cls, config) -> None:
+        if config.vocab_size is None or config.selector_top_k > config.vocab_size:
+            raise ValueError(
+                f"selector_top_k={config.selector_top_k} needs a vocab_size of at least that, not "
+                f"{config.vocab_size}: what the drafter has for a token is found by the target's ids."
+            )
+        if config.has_own_head and config.selector_top_k > config.draft_vocab_size:
+            raise ValueError(
+                f"selector_top_k={config.selector_top_k} exceeds draft_vocab_size={config.draft_vocab_size}, the "
+                "tokens that the drafter has."
+            )
+
+    @classmethod
+    def modules(cls, config) -> dict[str, nn.Module]:
+        return {"candidate_selector": CandidateSelector(config)}
+
+    @classmethod
+    def init_weights(cls, module: nn.Module, config) -> None:
+        if isinstance(module, CandidateSelector):
+            init.normal_(module.predecessor_codebook, mean=0.0, std=config.initializer_range)
+            init.zeros_(module.successor_codebook)
+
+    @property
+    def top_k(self) -> int:
+        return self.config.selector_top_k
+
+    def candidates(self, logits: torch.Tensor) -> tuple[torch.LongTensor, torch.Tensor]:
+        """Sorted by id, so that of equal scores the lowest id is taken, as `argmax` over the vocabulary does."""
+        logits = logits[..., : self.config.vocab_size]  # a head may be padded with rows of no token
+        ids = logits.topk(self.top_k, dim=-1).indices.sort(dim=-1).values
+        return ids, logits.gather(-1, ids)
+
+    def step(self, state, before: torch.LongTensor, hidden: torch.Tensor):
+        selector = self.draft.candidate_selector
+        return selector.predecessor_codebook[before] * selector.hidden_projection(hidden), None  # [..., r]
+
+    def scores(self, query: torch.Tensor, ids: torch.LongTensor, logits: torch.Tensor) -> torch.Tensor:
+        successors = self.draft.candidate_selector.successor_codebook[ids]  # [..., k, r]
+        return logits.float() + (successors @ query.unsqueeze(-1)).squeeze(-1).float()

@@ -1,0 +1,313 @@
+"""The contract of a head, held by heads that the package does not have: each is one file."""
+
+import json
+import math
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from scipy.stats import chisquare
+from support.pairs import SWITCHES, VOCAB, make_draft, make_draft2, make_target
+from support.recurrent_head import SIZES, RecurrentHead, use_heads
+from support.rows import ragged_prompts
+from support.sampling import assert_follows, exact_distribution, sample, small_target
+from support.trees import best_first, paths_of
+
+from dflash_hf import DFlashDraftConfig, DFlashDraftModel
+from dflash_hf.convert import convert
+from dflash_hf.hub.check import check
+from dflash_hf.modeling.drafting_dflash import DFlashCandidateGenerator
+from dflash_hf.modeling.head_dflash import Head
+from dflash_hf.modeling.layouts_dflash import is_drafter_config
+from dflash_hf.modeling.tree_dflash import beam_tree, every_path
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def heads(monkeypatch):
+    use_heads(monkeypatch, RecurrentHead)
+
+
+def recurrent(target, trained=True, **overrides):
+    """A drafter with a recurrent head; `trained` makes it matter."""
+    draft = make_draft(target, **{**SIZES, **overrides})
+    if trained:
+        random = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for name, parameter in draft.named_parameters():
+                if name.startswith("memory."):
+                    parameter += 1.5 * torch.randn(parameter.shape, generator=random)
+    return draft
+
+
+def reduced(target, **overrides):
+    """The same over the even tokens alone."""
+    draft = recurrent(target, draft_vocab_size=VOCAB // 2, **overrides)
+    with torch.no_grad():
+        draft.d2t.copy_(torch.arange(VOCAB // 2))
+        draft.lm_head.weight.copy_(target.lm_head.weight[::2])
+    return draft
+
+
+def slow_log_probs(draft, target, anchor: int, hidden: torch.Tensor, prefix: tuple[int, ...]) -> torch.Tensor:
+    """`[V]`, over the target's ids: what the head says after a path, written out from its parameters."""
+    memory, size = draft.memory, draft.config.hidden_size
+    state = torch.zeros(1, draft.config.memory_width, dtype=draft.dtype)
+    for token in (anchor, *prefix):
+        state = memory.cell(target.get_input_embeddings().weight[token][None], state)
+    h = hidden[len(prefix)]
+    weight = memory.query.weight
+    query = torch.nn.functional.silu(weight[:, :size] @ h + weight[:, size:] @ state[0] + memory.query.bias)
+    own = draft.lm_head if draft.config.has_own_head else target.lm_head
+    logits = own.weight @ h + memory.tokens.weight @ query
+    ids = torch.arange(len(logits))
+    scores = torch.full((draft.config.vocab_size,), -math.inf, dtype=logits.dtype)
+    scores[ids + draft.d2t if draft.config.has_own_head else ids] = logits
+    return scores.log_softmax(-1)
+
+
+def generator_of(draft, target, nodes=9, depth=3):
+    generator = DFlashCandidateGenerator(draft, target)
+    generator.plan_trees(nodes, depth)
+    return generator
+
+
+def tree_from(generator, anchors, hidden, monkeypatch):
+    """The tree from hidden states that the test knows."""
+    monkeypatch.setattr(generator, "_hidden_states", lambda *args: hidden)
+    return generator.tree(anchors, None)
+
+
+# ------------------------------------------------------------------------------------------------------------ drafting
+
+
+@pytest.mark.parametrize("make", [recurrent, reduced])
+@torch.no_grad()
+def test_the_walk_goes_on_from_all_tokens_before(make):
+    target = make_target(dtype=torch.float64)
+    draft = make(target)
+    anchors, hidden = torch.tensor([17, 40, 3]), 0.2 * torch.randn(3, 3, 32, dtype=torch.float64)
+    block, proposal = generator_of(draft, target).walk(anchors, hidden, temperature=0.0)
+    assert proposal is None
+    plain = draft.target_ids(draft.draft_logits(hidden, target.lm_head).argmax(-1))
+    for row in range(3):
+        path = ()
+        for _ in range(3):
+            log_probs = slow_log_probs(draft, target, int(anchors[row]), hidden[row], path)
+            path = (*path, int(log_probs.argmax()))
+        assert tuple(block[row, 1:].tolist()) == path
+    assert not torch.equal(block[:, 1:], plain), "the head changed nothing: nothing was tested"
+
+
+@torch.no_grad()
+def test_drawn_tokens_follow_the_head():
+    """20,000 draws of three slots against the head's own probabilities after the tokens that were drawn before."""
+    target = make_target(vocab_size=8, bos_token_id=None, dtype=torch.float64)
+    draft, rows = recurrent(target, seed=2), 20_000
+    hidden = 0.05 * torch.randn(1, 3, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    torch.manual_seed(0)
+    anchors = torch.full((rows,), 5)
+    block, proposal = generator_of(draft, target).walk(anchors, hidden.expand(rows, -1, -1), temperature=0.7)
+    tested = 0
+    for slot in range(3):
+        for prefix in {tuple(row) for row in block[:, 1 : slot + 1].tolist()}:
+            where = (block[:, 1 : slot + 1] == torch.tensor(prefix)).all(-1)
+            count = int(where.sum())
+            if count < 400:
+                continue
+            wanted = (slow_log_probs(draft, target, 5, hidden[0], prefix) / 0.7).softmax(-1)
+            observed = torch.bincount(block[where, slot + 1], minlength=8)
+            assert chisquare(observed.numpy(), (wanted * count).numpy()).pvalue > 1e-4
+            torch.testing.assert_close(proposal.probabilities[where, slot][0], wanted.float(), atol=1e-5, rtol=1e-4)
+            tested += 1
+    assert tested > 4
+
+
+@pytest.mark.parametrize("make", [recurrent, reduced])
+@pytest.mark.parametrize(("nodes", "depth"), [(1, 3), (7, 3), (14, 5), (16, 1)])
+@torch.no_grad()
+def test_a_wide_beam_finds_what_a_best_first_search_finds(make, nodes, depth, monkeypatch):
+    """No more nodes than the beam is wide: the tree is that of a search through every path."""
+    target = make_target(dtype=torch.float64)
+    draft = make(target, block_size=6)
+    anchors = torch.tensor([17, 40])
+    hidden = 0.03 * torch.randn(2, 5, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(nodes))
+    generator = generator_of(draft, target, nodes, depth)
+    tree = tree_from(generator, anchors, hidden, monkeypatch)
+    for row in range(2):
+
+        def likely(prefix, row=row):
+            log_probs = slow_log_probs(draft, target, int(anchors[row]), hidden[row], prefix)
+            best, ids = log_probs.float().topk(8)
+            return list(zip(ids.tolist(), best.clamp(-20, -1e-3).tolist(), strict=True))
+
+        assert paths_of(tree, row) == best_first(likely, nodes, depth)
+        assert int(tree.tokens[row, 0]) == int(anchors[row])
+        assert all(parent < node for node, parent in enumerate(tree.parents[row].tolist()) if node)
+
+
+@pytest.mark.parametrize("width", [1, 2, 5])
+def test_a_narrow_beam_takes_the_best_of_what_it_finds(width):
+    """Against lists of paths: at each depth the likeliest go on, and the likeliest of all that were seen are kept."""
+    depth, ways, nodes, rows = 4, 3, 11, 2
+    table = (2 * torch.randn(rows, depth, 50, 50, generator=torch.Generator().manual_seed(0))).log_softmax(-1)
+
+    def after(slot, state, before):  # the state is the sum of the tokens so far
+        state = state + before
+        scores = table[torch.arange(rows).repeat_interleave(len(before) // rows), slot, state % 50]
+        best, ids = scores.topk(ways)
+        return ids, best, state
+
+    anchors = torch.tensor([7, 30])
+    tree = beam_tree(anchors, torch.zeros(rows, dtype=torch.long), after, every_path(nodes, depth, ways, CPU), width)
+    for row in range(rows):
+        beam, seen = [((), 0.0)], []
+        for slot in range(depth):
+            longer = []
+            for path, total in beam:
+                best, ids = table[row, slot, (int(anchors[row]) + sum(path)) % 50].topk(ways)
+                steps = zip(ids.tolist(), best.clamp(-20, -1e-3).tolist(), strict=True)
+                longer += [((*path, token), total + one) for token, one in steps]
+            seen += longer
+            beam = sorted(longer, key=lambda one: -one[1])[:width]
+        best = sorted(seen, key=lambda one: -one[1])[:nodes]
+        assert paths_of(tree, row) == {path for path, _ in best}
+
+
+@pytest.mark.parametrize("make", [recurrent, reduced])
+@pytest.mark.parametrize("nodes", [None, 12])
+@pytest.mark.parametrize("compiled", [False, "aot_eager"])
+def test_texts_are_the_target_s(make, nodes, compiled):
+    torch._dynamo.reset()
+    target = make_target()
+    draft = make(target)
+    draft.decoding_config.tree_nodes, draft.decoding_config.compile = nodes, compiled
+    inputs, _ = ragged_prompts(3)
+    options = {"max_new_tokens": 16, "do_sample": False}
+    expected = target.generate(**inputs, **options)
+    assert torch.equal(target.generate(**inputs, **options, assistant_model=draft), expected)
+
+
+def test_samples_follow_the_target():
+    target = small_target()
+    draft = recurrent(target)
+    prompt, counts, accepted = [3, 1, 4], {}, set()
+    expected = exact_distribution(target, prompt, 0.9, 1.0)
+    counts = dict.fromkeys(expected, 0)
+    torch.manual_seed(0)
+    for _ in range(48):
+        output = sample(target, draft, prompt, 250, 0.9, 1.0)
+        accepted.update(n for lengths in output.acceptance_lengths for n in lengths)
+        for text in output.sequences[:, 3:].tolist():
+            counts[tuple(text)] += 1
+    assert {1, 2} <= accepted
+    assert_follows(counts, expected)
+
+
+def test_a_fresh_head_drafts_as_without():
+    target = make_target()
+    plain, fresh = make_draft(target), recurrent(target, trained=False)
+    fresh.load_state_dict(plain.state_dict(), strict=False)
+    inputs, _ = ragged_prompts(3)
+    options = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
+    ours, theirs = (target.generate(**inputs, **options, assistant_model=draft) for draft in (fresh, plain))
+    assert ours.acceptance_lengths == theirs.acceptance_lengths
+
+
+@torch.no_grad()
+def test_forced_queries_are_those_of_single_steps():
+    """A head without a state is asked about all slots at once, another slot by slot."""
+    target = make_target(dtype=torch.float64)
+    before, hidden = torch.randint(2, 90, (2, 3, 4)), torch.randn(2, 3, 4, 32, dtype=torch.float64)
+    embed = partial(torch.nn.functional.embedding, weight=target.get_input_embeddings().weight)
+    known = torch.rand(2, 3, 4) < 0.7
+    known[..., 0] = False
+    for draft in (recurrent(target), make_draft2(target)):
+        head = draft.config.head(draft, embed)
+        queries, rows = head.forced(before, hidden, known), iter(range(int(known.sum())))
+        for i in range(2):
+            for j in range(3):
+                state = head.start(before[i, j, 1:2])
+                for slot in range(1, 4):
+                    query, state = head.step(state, before[i, j, slot : slot + 1], hidden[i, j, slot : slot + 1])
+                    if known[i, j, slot]:
+                        torch.testing.assert_close(queries[next(rows)], query[0])
+
+
+# ----------------------------------------------------------------------------------------------------- files, engines
+
+
+def test_saved_and_loaded_under_any_name(tmp_path):
+    target = make_target()
+    draft = recurrent(target, memory_share=0.25)
+    draft.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["architectures"] == ["RecurrentDraftModel"] and is_drafter_config(
+        {"architectures": ["RecurrentDraftModel"]}
+    )
+    assert written["dflash_config"].items() >= {**SIZES, "memory_share": 0.25}.items() and "memory_rank" not in written
+    again = DFlashDraftModel.from_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert {name for name in tensors if name.startswith("memory.")} == {
+        f"memory.{name}" for name in draft.memory.state_dict()
+    }
+    # Another's spelling of a field, and of tensors.
+    written["memories"] = written["dflash_config"].pop("memory_width")
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    renamed = {name.replace("memory.", "memories."): tensor for name, tensor in tensors.items()}
+    save_file(renamed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for one in (again, DFlashDraftModel.from_pretrained(tmp_path)):
+        assert one.config.head is RecurrentHead and one.config.memory_share == 0.25
+        for name, tensor in draft.state_dict().items():
+            assert torch.equal(tensor, one.state_dict()[name]), name
+    smaller = DFlashDraftConfig.from_pretrained(tmp_path, memory_rank=3)
+    assert smaller.memory_rank == 3 and smaller.dflash_config["memory_rank"] == 3
+
+
+def test_engines_that_do_not_know_a_head_are_named(tmp_path):
+    recurrent(make_target()).save_pretrained(tmp_path)
+    found = {(one.severity, one.engines, one.key) for one in check(tmp_path) if one.severity == "error"}
+    assert found == {("error", ("vllm", "sglang"), "memory_width")}
+    (one,) = (one for one in check(tmp_path) if one.key == "memory_width")
+    assert one.message == "8: no engine has a recurrent head; decode with transformers' generate()."
+    with pytest.raises(ValueError, match="it has memory.cell.weight_ih"):
+        convert(tmp_path, tmp_path / "native", to="native")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"memory_rank": None}, "memory_width=8 and memory_rank=None belong together"),
+        ({"memory_rank": -1}, "memory_rank=-1 must be a positive integer"),
+        ({"memory_share": 2.0}, "memory_share=2.0 must lie between 0 and 1"),
+        (SWITCHES, "selector_rank and memory_width are set, but a drafter has one head: path selector or recurrent"),
+    ],
+)
+def test_errors_name_field_and_value(fields, message):
+    with pytest.raises(ValueError, match=message):
+        recurrent(make_target(), **fields)
+
+
+def test_without_its_fields_a_drafter_has_no_head():
+    target = make_target()
+    draft = make_draft(target, memory_width=0, memory_rank=0)
+    assert draft.config.head is Head and not hasattr(draft, "memory")
+    assert set(draft.config.to_dict()["dflash_config"]) == {"block_size", "mask_token_id", "target_layer_ids"}
+    assert make_draft2(target).config.head.name == "path selector"
+
+
+def test_a_head_that_is_read_is_no_longer_refused(monkeypatch):
+    config = make_draft(make_target()).config.to_dict()
+    files = [
+        {**config, "architectures": ["DominoDraftModel"]},
+        {**config, "dflash_config": {**config["dflash_config"], "projector_type": "domino"}},
+    ]
+    for file in files:
+        with pytest.raises(ValueError, match="is a Domino drafter, not a DFlash one"):
+            DFlashDraftConfig.from_dict(file)
+    monkeypatch.setattr(RecurrentHead, "family", "Domino")
+    for file in files:
+        DFlashDraftConfig.from_dict(file)

@@ -1,0 +1,79 @@
+"""
+A head that nobody publishes, in one file: a recurrent state over the target's embeddings of the tokens drafted so far,
+and a bias of low rank over the whole vocabulary. It stands for all heads whose slots depend on every token before.
+"""
+
+import sys
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from dflash_hf.modeling.head_dflash import Head
+
+
+SIZES = {"memory_width": 8, "memory_rank": 6}
+
+
+class Memory(nn.Module):
+    """Their names in a file: `memory.cell.*`, `memory.query.*`, `memory.tokens.weight`."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.cell = nn.GRUCell(config.hidden_size, config.memory_width)
+        self.query = nn.Linear(config.hidden_size + config.memory_width, config.memory_rank)
+        self.tokens = nn.Linear(config.memory_rank, config.draft_vocab_size or config.vocab_size, bias=False)
+
+
+class RecurrentHead(Head):
+    name = "recurrent head"
+    family = "Recurrent"
+    architecture = "RecurrentDraftModel"
+    sizes = tuple(SIZES)
+    fields = {**dict.fromkeys(sizes), "memory_share": 0.5}
+    tensor_names = {r"^memories\.": "memory."}
+    order = Head.MANY
+    samples = True
+
+    @classmethod
+    def read(cls, config):
+        return {("memory_width" if key == "memories" else key): value for key, value in config.items()}
+
+    @classmethod
+    def check(cls, config):
+        if not 0 <= config.memory_share <= 1:
+            raise ValueError(f"memory_share={config.memory_share} must lie between 0 and 1.")
+
+    @classmethod
+    def modules(cls, config):
+        return {"memory": Memory(config)}
+
+    @classmethod
+    def init_weights(cls, module, config):
+        if isinstance(module, Memory):
+            init.zeros_(module.tokens.weight)
+
+    def candidates(self, logits):
+        return super().candidates(logits[..., : self.draft.memory.tokens.out_features])
+
+    def start(self, anchors):
+        return torch.zeros(len(anchors), self.config.memory_width, device=anchors.device, dtype=self.draft.dtype)
+
+    def step(self, state, before, hidden):
+        memory = self.draft.memory
+        state = memory.cell(self.embed(before).to(hidden.dtype), state)
+        return nn.functional.silu(memory.query(torch.cat([hidden, state], dim=-1))), state
+
+    def scores(self, query, ids, logits):
+        return logits.float() + self.draft.memory.tokens(query).float()
+
+    def loss(self, rows, progress):
+        share = self.config.memory_share * progress
+        return (1 - share) * rows.divergence(rows.scores) + share * rows.divergence(rows.logits)
+
+
+def use_heads(monkeypatch, *heads):
+    """For the length of a test drafters may have these heads as well."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("dflash_hf.") and hasattr(module, "HEADS"):
+            monkeypatch.setattr(module, "HEADS", (*module.HEADS, *heads))
