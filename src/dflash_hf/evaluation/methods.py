@@ -9,6 +9,7 @@ DFLASH, TREE, COMPILED, PACKED = "dflash", "dflash_tree", "dflash_compiled", "df
 TREE_PACKED, TREE_COMPILED_PACKED = f"{TREE}_packed", f"{TREE}_compiled_packed"
 METHODS = (TARGET, DFLASH, PROMPT_LOOKUP)
 TREE_NODES = 15
+LOOKUP_TOKENS = 10  # candidates of prompt lookup
 
 
 @dataclass(frozen=True)

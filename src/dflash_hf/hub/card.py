@@ -299,7 +299,6 @@ def _report_rows(report: dict) -> list[tuple[str, str]]:
     ]
     if prompts is not None:
         rows.append(("Outputs equal to the target's, token for token", ours.get("equal"), f"{{}} of {prompts}"))
-        rows.append(("Answers of the target that are right", summary.get("correct"), f"{{}} of {prompts}"))
     setting = report.get("setting", {})
     rows += [(name.replace("_", " "), setting[name], "{}") for name in setting if not name.startswith("prompt")]
     return [(name, form.format(value)) for name, value, form in rows if value is not None]
