@@ -62,20 +62,27 @@ def adopt(assistant: nn.Module) -> DFlashDraftModel:
     nested |= {key: fields[key] for key in ("target_layer_ids", "block_size")}
     config = DFlashDraftConfig.from_dict({**fields, "dflash_config": nested})
 
-    # 2. Our class without memory of its own, and the tensors assigned.
-    with torch.device("meta"):
-        ours = DFlashDraftModel(config)
+    # 2. Our class of the same tensors.
     tensors = {canonical_name(name): tensor for name, tensor in assistant.state_dict().items()}
     kept = {name: tensor for name, tensor in tensors.items() if not is_left_out(name, None, config.has_own_head)}
     try:
-        ours.load_state_dict(kept, assign=True)
+        return of_tensors(config, kept)
     except RuntimeError as error:
         raise ValueError(f"assistant_model, a {type(assistant).__name__}, cannot be adopted: {error}") from error
 
-    # 3. The rotary tables, which are not stored.
-    device = ours.fc.weight.device
-    for name in ("rotary_emb", "context_rotary_emb"):
-        table = getattr(ours, name)
+
+def of_tensors(config: DFlashDraftConfig, tensors: dict[str, torch.Tensor]) -> DFlashDraftModel:
+    """
+    A frozen drafter of these tensors, of which none is copied.
+
+    Raises:
+        `RuntimeError`: they are not those of `config`.
+    """
+    with torch.device("meta"):
+        draft = DFlashDraftModel(config)
+    draft.load_state_dict(tensors, assign=True)
+    for name in ("rotary_emb", "context_rotary_emb"):  # not stored
+        table = getattr(draft, name)
         if table is not None:
-            setattr(ours, name, type(table)(table.config).to(device))
-    return ours.requires_grad_(False).eval()
+            setattr(draft, name, type(table)(table.config).to(draft.fc.weight.device))
+    return draft.requires_grad_(False).eval()

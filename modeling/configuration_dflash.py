@@ -322,6 +322,15 @@ class DFlashDraftConfig(PreTrainedConfig):
             return self.is_causal
         return self.layer_types[layer_idx] == "sliding_attention"
 
+    def by_layer_type(self, make) -> dict:
+        """`{layer_type: make(window, is_causal)}`, of what all layers of a type share, such as masks."""
+        made = {}
+        for layer_idx, layer_type in enumerate(self.layer_types):
+            if layer_type not in made:
+                window = self.sliding_window if layer_type == "sliding_attention" else None
+                made[layer_type] = make(window, self.layer_is_causal(layer_idx))
+        return made
+
     def to_dict(self) -> dict:
         """The written form: nested and top-level keys, two rotary spellings, a model type that engines know."""
         output = super().to_dict()

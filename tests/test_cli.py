@@ -156,7 +156,7 @@ def test_colour_is_for_terminals_and_no_color_for_those_who_mind(monkeypatch):
     assert wants_color(None, Terminal()) and not wants_color(False, Terminal())
 
 
-@pytest.mark.parametrize("command", [name for name, _, _ in cli.COMMANDS])
+@pytest.mark.parametrize("command", cli.COMMANDS)
 def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as error:
         main([command, "--help"])

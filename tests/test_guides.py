@@ -153,7 +153,7 @@ def test_a_page_runs_from_top_to_bottom(page, story):
             assert block.language in ("", "text"), block.where
 
 
-@pytest.mark.parametrize("command", [name for name, _, _ in COMMANDS])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_the_examples_of_a_command_s_help_are_right(command, tmp_path, monkeypatch):
     """Each can be parsed; what they do, they do in pages, in other tests, or on the Hub."""
     monkeypatch.chdir(tmp_path)

@@ -21,30 +21,30 @@ from dflash_hf.commands.shared import Formatter, Parser, common
 from dflash_hf.terminal import Echo, Outcome, UsageError, end_progress_bars, one_line, set_verbosity, stop_printing
 
 
-# Name, what it is for, and the module with its `add_arguments(parser)` and `run(arguments, echo)`. Where a command
-# goes on after an interruption, the module says so in `AGAIN`.
-COMMANDS = (
-    ("demo", "SmolLM2-135M alone and with its drafter, side by side on this machine", "demo"),
-    ("generate", "decode a prompt with a target and its drafter", "generate"),
-    ("chat", "talk to a target and its drafter in the terminal", "chat"),
-    ("serve", "serve a target with its drafter behind the OpenAI API", "serve"),
-    ("find", "list drafters of a target on the Hub", "find"),
-    ("smollm2", "print the folder of SmolLM2-135M-Instruct, made by the first call", "smollm2"),
-    ("prompts", "let a chat target write the requests that its drafter is trained on", "prompts"),
-    ("regenerate", "write the target's own responses to the prompts of a dataset", "regenerate"),
-    ("prepare", "show what of a dataset is learned, count it, and write it as ids", "prepare"),
-    ("features", "store the target's features of a dataset, for training without its layers", "features"),
-    ("recipes", "list, show or copy the recipes and scripts that come along", "recipes"),
-    ("train", "train a drafter by a recipe", "train"),
-    ("eval", "measure tau, speed-up and losslessness of a pair on prompts", "eval"),
-    ("doctor", "find out by experiment why acceptance is low", "doctor"),
-    ("bench", "time every way of decoding a pair side by side", "bench"),
-    ("check", "will vLLM, SGLang and transformers read a drafter's folder, and read the same?", "check"),
-    ("convert", "rewrite a drafter in another published layout", "convert"),
-    ("publish", "upload a drafter with its card to the Hub", "publish"),
-    ("env", "print versions and devices, for a report of a defect", "env"),
-    ("completion", "print a completion script for bash, zsh or fish", "completion"),
-)
+# What each is for. The module of its name in `commands` has its `add_arguments(parser)` and `run(arguments, echo)`;
+# where a command goes on after an interruption, the module says so in `AGAIN`.
+COMMANDS = {
+    "demo": "SmolLM2-135M alone and with its drafter, side by side on this machine",
+    "generate": "decode a prompt with a target and its drafter",
+    "chat": "talk to a target and its drafter in the terminal",
+    "serve": "serve a target with its drafter behind the OpenAI API",
+    "find": "list drafters of a target on the Hub",
+    "smollm2": "print the folder of SmolLM2-135M-Instruct, made by the first call",
+    "prompts": "let a chat target write the requests that its drafter is trained on",
+    "regenerate": "write the target's own responses to the prompts of a dataset",
+    "prepare": "show what of a dataset is learned, count it, and write it as ids",
+    "features": "store the target's features of a dataset, for training without its layers",
+    "recipes": "list, show or copy the recipes and scripts that come along",
+    "train": "train a drafter by a recipe",
+    "eval": "measure tau, speed-up and losslessness of a pair on prompts",
+    "doctor": "find out by experiment why acceptance is low",
+    "bench": "time every way of decoding a pair side by side",
+    "check": "will vLLM, SGLang and transformers read a drafter's folder, and read the same?",
+    "convert": "rewrite a drafter in another published layout",
+    "publish": "upload a drafter with its card to the Hub",
+    "env": "print versions and devices, for a report of a defect",
+    "completion": "print a completion script for bash, zsh or fish",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -106,7 +106,7 @@ def build_parser(chosen: str) -> tuple[Parser, Parser | None]:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     shared = common()
-    for name, summary, _ in COMMANDS:
+    for name, summary in COMMANDS.items():
         command = commands.add_parser(
             name, help=summary, description=summary, parents=[shared], formatter_class=Formatter
         )
@@ -130,12 +130,11 @@ def _parsed(name: str, argv: list[str]):
 
 
 def _module(name: str):
-    module = next(module for command, _, module in COMMANDS if command == name)
-    return importlib.import_module(f"dflash_hf.commands.{module}")
+    return importlib.import_module(f"dflash_hf.commands.{name}")
 
 
 def _all_commands() -> dict[str, Parser]:
-    found = {name: build_parser(name)[1] for name, _, _ in COMMANDS}
+    found = {name: build_parser(name)[1] for name in COMMANDS}
     return {name: parser for name, parser in found.items() if parser is not None}
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from dflash_hf.modeling.target_dflash import FeatureTap, check_pair, decoder_lay
 
 
 logger = logging.get_logger(__name__)
+_packs: "weakref.WeakKeyDictionary[nn.Module, bool]" = weakref.WeakKeyDictionary()  # does it keep documents apart?
 
 
 @dataclass
@@ -204,9 +206,9 @@ def packed_masks(target: PreTrainedModel, layer_ids: list[int], batch: dict[str,
     """
     if "position_ids" not in batch:
         return {"attention_mask": batch["attention_mask"]}
-    if not hasattr(target, "_dflash_packs"):
-        target._dflash_packs = _keeps_documents_apart(target, layer_ids)  # a property of the model: asked once
-    if not target._dflash_packs:
+    if target not in _packs:
+        _packs[target] = _keeps_documents_apart(target, layer_ids)
+    if not _packs[target]:
         raise ValueError(
             f"packing=True, but {type(target).__name__} with attn_implementation="
             f"{target.config._attn_implementation!r} lets the documents of a row read one another: set packing=False, "

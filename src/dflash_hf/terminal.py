@@ -8,9 +8,10 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from dflash_hf.names import DTYPES, SHORT_DTYPES
 
@@ -110,60 +111,32 @@ def template_arguments(text: str | None) -> dict | None:
 # ------------------------------------------------------------------------------------------------- values, for `type=`
 
 
-def positive(text: str) -> int:
-    """A whole number of at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
-    return value
+def _number(kind: type, name: str, fits: Callable[[float], bool], must: str) -> Callable[[str], Any]:
+    """What reads a number for argparse, and says under `name` what it must be."""
+
+    def read(text: str):
+        value = kind(text)
+        if not fits(value):
+            raise argparse.ArgumentTypeError(f"{text} {must}")
+        return value
+
+    read.__name__ = name
+    return read
 
 
-def count(text: str) -> int:
-    """A whole number of at least 0."""
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} must not be negative")
-    return value
-
-
-def seed(text: str) -> int:
-    """A seed that every library takes."""
-    value = count(text)
-    if value >= 2**32:
-        raise argparse.ArgumentTypeError(f"{value} is no seed: 0 to {2**32 - 1}")
-    return value
-
-
-def token_id(text: str) -> int:
-    """An id of the vocabulary; whether the vocabulary has it is asked when it is known."""
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} is no id of a token: ids start at 0")
-    return value
-
-
-def temperature(text: str) -> float:
-    """0, or a positive number."""
-    value = float(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} must be 0, for greedy decoding, or a positive number such as 0.7")
-    return value
-
-
-def probability(text: str) -> float:
-    """A share above 0, up to 1."""
-    value = float(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} must lie above 0 and be at most 1")
-    return value
-
-
-def amount(text: str) -> float:
-    """A positive number."""
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} must be a positive number")
-    return value
+positive = _number(int, "positive", lambda value: value >= 1, "must be at least 1")
+count = _number(int, "count", lambda value: value >= 0, "must not be negative")
+seed = _number(int, "seed", lambda value: 0 <= value < 2**32, f"is not a valid seed: 0 to {2**32 - 1}")
+token_id = _number(int, "token_id", lambda value: value >= 0, "is no id of a token: ids start at 0")
+port = _number(int, "port", lambda value: 0 <= value < 65536, "is no port: 0 to 65535")
+temperature = _number(
+    float,
+    "temperature",
+    lambda value: 0 <= value < math.inf,
+    "must be 0, for greedy decoding, or a positive number such as 0.7",
+)
+probability = _number(float, "probability", lambda value: 0 < value <= 1, "must lie above 0 and be at most 1")
+amount = _number(float, "amount", lambda value: 0 < value < math.inf, "must be a positive number")
 
 
 def dtype(text: str) -> str:

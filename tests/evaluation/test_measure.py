@@ -40,7 +40,7 @@ def knowing(pair):
 
 
 def decode(pair, runs):
-    return evaluate(*pair, PROMPTS, max_new_tokens=NEW, runs=runs, check=lambda i, answer: i != 1)
+    return evaluate(*pair, PROMPTS, max_new_tokens=NEW, runs=runs)
 
 
 def test_counts_agree_with_each_other(knowing):
@@ -57,7 +57,6 @@ def test_counts_agree_with_each_other(knowing):
     assert len(set(report.verifications)) > 2
     for lengths, response in zip(report.acceptance_lengths, report.responses, strict=True):
         assert 1 + sum(lengths) == len(response)
-    assert report.correct == [True, False, True]
     assert report.setting["threads"] == torch.get_num_threads()
     # Tau is one plus the accepted slots.
     assert len(report.acceptance_by_position) == report.block_size - 1
@@ -126,7 +125,6 @@ def test_a_wrong_token_is_noticed(pair, monkeypatch):
     assert not report.lossless
     assert report.methods[DFLASH].equal == len(PROMPTS) - 1
     assert report.methods[PROMPT_LOOKUP].equal == len(PROMPTS)
-    assert report.correct is None
 
 
 def test_the_user_is_left_alone(pair):

@@ -1,11 +1,9 @@
 """`dflash serve`: a pair behind the API that tools already speak."""
 
-import argparse
-
 from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import add_draft_temperature, add_examples, add_loading, add_speed
 from dflash_hf.names import ENGINES
-from dflash_hf.terminal import Outcome, UsageError, add_template_arguments, install, positive
+from dflash_hf.terminal import Outcome, UsageError, add_template_arguments, install, port, positive
 
 
 AGAIN = "what was asked before has been answered; the same command serves again"
@@ -16,7 +14,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--draft", help="folder or Hub name of its drafter; without it the target decodes alone")
     parser.add_argument("--engine", choices=ENGINES, default="transformers", help="default: %(default)s")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at; default: %(default)s, this machine")
-    parser.add_argument("--port", type=_port, default=8000, help="0 takes a free one; default: %(default)s")
+    parser.add_argument("--port", type=port, default=8000, help="0 takes a free one; default: %(default)s")
     parser.add_argument("--dry-run", action="store_true", help="print the command of vllm or sglang, and end")
     parser.add_argument("--threads", type=positive, help="CPU threads of this process; default: as torch chooses")
     add_draft_temperature(parser)
@@ -102,10 +100,3 @@ def _engine(arguments, echo) -> Outcome:
         raise FileNotFoundError(
             f"--engine {engine} is not installed here; `pip install {engine}` on a machine with a GPU."
         ) from error
-
-
-def _port(text: str) -> int:
-    value = int(text)
-    if not 0 <= value < 65536:
-        raise argparse.ArgumentTypeError(f"{value} is no port: 0 to 65535")
-    return value

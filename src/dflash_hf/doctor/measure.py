@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from dflash_hf.modeling.adoption_dflash import of_tensors
 from dflash_hf.modeling.drafting_dflash import DFlashCandidateGenerator
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel, additive
 from dflash_hf.modeling.target_dflash import raw_embedding
 from dflash_hf.target import target_features
 from dflash_hf.training.blocks import block_mask, build_blocks, sample_anchors
+from dflash_hf.training.losses import slot_counts
 from dflash_hf.training.start import draft_ids
 
 
@@ -80,14 +82,7 @@ def changed_draft(draft: DFlashDraftModel, fields: dict, dtype: torch.dtype | No
     config = copy.deepcopy(draft.config)
     for name, value in fields.items():
         setattr(config, name, value)
-    with torch.device("meta"):
-        twin = DFlashDraftModel(config)
-    twin.load_state_dict(draft.state_dict(), assign=True)
-    for name in ("rotary_emb", "context_rotary_emb"):  # not stored
-        table = getattr(twin, name)
-        if table is not None:
-            setattr(twin, name, type(table)(table.config).to(draft.device))
-    return twin.requires_grad_(False).eval().to(dtype or draft.dtype)
+    return of_tensors(config, draft.state_dict()).to(dtype or draft.dtype)
 
 
 @torch.no_grad()
@@ -107,11 +102,9 @@ def hits(target, draft: DFlashDraftModel, text: Text, features: torch.Tensor, ch
     ids, anchors = text.input_ids.to(device), text.anchors.to(device)
     ones, valid = torch.ones_like(ids), torch.ones_like(anchors, dtype=torch.bool)
     blocks = build_blocks(ids, ones, anchors, valid, config.block_size, config.mask_token_id)
-    masks = {}
-    for layer_idx, kind in enumerate(config.layer_types):
-        window = config.sliding_window if kind == "sliding_attention" else None
-        seen = block_mask(anchors, ones, config.block_size, window, config.layer_is_causal(layer_idx))
-        masks[kind] = additive(seen, draft.dtype)
+    masks = config.by_layer_type(
+        lambda window, causal: additive(block_mask(anchors, ones, config.block_size, window, causal), draft.dtype)
+    )
     hidden = draft(
         noise_embeds=raw_embedding(change.embedding or target, blocks.input_ids).to(draft.dtype),
         context_hidden_states=features.to(draft.dtype),
@@ -150,12 +143,12 @@ class Counts:
     slots: torch.Tensor | float = 0.0
 
     def add(self, correct: torch.BoolTensor, counted: torch.BoolTensor, nats: torch.Tensor) -> None:
-        kept = correct.int().cumprod(-1)  # [A, B-1]
-        reached = nn.functional.pad(kept[:, :-1], (1, 0), value=1) * counted
+        slots = slot_counts(correct, counted)  # [4, A, B-1]
+        kept = slots[3]
         self.accepted.append(int(kept.sum()))
         self.blocks.append(len(kept))
         self.nats.append(nats.sum().item())
-        self.slots = self.slots + torch.stack([one.sum(0) for one in (counted, correct, reached, kept)]).cpu().float()
+        self.slots = self.slots + slots.sum(1).cpu().float()
 
     def nothing(self) -> None:
         """There is no text of this prompt."""

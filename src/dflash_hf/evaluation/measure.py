@@ -22,6 +22,7 @@ from dflash_hf.evaluation.methods import (
     AUTO,
     COMPILED_METHODS,
     DFLASH,
+    LOOKUP_TOKENS,
     METHODS,
     OURS,
     PACKED_METHODS,
@@ -79,7 +80,6 @@ class EvalReport:
             included, the prompt's own forward excluded.
         responses (`list[list[int]]`): The target's own answers.
         block_size (`int`): Tokens of a drafted block, the anchor included.
-        correct (`list[bool]`, *optional*): Whether each of the target's answers is right, where that can be checked.
         setting (`dict`): Hardware threads, versions, data types, limits.
         divergences (`list[Divergence]`): Where outputs part from the target's own, and whether rounding explains it.
         rounding (`Rounding`, *optional*): Of the target against itself, where there are any.
@@ -89,7 +89,6 @@ class EvalReport:
     acceptance_lengths: list[list[int]]
     responses: list[list[int]]
     block_size: int
-    correct: list[bool] | None = None
     setting: dict = field(default_factory=dict)
     divergences: list[Divergence] = field(default_factory=list)
     rounding: Rounding | None = None
@@ -145,7 +144,6 @@ class EvalReport:
             "speedup": self.methods[DFLASH].speedup,
             "lossless": self.lossless,
             "verdict": self.verdict(),
-            "correct": None if self.correct is None else sum(self.correct),
             "prompts": self.num_prompts,
         }
         return json.dumps({"summary": summary, **asdict(self)}, indent=1)
@@ -154,7 +152,8 @@ class EvalReport:
     def from_json(cls, text: str) -> "EvalReport":
         """The report that [`to_json`] wrote."""
         fields = json.loads(text)
-        fields.pop("summary", None)
+        for name in ("summary", "correct"):  # the latter of earlier versions
+            fields.pop(name, None)
         methods = {name: MethodReport(**method) for name, method in fields.pop("methods").items()}
         found = [Divergence(**one) for one in fields.pop("divergences", [])]
         rounding = fields.pop("rounding", None)
@@ -175,8 +174,6 @@ def evaluate(
     max_new_tokens: int = 256,
     runs: int = 3,
     methods: Sequence[str] = METHODS,
-    prompt_lookup_num_tokens: int = 10,
-    check: Callable[[int, list[int]], bool] | None = None,
     progress: Callable[[Iterable], Iterable] = iter,
     others: dict[str, dict | Callable] | None = None,
     journal: Journal | None = None,
@@ -196,8 +193,6 @@ def evaluate(
         runs (`int`): Timed repetitions; the medians are reported.
         methods (`Sequence[str]`): `"target"` and `"dflash"`, and any of `OURS`, `"target_packed"` and
             `"prompt_lookup"` if wanted. A packed one needs `"target_packed"` beside it: what packing brings alone.
-        prompt_lookup_num_tokens (`int`): Candidate tokens of prompt lookup.
-        check: Called with a prompt's number and the target's answer ids: whether the answer is right.
         progress: Wraps the iteration over runs and prompts.
         others (`dict`, *optional*): Further ways of decoding: name, and arguments of `generate` or a function from
             prompt ids to answer ids.
@@ -226,7 +221,7 @@ def evaluate(
     whole = variant(draft, block_size=draft.decoding_config.block_size or draft.config.block_size)
     drafters = {name: variant(whole, **way.changes(tree_nodes)) for name, way in OURS.items()} | {AUTO: draft}
     ways = {**{name: {"assistant_model": drafter} for name, drafter in drafters.items()}, **(others or {})}
-    decoder = _Decoder(target, draft, max_new_tokens, prompt_lookup_num_tokens, ways)
+    decoder = _Decoder(target, draft, max_new_tokens, ways)
     target.eval()
     draft.eval()
     # 1. Warm up: the first calls of a method compile, probe and allocate, and again for each size of a compiled one,
@@ -255,7 +250,6 @@ def evaluate(
         acceptance_lengths=[one.acceptance_lengths for one in decoded[-1][DFLASH]],
         responses=answers,
         block_size=draft.config.block_size,
-        correct=None if check is None else [bool(check(i, answer)) for i, answer in enumerate(answers)],
         setting={
             "device": str(target.device),
             "hardware": hardware(target.device),
@@ -264,7 +258,7 @@ def evaluate(
             "draft_dtype": str(draft.dtype).removeprefix("torch."),
             "max_new_tokens": max_new_tokens,
             "runs": runs,
-            "prompt_lookup_num_tokens": prompt_lookup_num_tokens,
+            "prompt_lookup_num_tokens": LOOKUP_TOKENS,
             **({"tree_nodes": tree_nodes} if any(way in methods for way in TREE_METHODS) else {}),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
@@ -287,12 +281,12 @@ class _Decoded:
 class _Decoder:
     """Decodes a prompt by a method, and takes the time."""
 
-    def __init__(self, target, draft, max_new_tokens: int, prompt_lookup_num_tokens: int, ways: dict):
+    def __init__(self, target, draft, max_new_tokens: int, ways: dict):
         self.target, self.draft, self.max_new_tokens = target, draft, max_new_tokens
         self.arguments = {
             TARGET: {},
             TARGET_PACKED: {},
-            PROMPT_LOOKUP: {"prompt_lookup_num_tokens": prompt_lookup_num_tokens},
+            PROMPT_LOOKUP: {"prompt_lookup_num_tokens": LOOKUP_TOKENS},
             **ways,
         }
 

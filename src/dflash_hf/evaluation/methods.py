@@ -10,6 +10,7 @@ TREE_PACKED, TREE_COMPILED_PACKED = f"{TREE}_packed", f"{TREE}_compiled_packed"
 AUTO = "dflash_auto"  # the drafter as it is: where nothing is set, sizes are chosen in each round
 METHODS = (TARGET, DFLASH, PROMPT_LOOKUP)
 TREE_NODES = 15
+LOOKUP_TOKENS = 10  # candidates of prompt lookup
 
 
 @dataclass(frozen=True)

@@ -70,11 +70,6 @@ def summary_lines(report: EvalReport) -> list[str]:
     ]
     if warm:
         lines.append(f"compiling         {', '.join(warm)}, once; the next run reads it")
-    if report.correct is not None:
-        right = sum(report.correct)
-        lines.append(
-            f"target's answers  {right} of {report.num_prompts} exactly right ({right / report.num_prompts:.0%})"
-        )
     return lines
 
 

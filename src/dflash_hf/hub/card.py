@@ -27,28 +27,10 @@ from dflash_hf.terminal import install
 
 FACTS_FILE = "card_facts.json"
 TEMPLATE = "model_card_template.md"
-# Of the many training arguments, those that make a run; shown where they are set.
-_TRAINING = (
-    "num_train_epochs",
-    "max_steps",
-    "max_minutes",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "world_size",
-    "learning_rate",
-    "lr_scheduler_type",
-    "warmup_steps",
-    "weight_decay",
-    "max_grad_norm",
-    "optim",
-    "bf16",
-    "fp16",
-    "num_anchors",
-    "loss_type",
-    "loss_decay_gamma",
-    "label_source",
-    "head_only",
-    "seed",
+# Of transformers' many training arguments, those that make a run; of our own the fields say so.
+_OF_UPSTREAM = (
+    *("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size", "weight_decay"),
+    *("max_grad_norm", "optim", "bf16", "fp16", "seed"),
 )
 
 
@@ -130,11 +112,12 @@ class CardFacts:
 
 
 def training_facts(arguments) -> dict:
-    """The arguments worth a row of the card, of a `TrainingArguments` or its dictionary."""
-    values = arguments if isinstance(arguments, dict) else {**arguments.to_dict(), "world_size": arguments.world_size}
+    """Of training arguments, those worth a row of the card: that make a run, and are set."""
     absent = (None, False, "", -1)  # -1: `max_steps` when epochs decide
-    unused = ("num_train_epochs", "lr_scheduler_type") if values.get("max_minutes") else ()
-    return {name: values[name] for name in _TRAINING if name not in unused and values.get(name, None) not in absent}
+    unused = ("num_train_epochs", "lr_scheduler_type") if arguments.max_minutes else ()
+    names = [one.name for one in fields(arguments) if one.metadata.get("on_card") and one.name not in unused]
+    values = {**arguments.to_dict(), "world_size": arguments.world_size}
+    return {name: values[name] for name in (*names, *_OF_UPSTREAM) if values[name] not in absent}
 
 
 def save_training_facts(folder: str | Path, target, arguments, measured: dict) -> Path:
@@ -316,7 +299,6 @@ def _report_rows(report: dict) -> list[tuple[str, str]]:
     ]
     if prompts is not None:
         rows.append(("Outputs equal to the target's, token for token", ours.get("equal"), f"{{}} of {prompts}"))
-        rows.append(("Answers of the target that are right", summary.get("correct"), f"{{}} of {prompts}"))
     setting = report.get("setting", {})
     rows += [(name.replace("_", " "), setting[name], "{}") for name in setting if not name.startswith("prompt")]
     return [(name, form.format(value)) for name, value, form in rows if value is not None]

@@ -129,7 +129,8 @@ class _TokenLoss(torch.autograd.Function):
         needs_grad = ctx.needs_input_grad[0]
         grads = torch.empty_like(hidden) if needs_grad else None  # [M, H]
         candidates = []
-        for start in range(0, max(hidden.shape[0], likely is not None), chunk_size):  # candidates of none, too
+        at_least = 0 if likely is None else 1  # an empty chunk has candidates, too: none, of the right shape
+        for start in range(0, max(hidden.shape[0], at_least), chunk_size):
             rows = slice(start, start + chunk_size)
             with torch.set_grad_enabled(needs_grad):
                 chunk = hidden[rows].detach().requires_grad_(needs_grad)
@@ -350,15 +351,22 @@ def block_statistics(
         normalizer.
     """
     counted = counted[..., 1:]  # [N, A, B-1]
-    correct = correct[..., 1:] & counted
-    # Verification stops at the first mistake: the accepted prefix, not the product of marginal accuracies.
-    accepted = correct.int().cumprod(-1)  # [N, A, B-1]
-    accepted_alone = accepted if alone is None else (alone[..., 1:] & counted).int().cumprod(-1)
-    reached = torch.nn.functional.pad(accepted[..., :-1], (1, 0), value=1) * counted
+    slots = slot_counts(correct[..., 1:] & counted, counted)  # [4, N, A, B-1]
+    accepted_alone = slots[3] if alone is None else slot_counts(alone[..., 1:] & counted, counted)[3]
     blocks = counted.any(-1).sum(1)  # [N]
-    slots = [kind.sum(1) for kind in (counted, correct, reached, accepted)]  # each [N, B-1]
     rest = torch.stack([accepted_alone.sum((1, 2)), blocks, loss.detach(), normalizer], dim=1)
-    return torch.cat([*slots, rest], dim=1).float()
+    return torch.cat([*slots.sum(2), rest], dim=1).float()
+
+
+def slot_counts(correct: torch.BoolTensor, counted: torch.BoolTensor) -> torch.Tensor:
+    """
+    Which slots 1..B-1 are counted, correct, reached (all before are correct) and accepted (reached and correct):
+    `[4, ..., B-1]` of `[..., B-1]`.
+    """
+    # Verification stops at the first mistake: the accepted prefix, not the product of marginal accuracies.
+    accepted = correct.int().cumprod(-1)
+    reached = torch.nn.functional.pad(accepted[..., :-1], (1, 0), value=1) * counted
+    return torch.stack([counted.int(), correct.int(), reached, accepted])
 
 
 def statistics_to_metrics(sums: torch.Tensor, has_head: bool = False) -> dict[str, float]:

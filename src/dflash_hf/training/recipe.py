@@ -4,18 +4,12 @@ import dataclasses
 import difflib
 import types
 import typing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
 from dflash_hf.terminal import install, is_secret, read_text
-from dflash_hf.training.training_args import DFlashTrainingArguments
-
-
-def _key(help: str, default=None):
-    if isinstance(default, dict):
-        return field(default_factory=dict, metadata={"help": help})
-    return field(default=default, metadata={"help": help})
+from dflash_hf.training.training_args import DFlashTrainingArguments, key
 
 
 @dataclass
@@ -27,41 +21,41 @@ class RecipeArguments:
         `ValueError`: names key, value and remedy.
     """
 
-    target: str | None = _key("Folder or Hub name of the target.")
-    target_revision: str | None = _key("Its commit on the Hub.")
-    target_dtype: str = _key("auto, float32, bfloat16 or float16.", "auto")
-    trust_remote_code: bool = _key("Run the code that comes with the target.", False)
-    attn_implementation: str | None = _key("Of the target, such as sdpa or flash_attention_2.")
-    base_model: str | None = _key("Hub name of the target, for the card, where `target` is a folder.")
-    draft: str | None = _key("Folder or Hub name of a drafter to go on from; default: a fresh one.")
-    num_draft_layers: int = _key("Layers of a fresh drafter.", 5)
-    block_size: int = _key("Tokens of a block of a fresh drafter, the anchor included.", 16)
-    init_layers: list[int] | None = _key(
-        "Layers of the target that those of a fresh drafter begin as, such as [28, 29]."
+    target: str | None = key("Folder or Hub name of the target.")
+    target_revision: str | None = key("Its commit on the Hub.")
+    target_dtype: str = key("auto, float32, bfloat16 or float16.", "auto")
+    trust_remote_code: bool = key("Run the code that comes with the target.", False)
+    attn_implementation: str | None = key("Of the target, such as sdpa or flash_attention_2.")
+    base_model: str | None = key("Hub name of the target, for the card, where `target` is a folder.")
+    draft: str | None = key("Folder or Hub name of a drafter to go on from; default: a fresh one.")
+    num_draft_layers: int = key("Layers of a fresh drafter.", 5)
+    block_size: int = key("Tokens of a block of a fresh drafter, the anchor included.", 16)
+    init_layers: list[int] | None = key(
+        "Layers of the target that those of a fresh drafter begin as, such as [28, 29].", of_run=True
     )
-    draft_vocab_size: int | None = _key("A fresh drafter drafts only so many tokens, those most frequent in the data.")
-    target_layer_ids: list[int] | None = _key("Target layers of a fresh drafter; default: of features, or the paper.")
-    mask_token_id: int | None = _key("Default: the drafter's, or the target's first spare embedding row.")
-    draft_config: dict = _key("Further fields of a fresh drafter; to `draft`, only DFlash 2's parts are added.", {})
-    peft_config: dict | None = _key("Train an adapter on the drafter, such as {peft_type: LORA, r: 16}.")
-    data: str | list[str] | None = _key("File, files or Hub name of the training data.")
-    data_name: str | None = _key("Configuration of a dataset of the Hub.")
-    data_revision: str | None = _key("Commit of a dataset of the Hub.")
-    split: str | None = _key("Default: train, or the only one.")
-    eval_data: str | list[str] | None = _key("As `data`, to evaluate on.")
-    eval_split: str | None = _key("Of `eval_data`, or of `data` where that is not given.")
-    streaming: bool = _key("Read rows as they are needed; then `max_steps` must be set.", False)
-    max_length: int = _key("Tokens at which examples are cut.", 3072)
-    packing: bool = _key("Join examples into rows of `max_length` tokens.", False)
-    chat_template: str | None = _key("Jinja file in place of the tokenizer's own template.")
-    chat_template_kwargs: dict | None = _key("Arguments of the chat template, such as {enable_thinking: false}.")
-    num_proc: int | None = _key("Processes that encode the data.")
-    overwrite_output_dir: bool = _key("Begin anew in an output_dir that holds a run or a drafter.", False)
-    features: str | list[str] | None = _key("Folder or folders of stored features, in place of `data`.")
-    eval_features: str | list[str] | None = _key("As `features`, to evaluate on.")
-    decode_prompts: int = _key("Prompts to decode for real at each evaluation, for tau; 0: none.", 0)
-    decode_steps: int | None = _key("Decode them every so many steps, too.")
-    decode_max_new_tokens: int = _key("Longest answer of these.", 128)
+    draft_vocab_size: int | None = key("A fresh drafter drafts only so many tokens, those most frequent in the data.")
+    target_layer_ids: list[int] | None = key("Target layers of a fresh drafter; default: of features, or the paper.")
+    mask_token_id: int | None = key("Default: the drafter's, or the target's first spare embedding row.")
+    draft_config: dict = key("Further fields of a fresh drafter; to `draft`, only DFlash 2's parts are added.", {})
+    peft_config: dict | None = key("Train an adapter on the drafter, such as {peft_type: LORA, r: 16}.", of_run=True)
+    data: str | list[str] | None = key("File, files or Hub name of the training data.")
+    data_name: str | None = key("Configuration of a dataset of the Hub.", of_run=True)
+    data_revision: str | None = key("Commit of a dataset of the Hub.", of_run=True)
+    split: str | None = key("Default: train, or the only one.", of_run=True)
+    eval_data: str | list[str] | None = key("As `data`, to evaluate on.")
+    eval_split: str | None = key("Of `eval_data`, or of `data` where that is not given.")
+    streaming: bool = key("Read rows as they are needed; then `max_steps` must be set.", False, of_run=True)
+    max_length: int = key("Tokens at which examples are cut.", 3072, of_run=True)
+    packing: bool = key("Join examples into rows of `max_length` tokens.", False, of_run=True)
+    chat_template: str | None = key("Jinja file in place of the tokenizer's own template.")
+    chat_template_kwargs: dict | None = key("Arguments of the chat template, such as {enable_thinking: false}.")
+    num_proc: int | None = key("Processes that encode the data.")
+    overwrite_output_dir: bool = key("Begin anew in an output_dir that holds a run or a drafter.", False)
+    features: str | list[str] | None = key("Folder or folders of stored features, in place of `data`.")
+    eval_features: str | list[str] | None = key("As `features`, to evaluate on.")
+    decode_prompts: int = key("Prompts to decode for real at each evaluation, for tau; 0: none.", 0)
+    decode_steps: int | None = key("Decode them every so many steps, too.")
+    decode_max_new_tokens: int = key("Longest answer of these.", 128)
 
     def __post_init__(self):
         if not self.target:

@@ -3,7 +3,8 @@
 import json
 import shutil
 from collections.abc import Iterator, Sized
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from pathlib import Path
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
@@ -20,16 +21,11 @@ from dflash_hf.training.whole import last_whole_checkpoint
 
 logger = logging.get_logger(__name__)
 RUN_FILE = "run.json"
-# What may differ when a run goes on is left out: how long it is, what is logged, saved and evaluated, and how many
-# processes do what.
-_OF_TRAINING = (
-    *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay", "max_grad_norm"),
-    *("optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "fp16", "seed", "data_seed"),
-    *("train_sampling_strategy", "num_anchors", "anchor_seed", "loss_type", "loss_decay_gamma", "dpace_alpha"),
-    *("label_source", "max_minutes", "head_only"),
-)
-_OF_RECIPE = (
-    *("split", "data_name", "data_revision", "streaming", "packing", "max_length", "peft_config", "init_layers"),
+# Of transformers' arguments those that a run goes on with; of our own and a recipe's keys the fields say so. What may
+# differ is left out: how long it is, what is logged, saved and evaluated, and how many processes do what.
+_OF_UPSTREAM = (
+    *("lr_scheduler_kwargs", "weight_decay", "max_grad_norm", "optim", "optim_args", "adam_beta1", "adam_beta2"),
+    *("adam_epsilon", "bf16", "fp16", "seed", "data_seed", "train_sampling_strategy"),
 )
 _NOT_OF_DRAFT = {"transformers_version", "_name_or_path", "dtype", "auto_map", "architectures", "dflash_config"}
 
@@ -106,13 +102,14 @@ def describe_run(recipe, args, target, draft, encoder, dataset, resume: str | No
     settings = {
         "data": data,
         "target_weights": digest_of_target(target),
+        "draft_weights": digest_of_parameters(draft.named_parameters()) if recipe.draft else None,
         "target_dtype": str(target.dtype),
         **digests_of_tokenizer(encoder.tokenizer),
         "chat_template_kwargs": encoder.chat_template_kwargs,
-        "draft_weights": digest_of_parameters(draft.named_parameters()) if recipe.draft else None,
         **shape,
-        **{name: getattr(recipe, name) for name in _OF_RECIPE},
-        **{name: getattr(args, name) for name in _OF_TRAINING},
+        **{one.name: getattr(recipe, one.name) for one in fields(recipe) if one.metadata.get("of_run")},
+        **{one.name: getattr(args, one.name) for one in fields(args) if one.metadata.get("of_run")},
+        **{name: getattr(args, name) for name in _OF_UPSTREAM},
         "batch (per_device_train_batch_size * gradient_accumulation_steps * processes)": batch,
     }
     return json.loads(json.dumps({"target": recipe.target, "settings": settings, "files": files}, default=str))
@@ -138,33 +135,49 @@ def read_run(folder: Path) -> dict | None:
 
 
 @contextmanager
-def begun(folder: Path, run: dict, resume: str | None) -> Iterator[None]:
+def begun(args, run: dict | None, resume: str | None) -> Iterator[None]:
     """
     Train in a folder alone, with `run.json` in it. A new run removes the checkpoints that lie there, so that none of
-    them is ever taken for its own; a finished drafter stays until the new one is.
+    them is ever taken for its own; a finished drafter stays until the new one is. The first process holds the folder,
+    and tells the others if it may not.
 
     Args:
-        folder (`Path`): The `output_dir`.
-        run (`dict`): Of [`describe_run`].
+        args (`DFlashTrainingArguments`): Name the `output_dir`.
+        run (`dict`): Of [`describe_run`]; `None` in other processes than the first.
         resume (`str`, *optional*): The checkpoint to go on from.
 
     Raises:
         `ValueError`: the checkpoint is of a run with other settings; names each with both values.
     """
-    with locked(folder):
-        before = read_run(Path(resume).resolve().parent) if resume else None
-        if resume and not before:
-            logger.warning(f"There is no {RUN_FILE} beside {resume}: whether it was trained alike is not known.")
-        if before and (others := differences(before["settings"], run["settings"])):
-            raise DetailedError(
-                f"{resume} was trained with {'; '.join(others)}. Go on with what it was trained with, begin anew with "
-                "overwrite_output_dir=true, or choose another output_dir."
-            )
-        if not resume:
-            for stale in [*folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), folder / UNFINISHED]:
-                shutil.rmtree(stale, ignore_errors=True)
-        write_json(folder / RUN_FILE, run)
+    from accelerate.utils import broadcast_object_list
+
+    outcome: list = [None]
+    with ExitStack() as stack:
+        if run is not None:
+            try:
+                stack.enter_context(locked(Path(args.output_dir)))
+                _begin(Path(args.output_dir), run, resume)
+            except (ValueError, OSError) as error:
+                outcome[0] = error
+        (error,) = broadcast_object_list(outcome)
+        if error is not None:
+            raise error
         yield
+
+
+def _begin(folder: Path, run: dict, resume: str | None) -> None:
+    before = read_run(Path(resume).resolve().parent) if resume else None
+    if resume and not before:
+        logger.warning(f"There is no {RUN_FILE} beside {resume}: whether it was trained alike is not known.")
+    if before and (others := differences(before["settings"], run["settings"])):
+        raise DetailedError(
+            f"{resume} was trained with {'; '.join(others)}. Go on with what it was trained with, begin anew with "
+            "overwrite_output_dir=true, or choose another output_dir."
+        )
+    if not resume:
+        for stale in [*folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), folder / UNFINISHED]:
+            shutil.rmtree(stale, ignore_errors=True)
+    write_json(folder / RUN_FILE, run)
 
 
 def _digests_of_data(recipe, known: dict) -> dict[str, list]:

@@ -8,12 +8,81 @@ better place to begin. A drafter that is small beside its target's head spends m
 thousand tokens that its target really writes, the head costs a fraction (FR-Spec, arXiv 2502.14856).
 """
 
+from pathlib import Path
+
 import torch
 from torch import nn
 
+from dflash_hf.data.encode import digests_of_tokenizer
+from dflash_hf.data.prompts import template_kwargs
 from dflash_hf.modeling.checks_dflash import part_keys
+from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
 from dflash_hf.modeling.heads_dflash import head_fields
+from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.modeling.target_dflash import decoder_layers
+from dflash_hf.target import spare_token_id
+from dflash_hf.training.features import FeatureManifest
+
+
+def make_draft(recipe, target, encoder, say):
+    """
+    The drafter that a recipe trains, a fresh one or one to go on from. Its configuration keeps the arguments of the
+    chat template, and `encoder` reads rows as it does.
+    """
+    folders = [recipe.features] if isinstance(recipe.features, str) else recipe.features or []
+    manifests = {folder: FeatureManifest.load(Path(folder)) for folder in folders}
+    if recipe.draft:
+        draft = _draft_to_go_on(recipe, say)
+    else:
+        draft = _fresh_draft(recipe, target, encoder.tokenizer, [one.layer_ids for one in manifests.values()], say)
+    kept = draft.config.dflash_config
+    made_with = {folder: manifest.chat_template_kwargs for folder, manifest in manifests.items()}
+    kwargs = template_kwargs(recipe.chat_template_kwargs, recipe.data, made_with, draft.config, say)
+    encoder.chat_template_kwargs = kwargs
+    encoder.mask_token_id = draft.config.mask_token_id
+    encoder.vocab_size = target.get_input_embeddings().weight.shape[0]
+    if kwargs or kept.get("chat_template_kwargs") is not None:
+        kept["chat_template_kwargs"] = kwargs
+    if encoder.tokenizer is not None:
+        kept["trained_with"] = digests_of_tokenizer(encoder.tokenizer)
+    return draft
+
+
+def _draft_to_go_on(recipe, say):
+    draft = DFlashDraftModel.from_pretrained(recipe.draft, dtype=torch.float32)
+    config = draft.config
+    if recipe.mask_token_id not in (None, config.mask_token_id):
+        raise ValueError(
+            f"mask_token_id={recipe.mask_token_id} is not the {config.mask_token_id} that {recipe.draft} was trained "
+            "with; leave it out."
+        )
+    parts = {key: value for key, value in recipe.draft_config.items() if key in part_keys()}
+    for key, value in recipe.draft_config.items():
+        if key not in parts and getattr(config, key, None) != value:
+            say(f"draft_config.{key}={value} is for a fresh drafter: {recipe.draft} stays as it is")
+    return with_parts(draft, parts) if parts else draft
+
+
+def _fresh_draft(recipe, target, tokenizer, stored_layers: list[list[int]], say):
+    mask_token_id = recipe.mask_token_id
+    if mask_token_id is None:
+        mask_token_id = spare_token_id(target, tokenizer)
+    if mask_token_id is None:
+        raise ValueError(
+            f"{recipe.target} has no spare row in its embedding for the mask token; set mask_token_id to an id that "
+            "its text never uses, such as a reserved token."
+        )
+    fields = {**recipe.draft_config}
+    if recipe.target_layer_ids or stored_layers:
+        fields["target_layer_ids"] = recipe.target_layer_ids or stored_layers[0]
+    if recipe.draft_vocab_size:
+        fields["draft_vocab_size"] = recipe.draft_vocab_size
+    layers, block = recipe.num_draft_layers, recipe.block_size
+    draft = DFlashDraftModel(DFlashDraftConfig.for_target(target.config, mask_token_id, layers, block, **fields))
+    if recipe.init_layers:
+        taken = begin_as_target(draft, target, recipe.init_layers)
+        say(f"{len(taken)} of the drafter's {len(list(draft.parameters()))} tensors begin as the target's")
+    return draft
 
 
 @torch.no_grad()
@@ -170,3 +239,9 @@ def draft_ids(draft) -> torch.LongTensor | None:
     ids = torch.full((draft.config.vocab_size,), -1, device=draft.d2t.device)
     own = torch.arange(len(draft.d2t), device=draft.d2t.device)
     return ids.index_put((draft.target_ids(own),), own)
+
+
+def choose_vocabulary(draft, target, dataset, say) -> None:
+    """Let a fresh drafter draft the tokens that are most frequent among those that are learned in a dataset."""
+    share = take_vocabulary(draft, target, count_tokens(dataset, draft.config.vocab_size))
+    say(f"draft vocabulary  {draft.config.draft_vocab_size:,} tokens, {share:.2%} of those that are learned")

@@ -145,8 +145,6 @@ class DFlashTrainer(Trainer):
         # compute_loss divides by the weights of the whole accumulated batch; Trainer must not divide again.
         self.model_accepts_loss_kwargs = True
         self.draft_config = model.config
-        # Layers of one type share one mask.
-        self.layer_of_type = {layer_type: i for i, layer_type in enumerate(model.config.layer_types)}
         self.uses_flex = uses_flex(args.block_attention, model.config, args.device)
         self.target = freeze(target)
         if not hasattr(target, "hf_device_map") and target.device != args.device:
@@ -336,19 +334,14 @@ class DFlashTrainer(Trainer):
 
     def attention_masks(self, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
         """The mask of each layer type: a `BlockMask` for flex attention, else additive `[N, 1, A*B, S + A*B]`."""
-        config, masks = self.draft_config, {}
-        for layer_type, layer_idx in self.layer_of_type.items():
-            arguments = (
-                inputs["anchors"],
-                inputs["attention_mask"],
-                config.block_size,
-                config.sliding_window if layer_type == "sliding_attention" else None,
-                config.layer_is_causal(layer_idx),
-                inputs.get("document_ids"),
-            )
-            visible = (flex_mask if self.uses_flex else block_mask)(*arguments)
-            masks[layer_type] = visible if self.uses_flex else additive(visible, self.model.dtype)
-        return masks
+
+        def mask(window: int | None, is_causal: bool):
+            arguments = (inputs["anchors"], inputs["attention_mask"], self.draft_config.block_size, window, is_causal)
+            if self.uses_flex:
+                return flex_mask(*arguments, inputs.get("document_ids"))
+            return additive(block_mask(*arguments, inputs.get("document_ids")), self.model.dtype)
+
+        return self.draft_config.by_layer_type(mask)
 
     def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
         """

@@ -14,6 +14,22 @@ _CHOICES = {
 }
 
 
+def key(help: str, default=None, of_run: bool = False, on_card: bool = False):
+    """
+    An option, and all that is said of it.
+
+    Args:
+        help (`str`): What it is, for `dflash train --keys`.
+        default: Without it.
+        of_run (`bool`): A run goes on with the same value only, see `run_file`.
+        on_card (`bool`): The model card names it where it is set.
+    """
+    metadata = {"help": help, "of_run": of_run, "on_card": on_card}
+    if isinstance(default, dict):
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
 @dataclass
 class DFlashTrainingArguments(TrainingArguments):
     """
@@ -42,34 +58,26 @@ class DFlashTrainingArguments(TrainingArguments):
         `ImportError`: a package of `report_to` is not installed.
     """
 
-    learning_rate: float = field(default=6e-4, metadata={"help": "Initial learning rate of AdamW."})
-    lr_scheduler_type: str = field(default="cosine", metadata={"help": "Schedule of the learning rate."})
-    warmup_steps: float = field(default=0.04, metadata={"help": "Warm-up: a share of all steps below 1, else steps."})
-    num_train_epochs: float = field(default=6.0, metadata={"help": "Passes over the data."})
-    remove_unused_columns: bool = field(
-        default=False, metadata={"help": "Must stay off: the columns are not arguments of the drafter's forward."}
+    learning_rate: float = key("Initial learning rate of AdamW.", 6e-4, of_run=True, on_card=True)
+    lr_scheduler_type: str = key("Schedule of the learning rate.", "cosine", of_run=True, on_card=True)
+    warmup_steps: float = key("Warm-up: a share of all steps below 1, else steps.", 0.04, of_run=True, on_card=True)
+    num_train_epochs: float = key("Passes over the data.", 6.0, on_card=True)
+    remove_unused_columns: bool = key("Must stay off: the columns are not arguments of the drafter's forward.", False)
+    logging_nan_inf_filter: bool = key("Must stay off: training stops at a loss that is not finite.", False)
+    max_minutes: float | None = key("Train so long; the learning rate decays by the clock.", of_run=True, on_card=True)
+    num_anchors: int = key("Blocks sampled from each sequence at each step.", 512, of_run=True, on_card=True)
+    loss_type: str = key("The loss: 'ce', 'dpace', 'kl' or 'dpace_kl'.", "ce", of_run=True, on_card=True)
+    dpace_alpha: float = key("Smoothing of D-PACE's probabilities, 0 to 1.", 0.5, of_run=True)
+    loss_decay_gamma: float | None = key(
+        "Decay of the slot weights; default by block size (7, 5, 4 for 16, 10, 8).", of_run=True, on_card=True
     )
-    logging_nan_inf_filter: bool = field(
-        default=False, metadata={"help": "Must stay off: training stops at a loss that is not finite."}
+    head_only: bool = key("Train the drafter's head alone.", False, of_run=True, on_card=True)
+    loss_chunk_size: int = key("Tokens whose logits exist at a time.", 512)
+    anchor_seed: int | None = key("Seed of the anchors; default: `seed`.", of_run=True)
+    label_source: str = key(
+        "Labels: tokens of the 'data', or the argmax of the 'target'.", "data", of_run=True, on_card=True
     )
-    max_minutes: float | None = field(
-        default=None, metadata={"help": "Train so long; the learning rate decays by the clock."}
-    )
-    num_anchors: int = field(default=512, metadata={"help": "Blocks sampled from each sequence at each step."})
-    loss_type: str = field(default="ce", metadata={"help": "The loss: 'ce', 'dpace', 'kl' or 'dpace_kl'."})
-    dpace_alpha: float = field(default=0.5, metadata={"help": "Smoothing of D-PACE's probabilities, 0 to 1."})
-    loss_decay_gamma: float | None = field(
-        default=None, metadata={"help": "Decay of the slot weights; default by block size (7, 5, 4 for 16, 10, 8)."}
-    )
-    head_only: bool = field(default=False, metadata={"help": "Train the drafter's head alone."})
-    loss_chunk_size: int = field(default=512, metadata={"help": "Tokens whose logits exist at a time."})
-    anchor_seed: int | None = field(default=None, metadata={"help": "Seed of the anchors; default: `seed`."})
-    label_source: str = field(
-        default="data", metadata={"help": "Labels: tokens of the 'data', or the argmax of the 'target'."}
-    )
-    block_attention: str = field(
-        default="auto", metadata={"help": "Attention over blocks: 'flex' (CUDA), 'dense', or 'auto'."}
-    )
+    block_attention: str = key("Attention over blocks: 'flex' (CUDA), 'dense', or 'auto'.", "auto")
 
     @property
     def uses_dpace(self) -> bool:
