@@ -307,6 +307,15 @@ def test_without_its_fields_a_drafter_has_no_head():
     assert make_draft2(target).config.head.name == "path selector"
 
 
+def test_the_architecture_is_that_of_the_head():
+    """Of a convolution alone it is DFlash 2's."""
+    target, convolution = make_target(), {"conv_kernel_size": 2, "conv_group_size": 4}
+    for fields, name in (({}, "DFlashDraftModel"), (SIZES, "RecurrentDraftModel")):
+        assert make_draft(target, **fields).config.to_dict()["architectures"] == [name]
+    for fields, name in (({}, "DFlash2DraftModel"), (SIZES, "RecurrentDraftModel")):
+        assert make_draft(target, **fields, **convolution).config.to_dict()["architectures"] == [name]
+
+
 def test_a_head_that_is_read_is_no_longer_refused(monkeypatch):
     config = make_draft(make_target()).config.to_dict()
     files = [

@@ -133,31 +133,40 @@ def test_a_head_is_added_to_a_trained_drafter_and_learns_alone(tmp_path):
         make_trainer(tmp_path, target, rows, draft)
 
 
-@pytest.mark.parametrize("make", [make_draft, make_draft2, lambda *args, **more: make_draft(*args, **SIZES, **more)])
-def test_accuracy_in_training_is_that_of_the_walk(make, tmp_path):
-    """Where the walk before a slot was right, training and decoding say the same of it."""
-    target, rows = make_target(), counting_rows(4)
-    draft = make(target, block_size=BLOCK)
-    trainer = make_trainer(tmp_path, target, rows, draft, warmup_steps=0, max_steps=25, learning_rate=5e-3)
-    trainer.train()
+def recurrent(target, **overrides):
+    draft = make_draft(target, **SIZES, **overrides)
     with torch.no_grad():
-        batch = trainer.data_collator(rows)
-        trainer.draw_anchors(batch, step=0)
-        seen = {}
-        losses_of = trainer.head_losses
+        for parameter in draft.memory.parameters():
+            parameter.normal_(generator=torch.Generator().manual_seed(3))
+    return draft
 
-        def watched(hidden, labels, counted, before, teacher):
-            seen.update(hidden=hidden, labels=labels, counted=counted)
-            seen["losses"] = losses_of(hidden, labels, counted, before, teacher)
-            return seen["losses"]
 
-        trainer.head_losses = watched
+@pytest.mark.parametrize("make", [make_draft, make_draft2, recurrent])
+def test_training_says_of_each_slot_what_the_walk_would_say(make, tmp_path, monkeypatch):
+    """Given the true tokens before it: one place early or late, and a head learns what decoding cannot know."""
+    target, rows, seen = make_target(), counting_rows(4), {}
+    draft = make(target, block_size=BLOCK)
+    trainer = make_trainer(tmp_path, target, rows, draft)
+    losses_of = trainer.head_losses
+    monkeypatch.setattr(trainer, "head_losses", lambda *args: seen.update(args=args) or losses_of(*args))
+    batch = trainer.data_collator(rows)
+    trainer.draw_anchors(batch, step=0)
+    with torch.no_grad():
         trainer.compute_loss(trainer.model, batch)
-        hidden, labels, counted, losses = (seen[key] for key in ("hidden", "labels", "counted", "losses"))
-        blocks = trainer.build_blocks(batch)
-        generator = DFlashCandidateGenerator(draft, target)
-        whole = counted[..., 1:].all(-1)  # [N, A]
-        drafted, _ = generator.walk(blocks.input_ids.view(labels.shape)[whole][:, 0], hidden[whole][:, 1:], 0.0)
-        right = (drafted[:, 1:] == labels[whole][:, 1:]).int().cumprod(-1)
-        forced = losses.correct[whole][:, 1:].int().cumprod(-1)
-    assert torch.equal(right, forced) and 0 < right.float().mean() < 1
+        hidden, labels, counted = seen["args"][:3]
+        losses, generator = losses_of(*seen["args"]), DFlashCandidateGenerator(draft, target)
+        head, anchors = generator.slot_head, trainer.build_blocks(batch).input_ids.view(labels.shape)[..., 0]
+        for block in counted.any(-1).nonzero().tolist():
+            i, j = block
+            ids, logits = generator._candidates(hidden[i, j : j + 1, 1:])
+            before, state = anchors[i, j : j + 1], head.start(anchors[i, j : j + 1])
+            for slot in range(1, BLOCK):
+                query, state = head.step(state, before, hidden[i, j : j + 1, slot])
+                scores = head.scores(query, ids[:, slot - 1], logits[:, slot - 1])[0]
+                before = labels[i, j, slot : slot + 1]
+                if counted[i, j, slot]:
+                    at = ids[0, slot - 1] == before
+                    nll = -scores.log_softmax(-1)[at].sum() if at.any() else torch.tensor(torch.inf)
+                    torch.testing.assert_close(losses.nll[i, j, slot], nll, atol=1e-4, rtol=1e-4)
+                    assert losses.correct[i, j, slot] == at[scores.argmax()]
+    assert losses.known.sum() > 20

@@ -293,7 +293,7 @@ class DFlashTrainer(Trainer):
             queries = head.forced(before, hidden, known)  # [M, q]
 
             def scores(query, logits):
-                ids, logits = head.candidates(logits)
+                ids, logits = head.candidates(logits.to(query.device))
                 return logits, head.scores(query, draft.target_ids(ids), logits)
 
             loss = partial(head.loss, progress=self.progress)
