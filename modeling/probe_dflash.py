@@ -38,7 +38,8 @@ class TargetFacts:
         moving (`dict[str, int]`): For recurrent targets, as [`moving_modules`] gives it.
         pads (`bool`): Whether rows with padding on the left can be drafted.
         counts_columns (`bool`): Whether, where it is given no positions, it counts columns, padding included.
-        features (`dict[int, tuple]`): Shapes of its decoder layers' outputs, without those of layers that it skips.
+        features (`dict[int, tuple]`): Shapes of its decoder layers' outputs, without those of layers that it skips, or
+            that are not reached in copies of the modules.
         lasting (`bool`): Whether they hold for the next call too: not where the target alone could not be run on two
             rows, as it cannot while hooks of this call give adapters to another number of rows.
     """
@@ -58,7 +59,10 @@ class TargetFacts:
         if self.session_class is None:
             return f"the cache of {self.name} cannot be rolled back"
         if not self.features:
-            return f"the decoder layers of {self.name} stand in no list, so that their outputs cannot be read"
+            return (
+                f"the outputs of the decoder layers of {self.name} cannot be read: they stand in no list, or a "
+                "forward was replaced by one that finds the original elsewhere than in its closure, as in a global"
+            )
         for layer_id in layer_ids:
             shape = self.features.get(layer_id)
             if shape is None:
@@ -82,7 +86,8 @@ class TargetFacts:
 @torch.no_grad()
 def facts_of(target) -> TargetFacts:
     """
-    Find out, once for each target, its attention implementation, dtype and mode, and for autocast.
+    Find out, once for each target and the code of its forwards, its attention implementation, dtype and mode, and for
+    autocast.
 
     A short prompt, a block with rejected tokens, a roll-back and a second block must give the logits, and leave the
     state, that decoding the kept tokens one by one gives. Tried with slots, with slots and replay of the recurrent
@@ -91,8 +96,16 @@ def facts_of(target) -> TargetFacts:
     finds that it cannot be rolled back, and no random number drawn.
     """
     known, device = _known.setdefault(target, {}), input_device(target)
-    training = any(module.training for module in target.modules())
+    modules = list(target.modules())
+    training = any(module.training for module in modules)
     key = (target.config._attn_implementation, target.dtype)
+    # Wrapped or replaced later, in a module or in its class, it is another target; also by a hook on the whole, which
+    # may change its arguments, but not by one on a part, by which adapters come and go.
+    replaced = [vars(module)["forward"] for module in modules if "forward" in vars(module)]
+    classes = [kind.forward for kind in {type(module) for module in modules}]
+    wholes = (target, target.base_model, target.get_decoder())
+    hooks = [hook for whole in wholes for hook in whole._forward_pre_hooks.values()]
+    key += (_codes(target.forward, *hooks), frozenset(_codes(*replaced, *classes)))
     key += (training, training and target.is_gradient_checkpointing)  # which lets go of the cache
     key += (torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),)
     if key not in known:
@@ -103,6 +116,17 @@ def facts_of(target) -> TargetFacts:
             return facts
         known[key] = facts
     return known[key]
+
+
+def _codes(*functions) -> tuple:
+    """What functions run, those included that they say they wrap; a code keeps no model alive, as a closure would."""
+    codes = []
+    for function in functions:
+        while function is not None:
+            function = getattr(function, "func", function)  # of a partial
+            codes.append(getattr(function, "__code__", type(function)))
+            function = getattr(function, "__wrapped__", None)
+    return tuple(codes)
 
 
 def probe_rollback(target) -> type | None:

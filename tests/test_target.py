@@ -7,8 +7,17 @@ from support.tiny_models import tiny_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 
 from dflash_hf import DFlashDraftConfig
+from dflash_hf import target as target_module
 from dflash_hf.modeling.target_dflash import check_pair, decoder_layers
-from dflash_hf.target import check_fit, freeze, generate_responses, target_features, target_forward, target_labels
+from dflash_hf.target import (
+    check_fit,
+    freeze,
+    generate_responses,
+    packed_masks,
+    target_features,
+    target_forward,
+    target_labels,
+)
 
 
 MASK = VOCAB - 1
@@ -253,3 +262,17 @@ def test_layers_are_found_where_configuration_and_class_mislead(model_type, kind
     config = DFlashDraftConfig.for_target(target.config, MASK, num_hidden_layers=2, target_layer_ids=[0, 3])
     assert config.num_target_layers == 4
     check_pair(target, config)
+
+
+def test_packed_rows_are_tried_out_for_each_attention(monkeypatch):
+    """The remedy of the error is another attention, which may be set on the same target."""
+    target = make_target(attn="eager")
+    batch = {"position_ids": torch.arange(4).repeat(2, 2)}
+    monkeypatch.setattr(target_module, "_keeps_documents_apart", lambda t, _: t.config._attn_implementation == "sdpa")
+    with pytest.raises(ValueError, match="attn_implementation='eager' lets the documents of a row read one another"):
+        packed_masks(target, [0], batch)
+    target.set_attn_implementation("sdpa")
+    assert packed_masks(target, [0], batch).keys() == {"position_ids"}
+    target.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="read one another"):
+        packed_masks(target, [0], batch)

@@ -206,13 +206,14 @@ def packed_masks(target: PreTrainedModel, layer_ids: list[int], batch: dict[str,
     """
     if "position_ids" not in batch:
         return {"attention_mask": batch["attention_mask"]}
-    if target not in _packs:
-        _packs[target] = _keeps_documents_apart(target, layer_ids)
-    if not _packs[target]:
+    known, kind = _packs.setdefault(target, {}), target.config._attn_implementation
+    if kind not in known:
+        known[kind] = _keeps_documents_apart(target, layer_ids)
+    if not known[kind]:
         raise ValueError(
-            f"packing=True, but {type(target).__name__} with attn_implementation="
-            f"{target.config._attn_implementation!r} lets the documents of a row read one another: set packing=False, "
-            "or load it with attn_implementation='sdpa' if it has attention layers only."
+            f"packing=True, but {type(target).__name__} with attn_implementation={kind!r} lets the documents of a row "
+            "read one another: set packing=False, or load it with attn_implementation='sdpa' if it has attention "
+            "layers only."
         )
     return {"position_ids": batch["position_ids"]}
 

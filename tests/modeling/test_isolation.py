@@ -9,6 +9,8 @@ from support.pairs import make_draft, make_target
 from support.scripted_text import PROMPT, drafted, drafter, text
 from torch import nn
 
+from dflash_hf.modeling import probe_dflash
+
 
 @pytest.mark.parametrize("compiled", [False, "eager"])
 def test_hooks_that_know_modules_by_their_identity(compiled):
@@ -106,6 +108,89 @@ def test_forwards_that_were_wrapped_in_a_function(name, first):
     assert module.forward is before
     counts = [cell.cell_contents for cell in before.__closure__ if isinstance(cell.cell_contents, int)]
     assert counts[0] > 24
+
+
+def in_a_closure(module):
+    original = module.forward
+
+    def forward(*args, **kwargs):
+        return original(*args, **kwargs)
+
+    return forward
+
+
+def in_a_global(module):
+    """As in a notebook."""
+    space = {"original": module.forward}
+    exec("def forward(*args, **kwargs):\n    return original(*args, **kwargs)", space)
+    return space["forward"]
+
+
+def in_a_default(module):
+    def forward(*args, original=module.forward, **kwargs):
+        return original(*args, **kwargs)
+
+    return forward
+
+
+class Calling:
+    def __init__(self, module):
+        self.original = module.forward
+
+    def __call__(self, *args, **kwargs):
+        return self.original(*args, **kwargs)
+
+
+@pytest.mark.parametrize("way", [in_a_closure, in_a_global, in_a_default, Calling])
+@pytest.mark.parametrize("name", ["", "model", "model.layers.1"])
+@pytest.mark.parametrize("first", [False, True])
+def test_forwards_that_were_replaced_without_a_word(name, way, first):
+    """
+    What was known of a target was known of its forward: without `functools.wraps` it takes no positions, and counts
+    columns. Where its original is, the copies may not be called; then it decodes plainly.
+    """
+    target = make_target()
+    draft = drafter(target)
+    if not first:
+        drafted(target, draft)
+    module = target.get_submodule(name)
+    module.forward = way(module)
+    ids, mask = PROMPT.repeat(2, 1), torch.ones(2, 10, dtype=torch.long)
+    ids[1, :4], mask[1, :4] = 0, 0
+    for inputs in ({"prompt": ids, "attention_mask": mask}, {}):
+        written, lengths = text(target, draft, **inputs)
+        assert written == text(target, **inputs)[0]
+        followed = way is in_a_closure or "layers" in name
+        assert bool(lengths[0]) == followed and (not followed or name == "" or max(lengths[0]) > 3)
+
+
+@pytest.mark.parametrize("name", ["", "model"])
+def test_a_hook_that_drops_the_positions_later(name):
+    target = make_target()
+    draft = drafter(target)
+    drafted(target, draft)
+    ids, mask = PROMPT.repeat(2, 1), torch.ones(2, 10, dtype=torch.long)
+    ids[1, :4], mask[1, :4] = 0, 0
+
+    def drop(module, args, kwargs):
+        return args, {**kwargs, "position_ids": None}
+
+    target.get_submodule(name).register_forward_pre_hook(drop, with_kwargs=True)
+    expected = text(target, prompt=ids, attention_mask=mask)[0]
+    assert text(target, draft, prompt=ids, attention_mask=mask)[0] == expected
+
+
+def test_a_wrapper_that_comes_and_goes_is_tried_out_once(monkeypatch):
+    """A wrapper of the same code is the same target: what a call costs that is timed, and then not."""
+    target, tried, found_out = make_target(), [], probe_dflash._found_out
+    draft = drafter(target)
+    monkeypatch.setattr(probe_dflash, "_found_out", lambda *args: tried.append(1) or found_out(*args))
+    for _ in range(3):
+        drafted(target, draft)
+        target.forward = in_a_closure(target)
+        drafted(target, draft)
+        del target.forward
+    assert len(tried) == 2
 
 
 def test_copies_are_garbage_at_once():

@@ -1,0 +1,51 @@
+"""
+Forwards that were replaced, seen from a copy of their module: accelerate's, and those that users wrap, hold the
+original as a method, in a partial or in their closure. What they call of a copied module is to be called of its copy.
+"""
+
+import functools
+from types import CellType, FunctionType, MethodType
+
+from torch import nn
+
+
+def rebound(value, copies: dict[nn.Module, nn.Module], within: tuple = ()):
+    """
+    An attribute of a module as its copy has it; the value itself where nothing in it calls a copied module.
+
+    Args:
+        value: Anything; methods, partials and functions are looked into.
+        copies (`dict[nn.Module, nn.Module]`): For each module that was copied, its copy.
+        within (`tuple`): Functions that are being looked into: they may hold themselves.
+    """
+    if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
+        return MethodType(value.__func__, copies.get(value.__self__, value.__self__))
+    if isinstance(value, functools.partial):
+        args = [copies.get(a, a) if isinstance(a, nn.Module) else a for a in value.args]
+        bound = functools.partial(value.func, *args, **value.keywords)
+        vars(bound).update(vars(value))
+        return bound
+    if isinstance(value, FunctionType) and hasattr(value, "_torchdynamo_orig_callable"):  # compiled; see `isolated`
+        return rebound(value._torchdynamo_orig_callable, copies, within)
+    if isinstance(value, FunctionType) and value.__closure__ and value not in within:
+        cells = tuple(_rebound_cell(cell, copies, (*within, value)) for cell in value.__closure__)
+        bound = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+        bound.__kwdefaults__ = value.__kwdefaults__
+        vars(bound).update(vars(value))
+        return bound if cells != value.__closure__ else value
+    return value
+
+
+def _rebound_cell(cell: CellType, copies: dict, within: tuple) -> CellType:
+    """The cell itself, which may be written to, where nothing in it is rebound."""
+    try:
+        value = cell.cell_contents
+    except ValueError:  # empty
+        return cell
+    if isinstance(value, nn.Module):
+        bound = copies.get(value, value)
+    elif isinstance(value, FunctionType | MethodType | functools.partial):
+        bound = rebound(value, copies, within)
+    else:
+        return cell
+    return cell if bound is value or (isinstance(bound, MethodType) and bound == value) else CellType(bound)
