@@ -25,6 +25,8 @@ from dflash_hf.pairs import (
     pack,
     positions_of,
 )
+from dflash_hf.responses import eos_ids, responses
+from dflash_hf.target import digest_of_target, spare_token_id, without_token
 from dflash_hf.terminal import Outcome, UsageError, note, template_arguments
 
 
@@ -53,13 +55,13 @@ def generate_rows(
     encoder: RowEncoder,
     prompts: dict[int, tuple[Prompt, list | None]],
     max_new_tokens: int,
-    batch_size: int,
+    batch_size: int | None = None,
     draft=None,
     generation_config=None,
     seed: int = 0,
 ) -> Iterator[list[dict]]:
     """
-    Responses of a target in this process, batch by batch; long prompts first, so that memory runs out early or never.
+    Responses of a target in this process as they finish; long prompts first, so that memory runs out early or never.
 
     A prompt that is empty or that the template refuses gives an empty list. The rows hold `input_ids` and `loss_mask`
     too: exactly what the target read and wrote, without tokenizing again.
@@ -68,15 +70,12 @@ def generate_rows(
         target (`PreTrainedModel`): The target.
         encoder (`RowEncoder`): Its tokenizer, template arguments, and the mask token, which is suppressed.
         prompts (`dict`): Prompt and tools by row number.
-        max_new_tokens, batch_size (`int`): Longest response; prompts of a batch.
+        max_new_tokens (`int`): Longest response.
+        batch_size (`int`, *optional*): Rows that decode together. Default: what is fastest here, which is measured.
         draft (`DFlashDraftModel`, *optional*): Speeds it up; the responses stay the target's own.
         generation_config (`GenerationConfig`): Default: the target's.
-        seed (`int`): Of samples; each batch has its own.
+        seed (`int`): Of samples; each row has its own.
     """
-    from transformers import set_seed
-
-    from dflash_hf.target import generate_responses
-
     ids = {}
     for index, (prompt, tools) in prompts.items():
         try:
@@ -87,30 +86,16 @@ def generate_rows(
         except UnusableRow as reason:
             logger.warning_once(f"A row is left out: {reason}")
             yield []
-    order = sorted(ids, key=lambda index: -len(ids[index]))
-    eos = (generation_config or target.generation_config).eos_token_id
-    for start in range(0, len(order), batch_size):
-        batch = order[start : start + batch_size]
-        set_seed(seed + batch[0])
-        responses = generate_responses(
-            target,
-            [ids[index] for index in batch],
-            max_new_tokens,
-            encoder.mask_token_id,
-            batch_size,
-            generation_config,
-            draft,
-        )
-        rows = []
-        for index, response in zip(batch, responses, strict=True):
-            stopped = response[-1] in (eos if isinstance(eos, list) else [eos])
-            text = encoder.tokenizer.decode(response[: len(response) - stopped])
-            answer = {"role": "assistant", "content": text}
-            row = response_row(index, *prompts[index], answer, "stop" if stopped else "length")
-            row["input_ids"] = [*ids[index], *response]
-            row["loss_mask"] = [0] * len(ids[index]) + [1] * len(response)
-            rows.append(row)
-        yield rows
+    config = without_token(generation_config or target.generation_config, encoder.mask_token_id)
+    order = sorted(ids.items(), key=lambda one: -len(one[1]))
+    for index, response in responses(target, order, max_new_tokens, config, batch_size, seed, draft):
+        stopped = response[-1] in eos_ids(config)
+        text = encoder.tokenizer.decode(response[: len(response) - stopped])
+        answer = {"role": "assistant", "content": text}
+        row = response_row(index, *prompts[index], answer, "stop" if stopped else "length")
+        row["input_ids"] = [*ids[index], *response]
+        row["loss_mask"] = [0] * len(ids[index]) + [1] * len(response)
+        yield [row]
 
 
 def ask_rows(server: ChatClient, prompts: dict, concurrency: int) -> Iterator[list[dict]]:
@@ -225,8 +210,6 @@ def _server(arguments, kwargs: dict) -> ChatClient:
 
 
 def _in_process(arguments, encoder: RowEncoder, prompts: dict, output: ResponseFile) -> Iterator[list[dict]]:
-    from dflash_hf.target import digest_of_target, spare_token_id
-
     loading = Loading.of(arguments)
     draft = drafter_of(arguments, loading)
     target = load_target(arguments.target, loading)
