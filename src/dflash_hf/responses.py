@@ -79,8 +79,8 @@ def drawn(scores: torch.Tensor, chances: torch.Tensor, top_k: int = 0, top_p: fl
     Args:
         scores (`torch.Tensor`): `[R, V]`.
         chances (`torch.Tensor`): `[R]` uniform numbers, at least 0 and below 1.
-        top_k, top_p: The distribution is cut to the `top_k` likeliest tokens (0: all) and, after that, to the likeliest
-            that hold `top_p` of it.
+        top_k, top_p: The distribution is cut to the `top_k` likeliest tokens (0: all), then to the likeliest that hold
+            `top_p` of it.
     """
     size = min(top_k or _LIKELY, scores.shape[1])
     top, ids = scores.topk(size)  # [R, K], falling; sorting a whole vocabulary takes longer than a small forward
@@ -297,7 +297,7 @@ class _Drawn(LogitsProcessor):
 
 
 @torch.no_grad()
-def best_rows(target, length: int, limit: int) -> tuple[int, float]:
+def best_rows(target, length: int, sizes: Sequence[int] | None = None, limit: int = 1) -> tuple[int, float]:
     """
     How many rows of a full batch give the most tokens a second: a step of each size is timed, up to what half of the
     free memory holds.
@@ -305,13 +305,14 @@ def best_rows(target, length: int, limit: int) -> tuple[int, float]:
     Args:
         target (`PreTrainedModel`): A target that decodes in slots.
         length (`int`): Tokens of a usual row.
+        sizes (`Sequence[int]`, *optional*): Rows to try. Default: from 8 on.
         limit (`int`): The most rows that are worth filling.
 
     Returns:
         The rows, and the tokens a second.
     """
     best, room = (1, 0.0), _free_memory(target.device) / 2
-    for rows in _ROWS:
+    for i, rows in enumerate(sizes := sizes or _ROWS):
         slots = _Slots(target, rows)
         tokens = dict.fromkeys(range(rows), (0, length))
         slots.step(tokens)  # makes the buffers
@@ -320,7 +321,7 @@ def best_rows(target, length: int, limit: int) -> tuple[int, float]:
             best = rows, speed
         elif rows >= 2 * best[0]:
             break
-        larger = next((more for more in _ROWS if more > rows), limit + 1)
+        larger = sizes[i + 1] if i + 1 < len(sizes) else limit + 1
         if larger > limit or slots.memory * larger / rows > room:
             break
     return best

@@ -13,6 +13,7 @@ from dflash_hf.data.prepare import load_tokenizer
 from dflash_hf.data.prompts import Prompt, ids_of_prompt, prompt_of, template_kwargs
 from dflash_hf.data.response_file import ResponseFile
 from dflash_hf.data.sources import load_rows
+from dflash_hf.data.time_left import TimeLeft, duration, rows_at_a_time
 from dflash_hf.files import digest_of
 from dflash_hf.pairs import (
     Loading,
@@ -54,6 +55,7 @@ def generate_rows(
     target,
     encoder: RowEncoder,
     prompts: dict[int, tuple[Prompt, list | None]],
+    ids: dict[int, list[int]],
     max_new_tokens: int,
     batch_size: int | None = None,
     draft=None,
@@ -63,29 +65,19 @@ def generate_rows(
     """
     Responses of a target in this process as they finish; long prompts first, so that memory runs out early or never.
 
-    A prompt that is empty or that the template refuses gives an empty list. The rows hold `input_ids` and `loss_mask`
-    too: exactly what the target read and wrote, without tokenizing again.
+    The rows hold `input_ids` and `loss_mask` too: exactly what the target read and wrote, without tokenizing again.
 
     Args:
         target (`PreTrainedModel`): The target.
-        encoder (`RowEncoder`): Its tokenizer, template arguments, and the mask token, which is suppressed.
+        encoder (`RowEncoder`): Its tokenizer, and the mask token, which is suppressed.
         prompts (`dict`): Prompt and tools by row number.
+        ids (`dict`): Their ids.
         max_new_tokens (`int`): Longest response.
-        batch_size (`int`, *optional*): Rows that decode together. Default: what is fastest here, which is measured.
+        batch_size (`int`, *optional*): Rows that decode together.
         draft (`DFlashDraftModel`, *optional*): Speeds it up; the responses stay the target's own.
         generation_config (`GenerationConfig`): Default: the target's.
         seed (`int`): Of samples; each row has its own.
     """
-    ids = {}
-    for index, (prompt, tools) in prompts.items():
-        try:
-            found = ids_of_prompt(encoder, prompt, tools)
-            if not found:
-                raise UnusableRow("its prompt is empty")
-            ids[index] = found
-        except UnusableRow as reason:
-            logger.warning_once(f"A row is left out: {reason}")
-            yield []
     config = without_token(generation_config or target.generation_config, encoder.mask_token_id)
     order = sorted(ids.items(), key=lambda one: -len(one[1]))
     for index, response in responses(target, order, max_new_tokens, config, batch_size, seed, draft):
@@ -96,6 +88,20 @@ def generate_rows(
         row["input_ids"] = [*ids[index], *response]
         row["loss_mask"] = [0] * len(ids[index]) + [1] * len(response)
         yield [row]
+
+
+def usable_ids(encoder: RowEncoder, prompts: dict[int, tuple[Prompt, list | None]]) -> dict[int, list[int]]:
+    """The ids of prompts; those that are empty, or that the template refuses, are left out."""
+    ids = {}
+    for index, (prompt, tools) in prompts.items():
+        try:
+            ids[index] = ids_of_prompt(encoder, prompt, tools)
+            if not ids[index]:
+                del ids[index]
+                raise UnusableRow("its prompt is empty")
+        except UnusableRow as reason:
+            logger.warning_once(f"A row is left out: {reason}")
+    return ids
 
 
 def ask_rows(server: ChatClient, prompts: dict, concurrency: int) -> Iterator[list[dict]]:
@@ -152,16 +158,15 @@ def run(arguments, echo) -> Outcome:
         if not missing:
             return Outcome(facts={"rows": count, "finished": count, "refused": 0})
         if server:
-            batches = ask_rows(server, missing, arguments.concurrency)
+            rows, batches = arguments.concurrency, ask_rows(server, missing, arguments.concurrency)
         else:
             encoder = RowEncoder(tokenizer, chat_template_kwargs=kwargs, positions=positions_of(config))
-            batches = _in_process(arguments, encoder, missing, output)
-        refused = 0
-        with logging.tqdm(total=count, initial=count - len(missing), unit="row", desc="regenerate") as bar:
+            rows, batches = _in_process(arguments, encoder, missing, output, echo)
+        with TimeLeft("row", count, count - len(missing), rows, echo) as time_left:
             for batch in batches:
                 output.append(batch)
-                refused += not batch
-                bar.update(max(len(batch), 1))
+                time_left.count(len(batch), sum(sum(row.get("loss_mask", ())) for row in batch))
+    refused = len(set(prompts) - set(output.finished))
     echo(f"{len(output.finished)} of {count} rows are in {arguments.output}")
     if refused:
         echo(f"{refused} rows were refused and are left out; the same command tries them again")
@@ -209,7 +214,8 @@ def _server(arguments, kwargs: dict) -> ChatClient:
     return ChatClient(arguments.server, arguments.target, options, arguments.retries, arguments.timeout)
 
 
-def _in_process(arguments, encoder: RowEncoder, prompts: dict, output: ResponseFile) -> Iterator[list[dict]]:
+def _in_process(arguments, encoder: RowEncoder, prompts: dict, output: ResponseFile, echo):
+    """How many rows decode together, and the responses."""
     loading = Loading.of(arguments)
     draft = drafter_of(arguments, loading)
     target = load_target(arguments.target, loading)
@@ -232,6 +238,11 @@ def _in_process(arguments, encoder: RowEncoder, prompts: dict, output: ResponseF
             "The target's own setting is greedy, where --top-p and --draft-temperature change nothing; add "
             "--temperature, such as 1."
         )
-    return generate_rows(
-        target, encoder, prompts, arguments.max_new_tokens, arguments.batch_size, draft, config, arguments.seed
-    )
+    ids, longest, rows = usable_ids(encoder, prompts), arguments.max_new_tokens, arguments.batch_size
+    if ids and draft is None:
+        read = sum(map(len, ids.values()))
+        rows, speed = rows_at_a_time(rows, target, config, (read // len(ids)) + longest // 2, len(ids))
+        if speed:
+            time = duration((read + len(ids) * longest) / speed)
+            echo(f"{rows} rows at a time, {speed:,.0f} tokens a second: at most {time}")
+    return rows, generate_rows(target, encoder, prompts, ids, longest, rows, draft, config, arguments.seed)
