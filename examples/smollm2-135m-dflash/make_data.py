@@ -22,7 +22,7 @@ from pathlib import Path
 
 from request_rules import by_rules, follow_up
 
-from dflash_hf.data.magpie import DistinctTexts
+from dflash_hf.data.distinct import DistinctTexts
 from dflash_hf.files import atomic
 from dflash_hf.smollm2 import data_folder, smollm2_folder
 

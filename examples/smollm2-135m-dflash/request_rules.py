@@ -9,26 +9,30 @@ import re
 
 
 LANGUAGES = ("Python", "Python", "Python", "Python", "JavaScript", "Java", "C++", "Go", "Rust", "TypeScript")
-CODE_TASKS = """reverse a linked list|count the vowels in a string|check whether a number is prime|merge two sorted lists
-find the longest word in a sentence|compute the factorial of a number|remove duplicates from a list|flatten a nested list
-read a CSV file and sum one column|sort a dictionary by its values|find the second largest number in a list
-check whether a string is a palindrome|convert Celsius to Fahrenheit|generate the first n Fibonacci numbers
-count how often each word occurs in a text|implement binary search|implement a stack with push and pop|rotate a matrix
-find all pairs that add up to a target|validate an email address|parse a date in the format YYYY-MM-DD|shuffle a deck of cards
+CODE_TASKS = """reverse a linked list|count the vowels in a string|check whether a number is prime
+merge two sorted lists|find the longest word in a sentence|compute the factorial of a number
+remove duplicates from a list|flatten a nested list|read a CSV file and sum one column
+sort a dictionary by its values|find the second largest number in a list|check whether a string is a palindrome
+convert Celsius to Fahrenheit|generate the first n Fibonacci numbers|count how often each word occurs in a text
+implement binary search|implement a stack with push and pop|rotate a matrix|find all pairs that add up to a target
+validate an email address|parse a date in the format YYYY-MM-DD|shuffle a deck of cards
 compute the greatest common divisor of two numbers|implement bubble sort|implement quicksort|download a web page
-write a list of numbers to a file|find the intersection of two lists|compute a moving average|group words that are anagrams
-check whether brackets are balanced|count the lines of a file|implement a queue with two stacks|transpose a table
-find the missing number in a sequence|compute compound interest|format a number with thousands separators|roll two dice
-convert a Roman numeral to an integer|encode a text with a Caesar cipher|implement a simple bank account class
-print a multiplication table|compute the area of a circle|traverse a binary tree in order|insert a node into a binary tree
-find the shortest path in a graph|memoize a recursive function|retry a request three times|measure the time of a call
-split a list into chunks of equal size|compute the median of a list|find the most common element|capitalise every word
-convert a list of pairs into a dictionary|check whether two strings are anagrams|sum the digits of a number
-compute the Hamming distance of two strings|convert a number to binary|find the largest rectangle in a histogram
-implement a timer that counts down|draw a triangle of stars|compute the dot product of two vectors|mask a credit card number
-replace all spaces by underscores|filter the even numbers of a list|find all files with a given extension|parse a query string
-simulate a coin toss|compute the distance of two points|cache the results of a slow call|log errors to a file
-count the words in a paragraph|zip two lists into one|clamp a number between two limits|find the first repeated character"""
+write a list of numbers to a file|find the intersection of two lists|compute a moving average
+group words that are anagrams|check whether brackets are balanced|count the lines of a file
+implement a queue with two stacks|transpose a table|find the missing number in a sequence|compute compound interest
+format a number with thousands separators|roll two dice|convert a Roman numeral to an integer
+encode a text with a Caesar cipher|implement a simple bank account class|print a multiplication table
+compute the area of a circle|traverse a binary tree in order|insert a node into a binary tree
+find the shortest path in a graph|memoize a recursive function|retry a request three times
+measure the time of a call|split a list into chunks of equal size|compute the median of a list
+find the most common element|capitalise every word|convert a list of pairs into a dictionary
+check whether two strings are anagrams|sum the digits of a number|compute the Hamming distance of two strings
+convert a number to binary|find the largest rectangle in a histogram|implement a timer that counts down
+draw a triangle of stars|compute the dot product of two vectors|mask a credit card number
+replace all spaces by underscores|filter the even numbers of a list|find all files with a given extension
+parse a query string|simulate a coin toss|compute the distance of two points|cache the results of a slow call
+log errors to a file|count the words in a paragraph|zip two lists into one|clamp a number between two limits
+find the first repeated character"""
 CODE_FORMS = (
     "Write a {language} function to {task}.",
     "How do I {task} in {language}?",
@@ -38,19 +42,23 @@ CODE_FORMS = (
     "Explain step by step how to {task} in {language}.",
     "Write a {language} function to {task} and a unit test for it.",
     'Complete this function:\n\n```python\ndef {name}({argument}):\n    """{sentence}."""\n```',
-    'from typing import List\n\n\ndef {name}({argument}):\n    """{sentence}.\n    """\n\nWrite the body of this function.',
+    'from typing import List\n\ndef {name}({argument}):\n    """{sentence}.\n    """\n\nWrite its body.',
     "What is a good way to {task} in {language}, and how fast is it?",
 )
 ARGUMENTS = ("text: str", "numbers: List[int]", "values: list", "n: int", "items", "a, b", "data: dict", "path: str")
-THINGS = """person:name,age,email,city,occupation,phone|book:title,author,year,genre,pages,isbn|recipe:name,ingredients,steps,minutes,servings
-car:make,model,year,colour,mileage,price|movie:title,director,year,actors,rating|city:name,country,population,area,mayor
-product:id,name,price,currency,stock,tags|order:id,customer,items,total,date,status|event:title,date,place,guests,price
-song:title,artist,album,seconds,genre|student:name,grade,courses,average,school|flight:number,origin,destination,departure,seats
-hotel:name,stars,address,rooms,breakfast|invoice:number,date,customer,positions,total|pet:name,species,age,owner,vaccinated
-weather report:city,temperature,humidity,wind,forecast|server:host,port,protocol,timeout,users|restaurant:name,cuisine,rating,address,menu
-job offer:title,company,salary,location,skills|planet:name,radius,moons,distance,atmosphere|game:title,platform,players,price,age
-plant:name,height,light,water,toxic|football match:home,away,score,date,stadium|employee:id,name,department,salary,manager
-museum:name,city,exhibitions,price,hours|sensor:id,type,unit,value,time|bank account:owner,iban,balance,currency,transactions"""
+THINGS = """person:name,age,email,city,occupation,phone|book:title,author,year,genre,pages,isbn
+recipe:name,ingredients,steps,minutes,servings|car:make,model,year,colour,mileage,price
+movie:title,director,year,actors,rating|city:name,country,population,area,mayor
+product:id,name,price,currency,stock,tags|order:id,customer,items,total,date,status
+event:title,date,place,guests,price|song:title,artist,album,seconds,genre|student:name,grade,courses,average,school
+flight:number,origin,destination,departure,seats|hotel:name,stars,address,rooms,breakfast
+invoice:number,date,customer,positions,total|pet:name,species,age,owner,vaccinated
+weather report:city,temperature,humidity,wind,forecast|server:host,port,protocol,timeout,users
+restaurant:name,cuisine,rating,address,menu|job offer:title,company,salary,location,skills
+planet:name,radius,moons,distance,atmosphere|game:title,platform,players,price,age
+plant:name,height,light,water,toxic|football match:home,away,score,date,stadium
+employee:id,name,department,salary,manager|museum:name,city,exhibitions,price,hours|sensor:id,type,unit,value,time
+bank account:owner,iban,balance,currency,transactions"""
 JSON_FORMS = (
     "Return a JSON object for a {thing} with the fields {fields}.",
     "Write a JSON array of {n} {thing}s, each with {fields}.",
@@ -73,17 +81,17 @@ FACT_FORMS = (
     "{fact}\n\nReturn this information as a JSON object.",
     "Turn this into JSON with suitable keys.\n\n{fact}",
 )
-WORDS = {
-    "first": "Anna Ben Clara David Emma Felix Grace Henry Ida James Kate Liam Mia Noah Olga Paul Rosa Sam Tina Victor".split(),
-    "last": "Adams Baker Chen Diaz Evans Fischer Garcia Hill Ito Jones Khan Lopez Meyer Novak Owens Patel Rossi Smith".split(),
-    "town": "Oslo Paris Boston Lima Cairo Delhi Tokyo Madrid Dublin Prague Toronto Sydney Nairobi Lisbon Seoul".split(),
-    "job": "teacher nurse baker lawyer pilot farmer painter engineer plumber editor chemist driver librarian".split(),
-    "goods": "apples notebooks chairs lamps tickets bicycles shirts cameras candles plants radios mugs".split(),
-    "month": "January February March April May June July August September October November December".split(),
-}
-STYLES = """in a formal tone|in simple words|as a question|in the past tense|in the future tense|more politely|in one short sentence
-for a child|in the passive voice|as a headline|as a tweet|with more detail|more enthusiastically|as bullet points|in the first person
-so that it is easier to read|as advice|without adjectives|in a friendly tone|as a warning"""
+_WORDS = """first: Anna Ben Clara David Emma Felix Grace Henry Ida James Kate Liam Mia Noah Olga Paul Rosa Sam Tina
+last: Adams Baker Chen Diaz Evans Fischer Garcia Hill Ito Jones Khan Lopez Meyer Novak Owens Patel Rossi Smith
+town: Oslo Paris Boston Lima Cairo Delhi Tokyo Madrid Dublin Prague Toronto Sydney Nairobi Lisbon Seoul
+job: teacher nurse baker lawyer pilot farmer painter engineer plumber editor chemist driver librarian
+goods: apples notebooks chairs lamps tickets bicycles shirts cameras candles plants radios mugs
+month: January February March April May June July August September October November December"""
+WORDS = {name: words.split() for name, words in (line.split(": ") for line in _WORDS.splitlines())}
+STYLES = """in a formal tone|in simple words|as a question|in the past tense|in the future tense|more politely
+in one short sentence|for a child|in the passive voice|as a headline|as a tweet|with more detail
+more enthusiastically|as bullet points|in the first person|so that it is easier to read|as advice
+without adjectives|in a friendly tone|as a warning"""
 REWRITE_FORMS = (
     "Rewrite the following sentence {style}: {text}",
     "Rewrite this {style}.\n\n{text}",
@@ -96,14 +104,15 @@ REWRITE_FORMS = (
     "Edit the following text so that it is clear and concise:\n\n{long}",
     "Which three words are the most important in this text? {long}",
 )
-TOPICS = """photosynthesis|inflation|black holes|the French Revolution|vaccines|machine learning|the water cycle|plate tectonics
-supply and demand|the immune system|gravity|democracy|evolution|climate change|the stock market|electric cars|sleep|meditation
-the Roman Empire|renewable energy|quantum computing|the human heart|volcanoes|nutrition|jazz|impressionism|chess|recycling
-the internet|blockchain|antibiotics|bees|coral reefs|the moon landing|Shakespeare|the periodic table|taxes|insurance|solar eclipses
-friendship|time management|public speaking|the scientific method|object-oriented programming|databases|operating systems
-neural networks|photography|gardening|coffee|bread baking|marathon training|job interviews|learning a language|minimalism
-remote work|city planning|tea ceremonies|ancient Egypt|dinosaurs|the Olympic Games|opera|architecture|robots|space stations
-stress|good habits|saving money|first aid|weather forecasts|rivers|deserts|migration of birds|whales|the printing press"""
+TOPICS = """photosynthesis|inflation|black holes|the French Revolution|vaccines|machine learning|the water cycle
+plate tectonics|supply and demand|the immune system|gravity|democracy|evolution|climate change|the stock market
+electric cars|sleep|meditation|the Roman Empire|renewable energy|quantum computing|the human heart|volcanoes
+nutrition|jazz|impressionism|chess|recycling|the internet|blockchain|antibiotics|bees|coral reefs|the moon landing
+Shakespeare|the periodic table|taxes|insurance|solar eclipses|friendship|time management|public speaking
+the scientific method|object-oriented programming|databases|operating systems|neural networks|photography|gardening
+coffee|bread baking|marathon training|job interviews|learning a language|minimalism|remote work|city planning
+tea ceremonies|ancient Egypt|dinosaurs|the Olympic Games|opera|architecture|robots|space stations|stress
+good habits|saving money|first aid|weather forecasts|rivers|deserts|migration of birds|whales|the printing press"""
 CHAT_FORMS = (
     "What is {topic}?",
     "Explain {topic} to a {who}.",
@@ -125,14 +134,14 @@ CHAT_FORMS = (
     "What is the most common mistake people make about {topic}?",
     "Make a plan for a week of learning about {topic}.",
 )
-WHO = "child|student|teacher|beginner|grandmother|manager|tourist|scientist|friend|farmer|nurse|colleague|neighbour|reader"
-PROBLEMS = """gsm_symbolic*8 basic_arithmetic*3 chain_sum*2 calendar_arithmetic decimal_arithmetic fraction_simplification*2 gcd*2 lcm*2
-prime_factorization*2 simple_equations*3 simple_geometry*2 leg_counting number_sequence time_intervals products*2 base_conversion
-complex_arithmetic coin_flip*2 count_bits family_relationships letter_counting spell_backward sentence_reordering syllogism
-number_filtering word_sorting aiw dice"""
-_TERSE = re.compile(  # half of the problems lose what asks for the result alone
-    r"\s*(Give only|Give the|Reply (with )?only|Reply with just|Only reply|Respond only|Return only|Do not give|Answer in|Please respond)"
-    r"[^.]*\.(?=\s|$)",
+WHO = "child student teacher beginner grandmother manager tourist scientist friend farmer nurse colleague neighbour"
+PROBLEMS = """gsm_symbolic*8 basic_arithmetic*3 chain_sum*2 calendar_arithmetic decimal_arithmetic gcd*2 lcm*2
+fraction_simplification*2 prime_factorization*2 simple_equations*3 simple_geometry*2 leg_counting number_sequence
+time_intervals products*2 base_conversion complex_arithmetic coin_flip*2 count_bits family_relationships syllogism
+letter_counting spell_backward sentence_reordering number_filtering word_sorting aiw dice"""
+_TERSE = re.compile(  # what asks for the result alone, which most problems lose
+    r"\s*(Give (only|the)|Reply (with )?only|Reply with just|Only reply|Respond only|Return only|Do not give|Answer in"
+    r"|Please respond)[^.]*\.(?=\s|$)",
 )
 STEPS = (
     "",
@@ -143,20 +152,28 @@ STEPS = (
     "\n\nSolve it step by step.",
 )
 FOLLOW_UPS = {
-    "code": """Now add type hints and a docstring.|Can you write a test for it?|Rewrite it in {language}.|What is its time complexity?
-What happens if the input is empty?|Explain the code line by line.|Can you make it shorter?|Add error handling.|Now do it without a loop.
-Rename the variables so that they are clearer.|Is there a bug in it?|Show me how to call it, with the output.|Make it faster.|Turn it into a class.""",
-    "math": """Are you sure? Check your result.|Explain the second step in more detail.|What if the first number was {n}?|Give me a similar problem.
-Can you solve it in another way?|Write the result as a sentence.|How would you explain this to a child?|Double the result and add {n}.
-Which rule did you use?|Now give me only the final number.|What is the result divided by {n}?|Write a Python function that computes this.""",
-    "json": """Add a field for the date.|Now give me {n} more.|Return it as YAML.|Remove the last field.|Make it a list of {n} objects.
-Explain each field.|Write Python code that reads this.|Sort the keys by name.|Convert it to a table.|Add a nested object with an address.""",
-    "rewrite": """Make it shorter.|Now make it more formal.|Translate it into Spanish.|Translate it into French.|Can you give me another version?
-Make it sound friendlier.|Use simpler words.|What did you change, and why?|Now write it as a question.|Add a title.|Say it in {n} words.""",
-    "chat": """Can you give me an example?|Tell me more about that.|Summarize that in one sentence.|Why is that so?|Explain it in simpler words.
-What is the most important point?|How do I start?|What are the risks?|Can you say that again, but shorter?|What do experts say about it?
-Is there a downside?|Give me {n} more ideas.|Turn this into a list.|What would you do in my place?|How long does it take?|How much does it cost?
-Write this as an email.|What is the opposite view?|Thank you! And what should I do next?|I am not sure that I understand the first point.""",
+    "code": """Now add type hints and a docstring.|Can you write a test for it?|Rewrite it in {language}.
+What is its time complexity?|What happens if the input is empty?|Explain the code line by line.
+Can you make it shorter?|Add error handling.|Now do it without a loop.
+Rename the variables so that they are clearer.|Is there a bug in it?|Show me how to call it, with the output.
+Make it faster.|Turn it into a class.""",
+    "math": """Are you sure? Check your result.|Explain the second step in more detail.
+What if the first number was {n}?|Give me a similar problem.|Can you solve it in another way?
+Write the result as a sentence.|How would you explain this to a child?|Double the result and add {n}.
+Which rule did you use?|Now give me only the final number.|What is the result divided by {n}?
+Write a Python function that computes this.""",
+    "json": """Add a field for the date.|Now give me {n} more.|Return it as YAML.|Remove the last field.
+Make it a list of {n} objects.|Explain each field.|Write Python code that reads this.|Sort the keys by name.
+Convert it to a table.|Add a nested object with an address.""",
+    "rewrite": """Make it shorter.|Now make it more formal.|Translate it into Spanish.|Translate it into French.
+Can you give me another version?|Make it sound friendlier.|Use simpler words.|What did you change, and why?
+Now write it as a question.|Add a title.|Say it in {n} words.""",
+    "chat": """Can you give me an example?|Tell me more about that.|Summarize that in one sentence.
+Why is that so?|Explain it in simpler words.|What is the most important point?|How do I start?|What are the risks?
+Can you say that again, but shorter?|What do experts say about it?|Is there a downside?|Give me {n} more ideas.
+Turn this into a list.|What would you do in my place?|How long does it take?|How much does it cost?
+Write this as an email.|What is the opposite view?|Thank you! And what should I do next?
+I am not sure that I understand the first point.""",
 }
 
 
@@ -205,7 +222,7 @@ def by_rules(kind: str, draw: random.Random, texts: list[str]) -> str:
         options = {"style": draw.choice(_split(STYLES)), "text": text, "long": long, "broken": " ".join(words)}
         return draw.choice(REWRITE_FORMS).format(**options)
     topics = draw.sample(_split(TOPICS), 2)
-    return draw.choice(CHAT_FORMS).format(topic=topics[0], topic2=topics[1], who=draw.choice(WHO.split("|")), **names)
+    return draw.choice(CHAT_FORMS).format(topic=topics[0], topic2=topics[1], who=draw.choice(WHO.split()), **names)
 
 
 def follow_up(kind: str, draw: random.Random) -> str:

@@ -334,8 +334,6 @@ def _seconds(slots: _Slots, tokens: dict) -> float:
 
 
 def _free_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    import psutil
+    from accelerate.utils import get_max_memory
 
-    return psutil.virtual_memory().available
+    return get_max_memory()[(device.index or 0) if device.type != "cpu" else "cpu"]
