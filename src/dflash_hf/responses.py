@@ -31,7 +31,7 @@ _FOLLOWED = {"do_sample", "temperature", "top_p", "top_k", "suppress_tokens", "m
 _FOLLOWED |= {"eos_token_id", "pad_token_id", "bos_token_id", "max_length", "transformers_version"}
 _REMEMBERED = 2048  # tokens of prompts that are kept, in case they come again
 _LIKELY = 1024  # tokens that are looked at before the whole vocabulary is sorted
-_PLAIN_ROWS = 16  # of a batch that `generate` decodes
+PLAIN_ROWS = 16  # of a batch that `generate` decodes
 _ROWS = (8, 16, 32, 64, 96, 128, 256, 512)
 
 
@@ -144,7 +144,7 @@ def responses(
         choice = Choice(config, seed)
         yield from _full_batch(target, iter(prompts), max_new_tokens, choice, eos_ids(config), rows or 64)
     else:
-        yield from _batch_by_batch(target, iter(prompts), max_new_tokens, config, rows or _PLAIN_ROWS, seed, draft)
+        yield from _batch_by_batch(target, iter(prompts), max_new_tokens, config, rows or PLAIN_ROWS, seed, draft)
 
 
 @dataclass

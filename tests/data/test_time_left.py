@@ -34,6 +34,21 @@ def test_a_simulated_batch_ends_when_it_was_said(length, spread, monkeypatch):
                     kept += ended % 3 == 0
                     bar.count(ended % 3 == 0, 100)
                     left[i] = length + spread * ((ended * 7) % 5 - 2) / 2
+    check(said, clock)
+
+
+def test_a_simulated_batch_that_waits_for_its_longest(monkeypatch):
+    clock, said = [0.0], []
+    monkeypatch.setattr(time_left.time, "monotonic", lambda: clock[0])
+    with TimeLeft("row", 200, 0, 16, lambda line: said.append((clock[0], line)), full=False) as bar:
+        for _ in range(200 // 16):
+            clock[0] += 50
+            for _ in range(16):
+                bar.count(1, 100)
+    check(said, clock)
+
+
+def check(said, clock):
     ((when, line),) = said
     assert line.startswith("about ") and line.endswith(" min to go")
     assert int(line.split()[1]) * 60 == pytest.approx(clock[0] - when, rel=0.35)

@@ -204,7 +204,7 @@ def run(arguments, echo) -> int:
             echo(f"{rows} rows at a time, {speed:,.0f} tokens a second; after as many samples it is said for how long")
         samples = judged_samples(target, tokenizer, arguments.count, settings, rows, before)
         left_out, new = Counter(), 0
-        with TimeLeft("request", arguments.count, len(before), rows, echo) as time_left:
+        with TimeLeft("request", arguments.count, len(before), rows, echo, full=speed is not None) as time_left:
             for sample in samples:
                 if sample.row:
                     output.append([sample.row])

@@ -26,7 +26,7 @@ from dflash_hf.pairs import (
     pack,
     positions_of,
 )
-from dflash_hf.responses import eos_ids, responses
+from dflash_hf.responses import PLAIN_ROWS, eos_ids, responses
 from dflash_hf.target import digest_of_target, spare_token_id, without_token
 from dflash_hf.terminal import Outcome, UsageError, note, template_arguments
 
@@ -158,11 +158,11 @@ def run(arguments, echo) -> Outcome:
         if not missing:
             return Outcome(facts={"rows": count, "finished": count, "refused": 0})
         if server:
-            rows, batches = arguments.concurrency, ask_rows(server, missing, arguments.concurrency)
+            rows, full, batches = arguments.concurrency, True, ask_rows(server, missing, arguments.concurrency)
         else:
             encoder = RowEncoder(tokenizer, chat_template_kwargs=kwargs, positions=positions_of(config))
-            rows, batches = _in_process(arguments, encoder, missing, output, echo)
-        with TimeLeft("row", count, count - len(missing), rows, echo) as time_left:
+            rows, full, batches = _in_process(arguments, encoder, missing, output, echo)
+        with TimeLeft("row", count, count - len(missing), rows, echo, full) as time_left:
             for batch in batches:
                 output.append(batch)
                 time_left.count(len(batch), sum(sum(row.get("loss_mask", ())) for row in batch))
@@ -215,7 +215,7 @@ def _server(arguments, kwargs: dict) -> ChatClient:
 
 
 def _in_process(arguments, encoder: RowEncoder, prompts: dict, output: ResponseFile, echo):
-    """How many rows decode together, and the responses."""
+    """How many rows decode together, whether they always do, and the responses."""
     loading = Loading.of(arguments)
     draft = drafter_of(arguments, loading)
     target = load_target(arguments.target, loading)
@@ -238,11 +238,13 @@ def _in_process(arguments, encoder: RowEncoder, prompts: dict, output: ResponseF
             "The target's own setting is greedy, where --top-p and --draft-temperature change nothing; add "
             "--temperature, such as 1."
         )
-    ids, longest, rows = usable_ids(encoder, prompts), arguments.max_new_tokens, arguments.batch_size
+    ids, longest = usable_ids(encoder, prompts), arguments.max_new_tokens
+    rows, speed = arguments.batch_size or PLAIN_ROWS, None
     if ids and draft is None:
         read = sum(map(len, ids.values()))
-        rows, speed = rows_at_a_time(rows, target, config, (read // len(ids)) + longest // 2, len(ids))
+        rows, speed = rows_at_a_time(arguments.batch_size, target, config, (read // len(ids)) + longest // 2, len(ids))
         if speed:
             time = duration((read + len(ids) * longest) / speed)
             echo(f"{rows} rows at a time, {speed:,.0f} tokens a second: at most {time}")
-    return rows, generate_rows(target, encoder, prompts, ids, longest, rows, draft, config, arguments.seed)
+    found = generate_rows(target, encoder, prompts, ids, longest, rows, draft, config, arguments.seed)
+    return rows, speed is not None, found

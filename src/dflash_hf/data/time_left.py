@@ -6,15 +6,15 @@ from collections.abc import Callable
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from dflash_hf.responses import best_rows, decodes_in_slots
+from dflash_hf.responses import PLAIN_ROWS, best_rows, decodes_in_slots
 
 
 def rows_at_a_time(
     given: int | None, target, config: GenerationConfig, length: int, texts: int
-) -> tuple[int | None, float | None]:
+) -> tuple[int, float | None]:
     """
     How many rows should decode together, and the tokens that they give a second: as many as are given, else those that
-    are fastest here, which is measured. `None` where that cannot be measured.
+    are fastest here, which is measured; `None` where batches are not always full, so that it cannot be.
 
     Args:
         target (`PreTrainedModel`), config (`GenerationConfig`): What decodes, and how.
@@ -22,7 +22,7 @@ def rows_at_a_time(
         texts (`int`): How many are wanted: a batch that is seldom full is slow.
     """
     if not decodes_in_slots(target, config):
-        return given, None
+        return given or PLAIN_ROWS, None
     return best_rows(target, length, (given,) if given else None, max(8, texts // 8))
 
 
@@ -34,13 +34,15 @@ class TimeLeft:
     Args:
         unit (`str`): What is counted.
         total, done (`int`): How many are wanted, and were there before.
-        rows (`int`, *optional*): Texts that are written at a time.
+        rows (`int`): Texts that are written at a time.
         say: Is told.
+        full (`bool`): A text that has ended is followed by the next at once; else when the whole batch has ended.
     """
 
-    def __init__(self, unit: str, total: int, done: int, rows: int | None, say: Callable[[str], None]):
+    def __init__(self, unit: str, total: int, done: int, rows: int, say: Callable[[str], None], full: bool = True):
         self.bar = logging.tqdm(total=total, initial=done, unit=unit)
-        self.wanted, self.rows, self.say = total - done, rows or 1, say
+        self.wanted, self.rows, self.say = total - done, rows, say
+        self.batches = 1.5 if full else 1.0  # when as many have ended as a batch holds; the others are half written
         self.begun, self.ended, self.kept, self.tokens = time.monotonic(), 0, 0, 0
 
     def __enter__(self) -> "TimeLeft":
@@ -56,8 +58,7 @@ class TimeLeft:
         self.bar.set_postfix_str(f"{self.tokens / seconds:,.0f} tokens/s", refresh=False)
         self.bar.update(kept)
         if self.ended == self.rows and self.kept and self.wanted > 2 * self.kept:
-            # Those that are being written are half finished.
-            self.say(f"about {duration(seconds / 1.5 * (self.wanted / self.kept - 1.5))} to go")
+            self.say(f"about {duration(seconds * (self.wanted / self.kept / self.batches - 1))} to go")
 
 
 def duration(seconds: float) -> str:
