@@ -172,6 +172,10 @@ def test_the_best_number_of_rows(target, monkeypatch):
     assert best_rows(target, 40, limit=500) == (32, pytest.approx(1000))
     assert best_rows(target, 40, limit=20)[0] == 16
     assert best_rows(target, 40, (5,)) == (5, pytest.approx(5 / 0.032))
+    disturbed = {64: 0.1}
+    monkeypatch.setattr(module, "_seconds", lambda slots, _: disturbed.get(slots.rows, 0.01 + slots.rows * 0.001))
+    assert best_rows(target, 40, limit=500)[0] == 256
+    monkeypatch.setattr(module, "_seconds", lambda slots, tokens: max(slots.rows, 32) * 0.001)
     slots = module._Slots(target, 8)
     slots.step(dict.fromkeys(range(8), (0, 40)))
     monkeypatch.setattr(module, "_free_memory", lambda device: 2 * 2.1 * slots.memory)

@@ -319,7 +319,7 @@ def best_rows(target, length: int, sizes: Sequence[int] | None = None, limit: in
         speed = rows / min(_seconds(slots, tokens) for _ in range(3))
         if speed > 1.05 * best[1]:
             best = rows, speed
-        elif rows >= 2 * best[0]:
+        elif rows > 2 * best[0]:  # not at the first that is no faster: others may be using the machine
             break
         larger = sizes[i + 1] if i + 1 < len(sizes) else limit + 1
         if larger > limit or slots.memory * larger / rows > room:
