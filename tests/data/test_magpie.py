@@ -1,6 +1,6 @@
 """`dflash prompts`: requests that a chat target writes itself, each once, whatever happens in between."""
 
-import itertools
+import functools
 import json
 import os
 import random
@@ -15,18 +15,20 @@ import torch
 from support.pairs import make_target
 from support.tiny_chat import CHATML, END, THINKING, make_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, TopPLogitsWarper
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from dflash_hf import PromptSettings, generate_prompts
 from dflash_hf.cli import main
 from dflash_hf.data import magpie
-from dflash_hf.data.magpie import KINDS, DistinctTexts, UserTurn, flaw
+from dflash_hf.data.distinct import DistinctTexts, flaw
+from dflash_hf.data.prompt_settings import KINDS
 from dflash_hf.data.response_file import ResponseFile
+from dflash_hf.data.user_turn import UserTurn
 
 
 WORDS = [a + b for a in ("ba", "du", "ki", "lo", "me", "na") for b in ("r", "st", "n", "x")]
 SPECIAL = ["<|im_end|>", "<|im_start|>"]
-BRIEF = PromptSettings(begin=("bar dust", "kin"), kinds=("chat",), max_new_tokens=24, batch_size=6, min_chars=4)
+BRIEF = PromptSettings(begin=("bar dust", "kin"), kinds=("chat",), max_new_tokens=24, min_chars=4)
 
 
 def word_tokenizer():
@@ -116,13 +118,15 @@ def test_near_duplicates_are_found_as_by_comparing_all_pairs():
 
 
 def test_flaws():
-    settings = PromptSettings()
-    assert flaw("Write a function that sorts a list.\n\n```python\ndef f(x):\n\treturn", settings) is None
-    assert flaw("如何用电脑学习一种新的语言并且记住它的词汇？", settings) is None
-    assert flaw("Hi there", settings) == flaw("a b " * 500, settings) == "too short or too long"
-    assert flaw("What is the \x1b[31m red one?", settings) == flaw("What is \ufffd this word?", settings)
-    assert flaw("+-+-+-+- ??? ... x = 1", settings) == "mostly signs"
-    assert flaw("the same words again and " * 6, settings) == "repeats itself"
+    def found(text):
+        return flaw(text, 16, 1000)
+
+    assert found("Write a function that sorts a list.\n\n```python\ndef f(x):\n\treturn") is None
+    assert found("如何用电脑学习一种新的语言并且记住它的词汇？") is None
+    assert found("Hi there") == found("a b " * 500) == "too short or too long"
+    assert found("What is the \x1b[31m red one?") == found("What is \ufffd this word?") == "not printable"
+    assert found("+-+-+-+- ??? ... x = 1") == "mostly signs"
+    assert found("the same words again and " * 6) == "repeats itself"
 
 
 def test_settings_are_checked():
@@ -131,7 +135,7 @@ def test_settings_are_checked():
         ({"begin": [" "]}, "'' is no beginning"),
         ({"temperature": 0.0}, "temperature=0.0 must be above 0"),
         ({"top_p": 0.0}, "top_p=0.0 must lie above 0"),
-        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"max_chars": 0}, "max_chars=0 must be at least 1"),
         ({"min_chars": 9, "max_chars": 8}, "min_chars=9 must not exceed max_chars=8"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
@@ -142,35 +146,23 @@ def test_settings_are_checked():
     assert [text for _, text in kinds] == ["", "", KINDS["code"][0], "a", "", "", KINDS["code"][1], "b"]
 
 
-@pytest.mark.parametrize("likely", [2, 16, 1024])
-def test_the_nucleus_is_that_of_transformers(likely):
-    """Narrow rows, rows wider than what was looked at, and a token that holds all."""
-    scores = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)) * torch.tensor(
-        [[9], [4], [2], [1], [0.1], [99]]
-    )
-    input_ids = torch.zeros(6, 1, dtype=torch.long)
-    for top_p, temperature in itertools.product((0.3, 0.95, 1.0), (0.7, 1.5)):
-        found = magpie._Nucleus(temperature, top_p, likely)(input_ids, scores)
-        expected = scores / temperature
-        if top_p < 1:
-            expected = TopPLogitsWarper(top_p)(input_ids, expected)
-        assert torch.equal(found, expected)
-
-
 # ------------------------------------------------------------------------------------------------------ rows
 
 
 def test_requests_follow_the_template_s_prefix(pair, monkeypatch):
     """What the target reads is the user's turn and the beginning; what is kept is one text that ended by itself."""
     target, tokenizer = pair
-    read, generate = [], target.generate
+    read, forward = [], target.forward
 
-    def spy(input_ids, attention_mask, **options):
-        output = generate(input_ids=input_ids, attention_mask=attention_mask, **options)
-        read.extend(tokenizer.decode(ids[mask.bool()]) for ids, mask in zip(input_ids, attention_mask, strict=True))
-        return output
+    def spy(input_ids, **options):
+        if input_ids.shape[1] > 1:
+            read.append(tokenizer.decode(input_ids[0]))
+        return forward(input_ids=input_ids, **options)
 
-    monkeypatch.setattr(target, "generate", spy)
+    monkeypatch.setattr(target, "forward", functools.wraps(forward)(spy))
+    monkeypatch.setattr("dflash_hf.responses._REMEMBERED", 0)
+    generate_prompts(target, tokenizer, 1, BRIEF)  # finds out what the target can do
+    read.clear()
     torch.manual_seed(7)
     expected = torch.rand(1)
     torch.manual_seed(7)
@@ -195,7 +187,7 @@ def test_a_turn_that_ends_with_plain_text(pair):
     target, _ = pair
     tokenizer = word_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}user {{ m.content }} lox {% endfor %}assistant"
-    settings = PromptSettings(max_new_tokens=64, batch_size=8, min_chars=4)
+    settings = PromptSettings(max_new_tokens=64, min_chars=4)
     turn = UserTurn.of(tokenizer)
     assert turn == UserTurn("user ", " lox assistant") and turn.stop_id(tokenizer) is None
     tokenizer.chat_template = tokenizer.chat_template.replace("assistant", "")
@@ -205,9 +197,9 @@ def test_a_turn_that_ends_with_plain_text(pair):
 
 def test_hardly_any_new_request_is_told(pair, monkeypatch):
     target, tokenizer = pair
-    monkeypatch.setattr(magpie, "_sample", lambda *args: [("chat", "bar dust kin lost", None)] * 64)
+    monkeypatch.setattr(magpie, "_request", lambda *args: ("bar dust kin lost", None))
     with pytest.raises(
-        ValueError, match=r"count=5: after 1 requests the last 512 samples gave none .*64 like another"
+        ValueError, match=r"count=5: after 1 requests the last 512 samples gave none .*512 like another"
     ):
         generate_prompts(target, tokenizer, 5, PromptSettings())
 
@@ -231,7 +223,7 @@ def rows_of(path):
 
 
 def test_interrupted_ten_times_and_resumed(folder, pair, tmp_path, capsys, monkeypatch):
-    """Each time in the middle of writing a batch, at any byte; in the end the file is that of a single run."""
+    """Each time in the middle of writing, at any byte, with any batch; in the end the file is that of a single run."""
     whole, torn = tmp_path / "whole.jsonl", tmp_path / "torn.jsonl"
     assert write(capsys, folder, whole, 20)[0] == 0
     expected = rows_of(whole)
@@ -242,13 +234,13 @@ def test_interrupted_ten_times_and_resumed(folder, pair, tmp_path, capsys, monke
     def tear(self, rows):
         before = self.path.stat().st_size
         append(self, rows)
-        if rows and len(interruptions) < 10 and generator.random() < 0.8:
+        if len(interruptions) < 10 and generator.random() < 0.6:
             interruptions.append(generator.randrange(before, self.path.stat().st_size + 1))
             self.file.truncate(interruptions[-1])
             raise KeyboardInterrupt
 
     monkeypatch.setattr(ResponseFile, "append", tear)
-    while write(capsys, folder, torn, 20)[0] == 130:
+    while write(capsys, folder, torn, 20, "--batch-size", str(generator.randrange(1, 12)))[0] == 130:
         pass
     assert len(interruptions) == 10
     assert torn.read_bytes() == whole.read_bytes()
@@ -324,7 +316,7 @@ def test_regenerate_answers_them(system, folder, pair, tmp_path, capsys, monkeyp
 @pytest.mark.real
 def test_the_real_target_writes_requests(real_target):
     target = AutoModelForCausalLM.from_pretrained(real_target, dtype="auto").eval()
-    settings = PromptSettings(kinds=("chat", "code"), max_new_tokens=64, batch_size=16)
+    settings = PromptSettings(kinds=("chat", "code"), max_new_tokens=64)
     rows = generate_prompts(target, AutoTokenizer.from_pretrained(real_target), 4, settings)
     assert {row["kind"] for row in rows} == {"chat", "code"}
     assert all(len(row["prompt"].split()) > 3 for row in rows)

@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import os
+import random
+import re
 import shutil
 import signal
 import socket
@@ -22,6 +24,7 @@ from dflash_hf.cli import main
 from dflash_hf.data import chat_client as client
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_of
+from dflash_hf.data.response_file import ResponseFile
 
 
 datasets = pytest.importorskip("datasets")
@@ -135,6 +138,40 @@ def test_what_a_kill_leaves_is_repaired_and_finished(folder, data, tmp_path, cap
         assert ("half-written" in out) == (cut > sum(map(len, lines[:finished])))
         assert output.read_bytes().startswith(b"".join(lines[:finished]))
         assert check_complete(output) == expected
+
+
+def test_interrupted_ten_times_nothing_is_lost_and_nothing_twice(folder, data, tmp_path, capsys, monkeypatch):
+    """Samples too are those of a single run, whatever decodes beside them: cut at any byte, gone on with any batch."""
+    options = ("--device", "cpu", "--temperature", "1.2", "--seed", "3")
+    whole, torn = tmp_path / "whole.jsonl", tmp_path / "torn.jsonl"
+    assert regenerate(capsys, data, folder, whole, *options, "--batch-size", "5")[0] == 0
+    generator, append, interruptions = random.Random(0), ResponseFile.append, []
+
+    def tear(self, rows):
+        before = self.path.stat().st_size
+        append(self, rows)
+        if len(interruptions) < 10 and generator.random() < 0.6:
+            interruptions.append(generator.randrange(before, self.path.stat().st_size + 1))
+            self.file.truncate(interruptions[-1])
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(ResponseFile, "append", tear)
+    while regenerate(capsys, data, folder, torn, *options, "--batch-size", generator.randrange(1, 12))[0] == 130:
+        pass
+    assert len(interruptions) == 10
+    assert check_complete(torn) == check_complete(whole)
+
+
+def test_it_is_said_how_long_it_will_take(folder, data, tmp_path, capsys):
+    """Before anything is decoded what is the most, and after a batch of rows what to expect."""
+    output = tmp_path / "out.jsonl"
+    code, out, _ = regenerate(capsys, data, folder, output, "--device", "cpu", "--batch-size", "4")
+    assert code == 0
+    assert re.search(r"0 of 12 rows are finished\n4 rows at a time, [\d,]+ tokens a second: at most \d+ s\n", out)
+    assert re.search(r"at most \d+ s\nabout \d+ s to go\n12 of 12 rows are in", out)
+    code, out, _ = regenerate(capsys, data, folder, tmp_path / "fast.jsonl", "--device", "cpu")
+    assert code == 0 and re.search(r"8 rows at a time, [\d,]+ tokens a second: at most", out)
+    assert check_complete(tmp_path / "fast.jsonl") == check_complete(output)
 
 
 def test_other_settings_and_other_data_are_not_mixed(folder, data, tmp_path, capsys):

@@ -23,7 +23,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--min-chars", type=count, default=16, help="default: %(default)s")
     parser.add_argument("--max-chars", type=positive, default=1000, help="default: %(default)s")
     parser.add_argument("--seed", type=count, default=0, help="default: %(default)s")
-    parser.add_argument("--batch-size", type=positive, default=64, help="default: %(default)s")
+    parser.add_argument("--batch-size", type=positive, help="rows at a time; default: what is fastest here, measured")
     parser.add_argument("--chat-template", type=readable_file, help="Jinja file in place of the tokenizer's own")
     add_template_arguments(parser)
     add_loading(parser, draft=False).add_argument("--packed", action="store_true", help=PACKED)

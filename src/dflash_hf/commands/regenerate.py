@@ -24,7 +24,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--mask-token-id", type=token_id, help="never generated; default: the first spare row")
     here = add_loading(parser, title="in this process")
     here.add_argument("--draft", help="folder or Hub name of a drafter, for speed")
-    here.add_argument("--batch-size", type=positive, default=16, help="default: %(default)s")
+    here.add_argument("--batch-size", type=positive, help="rows at a time; default: what is fastest here, measured")
     add_speed(parser)
     there = parser.add_argument_group("from a server")
     there.add_argument("--server", help="address of an OpenAI-compatible one, such as http://127.0.0.1:8000")

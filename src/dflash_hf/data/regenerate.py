@@ -13,6 +13,7 @@ from dflash_hf.data.prepare import load_tokenizer
 from dflash_hf.data.prompts import Prompt, ids_of_prompt, prompt_of, template_kwargs
 from dflash_hf.data.response_file import ResponseFile
 from dflash_hf.data.sources import load_rows
+from dflash_hf.data.time_left import TimeLeft, duration, rows_at_a_time
 from dflash_hf.files import digest_of
 from dflash_hf.pairs import (
     Loading,
@@ -25,6 +26,8 @@ from dflash_hf.pairs import (
     pack,
     positions_of,
 )
+from dflash_hf.responses import PLAIN_ROWS, eos_ids, responses
+from dflash_hf.target import digest_of_target, spare_token_id, without_token
 from dflash_hf.terminal import Outcome, UsageError, note, template_arguments
 
 
@@ -52,65 +55,53 @@ def generate_rows(
     target,
     encoder: RowEncoder,
     prompts: dict[int, tuple[Prompt, list | None]],
+    ids: dict[int, list[int]],
     max_new_tokens: int,
-    batch_size: int,
+    batch_size: int | None = None,
     draft=None,
     generation_config=None,
     seed: int = 0,
 ) -> Iterator[list[dict]]:
     """
-    Responses of a target in this process, batch by batch; long prompts first, so that memory runs out early or never.
+    Responses of a target in this process as they finish; long prompts first, so that memory runs out early or never.
 
-    A prompt that is empty or that the template refuses gives an empty list. The rows hold `input_ids` and `loss_mask`
-    too: exactly what the target read and wrote, without tokenizing again.
+    The rows hold `input_ids` and `loss_mask` too: exactly what the target read and wrote, without tokenizing again.
 
     Args:
         target (`PreTrainedModel`): The target.
-        encoder (`RowEncoder`): Its tokenizer, template arguments, and the mask token, which is suppressed.
+        encoder (`RowEncoder`): Its tokenizer, and the mask token, which is suppressed.
         prompts (`dict`): Prompt and tools by row number.
-        max_new_tokens, batch_size (`int`): Longest response; prompts of a batch.
+        ids (`dict`): Their ids.
+        max_new_tokens (`int`): Longest response.
+        batch_size (`int`, *optional*): Rows that decode together.
         draft (`DFlashDraftModel`, *optional*): Speeds it up; the responses stay the target's own.
         generation_config (`GenerationConfig`): Default: the target's.
-        seed (`int`): Of samples; each batch has its own.
+        seed (`int`): Of samples; each row has its own.
     """
-    from transformers import set_seed
+    config = without_token(generation_config or target.generation_config, encoder.mask_token_id)
+    order = sorted(ids.items(), key=lambda one: -len(one[1]))
+    for index, response in responses(target, order, max_new_tokens, config, batch_size, seed, draft):
+        stopped = response[-1] in eos_ids(config)
+        text = encoder.tokenizer.decode(response[: len(response) - stopped])
+        answer = {"role": "assistant", "content": text}
+        row = response_row(index, *prompts[index], answer, "stop" if stopped else "length")
+        row["input_ids"] = [*ids[index], *response]
+        row["loss_mask"] = [0] * len(ids[index]) + [1] * len(response)
+        yield [row]
 
-    from dflash_hf.target import generate_responses
 
+def usable_ids(encoder: RowEncoder, prompts: dict[int, tuple[Prompt, list | None]]) -> dict[int, list[int]]:
+    """The ids of prompts; those that are empty, or that the template refuses, are left out."""
     ids = {}
     for index, (prompt, tools) in prompts.items():
         try:
-            found = ids_of_prompt(encoder, prompt, tools)
-            if not found:
+            ids[index] = ids_of_prompt(encoder, prompt, tools)
+            if not ids[index]:
+                del ids[index]
                 raise UnusableRow("its prompt is empty")
-            ids[index] = found
         except UnusableRow as reason:
             logger.warning_once(f"A row is left out: {reason}")
-            yield []
-    order = sorted(ids, key=lambda index: -len(ids[index]))
-    eos = (generation_config or target.generation_config).eos_token_id
-    for start in range(0, len(order), batch_size):
-        batch = order[start : start + batch_size]
-        set_seed(seed + batch[0])
-        responses = generate_responses(
-            target,
-            [ids[index] for index in batch],
-            max_new_tokens,
-            encoder.mask_token_id,
-            batch_size,
-            generation_config,
-            draft,
-        )
-        rows = []
-        for index, response in zip(batch, responses, strict=True):
-            stopped = response[-1] in (eos if isinstance(eos, list) else [eos])
-            text = encoder.tokenizer.decode(response[: len(response) - stopped])
-            answer = {"role": "assistant", "content": text}
-            row = response_row(index, *prompts[index], answer, "stop" if stopped else "length")
-            row["input_ids"] = [*ids[index], *response]
-            row["loss_mask"] = [0] * len(ids[index]) + [1] * len(response)
-            rows.append(row)
-        yield rows
+    return ids
 
 
 def ask_rows(server: ChatClient, prompts: dict, concurrency: int) -> Iterator[list[dict]]:
@@ -167,16 +158,15 @@ def run(arguments, echo) -> Outcome:
         if not missing:
             return Outcome(facts={"rows": count, "finished": count, "refused": 0})
         if server:
-            batches = ask_rows(server, missing, arguments.concurrency)
+            rows, full, batches = arguments.concurrency, True, ask_rows(server, missing, arguments.concurrency)
         else:
             encoder = RowEncoder(tokenizer, chat_template_kwargs=kwargs, positions=positions_of(config))
-            batches = _in_process(arguments, encoder, missing, output)
-        refused = 0
-        with logging.tqdm(total=count, initial=count - len(missing), unit="row", desc="regenerate") as bar:
+            rows, full, batches = _in_process(arguments, encoder, missing, output, echo)
+        with TimeLeft("row", count, count - len(missing), rows, echo, full) as time_left:
             for batch in batches:
                 output.append(batch)
-                refused += not batch
-                bar.update(max(len(batch), 1))
+                time_left.count(len(batch), sum(sum(row.get("loss_mask", ())) for row in batch))
+    refused = len(set(prompts) - set(output.finished))
     echo(f"{len(output.finished)} of {count} rows are in {arguments.output}")
     if refused:
         echo(f"{refused} rows were refused and are left out; the same command tries them again")
@@ -224,9 +214,8 @@ def _server(arguments, kwargs: dict) -> ChatClient:
     return ChatClient(arguments.server, arguments.target, options, arguments.retries, arguments.timeout)
 
 
-def _in_process(arguments, encoder: RowEncoder, prompts: dict, output: ResponseFile) -> Iterator[list[dict]]:
-    from dflash_hf.target import digest_of_target, spare_token_id
-
+def _in_process(arguments, encoder: RowEncoder, prompts: dict, output: ResponseFile, echo):
+    """How many rows decode together, whether they always do, and the responses."""
     loading = Loading.of(arguments)
     draft = drafter_of(arguments, loading)
     target = load_target(arguments.target, loading)
@@ -249,6 +238,13 @@ def _in_process(arguments, encoder: RowEncoder, prompts: dict, output: ResponseF
             "The target's own setting is greedy, where --top-p and --draft-temperature change nothing; add "
             "--temperature, such as 1."
         )
-    return generate_rows(
-        target, encoder, prompts, arguments.max_new_tokens, arguments.batch_size, draft, config, arguments.seed
-    )
+    ids, longest = usable_ids(encoder, prompts), arguments.max_new_tokens
+    rows, speed = arguments.batch_size or PLAIN_ROWS, None
+    if ids and draft is None:
+        read = sum(map(len, ids.values()))
+        rows, speed = rows_at_a_time(arguments.batch_size, target, config, (read // len(ids)) + longest // 2, len(ids))
+        if speed:
+            time = duration((read + len(ids) * longest) / speed)
+            echo(f"{rows} rows at a time, {speed:,.0f} tokens a second: at most {time}")
+    found = generate_rows(target, encoder, prompts, ids, longest, rows, draft, config, arguments.seed)
+    return rows, speed is not None, found

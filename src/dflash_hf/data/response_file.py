@@ -1,7 +1,7 @@
-"""A JSON Lines file of responses that grows by whole lines and survives a kill at any moment."""
+"""JSON Lines files that grow by whole lines and survive a kill at any moment; the responses in one."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from dflash_hf.data.encode import tools_of
@@ -11,7 +11,50 @@ from dflash_hf.files import differences, digest_of, lock, write_json
 SETTINGS = ".settings.json"  # added to the file's name
 
 
-class ResponseFile:
+class LineFile:
+    """
+    A JSON Lines file with one writer. A line is there whole or not at all: [`repair`] cuts off what a kill has left.
+
+    Args:
+        path (`Path`): The file; made if there is none.
+
+    Raises:
+        `ValueError`: another process writes it.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = path.open("ab+")
+        try:
+            lock(self.file, path)
+        except BaseException:
+            self.file.close()
+            raise
+
+    def lines(self) -> Iterator[bytes]:
+        """The lines that are whole."""
+        self.file.seek(0)
+        return (line for line in self.file if line.endswith(b"\n"))
+
+    def repair(self) -> int:
+        """Cut off a line that was never finished; returns its bytes."""
+        whole = sum(map(len, self.lines()))
+        half = self.file.seek(0, 2) - whole
+        self.file.truncate(whole)
+        return half
+
+    def append(self, rows: list[dict]) -> None:
+        """Add rows; once this returns, they outlive the process."""
+        self.file.write(b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows))
+        self.file.flush()
+
+    def close(self) -> None:
+        """Let others write."""
+        self.file.close()
+
+
+class ResponseFile(LineFile):
     """
     Responses by the number of their row. Opening it repairs a half-written last line and reads what is finished.
 
@@ -30,29 +73,23 @@ class ResponseFile:
     """
 
     def __init__(self, path: Path, settings: dict):
-        self.path = path
+        super().__init__(path)
         self.finished: dict[int, str] = {}
-        self.repaired = 0
         self.notes = Path(f"{path}{SETTINGS}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = path.open("ab+")
         try:
-            lock(self.file, path)
             self.settings = self._settings_before()
-            good = self._read()
+            self._read()
             self.settle(settings)  # writes beside a file that is a response file, and no other
-            self.repaired = self.file.seek(0, 2) - good
-            if self.repaired:
-                self.file.truncate(good)
+            self.repaired = self.repair()
         except BaseException:
-            self.file.close()
+            self.close()
             raise
 
     def __enter__(self):
         return self
 
     def __exit__(self, *exc):
-        self.file.close()
+        self.close()
 
     def _settings_before(self) -> dict:
         if not self.path.stat().st_size or not self.notes.exists():
@@ -74,13 +111,8 @@ class ResponseFile:
         self.settings |= settings
         write_json(self.notes, self.settings)
 
-    def _read(self) -> int:
-        """Read what is finished; returns the bytes of its lines."""
-        self.file.seek(0)
-        good = 0
-        for number, line in enumerate(self.file, start=1):
-            if not line.endswith(b"\n"):  # killed in the middle of a write
-                break
+    def _read(self) -> None:
+        for number, line in enumerate(self.lines(), start=1):
             try:
                 row = json.loads(line)
                 self.finished[row["row"]] = digest_of(question_in(row))
@@ -89,13 +121,10 @@ class ResponseFile:
                     f"Line {number} of {self.path} is not a response with its `row` ({error!r}); remove that line, or "
                     "choose another output."
                 ) from error
-            good += len(line)
-        return good
 
     def append(self, rows: list[dict]) -> None:
-        """Add responses; once this returns, they outlive the process."""
-        self.file.write(b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows))
-        self.file.flush()
+        """Add responses."""
+        super().append(rows)
         for row in rows:
             self.finished[row["row"]] = digest_of(question_in(row))
 

@@ -3,18 +3,18 @@
 import json
 from pathlib import Path
 
-from dflash_hf.files import differences, lock
+from dflash_hf.data.response_file import LineFile
+from dflash_hf.files import differences
 
 
 JOURNAL_FILE = "eval_records.jsonl"
 
 
-class Journal:
+class Journal(LineFile):
     """
     A file whose first line says what is evaluated, and each further one what was decoded of a prompt in a run.
 
-    A line is there whole or not at all: one that a kill has cut off is written again. As long as the journal lives, no
-    other process writes there.
+    As long as the journal lives, no other process writes there.
 
     Args:
         path (`str` or `Path`): The file; made by [`begin`].
@@ -25,14 +25,11 @@ class Journal:
     """
 
     def __init__(self, path: str | Path, what: dict):
-        self.path, self.what = Path(path), json.loads(json.dumps(what))
+        super().__init__(Path(path))
+        self.what = json.loads(json.dumps(what))
         self.prompts: list[list[int]] | None = None
         self.records: dict[tuple[int, int], dict] = {}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._held = self.path.open("ab")
-        lock(self._held, self.path)
-        lines = self.path.read_bytes().splitlines(keepends=True)
-        whole = [line for line in lines if line.endswith(b"\n")]
+        whole = list(self.lines())
         if not whole:
             return
         try:
@@ -46,17 +43,15 @@ class Journal:
                 f"{self.path} was begun with {'; '.join(changed)}: go on with the same arguments, or delete it to "
                 "begin anew."
             )
-        if len(whole) < len(lines):
-            with self.path.open("r+b") as file:
-                file.truncate(sum(map(len, whole)))
+        self.repair()
 
     def begin(self, prompts: list[list[int]]) -> None:
         """Write the first line."""
         self.prompts = prompts
-        self.path.write_text(json.dumps({"what": self.what, "prompts": prompts}) + "\n", encoding="utf-8")
+        self.file.truncate(0)
+        self.append([{"what": self.what, "prompts": prompts}])
 
     def add(self, run: int, prompt: int, decoded: dict) -> None:
         """Write what every method made of a prompt."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"run": run, "prompt": prompt, "decoded": decoded}) + "\n")
+        self.append([{"run": run, "prompt": prompt, "decoded": decoded}])
         self.records[run, prompt] = decoded

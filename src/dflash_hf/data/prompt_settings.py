@@ -1,0 +1,118 @@
+"""What kinds of requests there are, and how they are sampled."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+# First words of a turn, by kind; no space at the end, for tokens begin with theirs. Left alone, chat models seldom ask
+# for code or sums.
+KINDS = {
+    "chat": ("",),
+    "code": (
+        "Write a Python function that",
+        "Write a Python function to",
+        "How do I implement",
+        "Write a Python class",
+        "Explain what this Python code does:\n\n```python\n",
+        "Write a SQL query",
+        "Complete this Python function:\n\n```python\ndef",
+        "Write a JavaScript function",
+        "Find the bug in this code:\n\n```python\n",
+        "Write a Python program",
+    ),
+    "math": (
+        "Calculate",
+        "Solve the equation",
+        "What is the sum of",
+        "If a train travels at",
+        "How many",
+        "A store sells",
+        "Find the area",
+        "What is the value of",
+        "Compute",
+        "Convert",
+    ),
+    "rewrite": (
+        "Rewrite the following sentence",
+        "Summarize the following",
+        "Correct the grammar",
+        "Rephrase",
+        "Edit the following",
+        "Make this email",
+        "Translate the following",
+    ),
+    "task": (
+        "List",
+        "Give me",
+        "Write a short",
+        "Describe",
+        "Compare",
+        "Name",
+        "Create a",
+        "Explain",
+        "Suggest",
+        "Generate",
+    ),
+    "json": (
+        "Return a JSON object",
+        "Write a JSON",
+        "Convert the following text into JSON",
+        "Extract the names and dates as JSON",
+        "Create a table",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class PromptSettings:
+    """
+    How requests are sampled, and which are kept. Equal settings give equal requests.
+
+    Args:
+        kinds (`Sequence[str]`): Kinds of [`KINDS`] in turn; one that is named twice is sampled twice as often.
+            Default: `chat`, or none if `begin` is given.
+        begin (`Sequence[str]`): First words of further requests, of the kind `begin`.
+        system (`str`, *optional*): A system prompt, sampled under and kept in the rows. Default: the template's own.
+        temperature, top_p (`float`): Of the samples.
+        max_new_tokens (`int`): Tokens of the longest request; unfinished ones are left out.
+        min_chars, max_chars (`int`): Length of a request that is kept.
+        seed (`int`): Of all samples; each has its own.
+        chat_template_kwargs (`dict`): Arguments of the chat template.
+
+    Raises:
+        `ValueError`: an unknown kind, or a number out of its range.
+    """
+
+    kinds: Sequence[str] = ()
+    begin: Sequence[str] = ()
+    system: str | None = None
+    temperature: float = 1.0
+    top_p: float = 0.95
+    max_new_tokens: int = 128
+    min_chars: int = 16
+    max_chars: int = 1000
+    seed: int = 0
+    chat_template_kwargs: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        for kind in self.kinds:
+            if kind not in KINDS:
+                raise ValueError(f"kinds: {kind!r} is unknown; choose of {', '.join(KINDS)}, or give `begin`.")
+        if any(not text.strip() for text in self.begin):
+            raise ValueError("begin: '' is no beginning; leave it out, and kinds=('chat',) begins with nothing.")
+        if not self.temperature > 0:
+            raise ValueError(f"temperature={self.temperature} must be above 0: greedily there is only one request.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must lie above 0 and be at most 1.")
+        for name in ("max_new_tokens", "max_chars"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.min_chars > self.max_chars:
+            raise ValueError(f"min_chars={self.min_chars} must not exceed max_chars={self.max_chars}.")
+
+    def of_sample(self, number: int) -> tuple[str, str]:
+        """Kind and first words of a sample: the kinds in turn, and of each kind its beginnings in turn."""
+        kinds = [*self.kinds, *(["begin"] if self.begin else [])] or ["chat"]
+        kind = kinds[number % len(kinds)]
+        beginnings = self.begin if kind == "begin" else KINDS[kind]
+        return kind, beginnings[number // len(kinds) % len(beginnings)]

@@ -1,0 +1,339 @@
+"""
+A target's responses to many prompts, from a batch that is always full: a row that has finished is replaced by the next
+prompt at once, so that nobody waits for the longest.
+"""
+
+import copy
+import inspect
+import random
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import torch
+from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers.utils import logging
+
+from dflash_hf.modeling.accept_dflash import Draft
+from dflash_hf.modeling.cache_dflash import SlotCache, SlotLayer
+from dflash_hf.modeling.probe_dflash import facts_of
+from dflash_hf.modeling.sessions_dflash import SlotSession, cache_argument
+from dflash_hf.modeling.target_dflash import input_device
+
+
+logger = logging.get_logger(__name__)
+
+Prompts = Iterable[tuple[int, Sequence[int]]]  # number and ids
+
+# What a full batch follows of a generation configuration; others decode by `generate`.
+_FOLLOWED = {"do_sample", "temperature", "top_p", "top_k", "suppress_tokens", "max_new_tokens", "use_cache"}
+_FOLLOWED |= {"eos_token_id", "pad_token_id", "bos_token_id", "max_length", "transformers_version"}
+_REMEMBERED = 2048  # tokens of prompts that are kept, in case they come again
+_LIKELY = 1024  # tokens that are looked at before the whole vocabulary is sorted
+PLAIN_ROWS = 16  # of a batch that `generate` decodes
+_ROWS = (8, 16, 32, 64, 96, 128, 256, 512)
+
+
+def eos_ids(generation_config: GenerationConfig) -> set[int]:
+    """The ids that end a response."""
+    eos = generation_config.eos_token_id
+    return set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
+
+
+class Choice:
+    """
+    How the next token is taken: the likeliest, or drawn. A row draws with a generator of its own, so that its text
+    depends on the seed and its number alone, whatever decodes beside it.
+
+    Args:
+        config (`GenerationConfig`): `do_sample`, `temperature`, `top_k`, `top_p` and `suppress_tokens`.
+        seed (`int`): Of all rows.
+    """
+
+    def __init__(self, config: GenerationConfig, seed: int):
+        self.drawn, self.seed = bool(config.do_sample), seed
+        self.temperature = 1.0 if config.temperature is None else config.temperature
+        self.top_k, self.top_p = config.top_k or 0, 1.0 if config.top_p is None else config.top_p
+        self.suppressed = list(config.suppress_tokens or [])
+
+    def generator(self, number: int) -> random.Random:
+        """The generator of a row."""
+        return random.Random(f"{self.seed} {number}")
+
+    def __call__(self, logits: torch.Tensor, generators: Sequence[random.Random]) -> torch.LongTensor:
+        """The next token `[R]` of each row, from logits `[R, V]`."""
+        scores = logits.float()
+        if self.suppressed:
+            scores[:, self.suppressed] = -torch.inf
+        if not self.drawn:
+            return scores.argmax(dim=-1)
+        chances = torch.tensor([one.random() for one in generators], dtype=torch.double, device=scores.device)
+        return drawn(scores / self.temperature, chances, self.top_k, self.top_p)
+
+
+def drawn(scores: torch.Tensor, chances: torch.Tensor, top_k: int = 0, top_p: float = 1.0) -> torch.LongTensor:
+    """
+    The token of each row `[R]` whose share of the distribution, the likeliest first, covers the row's chance.
+
+    Args:
+        scores (`torch.Tensor`): `[R, V]`.
+        chances (`torch.Tensor`): `[R]` uniform numbers, at least 0 and below 1.
+        top_k, top_p: The distribution is cut to the `top_k` likeliest tokens (0: all), then to the likeliest that hold
+            `top_p` of it.
+    """
+    size = min(top_k or _LIKELY, scores.shape[1])
+    top, ids = scores.topk(size)  # [R, K], falling; sorting a whole vocabulary takes longer than a small forward
+    shares = (top.double() - (top if top_k else scores).double().logsumexp(-1, keepdim=True)).exp()
+    before = shares.cumsum(-1) - shares
+    nucleus = shares * (before < top_p)
+    total = nucleus.sum(-1, keepdim=True) if top_p < 1 or top_k else torch.ones_like(before[:, :1])
+    reached = nucleus.cumsum(-1)
+    places = torch.searchsorted(reached, (chances[:, None] * total), right=True).clamp(max=size - 1)
+    tokens = ids.gather(1, places)[:, 0]
+    # What was looked at may hold less than the nucleus, or less than the chance.
+    wider = (before[:, -1] < top_p) & ((top_p < 1) | (reached[:, -1] <= chances))
+    if not top_k and size < scores.shape[1] and wider.any():
+        tokens[wider] = drawn(scores[wider], chances[wider], scores.shape[1], top_p)
+    return tokens
+
+
+def decodes_in_slots(target: PreTrainedModel, config: GenerationConfig) -> bool:
+    """Whether a full batch decodes as `generate` does: a cache that lives in slots, and nothing but a plain choice."""
+    rope = str(getattr(target.config.get_text_config(decoder=True), "rope_parameters", None))
+    if not _is_plain(config) or "longrope" in rope or "dynamic" in rope:  # frequencies that depend on the length
+        return False
+    return facts_of(target).session_class is SlotSession
+
+
+def _is_plain(config: GenerationConfig) -> bool:
+    """Whether a [`Choice`] follows all that is set."""
+    asked = {name for name, value in config.to_diff_dict().items() if value not in (None, False)}
+    return {name for name in asked if not name.startswith("_")} <= _FOLLOWED
+
+
+def responses(
+    target: PreTrainedModel,
+    prompts: Prompts,
+    max_new_tokens: int,
+    config: GenerationConfig,
+    rows: int | None = None,
+    seed: int = 0,
+    draft: PreTrainedModel | None = None,
+) -> Iterator[tuple[int, list[int]]]:
+    """
+    Responses as they finish, each up to and including its end-of-sequence token.
+
+    A target whose cache lives in slots decodes in a batch that is always full, any other batch by batch. Prompts are
+    taken one by one, when there is a row for them; similar lengths in a row save work.
+
+    Args:
+        target (`PreTrainedModel`): The target.
+        prompts: Number and ids of each.
+        max_new_tokens (`int`): Longest response.
+        config (`GenerationConfig`): Sampling, end-of-sequence ids.
+        rows (`int`, *optional*): Rows of the batch. Default: 64 in slots, 16 otherwise; see [`best_rows`].
+        seed (`int`): Of samples. A row's depends on it and the prompt's number; with a drafter or settings that
+            `generate` alone follows, on the prompts beside it too.
+        draft (`DFlashDraftModel`, *optional*): A drafter, for speed alone.
+
+    Yields:
+        The number of a prompt, and its response.
+    """
+    if draft is None and decodes_in_slots(target, config):
+        choice = Choice(config, seed)
+        yield from _full_batch(target, iter(prompts), max_new_tokens, choice, eos_ids(config), rows or 64)
+    else:
+        yield from _batch_by_batch(target, iter(prompts), max_new_tokens, config, rows or PLAIN_ROWS, seed, draft)
+
+
+@dataclass
+class _Row:
+    """A prompt that is being answered."""
+
+    number: int
+    ids: Sequence[int]
+    generator: random.Random
+    text: list[int] = field(default_factory=list)
+
+    @property
+    def slot(self) -> int:
+        """That of the last token, which nobody has read yet."""
+        return len(self.ids) + len(self.text) - 1
+
+
+class _Slots:
+    """The places of a batch: rows of a target's cache, of which each is read, decoded and replaced by itself."""
+
+    def __init__(self, target, rows: int):
+        self.target, self.rows, self.device = target, rows, input_device(target)
+        accepted = inspect.signature(target.forward).parameters
+        self.last_only = {"logits_to_keep": torch.tensor([-1])} if "logits_to_keep" in accepted else {}
+        offset = torch.zeros(rows, 1, dtype=torch.long, device=self.device)
+        self.session = SlotSession(target, self._empty(), [0] * rows, 1, offset, {})
+        self.known: dict[tuple, tuple[SlotCache, torch.Tensor]] = {}
+
+    def _empty(self) -> DynamicCache:
+        return DynamicCache(config=self.target.config.get_text_config(decoder=True))
+
+    def read(self, place: int, ids: Sequence[int]) -> torch.Tensor:
+        """Put a prompt into a place; the logits `[1, V]` behind it. Alone, it needs no padding."""
+        prompt, logits = self._known(tuple(ids))
+        cache, length = self.session.cache, len(ids)
+        cache.reserve(length)
+        for mine, new in zip(cache.layers, prompt.layers, strict=True):
+            if not isinstance(new, SlotLayer) or not new.is_initialized:  # shares the keys of another layer
+                continue
+            if not mine.is_initialized:
+                mine.lazy_initialization(new.keys, new.values)
+            mine.keys[place, :, :length] = new.keys[0, :, :length]
+            mine.values[place, :, :length] = new.values[0, :, :length]
+        return logits
+
+    def _known(self, ids: tuple) -> tuple[SlotCache, torch.Tensor]:
+        """A prompt by itself; some come again and again."""
+        if ids not in self.known:
+            if sum(map(len, self.known)) + len(ids) > _REMEMBERED:
+                self.known.clear()
+            cache, tokens = self._empty(), torch.tensor([ids], device=self.device)
+            arguments = {cache_argument(self.target): cache, "use_cache": True, **self.last_only}
+            positions = torch.arange(len(ids), device=self.device)[None]
+            logits = self.target(input_ids=tokens, position_ids=positions, **arguments).logits[:, -1]
+            self.known[ids] = SlotCache.adopt(cache, [0], len(ids)), logits
+        return self.known[ids]
+
+    def step(self, tokens: dict[int, tuple[int, int]]) -> torch.Tensor:
+        """The logits `[len(tokens), V]` after tokens, each with its slot, by place."""
+        now = [tokens.get(place, (0, 0)) for place in range(self.rows)]  # where nobody decodes, slot 0 is free
+        ids, start = torch.tensor(now, device=self.device).unbind(1)
+        self.session.cache.reserve(max(slot for _, slot in now) + 1)
+        logits = self.session.verify(Draft(ids[:, None]), start).logits[:, -1]
+        return logits[list(tokens)]
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the slots, which a longer text makes grow, and of the scores."""
+        layers = [one for one in self.session.cache.layers if isinstance(one, SlotLayer) and one.is_initialized]
+        head = self.target.get_output_embeddings().weight.shape[0]
+        return sum(one.keys.nbytes + one.values.nbytes for one in layers) + self.rows * head * 16
+
+    def keep(self, places: list[int]) -> None:
+        """Drop all other places."""
+        cache = self.session.cache
+        self.rows = cache.rows = len(places)
+        self.session.offset = self.session.offset[places]
+        for layer in cache.layers:
+            if isinstance(layer, SlotLayer) and layer.is_initialized:
+                layer.keys, layer.values = layer.keys[places], layer.values[places]
+
+
+@torch.no_grad()
+def _full_batch(target, prompts, max_new_tokens: int, choice: Choice, stops: set[int], rows: int):
+    slots, running = _Slots(target, rows), {}  # rows by place
+    while True:
+        # 1. The next prompts take the free places.
+        free = [place for place in range(slots.rows) if place not in running]
+        for place, (number, ids) in zip(free, islice(prompts, len(free)), strict=False):
+            running[place] = row = _Row(number, ids, choice.generator(number))
+            row.text.append(int(choice(slots.read(place, ids), [row.generator])))
+        if not running:
+            return
+        # 2. No prompts are left: now and then, free places go.
+        if 4 * len(running) <= 3 * slots.rows:
+            slots.keep(list(running))
+            running = dict(enumerate(running.values()))
+        # 3. What is finished leaves its place.
+        for place, row in list(running.items()):
+            if row.text[-1] in stops or len(row.text) >= max_new_tokens:
+                del running[place]
+                yield row.number, row.text
+        # 4. One more token for each of the others.
+        if running:
+            logits = slots.step({place: (row.text[-1], row.slot) for place, row in running.items()})
+            tokens = choice(logits, [row.generator for row in running.values()]).tolist()
+            for row, token in zip(running.values(), tokens, strict=True):
+                row.text.append(token)
+
+
+@torch.no_grad()
+def _batch_by_batch(target, prompts, max_new_tokens: int, config, rows: int, seed: int, draft):
+    stops, config = eos_ids(config), copy.deepcopy(config)
+    if config.pad_token_id is None:
+        config.pad_token_id = min(stops, default=0)
+    config.max_new_tokens, config.max_length = max_new_tokens, None
+    pad, choice = config.pad_token_id, None
+    if config.do_sample and draft is None and _is_plain(config):
+        choice, config.do_sample = Choice(config, seed), False
+        config.temperature = config.top_p = config.top_k = None
+    while batch := list(islice(prompts, rows)):
+        width = max(len(ids) for _, ids in batch)
+        # Left padding: new tokens must follow the prompt directly.
+        input_ids = torch.tensor([[pad] * (width - len(ids)) + list(ids) for _, ids in batch])
+        attention_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for _, ids in batch])
+        processors = [] if choice is None else [_Drawn(choice, [number for number, _ in batch])]
+        with torch.random.fork_rng([target.device] if target.device.type == "cuda" else []):
+            torch.manual_seed((seed * 1_000_003 + batch[0][0]) % 2**63)
+            output = target.generate(
+                input_ids=input_ids.to(target.device),
+                attention_mask=attention_mask.to(target.device),
+                generation_config=config,
+                logits_processor=LogitsProcessorList(processors),
+                **({} if draft is None else {"assistant_model": draft}),
+            )  # [n, width + new]
+        for (number, _), text in zip(batch, output[:, width:].tolist(), strict=True):
+            end = next((i + 1 for i, token in enumerate(text) if token in stops), len(text))
+            yield number, text[:end]
+
+
+class _Drawn(LogitsProcessor):
+    """Leaves greedy decoding the tokens of a [`Choice`] alone."""
+
+    def __init__(self, choice: Choice, numbers: list[int]):
+        self.choice, self.generators = choice, [choice.generator(number) for number in numbers]
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
+        tokens = self.choice(scores, self.generators)
+        return torch.full_like(scores, -torch.inf).scatter(1, tokens[:, None], 0.0)
+
+
+@torch.no_grad()
+def best_rows(target, length: int, sizes: Sequence[int] | None = None, limit: int = 1) -> tuple[int, float]:
+    """
+    How many rows of a full batch give the most tokens a second: a step of each size is timed, up to what half of the
+    free memory holds.
+
+    Args:
+        target (`PreTrainedModel`): A target that decodes in slots.
+        length (`int`): Tokens of a usual row.
+        sizes (`Sequence[int]`, *optional*): Rows to try. Default: from 8 on.
+        limit (`int`): The most rows that are worth filling.
+
+    Returns:
+        The rows, and the tokens a second.
+    """
+    best, room = (1, 0.0), _free_memory(target.device) / 2
+    for i, rows in enumerate(sizes := sizes or _ROWS):
+        slots = _Slots(target, rows)
+        tokens = dict.fromkeys(range(rows), (0, length))
+        slots.step(tokens)  # makes the buffers
+        speed = rows / min(_seconds(slots, tokens) for _ in range(3))
+        if speed > 1.05 * best[1]:
+            best = rows, speed
+        elif rows > 2 * best[0]:  # not at the first that is no faster: others may be using the machine
+            break
+        larger = sizes[i + 1] if i + 1 < len(sizes) else limit + 1
+        if larger > limit or slots.memory * larger / rows > room:
+            break
+    return best
+
+
+def _seconds(slots: _Slots, tokens: dict) -> float:
+    begun = time.perf_counter()
+    slots.step(tokens).argmax(-1).tolist()
+    return time.perf_counter() - begun
+
+
+def _free_memory(device: torch.device) -> int:
+    from accelerate.utils import get_max_memory
+
+    return get_max_memory()[(device.index or 0) if device.type != "cpu" else "cpu"]

@@ -1,0 +1,182 @@
+"""A batch that is always full: the texts of `generate`, whatever decodes beside them, and no row that waits."""
+
+import copy
+import itertools
+import random
+
+import pytest
+import torch
+from support.pairs import make_draft, make_target
+from transformers import GenerationConfig, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from dflash_hf import responses as module
+from dflash_hf.responses import Choice, best_rows, decodes_in_slots, drawn, responses
+
+
+STOPS = [7, 11, 13, 17, 19, 23]
+SAMPLED = GenerationConfig(do_sample=True, temperature=1.3, top_p=0.9, eos_token_id=STOPS[:3])
+
+
+def make_prompts(count=23, longest=30, seed=1):
+    draw = random.Random(seed)
+    return [[draw.randrange(2, 90) for _ in range(draw.randint(1, longest))] for _ in range(count)]
+
+
+def all_of(target, prompts, max_new, config, rows, seed=0, draft=None):
+    found = list(responses(target, enumerate(prompts), max_new, config, rows, seed, draft))
+    assert sorted(number for number, _ in found) == list(range(len(prompts)))  # each once
+    return [text for _, text in sorted(found)]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "llama"])
+@pytest.mark.parametrize("rows", [1, 5, 64])
+def test_greedy_texts_are_those_of_generate(family, rows):
+    """Full and sliding attention; prompts longer than a window, texts that outgrow the first slots, long ones last."""
+    target, prompts = make_target(family), [*make_prompts(), *make_prompts(2, 90, seed=3)]
+    config = copy.deepcopy(target.generation_config)
+    config.eos_token_id, config.suppress_tokens = STOPS[:1], [60]
+    assert decodes_in_slots(target, config)
+    config.max_new_tokens = 100
+    expected = [target.generate(torch.tensor([p]), generation_config=config)[0, len(p) :].tolist() for p in prompts]
+    assert all_of(target, prompts, 100, config, rows) == expected
+    assert len({len(text) for text in expected}) > 8 and max(map(len, expected)) > 35
+
+
+@pytest.mark.parametrize("in_slots", [True, False])
+def test_a_sample_depends_on_seed_and_number_alone(target, in_slots, monkeypatch):
+    """Not on the rows of the batch, on the prompts beside it, or on a kill: the same in slots and by `generate`."""
+    monkeypatch.setattr(module, "decodes_in_slots", lambda *args: in_slots)
+    prompts = make_prompts()
+    torch.manual_seed(7)
+    expected = torch.rand(1)
+    torch.manual_seed(7)
+    first = all_of(target, prompts, 40, SAMPLED, 5, seed=3)
+    assert torch.rand(1) == expected  # the caller's randomness is left alone
+    for rows in (1, 64):
+        assert all_of(target, prompts, 40, SAMPLED, rows, seed=3) == first
+    later = dict(responses(target, ((i, prompts[i]) for i in (20, 4, 9)), 40, SAMPLED, 2, seed=3))
+    assert later == {i: first[i] for i in (20, 4, 9)}
+    assert all_of(target, prompts, 40, SAMPLED, 5, seed=4) != first
+    monkeypatch.setattr(module, "decodes_in_slots", lambda *args: not in_slots)
+    assert all_of(target, prompts, 40, SAMPLED, 5, seed=3) == first
+
+
+def test_a_finished_row_is_replaced_at_once(target, monkeypatch):
+    """No step with a place that is free while a prompt waits, and no prompt is taken before there is a place."""
+    taken, running, steps, rows = [], set(), [], 4
+    step = module._Slots.step
+
+    def counted(self, tokens):
+        steps.append((len(tokens), self.rows, len(taken)))
+        return step(self, tokens)
+
+    def prompts():
+        for number, ids in enumerate(make_prompts(40)):
+            assert len(running) < rows
+            taken.append(number)
+            running.add(number)
+            yield number, ids
+
+    monkeypatch.setattr(module._Slots, "step", counted)
+    config = GenerationConfig(eos_token_id=STOPS)
+    for number, text in responses(target, prompts(), 60, config, rows):
+        running.remove(number)
+        assert text[-1] in STOPS or len(text) == 60
+    # Those whose first token ends them leave in the step that they would have begun with.
+    while_waiting = [active for active, _, asked in steps if asked < 40]
+    assert sum(while_waiting) > 0.9 * rows * len(while_waiting)
+    assert steps[-1][1] < rows  # places go when nobody is left to take them
+    assert not running and len(taken) == 40
+
+
+def test_prompts_that_come_again_are_read_once(target, monkeypatch):
+    read, forward = [], target.forward
+    config = GenerationConfig(eos_token_id=STOPS)
+    expected = all_of(target, make_prompts(2), 30, config, 2)
+
+    def spy(input_ids, **options):
+        read.append(input_ids.shape)
+        return forward(input_ids=input_ids, **options)
+
+    monkeypatch.setattr(target, "forward", spy)
+    found = all_of(target, make_prompts(2) * 10, 30, config, 3)
+    assert found == expected * 10
+    assert [shape for shape in read if shape[0] == 1 and shape[1] > 1] == [(1, len(p)) for p in make_prompts(2)]
+    monkeypatch.setattr(module, "_REMEMBERED", 0)
+    assert all_of(target, make_prompts(2) * 10, 30, config, 3) == expected * 10
+
+
+@pytest.mark.parametrize("family", ["mamba2", "qwen3_5_text"])
+def test_recurrent_targets_decode_batch_by_batch(family):
+    target, prompts = make_target(family, attn=None), make_prompts(5, 11)
+    config = GenerationConfig(eos_token_id=STOPS, pad_token_id=0)
+    assert not decodes_in_slots(target, config)
+    alone = [target.generate(torch.tensor([p]), generation_config=config, max_new_tokens=12) for p in prompts]
+    expected = [row[0, len(p) :].tolist() for row, p in zip(alone, prompts, strict=True)]
+    assert all_of(target, prompts, 12, config, 1) == expected
+
+
+def test_what_else_is_decoded_batch_by_batch(target):
+    prompts = make_prompts(7)
+    plain = all_of(target, prompts, 20, target.generation_config, 3)
+    draft = make_draft(target, own_mask_embedding=False)
+    assert all_of(target, prompts, 20, target.generation_config, 3, draft=draft) == plain
+    for other in ({"repetition_penalty": 1.5}, {"min_p": 0.1, "do_sample": True}, {"num_beams": 2}):
+        assert not decodes_in_slots(target, GenerationConfig(**other))
+    penalty = GenerationConfig(repetition_penalty=5.0, pad_token_id=0)
+    alone = [target.generate(torch.tensor([p]), generation_config=penalty, max_new_tokens=20) for p in prompts]
+    expected = [row[0, len(p) :].tolist() for row, p in zip(alone, prompts, strict=True)]
+    assert all_of(target, prompts, 20, penalty, 1) == expected
+
+
+@pytest.mark.parametrize("likely", [2, 16, 1024])
+@pytest.mark.parametrize("top_k", [0, 5])
+@pytest.mark.parametrize("top_p", [0.3, 0.95, 1.0])
+def test_the_distribution_is_that_of_transformers(likely, top_k, top_p, monkeypatch):
+    """Evenly spread chances find each token as often as its probability says, in narrow rows and in wide ones."""
+    monkeypatch.setattr(module, "_LIKELY", likely)
+    scores = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)) * torch.tensor(
+        [[9], [4], [2], [1], [0.1], [99]]
+    )
+    scores[:, 3] = -torch.inf
+    count = 4000
+    chances = (torch.arange(count, dtype=torch.double) + 0.5) / count
+    choice = Choice(GenerationConfig(do_sample=True, temperature=0.7, top_k=top_k, top_p=top_p), seed=0)
+    expected = TemperatureLogitsWarper(0.7)(None, scores)
+    if top_k:
+        expected = TopKLogitsWarper(top_k)(None, expected)
+    if top_p < 1:
+        expected = TopPLogitsWarper(top_p)(None, expected)
+    for row, wanted in zip(scores, expected.softmax(-1), strict=True):
+        tokens = drawn(row.expand(count, -1) / choice.temperature, chances, choice.top_k, choice.top_p)
+        found = torch.bincount(tokens, minlength=64) / count
+        assert (found - wanted).abs().max() < 2 / count
+
+
+def test_a_chance_of_almost_one_takes_a_token_that_can_be(monkeypatch):
+    scores = torch.full((1, 8), -torch.inf)
+    scores[0, 2:4] = 0.0
+    chances = torch.tensor([1 - 2**-53], dtype=torch.double)
+    for top_k, top_p in itertools.product((0, 4), (0.9, 1.0)):
+        assert int(drawn(scores, chances, top_k, top_p)) in (2, 3)
+
+
+def test_the_best_number_of_rows(target, monkeypatch):
+    """The largest that still brings something, within the limit and half of the memory."""
+    monkeypatch.setattr(module, "_seconds", lambda slots, tokens: max(slots.rows, 32) * 0.001)
+    assert best_rows(target, 40, limit=500) == (32, pytest.approx(1000))
+    assert best_rows(target, 40, limit=20)[0] == 16
+    assert best_rows(target, 40, (5,)) == (5, pytest.approx(5 / 0.032))
+    disturbed = {64: 0.1}
+    monkeypatch.setattr(module, "_seconds", lambda slots, _: disturbed.get(slots.rows, 0.01 + slots.rows * 0.001))
+    assert best_rows(target, 40, limit=500)[0] == 256
+    monkeypatch.setattr(module, "_seconds", lambda slots, tokens: max(slots.rows, 32) * 0.001)
+    slots = module._Slots(target, 8)
+    slots.step(dict.fromkeys(range(8), (0, 40)))
+    monkeypatch.setattr(module, "_free_memory", lambda device: 2 * 2.1 * slots.memory)
+    assert best_rows(target, 40, limit=500)[0] == 16

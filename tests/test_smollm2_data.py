@@ -1,0 +1,121 @@
+"""The data of SmolLM2-135M: requests by rules, what is dropped, what is held out, and what lies in the repository."""
+
+import gzip
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+from support.tiny_chat import CHATML, make_tokenizer
+
+from dflash_hf.data.distinct import DistinctTexts
+from dflash_hf.data.encode import RowEncoder
+from dflash_hf.evaluation.sets import GENERATED, generated_rows
+from dflash_hf.smollm2 import data_folder
+
+
+SCRIPTS = Path(__file__).parents[1] / "examples" / "smollm2-135m-data"
+TEXT = "The committee has met twice this year. It did not agree on a date, and everybody went home early."
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    import make_data
+    import request_rules
+
+    yield make_data, request_rules
+    for name in ("make_data", "request_rules"):
+        del sys.modules[name]
+
+
+def rows_of(path):
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize("kind", ["chat", "code", "math", "json", "rewrite"])
+def test_requests_by_rules(kind, scripts):
+    """Of one seed always the same, hardly any like another, and no rule leaves a gap in its form."""
+    if kind == "math":
+        pytest.importorskip("reasoning_gym")
+    rules = scripts[1]
+    texts = [TEXT.replace("twice", f"{i} times") for i in range(300)]
+    draw, again, seen = random.Random(1), random.Random(1), DistinctTexts()
+    requests = [rules.by_rules(kind, draw, texts) for _ in range(200)]
+    assert requests == [rules.by_rules(kind, again, texts) for _ in range(200)]
+    assert sum(map(seen.add, requests)) > (60 if kind == "rewrite" else 150)
+    follow_ups = [rules.follow_up(kind, draw) for _ in range(100)]
+    names = "first percent task language topic n} thing fields text long style fact".split()
+    assert not any("{" + name in one for one in requests + follow_ups for name in names)
+    assert all(one.strip() for one in requests) and len(set(follow_ups)) > 8
+
+
+def test_answers_that_repeat_themselves_are_known(scripts):
+    loops = scripts[0].loops
+    assert not loops(TEXT) and not loops("Yes.") and not loops("1. Run\n2. Swim\n3. Read\n4. Cook\n5. Sleep\n6. Walk")
+    assert loops(TEXT + " And so on and on it goes." * 6)
+    assert loops("x = [" + "0, 1, 2, 3, " * 20)
+    assert loops("The colour of the sky is blue and " * 8)
+
+
+def answer(tokenizer, row, messages, text, reason):
+    asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    written = tokenizer(text)["input_ids"] + ([2] if reason == "stop" else [])
+    told = [*messages, {"role": "assistant", "content": text}]
+    ids, mask = [*asked, *written], [0] * len(asked) + [1] * len(written)
+    return {"row": row, "messages": told, "finish_reason": reason, "input_ids": ids, "loss_mask": mask}
+
+
+def test_what_is_collected(scripts, tmp_path, capsys):
+    """A conversation as far as it went; none that loops or is held out; no answer twice; of other ids, the ids."""
+    make_data, _ = scripts
+    tokenizer, work, out = make_tokenizer(CHATML), tmp_path / "work", tmp_path / "out"
+    part, known = work / "part-000", rows_of(data_folder() / "answers.jsonl.gz")[0]["messages"]
+    part.mkdir(parents=True)
+    out.mkdir()
+    kept = [f"Question {i}?" for i in range(200)]
+    away = next(one for one in kept if make_data.is_held_out(one))
+    one, two, three, four = [one for one in kept if not make_data.is_held_out(one)][:4]
+    first = [[{"role": "user", "content": text}] for text in (one, two, three, four, away)]
+    texts = ["It is one.", "again and again and again " * 9, "It is cut o", "It is odd.", "It is held out."]
+    reasons = ["stop", "length", "length", "stop", "stop"]
+    answers = [answer(tokenizer, i, *given) for i, given in enumerate(zip(first, texts, reasons, strict=True))]
+    answers[3]["input_ids"][-3] = 7  # what the target wrote is not how its text is read
+    second = [
+        [*answers[0]["messages"], {"role": "user", "content": "Why?"}],
+        [*known, {"role": "assistant", "content": "Before."}, {"role": "user", "content": "Why?"}],
+    ]
+    make_data.write(part / "1-requests.jsonl", [{"kind": "chat", "messages": one} for one in first])
+    make_data.write(part / "1-answers.jsonl", answers[::-1])
+    make_data.write(part / "2-requests.jsonl", [{"kind": "code", "messages": one} for one in second])
+    more = [answer(tokenizer, i, one, f"Because {i}.", "stop") for i, one in enumerate(second)]
+    make_data.write(part / "2-answers.jsonl", more)
+    make_data.collect(work, tokenizer, out)
+    found = {row["messages"][0]["content"]: row for row in rows_of(out / "conversations.jsonl.gz")}
+    assert list(found) == [one, three, four, known[0]["content"]]
+    assert found[one]["messages"] == more[0]["messages"] and found[known[0]["content"]]["given"] == 2
+    assert [row["messages"][0]["content"] for row in rows_of(out / "held_out_conversations.jsonl.gz")] == [away]
+    assert "conversations: 4 conversations, 5 answers, 3 of several turns" in capsys.readouterr().out
+    encoder = RowEncoder(tokenizer)
+    for i, text in ((2, three), (3, four)):
+        (example,) = encoder(found[text])
+        length = len(answers[i]["input_ids"])
+        assert example["input_ids"][:length] == answers[i]["input_ids"]
+        assert example["loss_mask"] == answers[i]["loss_mask"] + [0] * (len(example["loss_mask"]) - length)
+    (example,) = encoder(found[one])
+    assert sum(example["loss_mask"]) == sum(sum(row["loss_mask"]) for row in (answers[0], more[0]))
+
+
+def test_no_request_that_is_held_out_is_trained_on():
+    """Nor one that is nearly the same."""
+    texts = {"held_out": [], "trained": []}
+    for path in data_folder().glob("*.jsonl.gz"):
+        requests = [row["messages"][0]["content"] for row in rows_of(path)]
+        texts["held_out" if path.name.startswith("held_out") else "trained"] += requests
+    seen = DistinctTexts()
+    for row in (row for kind in GENERATED for row in generated_rows(kind, 100)):  # what `dflash eval` makes up
+        seen.add(row["prompt"])
+    assert len(texts["held_out"]) >= 228 and all(seen.add(text) for text in texts["held_out"])
+    assert all(seen.add(text) for text in dict.fromkeys(texts["trained"]))
