@@ -16,7 +16,7 @@ from pathlib import Path
 LONGEST_LINE = 300  # characters of an error
 LONGEST_DETAILS = 1000  # of a `DetailedError`
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-_SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_SHORT_DTYPES = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "f16": "float16"}
 _TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{6,}")
 _SECRET = re.compile(r"token$|secret|password|api_?key", re.IGNORECASE)
 

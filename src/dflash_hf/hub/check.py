@@ -1,5 +1,6 @@
 """
-The preflight of a drafter's folder: will vLLM, SGLang and transformers read it, and read the same?
+The preflight of a drafter's folder: will vLLM, SGLang and transformers read it, and read the same? And could llama.cpp
+run it, once it is converted?
 
 Only `config.json` and the headers of the weights are read, unless the weights are asked for. The rules themselves are
 in `engine_rules` and `safety_rules`.
@@ -11,7 +12,8 @@ from pathlib import Path
 import torch
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
 
-from dflash_hf.hub.engine_rules import ARCHITECTURES, ENGINES, RULES, Drafter, Finding, fits_target
+from dflash_hf.gguf_format import gguf_config, is_gguf, limits, target_config
+from dflash_hf.hub.engine_rules import ARCHITECTURES, ENGINES, LLAMA_CPP, RULES, Drafter, Finding, fits_target
 from dflash_hf.hub.remote import local_folder
 from dflash_hf.hub.safety_rules import SAFETY_RULES
 from dflash_hf.modeling.checkpoint_dflash import checkpoint_files, read_header
@@ -35,10 +37,11 @@ def check(
 
     Args:
         folder (`str` or `Path`): A local folder with `config.json` and safetensors; or the id of a repository, of
-            which only `config.json` and the headers of the weights are downloaded.
-        engines (`Sequence[str]`): Of `"vllm"`, `"sglang"`, `"transformers"`.
+            which only `config.json` and the headers of the weights are downloaded; or a GGUF file.
+        engines (`Sequence[str]`): Of `"vllm"`, `"sglang"`, `"transformers"`, and `"llama.cpp"`, which is asked for by
+            name: it reads no folder, only what `dflash convert` makes of one.
         target (`str`, `Path`, `dict` or `PreTrainedConfig`, *optional*): The target's configuration, its folder, its
-            `config.json` or its repository: width, depth and vocabulary are compared as well.
+            `config.json`, its GGUF file or its repository: width, depth and vocabulary are compared as well.
         revision (`str`, *optional*): Branch, tag or commit of the drafter's repository.
         subfolder (`str`): Where in folder or repository the drafter lies.
         weights (`bool`): Read every tensor of a local folder too: are all numbers finite?
@@ -50,14 +53,20 @@ def check(
         `ValueError`: an unknown engine, a repository that cannot be read, or whose weights are asked for, or a target
             without a readable configuration.
     """
-    unknown = [engine for engine in engines if engine not in ENGINES]
-    if unknown:
-        raise ValueError(f"engines={list(engines)} holds {unknown[0]!r}; choose from {', '.join(ENGINES)}.")
+    known = (*ENGINES, LLAMA_CPP)
+    if unknown := [engine for engine in engines if engine not in known]:
+        raise ValueError(f"engines={list(engines)} holds {unknown[0]!r}; choose from {', '.join(known)}.")
+    if is_gguf(folder) and list(engines) != [LLAMA_CPP]:
+        raise ValueError(f"{folder} is read by {LLAMA_CPP} alone; name no other engine.")
     if weights and not Path(folder).is_dir():
         raise ValueError(f"{folder} is not a folder on this machine: its weights can be read once it is downloaded.")
     target = None if target is None else _target_config(target)
-    findings = []
+    if is_gguf(folder):
+        return list(_llama_cpp(Path(folder), target))
+    findings: list[Finding] = []
     with local_folder(folder, revision, subfolder) as local:
+        if LLAMA_CPP in engines:
+            findings += _llama_cpp(local, target)
         for finding in _all_findings(local, target, weights):
             concerned = tuple(engine for engine in finding.engines if engine in engines)
             if concerned:
@@ -105,6 +114,10 @@ def _all_findings(folder: Path, target: dict | None, weights: bool) -> Iterator[
             f"{architectures} is not one of {', '.join(ARCHITECTURES)}; `dflash convert` writes a folder that is.",
         )
         return
+    if "transformer_layer_config" in config:
+        message = "is speculators' layout; `dflash convert` writes a folder that every engine reads."
+        yield Finding("error", ENGINES, "transformer_layer_config", message)
+        return
     try:
         parsed = DFlashDraftConfig.from_pretrained(folder)
     except Exception as error:  # upstream's own validation raises many types
@@ -138,6 +151,21 @@ def _all_findings(folder: Path, target: dict | None, weights: bool) -> Iterator[
         yield from fits_target(drafter, target)
 
 
+def _llama_cpp(drafter: Path, target: dict | None) -> Iterator[Finding]:
+    """Of a folder in any layout that this package reads, or of a GGUF file."""
+    try:
+        if is_gguf(drafter):
+            config = DFlashDraftConfig.from_dict(gguf_config(drafter))
+        else:
+            config = DFlashDraftConfig.from_pretrained(drafter)
+            _load_without_weights(drafter)
+    except (ValueError, OSError, ImportError) as error:
+        yield Finding("error", (LLAMA_CPP,), "weights", one_line(error))
+        return
+    for key, reason in limits(config, target):
+        yield Finding("error", (LLAMA_CPP,), key, one_line(reason))
+
+
 def _load_without_weights(folder: Path) -> None:
     """Our own reader, on the meta device: it holds the headers against the model and reads no tensor."""
     shown = logging.is_progress_bar_enabled()
@@ -153,6 +181,8 @@ def _target_config(target) -> dict:
     """A plain dictionary, of a multimodal target its text part."""
     if hasattr(target, "get_text_config"):
         return target.get_text_config().to_dict()
+    if isinstance(target, str | Path) and is_gguf(target):
+        return target_config(target)
     if not isinstance(target, dict):
         try:
             path = target if Path(target).is_file() else cached_file(str(target), "config.json")

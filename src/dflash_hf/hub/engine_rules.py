@@ -18,6 +18,7 @@ from dflash_hf.modeling.checks_dflash import DFLASH2_KEYS
 
 ENGINES = ("vllm", "sglang", "transformers")
 SERVERS = ("vllm", "sglang")
+LLAMA_CPP = "llama.cpp"  # reads GGUF files: its rules are `dflash_hf.gguf_format.limits`
 MUSE = "MuseGlimmerAssistantModel"
 DFLASH2 = "DFlash2DraftModel"
 ARCHITECTURES = ("DFlashDraftModel", DFLASH2, MUSE)

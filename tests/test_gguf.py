@@ -1,0 +1,185 @@
+"""Drafters as llama.cpp's files, and what llama.cpp itself makes of them."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support import layouts
+from support.llama_cpp import complete, our_lengths, serve, write_target
+from support.pairs import make_draft, make_draft2, make_target
+
+from dflash_hf import DFlashDraftModel
+from dflash_hf.cli import main
+from dflash_hf.convert import convert
+from dflash_hf.gguf_format import unpack_gguf, write_gguf
+from dflash_hf.hub.check import check
+from dflash_hf.training.start import take_vocabulary
+
+
+gguf = pytest.importorskip("gguf")
+SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6, "is_causal": False}
+HALF = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 16, "factor": 4.0}
+SELECTOR = {"selector_rank": 6, "selector_top_k": 5}
+CONVOLUTION = {"conv_kernel_size": 2, "conv_group_size": 4}
+DRAFTERS = {
+    "v1": {},
+    "reduced vocabulary": {"draft_vocab_size": 9},
+    "sliding": SLIDING,
+    "sliding and full": {**HALF, "is_causal": False},
+    "causal": {"is_causal": True},
+    "selector": SELECTOR,
+    "convolution": CONVOLUTION,
+    "DFlash 2": {**SELECTOR, **CONVOLUTION},
+    "DFlash 2, reduced vocabulary": {**SELECTOR, **CONVOLUTION, "draft_vocab_size": 9},
+    "logits": {**SELECTOR, "output_multiplier": 0.3, "final_logit_softcapping": 2.0},
+    "yarn": {"rope_parameters": {"rope_type": "yarn", **ROPE}},
+    "llama3": {"rope_parameters": {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ROPE}},
+    "half rotated": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    "scales and sinks": {
+        **{"input_embedding_scale": 2.0, "attention_value_scale": 0.6, "attention_sink_bias": True},
+    },
+    "own mask": {"own_mask_embedding": True},
+    "gelu": {"hidden_act": "gelu_pytorch_tanh"},
+}
+LIMITS = {
+    "attention_bias": {"attention_bias": True},
+    "is_causal": HALF,
+    "v_head_dim": {"v_head_dim": 6},
+    "target_hidden_size": {"target_hidden_size": 64},
+    "backbone_rotary_base": {"backbone_rotary_base": 7.0},
+    "hidden_act": {"hidden_act": "relu"},
+    "rope_parameters": {"rope_parameters": {"rope_type": "dynamic", **ROPE}},
+    "selector_top_k": {"selector_rank": 6, "selector_top_k": 6},
+    "target_layer_ids": {"target_layer_ids": [0, 2, 3]},
+}
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return make_target(vocab_size=16)  # so few that random drafts are right now and then
+
+
+@pytest.fixture(scope="module")
+def tiny_file(tiny, tmp_path_factory):
+    return write_target(tiny, tmp_path_factory.mktemp("target") / "target.gguf")
+
+
+@pytest.fixture(autouse=True)
+def embedding_of_a_tiny_file(tiny, monkeypatch):
+    """transformers would not read it: its tokenizer is none."""
+    weights = tiny.get_input_embeddings().weight, tiny.get_output_embeddings().weight
+    monkeypatch.setattr("dflash_hf.gguf_format._embedding_and_head", lambda *_: weights)
+
+
+def made(target, name):
+    """A drafter whose every part does something."""
+    parts = {"target_layer_ids": [0, 1, 2], **DRAFTERS[name]}
+    plain = {"conv_kernel_size": None, "conv_group_size": None, "selector_rank": None, "selector_top_k": None}
+    draft = make_draft2(target, **{**plain, **parts})
+    if draft.config.has_own_head:
+        take_vocabulary(draft, target, torch.arange(target.config.vocab_size) % 3)
+    with torch.no_grad():
+        if draft.config.own_mask_embedding:
+            draft.mask_embedding.normal_(0, 0.5)
+        for parameter in (layer.self_attn.attention_sink_bias for layer in draft.layers if "sinks" in name):
+            parameter.uniform_(-1, 2)
+    return draft
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_there_and_back(name, tiny, tiny_file, tmp_path):
+    made(tiny, name).save_pretrained(tmp_path / "draft")
+    file = tmp_path / "dflash-tiny.gguf"
+    convert(tmp_path / "draft", file, to="gguf", target=tiny_file)
+    convert(file, tmp_path / "back")
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("draft", "back"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    before, after = (json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("draft", "back"))
+    assert before == after
+
+
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+def test_every_layout_that_is_read(layout, tiny, tmp_path):
+    """Converted, or refused for a limit that `check` names; what llama.cpp's own converter does not know included."""
+    layouts.write(tmp_path / "draft", layout)
+    file = tmp_path / "target.gguf"
+    write_target(make_target(num_hidden_layers=8 if "default rule" in layout else 4), file)
+    found = {one.key for one in check(tmp_path / "draft", ["llama.cpp"])}
+    expected = {
+        "z-lab mixed layers": {"is_causal"},
+        "speculators, sliding": {"is_causal"},
+        "Gemma-4": {"is_causal"},
+        "gpt-oss": {"attention_bias"},
+        "MiMo": {"v_head_dim", "backbone_rotary_base"},
+    }
+    assert found == expected.get(layout, set())
+    if found:
+        with pytest.raises(ValueError, match=f"cannot be written for llama.cpp: {sorted(found)[-1]}"):
+            convert(tmp_path / "draft", tmp_path / "dflash.gguf", to="gguf", target=file)
+        return
+    draft = DFlashDraftModel.from_pretrained(tmp_path / "draft")
+    if "default rule" not in layout:  # these files read the last layer too
+        assert {one.key for one in check(tmp_path / "draft", ["llama.cpp"], file)} == {"target_layer_ids"}
+        draft.config.target_layer_ids = [0, 1, 2]
+    write_gguf(draft, tmp_path / "dflash.gguf", file)
+    back = DFlashDraftModel.from_pretrained(unpack_gguf(tmp_path / "dflash.gguf", tmp_path / "back"))
+    ours, theirs = draft.state_dict(), back.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours) and ours.keys() == theirs.keys()
+    keys = gguf.GGUFReader(tmp_path / "dflash.gguf").fields
+    assert keys["dflash.target_layers"].contents() == [i + 1 for i in draft.config.target_layer_ids]
+    assert keys["tokenizer.ggml.mask_token_id"].contents() == 95
+
+
+@pytest.mark.parametrize("key", LIMITS)
+def test_what_llama_cpp_cannot_run_is_refused(key, tiny, tiny_file, tmp_path, capsys):
+    draft = make_draft(tiny, **{"target_layer_ids": [0, 1, 2], **LIMITS[key]})
+    draft.save_pretrained(tmp_path / "draft")
+    for finding in check(tmp_path / "draft", ["llama.cpp"], tiny_file):
+        assert (finding.severity, finding.engines, finding.key) == ("error", ("llama.cpp",), key)
+    assert main(["check", str(tmp_path / "draft"), "--for", "llama.cpp", "--target", str(tiny_file)]) == 1
+    out = tmp_path / "dflash.gguf"
+    assert main(["convert", str(tmp_path / "draft"), str(out), "--to", "gguf", "--target", str(tiny_file)]) == 1
+    assert f"cannot be written for llama.cpp: {key}: " in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["draft"]
+
+
+def test_what_does_not_fit_the_target(tiny, tiny_file, tmp_path):
+    draft = make_draft(tiny, target_layer_ids=[0, 1, 2])
+    draft.save_pretrained(tmp_path / "draft")
+    of_file = {"model_type": "qwen3", "hidden_size": 32, "num_hidden_layers": 4, "vocab_size": 16}
+    assert (
+        check(tmp_path / "draft", ["llama.cpp"], tiny_file) == check(tmp_path / "draft", ["llama.cpp"], of_file) == []
+    )
+    for change, key in (
+        ({"model_type": "qwen2"}, "model_type"),
+        ({"hidden_size": 64}, "target_hidden_size"),
+        ({"num_hidden_layers": 5}, "num_target_layers"),
+        ({"vocab_size": 17}, "vocab_size"),
+    ):
+        assert [one.key for one in check(tmp_path / "draft", ["llama.cpp"], {**of_file, **change})] == [key]
+    for kind in ("llama", "qwen3_5_text", "qwen35moe", "gpt_oss", "gpt-oss", "lfm2", "gemma4_text", "nemotron_h"):
+        assert not check(tmp_path / "draft", ["llama.cpp"], {**of_file, "model_type": kind})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_llama_cpp_drafts_what_we_draft(name, tiny, tiny_file, tmp_path):
+    """Where random drafts are right is theirs alone."""
+    file, draft = tmp_path / "dflash-tiny.gguf", made(tiny, name)
+    write_gguf(draft, file, tiny_file, dtype="float32")
+    alone, drafted = serve(tiny_file, context=256), serve(tiny_file, file, drafts=3, context=256)
+    accepted = 0
+    for seed in range(12):
+        prompt = torch.randint(2, 15, (12,), generator=torch.Generator().manual_seed(seed)).tolist()
+        text, _ = complete(alone, prompt, 120)
+        answer, lengths = complete(drafted, prompt, 120)
+        assert answer == text and len(answer) == 120
+        ours = our_lengths(tiny, draft, prompt, answer)
+        assert lengths[:-2] == ours[: len(lengths) - 2]  # both ends are cut, in ways of their own
+        accepted += sum(lengths) - len(lengths)
+        if accepted > 5:
+            return
+    raise AssertionError("no draft was right: this compares nothing")
