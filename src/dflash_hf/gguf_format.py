@@ -22,6 +22,7 @@ from dflash_hf.terminal import install
 
 
 ARCH = "dflash"
+FILE_PATTERN = "dflash-*.gguf"
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
 _CONFIG = "dflash_hf.config"
 _TOKENS = "tokenizer.ggml.tokens"
@@ -81,6 +82,11 @@ _FEEDING_LAST = {
 def is_gguf(name: str | Path) -> bool:
     """Whether a name is that of a GGUF file."""
     return str(name).endswith(".gguf")
+
+
+def gguf_in(folder: Path) -> Path | None:
+    """The file in a drafter's folder that llama.cpp finds by its name, if there is one."""
+    return next(iter(sorted(folder.glob(FILE_PATTERN))), None)
 
 
 def limits(config: DFlashDraftConfig, target: dict | None = None) -> Iterator[tuple[str, str]]:

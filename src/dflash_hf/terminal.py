@@ -16,6 +16,7 @@ from pathlib import Path
 LONGEST_LINE = 300  # characters of an error
 LONGEST_DETAILS = 1000  # of a `DetailedError`
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+Q8 = "q8_0"
 _SHORT_DTYPES = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "f16": "float16"}
 _TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{6,}")
 _SECRET = re.compile(r"token$|secret|password|api_?key", re.IGNORECASE)
@@ -169,7 +170,7 @@ def amount(text: str) -> float:
 def dtype(text: str) -> str:
     """The name of a dtype, in short or in full."""
     name = _SHORT_DTYPES.get(text, text)
-    if name not in DTYPES:
+    if name not in (*DTYPES, Q8):  # of GGUF files; a command that writes none names its choices
         raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(DTYPES)} (or {', '.join(_SHORT_DTYPES)})")
     return name
 

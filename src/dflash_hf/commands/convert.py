@@ -1,11 +1,10 @@
 """`dflash convert`."""
 
 from dflash_hf.commands.shared import add_examples, add_revision
-from dflash_hf.terminal import Outcome, UsageError, dtype, output_path, readable_file
+from dflash_hf.terminal import Q8, Outcome, UsageError, dtype, output_path, readable_file
 
 
 LAYOUTS = ("native", "z-lab", "gguf")  # of dflash_hf.convert, held to it
-Q8 = "q8_0"
 
 
 def add_arguments(parser) -> None:
@@ -15,7 +14,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--target", help="for gguf: .gguf file, folder or Hub name of the target, for its tokenizer")
     parser.add_argument(
         "--dtype",
-        type=lambda text: text if text == Q8 else dtype(text),
+        type=dtype,
         choices=("float32", "bfloat16", "float16", Q8),
         help="of the weights, q8_0 in a GGUF file alone; default: as they are",
     )

@@ -1,7 +1,7 @@
 """`dflash eval`."""
 
 from dflash_hf.commands.shared import add_examples, add_loading, add_output, add_speed
-from dflash_hf.terminal import add_template_arguments, output_folder, positive, readable_file
+from dflash_hf.terminal import UsageError, add_template_arguments, output_folder, positive, readable_file
 
 
 AGAIN = "with --output, the same command goes on with the answers that are missing"
@@ -15,6 +15,10 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--dataset",
         help=f"{', '.join(SETS)}, prompted as the field does; {', '.join(GENERATED)}, made by rule; or as --data",
+    )
+    parser.add_argument("--server", metavar="URL", help="measure a running server's drafts, in place of a pair's here")
+    parser.add_argument(
+        "--alone", metavar="URL", help="with --server: one that serves the same target without a drafter"
     )
     parser.add_argument("--data", help="prompts: .jsonl, .json, .parquet, .csv, .txt, or a Hub dataset")
     parser.add_argument("--split", help="default: train, or the only one")
@@ -40,12 +44,19 @@ def add_arguments(parser) -> None:
         parser,
         "dflash eval --target Qwen/Qwen3-0.6B --draft my-drafter --data prompts.txt --output my-drafter",
         "dflash eval --target Qwen/Qwen3-4B --draft z-lab/Qwen3-4B-DFlash-b16 --dataset gsm8k --output gsm8k",
+        "dflash eval --server http://127.0.0.1:8080 --data prompts.txt --output on-llama-cpp",
         "dflash eval --compare before/eval_report.json after/eval_report.json",
         after=AGAIN,
     )
 
 
 def run(arguments, echo):
+    if arguments.server is not None:
+        from dflash_hf.evaluation.server import run as measure_server
+
+        return measure_server(arguments, echo)
+    if arguments.alone is not None:
+        raise UsageError("--alone is compared with --server; name both.")
     from dflash_hf.evaluation.command import run
 
     return run(arguments, echo)

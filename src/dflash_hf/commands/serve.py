@@ -7,7 +7,7 @@ from dflash_hf.terminal import Outcome, UsageError, add_template_arguments, inst
 
 
 AGAIN = "what was asked before has been answered; the same command serves again"
-ENGINES = ("transformers", "vllm", "sglang")
+ENGINES = ("transformers", "vllm", "sglang", "llama.cpp")
 
 
 def add_arguments(parser) -> None:
@@ -16,7 +16,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--engine", choices=ENGINES, default="transformers", help="default: %(default)s")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at; default: %(default)s, this machine")
     parser.add_argument("--port", type=_port, default=8000, help="0 takes a free one; default: %(default)s")
-    parser.add_argument("--dry-run", action="store_true", help="print the command of vllm or sglang, and end")
+    parser.add_argument("--dry-run", action="store_true", help="print the command of another engine, and end")
     parser.add_argument("--threads", type=positive, help="CPU threads of this process; default: as torch chooses")
     add_draft_temperature(parser)
     add_template_arguments(parser)
@@ -26,6 +26,7 @@ def add_arguments(parser) -> None:
         parser,
         "dflash serve --target Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16",
         "dflash serve --target Qwen/Qwen3-8B --draft my-drafter --engine vllm --dry-run",
+        "dflash serve --target target.gguf --draft dflash-my-drafter.gguf --engine llama.cpp",
     )
 
 
@@ -82,7 +83,7 @@ def _engine(arguments, echo) -> Outcome:
     from dflash_hf.data.prompts import template_kwargs
     from dflash_hf.hub.check import check, render
     from dflash_hf.hub.launch import launch_command
-    from dflash_hf.pairs import Loading, check_pair, draft_config_of
+    from dflash_hf.pairs import Loading, check_pair
 
     engine, loading = arguments.engine, Loading.of(arguments)
     if arguments.draft is None:
@@ -91,14 +92,19 @@ def _engine(arguments, echo) -> Outcome:
     ours = [name for name in names if getattr(arguments, name)]
     if ours:
         raise UsageError(f"--{ours[0].replace('_', '-')} is for --engine transformers; leave it out for {engine}.")
-    target = check_pair(arguments.target, arguments.draft, loading)
-    findings = check(arguments.draft, [engine], target.get("text_config", target), loading.draft_revision)
+    draft = arguments.draft
+    if engine == "llama.cpp":
+        draft, target = _llama_cpp_pair(arguments, loading)
+    else:
+        target = check_pair(arguments.target, draft, loading)
+        target = target.get("text_config", target)
+    findings = check(draft, [engine], target, loading.draft_revision)
     echo.note(render(findings))
     if any(finding.severity == "error" for finding in findings):
         return Outcome(1, {"findings": [vars(finding) for finding in findings]})
-    config = draft_config_of(arguments.draft, loading)
+    config = _config_of(draft, loading)
     template = template_kwargs(template_arguments(arguments.template_args), draft_config=config, say=echo.note)
-    environment, command = launch_command(engine, arguments.target, arguments.draft, config, loading, template)
+    environment, command = launch_command(engine, arguments.target, draft, config, loading, template)
     command += ["--host", arguments.host, "--port", str(arguments.port)]
     line = " ".join([*(f"{name}={value}" for name, value in environment.items()), shlex.join(command)])
     echo(line)
@@ -109,9 +115,48 @@ def _engine(arguments, echo) -> Outcome:
     try:
         os.execvpe(command[0], command, {**os.environ, **environment, "PATH": path})
     except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"--engine {engine} is not installed here; `pip install {engine}` on a machine with a GPU."
-        ) from error
+        how = (
+            "`brew install llama.cpp`, or its releases"
+            if engine == "llama.cpp"
+            else f"`pip install {engine}`, on a GPU"
+        )
+        raise FileNotFoundError(f"--engine {engine} is not installed here ({command[0]}): {how}.") from error
+
+
+def _llama_cpp_pair(arguments, loading) -> tuple[str, dict | None]:
+    """The drafter's GGUF file, or its repository, and what the target's file says, where that is on this machine."""
+    from pathlib import Path
+
+    from dflash_hf.gguf_format import gguf_in, is_gguf, target_config
+
+    default = type(loading)()
+    unread = [name for name, value in vars(loading).items() if value != getattr(default, name)]
+    if unread:
+        raise UsageError(
+            f"--{unread[0].replace('_', '-')} is not for llama.cpp, which reads GGUF files; leave it out."
+        )
+    if Path(arguments.target).expanduser().is_dir():
+        raise UsageError(
+            f"--target {arguments.target} is a folder; llama.cpp runs the target's .gguf file: name that."
+        )
+    draft = Path(arguments.draft).expanduser()
+    if draft.is_dir():
+        file = gguf_in(draft)
+        if file is None:
+            raise FileNotFoundError(
+                f"--draft {arguments.draft} holds no dflash-*.gguf: `dflash convert {arguments.draft} "
+                f"{arguments.draft}/dflash-drafter.gguf --to gguf --target {arguments.target}` writes one."
+            )
+        return str(file), target_config(arguments.target) if is_gguf(arguments.target) else None
+    return arguments.draft, target_config(arguments.target) if is_gguf(arguments.target) else None
+
+
+def _config_of(draft: str, loading):
+    from dflash_hf.gguf_format import gguf_config, is_gguf
+    from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
+    from dflash_hf.pairs import draft_config_of
+
+    return DFlashDraftConfig.from_dict(gguf_config(draft)) if is_gguf(draft) else draft_config_of(draft, loading)
 
 
 def _port(text: str) -> int:
