@@ -612,9 +612,7 @@ class DFlashDraftModel(PreTrainedModel):
             "AutoConfig": "configuration_dflash.DFlashDraftConfig",
             "AutoModel": "modeling_dflash.DFlashDraftModel",
         }
-        sources = {source.name: source for source in Path(__file__).parent.glob("*_dflash.py")}
-        sources["custom_generate/generate.py"] = Path(custom_generate.__code__.co_filename)
-        for name, source in sources.items():
+        for name, source in code_files().items():
             copy = Path(save_directory) / name
             copy.parent.mkdir(parents=True, exist_ok=True)
             if source.resolve() != copy.resolve():
@@ -629,3 +627,9 @@ class DFlashDraftModel(PreTrainedModel):
         stamps = super()._get_files_timestamps(working_dir)
         ours = ("custom_generate", MASK_EMBEDDING)
         return {name: t for name, t in stamps.items() if name not in ours and not name.endswith("_dflash.py")}
+
+
+def code_files() -> dict[str, Path]:
+    """The code that lies beside a drafter's weights: names there, and where each file is read from."""
+    sources = {source.name: source for source in sorted(Path(__file__).parent.glob("*_dflash.py"))}
+    return {**sources, "custom_generate/generate.py": Path(custom_generate.__code__.co_filename)}

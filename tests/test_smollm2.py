@@ -1,6 +1,7 @@
 """The real target: found, unpacked once and whole, or asked for in one line. Most here stands in for its weights."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.demo import run as demo
 from dflash_hf.hub.check import check
+from dflash_hf.hub.publish import publish
 from dflash_hf.smollm2 import PIP_LINE, packaged_gguf, smollm2_folder, weights_digest
 
 
@@ -137,20 +139,22 @@ def test_the_real_one_answers(real_target):
     assert tokenizer.decode(answer, skip_special_tokens=True) == "The capital of France is Paris."
 
 
-def test_the_drafter_s_folder_is_what_would_be_published():
-    """Its code is today's, its card says what its report says; `make.sh` writes it again."""
-    folder = smollm2.drafter_folder()
+def test_the_drafter_is_published_with_today_s_code_and_figures(tmp_path):
+    """Publishing adds the code, which is not kept twice. The card says what the report says; `make.sh` makes both."""
+    folder, published = smollm2.drafter_folder(), tmp_path / "published"
+    assert not list(folder.glob("**/*.py"))
+    shutil.copytree(folder, tmp_path / "folder")  # the tests' own hands off the checkout
+    result = publish(tmp_path / "folder", "me/SmolLM2-135M-Instruct-DFlash", dry_run=True, write_to=published)
     code = {path.name: path.read_text(encoding="utf-8") for path in Path(modeling.__file__).parent.glob("*_dflash.py")}
-    there = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*_dflash.py")}
-    stale = sorted(name for name in code if there.get(name) != code[name])
-    assert not stale and set(there) == set(code), f"cp {' '.join(f'modeling/{name}' for name in stale)} {folder}"
+    assert {path.name: path.read_text(encoding="utf-8") for path in published.glob("*_dflash.py")} == code
+    assert (published / "custom_generate" / "generate.py").is_file() and set(code) < set(result.files)
     report = json.loads((folder / "eval_report.json").read_text(encoding="utf-8"))["summary"]
     card = (folder / "README.md").read_text(encoding="utf-8")
     assert f"| tau, over all verifications | {report['tau']:.2f} |" in card
     assert f"| Speed-up over the target alone | {report['speedup']:.2f}x |" in card
     assert (folder / "model.safetensors").stat().st_size < 30e6
-    errors = {finding.key for finding in check(folder) if finding.severity == "error"}
-    assert errors == {"draft_vocab_size"}  # of SGLang, which knows no reduced vocabulary
+    assert [one.key for one in check(published)] == ["draft_vocab_size"]  # of SGLang: no reduced vocabulary
+    assert [one.key for one in result.findings] == ["draft_vocab_size"]
 
 
 @pytest.mark.real

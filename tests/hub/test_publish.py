@@ -10,6 +10,7 @@ from support.pairs import make_draft
 
 from dflash_hf.cli import main
 from dflash_hf.hub.card import CardFacts
+from dflash_hf.hub.check import check
 from dflash_hf.hub.publish import PublishError, publish
 
 
@@ -61,6 +62,20 @@ def test_everything_in_one_commit(folder, hub, target):
     card = ModelCard(published["README.md"].decode())
     assert card.data.base_model == "someone/target" and f'from_pretrained("{REPO}"' in card.text
     assert hub.private == {REPO: False}
+
+
+def test_code_that_is_named_but_not_there_is_added(folder, tmp_path):
+    publish(folder, REPO, dry_run=True, facts=FACTS, write_to=tmp_path / "with")
+    for path in (*folder.glob("*_dflash.py"), folder / "custom_generate" / "generate.py"):
+        path.unlink()
+    assert any(finding.key.endswith(".py") for finding in check(folder))
+    result = publish(folder, REPO, dry_run=True, facts=FACTS, write_to=tmp_path / "without")
+    assert contents(tmp_path / "without") == contents(tmp_path / "with") and result.findings == []
+    # Code of another version is not mixed with today's.
+    (folder / "modeling_dflash.py").write_text("class DFlashDraftModel: ...\n", encoding="utf-8")
+    result = publish(folder, REPO, dry_run=True, facts=FACTS)
+    assert "configuration_dflash.py" not in result.files and "trust_remote_code" not in result.card.text
+    assert [finding.key for finding in result.findings] == ["configuration_dflash.py"]
 
 
 def test_a_second_time_changes_only_what_changed(folder, hub, target):

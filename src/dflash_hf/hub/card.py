@@ -20,6 +20,7 @@ from dflash_hf.hub.check import check, read_shapes
 from dflash_hf.hub.engine_rules import DFLASH2, LLAMA_CPP, MUSE
 from dflash_hf.hub.launch import launch_command
 from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
+from dflash_hf.modeling.modeling_dflash import code_files
 from dflash_hf.terminal import install
 
 
@@ -259,6 +260,13 @@ def eval_results(folder: str | Path, facts: CardFacts | None = None) -> str:
     return eval_results_yaml(facts.report.get("summary", {}), facts.evaluated_on, facts.hardware)
 
 
+def missing_code(folder: str | Path) -> dict[str, Path]:
+    """Code that publishing adds, by name: this package's, where a drafter's folder names it and holds none of it."""
+    auto_map, code = _read_json(Path(folder) / "config.json").get("auto_map"), code_files()
+    ours = isinstance(auto_map, dict) and auto_map.get("AutoModel") == "modeling_dflash.DFlashDraftModel"
+    return code if ours and not any((Path(folder) / name).exists() for name in code) else {}
+
+
 def template_path() -> Path:
     """Where the template lies: in the package `dflash_hf.hub_cards`."""
     from dflash_hf import hub_cards
@@ -286,7 +294,7 @@ def _loading(folder: Path) -> str:
     """How transformers loads the folder: by its own class, by the code beside the weights, or with this package."""
     if _read_json(folder / "config.json").get("architectures") == [MUSE]:
         return "native"
-    found = check(folder, ["transformers"])
+    found = [finding for finding in check(folder, ["transformers"]) if finding.key not in missing_code(folder)]
     missing = any(one.severity == "error" or one.key == "auto_map" or one.key.endswith(".py") for one in found)
     return "package" if missing else "code"
 

@@ -293,7 +293,7 @@ def _beside_the_weights(drafter: Drafter) -> Iterator[Finding]:
         message = "names no AutoModel: without this package the folder loads as a Qwen3 model with random weights."
         yield Finding("warning", ("transformers",), "auto_map", message)
     elif missing:
-        message = "is not in the folder, so that it does not work without this package; save the drafter again."
+        message = "is not in the folder, so that it does not work without this package; publish it, or save it again."
         yield Finding("warning", ("transformers",), missing[0], message)
 
 

@@ -13,7 +13,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from dflash_hf.evaluation.report import EVAL_RESULTS, PLOT_FILE, REPORT_FILE
 from dflash_hf.gguf_format import FILE_PATTERN, gguf_config, gguf_in, write_gguf
-from dflash_hf.hub.card import CardFacts, eval_results, render_card
+from dflash_hf.hub.card import CardFacts, eval_results, missing_code, render_card
 from dflash_hf.hub.check import check
 from dflash_hf.hub.engine_rules import Finding
 from dflash_hf.hub.licences import check_licence
@@ -74,7 +74,8 @@ def publish(
     gguf_target: str | Path | None = None,
 ) -> Publication:
     """
-    Check a drafter's folder, render its card and upload both in one commit.
+    Check a drafter's folder, render its card and upload both in one commit, with this package's code where a folder
+    names it and holds none.
 
     What went wrong half-way is finished by calling it again: weights that arrived are not sent twice, and files that
     did not change make no commit.
@@ -101,7 +102,8 @@ def publish(
         raise PublishError(f"repo={repo!r} is not the id of a repository, like 'user/name': {error}") from error
 
     # 1. The preflight. What only an engine refuses is reported; its launch line is left out of the card.
-    findings = check(folder, weights=True)
+    code = missing_code(folder)
+    findings = [finding for finding in check(folder, weights=True) if finding.key not in code]
     blocking = [finding for finding in findings if finding.severity == "error" and "transformers" in finding.engines]
     if blocking:
         more = f" (and {len(blocking) - 1} more: `dflash check {folder}`)" if len(blocking) > 1 else ""
@@ -112,6 +114,7 @@ def publish(
     card = _card(folder, repo, facts)
     # 3. The files.
     sources, left_out = _select(folder)
+    sources |= code
     sizes = {name: path.stat().st_size for name, path in sources.items()}
     made = {"README.md": str(card).encode()}
     results = eval_results(folder, facts)
