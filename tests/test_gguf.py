@@ -8,6 +8,8 @@ from safetensors.torch import load_file
 from support import layouts
 from support.llama_cpp import complete, our_lengths, serve, write_target
 from support.pairs import make_draft, make_draft2, make_target
+from support.tiny_chat import save_target
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.cli import main
@@ -162,6 +164,122 @@ def test_what_does_not_fit_the_target(tiny, tiny_file, tmp_path):
         assert [one.key for one in check(tmp_path / "draft", ["llama.cpp"], {**of_file, **change})] == [key]
     for kind in ("llama", "qwen3_5_text", "qwen35moe", "gpt_oss", "gpt-oss", "lfm2", "gemma4_text", "nemotron_h"):
         assert not check(tmp_path / "draft", ["llama.cpp"], {**of_file, "model_type": kind})
+
+
+@pytest.fixture
+def folder(tiny, tmp_path):
+    make_draft(tiny, target_layer_ids=[0, 1, 2]).save_pretrained(tmp_path / "draft")
+    return tmp_path / "draft"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_what_was_written_is_whole_or_not_there(error, folder, tiny_file, tmp_path, monkeypatch):
+    out = tmp_path / "dflash.gguf"
+
+    def fail(self):
+        raise error("No space left on device")
+
+    with monkeypatch.context() as broken, pytest.raises(error):
+        broken.setattr(gguf.GGUFWriter, "write_tensors_to_file", fail)
+        convert(folder, out, to="gguf", target=tiny_file)
+    assert [path.name for path in tmp_path.iterdir()] == ["draft"]
+    convert(folder, out, to="gguf", target=tiny_file)
+    before = out.read_bytes()
+    with pytest.raises(FileExistsError, match="name a new file"):
+        convert(folder, out, to="gguf", target=tiny_file)
+    assert out.read_bytes() == before
+
+
+def test_damaged_and_other_files(folder, tiny_file, tmp_path):
+    whole = tmp_path / "dflash.gguf"
+    convert(folder, whole, to="gguf", target=tiny_file)
+    size, cut = whole.stat().st_size, tmp_path / "cut.gguf"
+    for kept in (0, 3, 60, 400, size // 2, size - 1):
+        cut.write_bytes(whole.read_bytes()[:kept])
+        for arguments in ((cut, tmp_path / "back"), (folder, tmp_path / "new.gguf", "gguf")):
+            with pytest.raises(ValueError, match="cut.gguf is no whole GGUF file"):
+                convert(*arguments, **({"target": cut} if len(arguments) > 2 else {}))
+        assert {one.key for one in check(cut, ["llama.cpp"])} == {"weights"}
+    with pytest.raises(ValueError, match="target.gguf is no DFlash drafter but a model of .*'qwen3'"):
+        convert(tiny_file, tmp_path / "back")
+    with pytest.raises(ValueError, match="dflash.gguf is a drafter; name the GGUF file of the target"):
+        convert(folder, tmp_path / "new.gguf", to="gguf", target=whole)
+    with pytest.raises(FileNotFoundError, match="there is no such file"):
+        convert(tmp_path / "none.gguf", tmp_path / "back")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cut.gguf", "dflash.gguf", "draft"]
+
+
+@pytest.mark.parametrize("dtype, sign", {"float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}.items())
+def test_smaller_numbers(dtype, sign, tiny, folder, tiny_file, tmp_path):
+    words = [str(tmp_path / "dflash.gguf"), "--to", "gguf", "--target", str(tiny_file), "--dtype", dtype]
+    assert main(["convert", str(folder), *words]) == 0
+    there = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "dflash.gguf").tensors}
+    assert there["fc.weight"].tensor_type.name == sign and there["enc.output_norm.weight"].tensor_type.name == "F32"
+    # 48 numbers are no whole number of Q8_0's blocks of 32.
+    assert there["blk.0.ffn_down.weight"].tensor_type.name == ("F16" if dtype == "q8_0" else sign)
+    back = DFlashDraftModel.from_pretrained(convert(tmp_path / "dflash.gguf", tmp_path / "back"), dtype=torch.float32)
+    ours = DFlashDraftModel.from_pretrained(folder).state_dict()
+    for name, tensor in back.state_dict().items():
+        torch.testing.assert_close(tensor, ours[name], atol=0.01 * float(ours[name].abs().max()), rtol=0)
+
+
+def test_numbers_that_float16_does_not_hold(tiny, folder, tiny_file, tmp_path):
+    draft = DFlashDraftModel.from_pretrained(folder)
+    draft.fc.weight.data[0, 0] = 1e5
+    with pytest.raises(ValueError, match="fc.weight has numbers that float16 does not hold; .* bf16"):
+        write_gguf(draft, tmp_path / "dflash.gguf", tiny_file, "float16")
+
+
+def test_a_tokenizer_of_a_folder(tmp_path):
+    """Byte-level ones by `gguf`; one that is too long, or there is none: one line, and no file."""
+    saved = save_target(tmp_path / "target", family="qwen3")
+    target = AutoModelForCausalLM.from_pretrained(saved)
+    draft = make_draft(target, target_layer_ids=[0, 1, 2])
+    write_gguf(draft, tmp_path / "dflash.gguf", saved)
+    fields = gguf.GGUFReader(tmp_path / "dflash.gguf").fields
+    tokenizer = AutoTokenizer.from_pretrained(saved)
+    tokens = fields["tokenizer.ggml.tokens"].contents()
+    assert len(tokens) == draft.config.vocab_size and tokens[: len(tokenizer)] == tokenizer.convert_ids_to_tokens(
+        range(len(tokenizer))
+    )
+    (tmp_path / "dflash.gguf").unlink()
+    text = (saved / "tokenizer.json").read_text()
+    for change, message in (
+        (lambda: (saved / "tokenizer.json").write_text(text[: len(text) // 2]), "no tokenizer.json that `gguf` can"),
+        (lambda: [path.unlink() for path in saved.glob("*token*")], "no tokenizer.json that `gguf` can"),
+    ):
+        change()
+        with pytest.raises(ValueError, match=message):
+            write_gguf(draft, tmp_path / "dflash.gguf", saved)
+        assert not (tmp_path / "dflash.gguf").exists()
+
+
+def test_words_that_cannot_be_right(folder, tiny_file, tmp_path, capsys):
+    for words in (
+        ["convert", str(folder), str(tmp_path / "new.gguf"), "--to", "gguf"],
+        ["convert", str(folder), str(tmp_path / "new"), "--target", str(tiny_file)],
+    ):
+        assert main(words) == 2
+    for arguments in (
+        {"dst": tmp_path / "new", "to": "gguf", "target": tiny_file},
+        {"dst": tmp_path / "new.gguf"},
+        {"dst": tmp_path / "new", "dtype": "q8_0"},
+    ):
+        with pytest.raises(ValueError, match="gguf|GGUF"):
+            convert(folder, **arguments)
+
+
+def test_a_file_that_another_converter_wrote(tiny, tiny_file, tmp_path):
+    """Without our key the configuration is what llama.cpp's own keys say."""
+    draft = made(tiny, "DFlash 2, reduced vocabulary")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dflash_hf.gguf_format._CONFIG", "theirs.config")
+        write_gguf(draft, tmp_path / "dflash.gguf", tiny_file)
+    back = DFlashDraftModel.from_pretrained(convert(tmp_path / "dflash.gguf", tmp_path / "back"))
+    same = ("target_layer_ids", "mask_token_id", "block_size", "layer_types", "rope_parameters", "draft_vocab_size")
+    assert all(getattr(back.config, name) == getattr(draft.config, name) for name in (*same, *SELECTOR, *CONVOLUTION))
+    assert [back.config.layer_is_causal(i) for i in range(2)] == [False, False]
+    assert all(torch.equal(back.state_dict()[name], tensor) for name, tensor in draft.state_dict().items())
 
 
 @pytest.mark.slow
