@@ -6,14 +6,18 @@ from dflash_hf.terminal import Outcome
 
 ENGINES = ("vllm", "sglang", "transformers")  # of hub.engine_rules, held to it
 LLAMA_CPP = "llama.cpp"
+READERS = ("mlx", "openvino")  # of hub.reader_rules
 
 
 def add_arguments(parser) -> None:
     parser.add_argument(
         "folder", help="folder of a drafter, or its Hub name, of which no weights are downloaded; or a .gguf file"
     )
-    choices, what = (*ENGINES, LLAMA_CPP), f"may be repeated; default: all but {LLAMA_CPP}, which needs a conversion"
-    parser.add_argument("--engine", "--for", choices=choices, action="append", help=what)
+    choices = (*ENGINES, LLAMA_CPP, *READERS)
+    default = ", ".join(ENGINES)
+    parser.add_argument(
+        "--engine", "--for", choices=choices, action="append", help=f"may be repeated; default: {default}"
+    )
     parser.add_argument("--target", help="folder, config.json, .gguf file or Hub name of the target, to compare with")
     parser.add_argument("--weights", action="store_true", help="read every tensor too: are all numbers finite?")
     add_revision(parser, of="the drafter's repository")

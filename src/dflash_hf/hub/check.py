@@ -14,6 +14,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from dflash_hf.gguf_format import gguf_config, is_gguf, limits, target_config
 from dflash_hf.hub.engine_rules import ARCHITECTURES, ENGINES, LLAMA_CPP, RULES, Drafter, Finding, fits_target
+from dflash_hf.hub.reader_rules import READERS, unread
 from dflash_hf.hub.remote import local_folder
 from dflash_hf.hub.safety_rules import SAFETY_RULES
 from dflash_hf.modeling.checkpoint_dflash import checkpoint_files, read_header
@@ -38,8 +39,8 @@ def check(
     Args:
         folder (`str` or `Path`): A local folder with `config.json` and safetensors; or the id of a repository, of
             which only `config.json` and the headers of the weights are downloaded; or a GGUF file.
-        engines (`Sequence[str]`): Of `"vllm"`, `"sglang"`, `"transformers"`, and `"llama.cpp"`, which is asked for by
-            name: it reads no folder, only what `dflash convert` makes of one.
+        engines (`Sequence[str]`): Of `"vllm"`, `"sglang"`, `"transformers"`; and, asked for by name, `"mlx"`,
+            `"openvino"` and `"llama.cpp"`, which reads what `dflash convert` makes of a folder.
         target (`str`, `Path`, `dict` or `PreTrainedConfig`, *optional*): The target's configuration, its folder, its
             `config.json`, its GGUF file or its repository: width, depth and vocabulary are compared as well.
         revision (`str`, *optional*): Branch, tag or commit of the drafter's repository.
@@ -53,7 +54,7 @@ def check(
         `ValueError`: an unknown engine, a repository that cannot be read, or whose weights are asked for, or a target
             without a readable configuration.
     """
-    known = (*ENGINES, LLAMA_CPP)
+    known = (*ENGINES, LLAMA_CPP, *READERS)
     if unknown := [engine for engine in engines if engine not in known]:
         raise ValueError(f"engines={list(engines)} holds {unknown[0]!r}; choose from {', '.join(known)}.")
     if is_gguf(folder) and list(engines) != [LLAMA_CPP]:
@@ -62,11 +63,12 @@ def check(
         raise ValueError(f"{folder} is not a folder on this machine: its weights can be read once it is downloaded.")
     target = None if target is None else _target_config(target)
     if is_gguf(folder):
-        return list(_llama_cpp(Path(folder), target))
+        return list(_as_parsed(Path(folder), LLAMA_CPP, target))
     findings: list[Finding] = []
     with local_folder(folder, revision, subfolder) as local:
-        if LLAMA_CPP in engines:
-            findings += _llama_cpp(local, target)
+        for engine in engines:
+            if engine not in ENGINES:
+                findings += _as_parsed(local, engine, target)
         for finding in _all_findings(local, target, weights):
             concerned = tuple(engine for engine in finding.engines if engine in engines)
             if concerned:
@@ -151,8 +153,8 @@ def _all_findings(folder: Path, target: dict | None, weights: bool) -> Iterator[
         yield from fits_target(drafter, target)
 
 
-def _llama_cpp(drafter: Path, target: dict | None) -> Iterator[Finding]:
-    """Of a folder in any layout that this package reads, or of a GGUF file."""
+def _as_parsed(drafter: Path, engine: str, target: dict | None) -> Iterator[Finding]:
+    """Of an engine whose rules are about what a drafter is: a folder in any layout, or a GGUF file."""
     try:
         if is_gguf(drafter):
             config = DFlashDraftConfig.from_dict(gguf_config(drafter))
@@ -160,10 +162,10 @@ def _llama_cpp(drafter: Path, target: dict | None) -> Iterator[Finding]:
             config = DFlashDraftConfig.from_pretrained(drafter)
             _load_without_weights(drafter)
     except (ValueError, OSError, ImportError) as error:
-        yield Finding("error", (LLAMA_CPP,), "weights", one_line(error))
+        yield Finding("error", (engine,), "weights", one_line(error))
         return
-    for key, reason in limits(config, target):
-        yield Finding("error", (LLAMA_CPP,), key, one_line(reason))
+    for key, reason in limits(config, target) if engine == LLAMA_CPP else unread(config, engine):
+        yield Finding("error", (engine,), key, one_line(reason))
 
 
 def _load_without_weights(folder: Path) -> None:
