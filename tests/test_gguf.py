@@ -1,5 +1,7 @@
 """Drafters as llama.cpp's files, and what llama.cpp itself makes of them."""
 
+import copy
+import gzip
 import json
 
 import pytest
@@ -16,6 +18,7 @@ from dflash_hf.cli import main
 from dflash_hf.convert import convert
 from dflash_hf.gguf_format import unpack_gguf, write_gguf
 from dflash_hf.hub.check import check
+from dflash_hf.smollm2 import data_folder, drafter_folder, packaged_gguf
 from dflash_hf.training.start import take_vocabulary
 
 
@@ -301,3 +304,57 @@ def test_llama_cpp_drafts_what_we_draft(name, tiny, tiny_file, tmp_path):
         if accepted > 5:
             return
     raise AssertionError("no draft was right: this compares nothing")
+
+
+REAL = {
+    "shipped": {},
+    "v1": {"draft_vocab_size": None},
+    "selector": {"draft_vocab_size": None, "selector_rank": 32, "selector_top_k": 16},
+    "sliding": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 24, "is_causal": False},
+}
+
+
+@pytest.fixture(scope="module")
+def real(request):
+    """SmolLM2 in fp32, 40 requests that its drafter never saw, and what llama.cpp alone answers."""
+    folder = request.getfixturevalue("real_target")
+    torch.set_num_threads(1)
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with gzip.open(data_folder() / "held_out.jsonl.gz", "rt", encoding="utf-8") as lines:
+        rows = [json.loads(line)["messages"] for line in lines]
+    prompts = [tokenizer.apply_chat_template(one, add_generation_prompt=True)["input_ids"] for one in rows]
+    prompts = [one for one in prompts if len(one) < 150]
+    prompts = prompts[:: len(prompts) // 40][:40]
+    alone = serve(packaged_gguf())
+    return target, prompts, [complete(alone, prompt, 32)[0] for prompt in prompts]
+
+
+@pytest.mark.slow
+@pytest.mark.real
+@pytest.mark.parametrize("name", REAL)
+def test_the_real_pair_in_llama_cpp(name, real, tmp_path):
+    """Texts are llama.cpp's own; as many drafts are accepted as here, on the same tokens (its target is in 4 bits)."""
+    target, prompts, texts = real
+    base = DFlashDraftModel.from_pretrained(drafter_folder(), dtype=torch.float32)
+    config = copy.deepcopy(base.config)
+    for key, value in REAL[name].items():
+        setattr(config, key, value)
+    torch.manual_seed(0)
+    draft = DFlashDraftModel(config).eval()
+    draft.load_state_dict({k: v for k, v in base.state_dict().items() if k in draft.state_dict()}, strict=False)
+    if config.selector_rank is not None:  # untrained, but not without effect
+        draft.candidate_selector.predecessor_codebook.data.normal_(0, 0.3)
+        draft.candidate_selector.successor_codebook.data.normal_(0, 0.3)
+        draft.candidate_selector.hidden_projection.weight.data.normal_(0, 0.05)
+    write_gguf(draft, tmp_path / "dflash.gguf", packaged_gguf())
+    server = serve(packaged_gguf(), tmp_path / "dflash.gguf")
+    theirs = ours = 0
+    for prompt, text in zip(prompts, texts, strict=True):
+        answer, lengths = complete(server, prompt, 32)
+        assert answer == text
+        theirs += sum(lengths) - len(lengths)
+        lengths = our_lengths(target, draft, prompt, answer)
+        ours += sum(lengths) - len(lengths)
+    print(f"{name}: accepted {theirs} there, {ours} here")
+    assert ours > 200 and abs(theirs - ours) <= 0.05 * ours

@@ -147,7 +147,7 @@ def _all_commands() -> dict[str, Parser]:
 
 def _resolve_names(arguments) -> None:
     """The pair that needs no Hub goes by its name."""
-    for name in ("target", "draft", "base", "src"):
+    for name in ("target", "draft", "base", "src", "gguf"):
         if getattr(arguments, name, None) == "smollm2":
             from dflash_hf.smollm2 import folder_of
 
