@@ -3,11 +3,14 @@
 import copy
 import gzip
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from support import layouts
+from support.guides import ROOT
 from support.llama_cpp import complete, our_lengths, serve, write_target
 from support.pairs import make_draft, make_draft2, make_target
 from support.tiny_chat import save_target
@@ -304,6 +307,36 @@ def test_llama_cpp_drafts_what_we_draft(name, tiny, tiny_file, tmp_path):
         if accepted > 5:
             return
     raise AssertionError("no draft was right: this compares nothing")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", sorted(set(LIMITS) - {"rope_parameters"}))
+def test_llama_cpp_really_fails_at_its_limits(key, tiny, tiny_file, tmp_path, monkeypatch):
+    """Written all the same, it stops, or drafts something else; of a table that changes, past the length it had."""
+    pytest.importorskip("xllamacpp")
+    draft = make_draft(tiny, **{"target_layer_ids": [0, 1, 2], **LIMITS[key]})
+    with torch.no_grad():
+        for name, parameter in draft.named_parameters():
+            if name.endswith(".bias"):
+                parameter.uniform_(-2, 2)
+    monkeypatch.setattr("dflash_hf.gguf_format.limits", lambda *_: ())
+    write_gguf(draft, tmp_path / "dflash.gguf", tiny_file)
+    different = False
+    for seed in range(6):
+        prompt = torch.randint(2, 15, (12,), generator=torch.Generator().manual_seed(seed)).tolist()
+        words = [str(tiny_file), str(tmp_path / "dflash.gguf"), json.dumps(prompt), "120"]
+        done = subprocess.run(
+            [sys.executable, "-m", "support.llama_cpp", *words], cwd=ROOT / "tests", capture_output=True, text=True
+        )
+        if done.returncode:
+            return
+        theirs = json.loads(done.stdout.splitlines()[-1])
+        options = {"max_new_tokens": 120, "do_sample": False}
+        text = tiny.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+        different |= theirs[:-2] != our_lengths(tiny, draft, prompt, text)[: len(theirs) - 2]
+        if different:
+            return
+    raise AssertionError(f"llama.cpp drafts as we do: {key} is no limit")
 
 
 REAL = {

@@ -280,7 +280,9 @@ def _names(ours, num_layers: int) -> dict[str, str]:
         if part in _NAMES:
             found[name] = _NAMES[part] if layer is None else f"blk.{layer}.{_NAMES[part]}"
         else:
-            found[name] = known.get_name(f"model.{name}", try_suffixes=(".weight",))
+            found[name] = known.get_name(f"model.{name}", try_suffixes=(".weight", ".bias"))
+        if found[name] is None:
+            raise ValueError(f"{name} has no place in a drafter's GGUF file: llama.cpp has no such part.")
     return found
 
 
