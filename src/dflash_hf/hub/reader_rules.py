@@ -34,7 +34,7 @@ def unread(config: DFlashDraftConfig, engine: str) -> Iterator[tuple[str, str]]:
     }
     for key, value in plain.items():
         if getattr(config, key) != value:
-            yield key, f"{getattr(config, key)} is not read, only {value}."
+            yield key, f"{getattr(config, key)!r} is not read; it drafts as with {value!r}, or not at all."
     if config.backbone_rotary_base not in (None, rope["rope_theta"]):
         yield "backbone_rotary_base", "is not read: context and block are rotated by one base."
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
