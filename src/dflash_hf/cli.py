@@ -140,11 +140,11 @@ def _all_commands() -> dict[str, Parser]:
 
 def _resolve_names(arguments) -> None:
     """The pair that needs no Hub goes by its name."""
-    for name in ("target", "draft", "base"):
+    for name in ("target", "draft", "base", "src", "gguf"):
         if getattr(arguments, name, None) == "smollm2":
             from dflash_hf.smollm2 import folder_of
 
-            setattr(arguments, name, folder_of("smollm2", drafter=name == "draft"))
+            setattr(arguments, name, folder_of("smollm2", drafter=name in ("draft", "src")))
 
 
 def _say_interrupted(name: str, again: str) -> int:

@@ -1,8 +1,9 @@
 """
-Converting a drafter between the layout that engines serve (`"z-lab"`) and transformers' own (`"native"`).
+Converting a drafter between the layout that engines serve (`"z-lab"`), transformers' own (`"native"`) and llama.cpp's
+file (`"gguf"`).
 
-Every layout that `DFlashDraftModel.from_pretrained` reads comes in, and `.pt` checkpoints (tensors alone, nothing in
-them is executed). Native folders load as `MuseGlimmerAssistantModel` without any code beside them.
+Every layout that `DFlashDraftModel.from_pretrained` reads comes in, `.gguf` files, and `.pt` checkpoints (tensors
+alone, nothing in them is executed). Native folders load as `MuseGlimmerAssistantModel` without any code beside them.
 """
 
 import copy
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from dflash_hf.gguf_format import is_gguf, unpack_gguf, write_gguf
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.names import LAYOUTS
 
@@ -52,41 +54,57 @@ def convert(
     revision: str | None = None,
     dtype: str | None = None,
     share_head: bool = False,
+    target: str | Path | None = None,
 ) -> Path:
     """
-    Write the drafter in `src` to the new folder `dst`, in another layout.
+    Write the drafter in `src` to the new folder `dst`, or the new file `dst`, in another layout.
 
     Args:
-        src (`str` or `Path`): A folder or repository of any published layout, or a `.pt` file.
+        src (`str` or `Path`): A folder or repository of any published layout, or a `.gguf` or `.pt` file.
         dst (`str` or `Path`): A folder that does not exist yet, or is empty. It appears whole or not at all.
         to (`str`): `"z-lab"`: what vLLM and SGLang serve, with our code beside it. `"native"`: for plain transformers;
-            only drafters of full, bidirectional, bias-free attention can be expressed in it.
+            only drafters of full, bidirectional, bias-free attention can be expressed in it. `"gguf"`: one file for
+            llama.cpp, whose limits [`~dflash_hf.gguf_format.limits`] names.
         config (`str` or `Path`, *optional*): The `config.json` of a `.pt` file; default: the one in its folder.
         revision (`str`, *optional*): Branch, tag or commit of a repository.
-        dtype (`str`, *optional*): Of the weights, such as `"bfloat16"`. Default: as they are.
+        dtype (`str`, *optional*): Of the weights, such as `"bfloat16"`; of a GGUF file also `"q8_0"`. Default: as
+            they are.
         share_head (`bool`): A drafter with a reduced vocabulary gives up its own head and drafts all tokens with the
             target's, for engines that know no other.
+        target (`str` or `Path`, *optional*): Of a GGUF file: the target's, or its folder or repository, whose
+            tokenizer goes into it.
 
     Returns:
         `Path`: `dst`.
 
     Raises:
         `ValueError`: the drafter cannot be expressed in that layout, or is none; says why.
-        `FileExistsError`: `dst` holds files.
+        `FileExistsError`: `dst` is there, and no empty folder.
     """
     if to not in LAYOUTS:
         raise ValueError(f"to={to!r} must be one of {', '.join(LAYOUTS)}.")
+    if (to == "gguf") != (target is not None):
+        raise ValueError("A GGUF file holds its target's tokenizer: give `to='gguf'` and `target` together.")
+    if (to == "gguf") != is_gguf(dst):
+        raise ValueError(f"dst={str(dst)!r} must end with .gguf where to='gguf', and nowhere else.")
+    if dtype == "q8_0" and to != "gguf":
+        raise ValueError(f"dtype='q8_0' is of GGUF files alone, not of to={to!r}.")
     dst = Path(dst)
-    if dst.is_file() or (dst.is_dir() and any(dst.iterdir())):
-        raise FileExistsError(f"{dst} exists; name a new folder.")
+    if dst.is_file() or (dst.is_dir() and (to == "gguf" or any(dst.iterdir()))):
+        raise FileExistsError(f"{dst} exists; name a new {'file' if to == 'gguf' else 'folder'}.")
     dst.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=dst.parent, prefix=f".{dst.name}.") as name:
         scratch = Path(name)
-        source = (
-            _unpack(Path(src), config, scratch / "unpacked") if str(src).endswith((".pt", ".pth", ".bin")) else src
-        )
+        source = src
+        if str(src).endswith((".pt", ".pth", ".bin")):
+            source = _unpack(Path(src), config, scratch / "unpacked")
+        elif is_gguf(src):
+            source = unpack_gguf(Path(src), scratch / "unpacked")
         draft = DFlashDraftModel.from_pretrained(source, **({"revision": revision} if revision else {}))
         draft = _with_shared_head(draft) if share_head else draft
+        if target is not None:
+            write_gguf(draft, dst, target, dtype)
+            return dst
         if dtype is not None:
             draft = draft.to(getattr(torch, dtype))
         if to == "native":

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dflash_hf.names import DTYPES, SHORT_DTYPES
+from dflash_hf.names import DTYPES, Q8, SHORT_DTYPES
 
 
 LONGEST_LINE = 300  # characters of an error
@@ -142,7 +142,7 @@ amount = _number(float, "amount", lambda value: 0 < value < math.inf, "must be a
 def dtype(text: str) -> str:
     """The name of a dtype, in short or in full."""
     name = SHORT_DTYPES.get(text, text)
-    if name not in ("auto", *DTYPES):
+    if name not in ("auto", *DTYPES, Q8):  # of GGUF files; a command that writes none names its choices
         known = f"{', '.join(('auto', *DTYPES))} (or {', '.join(SHORT_DTYPES)})"
         raise argparse.ArgumentTypeError(f"{text!r} is not one of {known}")
     return name

@@ -1,12 +1,14 @@
 """Publishing, against a stand-in of the Hub: one commit, or a clear error and a rerun that completes it."""
 
 import json
+import os
 
 import pytest
 import yaml
 from huggingface_hub import ModelCard, parse_eval_result_entries
 from support.hub_stand_in import stand_in
-from support.pairs import make_draft
+from support.llama_cpp import write_target
+from support.pairs import make_draft, make_target
 
 from dflash_hf.cli import main
 from dflash_hf.hub.card import CardFacts
@@ -332,3 +334,34 @@ def test_the_figures_lie_beside_the_card_for_leaderboards(folder, hub):
     index = ModelCard(hub.files[REPO]["README.md"].decode()).data.eval_results
     assert {one.metric_value for one in index} == {4.5, 2.25}
     assert not [name for name in publish(folder, REPO, dry_run=True, facts=FACTS).files if "eval_results" in name]
+
+
+def test_llama_cpp_s_file_lies_beside_the_weights(hub, tmp_path):
+    """llama.cpp looks for `dflash-*.gguf` in a repository; the card has its command, with the whole block."""
+    pytest.importorskip("gguf")
+    target = make_target(vocab_size=16)
+    file = write_target(target, tmp_path / "target.gguf")
+    folder = tmp_path / "draft"
+    make_draft(target, target_layer_ids=[0, 1, 2]).save_pretrained(folder)
+    publish(folder, REPO, facts=FACTS)
+    assert "llama" not in hub.files[REPO]["README.md"].decode()
+    publish(folder, REPO, facts=FACTS, gguf_target=file)
+    name = "dflash-my-dflash.gguf"
+    assert hub.files[REPO][name] == (folder / name).read_bytes()
+    line = f"llama-server -m target.gguf -hfd {REPO} --spec-type draft-dflash --spec-draft-n-max 3"
+    assert line in hub.files[REPO]["README.md"].decode()
+    # Once there it goes along, as long as it is not older than the weights.
+    assert publish(folder, REPO, facts=FACTS).url is None
+    os.utime(folder / "model.safetensors", (2e9, 2e9))
+    with pytest.raises(PublishError, match=f"{name} is older than the weights"):
+        publish(folder, REPO, facts=FACTS)
+    (folder / name).write_bytes(b"GGUF")
+    with pytest.raises(PublishError, match="no whole GGUF file"):
+        publish(folder, REPO, facts=FACTS)
+    (folder / name).unlink()
+    assert publish(folder, REPO, facts=FACTS).url is not None and name not in hub.files[REPO]
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_target_layers": 9}))
+    with pytest.raises(PublishError, match="another target's"):
+        publish(folder, REPO, facts=FACTS, gguf_target=file)
+    assert not (folder / name).exists()

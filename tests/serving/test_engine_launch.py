@@ -7,9 +7,12 @@ import stat
 import sys
 
 import pytest
+from support.llama_cpp import write_target
+from support.pairs import make_draft, make_target
 from support.shell import Ended, dflash, make_world
 
 from dflash_hf.cli import main
+from dflash_hf.gguf_format import write_gguf
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +66,33 @@ def test_what_the_engine_would_trip_over_is_told_and_nothing_is_run(world, tmp_p
     assert main([*words, "--dry-run"]) == 1
     printed = capsys.readouterr()
     assert "vocab_size" in printed.err and "vllm serve" not in printed.out
+
+
+def test_llama_cpp_runs_files(tmp_path, capsys):
+    pytest.importorskip("gguf")
+    pair = make_target(vocab_size=16)
+    target = str(write_target(pair, tmp_path / "target.gguf"))
+    draft = make_draft(pair, target_layer_ids=[0, 1, 2])
+    draft.save_pretrained(tmp_path / "draft")
+    words = ["serve", "--engine", "llama.cpp", "--dry-run", "--target", target, "--draft"]
+    assert main([*words, str(tmp_path / "draft")]) == 1
+    assert "holds no dflash-*.gguf" in capsys.readouterr().err
+    file = tmp_path / "draft" / "dflash-one.gguf"
+    write_gguf(draft, file, target)
+    line = f"llama-server -m {target} -md {file} --spec-type draft-dflash --spec-draft-n-max 3"
+    for name in (str(tmp_path / "draft"), str(file)):
+        assert main([*words, name, "--template-args", '{"thinking": false}']) == 0
+        end = """ --chat-template-kwargs '{"thinking": false}' --host 127.0.0.1 --port 8000\n"""
+        assert capsys.readouterr().out == line + end
+    # Another target's, and what llama.cpp does not take.
+    other = str(write_target(make_target(vocab_size=16, num_hidden_layers=3), tmp_path / "other.gguf"))
+    assert main([*words[:-2], other, "--draft", str(file)]) == 1
+    assert "another target's" in capsys.readouterr().err
+    assert main([*words, str(file), "--dtype", "bf16"]) == 2
+    assert main([*words[:-2], str(tmp_path), "--draft", str(file)]) == 2
+    assert "llama.cpp runs the target's .gguf file" in capsys.readouterr().err
+    assert main([*words[:-2], str(file), "--draft", str(file)]) == 1
+    assert "is a drafter; name the GGUF file of the target" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,20 @@
 """`dflash check`."""
 
 from dflash_hf.commands.shared import add_examples, add_revision
-from dflash_hf.names import ENGINES
+from dflash_hf.names import ENGINES, LLAMA_CPP, READERS
 from dflash_hf.terminal import Outcome
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("folder", help="folder of a drafter, or its Hub name, of which no weights are downloaded")
-    parser.add_argument("--engine", choices=ENGINES, action="append", help="may be repeated; default: all three")
-    parser.add_argument("--target", help="folder, config.json or Hub name of the target, to compare sizes with")
+    parser.add_argument(
+        "folder", help="folder of a drafter, or its Hub name, of which no weights are downloaded; or a .gguf file"
+    )
+    choices = (*ENGINES, LLAMA_CPP, *READERS)
+    default = ", ".join(ENGINES)
+    parser.add_argument(
+        "--engine", "--for", choices=choices, action="append", help=f"may be repeated; default: {default}"
+    )
+    parser.add_argument("--target", help="folder, config.json, .gguf file or Hub name of the target, to compare with")
     parser.add_argument("--weights", action="store_true", help="read every tensor too: are all numbers finite?")
     add_revision(parser, of="the drafter's repository")
     parser.add_argument("--subfolder", default="", help="where in the folder or repository the drafter lies")
@@ -16,6 +22,7 @@ def add_arguments(parser) -> None:
         parser,
         "dflash check my-drafter --target Qwen/Qwen3-0.6B --weights",
         "dflash check z-lab/Qwen3-8B-DFlash-b16 --engine vllm",
+        "dflash check my-drafter --for llama.cpp --target target.gguf",
     )
 
 
@@ -27,7 +34,8 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.hub.check import check, render
     from dflash_hf.repositories import looks_local
 
-    if looks_local(arguments.folder) and not Path(arguments.folder).expanduser().is_dir():
+    file = arguments.folder.endswith(".gguf")
+    if looks_local(arguments.folder) and not file and not Path(arguments.folder).expanduser().is_dir():
         raise FileNotFoundError(f"{arguments.folder}: there is no such folder.")
     target = arguments.target
     if target is not None and not Path(target).expanduser().is_file():
@@ -35,7 +43,7 @@ def run(arguments, echo) -> Outcome:
         target = config.get("text_config", config)
     findings = check(
         arguments.folder,
-        arguments.engine or ENGINES,
+        arguments.engine or ([LLAMA_CPP] if file else ENGINES),
         target,
         arguments.revision,
         arguments.subfolder,

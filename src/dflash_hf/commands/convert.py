@@ -1,15 +1,17 @@
 """`dflash convert`."""
 
 from dflash_hf.commands.shared import add_examples, add_revision
-from dflash_hf.names import DTYPES, LAYOUTS
-from dflash_hf.terminal import Outcome, dtype, output_path, readable_file
+from dflash_hf.names import DTYPES, LAYOUTS, Q8
+from dflash_hf.terminal import Outcome, UsageError, dtype, output_path, readable_file
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("src", help="folder, repository or .pt file of a drafter")
-    parser.add_argument("dst", type=output_path, help="new folder")
+    parser.add_argument("src", help="folder, repository, .gguf or .pt file of a drafter")
+    parser.add_argument("dst", type=output_path, help="new folder, or new .gguf file")
     parser.add_argument("--to", choices=LAYOUTS, default="z-lab", help="layout to write; default: %(default)s")
-    parser.add_argument("--dtype", type=dtype, choices=DTYPES, help="of the weights; default: as they are")
+    parser.add_argument("--target", help="for gguf: .gguf file, folder or Hub name of the target, for its tokenizer")
+    of_weights = "of the weights, q8_0 in a GGUF file alone; default: as they are"
+    parser.add_argument("--dtype", type=dtype, choices=(*DTYPES, Q8), help=of_weights)
     parser.add_argument(
         "--share-head", action="store_true", help="of a reduced vocabulary: draft with the target's head"
     )
@@ -20,6 +22,7 @@ def add_arguments(parser) -> None:
         "dflash convert downloaded my-drafter",
         "dflash convert my-drafter for-transformers --to native",
         "dflash convert my-drafter half --dtype bfloat16 --share-head",
+        "dflash convert my-drafter dflash-my-drafter.gguf --to gguf --target target.gguf --dtype f16",
         "dflash convert checkpoint.pt my-drafter --config config.json",
     )
 
@@ -36,10 +39,12 @@ def run(arguments, echo) -> Outcome:
         read_config(
             arguments.src, arguments.src, arguments.revision
         )  # there is one, or a line that says what is there
-    options = {"dtype": arguments.dtype, "share_head": arguments.share_head}
+    if (arguments.to == "gguf") != (arguments.target is not None):
+        raise UsageError("--to gguf and --target go together: a GGUF file holds the tokenizer of its target.")
+    options = {"dtype": arguments.dtype, "share_head": arguments.share_head, "target": arguments.target}
     folder = convert(arguments.src, arguments.dst, arguments.to, arguments.config, arguments.revision, **options)
     facts = Path(arguments.src) / FACTS_FILE
-    if facts.is_file():  # what its card says of training
+    if facts.is_file() and folder.is_dir():  # what its card says of training
         shutil.copyfile(facts, folder / FACTS_FILE)
     echo(f"Wrote {folder} ({arguments.to}).")
     return Outcome(facts={"folder": str(folder), "layout": arguments.to})

@@ -38,6 +38,10 @@ def add_arguments(parser) -> None:
         "--dataset",
         help=f"{', '.join(NAMED)}, prompted as the field does; {', '.join(GENERATED)}, made by rule; or as --data",
     )
+    parser.add_argument("--server", metavar="URL", help="measure a running server's drafts, in place of a pair's here")
+    parser.add_argument(
+        "--alone", metavar="URL", help="with --server: one that serves the same target without a drafter"
+    )
     parser.add_argument("--data", help="prompts: .jsonl, .json, .parquet, .csv, .txt, or a Hub dataset")
     parser.add_argument("--split", help="default: train, or the only one")
     parser.add_argument("--prompts", type=positive, help="so many; default: the field's number for the set, else 40")
@@ -62,13 +66,20 @@ def add_arguments(parser) -> None:
         parser,
         "dflash eval --target Qwen/Qwen3-0.6B --draft my-drafter --data prompts.txt --output my-drafter",
         "dflash eval --target Qwen/Qwen3-4B --draft z-lab/Qwen3-4B-DFlash-b16 --dataset gsm8k --output gsm8k",
+        "dflash eval --server http://127.0.0.1:8080 --data prompts.txt --output on-llama-cpp",
         "dflash eval --compare before/eval_report.json after/eval_report.json",
         after=AGAIN,
     )
 
 
 def run(arguments, echo) -> Outcome:
-    """`dflash eval`: `echo` the table, write the report; 1 when an output is WRONG."""
+    """`echo` the table, write the report; 1 when an output is WRONG."""
+    if arguments.server is not None:
+        from dflash_hf.evaluation.server import run as measure_server
+
+        return measure_server(arguments, echo)
+    if arguments.alone is not None:
+        raise UsageError("--alone is compared with --server; name both.")
     if arguments.compare:
         from dflash_hf.evaluation.compare import compare
 

@@ -15,6 +15,9 @@ def add_arguments(parser) -> None:
     parser.add_argument("--private", action="store_true", help="make the repository a private one")
     parser.add_argument("--dry-run", action="store_true", help="list the files and validate the card; upload nothing")
     parser.add_argument("--write-to", type=output_folder, help="also write every file into this folder, as on the Hub")
+    parser.add_argument(
+        "--gguf", metavar="TARGET", help="also make dflash-NAME.gguf for llama.cpp; .gguf file or folder of the target"
+    )
     facts = parser.add_argument_group("facts of the card, besides card_facts.json and eval_report.json of the folder")
     facts.add_argument("--base-model", help="repository of the target")
     facts.add_argument("--base-model-revision", help="its commit")
@@ -44,7 +47,7 @@ def run(arguments, echo) -> Outcome:
         raise FileNotFoundError(f"{arguments.folder}: there is no such folder; publish what lies on this machine.")
     given = {name: getattr(arguments, name) for name in (*_FACTS, "evaluated_on") if getattr(arguments, name)}
     facts = CardFacts.from_folder(arguments.folder, **given) if given else None
-    options = {"facts": facts, "write_to": arguments.write_to}
+    options = {"facts": facts, "write_to": arguments.write_to, "gguf_target": arguments.gguf}
     result = publish(arguments.folder, arguments.repo, arguments.private, arguments.dry_run, **options)
     if result.findings:
         echo(render(result.findings))

@@ -52,7 +52,14 @@ def add_loading(parser, draft: bool = True, code: bool = True, title: str = "mod
     """How models are loaded: see [`~dflash_hf.pairs.Loading`]."""
     group = parser.add_argument_group(title)
     shown = f"auto, {', '.join(DTYPES)}; default: %(default)s"
-    group.add_argument("--dtype", type=dtype, default="auto", help=f"of the models: {shown}")
+    group.add_argument(
+        "--dtype",
+        type=dtype,
+        choices=("auto", *DTYPES),
+        metavar="DTYPE",
+        default="auto",
+        help=f"of the models: {shown}",
+    )
     group.add_argument(
         "--device", type=device, help="cpu, cuda, cuda:1, ... or auto, to spread a large target; default: a GPU if any"
     )

@@ -8,14 +8,21 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--cache-dir", type=output_folder, help="where its folder is kept; default: ~/.cache/dflash_hf"
     )
+    parser.add_argument("--gguf", action="store_true", help="the GGUF file instead, for llama.cpp")
     add_examples(parser, "dflash smollm2", 'dflash generate --target "$(dflash smollm2)" --prompt "Who are you?"')
 
 
 def run(arguments, echo) -> Outcome:
     import os
 
-    from dflash_hf.smollm2 import smollm2_folder
+    from dflash_hf.smollm2 import PIP_LINE, packaged_gguf, smollm2_folder
 
+    if arguments.gguf:
+        file = packaged_gguf()
+        if file is None:
+            raise FileNotFoundError(f"The GGUF file of SmolLM2-135M-Instruct is not here: {PIP_LINE}")
+        echo(os.fspath(file))
+        return Outcome(facts={"file": os.fspath(file)})
     folder = os.fspath(smollm2_folder(arguments.cache_dir))
     echo(folder)
     return Outcome(facts={"folder": folder})

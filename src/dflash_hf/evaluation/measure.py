@@ -43,7 +43,7 @@ class MethodReport:
 
     Args:
         tokens_per_second (`float`): Median over the runs, prompt included in the time, not in the tokens.
-        speedup (`float`): Median over the runs of the ratio to the target alone in the same run.
+        speedup (`float`, *optional*): Median over the runs of the ratio to the target alone in the same run.
         speedup_over_packed (`float`, *optional*): The same to the target alone, packed, where that was decoded too.
         runs (`list[float]`): Tokens per second of each run.
         tokens (`int`): New tokens of one run.
@@ -54,7 +54,7 @@ class MethodReport:
     """
 
     tokens_per_second: float
-    speedup: float
+    speedup: float | None
     runs: list[float]
     tokens: int
     target_forwards: int

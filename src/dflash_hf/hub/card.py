@@ -16,12 +16,13 @@ from huggingface_hub.utils import validate_repo_id
 
 from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE, eval_results_yaml
 from dflash_hf.files import read_json
+from dflash_hf.gguf_format import gguf_in
 from dflash_hf.hub.check import check, read_shapes
 from dflash_hf.hub.engine_rules import DFLASH2, MUSE
 from dflash_hf.hub.launch import launch_command
 from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
 from dflash_hf.modeling.saving_dflash import code_files
-from dflash_hf.names import RELATIONS
+from dflash_hf.names import LLAMA_CPP, RELATIONS
 from dflash_hf.terminal import install
 
 
@@ -319,6 +320,9 @@ def _engines(folder: Path, config, facts: CardFacts, repo: str) -> list[dict]:
                 " --speculative-draft-model-path", " \\\n  --speculative-draft-model-path"
             )
             lines.append({"name": name, "version": versions[kind], "command": settings + line})
+    if gguf_in(folder) is not None:
+        _, command = launch_command(LLAMA_CPP, "target.gguf", repo, config)
+        lines.append({"name": "llama.cpp", "version": "b11549", "command": shlex.join(command)})
     return lines
 
 

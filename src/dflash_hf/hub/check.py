@@ -1,5 +1,6 @@
 """
-The preflight of a drafter's folder: will vLLM, SGLang and transformers read it, and read the same?
+The preflight of a drafter's folder: will vLLM, SGLang and transformers read it, and read the same? And could llama.cpp
+run it, once it is converted?
 
 Only `config.json` and the headers of the weights are read, unless the weights are asked for. The rules themselves are
 in `engine_rules` and `safety_rules`.
@@ -12,14 +13,16 @@ import torch
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
 
 from dflash_hf.files import read_json
+from dflash_hf.gguf_format import gguf_config, is_gguf, limits, target_config
 from dflash_hf.hub.engine_rules import ARCHITECTURES, RULES, Drafter, Finding, fits_target
+from dflash_hf.hub.reader_rules import unread
 from dflash_hf.hub.remote import local_folder
 from dflash_hf.hub.safety_rules import SAFETY_RULES
 from dflash_hf.modeling.checkpoint_dflash import checkpoint_files, read_header
 from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
 from dflash_hf.modeling.heads_dflash import HEADS
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
-from dflash_hf.names import ENGINES
+from dflash_hf.names import ENGINES, LLAMA_CPP, READERS
 from dflash_hf.terminal import one_line
 from dflash_hf.weights import check_finite_weights
 
@@ -37,10 +40,11 @@ def check(
 
     Args:
         folder (`str` or `Path`): A local folder with `config.json` and safetensors; or the id of a repository, of
-            which only `config.json` and the headers of the weights are downloaded.
-        engines (`Sequence[str]`): Of `"vllm"`, `"sglang"`, `"transformers"`.
+            which only `config.json` and the headers of the weights are downloaded; or a GGUF file.
+        engines (`Sequence[str]`): Of `"vllm"`, `"sglang"`, `"transformers"`; and, asked for by name, `"mlx"`,
+            `"openvino"` and `"llama.cpp"`, which reads what `dflash convert` makes of a folder.
         target (`str`, `Path`, `dict` or `PreTrainedConfig`, *optional*): The target's configuration, its folder, its
-            `config.json` or its repository: width, depth and vocabulary are compared as well.
+            `config.json`, its GGUF file or its repository: width, depth and vocabulary are compared as well.
         revision (`str`, *optional*): Branch, tag or commit of the drafter's repository.
         subfolder (`str`): Where in folder or repository the drafter lies.
         weights (`bool`): Read every tensor of a local folder too: are all numbers finite?
@@ -52,14 +56,21 @@ def check(
         `ValueError`: an unknown engine, a repository that cannot be read, or whose weights are asked for, or a target
             without a readable configuration.
     """
-    unknown = [engine for engine in engines if engine not in ENGINES]
-    if unknown:
-        raise ValueError(f"engines={list(engines)} holds {unknown[0]!r}; choose from {', '.join(ENGINES)}.")
+    known = (*ENGINES, LLAMA_CPP, *READERS)
+    if unknown := [engine for engine in engines if engine not in known]:
+        raise ValueError(f"engines={list(engines)} holds {unknown[0]!r}; choose from {', '.join(known)}.")
+    if is_gguf(folder) and list(engines) != [LLAMA_CPP]:
+        raise ValueError(f"{folder} is read by {LLAMA_CPP} alone; name no other engine.")
     if weights and not Path(folder).is_dir():
         raise ValueError(f"{folder} is not a folder on this machine: its weights can be read once it is downloaded.")
     target = None if target is None else _target_config(target)
-    findings = []
+    if is_gguf(folder):
+        return list(_as_parsed(Path(folder), LLAMA_CPP, target))
+    findings: list[Finding] = []
     with local_folder(folder, revision, subfolder) as local:
+        for engine in engines:
+            if engine not in ENGINES:
+                findings += _as_parsed(local, engine, target)
         for finding in _all_findings(local, target, weights):
             concerned = tuple(engine for engine in finding.engines if engine in engines)
             if concerned:
@@ -107,6 +118,10 @@ def _all_findings(folder: Path, target: dict | None, weights: bool) -> Iterator[
             f"{architectures} is not one of {', '.join(ARCHITECTURES)}; `dflash convert` writes a folder that is.",
         )
         return
+    if "transformer_layer_config" in config:
+        message = "is speculators' layout; `dflash convert` writes a folder that every engine reads."
+        yield Finding("error", ENGINES, "transformer_layer_config", message)
+        return
     try:
         parsed = DFlashDraftConfig.from_pretrained(folder)
     except Exception as error:  # upstream's own validation raises many types
@@ -140,6 +155,21 @@ def _all_findings(folder: Path, target: dict | None, weights: bool) -> Iterator[
         yield from fits_target(drafter, target)
 
 
+def _as_parsed(drafter: Path, engine: str, target: dict | None) -> Iterator[Finding]:
+    """Of an engine whose rules are about what a drafter is: a folder in any layout, or a GGUF file."""
+    try:
+        if is_gguf(drafter):
+            config = DFlashDraftConfig.from_dict(gguf_config(drafter))
+        else:
+            config = DFlashDraftConfig.from_pretrained(drafter)
+            _load_without_weights(drafter)
+    except (ValueError, OSError, ImportError) as error:
+        yield Finding("error", (engine,), "weights", one_line(error))
+        return
+    for key, reason in limits(config, target) if engine == LLAMA_CPP else unread(config, engine):
+        yield Finding("error", (engine,), key, one_line(reason))
+
+
 def _load_without_weights(folder: Path) -> None:
     """Our own reader, on the meta device: it holds the headers against the model and reads no tensor."""
     shown = logging.is_progress_bar_enabled()
@@ -155,6 +185,8 @@ def _target_config(target) -> dict:
     """A plain dictionary, of a multimodal target its text part."""
     if hasattr(target, "get_text_config"):
         return target.get_text_config().to_dict()
+    if isinstance(target, str | Path) and is_gguf(target):
+        return target_config(target)
     if not isinstance(target, dict):
         try:
             path = target if Path(target).is_file() else cached_file(str(target), "config.json")

@@ -2,6 +2,8 @@
 
 import json
 
+from dflash_hf.gguf_format import is_gguf
+from dflash_hf.names import LLAMA_CPP
 from dflash_hf.pairs import Loading
 
 
@@ -10,8 +12,8 @@ def launch_command(
 ) -> tuple[dict[str, str], list[str]]:
     """
     Args:
-        engine (`str`): `"vllm"` or `"sglang"`.
-        target, draft (`str`): Folders or Hub names.
+        engine (`str`): `"vllm"`, `"sglang"` or `"llama.cpp"`.
+        target, draft (`str`): Folders or Hub names; for llama.cpp, GGUF files or Hub names.
         config (`DFlashDraftConfig`): The drafter's.
         loading (`Loading`, *optional*): Dtype and revisions; devices are the engine's business.
         template (`dict`, *optional*): Arguments of the chat template, for requests that give none. SGLang takes them
@@ -22,6 +24,11 @@ def launch_command(
     """
     loading = loading or Loading()
     environment: dict[str, str] = {}
+    if engine == LLAMA_CPP:
+        command = ["llama-server", "-m" if is_gguf(target) else "-hf", target]
+        command += ["-md" if is_gguf(draft) else "-hfd", draft, "--spec-type", "draft-dflash"]
+        command += ["--spec-draft-n-max", str(config.block_size - 1)]  # its default of 3 would waste the block's rest
+        return environment, command + (["--chat-template-kwargs", json.dumps(template)] if template else [])
     if engine == "vllm":
         speculative = {"method": "dflash", "model": draft, "num_speculative_tokens": config.block_size - 1}
         if loading.draft_revision:

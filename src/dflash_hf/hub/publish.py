@@ -12,11 +12,13 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import validate_repo_id
 
 from dflash_hf.evaluation.report import EVAL_RESULTS, PLOT_FILE, REPORT_FILE
+from dflash_hf.gguf_format import FILE_PATTERN, gguf_config, gguf_in, write_gguf
 from dflash_hf.hub.card import CardFacts, eval_results, missing_code, render_card
 from dflash_hf.hub.check import check
 from dflash_hf.hub.engine_rules import Finding
 from dflash_hf.hub.licences import check_licence
 from dflash_hf.modeling.checkpoint_dflash import checkpoint_files
+from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.terminal import LONGEST_LINE, one_line
 
 
@@ -28,6 +30,7 @@ _PUBLISHED = (
     "*_dflash.py",
     "custom_generate/generate.py",
     "mask_embedding.pt",
+    FILE_PATTERN,
     REPORT_FILE,
     PLOT_FILE,
     "LICENSE*",
@@ -68,6 +71,7 @@ def publish(
     facts: CardFacts | None = None,
     token: str | None = None,
     write_to: str | Path | None = None,
+    gguf_target: str | Path | None = None,
 ) -> Publication:
     """
     Check a drafter's folder, render its card and upload both in one commit, with this package's code where a folder
@@ -84,6 +88,8 @@ def publish(
         facts (`CardFacts`, *optional*): For the card. Default: the folder's own README.md, else its `card_facts.json`.
         token (`str`, *optional*): Of the Hub. Default: the one of `hf auth login` or `HF_TOKEN`.
         write_to (`str` or `Path`, *optional*): A folder that also gets every file as the Hub would.
+        gguf_target (`str` or `Path`, *optional*): The target's GGUF file, folder or repository: `dflash-<name>.gguf`
+            is made in `folder`, anew if it was there, for llama.cpp, which finds it in the repository by its name.
 
     Raises:
         `PublishError`: the folder has errors, its weights are not finite, the metadata is invalid, or the upload was
@@ -103,7 +109,8 @@ def publish(
         more = f" (and {len(blocking) - 1} more: `dflash check {folder}`)" if len(blocking) > 1 else ""
         first = f"{blocking[0].key}: {one_line(blocking[0].message, 200)}"
         raise PublishError(f"{folder} cannot be published as it is: {first}{more}")
-    # 2. The card.
+    # 2. llama.cpp's file, and the card.
+    _lay_gguf(folder, repo, gguf_target)
     card = _card(folder, repo, facts)
     # 3. The files.
     sources, left_out = _select(folder)
@@ -125,6 +132,21 @@ def publish(
         # 4. One commit.
         result.url = _upload(repo, everything, card, private, token)
     return result
+
+
+def _lay_gguf(folder: Path, repo: str, target: str | Path | None) -> None:
+    """Make the file for llama.cpp, or make sure that one which is there is a drafter's and newer than the weights."""
+    file = gguf_in(folder)
+    try:
+        if target is not None:
+            name = repo.rpartition("/")[2].lower().removeprefix("dflash-")
+            write_gguf(DFlashDraftModel.from_pretrained(folder), folder / f"dflash-{name}.gguf", target)
+        elif file is not None:
+            gguf_config(file)
+            if file.stat().st_mtime < max(Path(one).stat().st_mtime for one in checkpoint_files(str(folder))):
+                raise ValueError(f"{file.name} is older than the weights; make it anew with --gguf, or take it out.")
+    except (ValueError, OSError, ImportError) as error:
+        raise PublishError(f"{folder} cannot be published as it is: {one_line(error, 200)}") from error
 
 
 def left_out_line(names: Sequence[str]) -> str:
@@ -253,5 +275,6 @@ def _upload(
 
 def _is_ours(name: str) -> bool:
     """Whether a file of a repository is one that only a drafter's saving makes."""
-    patterns = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "*_dflash.py")
+    weights = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
+    patterns = (*weights, "*_dflash.py", FILE_PATTERN)
     return "/" not in name and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

@@ -1,0 +1,175 @@
+"""
+`dflash eval --server`: what becomes of the drafts of a running server, as it reports them itself.
+
+llama.cpp's server sends its counts with every token (`timings.draft_n`, `draft_n_accepted`), so the tokens that each
+verification commits are known, and the report is one like any other. With a second server that serves the target
+alone, answers are compared and the speed-up is known as well.
+"""
+
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from dflash_hf.data.chat_client import ServerError
+from dflash_hf.data.prompts import prompt_of
+from dflash_hf.evaluation.measure import EvalReport, MethodReport
+from dflash_hf.evaluation.methods import DFLASH, TARGET
+from dflash_hf.evaluation.report import REPORT_FILE
+from dflash_hf.evaluation.sets import GENERATED, NAMED, conversations, rows_of
+from dflash_hf.terminal import Outcome, UsageError, template_arguments
+
+
+@dataclass
+class Answer:
+    """
+    What a server said, and how.
+
+    Args:
+        text (`str`): The answer.
+        tokens (`int`): Its length.
+        seconds (`float`): Prompt included, by the server's clock.
+        lengths (`list[int]`): Tokens that each verification committed.
+        drafted (`int`): Tokens of the longest draft.
+    """
+
+    text: str
+    tokens: int
+    seconds: float
+    lengths: list[int]
+    drafted: int
+
+
+def ask(server: str, messages: list[dict], options: dict) -> Answer:
+    """
+    One greedy answer, streamed.
+
+    Raises:
+        `ServerError`: the server does not answer, refuses, or reports no timings.
+    """
+    body = {"messages": messages, "stream": True, "temperature": 0, "timings_per_token": True, **options}
+    text, timings, accepted = "", {}, {0: 0}  # by the tokens drafted so far, those accepted so far
+    for event in _events(f"{server}/v1/chat/completions", body):
+        for choice in event.get("choices") or ():
+            delta = choice.get("delta") or {}
+            text += (delta.get("reasoning_content") or "") + (delta.get("content") or "")
+        if "timings" in event:
+            timings = event["timings"]
+            accepted[timings.get("draft_n", 0)] = timings.get("draft_n_accepted", 0)
+    if "predicted_n" not in timings:
+        raise ServerError(f"{server} reports no timings; llama.cpp's server does, others count elsewhere.")
+    drafted = sorted(accepted)
+    steps = list(zip(drafted, drafted[1:]))
+    lengths = [1 + accepted[after] - accepted[before] for before, after in steps]
+    seconds = (timings["prompt_ms"] + timings["predicted_ms"]) / 1000
+    return Answer(text, timings["predicted_n"], seconds, lengths, max((b - a for a, b in steps), default=0))
+
+
+def _events(url: str, body: dict) -> Iterable[dict]:
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get("OPENAI_API_KEY"):
+        headers["Authorization"] = f"Bearer {key}"
+    try:
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=600) as stream:
+            for line in stream:
+                if line.startswith(b"data: {"):
+                    yield json.loads(line[6:])
+    except urllib.error.HTTPError as error:
+        detail = error.read().decode(errors="replace").strip()[:200]
+        raise ServerError(f"{url} answers {error.code}: {detail}.") from error
+    except (OSError, ValueError) as error:  # refused, reset, timed out, cut off, or no JSON
+        raise ServerError(f"{url} does not answer as it should ({error}); is the server running?") from error
+
+
+def measure(
+    server: str, alone: str | None, said: Sequence[Sequence[dict]], options: dict, progress=iter
+) -> EvalReport:
+    """
+    Ask a server, and one that serves the target alone, in turn.
+
+    Args:
+        server, alone (`str`): Addresses; the second may be `None`.
+        said (`Sequence[Sequence[dict]]`): Of each conversation its messages; an answer follows each of the user's that
+            has none.
+        options (`dict`): Further fields of each request, such as `max_tokens`.
+
+    Raises:
+        `ServerError`: a server is gone, or drafts nothing.
+    """
+    found: list[tuple[Answer, Answer | None]] = []
+    for messages in progress(said):
+        asked: list[dict] = []
+        for message, after in zip(messages, [*messages[1:], None]):
+            asked.append(message)
+            if message["role"] == "user" and (after is None or after["role"] == "user"):
+                one = ask(server, asked, options), None if alone is None else ask(alone, asked, options)
+                found.append(one)
+                asked.append({"role": "assistant", "content": one[0].text})
+    drafted, others = [one for one, _ in found], [other for _, other in found if other is not None]
+    if not any(one.drafted for one in drafted):
+        raise ServerError(f"{server} drafts nothing: start it with a drafter, as `dflash serve --engine` does.")
+
+    def method(answers: list[Answer], speedup: float | None, equal: int) -> MethodReport:
+        speed, tokens = _speed(answers), sum(one.tokens for one in answers)
+        forwards = sum(1 + len(one.lengths) if one.drafted else one.tokens for one in answers)
+        return MethodReport(speed, speedup, [speed], tokens, forwards, equal)
+
+    equal = sum(one.text == other.text for one, other in found if other is not None)
+    speedup = _speed(drafted) / _speed(others) if others else None
+    methods = {TARGET: method(others, 1.0, len(others))} if others else {}
+    return EvalReport(
+        methods={**methods, DFLASH: method(drafted, speedup, equal)},
+        acceptance_lengths=[one.lengths for one in drafted],
+        responses=[[] for _ in drafted],  # servers send texts
+        block_size=1 + max(one.drafted for one in drafted),
+        setting={"server": server, "alone": alone, **options},
+    )
+
+
+def _speed(answers: list[Answer]) -> float:
+    return sum(one.tokens for one in answers) / sum(one.seconds for one in answers)
+
+
+def run(arguments, echo) -> Outcome:
+    """`dflash eval --server`: `echo` the figures, write the report."""
+    from transformers.utils import logging
+
+    if (arguments.data is None) == (arguments.dataset is None):
+        raise UsageError("Give either --dataset or --data: what --server is asked.")
+    if arguments.dataset in (*NAMED, *GENERATED):
+        turns_of_set, _ = conversations(arguments.dataset, arguments.prompts)
+        said = [[{"role": "user", "content": one} for one in turns] for turns in turns_of_set]
+    else:
+        rows = islice(iter(rows_of(arguments.data or arguments.dataset, arguments.split)), arguments.prompts or 40)
+        said = [_messages(row) for row in rows]
+    servers = [
+        None if one is None else one.rstrip("/").removesuffix("/v1") for one in (arguments.server, arguments.alone)
+    ]
+    options = {"max_tokens": arguments.max_new_tokens or 256}
+    if template := template_arguments(arguments.template_args):
+        options["chat_template_kwargs"] = template
+    report = measure(
+        *servers, said, options, lambda some: logging.tqdm(some, desc="asking", disable=None, leave=False)
+    )
+    ours = report.methods[DFLASH]
+    verifications = len(report.verifications)
+    echo(f"tau               {report.tau:.2f} tokens per verification over {verifications} verifications")
+    echo("slot accepted, %  " + " ".join(f"{100 * share:.0f}" for share in report.acceptance_by_position))
+    echo(f"tokens/s          {ours.tokens_per_second:.1f}, {report.num_prompts} answers, prompts' time included")
+    if ours.speedup is not None:
+        echo(f"alone             {report.methods[TARGET].tokens_per_second:.1f} tokens/s: {ours.speedup:.2f}x")
+        echo(f"equal             {ours.equal} of {report.num_prompts} texts are those of the target alone")
+    if arguments.output is not None:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        echo(f"written           {report.save(arguments.output / REPORT_FILE)}")
+    return Outcome(0, json.loads(report.to_json()))
+
+
+def _messages(row: dict) -> list[dict]:
+    if row.get("turns"):
+        return [{"role": "user", "content": one} for one in row["turns"]]
+    return list(prompt_of(row, as_chat=True))

@@ -1,0 +1,460 @@
+"""
+A drafter as the GGUF file that llama.cpp runs, and back.
+
+The drafter may come in any layout that `DFlashDraftModel` reads. Keys and tensor names are those of llama.cpp b11549
+(`src/models/dflash.cpp`); the file also holds the target's tokenizer, and the drafter's `config.json` under a key of
+our own, since llama.cpp's keys do not say all of it.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from dflash_hf.configs import read_config
+from dflash_hf.files import atomic
+from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
+from dflash_hf.modeling.modeling_dflash import DFlashDraftModel, DFlashRotaryEmbedding
+from dflash_hf.terminal import install
+
+
+ARCH = "dflash"
+FILE_PATTERN = "dflash-*.gguf"
+DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
+_CONFIG = "dflash_hf.config"
+_TOKENS = "tokenizer.ggml.tokens"
+# After "dflash."; a field that says what no drafter need say is not written.
+_KEYS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.value_length": "v_head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.value_scale": "attention_value_scale",
+    "hidden_activation": "hidden_act",
+    "embedding_scale": "input_embedding_scale",
+    "logit_scale": "output_multiplier",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "block_size": "block_size",
+    "conv_kernel_size": "conv_kernel_size",
+    "conv_group_size": "conv_group_size",
+    "selector_rank": "selector_rank",
+    "selector_top_k": "selector_top_k",
+}
+# What `gguf` has no names for. Those of a layer stand without their `layers.N.`.
+_NAMES = {
+    "fc.weight": "fc.weight",
+    "hidden_norm.weight": "enc.output_norm.weight",
+    "lm_head.weight": "output.weight",
+    "d2t": "d2t",
+    "self_attn.attention_sink_bias": "attn_sinks.weight",
+    "attention_conv.base_kernel": "attn_conv_base",
+    "attention_conv.kernel_projection.weight": "attn_conv_proj.weight",
+    "mlp_conv.base_kernel": "ffn_conv_base",
+    "mlp_conv.kernel_projection.weight": "ffn_conv_proj.weight",
+    "candidate_selector.hidden_projection.weight": "selector_hidden.weight",
+    "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+    "candidate_selector.successor_codebook": "selector_successor.weight",
+}
+# Targets whose graph hands out the inputs of its layers, by GGUF's name and transformers', without signs.
+_FEEDING = {
+    *("bailingmoe3", "deepseek4", "deepseekv4", "gemma4", "gptoss", "lfm2", "lfm2moe", "llama", "mimo2", "mimov2"),
+    *("minimax", "minimax01", "minimaxm2", "mistral", "mixtral", "museglimmer", "nanbeige", "nemotronh"),
+    *("nemotronhmoe", "qwen3", "qwen35", "qwen35moe", "qwen3moe", "qwen3next"),
+}
+_FEEDING_LAST = {
+    "deepseek4",
+    "deepseekv4",
+    "mimo2",
+    "mimov2",
+    "nemotronh",
+    "nemotronhmoe",
+}  # the last layer's output too
+
+
+def is_gguf(name: str | Path) -> bool:
+    """Whether a name is that of a GGUF file."""
+    return str(name).endswith(".gguf")
+
+
+def gguf_in(folder: Path) -> Path | None:
+    """The file in a drafter's folder that llama.cpp finds by its name, if there is one."""
+    return next(iter(sorted(folder.glob(FILE_PATTERN))), None)
+
+
+def limits(config: DFlashDraftConfig, target: dict | None = None) -> Iterator[tuple[str, str]]:
+    """
+    What llama.cpp cannot run of a drafter, or not with that target: key, and reason.
+
+    Args:
+        config (`DFlashDraftConfig`): The drafter's.
+        target (`dict`, *optional*): As [`target_config`] gives it.
+    """
+    hidden, rope = config.hidden_size, config.rope_parameters
+    if config.attention_bias:
+        yield "attention_bias", "llama.cpp has no biases of q, k, v and o."
+    if len({config.layer_is_causal(i) for i in range(config.num_hidden_layers)}) > 1:
+        yield "is_causal", "some layers are causal inside the block, some not; llama.cpp has one value for all."
+    if config.v_head_dim != config.head_dim:
+        yield "v_head_dim", f"{config.v_head_dim} is not head_dim={config.head_dim}; llama.cpp has one size for both."
+    if config.target_hidden_size != hidden:
+        yield "target_hidden_size", f"{config.target_hidden_size} is not hidden_size={hidden}, as it is in llama.cpp."
+    if config.backbone_rotary_base not in (None, rope["rope_theta"]):
+        yield "backbone_rotary_base", "llama.cpp rotates the keys of context and block by one base."
+    if config.hidden_act not in ("silu", "gelu_pytorch_tanh"):
+        yield "hidden_act", f"{config.hidden_act!r} is neither 'silu' nor 'gelu_pytorch_tanh'."
+    if rope["rope_type"] in ("dynamic", "longrope"):
+        yield "rope_parameters", f"{rope['rope_type']!r} changes with the length; a GGUF file holds one table."
+    top_k = config.selector_top_k
+    if top_k is not None and hidden < top_k * (top_k + 1):
+        yield "selector_top_k", f"{top_k} needs a hidden_size of {top_k * (top_k + 1)} in llama.cpp, not {hidden}."
+    if getattr(config, "quantization_config", None) is not None:
+        yield "quantization_config", "the drafter is quantised: convert the one it was made of, with --dtype q8_0."
+    if target is not None:
+        yield from _limits_of_target(config, target)
+
+
+def _limits_of_target(config: DFlashDraftConfig, target: dict) -> Iterator[tuple[str, str]]:
+    kind = str(target.get("model_type"))
+    plain = "".join(sign for sign in kind.removesuffix("_text") if sign.isalnum())
+    depth = target.get("num_hidden_layers")
+    if plain not in _FEEDING:
+        yield "model_type", f"llama.cpp (b11549) hands out no features of a {kind} target, and stops."
+    elif depth is not None and max(config.target_layer_ids) + 1 == depth and plain not in _FEEDING_LAST:
+        yield "target_layer_ids", f"{depth - 1} is the last layer, whose output llama.cpp does not hand out."
+    pairs = (("target_hidden_size", "hidden_size"), ("num_target_layers", "num_hidden_layers"))
+    for ours, theirs in (*pairs, ("vocab_size", "vocab_size")):
+        one, other = getattr(config, ours), target.get(theirs)
+        if None not in (one, other) and one != other:
+            yield ours, f"{one} is not the target's {theirs}={other}: the drafter is another target's."
+
+
+def target_config(target: str | Path, revision: str | None = None) -> dict:
+    """
+    What [`limits`] asks of a target: its text configuration, or the same keys from a GGUF file.
+
+    Raises:
+        `ValueError`, `OSError`: it cannot be read.
+    """
+    if not is_gguf(target):
+        config = read_config(str(target), f"--target {target}", revision)
+        return config.get("text_config", config)
+    fields = _open(target).fields
+    kind = fields["general.architecture"].contents()
+    if kind == ARCH:
+        raise ValueError(f"{target} is a drafter; name the GGUF file of the target that it drafts for.")
+    keys = {"embedding_length": "hidden_size", "block_count": "num_hidden_layers"}
+    found = {ours: fields[f"{kind}.{key}"].contents() for key, ours in keys.items() if f"{kind}.{key}" in fields}
+    if _TOKENS not in fields or len(found) < len(keys):
+        raise ValueError(f"{target} is no language model with a tokenizer; name the target's GGUF file or folder.")
+    sections = {"rope_parameters": {"mrope_section": []}} if f"{kind}.rope.dimension_sections" in fields else {}
+    return {"model_type": kind, "vocab_size": len(fields[_TOKENS].data), **found, **sections}
+
+
+def write_gguf(
+    draft: DFlashDraftModel, path: Path, target: str | Path, dtype: str | None = None, revision: str | None = None
+) -> None:
+    """
+    Write a drafter for llama.cpp; the file appears whole or not at all.
+
+    Args:
+        draft (`DFlashDraftModel`): The drafter.
+        path (`Path`): The file; llama.cpp finds one named `dflash-*.gguf` by itself.
+        target (`str` or `Path`): The target's GGUF file, its folder or its repository, for the tokenizer.
+        dtype (`str`, *optional*): Of the matrices, a key of `DTYPES`; vectors stay in fp32. Default: the drafter's.
+        revision (`str`, *optional*): Of the target's repository.
+
+    Raises:
+        `ValueError`: llama.cpp could not run it, or the tokenizer belongs to another target.
+        `ImportError`: `gguf` is not installed.
+    """
+    gguf = _gguf()
+    config, facts = draft.config, target_config(target, revision)
+    for key, reason in limits(config, facts):
+        raise ValueError(f"{path.name} cannot be written for llama.cpp: {key}: {reason}")
+    kind = gguf.GGMLQuantizationType[DTYPES[dtype or str(draft.dtype).removeprefix("torch.")]]
+    with atomic(path) as half:
+        writer = gguf.GGUFWriter(half, ARCH)
+        try:
+            writer.add_name(path.stem)
+            prefix = {1: "ALL_", 0: "MOSTLY_"}[kind.name == "F32"]
+            writer.add_file_type(gguf.LlamaFileType[prefix + kind.name])
+            writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+            written = json.loads(config.to_json_string())
+            writer.add_string(_CONFIG, json.dumps({k: v for k, v in written.items() if k != "auto_map"}))
+            tensors = _tensors(draft, target, revision)
+            _write_keys(writer, config, tensors, "mrope_section" in (facts.get("rope_parameters") or {}))
+            _write_tokenizer(writer, target, revision, config.vocab_size or facts["vocab_size"])
+            writer.add_mask_token_id(config.mask_token_id)
+            for name, tensor in tensors.items():
+                _write_tensor(writer, name, tensor, kind)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+        finally:
+            writer.close()
+
+
+def _write_keys(writer, config: DFlashDraftConfig, tensors: dict, mrope: bool) -> None:
+    for key, field in _KEYS.items():
+        value = getattr(config, field)
+        if isinstance(value, str):
+            writer.add_string(f"{ARCH}.{key}", value)
+        elif isinstance(value, float) or field in ("input_embedding_scale", "output_multiplier"):
+            if value != 1.0:
+                writer.add_float32(f"{ARCH}.{key}", value)
+        elif value is not None:
+            writer.add_uint32(f"{ARCH}.{key}", value)
+    if config.is_dflash2:  # of a part that does nothing, see `_tensors`
+        for key, value in {"conv_kernel_size": 1, "conv_group_size": config.hidden_size, "selector_rank": 1}.items():
+            if getattr(config, key) is None:
+                writer.add_uint32(f"{ARCH}.{key}", value)
+        if config.selector_top_k is None:
+            writer.add_uint32(f"{ARCH}.selector_top_k", 1)
+    writer.add_array(f"{ARCH}.target_layers", [i + 1 for i in config.target_layer_ids])  # whose inputs these are
+    writer.add_bool(f"{ARCH}.attention.causal", config.layer_is_causal(0))
+    sliding = [kind == "sliding_attention" for kind in config.layer_types]
+    if any(sliding):
+        writer.add_uint32(f"{ARCH}.attention.sliding_window", config.sliding_window)
+        writer.add_array(f"{ARCH}.attention.sliding_window_pattern", sliding)
+    rope = config.rope_parameters
+    rotated = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
+    writer.add_float32(f"{ARCH}.rope.freq_base", rope["rope_theta"])
+    writer.add_uint32(f"{ARCH}.rope.dimension_count", rotated)
+    if rope["rope_type"] != "default":
+        tensors["rope_freqs.weight"], scale = _rope_factors(config)
+        writer.add_float32(f"{ARCH}.rope.scaling.attn_factor", scale)
+    elif mrope:  # positions have several parts, of which a drafter follows the first
+        writer.add_array(f"{ARCH}.rope.dimension_sections", [rotated // 2, 0, 0, 0])
+
+
+def _rope_factors(config: DFlashDraftConfig) -> tuple[torch.Tensor, float]:
+    """Any rotary table as llama.cpp takes it: by how much each frequency `[head_dim / 2]` is slower; and its scale."""
+    table, scale = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config, device="cpu")
+    plain, _ = DFlashRotaryEmbedding.compute_default_rope_parameters(config)
+    factors = torch.ones(config.head_dim // 2)
+    factors[: len(table)] = plain / table
+    return factors, scale
+
+
+def _tensors(draft: DFlashDraftModel, target, revision: str | None) -> dict[str, torch.Tensor]:
+    """All tensors by llama.cpp's names."""
+    config = draft.config
+    state = {name: tensor.detach().cpu() for name, tensor in draft.state_dict().items()}
+    mask = state.pop("mask_embedding", None)
+    named = _names(state, config.num_hidden_layers)
+    tensors = {named[name]: tensor for name, tensor in state.items()}
+    if config.has_own_head:
+        tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))  # differences here, ids there
+    if mask is not None:  # it has no place of its own, but in an embedding that is the drafter's
+        embedding, head = _embedding_and_head(target, revision)
+        tensors["token_embd.weight"] = embedding.clone()
+        tensors["token_embd.weight"][config.mask_token_id] = mask.to(embedding.dtype)
+        tensors.setdefault("output.weight", head)
+    # llama.cpp knows convolution and selector together alone: the one that the drafter lacks is one that does nothing.
+    if config.is_dflash2 and config.conv_kernel_size is None:
+        for i, part in [(i, part) for i in range(config.num_hidden_layers) for part in ("attn", "ffn")]:
+            tensors[f"blk.{i}.{part}_conv_base"] = torch.ones(2, 1, config.hidden_size)
+            tensors[f"blk.{i}.{part}_conv_proj.weight"] = torch.zeros(2, config.hidden_size)
+    if config.is_dflash2 and config.selector_rank is None:
+        tensors["selector_hidden.weight"] = torch.zeros(1, config.hidden_size)
+        for part in ("predecessor", "successor"):
+            tensors[f"selector_{part}.weight"] = torch.zeros(config.vocab_size, 1)
+    return tensors
+
+
+def _names(ours, num_layers: int) -> dict[str, str]:
+    """llama.cpp's name of each of our tensors; `gguf` knows those of Qwen3."""
+    gguf = _gguf()
+    known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, num_layers)
+    found = {}
+    for name in ours:
+        layer, part = name.split(".", 2)[1:] if name.startswith("layers.") else (None, name)
+        if part in _NAMES:
+            found[name] = _NAMES[part] if layer is None else f"blk.{layer}.{_NAMES[part]}"
+        else:
+            found[name] = known.get_name(f"model.{name}", try_suffixes=(".weight", ".bias"))
+        if found[name] is None:
+            raise ValueError(f"{name} has no place in a drafter's GGUF file: llama.cpp has no such part.")
+    return found
+
+
+def _embedding_and_head(target, revision: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    source, options = (Path(target).parent, {"gguf_file": Path(target).name}) if is_gguf(target) else (target, {})
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", revision=revision, **options)
+    return model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
+
+
+def _write_tensor(writer, name: str, tensor: torch.Tensor, kind) -> None:
+    gguf = _gguf()
+    if name == "d2t":
+        writer.add_tensor(name, tensor.numpy())
+        return
+    numbers = tensor.float().contiguous().numpy()
+    if numbers.ndim != 2:  # norms, sinks, kernels
+        kind = gguf.GGMLQuantizationType.F32
+    elif numbers.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
+        kind = gguf.GGMLQuantizationType.F16
+    if kind.name == "F16" and abs(numbers).max() > 65504:
+        raise ValueError(f"{name} has numbers that float16 does not hold; convert with --dtype bf16.")
+    writer.add_tensor(name, gguf.quantize(numbers, kind), raw_dtype=kind)
+
+
+def _write_tokenizer(writer, target, revision: str | None, vocab_size: int) -> None:
+    """The target's tokenizer: from its GGUF file as it is, else from `tokenizer.json`."""
+    gguf = _gguf()
+    if is_gguf(target):
+        for name, field in _open(target).fields.items():
+            if name.startswith("tokenizer.") and name != "tokenizer.ggml.mask_token_id":
+                kinds = field.types
+                writer.add_key_value(name, field.contents(), kinds[0], kinds[-1] if len(kinds) > 1 else None)
+        return
+    folder = Path(target).expanduser() if Path(target).expanduser().is_dir() else _tokenizer_of_hub(target, revision)
+    try:
+        try:
+            vocabulary = gguf.BpeVocab(folder)
+        except FileNotFoundError:  # no byte-level one
+            vocabulary = gguf.LlamaHfVocab(folder)
+        tokens = list(vocabulary.all_tokens())
+    except Exception as error:  # gguf's readers fail in many ways on what they do not know
+        raise ValueError(
+            f"{target} has no tokenizer.json that `gguf` can write ({error}); name the target's GGUF file instead."
+        ) from error
+    if len(tokens) > vocab_size:
+        raise ValueError(
+            f"{target} has a tokenizer of {len(tokens)} tokens, but the drafter's vocab_size={vocab_size}: it belongs "
+            "to another target."
+        )
+    unused = (gguf.TokenType.UNUSED, 0.0)
+    tokens += [(f"[PAD{i}]", unused[1], unused[0]) for i in range(len(tokens), vocab_size)]
+    texts, scores, kinds = zip(*tokens, strict=True)
+    writer.add_tokenizer_model(vocabulary.tokenizer_model)
+    writer.add_tokenizer_pre("default")  # how text is cut is the target's business: a drafter sees ids
+    writer.add_token_list([text.decode() if isinstance(text, bytes) else text for text in texts])
+    writer.add_token_scores(scores)
+    writer.add_token_types(kinds)
+    special = gguf.SpecialVocab(folder, load_merges=vocabulary.tokenizer_model == "gpt2", n_vocab=vocab_size)
+    special.special_token_ids.pop("mask", None)
+    special.add_to_gguf(writer, quiet=True)
+
+
+def _tokenizer_of_hub(target, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    files = ["tokenizer*", "vocab.json", "merges.txt", "added_tokens.json", "config.json", "chat_template*"]
+    return Path(snapshot_download(str(target), revision=revision, allow_patterns=files))
+
+
+def unpack_gguf(file: Path, folder: Path) -> Path:
+    """
+    A GGUF drafter as a folder of safetensors, which `DFlashDraftModel.from_pretrained` reads.
+
+    Raises:
+        `ValueError`: the file is damaged, or is no drafter; says so.
+    """
+    gguf = _gguf()
+    reader = _open(file)
+    config = gguf_config(file, reader)
+    parsed = DFlashDraftConfig.from_dict(dict(config))
+    with torch.device("meta"):
+        wanted = DFlashDraftModel(parsed).state_dict()
+    there = {tensor.name: tensor for tensor in reader.tensors}
+    kind = there["fc.weight"].tensor_type.name if "fc.weight" in there else "F32"
+    dtype = {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind, torch.float32)
+    tensors = {}
+    for ours, name in _names([name for name in wanted if name != "mask_embedding"], parsed.num_hidden_layers).items():
+        if name in there:
+            stored = there.pop(name)
+            numbers = torch.tensor(stored.data if name == "d2t" else gguf.dequantize(stored.data, stored.tensor_type))
+            tensors[ours] = numbers.reshape(wanted[ours].shape).to(torch.int64 if name == "d2t" else dtype)
+    if "d2t" in tensors:
+        tensors["d2t"] -= torch.arange(len(tensors["d2t"]))
+    if parsed.own_mask_embedding:
+        table = there["token_embd.weight"]
+        row = gguf.dequantize(table.data, table.tensor_type)[parsed.mask_token_id]
+        tensors["mask_embedding"] = torch.tensor(row).to(dtype)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": str(dtype).removeprefix("torch.")}))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def gguf_config(file: str | Path, reader=None) -> dict:
+    """
+    The `config.json` of a GGUF drafter: the one it was written with, else what llama.cpp's keys say.
+
+    Raises:
+        `ValueError`: the file is damaged, or no drafter.
+    """
+    reader = reader or _open(file)
+    fields = {name.removeprefix(f"{ARCH}."): field for name, field in reader.fields.items()}
+    kind = fields["general.architecture"].contents()
+    if kind != ARCH:
+        raise ValueError(f"{file} is no DFlash drafter but a model of llama.cpp's architecture {kind!r}.")
+    if _CONFIG in fields:
+        return json.loads(fields[_CONFIG].contents())
+
+    def get(key: str, default=None):
+        return fields[key].contents() if key in fields else default
+
+    names = {tensor.name: tensor for tensor in reader.tensors}
+    config = {field: get(key) for key, field in _KEYS.items() if key in fields}
+    pattern = get("attention.sliding_window_pattern", [False] * config["num_hidden_layers"])
+    rope = {"rope_type": "default", "rope_theta": get("rope.freq_base", 10_000.0)}
+    if get("rope.scaling.type", "none") not in ("none", "linear") or "rope_freqs.weight" in names:
+        raise ValueError(f"{file} scales its rotary embedding in a way that is not read here; convert its original.")
+    if "rope.scaling.factor" in fields:
+        rope |= {"rope_type": "linear", "factor": get("rope.scaling.factor")}
+    rotated = get("rope.dimension_count", config["head_dim"])
+    if rotated != config["head_dim"]:
+        rope["partial_rotary_factor"] = rotated / config["head_dim"]
+    return {
+        "architectures": ["DFlash2DraftModel" if "selector_rank" in config else "DFlashDraftModel"],
+        "model_type": "qwen3",
+        **config,
+        "target_layer_ids": [i - 1 for i in get("target_layers", [])],
+        "mask_token_id": get("tokenizer.ggml.mask_token_id"),
+        "vocab_size": len(get(_TOKENS, [])) or None,
+        "layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern],
+        "sliding_window": get("attention.sliding_window"),
+        "use_sliding_window": any(pattern),
+        "is_causal": get("attention.causal", False),
+        "rope_parameters": rope,
+        "draft_vocab_size": int(names["d2t"].shape[0]) if "d2t" in names else None,
+        "own_mask_embedding": "token_embd.weight" in names,
+    }
+
+
+def _open(file: str | Path):
+    """
+    Raises:
+        `ValueError`: there is no whole GGUF file of that name.
+    """
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(f"{file}: there is no such file.")
+    try:
+        reader = _gguf().GGUFReader(path)
+        reader.fields["general.architecture"].contents()
+        return reader
+    except Exception as error:  # gguf checks little and fails in many ways
+        raise ValueError(
+            f"{file} is no whole GGUF file ({error or type(error).__name__}); download it again."
+        ) from error
+
+
+def _gguf():
+    try:
+        import gguf
+    except ImportError as error:
+        raise ImportError(f"GGUF files need `gguf`: {install('gguf')}.") from error
+    return gguf

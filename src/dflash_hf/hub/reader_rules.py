@@ -1,0 +1,44 @@
+"""
+What those read of a drafter's folder who have a model of their own for it: dflash-mlx 0.1.8, and optimum-intel 2.2.0
+for OpenVINO. Both know Qwen3-style layers and the target's head; what else a drafter has is lost, mostly in silence.
+"""
+
+from collections.abc import Iterator
+
+from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
+
+
+def unread(config: DFlashDraftConfig, engine: str) -> Iterator[tuple[str, str]]:
+    """
+    What one of `READERS` does not read, or reads otherwise: key, and reason.
+
+    Args:
+        config (`DFlashDraftConfig`): The drafter's.
+        engine (`str`): `"mlx"` or `"openvino"`.
+    """
+    rope = config.rope_parameters
+    plain = {
+        "draft_vocab_size": None,
+        "selector_rank": None,
+        "conv_kernel_size": None,
+        "attention_sink_bias": False,
+        "attention_value_scale": 1.0,
+        "input_embedding_scale": 1.0,
+        "own_mask_embedding": False,
+        "v_head_dim": config.head_dim,
+        "target_hidden_size": config.hidden_size,
+        "hidden_act": "silu",
+    }
+    for key, value in plain.items():
+        if getattr(config, key) != value:
+            yield key, f"{getattr(config, key)!r} is not read; it drafts as with {value!r}, or not at all."
+    if config.backbone_rotary_base not in (None, rope["rope_theta"]):
+        yield "backbone_rotary_base", "is not read: context and block are rotated by one base."
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        yield "partial_rotary_factor", f"{rope['partial_rotary_factor']} is not read: whole heads are rotated."
+    sliding = [kind == "sliding_attention" for kind in config.layer_types]
+    causal = [config.layer_is_causal(i) for i in range(config.num_hidden_layers)]
+    if engine == "mlx" and causal != sliding:
+        yield "is_causal", "is not read: sliding layers are causal inside the block, full ones are not."
+    if engine == "openvino" and any(causal):
+        yield "is_causal", "is not read: no layer is causal inside the block."

@@ -1,0 +1,100 @@
+"""`dflash eval --server`, against a stand-in that streams what llama.cpp's server streams."""
+
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from dflash_hf.cli import main
+from dflash_hf.evaluation.measure import EvalReport
+
+
+class Server(BaseHTTPRequestHandler):
+    """Says `abcdef`; drafts three tokens at a time, of which two, none and one are right."""
+
+    drafts, timings, status, asked = True, True, 200, []
+    steps = ((0, 0, "a"), (3, 2, "b"), (3, 2, "c"), (3, 2, "d"), (6, 2, "e"), (9, 3, "f"), (9, 3, "g"))
+
+    def log_message(self, *args):
+        pass
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        type(self).asked.append(body)
+        self.send_response(self.status)
+        self.end_headers()
+        if self.status != 200:
+            self.wfile.write(b'{"error": "no such model"}')
+            return
+        for number, (drafted, accepted, text) in enumerate(self.steps, start=1):
+            timings = {"predicted_n": number, "prompt_ms": 500.0, "predicted_ms": 500.0 if self.drafts else 1500.0}
+            if self.drafts and drafted:
+                timings |= {"draft_n": drafted, "draft_n_accepted": accepted}
+            event = {"choices": [{"delta": {"content": text}}], **({"timings": timings} if self.timings else {})}
+            self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+        self.wfile.write(b"data: [DONE]\n\n")
+
+
+@contextmanager
+def serving(**changes):
+    handler = type("Changed", (Server,), {"asked": [], **changes})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", handler.asked
+        finally:
+            server.shutdown()
+
+
+def test_a_report_like_any_other(tmp_path, capsys):
+    rows = [{"turns": ["one", "two"]}, {"messages": [{"role": "user", "content": "three"}]}]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--data", str(tmp_path / "data.jsonl"), "--max-new-tokens", "9", "--output", str(tmp_path / "out")]
+    with serving() as (drafted, asked), serving(drafts=False) as (alone, _):
+        assert main(["eval", "--server", f"{drafted}/v1/", "--alone", alone, *words]) == 0
+    assert [one["messages"][-1]["content"] for one in asked] == ["one", "two", "three"]
+    assert [one["role"] for one in asked[1]["messages"]] == ["user", "assistant", "user"]
+    assert asked[1]["messages"][1]["content"] == "abcdefg"
+    assert {(one["temperature"], one["max_tokens"], one["stream"]) for one in asked} == {(0, 9, True)}
+    report = EvalReport.from_json((tmp_path / "out" / "eval_report.json").read_text())
+    assert report.acceptance_lengths == [[3, 1, 2]] * 3 and report.tau == 2 and report.block_size == 4
+    assert report.methods["dflash"].speedup == 2 and report.lossless
+    out = capsys.readouterr().out
+    assert "2.00 tokens per verification over 9" in out and "2.00x" in out and "3 of 3 texts" in out
+    assert main(["eval", "--compare", *[str(tmp_path / "out" / "eval_report.json")] * 2]) == 0
+    assert "no more than chance" not in capsys.readouterr().err
+
+
+def test_one_server(tmp_path, capsys):
+    (tmp_path / "data.txt").write_text("one\n")
+    with serving() as (drafted, _):
+        words = ["eval", "--server", drafted, "--data", str(tmp_path / "data.txt"), "--output", str(tmp_path)]
+        assert main(words) == 0
+    assert "alone " not in capsys.readouterr().out
+    report = tmp_path / "eval_report.json"
+    assert json.loads(report.read_text())["summary"]["speedup"] is None
+    assert main(["eval", "--compare", str(report), str(report)]) == 0
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"drafts": False}, "drafts nothing"),
+        ({"timings": False}, "reports no timings"),
+        ({"status": 404}, 'answers 404: {"error": "no such model"}'),
+    ],
+)
+def test_a_server_that_does_not_tell(changes, message, tmp_path, capsys):
+    (tmp_path / "data.txt").write_text("one\n")
+    with serving(**changes) as (url, _):
+        assert main(["eval", "--server", url, "--data", str(tmp_path / "data.txt")]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_words_that_cannot_be_right(capsys):
+    assert main(["eval", "--server", "http://127.0.0.1:9"]) == 2
+    assert main(["eval", "--alone", "http://127.0.0.1:9"]) == 2
+    assert main(["eval", "--server", "http://127.0.0.1:9", "--dataset", "json", "--prompts", "1"]) == 1
+    assert "is the server running?" in capsys.readouterr().err

@@ -1,0 +1,393 @@
+"""Drafters as llama.cpp's files, and what llama.cpp itself makes of them."""
+
+import copy
+import gzip
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support import layouts
+from support.guides import ROOT
+from support.llama_cpp import complete, our_lengths, serve, write_target
+from support.pairs import make_draft, make_draft2, make_target
+from support.tiny_chat import save_target
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dflash_hf import DFlashDraftModel
+from dflash_hf.cli import main
+from dflash_hf.convert import convert
+from dflash_hf.gguf_format import unpack_gguf, write_gguf
+from dflash_hf.hub.check import check
+from dflash_hf.smollm2 import data_folder, drafter_folder, packaged_gguf
+from dflash_hf.training.start import take_vocabulary
+
+
+gguf = pytest.importorskip("gguf")
+SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6, "is_causal": False}
+HALF = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 16, "factor": 4.0}
+SELECTOR = {"selector_rank": 6, "selector_top_k": 5}
+CONVOLUTION = {"conv_kernel_size": 2, "conv_group_size": 4}
+DRAFTERS = {
+    "v1": {},
+    "reduced vocabulary": {"draft_vocab_size": 9},
+    "sliding": SLIDING,
+    "sliding and full": {**HALF, "is_causal": False},
+    "causal": {"is_causal": True},
+    "selector": SELECTOR,
+    "convolution": CONVOLUTION,
+    "DFlash 2": {**SELECTOR, **CONVOLUTION},
+    "DFlash 2, reduced vocabulary": {**SELECTOR, **CONVOLUTION, "draft_vocab_size": 9},
+    "logits": {**SELECTOR, "output_multiplier": 0.3, "final_logit_softcapping": 2.0},
+    "yarn": {"rope_parameters": {"rope_type": "yarn", **ROPE}},
+    "llama3": {"rope_parameters": {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ROPE}},
+    "half rotated": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    "scales and sinks": {
+        **{"input_embedding_scale": 2.0, "attention_value_scale": 0.6, "attention_sink_bias": True},
+    },
+    "own mask": {"own_mask_embedding": True},
+    "gelu": {"hidden_act": "gelu_pytorch_tanh"},
+}
+LIMITS = {
+    "attention_bias": {"attention_bias": True},
+    "is_causal": HALF,
+    "v_head_dim": {"v_head_dim": 6},
+    "target_hidden_size": {"target_hidden_size": 64},
+    "backbone_rotary_base": {"backbone_rotary_base": 7.0},
+    "hidden_act": {"hidden_act": "relu"},
+    "rope_parameters": {"rope_parameters": {"rope_type": "dynamic", **ROPE}},
+    "selector_top_k": {"selector_rank": 6, "selector_top_k": 6},
+    "target_layer_ids": {"target_layer_ids": [0, 2, 3]},
+}
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return make_target(vocab_size=16)  # so few that random drafts are right now and then
+
+
+@pytest.fixture(scope="module")
+def tiny_file(tiny, tmp_path_factory):
+    return write_target(tiny, tmp_path_factory.mktemp("target") / "target.gguf")
+
+
+@pytest.fixture(autouse=True)
+def embedding_of_a_tiny_file(tiny, monkeypatch):
+    """transformers would not read it: its tokenizer is none."""
+    weights = tiny.get_input_embeddings().weight, tiny.get_output_embeddings().weight
+    monkeypatch.setattr("dflash_hf.gguf_format._embedding_and_head", lambda *_: weights)
+
+
+def made(target, name):
+    """A drafter whose every part does something."""
+    parts = {"target_layer_ids": [0, 1, 2], **DRAFTERS[name]}
+    plain = {"conv_kernel_size": None, "conv_group_size": None, "selector_rank": None, "selector_top_k": None}
+    draft = make_draft2(target, **{**plain, **parts})
+    if draft.config.has_own_head:
+        take_vocabulary(draft, target, torch.arange(target.config.vocab_size) % 3)
+    with torch.no_grad():
+        if draft.config.own_mask_embedding:
+            draft.mask_embedding.normal_(0, 0.5)
+        for parameter in (layer.self_attn.attention_sink_bias for layer in draft.layers if "sinks" in name):
+            parameter.uniform_(-1, 2)
+    return draft
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_there_and_back(name, tiny, tiny_file, tmp_path):
+    made(tiny, name).save_pretrained(tmp_path / "draft")
+    file = tmp_path / "dflash-tiny.gguf"
+    convert(tmp_path / "draft", file, to="gguf", target=tiny_file)
+    convert(file, tmp_path / "back")
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("draft", "back"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    before, after = (json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("draft", "back"))
+    assert before == after
+
+
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+def test_every_layout_that_is_read(layout, tiny, tmp_path):
+    """Converted, or refused for a limit that `check` names; what llama.cpp's own converter does not know included."""
+    layouts.write(tmp_path / "draft", layout)
+    file = tmp_path / "target.gguf"
+    write_target(make_target(num_hidden_layers=8 if "default rule" in layout else 4), file)
+    found = {one.key for one in check(tmp_path / "draft", ["llama.cpp"])}
+    expected = {
+        "z-lab mixed layers": {"is_causal"},
+        "speculators, sliding": {"is_causal"},
+        "Gemma-4": {"is_causal"},
+        "gpt-oss": {"attention_bias"},
+        "MiMo": {"v_head_dim", "backbone_rotary_base"},
+    }
+    assert found == expected.get(layout, set())
+    if found:
+        with pytest.raises(ValueError, match=f"cannot be written for llama.cpp: {sorted(found)[-1]}"):
+            convert(tmp_path / "draft", tmp_path / "dflash.gguf", to="gguf", target=file)
+        return
+    draft = DFlashDraftModel.from_pretrained(tmp_path / "draft")
+    if "default rule" not in layout:  # these files read the last layer too
+        assert {one.key for one in check(tmp_path / "draft", ["llama.cpp"], file)} == {"target_layer_ids"}
+        draft.config.target_layer_ids = [0, 1, 2]
+    write_gguf(draft, tmp_path / "dflash.gguf", file)
+    back = DFlashDraftModel.from_pretrained(unpack_gguf(tmp_path / "dflash.gguf", tmp_path / "back"))
+    ours, theirs = draft.state_dict(), back.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours) and ours.keys() == theirs.keys()
+    keys = gguf.GGUFReader(tmp_path / "dflash.gguf").fields
+    assert keys["dflash.target_layers"].contents() == [i + 1 for i in draft.config.target_layer_ids]
+    assert keys["tokenizer.ggml.mask_token_id"].contents() == 95
+
+
+@pytest.mark.parametrize("key", LIMITS)
+def test_what_llama_cpp_cannot_run_is_refused(key, tiny, tiny_file, tmp_path, capsys):
+    draft = make_draft(tiny, **{"target_layer_ids": [0, 1, 2], **LIMITS[key]})
+    draft.save_pretrained(tmp_path / "draft")
+    for finding in check(tmp_path / "draft", ["llama.cpp"], tiny_file):
+        assert (finding.severity, finding.engines, finding.key) == ("error", ("llama.cpp",), key)
+    assert main(["check", str(tmp_path / "draft"), "--for", "llama.cpp", "--target", str(tiny_file)]) == 1
+    out = tmp_path / "dflash.gguf"
+    assert main(["convert", str(tmp_path / "draft"), str(out), "--to", "gguf", "--target", str(tiny_file)]) == 1
+    assert f"cannot be written for llama.cpp: {key}: " in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["draft"]
+
+
+def test_what_does_not_fit_the_target(tiny, tiny_file, tmp_path):
+    draft = make_draft(tiny, target_layer_ids=[0, 1, 2])
+    draft.save_pretrained(tmp_path / "draft")
+    of_file = {"model_type": "qwen3", "hidden_size": 32, "num_hidden_layers": 4, "vocab_size": 16}
+    assert (
+        check(tmp_path / "draft", ["llama.cpp"], tiny_file) == check(tmp_path / "draft", ["llama.cpp"], of_file) == []
+    )
+    for change, key in (
+        ({"model_type": "qwen2"}, "model_type"),
+        ({"hidden_size": 64}, "target_hidden_size"),
+        ({"num_hidden_layers": 5}, "num_target_layers"),
+        ({"vocab_size": 17}, "vocab_size"),
+    ):
+        assert [one.key for one in check(tmp_path / "draft", ["llama.cpp"], {**of_file, **change})] == [key]
+    for kind in ("llama", "qwen3_5_text", "qwen35moe", "gpt_oss", "gpt-oss", "lfm2", "gemma4_text", "nemotron_h"):
+        assert not check(tmp_path / "draft", ["llama.cpp"], {**of_file, "model_type": kind})
+
+
+@pytest.fixture
+def folder(tiny, tmp_path):
+    make_draft(tiny, target_layer_ids=[0, 1, 2]).save_pretrained(tmp_path / "draft")
+    return tmp_path / "draft"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_what_was_written_is_whole_or_not_there(error, folder, tiny_file, tmp_path, monkeypatch):
+    out = tmp_path / "dflash.gguf"
+
+    def fail(self):
+        raise error("No space left on device")
+
+    with monkeypatch.context() as broken, pytest.raises(error):
+        broken.setattr(gguf.GGUFWriter, "write_tensors_to_file", fail)
+        convert(folder, out, to="gguf", target=tiny_file)
+    assert [path.name for path in tmp_path.iterdir()] == ["draft"]
+    convert(folder, out, to="gguf", target=tiny_file)
+    before = out.read_bytes()
+    with pytest.raises(FileExistsError, match="name a new file"):
+        convert(folder, out, to="gguf", target=tiny_file)
+    assert out.read_bytes() == before
+
+
+def test_damaged_and_other_files(folder, tiny_file, tmp_path):
+    whole = tmp_path / "dflash.gguf"
+    convert(folder, whole, to="gguf", target=tiny_file)
+    size, cut = whole.stat().st_size, tmp_path / "cut.gguf"
+    for kept in (0, 3, 60, 400, size // 2, size - 1):
+        cut.write_bytes(whole.read_bytes()[:kept])
+        for arguments in ((cut, tmp_path / "back"), (folder, tmp_path / "new.gguf", "gguf")):
+            with pytest.raises(ValueError, match="cut.gguf is no whole GGUF file"):
+                convert(*arguments, **({"target": cut} if len(arguments) > 2 else {}))
+        assert {one.key for one in check(cut, ["llama.cpp"])} == {"weights"}
+    with pytest.raises(ValueError, match="target.gguf is no DFlash drafter but a model of .*'qwen3'"):
+        convert(tiny_file, tmp_path / "back")
+    with pytest.raises(ValueError, match="dflash.gguf is a drafter; name the GGUF file of the target"):
+        convert(folder, tmp_path / "new.gguf", to="gguf", target=whole)
+    with pytest.raises(FileNotFoundError, match="there is no such file"):
+        convert(tmp_path / "none.gguf", tmp_path / "back")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cut.gguf", "dflash.gguf", "draft"]
+
+
+@pytest.mark.parametrize("dtype, sign", {"float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}.items())
+def test_smaller_numbers(dtype, sign, tiny, folder, tiny_file, tmp_path):
+    words = [str(tmp_path / "dflash.gguf"), "--to", "gguf", "--target", str(tiny_file), "--dtype", dtype]
+    assert main(["convert", str(folder), *words]) == 0
+    there = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "dflash.gguf").tensors}
+    assert there["fc.weight"].tensor_type.name == sign and there["enc.output_norm.weight"].tensor_type.name == "F32"
+    # 48 numbers are no whole number of Q8_0's blocks of 32.
+    assert there["blk.0.ffn_down.weight"].tensor_type.name == ("F16" if dtype == "q8_0" else sign)
+    back = DFlashDraftModel.from_pretrained(convert(tmp_path / "dflash.gguf", tmp_path / "back"), dtype=torch.float32)
+    ours = DFlashDraftModel.from_pretrained(folder).state_dict()
+    for name, tensor in back.state_dict().items():
+        torch.testing.assert_close(tensor, ours[name], atol=0.01 * float(ours[name].abs().max()), rtol=0)
+
+
+def test_numbers_that_float16_does_not_hold(tiny, folder, tiny_file, tmp_path):
+    draft = DFlashDraftModel.from_pretrained(folder)
+    draft.fc.weight.data[0, 0] = 1e5
+    with pytest.raises(ValueError, match="fc.weight has numbers that float16 does not hold; .* bf16"):
+        write_gguf(draft, tmp_path / "dflash.gguf", tiny_file, "float16")
+
+
+def test_a_tokenizer_of_a_folder(tmp_path):
+    """Byte-level ones by `gguf`; one that is too long, or there is none: one line, and no file."""
+    saved = save_target(tmp_path / "target", family="qwen3")
+    target = AutoModelForCausalLM.from_pretrained(saved)
+    draft = make_draft(target, target_layer_ids=[0, 1, 2])
+    write_gguf(draft, tmp_path / "dflash.gguf", saved)
+    fields = gguf.GGUFReader(tmp_path / "dflash.gguf").fields
+    tokenizer = AutoTokenizer.from_pretrained(saved)
+    tokens = fields["tokenizer.ggml.tokens"].contents()
+    assert len(tokens) == draft.config.vocab_size and tokens[: len(tokenizer)] == tokenizer.convert_ids_to_tokens(
+        range(len(tokenizer))
+    )
+    (tmp_path / "dflash.gguf").unlink()
+    text = (saved / "tokenizer.json").read_text()
+    for change, message in (
+        (lambda: (saved / "tokenizer.json").write_text(text[: len(text) // 2]), "no tokenizer.json that `gguf` can"),
+        (lambda: [path.unlink() for path in saved.glob("*token*")], "no tokenizer.json that `gguf` can"),
+    ):
+        change()
+        with pytest.raises(ValueError, match=message):
+            write_gguf(draft, tmp_path / "dflash.gguf", saved)
+        assert not (tmp_path / "dflash.gguf").exists()
+
+
+def test_words_that_cannot_be_right(folder, tiny_file, tmp_path, capsys):
+    for words in (
+        ["convert", str(folder), str(tmp_path / "new.gguf"), "--to", "gguf"],
+        ["convert", str(folder), str(tmp_path / "new"), "--target", str(tiny_file)],
+    ):
+        assert main(words) == 2
+    for arguments in (
+        {"dst": tmp_path / "new", "to": "gguf", "target": tiny_file},
+        {"dst": tmp_path / "new.gguf"},
+        {"dst": tmp_path / "new", "dtype": "q8_0"},
+    ):
+        with pytest.raises(ValueError, match="gguf|GGUF"):
+            convert(folder, **arguments)
+
+
+def test_a_file_that_another_converter_wrote(tiny, tiny_file, tmp_path):
+    """Without our key the configuration is what llama.cpp's own keys say."""
+    draft = made(tiny, "DFlash 2, reduced vocabulary")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dflash_hf.gguf_format._CONFIG", "theirs.config")
+        write_gguf(draft, tmp_path / "dflash.gguf", tiny_file)
+    back = DFlashDraftModel.from_pretrained(convert(tmp_path / "dflash.gguf", tmp_path / "back"))
+    same = ("target_layer_ids", "mask_token_id", "block_size", "layer_types", "rope_parameters", "draft_vocab_size")
+    assert all(getattr(back.config, name) == getattr(draft.config, name) for name in (*same, *SELECTOR, *CONVOLUTION))
+    assert [back.config.layer_is_causal(i) for i in range(2)] == [False, False]
+    assert all(torch.equal(back.state_dict()[name], tensor) for name, tensor in draft.state_dict().items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_llama_cpp_drafts_what_we_draft(name, tiny, tiny_file, tmp_path):
+    """Where random drafts are right is theirs alone."""
+    file, draft = tmp_path / "dflash-tiny.gguf", made(tiny, name)
+    write_gguf(draft, file, tiny_file, dtype="float32")
+    alone, drafted = serve(tiny_file, context=256), serve(tiny_file, file, drafts=3, context=256)
+    accepted = 0
+    for seed in range(12):
+        prompt = torch.randint(2, 15, (12,), generator=torch.Generator().manual_seed(seed)).tolist()
+        text, _ = complete(alone, prompt, 120)
+        answer, lengths = complete(drafted, prompt, 120)
+        assert answer == text and len(answer) == 120
+        ours = our_lengths(tiny, draft, prompt, answer)
+        assert lengths[:-2] == ours[: len(lengths) - 2]  # both ends are cut, in ways of their own
+        accepted += sum(lengths) - len(lengths)
+        if accepted > 5:
+            return
+    raise AssertionError("no draft was right: this compares nothing")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", sorted(set(LIMITS) - {"rope_parameters"}))
+def test_llama_cpp_really_fails_at_its_limits(key, tiny, tiny_file, tmp_path, monkeypatch):
+    """Written all the same, it stops, or drafts something else; of a table that changes, past the length it had."""
+    pytest.importorskip("xllamacpp")
+    draft = make_draft(tiny, **{"target_layer_ids": [0, 1, 2], **LIMITS[key]})
+    with torch.no_grad():
+        for name, parameter in draft.named_parameters():
+            if name.endswith(".bias"):
+                parameter.uniform_(-2, 2)
+    monkeypatch.setattr("dflash_hf.gguf_format.limits", lambda *_: ())
+    write_gguf(draft, tmp_path / "dflash.gguf", tiny_file)
+    different = False
+    for seed in range(6):
+        prompt = torch.randint(2, 15, (12,), generator=torch.Generator().manual_seed(seed)).tolist()
+        words = [str(tiny_file), str(tmp_path / "dflash.gguf"), json.dumps(prompt), "120"]
+        done = subprocess.run(
+            [sys.executable, "-m", "support.llama_cpp", *words], cwd=ROOT / "tests", capture_output=True, text=True
+        )
+        if done.returncode:
+            return
+        theirs = json.loads(done.stdout.splitlines()[-1])
+        options = {"max_new_tokens": 120, "do_sample": False}
+        text = tiny.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+        different |= theirs[:-2] != our_lengths(tiny, draft, prompt, text)[: len(theirs) - 2]
+        if different:
+            return
+    raise AssertionError(f"llama.cpp drafts as we do: {key} is no limit")
+
+
+REAL = {
+    "shipped": {},
+    "v1": {"draft_vocab_size": None},
+    "selector": {"draft_vocab_size": None, "selector_rank": 32, "selector_top_k": 16},
+    "sliding": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 24, "is_causal": False},
+}
+
+
+@pytest.fixture(scope="module")
+def real(request):
+    """SmolLM2 in fp32, 40 requests that its drafter never saw, and what llama.cpp alone answers."""
+    folder = request.getfixturevalue("real_target")
+    torch.set_num_threads(1)
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with gzip.open(data_folder() / "held_out.jsonl.gz", "rt", encoding="utf-8") as lines:
+        rows = [json.loads(line)["messages"] for line in lines]
+    prompts = [tokenizer.apply_chat_template(one, add_generation_prompt=True)["input_ids"] for one in rows]
+    prompts = [one for one in prompts if len(one) < 150]
+    prompts = prompts[:: len(prompts) // 40][:40]
+    alone = serve(packaged_gguf())
+    return target, prompts, [complete(alone, prompt, 32)[0] for prompt in prompts]
+
+
+@pytest.mark.slow
+@pytest.mark.real
+@pytest.mark.parametrize("name", REAL)
+def test_the_real_pair_in_llama_cpp(name, real, tmp_path):
+    """Texts are llama.cpp's own; as many drafts are accepted as here, on the same tokens (its target is in 4 bits)."""
+    target, prompts, texts = real
+    base = DFlashDraftModel.from_pretrained(drafter_folder(), dtype=torch.float32)
+    config = copy.deepcopy(base.config)
+    for key, value in REAL[name].items():
+        setattr(config, key, value)
+    torch.manual_seed(0)
+    draft = DFlashDraftModel(config).eval()
+    draft.load_state_dict({k: v for k, v in base.state_dict().items() if k in draft.state_dict()}, strict=False)
+    if config.selector_rank is not None:  # untrained, but not without effect
+        draft.candidate_selector.predecessor_codebook.data.normal_(0, 0.3)
+        draft.candidate_selector.successor_codebook.data.normal_(0, 0.3)
+        draft.candidate_selector.hidden_projection.weight.data.normal_(0, 0.05)
+    write_gguf(draft, tmp_path / "dflash.gguf", packaged_gguf())
+    server = serve(packaged_gguf(), tmp_path / "dflash.gguf")
+    theirs = ours = 0
+    for prompt, text in zip(prompts, texts, strict=True):
+        answer, lengths = complete(server, prompt, 32)
+        assert answer == text
+        theirs += sum(lengths) - len(lengths)
+        lengths = our_lengths(target, draft, prompt, answer)
+        ours += sum(lengths) - len(lengths)
+    print(f"{name}: accepted {theirs} there, {ours} here")
+    assert ours > 200 and abs(theirs - ours) <= 0.05 * ours
