@@ -212,7 +212,7 @@ def _write_keys(writer, config: DFlashDraftConfig, tensors: dict, mrope: bool) -
                 writer.add_float32(f"{ARCH}.{key}", value)
         elif value is not None:
             writer.add_uint32(f"{ARCH}.{key}", value)
-    if config.is_dflash2:  # of a part that does nothing, see `_tensors`
+    if _is_dflash2(config):  # of a part that does nothing, see `_tensors`
         for key, value in {"conv_kernel_size": 1, "conv_group_size": config.hidden_size, "selector_rank": 1}.items():
             if getattr(config, key) is None:
                 writer.add_uint32(f"{ARCH}.{key}", value)
@@ -244,6 +244,11 @@ def _rope_factors(config: DFlashDraftConfig) -> tuple[torch.Tensor, float]:
     return factors, scale
 
 
+def _is_dflash2(config: DFlashDraftConfig) -> bool:
+    """Whether llama.cpp takes the drafter for a DFlash 2, of which it knows both parts or none."""
+    return config.conv_kernel_size is not None or config.selector_rank is not None
+
+
 def _tensors(draft: DFlashDraftModel, target, revision: str | None) -> dict[str, torch.Tensor]:
     """All tensors by llama.cpp's names."""
     config = draft.config
@@ -259,11 +264,11 @@ def _tensors(draft: DFlashDraftModel, target, revision: str | None) -> dict[str,
         tensors["token_embd.weight"][config.mask_token_id] = mask.to(embedding.dtype)
         tensors.setdefault("output.weight", head)
     # llama.cpp knows convolution and selector together alone: the one that the drafter lacks is one that does nothing.
-    if config.is_dflash2 and config.conv_kernel_size is None:
+    if _is_dflash2(config) and config.conv_kernel_size is None:
         for i, part in [(i, part) for i in range(config.num_hidden_layers) for part in ("attn", "ffn")]:
             tensors[f"blk.{i}.{part}_conv_base"] = torch.ones(2, 1, config.hidden_size)
             tensors[f"blk.{i}.{part}_conv_proj.weight"] = torch.zeros(2, config.hidden_size)
-    if config.is_dflash2 and config.selector_rank is None:
+    if _is_dflash2(config) and config.selector_rank is None:
         tensors["selector_hidden.weight"] = torch.zeros(1, config.hidden_size)
         for part in ("predecessor", "successor"):
             tensors[f"selector_{part}.weight"] = torch.zeros(config.vocab_size, 1)
