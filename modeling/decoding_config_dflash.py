@@ -13,16 +13,22 @@ class DFlashDecodingConfig:
     """
     How a drafter decodes; lives on `draft.decoding_config`.
 
+    With neither `block_size` nor `tree_nodes` each round verifies as much as is fastest: the likeliest tokens of a
+    tree, one path, or nothing, in which case the target decodes alone for a while. That follows from what rounds were
+    measured to cost on this machine, and from what the target accepts; see `plan_dflash`. Rounds that are compiled, or
+    run ahead of the host, verify whole blocks.
+
     Args:
-        block_size (`int`, *optional*): Verify only the first so many tokens of a drafted block, anchor included. The
-            block is always drafted at the trained size.
+        block_size (`int`, *optional*): Verify the first `block_size` tokens of a drafted block in every round, anchor
+            included. The block is always drafted at the trained size.
         draft_temperature (`float`, *optional*): Temperature at which drafts are drawn when the target samples; 0 takes
-            the likeliest tokens. Default: that of `generate` for a drafter with a path selector, 0 for others.
+            the likeliest tokens. Default: 0 where sizes are chosen in each round; else that of `generate` for a
+            drafter whose head says so, such as a path selector, and 0 for others.
         tree_nodes (`int`, *optional*): Draft a tree of so many tokens, the likeliest of all paths through the likely
             tokens of each slot (DDTree, arXiv 2604.12989), and verify it with one forward. More tokens are accepted;
             a forward over more tokens costs more, least where memory is the limit. Single blocks are drafted for
             targets with recurrent layers and where rows must advance in step. Trees hold the likeliest tokens: nothing
-            is drawn. Default: a block, which is a single path.
+            is drawn.
         compile (`bool` or `str`): Compile draft, verification and acceptance as one graph of fixed shape, for each
             bucket of 256, 512, 1024, ... slots; a string names a mode or a backend of `torch.compile`. The first use
             of a bucket takes a while, and the slots stay in memory for the next call; calls at the same time have
@@ -33,8 +39,8 @@ class DFlashDecodingConfig:
             token is asked for as it comes: with a streamer, a time limit, processors and criteria that read the text,
             scores, one sampled row, `generators`; and for targets with recurrent layers.
         generators (`list[torch.Generator]`, *optional*): Where the target samples, one for each row, those of
-            `num_return_sequences` included. Rows then advance in step, each token of a row is one draw of its
-            generator, and a row's text is the one that its generator gives for its prompt alone. Drafts that are drawn
+            `num_return_sequences` included. Each token of a row is then one draw of its generator, and a row's text is
+            the one that its generator gives for its prompt alone. Drafts that are drawn
             too (`draft_temperature`) are drawn by the same generators: then equal calls give equal texts, but a row's
             draws depend on how far the batch has come. Default: torch's own generator for all rows.
     """

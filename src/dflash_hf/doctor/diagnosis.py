@@ -11,6 +11,7 @@ from dflash_hf.doctor.experiments import Case, Experiment, experiments
 from dflash_hf.doctor.measure import Change, Counts, Text, measure
 from dflash_hf.doctor.texts import surprise
 from dflash_hf.doctor.verdict import accepts_more, difference, is_better, likeliest, likelihood
+from dflash_hf.evaluation.measure import in_blocks
 
 
 DECODED = 8  # prompts that are decoded
@@ -169,7 +170,7 @@ def decoding(case: Case) -> tuple[Counts, Counts]:
         output = case.target.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            assistant_model=case.draft,
+            assistant_model=in_blocks(case.draft),
             do_sample=False,
             max_new_tokens=case.writer.max_new_tokens,
             return_dict_in_generate=True,

@@ -217,8 +217,7 @@ def evaluate(
         raise ValueError(f"methods={list(methods)} lacks {sorted(missing)}, which the others are compared with.")
 
     methods = (*methods, *(others or {}))
-    # Acceptance lengths of different drafters are compared by whole blocks.
-    whole = variant(draft, block_size=draft.decoding_config.block_size or draft.config.block_size)
+    whole = in_blocks(draft)
     drafters = {name: variant(whole, **way.changes(tree_nodes)) for name, way in OURS.items()} | {AUTO: draft}
     ways = {**{name: {"assistant_model": drafter} for name, drafter in drafters.items()}, **(others or {})}
     decoder = _Decoder(target, draft, max_new_tokens, ways)
@@ -353,6 +352,11 @@ def variant(draft, **changes):
     twin = copy.copy(draft)
     twin.decoding_config = replace(draft.decoding_config, **changes)
     return twin
+
+
+def in_blocks(draft):
+    """The same drafter in blocks of the trained size, if no other was set: so acceptance lengths can be compared."""
+    return variant(draft, block_size=draft.decoding_config.block_size or draft.config.block_size)
 
 
 @contextlib.contextmanager
