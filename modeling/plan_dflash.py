@@ -247,10 +247,11 @@ def planner_of(target, draft, drafter, text, generation_config, trees: bool, who
     """
     config, trained, rows = draft.decoding_config, draft.config.block_size, len(text.host.alive)
     asked = generation_config.num_assistant_tokens
-    limit = trained if asked in (None, _DEFAULT_ASSISTANT_TOKENS) else max(int(asked), 0) + 1
+    unset = asked in (None, _DEFAULT_ASSISTANT_TOKENS)
+    limit = trained if unset else max(int(asked), 0) + 1
     # Rows that advance together agree on one path.
     trees = trees and (rows == 1 or text.rules.pace != "together")
-    if config.is_open and limit == trained and not whole:
+    if config.is_open and unset and not whole:
         nodes = max(min(_WIDEST, 2 * _WIDEST // rows), 2)
         plan = drafter.plan(trained, nodes) if trees else drafter.plan(trained, trained - 1, top_k=1)
         key = (id(target), rows, generation_config.do_sample)

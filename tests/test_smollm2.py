@@ -161,6 +161,7 @@ def test_the_drafter_is_published_with_today_s_code_and_figures(tmp_path):
 def test_the_real_pair_writes_the_target_s_own_text(real_target):
     """Chat, code and sums, in fp32, token for token, with drafts that are accepted and rejected."""
     pair, lengths = demo.load_pair(torch.float32), []
+    pair.draft.decoding_config.block_size = pair.draft.config.block_size
     for row in demo.requests(7):
         ids = torch.tensor([prompt_ids(RowEncoder(pair.tokenizer), row)])
         options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": False}

@@ -67,6 +67,7 @@ def test_a_live_object_is_adopted_without_a_copy(tmp_path, remote):
     target = make_target()
     ours = DFlashDraftModel.from_pretrained(tmp_path / "draft")
     options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
+    options["num_assistant_tokens"] = ours.config.block_size - 1  # for both the same, whole blocks
     expected = target.generate(PROMPT, assistant_model=ours, **options)
     actual = target.generate(PROMPT, assistant_model=remote, **options)
     assert torch.equal(actual.sequences, expected.sequences)

@@ -77,6 +77,8 @@ def test_only_the_adapter_moves_and_merged_it_is_a_plain_drafter(kind, target, t
     # 4. It decodes as the adapted one: the same text in the same verifications.
     options = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
     prompt = torch.tensor([[5, 9, 11, 60]])
+    for one in (trainer.draft, again):
+        one.decoding_config.block_size = BLOCK
     alone = target.generate(prompt, **options).sequences
     outputs = [target.generate(prompt, assistant_model=one, **options) for one in (trainer.draft.eval(), again.eval())]
     assert torch.equal(outputs[0].sequences, alone) and torch.equal(outputs[1].sequences, alone)

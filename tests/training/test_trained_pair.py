@@ -100,8 +100,9 @@ def test_teacher_forced_accuracy_is_the_decode_path_s(pair, prompts, tmp_path, m
             committed.append(prefix + 1)
             for k, hit in enumerate(right):
                 expected[:, k] += torch.tensor([1, hit, k <= prefix, k < prefix])
-        # The last verification is cut short by the end of the text.
-        assert committed[:-1] == output.acceptance_lengths[0][:-1]
+        # The last verification is cut short by the end of the text, or has nothing left to draft.
+        assert committed[:-1] == output.acceptance_lengths[0][: len(committed) - 1]
+        assert len(output.acceptance_lengths[0]) - len(committed) in (0, 1)
         batch = trainer.data_collator([make_example(text[: len(prompt)], text[len(prompt) :])])
         batch["anchors"] = torch.tensor([[start for start, _ in drafted]])
         batch["valid"] = torch.ones_like(batch["anchors"], dtype=torch.bool)
