@@ -284,14 +284,11 @@ class DFlashCandidateGenerator(CandidateGenerator):
         ).last_hidden_state[:, 1:]  # slot 0 is the anchor and predicts nothing
 
     def _masks(self, slots: torch.Tensor) -> dict[str, torch.Tensor]:
-        masks = {}
-        for layer_idx, layer_type in enumerate(self.config.layer_types):
-            if layer_type not in masks:
-                last_seen = slots if self.config.layer_is_causal(layer_idx) else slots[:, -1:].expand_as(slots)
-                window = self.config.sliding_window if layer_type == "sliding_attention" else None
-                mask = slot_mask(slots, last_seen, self.cache.view, window, None, self.draft_dtype)
-                masks[layer_type] = mask.to(self.draft_device)
-        return masks
+        def mask(window: int | None, causal: bool) -> torch.Tensor:
+            last_seen = slots if causal else slots[:, -1:].expand_as(slots)
+            return slot_mask(slots, last_seen, self.cache.view, window, None, self.draft_dtype).to(self.draft_device)
+
+        return self.config.by_layer_type(mask)
 
     def _to_draft(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = self.draft_dtype if tensor.is_floating_point() else tensor.dtype

@@ -151,7 +151,7 @@ class FastestPlan:
         self.widest, self.table, self.known, self.device = plan._replace(cut=self.cut), table, table.copy(), device
         self.paces, self.key, self.pace = paces, key, paces.get(key, Pace()).copy()
         self.rounds, self.sizes = 0, []  # drafted tokens that each round verified
-        self.tried: dict[tuple, int] = {}
+        self.tried: dict[int, int] = {}  # rounds of this call by size, -1 for those that drafted nothing
         self.judged: list[tuple] = []  # of the round under way and each row: parents and chances of its nodes
 
     def next(self, text) -> Plan:
@@ -203,9 +203,8 @@ class FastestPlan:
                 for node in range(1, size + 1):
                     if parents[node] in judged:
                         self.pace.reliability.note(chances[node], node in taken)
-        rows = max(sum(self.alive), 1)
-        self.pace.note(sum(counts) / rows, self.costs[size])
-        self.paces[self.key] = self.pace.copy()
+        self.pace.note(sum(counts) / sum(self.alive), self.costs[size])
+        self.paces[self.key] = self.pace  # who begins with it copies it
 
     def _worth(self, gains: list[float]) -> int:
         """How many nodes to verify; `gains` of each, in tokens of all rows."""

@@ -27,7 +27,7 @@ from transformers import AutoModel
 from dflash_hf.commands import bench as command
 from dflash_hf.convert import convert
 from dflash_hf.evaluation.forwards import Forwards, now, time_forwards
-from dflash_hf.evaluation.measure import EvalReport, evaluate, out_of_sight, variant
+from dflash_hf.evaluation.measure import EvalReport, evaluate, out_of_sight, ways_of
 from dflash_hf.evaluation.methods import (
     COMPILED,
     DFLASH,
@@ -164,7 +164,7 @@ def bench(
     # The prompt with the longest answer; of it the rounds of the second half are timed.
     prompt, answer = max(zip(prompts, report.responses, strict=True), key=lambda pair: len(pair[1]))
     context = len(prompt) + 3 * len(answer) // 4
-    drafters = {name: variant(drafter, **OURS[name].changes()) for name in OURS if name in report.methods}
+    drafters = {name: way for name, way in ways_of(drafter).items() if name in report.methods}
     rounds = _round_report(target, draft, drafters, prompt, len(answer), context, report.tau)
     report.setting.update(
         forced_acceptance=forced_acceptance,

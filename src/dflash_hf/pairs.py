@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_hf.configs import check_names, check_token_id, positions_of  # noqa: F401
-from dflash_hf.repositories import check_repository, looks_local  # noqa: F401
 from dflash_hf.terminal import one_line
 
 
@@ -162,6 +160,3 @@ def _about_remote_code(what: str, error: ValueError) -> str:
     if "trust_remote_code" not in str(error):
         return str(error)
     return f"{what} comes with code of its own: read that code, and if you trust it {TRUST}."
-
-
-check_pair, drafter_of = check_names, configured_draft  # as `data` still calls them

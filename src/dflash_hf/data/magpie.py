@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from transformers import GenerationConfig
 
+from dflash_hf.configs import check_names
 from dflash_hf.data.distinct import DistinctTexts, flaw
 from dflash_hf.data.encode import digests_of_tokenizer
 from dflash_hf.data.prepare import load_tokenizer
@@ -24,7 +25,7 @@ from dflash_hf.data.prompt_settings import PromptSettings
 from dflash_hf.data.response_file import ResponseFile
 from dflash_hf.data.time_left import TimeLeft, rows_at_a_time
 from dflash_hf.data.user_turn import UserTurn
-from dflash_hf.pairs import Loading, check_pair, load_target, pack
+from dflash_hf.pairs import Loading, load_target, pack
 from dflash_hf.responses import eos_ids, responses
 from dflash_hf.target import digest_of_target
 from dflash_hf.terminal import template_arguments
@@ -185,7 +186,7 @@ def run(arguments, echo) -> int:
         chat_template_kwargs=template_arguments(arguments.template_args) or {},
     )
     loading = Loading.of(arguments)
-    check_pair(arguments.target, None, loading)
+    check_names(arguments.target, None, loading)
     tokenizer = load_tokenizer(arguments.target, arguments.chat_template, loading.revision, loading.trust_remote_code)
     turn = UserTurn.of(tokenizer, settings.system, settings.chat_template_kwargs)  # refuses before anything is written
     with ResponseFile(arguments.output, {**asdict(settings), **digests_of_tokenizer(tokenizer)}) as output:

@@ -9,12 +9,14 @@ from pathlib import Path
 
 from transformers.utils import logging
 
+from dflash_hf.configs import check_names, check_token_id
 from dflash_hf.data.encode import RowEncoder, UnusableRow
 from dflash_hf.data.examples import pack
 from dflash_hf.data.prompts import template_kwargs
 from dflash_hf.data.sources import load_rows
 from dflash_hf.files import atomic
-from dflash_hf.pairs import TRUST, Loading, check_pair, check_repository, check_token_id, looks_local
+from dflash_hf.pairs import TRUST, Loading
+from dflash_hf.repositories import check_repository, looks_local
 from dflash_hf.terminal import Outcome, note, one_line, read_text, template_arguments, wants_color
 
 
@@ -206,7 +208,7 @@ def run(arguments, echo) -> Outcome:
     if output is not None:
         _check_output(output, arguments.data, arguments.overwrite)
     if arguments.target:
-        check_token_id(arguments.mask_token_id, check_pair(arguments.target, None, Loading.of(arguments)))
+        check_token_id(arguments.mask_token_id, check_names(arguments.target, None, Loading.of(arguments)))
     encoder = RowEncoder(
         load_tokenizer(
             arguments.tokenizer or arguments.target,

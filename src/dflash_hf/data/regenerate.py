@@ -7,6 +7,7 @@ from itertools import islice
 
 from transformers.utils import logging
 
+from dflash_hf.configs import check_names, check_token_id, positions_of
 from dflash_hf.data.chat_client import ChatClient, RequestRefused, in_parallel
 from dflash_hf.data.encode import RowEncoder, UnusableRow, digests_of_tokenizer, tools_of, without_none
 from dflash_hf.data.prepare import load_tokenizer
@@ -15,17 +16,7 @@ from dflash_hf.data.response_file import ResponseFile
 from dflash_hf.data.sources import load_rows
 from dflash_hf.data.time_left import TimeLeft, duration, rows_at_a_time
 from dflash_hf.files import digest_of
-from dflash_hf.pairs import (
-    Loading,
-    check_pair,
-    check_token_id,
-    device_of,
-    draft_config_of,
-    drafter_of,
-    load_target,
-    pack,
-    positions_of,
-)
+from dflash_hf.pairs import Loading, configured_draft, device_of, draft_config_of, load_target, pack
 from dflash_hf.responses import PLAIN_ROWS, eos_ids, responses
 from dflash_hf.target import digest_of_target, spare_token_id, without_token
 from dflash_hf.terminal import Outcome, UsageError, note, template_arguments
@@ -192,7 +183,7 @@ def _check(arguments) -> dict:
         raise UsageError("--draft-temperature changes nothing at --temperature 0; raise it, or leave one out.")
     if arguments.server:
         return {}
-    config = check_pair(arguments.target, arguments.draft, Loading.of(arguments))
+    config = check_names(arguments.target, arguments.draft, Loading.of(arguments))
     check_token_id(arguments.mask_token_id, config)
     device_of(arguments.device)
     return config
@@ -217,7 +208,7 @@ def _server(arguments, kwargs: dict) -> ChatClient:
 def _in_process(arguments, encoder: RowEncoder, prompts: dict, output: ResponseFile, echo):
     """How many rows decode together, whether they always do, and the responses."""
     loading = Loading.of(arguments)
-    draft = drafter_of(arguments, loading)
+    draft = configured_draft(arguments, loading)
     target = load_target(arguments.target, loading)
     encoder.mask_token_id = arguments.mask_token_id
     if encoder.mask_token_id is None:

@@ -191,7 +191,7 @@ def evaluate(
         prompts (`Sequence[Sequence[int]]`): Prompt ids.
         max_new_tokens (`int`): Longest answer.
         runs (`int`): Timed repetitions; the medians are reported.
-        methods (`Sequence[str]`): `"target"` and `"dflash"`, and any of `OURS`, `"target_packed"` and
+        methods (`Sequence[str]`): `"target"` and `"dflash"`, and any of `OURS`, `"dflash_auto"`, `"target_packed"` and
             `"prompt_lookup"` if wanted. A packed one needs `"target_packed"` beside it: what packing brings alone.
         progress: Wraps the iteration over runs and prompts.
         others (`dict`, *optional*): Further ways of decoding: name, and arguments of `generate` or a function from
@@ -217,8 +217,7 @@ def evaluate(
         raise ValueError(f"methods={list(methods)} lacks {sorted(missing)}, which the others are compared with.")
 
     methods = (*methods, *(others or {}))
-    whole = in_blocks(draft)
-    drafters = {name: variant(whole, **way.changes(tree_nodes)) for name, way in OURS.items()} | {AUTO: draft}
+    drafters = ways_of(draft, tree_nodes) | {AUTO: draft}
     ways = {**{name: {"assistant_model": drafter} for name, drafter in drafters.items()}, **(others or {})}
     decoder = _Decoder(target, draft, max_new_tokens, ways)
     target.eval()
@@ -357,6 +356,12 @@ def variant(draft, **changes):
 def in_blocks(draft):
     """The same drafter in blocks of the trained size, if no other was set: so acceptance lengths can be compared."""
     return variant(draft, block_size=draft.decoding_config.block_size or draft.config.block_size)
+
+
+def ways_of(draft, tree_nodes: int = TREE_NODES) -> dict:
+    """The drafter in each of the ways of `OURS`, by their names."""
+    whole = in_blocks(draft)
+    return {name: variant(whole, **way.changes(tree_nodes)) for name, way in OURS.items()}
 
 
 @contextlib.contextmanager
