@@ -1,13 +1,20 @@
 """What a round costs here: measured on the side, in rounds that run anyway, and fixed while a call goes on."""
 
+import contextlib
 import copy
+import functools
+import math
+import os
+import platform
 import time
 import weakref
 from bisect import bisect_left
 from collections import defaultdict, deque
+from pathlib import Path
 
 import torch
 
+from .remembered_dflash import read, recall, remember
 from .target_dflash import decoder_layers
 
 
@@ -29,10 +36,12 @@ class CostTable:
             before it was measured.
         block_size (`int`): Tokens of such a forward, of each row.
         device (`torch.device`): Of the target.
+        key (`dict`, *optional*): Whose costs these are, by which later processes find them.
     """
 
-    def __init__(self, drafting: float, block_size: int, device: torch.device):
-        self.drafting, self.block_size = drafting, block_size
+    def __init__(self, drafting: float, block_size: int, device: torch.device, key: dict | None = None):
+        self.drafting, self.block_size, self.key = drafting, block_size, key
+        self.pinned, self.new, self.total = False, 0, 0  # samples: since they were last kept on disk, and in all
         self.forwards = _CPU if device.type == "cpu" else _GPU
         self.curves: dict[tuple, list[float]] = {}  # of a copy, which learns nothing more
         self.samples: dict[tuple, dict] = defaultdict(dict)  # (rows, bucket) -> {size: seconds}; -1 drafts nothing
@@ -44,11 +53,15 @@ class CostTable:
 
     def note(self, rows: int, columns: int, size: int, seconds: float) -> None:
         """Keep what a round took that verified `size` drafted tokens of each row."""
+        if self.pinned:
+            return
+        self.new, self.total = self.new + 1, self.total + 1
         sizes = self.samples[rows, self.bucket(columns)]
         sizes[size] = deque([*sizes.get(size, ()), seconds], maxlen=SAMPLES)  # a new one: others may be reading
 
     def count(self, rows: int, columns: int, size: int) -> int:
-        return len(self.samples.get((rows, self.bucket(columns)), {}).get(size, ()))
+        """How often it was measured; of a table that is pinned, as often as can be."""
+        return SAMPLES if self.pinned else len(self.samples.get((rows, self.bucket(columns)), {}).get(size, ()))
 
     def copy(self) -> "CostTable":
         """What is known now, which stays as it is."""
@@ -56,6 +69,29 @@ class CostTable:
         other.curves = {}
         other.samples = defaultdict(dict, {key: dict(sizes) for key, sizes in list(self.samples.items())})
         return other
+
+    def keep(self) -> None:
+        """On disk, for later processes; the more is known, the more rarely."""
+        if self.new > 8 + (self.total - self.new) // 4 and self.key is not None:
+            self.new = 0
+            places = [(f"{rows} {bucket}", sizes) for (rows, bucket), sizes in list(self.samples.items())]
+            found = {place: {str(n): list(seconds) for n, seconds in sizes.items()} for place, sizes in places}
+            remember("costs", self.key, found)
+
+    def take(self, found) -> bool:
+        """Take over what `keep` wrote, if that is what it is."""
+        samples = defaultdict(dict)
+        try:
+            for place, sizes in found.items():
+                rows, bucket = map(int, place.split())
+                for size, seconds in sizes.items():
+                    if not all(isinstance(s, float) and 0 <= s < math.inf for s in seconds) or int(size) < -1:
+                        return False
+                    samples[rows, bucket][int(size)] = deque(seconds, maxlen=SAMPLES)
+        except (AttributeError, TypeError, ValueError):
+            return False
+        self.samples, self.total = samples, sum(len(s) for sizes in samples.values() for s in sizes.values())
+        return True
 
     def curve(self, rows: int, columns: int, most: int) -> list[float]:
         """
@@ -113,21 +149,65 @@ def _line(places: list[int], values: dict[int, float], n: int) -> float:
     return values[a] + (values[b] - values[a]) * (n - a) / (b - a)
 
 
+@functools.cache
+def hardware(device: torch.device) -> str:
+    """The name of an accelerator, or of the processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
 def clock(device: torch.device) -> float:
     """Seconds; on one thread of a CPU those that this thread has worked, whatever else the machine does."""
     return time.thread_time() if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter()
 
 
-def table_of(target, draft) -> CostTable:
-    """What rounds of a pair cost here: on this device, in this precision and layout of weights, with these threads."""
-    kinds = frozenset(type(module).__name__ for module in decoder_layers(target)[0].modules())  # packed, quantised
-    config = draft.config
-    shape = config.num_hidden_layers, config.hidden_size, config.intermediate_size, config.draft_vocab_size
-    key = kinds, shape, config.block_size, target.dtype, target.device, torch.get_num_threads()
+def table_of(target, draft, compiled: str | bool = False, ahead: int = 1) -> CostTable:
+    """
+    What rounds of a pair cost here: on this device, in this precision and layout of weights, with these threads,
+    compiled or not, so many rounds ahead of the host. Of earlier processes, or pinned to what a file says
+    (`decoding_config.costs`, or the environment variable `DFLASH_HF_COSTS`).
+
+    Raises:
+        `ValueError`: that file does not hold costs.
+    """
+    config, pinned = draft.config, draft.decoding_config.costs or os.environ.get("DFLASH_HF_COSTS")
+    kinds = sorted({type(module).__name__ for module in decoder_layers(target)[0].modules()})  # packed, quantised
+    shape = [getattr(config, n) for n in ("num_hidden_layers", "hidden_size", "intermediate_size", "draft_vocab_size")]
+    threads = torch.get_num_threads() if target.device.type == "cpu" else None
+    how = (*kinds, *shape, config.block_size, target.dtype, target.device, threads, compiled, ahead, pinned)
     tables = _tables.setdefault(target, {})
-    if key not in tables:
-        weights = sum(parameter.numel() for parameter in draft.parameters())
-        head = 0 if config.has_own_head else target.get_output_embeddings().weight.numel()
-        of_target = sum(parameter.numel() for parameter in target.parameters())
-        tables[key] = CostTable((weights + head) / max(of_target, 1), config.block_size, target.device)
-    return tables[key]
+    if how in tables:
+        return tables[how]
+    weights = sum(parameter.numel() for parameter in draft.parameters())
+    head = 0 if config.has_own_head else target.get_output_embeddings().weight.numel()
+    of_target = sum(parameter.numel() for parameter in target.parameters())
+    key = {
+        "target": f"{type(target).__name__} of {of_target:,} parameters",
+        "layers": kinds,
+        "drafter": f"{type(draft).__name__} of {weights:,} parameters, blocks of {config.block_size}",
+        "shape": shape,
+        "device": hardware(target.device),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "threads": threads,
+        "compiled": compiled,
+        "look_ahead": ahead,
+        "torch": torch.__version__,
+    }
+    table = CostTable((weights + head) / max(of_target, 1), config.block_size, target.device, key)
+    if pinned:
+        content = read(Path(pinned).expanduser())
+        if content is None or not table.take(content["found"]):
+            raise ValueError(
+                f"{pinned} (decoding_config.costs, or DFLASH_HF_COSTS) does not hold costs of rounds: name a file "
+                "that `dflash env` lists, or leave it out."
+            )
+        table.pinned = True
+    else:
+        table.take(recall("costs", key))
+    tables[how] = table
+    return table

@@ -43,6 +43,9 @@ class DFlashDecodingConfig:
             the one that its generator gives for its prompt alone. Drafts that are drawn
             too (`draft_temperature`) are drawn by the same generators: then equal calls give equal texts, but a row's
             draws depend on how far the batch has come. Default: torch's own generator for all rows.
+        costs (`str`, *optional*): A file of what rounds cost, of those that `dflash env` lists, by which sizes are
+            chosen; nothing is measured then. With it, a prompt and a seed give the same text in every process, in half
+            precision too. Default: the environment variable `DFLASH_HF_COSTS`, else what this machine was measured at.
     """
 
     block_size: int | None = None
@@ -51,6 +54,7 @@ class DFlashDecodingConfig:
     compile: bool | str = False
     look_ahead: int | None = None
     generators: list[torch.Generator] | None = None
+    costs: str | None = None
 
     def __setattr__(self, name, value):
         known = [field.name for field in fields(self)]

@@ -30,9 +30,15 @@ class DFlashGenerateOutput(GenerateDecoderOnlyOutput):
     """
     `GenerateDecoderOnlyOutput` with `acceptance_lengths` (`list[list[int]]`): for each row the tokens committed by
     each verification, bonus included. The first token of a row comes from the prompt's forward and is not counted.
+
+    Where sizes were chosen, not set: `draft_sizes` (`list[int]`), the drafted tokens that each round verified in every
+    row, and `estimated_speedup` (`float`), the speed of these rounds over that of the target alone, by what was
+    accepted and by the costs that they were chosen by.
     """
 
     acceptance_lengths: list[list[int]] | None = None
+    draft_sizes: list[int] | None = None
+    estimated_speedup: float | None = None
 
 
 class Verified(NamedTuple):
@@ -157,6 +163,7 @@ def decode(
 
     if streamer is not None:
         streamer.end()
+    chosen = planner.summary()
     if not generation_config.return_dict_in_generate:
         return continuation.sequences
     return DFlashGenerateOutput(
@@ -166,4 +173,5 @@ def decode(
         hidden_states=writer.hidden_states,
         past_key_values=pair.cache,
         acceptance_lengths=continuation.host.acceptance_lengths,
+        **chosen,
     )

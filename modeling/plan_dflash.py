@@ -15,10 +15,14 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
+from transformers.utils import logging
 
 from .accept_dflash import Draft, Verdict
 from .cost_dflash import CostTable, clock, table_of
 from .tree_dflash import Paths
+
+
+logger = logging.get_logger(__name__)
 
 
 class Plan(NamedTuple):
@@ -65,6 +69,10 @@ class FixedPlan:
     def learn(self, text, verdict: Verdict) -> None:
         """Nothing follows from what the target said."""
 
+    def summary(self) -> dict:
+        """Nothing was chosen."""
+        return {}
+
 
 class Reliability:
     """
@@ -106,6 +114,7 @@ class Pace:
     cost: float = 0.0  # of these rounds, in rounds that draft nothing
     resting: int = 0  # rounds to come that draft nothing
     rest: int = 2  # how many they are next time
+    told: bool = False  # whether somebody was told that it does not pay
 
     def copy(self) -> "Pace":
         return replace(self, reliability=self.reliability.copy())
@@ -150,7 +159,8 @@ class FastestPlan:
     def __init__(self, plan: Plan, table: CostTable, paces: dict, key: tuple, device: torch.device):
         self.widest, self.table, self.known, self.device = plan._replace(cut=self.cut), table, table.copy(), device
         self.paces, self.key, self.pace = paces, key, paces.get(key, Pace()).copy()
-        self.rounds, self.sizes = 0, []  # drafted tokens that each round verified
+        self.sizes: list[int] = []  # drafted tokens that each round verified
+        self.tokens = self.spent = 0.0  # committed for each row; what that cost, in rounds that draft nothing
         self.tried: dict[int, int] = {}  # rounds of this call by size, -1 for those that drafted nothing
         self.judged: list[tuple] = []  # of the round under way and each row: parents and chances of its nodes
 
@@ -187,14 +197,16 @@ class FastestPlan:
     def learn(self, text, verdict: Verdict) -> None:
         """Take in what a round took, and what the target said of its draft."""
         seconds, size = clock(self.device) - self.began, len(self.judged[0][0]) - 1 if self.judged else -1
-        if self.rounds:  # the first round of a call is slower than others
+        if self.sizes:  # the first round of a call is slower than others
             self.table.note(*self.place, size, seconds)
             self.tried[size] = self.tried.get(size, 0) + 1
-        self.rounds += 1
+        counts, cost = text.host.committed, self.costs[size] if size >= 0 else 1.0
+        tokens = sum(counts) / sum(self.alive)
         self.sizes.append(max(size, 0))
+        self.tokens, self.spent = self.tokens + tokens, self.spent + cost
         if size < 0:
             return
-        counts, path = text.host.committed, None if verdict.path is None else verdict.path.tolist()
+        path = None if verdict.path is None else verdict.path.tolist()
         for row, (parents, chances) in enumerate(self.judged):
             if self.alive[row]:
                 taken = (path[row] if path else range(size + 1))[: counts[row]]
@@ -203,8 +215,21 @@ class FastestPlan:
                 for node in range(1, size + 1):
                     if parents[node] in judged:
                         self.pace.reliability.note(chances[node], node in taken)
-        self.pace.note(sum(counts) / sum(self.alive), self.costs[size])
+        self.pace.note(tokens, cost)
         self.paces[self.key] = self.pace  # who begins with it copies it
+
+    def summary(self) -> dict:
+        """What was chosen, for the output. Who mostly waits for the target alone is told why, once."""
+        self.table.keep()
+        drafts, pace = sum(size > 0 for size in self.sizes), self.pace
+        if len(self.sizes) >= 16 and 2 * drafts < len(self.sizes) and pace.cost and not pace.told:
+            pace.told = True
+            logger.warning(
+                f"Decoding mostly without drafts: with {self.place[0]} row(s), rounds that draft are estimated at "
+                f"{pace.tokens / pace.cost:.2f}x the speed of the target alone, by what it accepts and what rounds "
+                "cost here. Set `draft.decoding_config.block_size` to draft in every round."
+            )
+        return {"draft_sizes": self.sizes, "estimated_speedup": self.tokens / self.spent if self.sizes else None}
 
     def _worth(self, gains: list[float]) -> int:
         """How many nodes to verify; `gains` of each, in tokens of all rows."""
@@ -218,7 +243,7 @@ class FastestPlan:
 
     def _to_try(self) -> int | None:
         """A size of which too little is known; every fourth round, and none that would cost much."""
-        if self.rounds % 4 != 1:
+        if len(self.sizes) % 4 != 1:
             return None
         for size in self.LADDER:
             tried = self.known.count(*self.place, size) + self.tried.get(size, 0)

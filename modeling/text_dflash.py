@@ -53,6 +53,7 @@ class Writer:
 
     def __init__(self, input_ids: torch.LongTensor, pad: int, generation_config, streamer=None):
         self.prompt_length, self.pad, self.streamer = input_ids.shape[1], pad, streamer
+        self.next_round = getattr(streamer, "next_round", lambda: None)  # for those that ask where tokens come from
         self.buffer = input_ids  # grows with the text: a limit may be far away
         keep = generation_config.return_dict_in_generate
         self.scores = () if keep and generation_config.output_scores else None
@@ -89,9 +90,11 @@ class Writer:
         if self.hidden_states is not None:
             self.hidden_states += (hidden_states,)
 
-    def show(self, tokens: torch.LongTensor) -> None:
-        """Show committed tokens of the only row, one by one."""
+    def show(self, tokens: torch.LongTensor, verified: bool) -> None:
+        """Show committed tokens of the only row, one by one; `verified`: they come from a round, not the prompt."""
         if self.streamer is not None:
+            if verified:
+                self.next_round()
             for token in tokens.cpu():
                 self.streamer.put(token[None])
 
@@ -175,7 +178,7 @@ class Continuation:
 
     def commit(self, verdict: Verdict) -> None:
         """Keep what stays; `sync` if `look_ahead` rounds are pending or the text is nearly complete."""
-        size, at_once = verdict.tokens.shape[1], self.rules.pace == "at once"
+        size, at_once, verified = verdict.tokens.shape[1], self.rules.pace == "at once", self.host.prefilled
         if at_once:  # else it is written already
             self.writer.reserve(self.longest_possible + size)
             self.writer.write(self.max_new - self.state.left, verdict)
@@ -186,7 +189,7 @@ class Continuation:
             return
         self.host.sync()
         if at_once:
-            self.writer.show(self.sequences[0, -self.host.committed[0] :])
+            self.writer.show(self.sequences[0, -self.host.committed[0] :], verified)
         timed_out = at_once and any(bool(timer(self.sequences, None).all()) for timer in self.rules.timers)
         self.done = timed_out or not any(self.host.alive)
 
@@ -197,6 +200,8 @@ class Continuation:
         groups = [slice(0, count)] if together else [slice(row, row + 1) for row in range(count)]
         unfinished, paths, written, counts = self.state.unfinished.clone(), [], [], []
         self.writer.reserve(self.longest + logits.shape[1])
+        if draft is not None:
+            self.writer.next_round()
         for rows in groups:
             path, tokens = [0], []
             length = self.writer.prompt_length + self.host.lengths[rows.start]

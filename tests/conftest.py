@@ -1,6 +1,7 @@
 """A tiny target and its drafter."""
 
 import importlib.util
+import os
 
 import pytest
 from support.pairs import make_draft, make_target
@@ -10,6 +11,9 @@ from transformers.integrations import flex_attention as upstream_flex
 from transformers.utils import logging
 
 from dflash_hf.smollm2 import PIP_LINE, packaged_gguf, smollm2_folder
+
+
+os.environ["DFLASH_HF_REMEMBER"] = "0"  # a test finds out for itself, and leaves nothing at home
 
 
 def pytest_collection_modifyitems(items):

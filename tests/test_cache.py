@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from dflash_hf.cache import DamagedFolderError, check_whole, default_cache_dir, whole_folder
+from dflash_hf.cache import DamagedFolderError, check_whole, whole_folder
+from dflash_hf.modeling.remembered_dflash import default_cache_dir
 
 
 def names(folder):

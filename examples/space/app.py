@@ -27,7 +27,7 @@ from dflash_hf.data.prepare import load_tokenizer  # noqa: E402
 from dflash_hf.data.prompts import template_kwargs  # noqa: E402
 from dflash_hf.pairs import Loading, load_draft, load_target, pack  # noqa: E402
 from dflash_hf.serving.conversation import Conversation  # noqa: E402
-from dflash_hf.serving.pieces import PieceStreamer, watch_rounds  # noqa: E402
+from dflash_hf.serving.pieces import PieceStreamer  # noqa: E402
 from dflash_hf.smollm2 import HUB_NAME, NAME, folder_of  # noqa: E402
 
 
@@ -119,7 +119,6 @@ def page(target, tokenizer, draft, name: str = "The target") -> gr.Blocks:
         draft (`DFlashDraftModel`): Its drafter.
         name (`str`): How the target is called on the page.
     """
-    watch_rounds(draft)
     titles = (f"{html.escape(name)} alone", "with its drafter")
     empty = '<div class="dflash-figures"></div><div class="dflash"></div>'
     template = template_kwargs(None, draft_config=draft.config)

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 import time
@@ -17,13 +16,6 @@ _ABANDONED_SECONDS = 3600  # a temporary sibling of that age was left by a proce
 
 class DamagedFolderError(ValueError):
     """A folder of the cache that is not as it was written."""
-
-
-def default_cache_dir() -> Path:
-    """`$DFLASH_HF_HOME`, else `$XDG_CACHE_HOME/dflash_hf`, else `~/.cache/dflash_hf`."""
-    if home := os.environ.get("DFLASH_HF_HOME"):
-        return Path(home).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dflash_hf"
 
 
 @contextlib.contextmanager

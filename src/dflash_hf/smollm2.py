@@ -11,7 +11,8 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-from dflash_hf.cache import DamagedFolderError, check_whole, default_cache_dir, whole_folder
+from dflash_hf.cache import DamagedFolderError, check_whole, whole_folder
+from dflash_hf.modeling.remembered_dflash import default_cache_dir
 
 
 logger = logging.get_logger(__name__)

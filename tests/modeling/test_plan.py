@@ -261,6 +261,27 @@ def test_within_a_call_sizes_do_not_follow_a_stopwatch(planners, monkeypatch):
     assert sizes[0] == sizes[1] and len(set(sizes[0])) > 2
 
 
+def test_the_output_tells_what_was_chosen_and_a_drafter_that_does_not_pay_is_named_once(monkeypatch):
+    target, prompt, said = make_target(), torch.tensor([[5, 9, 17, 33]]), []
+    monkeypatch.setattr(plan_dflash.logger, "warning", said.append)
+    options = {"max_new_tokens": 60, "do_sample": False, "return_dict_in_generate": True}
+    expected = target.generate(prompt, **options)
+    good = opened(scripted(make_draft(target, block_size=6), expected.sequences, error_rate=0.0))
+    monkeypatch.setattr(CostTable, "curve", lambda self, rows, columns, most: [1.4] * (most + 1))
+    output = target.generate(prompt, **options, assistant_model=good)
+    assert len(output.draft_sizes) == len(output.acceptance_lengths[0]) and max(output.draft_sizes) > 2
+    assert output.estimated_speedup > 1.5 and not said
+    bad = opened(make_draft(target, block_size=6))
+    for _ in range(2):
+        output = target.generate(prompt, **options, assistant_model=bad)
+        assert output.draft_sizes.count(0) > len(output.draft_sizes) / 2 and output.estimated_speedup <= 1
+    (line,) = said
+    assert "mostly without drafts: with 1 row(s)" in line and "x the speed of the target alone" in line
+    fixed = make_draft(target)
+    output = target.generate(prompt, **options, assistant_model=fixed)
+    assert output.draft_sizes is None and output.estimated_speedup is None
+
+
 def test_sizes_that_were_set_are_kept(planners):
     target = make_target()
     draft = make_draft(target)

@@ -57,7 +57,6 @@ def chat(folder: Path, prompts: list[str]) -> None:
     """A chat in this terminal; after `/slow` every piece takes a while."""
     from dflash_hf.serving.chat import Chat
     from dflash_hf.serving.conversation import Conversation
-    from dflash_hf.serving.pieces import watch_rounds
     from dflash_hf.terminal import Echo
 
     class Slow(Chat):
@@ -71,7 +70,6 @@ def chat(folder: Path, prompts: list[str]) -> None:
             time.sleep(self.pause)
 
     draft = scripted(folder, prompts, MAX_TOKENS)
-    watch_rounds(draft)
     target, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     options = {"max_new_tokens": MAX_TOKENS, "do_sample": False}
     Slow(Conversation(target, tokenizer, draft, options=options), Echo(), True).run()

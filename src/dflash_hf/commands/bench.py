@@ -6,9 +6,11 @@ from pathlib import Path
 from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import add_examples, add_loading, add_output
 from dflash_hf.evaluation.methods import (
+    AUTO,
+    AUTO_PACKED,
     COMPILED,
     DFLASH,
-    OURS,
+    DRAFTED,
     PACKED,
     PACKED_METHODS,
     PROMPT_LOOKUP,
@@ -29,8 +31,8 @@ from dflash_hf.terminal import (
 
 
 STATIC, ASSISTANT = "target_static", "assistant"
-METHODS = (TARGET, TARGET_PACKED, *OURS, STATIC, PROMPT_LOOKUP)
-ON_CPU = (TARGET, TARGET_PACKED, DFLASH, PACKED, TREE, COMPILED, PROMPT_LOOKUP)
+METHODS = (TARGET, TARGET_PACKED, *DRAFTED, STATIC, PROMPT_LOOKUP)
+ON_CPU = (TARGET, TARGET_PACKED, AUTO, AUTO_PACKED, DFLASH, PACKED, TREE, COMPILED, PROMPT_LOOKUP)
 ELSEWHERE = tuple(name for name in ON_CPU if name not in PACKED_METHODS)
 
 

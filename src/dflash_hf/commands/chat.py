@@ -54,12 +54,9 @@ def _conversation(arguments, sampling: dict, echo):
 
     from dflash_hf.pairs import pack
     from dflash_hf.serving.conversation import Conversation
-    from dflash_hf.serving.pieces import watch_rounds
 
     tokenizer, draft, target = pair.tokenizer, pair.draft(), pair.target()
     pack(arguments.packed, target, draft)
-    if draft is not None:
-        watch_rounds(draft)
     set_seed(arguments.seed)
     options = {"max_new_tokens": arguments.max_new_tokens, **sampling}
     return Conversation(target, tokenizer, draft, pair.template(), options)

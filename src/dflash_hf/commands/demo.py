@@ -35,9 +35,9 @@ def run(arguments, echo) -> Outcome:
 
     import torch
 
-    from dflash_hf.cache import default_cache_dir
     from dflash_hf.configs import read_config
     from dflash_hf.demo.run import load_pair, run_demo
+    from dflash_hf.modeling.remembered_dflash import default_cache_dir
 
     if arguments.draft is not None:
         read_config(arguments.draft, f"--draft {arguments.draft}")  # there is one, before the target is loaded

@@ -1,11 +1,14 @@
 """`dflash env`: what a report of a defect should say about the machine."""
 
+import contextlib
 import os
 import platform
+import statistics
 import sys
 from importlib import metadata
 
 from dflash_hf.commands.shared import add_examples
+from dflash_hf.modeling.remembered_dflash import read, remembered
 from dflash_hf.terminal import Outcome, is_secret
 
 
@@ -25,7 +28,10 @@ _VARIABLES = ("HF_", "DFLASH", "TRANSFORMERS_", "CUDA_VISIBLE", "OMP_", "MKL_", 
 
 
 def add_arguments(parser) -> None:
-    add_examples(parser, "dflash env", "dflash env --json")
+    parser.add_argument(
+        "--forget", action="store_true", help="delete what was found out on this machine: costs of rounds, targets"
+    )
+    add_examples(parser, "dflash env", "dflash env --json", "dflash env --forget")
 
 
 def run(arguments, echo) -> Outcome:
@@ -42,7 +48,36 @@ def run(arguments, echo) -> Outcome:
             facts[name] = "(set)" if is_secret(name) else os.environ[name]
     for name, value in facts.items():
         echo(f"{name:18} {'not installed' if value is None else value}")
+    facts["costs"] = _costs(echo)
+    if arguments.forget:
+        files = [path for kind in ("costs", "targets") for path in remembered(kind)]
+        for path in files:
+            path.unlink(missing_ok=True)
+        echo(f"{len(files)} files deleted")
     return Outcome(facts=facts)
+
+
+def _costs(echo) -> list[dict]:
+    """What rounds cost here, by which sizes are chosen: medians, by drafted tokens that a round verifies."""
+    tables = []
+    for path in remembered("costs"):
+        table, lines = read(path), []
+        with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):  # a damaged one is as good as none
+            key = table["key"]
+            parts = [key[name] for name in ("target", "drafter", "dtype", "device")]
+            parts += [f"{key['threads']} threads"] * bool(key["threads"]) + ["compiled"] * bool(key["compiled"])
+            lines.append(f"{'costs of rounds':18} {', '.join(parts)}: {path}")
+            for place, sizes in table["found"].items():
+                rows, bucket = map(int, place.split())
+                shown = [
+                    f"{'no draft' if size == '-1' else size} {1000 * statistics.median(seconds):.1f}"
+                    for size, seconds in sorted(sizes.items(), key=lambda item: int(item[0]))
+                ]
+                lines.append(f"{'':18} {rows} row(s), up to {2**bucket} tokens, ms by tokens: {', '.join(shown)}")
+            tables.append({"file": str(path), **table})
+        for line in lines:
+            echo(line)
+    return tables
 
 
 def _devices() -> str:

@@ -6,6 +6,8 @@ from pathlib import Path
 from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import add_examples, add_loading, add_output, add_speed
 from dflash_hf.evaluation.methods import (
+    AUTO,
+    AUTO_PACKED,
     DFLASH,
     PACKED,
     PROMPT_LOOKUP,
@@ -119,7 +121,7 @@ def _measure(arguments):
     named = NAMED.get(arguments.dataset)
     max_new_tokens = arguments.max_new_tokens or (NEW_TOKENS if named else 256)
     methods = [
-        *([TARGET, TARGET_PACKED, DFLASH, PACKED] if arguments.packed else [TARGET, DFLASH]),
+        *([TARGET, TARGET_PACKED, DFLASH, PACKED, AUTO, AUTO_PACKED] if arguments.packed else [TARGET, DFLASH, AUTO]),
         *(([TREE, TREE_PACKED] if arguments.packed else [TREE]) if arguments.tree_nodes else []),
         *([PROMPT_LOOKUP] if arguments.prompt_lookup else []),
     ]

@@ -79,11 +79,14 @@ def run(arguments, echo) -> Outcome:
     if lengths:
         facts |= {"tau": sum(lengths) / len(lengths), "acceptance_lengths": lengths}
         speed += f", tau {facts['tau']:.2f} over {len(lengths)} verifications"
+        facts |= {"draft_sizes": output.draft_sizes, "estimated_speedup": output.estimated_speedup}
         if arguments.show_drafts:
-            from dflash_hf.evaluation.text import colored_answer, token_texts
+            from dflash_hf.evaluation.text import chosen_line, colored_answer, token_texts
 
             pieces = token_texts(tokenizer, ids)
             echo(f"\n{colored_answer(pieces, lengths, wants_color(arguments.color, echo.stream))}")
+            if output.draft_sizes:
+                echo.note(f"\n{chosen_line(output.draft_sizes, output.estimated_speedup)}")
     packed = ", packed" if arguments.packed else ""
     echo.note(f"\n{'target alone' if draft is None else 'with the drafter'}{packed}: {speed}")
     if arguments.compare and draft is not None:

@@ -4,7 +4,6 @@ import contextlib
 import copy
 import gc
 import json
-import platform
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -20,8 +19,10 @@ from dflash_hf.evaluation.forwards import now
 from dflash_hf.evaluation.journal import Journal
 from dflash_hf.evaluation.methods import (
     AUTO,
+    AUTO_PACKED,
     COMPILED_METHODS,
     DFLASH,
+    DRAFTED,
     LOOKUP_TOKENS,
     METHODS,
     OURS,
@@ -32,6 +33,7 @@ from dflash_hf.evaluation.methods import (
     TREE_METHODS,
     TREE_NODES,
 )
+from dflash_hf.modeling.cost_dflash import hardware
 from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.packed_linear import packed_weights
 
@@ -51,6 +53,9 @@ class MethodReport:
         tau (`float`, *optional*): Mean tokens committed per verification, where a drafter of ours has drafted.
         warmup_seconds (`float`): What the first calls took beyond decoding: compilation, probes, allocation.
         equal (`int`): Prompts whose output is the target's own, token for token, in every run.
+        draft_sizes (`list[int]`, *optional*): Drafted tokens that each round of the last run verified, where they were
+            chosen.
+        estimated_speedup (`float`, *optional*): By which they were chosen, the mean of the last run's answers.
     """
 
     tokens_per_second: float
@@ -62,6 +67,8 @@ class MethodReport:
     warmup_seconds: float = 0.0
     speedup_over_packed: float | None = None
     tau: float | None = None
+    draft_sizes: list[int] | None = None
+    estimated_speedup: float | None = None
 
     @property
     def tokens_per_forward(self) -> float:
@@ -133,7 +140,7 @@ class EvalReport:
     @property
     def is_wrong(self) -> bool:
         """Whether an output with the drafter, decoded in any way, has a token that rounding does not explain."""
-        return any(self.verdict(method) == WRONG for method in self.methods if method in OURS)
+        return any(self.verdict(method) == WRONG for method in self.methods if method in DRAFTED)
 
     def to_json(self) -> str:
         """The report as JSON, with the derived figures under `summary` for those who read the file."""
@@ -191,7 +198,7 @@ def evaluate(
         prompts (`Sequence[Sequence[int]]`): Prompt ids.
         max_new_tokens (`int`): Longest answer.
         runs (`int`): Timed repetitions; the medians are reported.
-        methods (`Sequence[str]`): `"target"` and `"dflash"`, and any of `OURS`, `"dflash_auto"`, `"target_packed"` and
+        methods (`Sequence[str]`): `"target"` and `"dflash"`, and any of `DRAFTED`, `"target_packed"` and
             `"prompt_lookup"` if wanted. A packed one needs `"target_packed"` beside it: what packing brings alone.
         progress: Wraps the iteration over runs and prompts.
         others (`dict`, *optional*): Further ways of decoding: name, and arguments of `generate` or a function from
@@ -209,7 +216,7 @@ def evaluate(
         raise ValueError(f"prompts holds {len(prompts)} prompts, one of them empty or none at all; pass token ids.")
     if runs < 1:
         raise ValueError(f"runs={runs} must be at least 1.")
-    known = {*METHODS, *OURS, AUTO, TARGET_PACKED}
+    known = {*METHODS, *DRAFTED, TARGET_PACKED}
     if unknown := set(methods) - known:
         raise ValueError(f"methods={list(methods)} names {sorted(unknown)}; choose from {sorted(known)}.")
     needed = {TARGET, DFLASH} | ({TARGET_PACKED} if PACKED_METHODS & set(methods) else set())
@@ -217,7 +224,7 @@ def evaluate(
         raise ValueError(f"methods={list(methods)} lacks {sorted(missing)}, which the others are compared with.")
 
     methods = (*methods, *(others or {}))
-    drafters = ways_of(draft, tree_nodes) | {AUTO: draft}
+    drafters = ways_of(draft, tree_nodes) | dict.fromkeys((AUTO, AUTO_PACKED), draft)
     ways = {**{name: {"assistant_model": drafter} for name, drafter in drafters.items()}, **(others or {})}
     decoder = _Decoder(target, draft, max_new_tokens, ways)
     target.eval()
@@ -274,6 +281,8 @@ class _Decoded:
     seconds: float
     forwards: int  # of the target
     acceptance_lengths: list[int]
+    draft_sizes: list[int] | None = None
+    estimated_speedup: float | None = None
 
 
 class _Decoder:
@@ -291,18 +300,20 @@ class _Decoder:
     def __call__(self, method: str, prompt: Sequence[int]) -> _Decoded:
         way = self.arguments[method]
         # A hook would be compiled, too; without a drafter a compiled target makes one forward for each token.
-        counts = method not in OURS and not callable(way) and "cache_implementation" not in way
+        counts = method not in DRAFTED and not callable(way) and "cache_implementation" not in way
         with (
             _count_forwards(self.target) if counts else contextlib.nullcontext([0]) as count,
             packed_weights(self.target, self.draft) if method in PACKED_METHODS else contextlib.nullcontext(),
         ):
             start = now(self.target.device)
-            lengths, ids = ([], way(prompt)) if callable(way) else self._generate(prompt, way)
+            ids, output = (way(prompt), None) if callable(way) else self._generate(prompt, way)
             seconds = now(self.target.device) - start
-        forwards = 1 + len(lengths) if method in OURS else count[0] or len(ids)
-        return _Decoded(ids, seconds, forwards, lengths)
+        lengths = list((getattr(output, "acceptance_lengths", None) or [[]])[0])  # where a drafter of ours has drafted
+        forwards = 1 + len(lengths) if method in DRAFTED else count[0] or len(ids)
+        chosen = [getattr(output, name, None) for name in ("draft_sizes", "estimated_speedup")]
+        return _Decoded(ids, seconds, forwards, lengths, *chosen)
 
-    def _generate(self, prompt: Sequence[int], way: dict) -> tuple[list[int], list[int]]:
+    def _generate(self, prompt: Sequence[int], way: dict) -> tuple[list[int], object]:
         input_ids = torch.tensor([list(prompt)], device=self.target.device)
         output = self.target.generate(
             input_ids=input_ids,
@@ -312,8 +323,7 @@ class _Decoder:
             return_dict_in_generate=True,
             **way,
         )
-        lengths = getattr(output, "acceptance_lengths", None) or [[]]  # where a drafter of ours has drafted
-        return list(lengths[0]), output.sequences[0, input_ids.shape[1] :].tolist()
+        return output.sequences[0, input_ids.shape[1] :].tolist(), output
 
 
 def _unlike(decoded: list[dict[str, list[_Decoded]]], method: str, index: int) -> list[int]:
@@ -331,18 +341,23 @@ def _method_report(decoded: list[dict[str, list[_Decoded]]], method: str, warmup
         return statistics.median(own / other for own, other in zip(speeds(method), speeds(base), strict=True))
 
     pairs = [zip(run[method], run[TARGET], strict=True) for run in decoded]
-    lengths = [length for one in decoded[-1][method] for length in one.acceptance_lengths]
+    last = decoded[-1][method]
+    lengths = [length for one in last for length in one.acceptance_lengths]
+    sizes = [size for one in last for size in one.draft_sizes or ()]
+    estimates = [one.estimated_speedup for one in last if one.estimated_speedup is not None]
     equal = [all(same) for same in zip(*([own.ids == base.ids for own, base in one] for one in pairs), strict=True)]
     return MethodReport(
         tokens_per_second=statistics.median(speeds(method)),
         speedup=speedup(TARGET),
         runs=speeds(method),
-        tokens=sum(len(one.ids) for one in decoded[-1][method]),
-        target_forwards=sum(one.forwards for one in decoded[-1][method]),
+        tokens=sum(len(one.ids) for one in last),
+        target_forwards=sum(one.forwards for one in last),
         equal=sum(equal),
         warmup_seconds=warmup_seconds,
         speedup_over_packed=speedup(TARGET_PACKED) if TARGET_PACKED in decoded[-1] else None,
         tau=statistics.fmean(lengths) if lengths else None,
+        draft_sizes=sizes or None,
+        estimated_speedup=statistics.fmean(estimates) if estimates else None,
     )
 
 
@@ -388,14 +403,3 @@ def _count_forwards(target):
         yield count
     finally:
         handle.remove()
-
-
-def hardware(device: torch.device) -> str:
-    """The name of an accelerator, or of the processor."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
-        for line in file:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -7,7 +7,7 @@ from itertools import product
 TARGET, TARGET_PACKED, PROMPT_LOOKUP = "target", "target_packed", "prompt_lookup"
 DFLASH, TREE, COMPILED, PACKED = "dflash", "dflash_tree", "dflash_compiled", "dflash_packed"
 TREE_PACKED, TREE_COMPILED_PACKED = f"{TREE}_packed", f"{TREE}_compiled_packed"
-AUTO = "dflash_auto"  # the drafter as it is: where nothing is set, sizes are chosen in each round
+AUTO, AUTO_PACKED = "dflash_auto", "dflash_auto_packed"  # the drafter as it is: sizes are chosen where none is set
 METHODS = (TARGET, DFLASH, PROMPT_LOOKUP)
 TREE_NODES = 15
 LOOKUP_TOKENS = 10  # candidates of prompt lookup
@@ -31,6 +31,7 @@ class Way:
 
 # "dflash", "dflash_packed", "dflash_compiled", ..., "dflash_tree_compiled_packed"
 OURS = {str(way): way for way in (Way(*switches) for switches in product((False, True), repeat=3))}
-PACKED_METHODS = {TARGET_PACKED, *(name for name, way in OURS.items() if way.packed)}
+DRAFTED = (*OURS, AUTO, AUTO_PACKED)
+PACKED_METHODS = {TARGET_PACKED, AUTO_PACKED, *(name for name, way in OURS.items() if way.packed)}
 COMPILED_METHODS = {name for name, way in OURS.items() if way.compiled}
 TREE_METHODS = {name for name, way in OURS.items() if way.tree}

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_hf.evaluation.measure import EvalReport
-from dflash_hf.evaluation.methods import COMPILED_METHODS, DFLASH, OURS, PROMPT_LOOKUP, TARGET, TARGET_PACKED
+from dflash_hf.evaluation.methods import COMPILED_METHODS, DFLASH, DRAFTED, PROMPT_LOOKUP, TARGET, TARGET_PACKED
 from dflash_hf.evaluation.text import LABELS, origins
 from dflash_hf.terminal import install
 
 
 _COLORS = {TARGET: "#8a8f98", TARGET_PACKED: "#8a8f98", PROMPT_LOOKUP: "#c98a2b"}
-_COLORS |= {method: "#0f5a3e" if method in COMPILED_METHODS else "#1a7f5a" for method in OURS}
+_COLORS |= {method: "#0f5a3e" if method in COMPILED_METHODS else "#1a7f5a" for method in DRAFTED}
 _OTHER_COLOR = "#6b7fb3"
 # Blocks of one answer alternate between two greens; the target's own tokens are grey.
 _BLOCK_COLORS = ("#bfe5d2", "#8fd0b0")

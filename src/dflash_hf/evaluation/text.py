@@ -1,11 +1,13 @@
 """A report and an answer as text for a terminal."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from dflash_hf.evaluation.divergence import NEAR_TIE, WRONG
 from dflash_hf.evaluation.measure import EvalReport
 from dflash_hf.evaluation.methods import (
     AUTO,
+    AUTO_PACKED,
     COMPILED_METHODS,
     DFLASH,
     OURS,
@@ -18,7 +20,8 @@ from dflash_hf.evaluation.methods import (
 
 LABELS = {method: "same, " + method.removeprefix(f"{DFLASH}_").replace("_", ", ") for method in OURS}
 LABELS |= {TARGET: "target alone", TARGET_PACKED: "target alone, packed"}
-LABELS |= {DFLASH: "with the drafter", AUTO: "same, sizes chosen", PROMPT_LOOKUP: "prompt lookup"}
+LABELS |= {DFLASH: "with the drafter", PROMPT_LOOKUP: "prompt lookup"}
+LABELS |= {AUTO: "same, sizes chosen", AUTO_PACKED: "same, sizes chosen, packed"}
 
 
 def origins(lengths: Sequence[int], total: int) -> list[int]:
@@ -39,6 +42,19 @@ def origins(lengths: Sequence[int], total: int) -> list[int]:
     return sources[:total]
 
 
+def chosen_line(sizes: Sequence[int], speedup: float | None) -> str:
+    """
+    What a drafter chose to verify, round by round.
+
+    Args:
+        sizes (`Sequence[int]`): Drafted tokens of each round: `draft_sizes` of an output, or of several.
+        speedup (`float`, *optional*): The `estimated_speedup`.
+    """
+    counts = ", ".join(f"{size or 'none'} in {rounds}" for size, rounds in sorted(Counter(sizes).items()))
+    estimate = "" if speedup is None else f"; an estimated {speedup:.2f}x of the target alone"
+    return f"drafted tokens verified: {counts} of {len(sizes)} rounds{estimate}"
+
+
 def summary_lines(report: EvalReport) -> list[str]:
     """The table of a report and what stands under it."""
     packed = TARGET_PACKED in report.methods  # what packing brings alone: no speed-up is shown without it
@@ -56,6 +72,9 @@ def summary_lines(report: EvalReport) -> list[str]:
         )
     if packed:
         lines += ["", "speed-up          over the target alone; over packed: over the target alone, packed"]
+    for name in (AUTO, AUTO_PACKED):
+        if (auto := report.methods.get(name)) is not None and auto.draft_sizes:
+            lines += ["", f"{LABELS[name]}: {chosen_line(auto.draft_sizes, auto.estimated_speedup)}"]
     lines += [
         "",
         f"tau               {report.tau:.2f} tokens per verification over {len(report.verifications)} verifications "

@@ -3,7 +3,7 @@
 import contextlib
 import sys
 
-from dflash_hf.evaluation.text import shade
+from dflash_hf.evaluation.text import chosen_line, shade
 from dflash_hf.failures import explain
 from dflash_hf.serving.conversation import Conversation
 from dflash_hf.serving.pieces import PieceStreamer
@@ -78,9 +78,9 @@ class Chat:
 
     def _turn(self, text: str) -> None:
         streamer = PieceStreamer(self.conversation.tokenizer, lambda *piece: self._show(streamer, *piece))
-        error = None
+        output = error = None
         try:
-            self.conversation.answer(text, streamer)
+            output = self.conversation.answer(text, streamer)
         except (KeyboardInterrupt, Exception) as raised:
             if not self.person:
                 raise
@@ -92,6 +92,8 @@ class Chat:
             return
         stopped = "" if error is None else "; stopped"
         self.note(f"{self._who()}: {streamer.tokens} tokens in {streamer.seconds:.2f} s, {streamer.status()}{stopped}")
+        if sizes := getattr(output, "draft_sizes", None):  # where a drafter of ours chose them
+            self.note(chosen_line(sizes, output.estimated_speedup))
         figures = {"tokens": streamer.tokens, "seconds": streamer.seconds, "tau": streamer.tau}
         self.turns.append({"prompt": text, "text": streamer.text, **figures})
 

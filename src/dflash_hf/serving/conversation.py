@@ -22,7 +22,7 @@ class Conversation:
     Args:
         target (`PreTrainedModel`): Who answers.
         tokenizer (`PreTrainedTokenizerBase`): Its, with a chat template.
-        draft (`DFlashDraftModel`, *optional*): A drafter that [`watch_rounds`] knows; may change between turns.
+        draft (`DFlashDraftModel`, *optional*): A drafter; may change between turns.
         template (`dict`): Arguments of the chat template.
         options (`dict`): Of `generate`.
         messages (`list[dict]`): What was said.
@@ -41,9 +41,9 @@ class Conversation:
         """Forget everything."""
         self.messages, self.cache, self.read = [], None, []
 
-    def answer(self, text: str, streamer: PieceStreamer) -> None:
+    def answer(self, text: str, streamer: PieceStreamer):
         """
-        One turn.
+        One turn; returns the output of `generate`.
 
         Args:
             text (`str`): The user's message.
@@ -63,16 +63,16 @@ class Conversation:
         self.cache, self.read = None, []
         input_ids = torch.tensor([ids], device=self.target.device)
         try:
-            with streamer:
-                output = self.target.generate(
-                    input_ids,
-                    attention_mask=torch.ones_like(input_ids),
-                    assistant_model=self.draft,
-                    streamer=streamer,
-                    return_dict_in_generate=True,
-                    **options,
-                )
+            output = self.target.generate(
+                input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                assistant_model=self.draft,
+                streamer=streamer,
+                return_dict_in_generate=True,
+                **options,
+            )
             self.cache, self.read = output.past_key_values, output.sequences[0, :-1].tolist()
+            return output
         finally:
             if streamer.text:  # what an interruption has left of it, too
                 self.messages = [*asked, {"role": "assistant", "content": streamer.text}]

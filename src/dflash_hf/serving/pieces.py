@@ -2,32 +2,16 @@
 
 import time
 from collections.abc import Callable
-from contextvars import ContextVar
 
 import torch
 from transformers.generation.streamers import BaseStreamer
 
 
-_CURRENT: ContextVar["PieceStreamer | None"] = ContextVar("streamer of this call", default=None)
-
-
-def watch_rounds(draft) -> None:
-    """Let every [`PieceStreamer`] know when this drafter begins a block, from now on and in any number of calls."""
-    draft.register_forward_pre_hook(_next_round)
-
-
-def _next_round(*_) -> None:
-    if not torch.compiler.is_compiling() and (streamer := _CURRENT.get()) is not None:
-        streamer.next_round()
-
-
 class PieceStreamer(BaseStreamer):
     """
     A streamer that tells accepted tokens from the target's own, as `dflash_hf.evaluation.text.origins` does of a
-    finished answer. `generate` hands tokens over one by one: what comes between two blocks of a watched drafter was
-    committed by one verification, its last token by the target itself. In compiled rounds nothing is heard of blocks.
-
-    Use it as a context, in the thread that calls `generate`.
+    finished answer. `generate` hands tokens over one by one, and a drafter of ours says when those of another
+    verification begin (`next_round`); the last one of each comes from the target itself.
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`): The target's.
@@ -47,13 +31,6 @@ class PieceStreamer(BaseStreamer):
         self._round: list[int] = []  # what the verification that runs has committed
         self._line: list[int] = []  # the last line break and the tokens since; and their text that was written
         self._written = ""
-
-    def __enter__(self):
-        self._before = _CURRENT.set(self)
-        return self
-
-    def __exit__(self, *_):
-        _CURRENT.reset(self._before)
 
     @property
     def tau(self) -> float | None:
@@ -84,10 +61,9 @@ class PieceStreamer(BaseStreamer):
             self._piece(tokens, 0)
 
     def next_round(self) -> None:
-        """The round before is complete."""
-        if self.tokens:
-            self._flush()
-            self.rounds += 1
+        """What comes now was committed by another verification."""
+        self._flush()
+        self.rounds += 1
 
     def end(self) -> None:
         """The answer is complete."""

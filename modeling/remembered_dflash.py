@@ -1,0 +1,68 @@
+"""
+What was found out on this machine, kept on disk for the next process: what rounds cost, how a target is rolled back.
+
+Small JSON files in `$DFLASH_HF_HOME`, else `$XDG_CACHE_HOME/dflash_hf`, else `~/.cache/dflash_hf`; each names what it
+belongs to. They save time and nothing else: a file that is missing, damaged or of something else is as good as none,
+and where none can be written, none is. `DFLASH_HF_REMEMBER=0` leaves the disk alone.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+
+
+def default_cache_dir() -> Path:
+    """`$DFLASH_HF_HOME`, else `$XDG_CACHE_HOME/dflash_hf`, else `~/.cache/dflash_hf`."""
+    if home := os.environ.get("DFLASH_HF_HOME"):
+        return Path(home).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dflash_hf"
+
+
+def _path(kind: str, key: dict) -> Path:
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+    return default_cache_dir() / kind / f"{digest}.json"
+
+
+def read(path: Path) -> dict | None:
+    """What a file holds, `{"key": ..., "found": ...}`; `None` where it is not there or not whole."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(content, dict) and {"key", "found"} <= content.keys():
+            return content
+    return None
+
+
+def recall(kind: str, key: dict):
+    """What was found out about `key`, or `None`."""
+    if os.environ.get("DFLASH_HF_REMEMBER") == "0":
+        return None
+    with contextlib.suppress(RuntimeError):  # there is no home
+        content = read(_path(kind, key))
+        if content is not None and content["key"] == json.loads(json.dumps(key)):
+            return content["found"]
+    return None
+
+
+def remember(kind: str, key: dict, found) -> None:
+    """Keep it for later processes, whole or not at all."""
+    if os.environ.get("DFLASH_HF_REMEMBER") == "0":
+        return
+    with contextlib.suppress(OSError, RuntimeError):
+        path = _path(kind, key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
+        try:
+            with open(handle, "w", encoding="utf-8") as file:
+                json.dump({"key": key, "found": found}, file, indent=1)
+            os.replace(name, path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
+
+
+def remembered(kind: str) -> list[Path]:
+    """The files of a kind."""
+    return sorted((default_cache_dir() / kind).glob("*.json"))

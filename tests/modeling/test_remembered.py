@@ -1,0 +1,208 @@
+"""What is found out on a machine is kept for the next process, and never in the way."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from support.pairs import make_draft, make_target
+from support.scripted_draft import scripted
+
+from dflash_hf.cli import main
+from dflash_hf.modeling import cost_dflash, plan_dflash
+from dflash_hf.modeling.cost_dflash import table_of
+from dflash_hf.modeling.remembered_dflash import recall, remember, remembered
+
+
+PROMPT = torch.tensor([[5, 9, 17, 33]])
+OPTIONS = {"max_new_tokens": 40, "do_sample": False}
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("DFLASH_HF_REMEMBER", "1")
+    monkeypatch.setenv("DFLASH_HF_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def new_process() -> None:
+    """As far as memory goes."""
+    cost_dflash._tables.clear()
+    plan_dflash._paces.clear()
+
+
+@pytest.fixture
+def pair(target):
+    draft = make_draft(target, block_size=6)
+    draft.decoding_config.block_size = None
+    return target, draft
+
+
+def decode(target, draft):
+    output = target.generate(PROMPT, **OPTIONS, assistant_model=draft, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, target.generate(PROMPT, **OPTIONS))
+    return output
+
+
+def test_costs_are_there_for_the_next_process(home, pair, capsys):
+    for _ in range(3):
+        decode(*pair)
+    (file,) = remembered("costs")
+    assert file.is_relative_to(home)
+    known = table_of(*pair)
+    new_process()
+    table = table_of(*pair)
+    assert table is not known and table.samples[1, 9].keys() <= known.samples[1, 9].keys() and table.total > 10
+    assert main(["env"]) == 0
+    shown = capsys.readouterr().out
+    assert "Qwen3ForCausalLM of" in shown and str(file) in shown and "1 row(s), up to 512 tokens" in shown
+    assert main(["env", "--forget"]) == 0 and not remembered("costs")
+    new_process()
+    assert not table_of(*pair).samples
+
+
+def test_another_pair_dtype_or_number_of_threads_has_costs_of_its_own(home, pair):
+    target, draft = pair
+    table_of(target, draft).note(1, 100, 0, 0.5)
+    twin = make_target()
+    for other in (
+        lambda: table_of(make_target(num_hidden_layers=5), draft),
+        lambda: table_of(target, make_draft(target, block_size=5)),
+        lambda: table_of(target, draft, "default"),
+        lambda: table_of(target, draft, False, 4),
+        lambda: table_of(twin.to(torch.bfloat16), draft),
+    ):
+        assert not other().samples
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        assert not table_of(target, draft).samples
+    finally:
+        torch.set_num_threads(threads)
+    assert table_of(target, draft).samples
+
+
+NEVER_COSTS = ["[]", "{", "", '{"key": 1}', '{"key": 1, "found": [[3]]}', "[" * 100_000, '{"key": 1, "found": null}']
+INSIDE = [
+    {"1 9": {"0": [-1.0]}},
+    {"1 9": {"0": ["x"]}},
+    {"1 9": {"0": [float("nan")]}},
+    {"1": {"0": [0.1]}},
+    {"1 9": {"-7": [0.1]}},
+    {"1 9": [0.1]},
+    7,
+]
+
+
+@pytest.mark.parametrize("text", [*NEVER_COSTS, *INSIDE], ids=lambda text: str(text)[:20])
+def test_a_damaged_file_is_as_good_as_none_unless_it_was_named(text, home, pair, monkeypatch):
+    table = table_of(*pair)
+    for _ in range(20):
+        table.note(1, 100, 0, 0.5)
+    table.keep()
+    (file,) = remembered("costs")
+    if not isinstance(text, str):
+        text = json.dumps({**json.loads(file.read_text()), "found": text})
+    file.write_text(text)
+    new_process()
+    assert not table_of(*pair).samples
+    assert main(["env"]) == 0
+    monkeypatch.setenv("DFLASH_HF_COSTS", str(file))
+    with pytest.raises(ValueError, match="DFLASH_HF_COSTS.* does not hold costs of rounds"):
+        table_of(*pair)
+
+
+def test_where_nothing_can_be_written_nothing_is_said(home, pair, monkeypatch):
+    home.write_text("a file in the way")
+    decode(*pair)
+    monkeypatch.setenv("DFLASH_HF_HOME", "/proc/nowhere")
+    remember("costs", {"a": 1}, 2)
+    assert recall("costs", {"a": 1}) is None
+    monkeypatch.delenv("DFLASH_HF_HOME")
+    monkeypatch.setattr(Path, "expanduser", lambda self: (_ for _ in ()).throw(RuntimeError("no home")))
+    decode(*pair)
+
+
+def test_readers_see_a_file_whole_while_it_is_written(home):
+    stop, wrong = threading.Event(), []
+
+    def write():
+        while not stop.is_set():
+            remember("costs", {"of": "this"}, list(range(5000)))
+
+    threads = [threading.Thread(target=write) for _ in range(2)]
+    remember("costs", {"of": "this"}, list(range(5000)))
+    for thread in threads:
+        thread.start()
+    for _ in range(100):
+        if recall("costs", {"of": "this"}) != list(range(5000)):
+            wrong.append(1)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong and [path.suffix for path in (home / "costs").iterdir()] == [".json"]
+
+
+def test_pinned_costs_stay_as_they_are_and_nothing_is_tried(home, pair, tmp_path):
+    target, draft = pair
+    expected = target.generate(PROMPT, **OPTIONS)
+    draft = scripted(draft, expected, error_rate=0.2)
+    for _ in range(3):
+        decode(target, draft)
+    (file,) = remembered("costs")
+    kept = tmp_path / "costs.json"
+    kept.write_bytes(file.read_bytes())
+    draft.decoding_config.costs = str(kept)
+    sizes = []
+    for _ in range(3):
+        new_process()
+        sizes.append(decode(target, draft).draft_sizes)
+    assert sizes[0] == sizes[1] == sizes[2]
+    assert kept.read_bytes() == file.read_bytes() and table_of(target, draft).new == 0
+    new_process()
+    without = scripted(make_draft(target, block_size=6), expected, error_rate=0.2)
+    without.decoding_config.block_size = None
+    decode(target, without)  # the table decides sizes, never fp32 texts
+
+
+PROGRAM = """
+import sys, torch
+from support.pairs import make_draft, make_target
+from support.scripted_draft import scripted
+target = make_target(dtype=torch.bfloat16)
+prompt = torch.tensor([[5, 9, 17, 33]])
+text = target.generate(prompt, max_new_tokens=60, do_sample=False)
+draft = scripted(make_draft(target, block_size=6), text, error_rate=0.3, ranks=2)
+draft.decoding_config.block_size = None
+for options in ({"do_sample": False}, {"do_sample": True, "temperature": 1.0}):
+    torch.manual_seed(0)
+    output = target.generate(prompt, max_new_tokens=60, assistant_model=draft, return_dict_in_generate=True, **options)
+    print(output.sequences.tolist(), output.draft_sizes)
+"""
+
+
+@pytest.mark.slow
+def test_processes_with_one_table_write_one_text(home, pair, tmp_path):
+    """In half precision, greedy and seeded, while another process keeps the machine busy."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+
+    def run():
+        done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run()
+    (file,) = remembered("costs")
+    kept = tmp_path / "costs.json"
+    kept.write_bytes(file.read_bytes())
+    env["DFLASH_HF_COSTS"] = str(kept)
+    neighbour = subprocess.Popen([sys.executable, "-c", "while True: sum(range(10**6))"])
+    try:
+        assert len({run() for _ in range(20)}) == 1
+    finally:
+        neighbour.kill()
+        neighbour.wait()
