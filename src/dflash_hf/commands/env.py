@@ -35,7 +35,8 @@ def add_arguments(parser) -> None:
 
 
 def run(arguments, echo) -> Outcome:
-    facts: dict[str, object] = {"python": platform.python_version(), "platform": platform.platform(), "processors": os.cpu_count()}
+    facts: dict[str, object] = {"python": platform.python_version(), "platform": platform.platform()}
+    facts["processors"] = os.cpu_count()
     for name in _PACKAGES:
         try:
             facts[name] = metadata.version(name)
