@@ -3,6 +3,7 @@
 import copy
 import gzip
 import json
+import shutil
 import subprocess
 import sys
 
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dflash_hf import DFlashDraftModel
 from dflash_hf.cli import main
 from dflash_hf.convert import convert
+from dflash_hf.data.encode import digests_of_tokenizer
 from dflash_hf.gguf_format import unpack_gguf, write_gguf
 from dflash_hf.hub.check import check
 from dflash_hf.smollm2 import data_folder, drafter_folder, packaged_gguf
@@ -249,7 +251,13 @@ def test_a_tokenizer_of_a_folder(tmp_path):
         range(len(tokenizer))
     )
     (tmp_path / "dflash.gguf").unlink()
-    text = (saved / "tokenizer.json").read_text()
+    text, facts = (saved / "tokenizer.json").read_text(), json.loads((saved / "config.json").read_text())
+    short = copy.deepcopy(draft)
+    short.config.vocab_size = len(tokenizer) - 1
+    (saved / "config.json").write_text(json.dumps({**facts, "vocab_size": len(tokenizer) - 1}))
+    with pytest.raises(ValueError, match=f"a tokenizer of {len(tokenizer)} tokens, but .* belongs to another target"):
+        write_gguf(short, tmp_path / "dflash.gguf", saved)
+    (saved / "config.json").write_text(json.dumps(facts))
     for change, message in (
         (lambda: (saved / "tokenizer.json").write_text(text[: len(text) // 2]), "no tokenizer.json that `gguf` can"),
         (lambda: [path.unlink() for path in saved.glob("*token*")], "no tokenizer.json that `gguf` can"),
@@ -258,6 +266,31 @@ def test_a_tokenizer_of_a_folder(tmp_path):
         with pytest.raises(ValueError, match=message):
             write_gguf(draft, tmp_path / "dflash.gguf", saved)
         assert not (tmp_path / "dflash.gguf").exists()
+
+
+def test_a_tokenizer_of_another_model(tmp_path, capsys):
+    """A drafter that was trained here knows its target's, whose size says nothing: one line, and no file."""
+    saved = save_target(tmp_path / "target", family="qwen3")
+    target, tokenizer = AutoModelForCausalLM.from_pretrained(saved), AutoTokenizer.from_pretrained(saved)
+    draft = make_draft(target, target_layer_ids=[0, 1, 2])
+    draft.config.dflash_config["trained_with"] = digests_of_tokenizer(tokenizer)
+    draft.save_pretrained(tmp_path / "draft")
+    words = ["convert", str(tmp_path / "draft"), str(tmp_path / "dflash.gguf"), "--to", "gguf", "--target"]
+    of_gguf = write_target(target, tmp_path / "target.gguf")  # as many tokens, and other ones
+    vocabulary = json.loads((saved / "tokenizer.json").read_text())
+    ids = vocabulary["model"]["vocab"]
+    first, second = list(ids)[-2:]
+    ids[first], ids[second] = ids[second], ids[first]
+    shutil.copytree(saved, tmp_path / "other")
+    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(vocabulary))
+    for other in (of_gguf, tmp_path / "other"):
+        assert main([*words, str(other)]) == 1
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if "it/s]" not in line]
+        assert f"{other} has a tokenizer of digest " in line and "belongs to another target" in line
+        assert not list(tmp_path.glob("*dflash*"))
+    assert main([*words, str(saved)]) == 0
+    again = [*words[:2], str(tmp_path / "again.gguf"), *words[3:]]
+    assert main([*again, str(write_target(target, tmp_path / "same.gguf", tokenizer))]) == 0
 
 
 def test_words_that_cannot_be_right(folder, tiny_file, tmp_path, capsys):
@@ -339,11 +372,15 @@ def test_llama_cpp_really_fails_at_its_limits(key, tiny, tiny_file, tmp_path, mo
     raise AssertionError(f"llama.cpp drafts as we do: {key} is no limit")
 
 
+WHOLE = {"draft_vocab_size": None}
 REAL = {
     "shipped": {},
-    "v1": {"draft_vocab_size": None},
-    "selector": {"draft_vocab_size": None, "selector_rank": 32, "selector_top_k": 16},
+    "v1": WHOLE,
+    "reduced vocabulary": {"draft_vocab_size": 4096},  # half of the shipped drafter's
+    "selector": {**WHOLE, "selector_rank": 32, "selector_top_k": 16},
+    "DFlash 2": {**WHOLE, "selector_rank": 32, "selector_top_k": 16, "conv_kernel_size": 2, "conv_group_size": 16},
     "sliding": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 24, "is_causal": False},
+    "sliding, causal": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 24},
 }
 
 
@@ -375,11 +412,12 @@ def test_the_real_pair_in_llama_cpp(name, real, tmp_path):
         setattr(config, key, value)
     torch.manual_seed(0)
     draft = DFlashDraftModel(config).eval()
-    draft.load_state_dict({k: v for k, v in base.state_dict().items() if k in draft.state_dict()}, strict=False)
-    if config.selector_rank is not None:  # untrained, but not without effect
-        draft.candidate_selector.predecessor_codebook.data.normal_(0, 0.3)
-        draft.candidate_selector.successor_codebook.data.normal_(0, 0.3)
-        draft.candidate_selector.hidden_projection.weight.data.normal_(0, 0.05)
+    ours = draft.state_dict()
+    known = {key: tensor[: len(ours[key])] for key, tensor in base.state_dict().items() if key in ours}
+    draft.load_state_dict(known, strict=False)
+    for key, parameter in draft.named_parameters():  # untrained, but not without effect
+        if key not in known:
+            parameter.data += torch.randn_like(parameter) * (0.3 if "codebook" in key else 0.02)
     write_gguf(draft, tmp_path / "dflash.gguf", packaged_gguf())
     server = serve(packaged_gguf(), tmp_path / "dflash.gguf")
     theirs = ours = 0

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dflash_hf.configs import read_config
-from dflash_hf.files import atomic
+from dflash_hf.files import atomic, digest_of
 from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel, DFlashRotaryEmbedding
 from dflash_hf.terminal import install
@@ -25,7 +25,7 @@ ARCH = "dflash"
 FILE_PATTERN = "dflash-*.gguf"
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
 _CONFIG = "dflash_hf.config"
-_TOKENS = "tokenizer.ggml.tokens"
+_TOKENS, _KINDS = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
 # After "dflash."; a field that says what no drafter need say is not written.
 _KEYS = {
     "block_count": "num_hidden_layers",
@@ -191,7 +191,7 @@ def write_gguf(
             writer.add_string(_CONFIG, json.dumps({k: v for k, v in written.items() if k != "auto_map"}))
             tensors = _tensors(draft, target, revision)
             _write_keys(writer, config, tensors, "mrope_section" in (facts.get("rope_parameters") or {}))
-            _write_tokenizer(writer, target, revision, config.vocab_size or facts["vocab_size"])
+            _write_tokenizer(writer, target, revision, config, config.vocab_size or facts["vocab_size"])
             writer.add_mask_token_id(config.mask_token_id)
             for name, tensor in tensors.items():
                 _write_tensor(writer, name, tensor, kind)
@@ -314,14 +314,19 @@ def _write_tensor(writer, name: str, tensor: torch.Tensor, kind) -> None:
     writer.add_tensor(name, gguf.quantize(numbers, kind), raw_dtype=kind)
 
 
-def _write_tokenizer(writer, target, revision: str | None, vocab_size: int) -> None:
+def _write_tokenizer(writer, target, revision: str | None, config: DFlashDraftConfig, vocab_size: int) -> None:
     """The target's tokenizer: from its GGUF file as it is, else from `tokenizer.json`."""
     gguf = _gguf()
+    unused = gguf.TokenType.UNUSED
     if is_gguf(target):
-        for name, field in _open(target).fields.items():
+        fields = _open(target).fields
+        texts = fields[_TOKENS].contents()
+        kinds = fields[_KINDS].contents() if _KINDS in fields else [gguf.TokenType.NORMAL] * len(texts)
+        _check_trained_with(config, target, texts, [kind == unused for kind in kinds])
+        for name, field in fields.items():
             if name.startswith("tokenizer.") and name != "tokenizer.ggml.mask_token_id":
-                kinds = field.types
-                writer.add_key_value(name, field.contents(), kinds[0], kinds[-1] if len(kinds) > 1 else None)
+                types = field.types
+                writer.add_key_value(name, field.contents(), types[0], types[-1] if len(types) > 1 else None)
         return
     folder = Path(target).expanduser() if Path(target).expanduser().is_dir() else _tokenizer_of_hub(target, revision)
     try:
@@ -339,17 +344,29 @@ def _write_tokenizer(writer, target, revision: str | None, vocab_size: int) -> N
             f"{target} has a tokenizer of {len(tokens)} tokens, but the drafter's vocab_size={vocab_size}: it belongs "
             "to another target."
         )
-    unused = (gguf.TokenType.UNUSED, 0.0)
-    tokens += [(f"[PAD{i}]", unused[1], unused[0]) for i in range(len(tokens), vocab_size)]
+    tokens += [(f"[PAD{i}]", 0.0, unused) for i in range(len(tokens), vocab_size)]
     texts, scores, kinds = zip(*tokens, strict=True)
+    texts = [text.decode() if isinstance(text, bytes) else text for text in texts]
+    _check_trained_with(config, target, texts, [kind == unused for kind in kinds])
     writer.add_tokenizer_model(vocabulary.tokenizer_model)
     writer.add_tokenizer_pre("default")  # how text is cut is the target's business: a drafter sees ids
-    writer.add_token_list([text.decode() if isinstance(text, bytes) else text for text in texts])
+    writer.add_token_list(texts)
     writer.add_token_scores(scores)
     writer.add_token_types(kinds)
     special = gguf.SpecialVocab(folder, load_merges=vocabulary.tokenizer_model == "gpt2", n_vocab=vocab_size)
     special.special_token_ids.pop("mask", None)
     special.add_to_gguf(writer, quiet=True)
+
+
+def _check_trained_with(config: DFlashDraftConfig, target, texts: list[str], unused: list[bool]) -> None:
+    """A drafter that was trained here knows the digest of its target's vocabulary."""
+    known = (config.dflash_config.get("trained_with") or {}).get("tokenizer")
+    found = digest_of({text: i for i, text in enumerate(texts) if not unused[i]})
+    if known not in (None, found):
+        raise ValueError(
+            f"{target} has a tokenizer of digest {found}, but the drafter was trained with {known}: it belongs to "
+            "another target. If it does not, remove `trained_with` from the drafter's config.json."
+        )
 
 
 def _tokenizer_of_hub(target, revision: str | None) -> Path:

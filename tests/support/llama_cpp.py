@@ -9,8 +9,8 @@ import torch
 from transformers import LogitsProcessor
 
 
-def write_target(target, path):
-    """A tiny Qwen3 target as a GGUF file; its tokens are the signs after the space."""
+def write_target(target, path, tokenizer=None):
+    """A tiny Qwen3 target as a GGUF file; without a tokenizer its tokens are the signs after the space."""
     gguf = pytest.importorskip("gguf")
     config, writer = target.config, gguf.GGUFWriter(path, "qwen3")
     writer.add_context_length(config.max_position_embeddings)
@@ -25,8 +25,13 @@ def write_target(target, path):
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
-    writer.add_token_list([chr(256 + i) for i in range(config.vocab_size)])
-    writer.add_token_types([gguf.TokenType.NORMAL] * config.vocab_size)
+    texts = [chr(256 + i) for i in range(config.vocab_size)]
+    kinds = [gguf.TokenType.NORMAL] * config.vocab_size
+    if tokenizer is not None:
+        texts[: len(tokenizer)] = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+        kinds[len(tokenizer) :] = [gguf.TokenType.UNUSED] * (config.vocab_size - len(tokenizer))
+    writer.add_token_list(texts)
+    writer.add_token_types(kinds)
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(0)
