@@ -4,6 +4,7 @@ import copy
 from dataclasses import fields
 
 from transformers import PreTrainedConfig
+from transformers.utils import logging
 
 from .checks_dflash import (
     LAYER_TYPES,
@@ -22,6 +23,7 @@ from .layouts_dflash import canonical_config, default_target_layer_ids, fitting_
 from .target_dflash import text_depth
 
 
+logger = logging.get_logger(__name__)
 # Keys that some publishers nest in `dflash_config` and others keep at the top level. Nested wins, as in the engines.
 _NESTED_KEYS = {
     "block_size": "block_size",
@@ -152,6 +154,12 @@ class DFlashDraftConfig(PreTrainedConfig):
         causal = nested.pop("causal", None)
         if self.is_causal is None:
             self.is_causal = causal
+        elif causal not in (None, self.is_causal):
+            logger.warning_once(
+                f"is_causal={self.is_causal} and dflash_config.causal={causal} contradict each other: both say whether "
+                f"every layer is causal inside the block. is_causal is taken, as engines do; if the drafter accepts "
+                f"little, load it with `is_causal={causal}`."
+            )
         if nested.get("causal_head"):
             if self.is_causal is not None and not self.is_causal:
                 raise ValueError(
@@ -162,7 +170,7 @@ class DFlashDraftConfig(PreTrainedConfig):
         use_swa = nested.pop("use_swa", None)
         self.dflash_config = nested
 
-        for key in (key for part in parts_by_sizes() for key in part):
+        for key in ("final_logit_softcapping", *(key for part in parts_by_sizes() for key in part)):
             if getattr(self, key) == 0:
                 setattr(self, key, None)
         for key in ("output_multiplier", "input_embedding_scale", "attention_value_scale"):

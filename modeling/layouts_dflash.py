@@ -6,6 +6,8 @@ The rest of the code knows one layout only. What is not a DFlash drafter whose s
 """
 
 import re
+from collections.abc import Callable
+from typing import NamedTuple
 
 from transformers import CONFIG_MAPPING
 from transformers.utils import logging
@@ -14,19 +16,8 @@ from .heads_dflash import HEADS, head_fields
 
 
 logger = logging.get_logger(__name__)
-_ARCHITECTURES = {
-    "DFlashDraftModel",
-    "DFlash2DraftModel",  # also of the convolution alone
-    "MuseGlimmerAssistantModel",
-    "Qwen3DFlashDraftModel",  # Automodel
-    "DFlashForCausalLM",  # verl
-    "DFlashSpeculator",  # speculators
-}
-# Heads that are refused, known here so that they are not taken for the target's own architecture.
-_REFUSED = {
-    *("DominoDraftModel", "Qwen3DSparkModel", "Qwen3OmniDSparkModel", "Gemma4DSparkModel", "DSparkDraftModel"),
-    *("LiLiCorrDraftModel", "Qwen3XPressModel", "DFlashLagunaForCausalLM"),
-}
+# In `architectures`, or in `speculators_model_type`: drafters of this family, those that are refused included.
+_FAMILY = re.compile("dflash|dfly|dflare|dspark|domino|lilicorr|xpress|MuseGlimmerAssistantModel", re.IGNORECASE)
 _MUSE = {
     "hidden_size": 6656,
     "intermediate_size": 19968,
@@ -74,6 +65,9 @@ _OTHER_HEADS = {
     "LiLiCorr": "it chooses among candidates with an attention over their lattice, which is not supported",
     "XPress": "its drafts are rewritten by a refiner",
     "Laguna": "its attention is gated (`g_proj`) and its features have norms of their own (`aux_hidden_norms`)",
+    "DFly": "its features are fused layer by layer, and what it drafted corrects its hidden states",
+    "DFlare": "its features are fused layer by layer",
+    "Beam": "it keeps several paths of a block while it drafts",
 }
 # Keys that are no head's field.
 _OTHER_KEYS = {
@@ -81,6 +75,7 @@ _OTHER_KEYS = {
     "enable_confidence_head": "it has a confidence head, which is not supported yet",
     "sample_from_anchor": _ANCHOR_FIRST,
     "shift_label": _ANCHOR_FIRST,
+    "xpress_rank": _OTHER_HEADS["XPress"],
 }
 _OTHER_TENSORS = {
     "prefix_gru.": "Domino",
@@ -89,6 +84,9 @@ _OTHER_TENSORS = {
     "confidence_head.": "DSpark",
     "lilicorr.": "LiLiCorr",
     "aux_hidden_norms.": "Laguna",
+    "refiner_head.": "XPress",
+    "hidden_correction.": "DFly",
+    "layer_fusion": "DFly",
 }
 
 # Applied in this order to every tensor name.
@@ -100,12 +98,16 @@ _TENSOR_NAMES = {
     r"^context_norm\.": "hidden_norm.",
     r"^final_norm\.": "norm.",
 }
-# Tensors of a checkpoint that are not loaded, by layout: recomputed tables, and copies of the target's own weights.
+# Recomputed, not loaded.
 _ROTARY = r"(?:^|\.)rotary_emb\."
-_COPIES = {
-    "speculators": r"^(?:embed_tokens\.|verifier_|t2d$)",
-    "torchspec": r"^embed_tokens\.",
-}
+
+
+class Dialect(NamedTuple):
+    """How one project writes a drafter, where that is not the published layout."""
+
+    tells: Callable[[dict], bool]  # whether a `config.json` is of it
+    read: Callable[[dict], dict]  # its keys, as they are published
+    copies: str = "$^"  # tensors (a regular expression) that are copies of the target's, which are not loaded
 
 
 def default_target_layer_ids(num_target_layers: int, num_features: int) -> list[int]:
@@ -155,12 +157,8 @@ def is_drafter_config(config: dict) -> bool:
     """
     names = config.get("architectures")
     names = names if isinstance(names, list) else []
-    return (
-        any(name in _ARCHITECTURES | _REFUSED for name in names if isinstance(name, str))
-        or any(head.architecture in names for head in HEADS)
-        or "dflash_config" in config
-        or str(config.get("speculators_model_type")).startswith(("dflash", "dspark"))
-    )
+    names = [*names, config.get("speculators_model_type")]
+    return "dflash_config" in config or any(isinstance(name, str) and _FAMILY.search(name) for name in names)
 
 
 def canonical_config(config: dict) -> dict:
@@ -174,12 +172,10 @@ def canonical_config(config: dict) -> dict:
     _refuse_other_heads(config)
     for head in HEADS:
         config = head.read(config)
-    if "speculators_model_type" in config or "transformer_layer_config" in config:
-        config = _from_speculators(config)
-    elif config.get("architectures") == ["MuseGlimmerAssistantModel"]:
-        config = _from_muse(config)
-    elif "target_num_hidden_layers" in config or _counts_taps(config):
-        config = _from_torchspec(config)
+    for name, dialect in DIALECTS.items():
+        if dialect.tells(config):
+            config = {**dialect.read(config), "source_layout": name}
+            break
     # Entry 0 of `hidden_states` is the embedding, so these ids are one higher.
     for key in ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids"):
         ids = config.pop(key, None)
@@ -216,8 +212,7 @@ def is_left_out(name: str, source_layout: str | None, own_head: bool) -> bool:
         return True
     if source_layout == "speculators" and not own_head and name in ("lm_head.weight", "d2t"):
         return True
-    copies = _COPIES.get(source_layout)
-    return copies is not None and re.search(copies, name) is not None
+    return source_layout in DIALECTS and re.search(DIALECTS[source_layout].copies, name) is not None
 
 
 def refuse_other_tensors(names) -> None:
@@ -236,12 +231,13 @@ def _refuse_other_heads(config: dict) -> None:
     nested = config.get("dflash_config")
     both = {**config, **nested} if isinstance(nested, dict) else config
     names = [str(name) for name in both.get("architectures") or () if isinstance(name, str)]
+    names += [str(both.get("projector_type", "")), str(both.get("model_arch", ""))]
     kind = str(config.get("speculators_model_type", ""))
     read = [head.family for head in HEADS]
     for head, reason in _OTHER_HEADS.items():
         if head in read:
             continue
-        named = [name for name in (*names, kind, str(both.get("projector_type", ""))) if head.lower() in name.lower()]
+        named = [name for name in (*names, kind) if head.lower() in name.lower()]
         if not named:
             continue
         what = f"{named[0]} is a {head} drafter, not a DFlash one"
@@ -299,7 +295,7 @@ def _from_speculators(config: dict) -> dict:
     result |= {key: value for key, value in config.items() if key not in ignored}
     result.setdefault("block_size", 8)
     result.setdefault("draft_vocab_size", 32000)
-    return {**result, "source_layout": "speculators"}
+    return _whole_heads(result)
 
 
 def _from_muse(config: dict) -> dict:
@@ -332,7 +328,7 @@ def _from_torchspec(config: dict) -> dict:
     result["num_target_layers"] = depth
     if result.get("target_layer_ids") is None and type(taps) is int and type(depth) is int and 0 < taps <= depth:
         result["target_layer_ids"] = default_target_layer_ids(depth, taps)
-    return {**result, "source_layout": "torchspec"}
+    return result
 
 
 def _one_less(key: str, ids) -> list[int]:
@@ -352,3 +348,39 @@ def _one_rope(rope):
             f"rope_parameters={rope} differ between layer types; the layers of a drafter share one table."
         )
     return tables[0]
+
+
+def _whole_heads(config: dict) -> dict:
+    """
+    Without a `partial_rotary_factor`, which is the target's: Qwen3's rotary module, by which these drafters are trained,
+    rotates whole heads whatever the key says.
+    """
+
+    def without(table: dict) -> dict:
+        kept = {key: value for key, value in table.items() if key != "partial_rotary_factor"}
+        return {key: without(value) if isinstance(value, dict) else value for key, value in kept.items()}
+
+    whole = without(config)
+    if whole != config:
+        logger.warning_once(
+            "partial_rotary_factor is left out: drafters of this layout are trained with whole heads rotated, whatever "
+            "it says. It was copied from the target's configuration."
+        )
+    return whole
+
+
+# The first that tells a file reads it.
+DIALECTS = {
+    "speculators": Dialect(
+        lambda config: "speculators_model_type" in config or "transformer_layer_config" in config,
+        _from_speculators,
+        r"^(?:embed_tokens\.|verifier_|t2d$)",
+    ),
+    "muse": Dialect(lambda config: config.get("architectures") == ["MuseGlimmerAssistantModel"], _from_muse),
+    "torchspec": Dialect(
+        lambda config: "target_num_hidden_layers" in config or _counts_taps(config),
+        _from_torchspec,
+        r"^embed_tokens\.",
+    ),
+    "automodel": Dialect(lambda config: "Qwen3DFlash" in str(config.get("architectures")), _whole_heads),
+}

@@ -36,6 +36,10 @@ class PathSelector(Head):
     architecture = "DFlash2DraftModel"
     sizes = ("selector_rank", "selector_top_k")
     fields = dict.fromkeys(sizes)
+    tensor_names = {  # z-lab's own code, of a drafter that it did not load
+        rf"^candidate_selector\.{name}_codebook\.weight$": f"candidate_selector.{name}_codebook"
+        for name in ("predecessor", "successor")
+    }
     order = 1
     samples = True
 

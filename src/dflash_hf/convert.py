@@ -199,7 +199,7 @@ def _unpack(file: Path, config: str | Path | None, folder: Path) -> Path:
         raise ValueError(
             f"{file} cannot be read as tensors alone: {(str(error) or repr(error)).splitlines()[0]}"
         ) from error
-    for wrapper in ("state_dict", "model_state_dict", "model"):
+    for wrapper in ("draft_state_dict", "state_dict", "model_state_dict", "model"):
         if isinstance(state, dict) and isinstance(state.get(wrapper), dict):
             state = state[wrapper]
     if not isinstance(state, dict) or not any(isinstance(value, torch.Tensor) for value in state.values()):

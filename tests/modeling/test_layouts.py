@@ -271,6 +271,14 @@ REFUSED = {
     "speculators, DSpark with anchor": (speculators("dspark", sample_from_anchor=True), "Markov head.*anchor-first"),
     "Markov head": (zlab(markov_rank=256), "markov_rank"),
     "Laguna": (zlab(architectures=["DFlashLagunaForCausalLM"]), "Laguna"),
+    "XPress": (zlab(xpress_rank=8, xpress_mlp_ratio=2), "xpress_rank=8: its drafts are rewritten by a refiner"),
+    "Qwen3XPressModel": (zlab(architectures=["Qwen3XPressModel"]), "is a XPress drafter"),
+    "DFly": (zlab(architectures=["Qwen3DFlyModel"]), "Qwen3DFlyModel is a DFly drafter"),
+    "DFlyDraftModel": (zlab(architectures=["DFlyDraftModel"]), "DFlyDraftModel is a DFly drafter"),
+    "DFlare": (zlab(model_arch="dflare"), "dflare is a DFlare drafter"),
+    "speculators, DFly": (speculators("dfly"), "dfly is a DFly drafter"),
+    "speculators, DFlare": (speculators("dflare"), "dflare is a DFlare drafter"),
+    "Beam": (zlab(architectures=["DFlash2BeamDraftModel"], nested={"selector_rank": 6}), "is a Beam drafter"),
     "interleaved rotary": (zlab(is_neox_style=False), "is_neox_style"),
 }
 
@@ -295,6 +303,9 @@ def test_other_heads_are_refused_with_the_reason(tmp_path, name):
         "markov_head.markov_w1.weight",
         "confidence_head.proj.bias",
         "lilicorr.slot_embedding",
+        "refiner_head.proj.weight",
+        "layer_fusion.weight",
+        "hidden_correction.proj.weight",
     ],
 )
 def test_tensors_of_other_heads_are_refused_with_the_reason(tmp_path, name):
@@ -347,6 +358,17 @@ def test_causality_at_the_top_wins():
     assert not config.layer_is_causal(0)
     assert json.loads(config.to_json_string())["is_causal"] is False
     assert "causal" not in config.to_dict()["dflash_config"]
+
+
+def test_a_contradiction_is_told(caplog):
+    """One builder of JetSpec's recipes stamps `is_causal: false` beside its own key: it was settled in silence."""
+    both = zlab(nested={"causal": True}, is_causal=False)
+    DFlashDraftConfig.from_dict(both)
+    assert "is_causal=False and dflash_config.causal=True contradict each other" in caplog.text
+    caplog.clear()
+    assert DFlashDraftConfig.from_dict(both, is_causal=True).is_causal is True and not caplog.text
+    DFlashDraftConfig.from_dict(zlab(nested={"causal": True}, is_causal=True))
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("layer_types", [FULL, MIXED, SLIDING])

@@ -40,6 +40,7 @@ NESTED = {"mask_token_id": 95, "target_layer_ids": [0, 2, 3]}
 FULL, SLIDING = ["full_attention"] * 3, ["sliding_attention"] * 3
 MIXED = ["sliding_attention", "sliding_attention", "full_attention"]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 CONV2 = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 6, "selector_top_k": 5}
 
 
@@ -190,6 +191,16 @@ LAYOUTS = {
         MUSE_NAMES,
         {},
     ),
+    "z-lab DFlash 2, never loaded": (
+        zlab(architectures=["DFlash2DraftModel"], nested=CONV2),
+        CONV2,
+        {
+            f"candidate_selector.{n}_codebook": f"candidate_selector.{n}_codebook.weight"
+            for n in ("predecessor", "successor")
+        },
+        {},
+    ),
+    "a softcap of 0": (zlab(final_logit_softcapping=0, nested={"final_logit_softcapping": 0}), {}, {}, {}),
     "SpecForge, early": (zlab(), {}, {"": "draft_model."}, {"draft_model.rotary_emb.inv_freq": torch.ones(4)}),
     "SpecForge, logit head": (zlab(), {}, {"": "logit_head.model."}, {}),
     "ModelOpt": (
@@ -244,6 +255,14 @@ LAYOUTS = {
         {},
         {},
     ),
+    "speculators, a factor of the target's": (
+        speculators(
+            layers={"partial_rotary_factor": 0.25, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25}}
+        ),
+        {},
+        {},
+        {},
+    ),
     "speculators, DFlash 2": (
         speculators(
             "dflash2",
@@ -272,6 +291,18 @@ LAYOUTS = {
         {"": "model."},
         {},
     ),
+    "Automodel, DFlash 2 with a factor of the target's": (
+        zlab(
+            architectures=["Qwen3DFlash2DraftModel"],
+            nested=CONV2,
+            partial_rotary_factor=0.25,
+            rope_parameters={**ROPE, "partial_rotary_factor": 0.25},
+        ),
+        CONV2,
+        {"": "model."},
+        {},
+    ),
+    "JetSpec of Automodel": (zlab(nested={"causal": True}, is_causal=...), {"is_causal": True}, {}, {}),
     "Llama-3.1": (zlab(model_type="llama", rope_theta=500000.0), {"rope_theta": 500000.0}, {}, {}),
     "gpt-oss": (
         zlab(model_type="gpt_oss", attention_bias=True, rope_scaling={**YARN, "beta_fast": 32.0, "beta_slow": 1.0}),
