@@ -156,9 +156,9 @@ class DFlashDraftConfig(PreTrainedConfig):
             self.is_causal = causal
         elif causal not in (None, self.is_causal):
             logger.warning_once(
-                f"is_causal={self.is_causal} and dflash_config.causal={causal} contradict each other: both say whether "
-                f"every layer is causal inside the block. is_causal is taken, as engines do; if the drafter accepts "
-                f"little, load it with `is_causal={causal}`."
+                f"is_causal={self.is_causal} and dflash_config.causal={causal} contradict each other: both say "
+                "whether every layer is causal inside the block. is_causal is taken, as engines do; if few drafts are "
+                f"accepted, load the drafter with `is_causal={causal}`."
             )
         if nested.get("causal_head"):
             if self.is_causal is not None and not self.is_causal:

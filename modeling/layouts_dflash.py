@@ -352,8 +352,8 @@ def _one_rope(rope):
 
 def _whole_heads(config: dict) -> dict:
     """
-    Without a `partial_rotary_factor`, which is the target's: Qwen3's rotary module, by which these drafters are trained,
-    rotates whole heads whatever the key says.
+    Without a `partial_rotary_factor`, which is the target's: Qwen3's rotary module, by which these drafters are
+    trained, rotates whole heads whatever the key says.
     """
 
     def without(table: dict) -> dict:
@@ -363,8 +363,8 @@ def _whole_heads(config: dict) -> dict:
     whole = without(config)
     if whole != config:
         logger.warning_once(
-            "partial_rotary_factor is left out: drafters of this layout are trained with whole heads rotated, whatever "
-            "it says. It was copied from the target's configuration."
+            "partial_rotary_factor is left out: it was copied from the target's configuration, but drafters of this "
+            "layout are trained with whole heads rotated, whatever it says."
         )
     return whole
 
