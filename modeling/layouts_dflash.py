@@ -102,6 +102,10 @@ _TENSOR_NAMES = {
 _ROTARY = r"(?:^|\.)rotary_emb\."
 
 
+class UnknownHeadError(ValueError):
+    """A drafter whose head, or whose way of drafting, this package does not know."""
+
+
 class Dialect(NamedTuple):
     """How one project writes a drafter, where that is not the published layout."""
 
@@ -166,7 +170,8 @@ def canonical_config(config: dict) -> dict:
     The published layout of a `config.json` of any layout; `source_layout` names the one it had, where tensors differ.
 
     Raises:
-        `ValueError`: not a DFlash drafter of the same-position layout; says which head it is and why it is refused.
+        `UnknownHeadError`: not a DFlash drafter of the same-position layout; says which head it is and why it is
+            refused.
     """
     config = {key: value for key, value in config.items() if key != "source_layout"}
     _refuse_other_heads(config)
@@ -218,13 +223,15 @@ def is_left_out(name: str, source_layout: str | None, own_head: bool) -> bool:
 def refuse_other_tensors(names) -> None:
     """
     Raises:
-        `ValueError`: a tensor belongs to a head that drafts in another way.
+        `UnknownHeadError`: a tensor belongs to a head that drafts in another way.
     """
     read = {head.family for head in HEADS}
     for name in names:
         for start, head in _OTHER_TENSORS.items():
             if name.startswith(start) and head not in read:
-                raise ValueError(f"tensor {name} belongs to a {head} drafter, which is refused: {_OTHER_HEADS[head]}.")
+                raise UnknownHeadError(
+                    f"tensor {name} belongs to a {head} drafter, which is refused: {_OTHER_HEADS[head]}."
+                )
 
 
 def _refuse_other_heads(config: dict) -> None:
@@ -248,15 +255,15 @@ def _refuse_other_heads(config: dict) -> None:
             if both.get("markov_rank") == 0:
                 what = f"{named[0]} with markov_rank=0 is a plain drafter in DSpark's layout"
             reason = ", and ".join(reasons) or "that layout is not supported yet"
-        raise ValueError(f"{what}: {reason}. It cannot be loaded here.")
+        raise UnknownHeadError(f"{what}: {reason}. It cannot be loaded here.")
     kinds = ("dflash", *(family.lower() for family in read))
     if kind and kind not in kinds:
-        raise ValueError(
+        raise UnknownHeadError(
             f"speculators_model_type={kind!r} is not a DFlash drafter; it must be {' or '.join(map(repr, kinds))}."
         )
     for key, reason in _OTHER_KEYS.items():
         if both.get(key) and key not in head_fields():
-            raise ValueError(
+            raise UnknownHeadError(
                 f"{key}={both[key]!r}: {reason}. The drafter would load and draft wrongly, so it is refused."
             )
     for key, wanted in (("is_neox_style", True), ("rope_is_neox_style", True), ("use_gemma_norm", False)):

@@ -148,6 +148,7 @@ def test_what_native_cannot_express_is_refused(reason, target, tmp_path):
     [
         (None, lambda name: name),
         ("state_dict", lambda name: f"draft_model.{name}"),
+        ("draft_state_dict", lambda name: name),
         ("model", lambda name: name.replace("hidden_norm.", "context_norm.").replace("fc.", "context_proj.")),
     ],
 )

@@ -3,7 +3,7 @@
 SERVERS = ("vllm", "sglang")  # engines with a launch line
 ENGINES = (*SERVERS, "transformers")  # that read a drafter's folder
 LLAMA_CPP = "llama.cpp"  # reads GGUF files: its rules are `dflash_hf.gguf_format.limits`
-READERS = ("mlx", "openvino")  # that read a drafter's folder by loaders of their own
+READERS = ("mlx", "openvino", "z-lab")  # that read a drafter's folder by loaders of their own
 LAYOUTS = ("native", "z-lab", "gguf")  # that a drafter can be written in
 RELATIONS = ("adapter", "finetune", "merge", "quantized")  # of a model to its base, by the Hub's words
 DTYPES = ("float32", "bfloat16", "float16")

@@ -10,11 +10,13 @@ from random import Random
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support import layouts
 from support.hub_stand_in import stand_in
 from support.pairs import make_draft
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
 from dflash_hf.cli import main
+from dflash_hf.convert import convert
 from dflash_hf.hub.check import check, read_shapes, render
 from dflash_hf.hub.engine_rules import Drafter, Finding, layers_as_read
 from dflash_hf.names import ENGINES
@@ -165,7 +167,7 @@ def test_published_configurations_have_no_errors(name, count, fc, warnings, tmp_
 
 MISTAKES = {
     # what is changed: (nested, top level), the key of the finding, whom it concerns
-    "unknown_architecture": (({}, {"architectures": ["DominoDraftModel"]}), "architectures", ENGINES),
+    "unknown_architecture": (({}, {"architectures": ["DFlashForCausalLM"]}), "architectures", ENGINES),
     "unknown_model_type": (({}, {"model_type": "dflash"}), "model_type", ("vllm", "sglang")),
     "muse_in_name_only": (({}, {"model_type": "muse_glimmer_assistant"}), "model_type", ENGINES),
     "no_vocabulary": (({}, {"vocab_size": REMOVE}), "vocab_size", ("vllm", "sglang")),
@@ -312,13 +314,75 @@ GEMMA = {"model_type": "gemma3_text", "num_hidden_layers": 4}
         (lambda t: t.pop("layers.1.mlp.up_proj.weight"), "layers.1.mlp.up_proj.weight"),
         (lambda t: t.update({"layers.2.mlp.up_proj.weight": torch.zeros(3)}), "layers.2.mlp.up_proj.weight"),
         (lambda t: t.update({"fc.weight": torch.zeros(32, 64)}), "fc.weight"),
-        (lambda t: t.update({"lm_head.weight": torch.zeros(96, 32)}), "lm_head.weight"),
     ],
 )
 def test_a_wrong_tensor_is_named(change, key, folder):
     edit_tensors(folder, change)
     assert list(errors(check(folder, ["vllm", "sglang"]))) == [key]
     assert key.replace(".1.mlp.up_proj.weight", "") in errors(check(folder, ["transformers"]))["weights"].message
+
+
+def test_a_head_of_its_own_is_loaded_by_vllm(folder):
+    edit_tensors(folder, lambda t: t.update({"lm_head.weight": torch.zeros(96, 32)}))
+    found = errors(check(folder))
+    assert (
+        found["lm_head.weight"].engines == ("sglang",) and "vLLM loads and uses it" in found["lm_head.weight"].message
+    )
+    assert "lm_head.weight" in found["weights"].message and not check(folder, ["vllm"])
+
+
+UNKNOWN = {
+    "LiLiCorr": {"architectures": ["LiLiCorrDraftModel"]},
+    "XPress": {"xpress_rank": 4},
+    "DFly": {"architectures": ["Qwen3DFlyModel"]},
+    "Beam": {"architectures": ["DFlash2BeamDraftModel"]},
+}
+
+
+@pytest.mark.parametrize("head", UNKNOWN)
+def test_a_head_that_we_do_not_know_is_not_called_one_that_engines_refuse(head, folder):
+    """vLLM and SGLang serve some of them; and no conversion is offered that would be refused."""
+    edit(folder, **UNKNOWN[head])
+    findings = check(folder)
+    assert [(one.severity, one.engines, one.key) for one in findings] == [
+        ("error", ("transformers",), "architectures"),
+        ("warning", ("vllm", "sglang"), "architectures"),
+    ]
+    assert "this package does not know" in findings[1].message and "dflash convert" not in render(findings)
+    with pytest.raises(ValueError):
+        convert(folder, folder.parent / "converted")
+
+
+def test_a_conversion_is_offered_only_where_it_is_possible(folder):
+    edit(folder, architectures=["DFlashForCausalLM"])
+    assert "`dflash convert` writes a folder" in errors(check(folder))["architectures"].message
+    edit_tensors(folder, lambda t: t.pop("fc.weight"))
+    message = errors(check(folder))["architectures"].message
+    assert "nor does this package read it: " in message and "dflash convert" not in message
+    edit(folder, architectures=["DFlashDraftModel"])
+    edit_tensors(folder, lambda t: t.update({"extra.weight": torch.zeros(1)}))
+    assert "dflash convert" not in errors(check(folder))["extra.weight"].message
+
+
+def test_speculators_rule_of_windows(tmp_path):
+    """Its own layout: vLLM reads it, with windows and causality that are not those of its training."""
+    layouts.write(tmp_path / "plain", "speculators")
+    (finding,) = check(tmp_path / "plain")
+    assert (finding.key, finding.engines) == ("transformer_layer_config", ("sglang", "transformers"))
+    assert "dflash convert" in finding.message and check(tmp_path / "plain", ["vllm"]) == []
+    layouts.write(tmp_path / "mixed", "speculators, sliding")
+    found = {one.key: (one.severity, one.engines) for one in check(tmp_path / "mixed")}
+    assert found["sliding_window"] == ("warning", ENGINES) and "sliding_window_non_causal" not in found
+    path = tmp_path / "mixed" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "sliding_window_non_causal": False}))
+    found = {one.key: (one.severity, one.engines) for one in check(tmp_path / "mixed")}
+    assert found["sliding_window_non_causal"] == ("warning", ("vllm",))
+
+
+def test_causality_that_contradicts_itself_is_a_warning(folder):
+    edit(folder, {"causal": True}, is_causal=False)
+    (finding,) = check(folder)
+    assert (finding.severity, finding.engines, finding.key) == ("warning", ENGINES, "causal")
 
 
 def test_a_prefix_is_read_here_and_refused_by_engines(folder):

@@ -1,7 +1,9 @@
 """
-dflash-mlx's and optimum-intel's own models over what we save, against ours, and against what `check` says of them.
+The models of dflash-mlx, optimum-intel and z-lab over what we save, against ours, and against what `check` says of
+them.
 
-Needs `pip install --no-deps mlx mlx-cpu mlx-lm dflash-mlx` or `pip install --no-deps optimum optimum-intel openvino`.
+Needs `pip install --no-deps mlx mlx-cpu mlx-lm dflash-mlx`, `pip install --no-deps optimum optimum-intel openvino`, or
+`pip install --no-deps --target FOLDER dflash==0.1.0` with that folder on the path: its command has our command's name.
 """
 
 import numpy as np
@@ -31,11 +33,13 @@ DRAFTERS = {
     "narrow values": {"v_head_dim": 6},
     "selector": {"selector_rank": 6, "selector_top_k": 5},
     "convolution": {"conv_kernel_size": 2, "conv_group_size": 4},
+    "DFlash 2": {"selector_rank": 6, "selector_top_k": 5, "conv_kernel_size": 2, "conv_group_size": 4},
     "reduced vocabulary": {"draft_vocab_size": 9},
 }
 REFUSED = {
     "mlx": {"sliding, bidirectional", "causal", *list(DRAFTERS)[7:]},
     "openvino": {"sliding, causal", "causal", *list(DRAFTERS)[7:]},
+    "z-lab": set(list(DRAFTERS)[7:]) - {"scaled embedding", "DFlash 2"},
 }
 
 
@@ -61,7 +65,23 @@ def of_openvino(folder, features, block):
     return model.eval()(inputs_embeds=block, hidden_states=features, **options).last_hidden_state
 
 
-@pytest.mark.parametrize("engine, read", [("mlx", of_mlx), ("openvino", of_openvino)])
+def of_zlab(folder, features, block):
+    """As its own program picks the class; the scale is applied before it."""
+    theirs = pytest.importorskip("dflash.model")
+    config = Qwen3Config.from_pretrained(folder)
+    drafts = getattr(theirs, config.architectures[0])
+    try:
+        model, info = drafts.from_pretrained(folder, config=config, output_loading_info=True)
+    except TypeError as error:  # of a key that is not there
+        raise ValueError(str(error)) from error
+    if any(info[problem] for problem in ("missing_keys", "unexpected_keys")):
+        raise ValueError("it drops tensors in silence")
+    block = block * theirs._draft_value(config, "input_embedding_scale", 1.0)
+    positions = torch.arange(features.shape[1] + block.shape[1])[None]
+    return model.eval()(position_ids=positions, noise_embedding=block, target_hidden=features)
+
+
+@pytest.mark.parametrize("engine, read", [("mlx", of_mlx), ("openvino", of_openvino), ("z-lab", of_zlab)])
 @pytest.mark.parametrize("name", DRAFTERS)
 @torch.no_grad()
 def test_what_is_read_as_it_is_meant(name, engine, read, tmp_path):

@@ -14,15 +14,16 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from dflash_hf.files import read_json
 from dflash_hf.gguf_format import gguf_config, is_gguf, limits, target_config
-from dflash_hf.hub.engine_rules import ARCHITECTURES, RULES, Drafter, Finding, fits_target
+from dflash_hf.hub.engine_rules import ARCHITECTURES, RULES, Drafter, Finding, fits_target, of_speculators
 from dflash_hf.hub.reader_rules import unread
 from dflash_hf.hub.remote import local_folder
 from dflash_hf.hub.safety_rules import SAFETY_RULES
 from dflash_hf.modeling.checkpoint_dflash import checkpoint_files, read_header
 from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
 from dflash_hf.modeling.heads_dflash import HEADS
+from dflash_hf.modeling.layouts_dflash import UnknownHeadError, canonical_config
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
-from dflash_hf.names import ENGINES, LLAMA_CPP, READERS
+from dflash_hf.names import ENGINES, LLAMA_CPP, READERS, SERVERS
 from dflash_hf.terminal import one_line
 from dflash_hf.weights import check_finite_weights
 
@@ -42,7 +43,7 @@ def check(
         folder (`str` or `Path`): A local folder with `config.json` and safetensors; or the id of a repository, of
             which only `config.json` and the headers of the weights are downloaded; or a GGUF file.
         engines (`Sequence[str]`): Of `"vllm"`, `"sglang"`, `"transformers"`; and, asked for by name, `"mlx"`,
-            `"openvino"` and `"llama.cpp"`, which reads what `dflash convert` makes of a folder.
+            `"openvino"`, `"z-lab"` and `"llama.cpp"`, which reads what `dflash convert` makes of a folder.
         target (`str`, `Path`, `dict` or `PreTrainedConfig`, *optional*): The target's configuration, its folder, its
             `config.json`, its GGUF file or its repository: width, depth and vocabulary are compared as well.
         revision (`str`, *optional*): Branch, tag or commit of the drafter's repository.
@@ -110,17 +111,19 @@ def _all_findings(folder: Path, target: dict | None, weights: bool) -> Iterator[
         yield Finding("error", ENGINES, "config.json", str(error))
         return
     architectures = config.get("architectures")
-    if architectures not in [[name] for name in (*ARCHITECTURES, *(head.architecture for head in HEADS))]:
-        yield Finding(
-            "error",
-            ENGINES,
-            "architectures",
-            f"{architectures} is not one of {', '.join(ARCHITECTURES)}; `dflash convert` writes a folder that is.",
-        )
+    if (unknown := _unknown_head(config)) is not None:
+        yield Finding("error", ("transformers",), "architectures", unknown)
+        message = "is of a head that this package does not know, so that it cannot say what engines make of it."
+        yield Finding("warning", SERVERS, "architectures", message)
         return
     if "transformer_layer_config" in config:
-        message = "is speculators' layout; `dflash convert` writes a folder that every engine reads."
-        yield Finding("error", ENGINES, "transformer_layer_config", message)
+        message = f"is speculators' layout, which vLLM alone reads; {_remedy(folder)}"
+        yield Finding("error", ("sglang", "transformers"), "transformer_layer_config", message)
+        yield from of_speculators(config)
+        return
+    if architectures not in [[name] for name in (*ARCHITECTURES, *(head.architecture for head in HEADS))]:
+        message = f"{architectures} is not one of {', '.join(ARCHITECTURES)}; {_remedy(folder)}"
+        yield Finding("error", ENGINES, "architectures", message)
         return
     try:
         parsed = DFlashDraftConfig.from_pretrained(folder)
@@ -142,43 +145,67 @@ def _all_findings(folder: Path, target: dict | None, weights: bool) -> Iterator[
             check_finite_weights(folder)
         except ValueError as error:
             yield Finding("error", ENGINES, "weights", str(error).removeprefix(f"{folder}: "))
-    try:
-        _load_without_weights(folder)
-    except (ValueError, OSError, ImportError) as error:
-        yield Finding("error", ("transformers",), "weights", " ".join(str(error).split()))
+    refused = _load_without_weights(folder)
+    if refused is not None:
+        yield Finding("error", ("transformers",), "weights", refused)
     with torch.device("meta"):
         wanted = {name: tuple(tensor.shape) for name, tensor in DFlashDraftModel(parsed).state_dict().items()}
-    drafter = Drafter(folder, config, config.get("dflash_config") or {}, shapes, wanted)
+    drafter = Drafter(folder, config, config.get("dflash_config") or {}, shapes, wanted, refused is None)
     for rule in (*RULES, *SAFETY_RULES):
         yield from rule(drafter)
     if target is not None:
         yield from fits_target(drafter, target)
 
 
+def _unknown_head(config: dict) -> str | None:
+    """Why this package does not know a drafter's head, or `None`."""
+    try:
+        canonical_config(config)
+    except UnknownHeadError as error:
+        return str(error)
+    except Exception:  # of other faults, which are named where the configuration is read
+        return None
+    return None
+
+
+def _remedy(folder: Path) -> str:
+    refused = _load_without_weights(folder)
+    if refused is None:
+        return "`dflash convert` writes a folder that every engine reads."
+    return f"nor does this package read it: {refused}"
+
+
 def _as_parsed(drafter: Path, engine: str, target: dict | None) -> Iterator[Finding]:
     """Of an engine whose rules are about what a drafter is: a folder in any layout, or a GGUF file."""
     try:
         if is_gguf(drafter):
-            config = DFlashDraftConfig.from_dict(gguf_config(drafter))
+            config, refused = DFlashDraftConfig.from_dict(gguf_config(drafter)), None
         else:
-            config = DFlashDraftConfig.from_pretrained(drafter)
-            _load_without_weights(drafter)
+            config, refused = DFlashDraftConfig.from_pretrained(drafter), _load_without_weights(drafter)
     except (ValueError, OSError, ImportError) as error:
-        yield Finding("error", (engine,), "weights", one_line(error))
+        refused = one_line(error)
+    if refused is not None:
+        yield Finding("error", (engine,), "weights", one_line(refused))
         return
     for key, reason in limits(config, target) if engine == LLAMA_CPP else unread(config, engine):
         yield Finding("error", (engine,), key, one_line(reason))
 
 
-def _load_without_weights(folder: Path) -> None:
-    """Our own reader, on the meta device: it holds the headers against the model and reads no tensor."""
+def _load_without_weights(folder: Path) -> str | None:
+    """
+    Why our own reader refuses a folder, or `None`. It reads on the meta device: it holds the headers against the model
+    and reads no tensor.
+    """
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         DFlashDraftModel.from_pretrained(folder, device_map="meta")
+    except (ValueError, OSError, ImportError) as error:
+        return " ".join(str(error).split())
     finally:
         if shown:
             logging.enable_progress_bar()
+    return None
 
 
 def _target_config(target) -> dict:

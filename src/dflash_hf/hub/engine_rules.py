@@ -5,7 +5,6 @@ Engines are quiet about a wrong drafter: vLLM never reports a missing tensor, SG
 that they read differently costs acceptance and nothing else.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +50,7 @@ class Finding:
 class Drafter:
     """
     A folder as the rules see it: the raw keys, nested ones apart; the shapes of its tensors, and those that its
-    configuration asks for.
+    configuration asks for; whether this package reads it.
     """
 
     folder: Path
@@ -59,6 +58,7 @@ class Drafter:
     nested: dict
     shapes: dict[str, tuple[int, ...]]
     wanted: dict[str, tuple[int, ...]]
+    loads: bool = True
 
     def get(self, key: str, default=None):
         """A key as SGLang and z-lab read it: nested, then at the top."""
@@ -155,7 +155,10 @@ def _attention(drafter: Drafter) -> Iterator[Finding]:
         yield Finding("error", SERVERS, "use_sliding_window", message)
     if len(kinds) > 1:
         yield Finding("warning", ("vllm",), "layer_types", f"mixes full and sliding layers, {_V2_RUNNER}")
-    read = layers_as_read(drafter)
+    read, said = layers_as_read(drafter), (config.get("is_causal"), drafter.nested.get("causal"))
+    if None not in said and said[0] != said[1]:
+        message = f"{said[1]} in dflash_config contradicts is_causal={said[0]}, which engines take. Compare tau."
+        yield Finding("warning", ENGINES, "causal", message)
     if drafter.nested.get("causal_head") and not all(causal for layers in read.values() for _, causal in layers):
         message = "is JetSpec's key, which engines do not read: they draft bidirectionally. Save the drafter again."
         yield Finding("error", SERVERS, "causal_head", message)
@@ -269,10 +272,13 @@ def _tensors(drafter: Drafter) -> Iterator[Finding]:
         wanted = {_MUSE_NAMES.get(name, name): shape for name, shape in wanted.items()}
     for name in sorted(wanted.keys() - found.keys()):
         yield Finding("error", SERVERS, name, f"is missing {wanted[name]}; vLLM would serve without a word.")
-    optional = r"(?:embed_tokens\.weight|t2d)"
+    remedy = " `dflash convert` gives canonical names." if drafter.loads else ""
     for name in sorted(found.keys() - wanted.keys()):
-        if not (has_own_head(drafter) and re.fullmatch(optional, name)):
-            message = f"is unknown {found[name]}: vLLM stops, SGLang skips it. `dflash convert` gives canonical names."
+        if name in ("embed_tokens.weight", "lm_head.weight"):  # the drafter's own
+            message = f"{found[name]} is skipped by SGLang, which takes the target's; vLLM loads and uses it."
+            yield Finding("error", ("sglang",), name, message)
+        elif not (has_own_head(drafter) and name == "t2d"):
+            message = f"is unknown {found[name]}: vLLM stops, SGLang skips it.{remedy}"
             yield Finding("error", SERVERS, name, message)
     for name in sorted(wanted.keys() & found.keys()):
         if wanted[name] != found[name]:
@@ -305,6 +311,18 @@ def _beside_the_weights(drafter: Drafter) -> Iterator[Finding]:
     elif missing:
         message = "is not in the folder, so that it does not work without this package; publish it, or save it again."
         yield Finding("warning", ("transformers",), missing[0], message)
+
+
+def of_speculators(config: dict) -> Iterator[Finding]:
+    """Where drafting differs from training, of a file in speculators' own layout."""
+    layers = config["transformer_layer_config"]
+    kinds = set(layers.get("layer_types") or ()) if isinstance(layers, dict) else set()
+    if "sliding_attention" in kinds:
+        message = "was counted from the anchor in training, for every slot, and left the block alone; engines and this"
+        yield Finding("warning", ENGINES, "sliding_window", f"{message} package count it from each slot. Compare tau.")
+    if "full_attention" in kinds and config.get("sliding_window_non_causal") is False:
+        message = "is false, which vLLM takes for full layers too: they were trained bidirectionally in the block."
+        yield Finding("warning", ("vllm",), "sliding_window_non_causal", f"{message} `dflash convert` keeps them so.")
 
 
 def fits_target(drafter: Drafter, target: dict) -> Iterator[Finding]:

@@ -1,11 +1,15 @@
 """
-What those read of a drafter's folder who have a model of their own for it: dflash-mlx 0.1.8, and optimum-intel 2.2.0
-for OpenVINO. Both know Qwen3-style layers and the target's head; what else a drafter has is lost, mostly in silence.
+What those read of a drafter's folder who have a model of their own for it: dflash-mlx 0.1.8, optimum-intel 2.2.0 for
+OpenVINO, and z-lab's `dflash` 0.1.0. They know Qwen3-style layers and the target's head; what else a drafter has is
+lost, mostly in silence.
 """
 
 from collections.abc import Iterator
 
 from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
+
+
+_READ_BY_Z_LAB = ("selector_rank", "conv_kernel_size", "input_embedding_scale", "hidden_act")
 
 
 def unread(config: DFlashDraftConfig, engine: str) -> Iterator[tuple[str, str]]:
@@ -14,7 +18,7 @@ def unread(config: DFlashDraftConfig, engine: str) -> Iterator[tuple[str, str]]:
 
     Args:
         config (`DFlashDraftConfig`): The drafter's.
-        engine (`str`): `"mlx"` or `"openvino"`.
+        engine (`str`): `"mlx"`, `"openvino"` or `"z-lab"`.
     """
     rope = config.rope_parameters
     plain = {
@@ -30,12 +34,14 @@ def unread(config: DFlashDraftConfig, engine: str) -> Iterator[tuple[str, str]]:
         "hidden_act": "silu",
     }
     for key, value in plain.items():
-        if getattr(config, key) != value:
+        if getattr(config, key) != value and not (engine == "z-lab" and key in _READ_BY_Z_LAB):
             yield key, f"{getattr(config, key)!r} is not read; it drafts as with {value!r}, or not at all."
     if config.backbone_rotary_base not in (None, rope["rope_theta"]):
         yield "backbone_rotary_base", "is not read: context and block are rotated by one base."
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         yield "partial_rotary_factor", f"{rope['partial_rotary_factor']} is not read: whole heads are rotated."
+    if engine == "z-lab" and (config.selector_rank is None) != (config.conv_kernel_size is None):
+        yield "architectures", "DFlash2DraftModel has both a path selector and a convolution there; it stops."
     sliding = [kind == "sliding_attention" for kind in config.layer_types]
     causal = [config.layer_is_causal(i) for i in range(config.num_hidden_layers)]
     if engine == "mlx" and causal != sliding:
