@@ -4,6 +4,7 @@ target and generation mode passes through untouched.
 """
 
 import functools
+import os
 
 
 _HOOKED = ("_validate_generation_mode", "_assisted_decoding")
@@ -16,7 +17,13 @@ def drafter_of(assistant_model):
 
     Raises:
         `ValueError`: a language model that was built from a drafter's folder.
+        `TypeError`: a name, where `generate` takes a model.
     """
+    if isinstance(assistant_model, str | os.PathLike):
+        raise TypeError(
+            f"assistant_model={str(assistant_model)!r} is a name; `generate` takes a model, so load the drafter: "
+            f"`AutoModel.from_pretrained({str(assistant_model)!r})`."
+        )
     if assistant_model is None or callable(getattr(type(assistant_model), "dflash_decode", None)):
         return assistant_model
     from .adoption_dflash import adopted  # which needs the model, which installs this hook

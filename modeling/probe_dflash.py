@@ -1,6 +1,7 @@
 """What a target can do, found out by trying it once on a few tokens, never from a list of names."""
 
 import inspect
+import math
 import weakref
 from dataclasses import dataclass, field
 
@@ -40,6 +41,7 @@ class TargetFacts:
         counts_columns (`bool`): Whether, where it is given no positions, it counts columns, padding included.
         features (`dict[int, tuple]`): Shapes of its decoder layers' outputs, without those of layers that it skips, or
             that are not reached in copies of the modules.
+        error (`float`): The largest relative error after rolling back, of the best way.
         lasting (`bool`): Whether they hold for the next call too: not where the target alone could not be run on two
             rows, as it cannot while hooks of this call give adapters to another number of rows.
     """
@@ -50,6 +52,7 @@ class TargetFacts:
     pads: bool = True
     counts_columns: bool = False
     features: dict[int, tuple] = field(default_factory=dict)
+    error: float = math.inf
     lasting: bool = True
 
     def why_plain(self, layer_ids: list[int], mask: torch.Tensor | None) -> str | None:
@@ -57,6 +60,11 @@ class TargetFacts:
         if not self.lasting:
             return f"{self.name} cannot be tried out on two rows"
         if self.session_class is None:
+            if math.isfinite(self.error):
+                return (
+                    f"{self.name} computes other logits for several tokens than for one at a time (relative error "
+                    f"{self.error:.2g}), as with weights that are quantised dynamically"
+                )
             return f"the cache of {self.name} cannot be rolled back"
         if not self.features:
             return (
@@ -149,7 +157,7 @@ def _found_out(target) -> TargetFacts:
         if errors[kind] < EXACT:
             break
     best = min(errors, key=errors.get)
-    facts.session_class = best if errors[best] < CLOSE else None
+    facts.session_class, facts.error = best if errors[best] < CLOSE else None, errors[best]
     if facts.session_class is None:
         return facts
     # A row with padding, and where a target is given no positions, which ones it takes itself.

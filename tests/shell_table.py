@@ -42,19 +42,18 @@ WORDS = {
     "smollm2": "--cache-dir {out}/s",
     "prompts": "--target {target} --chat-template {template} --count 4 --batch-size 8 --min-chars 1 --temperature 3 "
     "--output {out}/q.jsonl --max-new-tokens 32 --device cpu",
-    "regenerate": "{rows} --target {target} --output {out}/r.jsonl --device cpu --max-new-tokens 8",
-    "prepare": "{rows} --target {target} --output {out}/p.jsonl --examples 1 --max-length 64",
-    "features": "{rows} --target {target} --output {out}/f --device cpu --target-layer-ids 0 2 --max-length 64",
+    "regenerate": "--data {rows} --target {target} --output {out}/r.jsonl --device cpu --max-new-tokens 8",
+    "prepare": "--data {rows} --target {target} --output {out}/p.jsonl --examples 1 --max-length 64",
+    "features": "--data {rows} --target {target} --output {out}/f --device cpu --target-layer-ids 0 2 --max-length 64",
     "recipes": "copy demo.yaml {out}/demo.yaml",
-    "train": f"target={{target}} data={{rows}} output_dir={{out}}/t {TRAIN}",
+    "train": f"--target {{target}} --data {{rows}} --output {{out}}/t {TRAIN}",
     "eval": f"--data {{prompts}} --output {{out}}/e --runs 1 {PAIR}",
     "doctor": "--target {target} --draft {draft} --data {rows} --device cpu --blocks 2 --max-new-tokens 24",
     "bench": f"--data {{prompts}} --output {{out}}/b --runs 1 --methods target,dflash {PAIR}",
     "check": "{draft} --weights",
     "convert": "{draft} {out}/c",
-    "publish": "{draft} me/x --dry-run --base-model someone/target --write-to {out}/p",
+    "publish": "{draft} me/x --dry-run --base-model someone/target --output {out}/p",
     "env": "",
-    "completion": "bash",
 }
 READ_STDIN = ("generate", "chat")
 SERVES = "serving "  # said on standard error by what ends when it is told to

@@ -107,9 +107,10 @@ def test_drafts_are_drawn_where_it_is_asked(pair_arguments, capsys, monkeypatch)
         (["demo", "--prompts", "0"], "must be at least 1"),
         (["demo", "--runs", "many"], "invalid"),
         (["demo", "--train", "0"], "0 must be a positive number"),
-        (["generate", "--prompt", "x"], "--target"),
+        (["generate", "--target", "x"], "--prompt"),
         (["nonsense"], "invalid choice"),
-        ([], "COMMAND"),
+        ([], "run:\n  demo"),
+        (["train", "--learning-rate", "1"], "write settings of the recipe as learning_rate=VALUE"),
         (["chat", "--colour=never"], "--colour=never; did you mean --color? (see dflash chat --help)"),
         (["chat", "--foo", "1"], "dflash chat: error: unrecognized arguments: --foo 1 (see dflash chat --help)"),
     ],
@@ -157,11 +158,13 @@ def test_colour_is_for_terminals_and_no_color_for_those_who_mind(monkeypatch):
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
-def test_every_command_has_help(command, capsys):
+def test_every_command_has_help_of_one_screen(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as error:
         main([command, "--help"])
     assert error.value.code == 0
-    assert f"usage: dflash {command}" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert f"usage: dflash {command}" in text and len(text.splitlines()) <= 50
 
 
 def test_help_names_every_command(capsys):
@@ -169,4 +172,5 @@ def test_help_names_every_command(capsys):
         main(["--help"])
     assert error.value.code == 0
     output = capsys.readouterr().out
-    assert all(f"    {command}" in output for command in ("demo", "generate", "check", "convert", "publish"))
+    assert all(f"\n  {command} " in output for command in cli.COMMANDS)
+    assert re.findall(r"^(\w+):$", output, re.MULTILINE) == [*cli.GROUPS, "options"]

@@ -149,7 +149,7 @@ def test_what_llama_cpp_cannot_run_is_refused(key, tiny, tiny_file, tmp_path, ca
     draft.save_pretrained(tmp_path / "draft")
     for finding in check(tmp_path / "draft", ["llama.cpp"], tiny_file):
         assert (finding.severity, finding.engines, finding.key) == ("error", ("llama.cpp",), key)
-    assert main(["check", str(tmp_path / "draft"), "--for", "llama.cpp", "--target", str(tiny_file)]) == 1
+    assert main(["check", str(tmp_path / "draft"), "--engine", "llama.cpp", "--target", str(tiny_file)]) == 1
     out = tmp_path / "dflash.gguf"
     assert main(["convert", str(tmp_path / "draft"), str(out), "--to", "gguf", "--target", str(tiny_file)]) == 1
     assert f"cannot be written for llama.cpp: {key}: " in capsys.readouterr().err

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 
 from dflash_hf.cli import COMMANDS, build_parser, main
 from dflash_hf.commands.recipes import shipped
+from dflash_hf.commands.train import overrides_of
 from dflash_hf.training.recipe import read_recipe
 
 
@@ -70,7 +71,7 @@ def parse(words: list[str]) -> None:
         arguments = build_parser(rest[0])[0].parse_args(rest)
         if rest[0] == "train" and arguments.keys is None:
             file = shipped().get(Path(arguments.config).name) if arguments.config else None
-            read_recipe(file or arguments.config, arguments.overrides)
+            read_recipe(file or arguments.config, overrides_of(arguments))
     elif program == "accelerate":
         at = rest.index("-m")
         options = dict(zip(rest[1:at:2], rest[2:at:2]))
@@ -115,7 +116,7 @@ def smaller(words: list[str]) -> list[str]:
     if words[0] in ("generate", "regenerate", "eval") and "--max-new-tokens" not in words:
         words += ["--max-new-tokens", LESS["--max-new-tokens"]]
     if words[0] == "train" and "--keys" not in words:
-        fresh = "--config" in words and not any(word.startswith("draft=") for word in words)
+        fresh = "--config" in words and "--draft" not in words
         words += LESS_TRAINING + (["draft_vocab_size=64"] if fresh else [])
     if words[0] == "bench":  # the last of two wins
         words += ["--methods", "target,dflash", "--prompts", "1", "--max-new-tokens", "8", "--runs", "1"]

@@ -19,7 +19,6 @@ from support.shell import dflash, make_world, signalled
 
 from dflash_hf import cli, terminal
 from dflash_hf.cli import main
-from dflash_hf.commands.completion import script
 from dflash_hf.data.time_limit import time_limit
 from dflash_hf.failures import explain
 
@@ -116,20 +115,20 @@ def test_a_name_that_is_no_folder_is_asked_for_once(told, monkeypatch):
     start = time.monotonic()
     code, line = told("generate", "--target", "no-such-folder", "--prompt", "x")
     assert code == 1 and "there is no such folder, and the Hub cannot be reached" in line
-    code, line = told("prepare", "rows.jsonl", "--tokenizer", "no-such-folder")
+    code, line = told("prepare", "--data", "rows.jsonl", "--tokenizer", "no-such-folder")
     assert code == 1 and "there is no such folder, and the Hub cannot be reached" in line
     assert time.monotonic() - start < 20
     with stand_in(monkeypatch):
         monkeypatch.setenv("HF_TOKEN", "hf_right")
         code, line = told("generate", "--target", "someone/nothing", "--prompt", "x")
-        again = told("prepare", "rows.jsonl", "--tokenizer", "someone/nothing")
+        again = told("prepare", "--data", "rows.jsonl", "--tokenizer", "someone/nothing")
     assert code == 1 and "the Hub has no model of that name" in line
     assert again[0] == 1 and "the Hub has no model of that name" in again[1]
 
 
 def test_a_dataset_that_is_not_there_is_asked_for_once(world, told, monkeypatch):
     """`datasets` tried six times, for half a minute, and named a file of its own."""
-    prepare = ["prepare", "someone/no-such-set", "--target", world / "target"]
+    prepare = ["prepare", "--data", "someone/no-such-set", "--target", world / "target"]
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # the discard port: closed
     monkeypatch.setattr("datasets.load_dataset", lambda *args, **options: pytest.fail("asked again"))
@@ -150,15 +149,15 @@ def test_a_dataset_that_is_not_there_is_asked_for_once(world, told, monkeypatch)
     ],
 )
 def test_data_that_cannot_be_read_are_named_with_their_line(name, message, world, told):
-    code, line = told("prepare", world / name, "--target", world / "target")
+    code, line = told("prepare", "--data", world / name, "--target", world / "target")
     assert code == 1 and message.format(world / name) in line, line
 
 
 def test_a_byte_order_mark_and_a_line_of_a_megabyte_are_read(world, told):
-    code, text = told("prepare", world / "bom.jsonl", "--target", world / "target", "--json", "--limit", "6")
+    code, text = told("prepare", "--data", world / "bom.jsonl", "--target", world / "target", "--json", "--limit", "6")
     assert code == 0 and json.loads(text)["examples"] == 6
     tiny = ["--max-length", "64", "--examples", "0"]
-    code, text = told("prepare", world / "long.jsonl", "--target", world / "target", *tiny)
+    code, text = told("prepare", "--data", world / "long.jsonl", "--target", world / "target", *tiny)
     assert code == 1 and "beyond max_length=64" in text
 
 
@@ -181,9 +180,9 @@ def test_prompts_in_another_encoding(world, told, monkeypatch):
 @pytest.mark.parametrize("number", [99999, -7])
 def test_a_mask_token_outside_the_embedding(number, world, tmp_path, told):
     for command in (
-        ["prepare", world / "rows.jsonl"],
-        ["features", world / "rows.jsonl", "--output", tmp_path / "features"],
-        ["regenerate", world / "rows.jsonl", "--output", tmp_path / "rows.jsonl"],
+        ["prepare", "--data", world / "rows.jsonl"],
+        ["features", "--data", world / "rows.jsonl", "--output", tmp_path / "features"],
+        ["regenerate", "--data", world / "rows.jsonl", "--output", tmp_path / "rows.jsonl"],
     ):
         code, line = told(*command, "--target", world / "target", "--mask-token-id", number)
         assert code == (1 if number > 0 else 2) and f"{number} is" in line, line
@@ -193,9 +192,9 @@ def test_a_mask_token_outside_the_embedding(number, world, tmp_path, told):
 def test_an_output_that_cannot_be_written_is_found_before_the_work(world, told):
     wrong = world / "rows.jsonl" / "below-a-file"
     for words in (
-        ["prepare", world / "rows.jsonl", "--target", world / "target", "--output", wrong / "x.jsonl"],
-        ["regenerate", world / "rows.jsonl", "--target", world / "target", "--output", wrong / "x.jsonl"],
-        ["features", world / "rows.jsonl", "--target", world / "target", "--output", wrong],
+        ["prepare", "--data", world / "rows.jsonl", "--target", world / "target", "--output", wrong / "x.jsonl"],
+        ["regenerate", "--data", world / "rows.jsonl", "--target", world / "target", "--output", wrong / "x.jsonl"],
+        ["features", "--data", world / "rows.jsonl", "--target", world / "target", "--output", wrong],
         ["convert", world / "draft", wrong],
         ["demo", "--output", wrong],
         ["eval", "--target", "t", "--draft", "d", "--data", "x.txt", "--output", wrong],
@@ -205,11 +204,11 @@ def test_an_output_that_cannot_be_written_is_found_before_the_work(world, told):
         assert code == 2 and "cannot be written: Not a directory" in line, line
     file = world / "rows.jsonl"
     for words in (
-        ["features", file, "--target", world / "target", "--output", file],
+        ["features", "--data", file, "--target", world / "target", "--output", file],
         ["demo", "--output", file],
         ["eval", "--target", "t", "--draft", "d", "--data", "x.txt", "--output", file],
         ["bench", "--output", file],
-        ["publish", "d", "me/d", "--write-to", file],
+        ["publish", "d", "me/d", "--output", file],
         ["smollm2", "--cache-dir", file],
     ):
         code, line = told(*words)
@@ -287,7 +286,7 @@ def test_a_template_whose_loops_do_not_end_is_stopped(world, tmp_path, told, mon
     (tmp_path / "long.jinja").write_text(long)
     (tmp_path / "row.jsonl").write_text((world / "rows.jsonl").read_text().splitlines()[0])
     options = ["--target", world / "target", "--chat-template", tmp_path / "long.jinja"]
-    code, line = told("prepare", tmp_path / "row.jsonl", *options)
+    code, line = told("prepare", "--data", tmp_path / "row.jsonl", *options)
     assert code == 1 and "its loops do not end" in line
 
 
@@ -398,9 +397,9 @@ def test_ctrl_c_that_python_or_a_library_swallows_is_still_ctrl_c(capsys, monkey
     monkeypatch.setattr("dflash_hf.commands.regenerate.run", interrupted)
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     try:
-        assert main(["regenerate", "x", "--target", "t", "--output", "out.jsonl"]) == 130
+        assert main(["regenerate", "--data", "x", "--target", "t", "--output", "out.jsonl"]) == 130
         error = capsys.readouterr().err
-        assert "interrupted; the same command goes on with the rows that are missing" in error
+        assert "interrupted; the same command continues with the rows that are missing" in error
         assert "numpy" not in error and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, inherited)
@@ -409,11 +408,19 @@ def test_ctrl_c_that_python_or_a_library_swallows_is_still_ctrl_c(capsys, monkey
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.3, 1.5, 4.0])
 def test_ctrl_c_at_any_moment_is_one_line(seconds, world, tmp_path):
-    words = ["features", world / "rows.jsonl", "--target", world / "target", "--output", tmp_path / "features"]
+    words = [
+        "features",
+        "--data",
+        world / "rows.jsonl",
+        "--target",
+        world / "target",
+        "--output",
+        tmp_path / "features",
+    ]
     ended = signalled(signal.SIGINT, seconds, *words, "--device", "cpu")
     assert ended.code in (0, 130) and "Traceback" not in ended.err, ended.err
     if ended.code:
-        assert "dflash features: interrupted; the same command goes on" in ended.err
+        assert "dflash features: interrupted; the same command continues" in ended.err
 
 
 def test_who_reads_the_beginning_only_breaks_nothing(world, tmp_path):
@@ -424,7 +431,15 @@ def test_who_reads_the_beginning_only_breaks_nothing(world, tmp_path):
     if child == 0:  # a copy of this process whose standard output leads into the closed pipe
         os.dup2(write, 1)
         sys.stdout = open(1, "w", closefd=False)
-        words = ["prepare", world / "rows.jsonl", "--target", world / "target", "--output", tmp_path / "x.jsonl"]
+        words = [
+            "prepare",
+            "--data",
+            world / "rows.jsonl",
+            "--target",
+            world / "target",
+            "--output",
+            tmp_path / "x.jsonl",
+        ]
         os._exit(main([str(word) for word in words]))
     os.close(write)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -445,11 +460,13 @@ def test_help_has_examples_and_the_words_that_all_share(command, capsys):
 
 
 def test_the_same_options_mean_the_same(capsys):
-    parsers = cli._all_commands()
+    parsers = {name: cli.build_parser(name)[1] for name in COMMANDS}
     loads = {"generate", "eval", "doctor", "bench", "regenerate", "features", "prompts"}
     decodes = {"generate", "eval", "regenerate"}
+    reads = {"prepare", "regenerate", "features"}
     for name, parser in parsers.items():
         words = {word: action for action in parser._actions for word in action.option_strings}
+        assert name not in reads or {"--data", "--split", "--limit", "--target", "--output"} <= words.keys()
         assert name not in loads or {"--dtype", "--device", "--revision", "--trust-remote-code"} <= words.keys()
         assert name not in decodes or {"--compile", "--tree-nodes"} <= words.keys()
         assert words.get("--dtype", argparse.Namespace(type=terminal.dtype)).type is terminal.dtype
@@ -458,7 +475,8 @@ def test_the_same_options_mean_the_same(capsys):
 
 def test_no_help_waits_for_torch():
     """`check --help` and `bench --help` took ten seconds."""
-    code = "import sys; from dflash_hf import cli; cli._all_commands(); print(*sorted(sys.modules))"
+    code = "import sys; from dflash_hf import cli; list(map(cli.build_parser, cli.COMMANDS))"
+    code += "; print(*sorted(sys.modules))"
     import subprocess
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -516,22 +534,15 @@ def test_drafters_are_found_by_what_they_name_as_base_model(told, monkeypatch):
         assert code == 1 and "is not the name of a repository" in line
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_knows_every_command_and_option(shell):
-    text = script(shell, cli._all_commands())
-    for word in (*COMMANDS, "tree-nodes", "base-model-relation"):
-        assert word in text
-
-
-def test_the_bash_completion_completes(tmp_path):
-    import subprocess
-
-    if shutil.which("bash") is None:
-        pytest.skip("there is no bash")
-    text = script("bash", cli._all_commands())
-    ask = 'COMP_WORDS=(dflash check --eng); COMP_CWORD=2; _dflash; echo "${COMPREPLY[@]}"'
-    done = subprocess.run(["bash", "-c", f"{text}\n{ask}"], capture_output=True, text=True)
-    assert done.stdout.split() == ["--engine"], done.stderr
+def test_find_asks_once(told, monkeypatch):
+    """Offline it showed raw retries for 23 s."""
+    code, line = told("find", "someone/target")
+    assert code == 1 and "switched off by HF_HUB_OFFLINE" in line
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # the discard port: closed
+    monkeypatch.setattr("huggingface_hub.HfApi.list_models", lambda *args, **options: pytest.fail("asked again"))
+    code, line = told("find", "someone/target")
+    assert code == 1 and "The Hub cannot be reached" in line
 
 
 def test_the_target_of_check_is_called_missing(world, told):

@@ -55,9 +55,10 @@ class Server:
 
     Args:
         command (`list[str]`): Says `serving NAME at URL` on standard error.
+        api_key (`str`): The key that the server wants.
     """
 
-    def __init__(self, command: list[str]):
+    def __init__(self, command: list[str], api_key: str = "none"):
         self.process = subprocess.Popen(
             command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, errors="replace"
         )
@@ -70,7 +71,7 @@ class Server:
         else:
             raise RuntimeError("\n".join(self.log))
         threading.Thread(target=lambda: self.log.extend(map(str.rstrip, self.process.stderr)), daemon=True).start()
-        self.client = openai.OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=600)
+        self.client = openai.OpenAI(base_url=self.url, api_key=api_key, max_retries=0, timeout=600)
         health = self.url.removesuffix("/v1") + "/health"
         for _ in range(100):
             with contextlib.suppress(openai.APIConnectionError):

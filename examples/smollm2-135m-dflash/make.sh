@@ -19,7 +19,7 @@ if [ "${FRESH_DATA:-}" ]; then
   # Requests that the target writes itself, and its greedy answers: about one pair a second on a core.
   dflash prompts --target smollm2 --count "$FRESH_DATA" --output "$work/prompts.jsonl" --seed 1 \
     --kinds chat,code,chat,math,chat,task,code,rewrite,json --packed
-  dflash regenerate "$work/prompts.jsonl" --target smollm2 --output "$work/answers.jsonl" --mask-token-id 16 \
+  dflash regenerate --data "$work/prompts.jsonl" --target smollm2 --output "$work/answers.jsonl" --mask-token-id 16 \
     --max-new-tokens 192 --packed
   sets="answers:$work/answers.jsonl"
 else
@@ -49,7 +49,7 @@ train drafter $((minutes / 4)) "draft=$work/second" init_layers=null draft_vocab
 [ -e "$work/bf16" ] || dflash convert "$work/drafter" "$work/bf16" --dtype bfloat16
 dflash eval --target smollm2 --draft "$work/bf16" --data "$here/data/held_out.jsonl.gz" --prompts "${PROMPTS:-24}" \
   --max-new-tokens 96 --runs 1 --threads 1 --packed --tree-nodes 15 --prompt-lookup --output "$work/bf16"
-dflash publish "$work/bf16" me/SmolLM2-135M-Instruct-DFlash --dry-run --write-to "$work/publish" \
+dflash publish "$work/bf16" me/SmolLM2-135M-Instruct-DFlash --dry-run --output "$work/publish" \
   --base-model HuggingFaceTB/SmolLM2-135M-Instruct --license apache-2.0 \
-  --data "requests and greedy answers of the target itself (Magpie), in examples/smollm2-135m-dflash/data"
+  --data-description "requests and greedy answers of the target itself (Magpie), in examples/smollm2-135m-dflash/data"
 dflash check "$work/publish" --engine transformers # for vLLM and SGLang: dflash convert --share-head before

@@ -36,8 +36,8 @@ AT_ONCE = 4  # visitors who are answered at the same time; the others wait
 SECONDS_BETWEEN_UPDATES = 0.1
 TOKENS = 160  # of an answer, at first
 EXAMPLES = [
-    "Write a short poem about rain.",
     "Explain photosynthesis to a child.",
+    "What is a cache?",
     "Write a Python function that reverses a string.",
 ]
 ABOUT = """# DFlash: the same text, sooner

@@ -44,13 +44,27 @@ def register() -> None:
 
 
 def register_classes() -> None:
-    """Tell `AutoConfig` and `AutoModel` of our classes. Registering twice is a no-op."""
-    from transformers import AutoConfig, AutoModel
+    """Register our classes with `AutoConfig` and `AutoModel`. Registering twice is a no-op."""
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     from dflash_hf.modeling.modeling_dflash import DFlashDraftConfig, DFlashDraftModel
 
+    class NoCausalLM:
+        """Where upstream would list all classes that it knows."""
+
+        config_class = DFlashDraftConfig
+
+        @classmethod
+        def from_pretrained(cls, name, *args, **kwargs):
+            raise TypeError(
+                f"{name} is a DFlash drafter, which generates nothing alone; load it with "
+                f"`AutoModel.from_pretrained({str(name)!r})` and pass it to the target: "
+                "`target.generate(..., assistant_model=draft)`."
+            )
+
     AutoConfig.register(DFlashDraftConfig.model_type, DFlashDraftConfig, exist_ok=True)
     AutoModel.register(DFlashDraftConfig, DFlashDraftModel, exist_ok=True)
+    AutoModelForCausalLM.register(DFlashDraftConfig, NoCausalLM, exist_ok=True)
 
 
 def register_pipelines() -> None:

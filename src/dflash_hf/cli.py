@@ -7,6 +7,7 @@ reads its output any more. An error is one line on standard error, `dflash NAME:
 """
 
 import _thread
+import argparse
 import importlib
 import json
 import os
@@ -17,34 +18,44 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from dflash_hf.commands.shared import Formatter, Parser, common
+from dflash_hf.commands.shared import Formatter, Parser, add_common
 from dflash_hf.terminal import Echo, Outcome, UsageError, end_progress_bars, one_line, set_verbosity, stop_printing
 
 
-# What each is for. The module of its name in `commands` has its `add_arguments(parser)` and `run(arguments, echo)`;
-# where a command goes on after an interruption, the module says so in `AGAIN`.
-COMMANDS = {
-    "demo": "SmolLM2-135M alone and with its drafter, side by side on this machine",
-    "generate": "decode a prompt with a target and its drafter",
-    "chat": "talk to a target and its drafter in the terminal",
-    "serve": "serve a target with its drafter behind the OpenAI API",
-    "find": "list drafters of a target on the Hub",
-    "smollm2": "print the folder of SmolLM2-135M-Instruct, made by the first call",
-    "prompts": "let a chat target write the requests that its drafter is trained on",
-    "regenerate": "write the target's own responses to the prompts of a dataset",
-    "prepare": "show what of a dataset is learned, count it, and write it as ids",
-    "features": "store the target's features of a dataset, for training without its layers",
-    "recipes": "list, show or copy the recipes and scripts that come along",
-    "train": "train a drafter by a recipe",
-    "eval": "measure tau, speed-up and losslessness of a pair on prompts",
-    "doctor": "find out by experiment why acceptance is low",
-    "bench": "time every way of decoding a pair side by side",
-    "check": "will vLLM, SGLang and transformers read a drafter's folder, and read the same?",
-    "convert": "rewrite a drafter in another published layout",
-    "publish": "upload a drafter with its card to the Hub",
-    "env": "print versions and devices, for a report of a defect",
-    "completion": "print a completion script for bash, zsh or fish",
+# The commands, in the order of use. The module of a command's name in `commands` has `add_arguments(parser)` and
+# `run(arguments, echo) -> Outcome`; `AGAIN` says how a command that was interrupted is resumed.
+GROUPS = {
+    "run": {
+        "demo": "compare SmolLM2-135M with and without its drafter on this machine",
+        "generate": "generate a response to a prompt",
+        "chat": "chat in the terminal",
+    },
+    "train": {
+        "prompts": "have the target write prompts to train on",
+        "regenerate": "have the target answer the prompts of a dataset",
+        "prepare": "show and count the tokens of a dataset that are trained on",
+        "features": "store the target's features, to train without its layers",
+        "train": "train a drafter",
+        "eval": "measure acceptance, speed-up and losslessness",
+        "doctor": "find out why acceptance is low",
+    },
+    "publish": {
+        "check": "check that vLLM, SGLang and transformers can read a drafter",
+        "convert": "convert a drafter to another layout, or to GGUF",
+        "publish": "upload a drafter with its model card to the Hub",
+    },
+    "serve": {
+        "serve": "start an OpenAI-compatible server: transformers, vLLM, SGLang or llama.cpp",
+    },
+    "tools": {
+        "find": "list the drafters of a target on the Hub",
+        "recipes": "list, show or copy training recipes",
+        "bench": "time every way of decoding a pair",
+        "smollm2": "print the local folder of SmolLM2-135M-Instruct",
+        "env": "print versions and devices, for a bug report",
+    },
 }
+COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,7 +78,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             module = _module(name)
             again = getattr(module, "AGAIN", again)
             set_verbosity(arguments.quiet, arguments.verbose)
-            arguments.all_commands = _all_commands
             _resolve_names(arguments)
             outcome = module.run(arguments, Echo(to_stderr=arguments.json))
             outcome = outcome if isinstance(outcome, Outcome) else Outcome(outcome)
@@ -98,33 +108,49 @@ def build_parser(chosen: str) -> tuple[Parser, Parser | None]:
     """The parser, and that of one command, with its arguments; those of others are not imported."""
     from dflash_hf import __version__
 
-    parser = Parser(prog="dflash", description="Train, publish and run DFlash drafters.", formatter_class=Formatter)
-    parser.add_argument("--version", action="version", version=f"dflash-hf {__version__}")
-    parser.epilog = (
-        "exit status: 0 done, 1 failed, 2 wrong arguments, 130 interrupted, 141 the output is read no more\n"
-        "`dflash COMMAND --help` shows arguments and examples; --debug, or DFLASH_DEBUG=1, where an error comes from"
+    lines = ["Train, publish and run DFlash drafters."]
+    for group, commands in GROUPS.items():
+        lines += ["", f"{group}:", *(f"  {name:12}{summary}" for name, summary in commands.items())]
+    parser = Parser(prog="dflash", usage="dflash COMMAND [options]", formatter_class=Formatter, add_help=False)
+    parser.description = "\n".join(lines)
+    options = parser.add_argument_group("options")
+    options.add_argument("-h", "--help", action="help", help="show this help; `dflash COMMAND --help` has examples")
+    options.add_argument("--version", action="version", version=f"dflash-hf {__version__}", help="show the version")
+    # Listed above, in groups.
+    found = parser.add_subparsers(
+        dest="command", metavar="COMMAND", prog="dflash", parser_class=Parser, help=argparse.SUPPRESS
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
-    shared = common()
     for name, summary in COMMANDS.items():
-        command = commands.add_parser(
-            name, help=summary, description=summary, parents=[shared], formatter_class=Formatter
-        )
+        description = f"{summary[0].upper()}{summary[1:]}."
+        command = found.add_parser(name, description=description, formatter_class=Formatter, add_help=False)
         if name == chosen:
             _module(name).add_arguments(command)
-    return parser, commands.choices.get(chosen)
+            command.shorten_usage()
+        add_common(command)
+    return parser, found.choices.get(chosen)
 
 
 def _parsed(name: str, argv: list[str]):
     """The arguments; an option that the command lacks is refused, with the one that may be meant."""
     parser, command = build_parser(name)
+    if not argv:
+        print(parser.format_help(), end="", file=sys.stderr)
+        raise SystemExit(2)
     arguments, unknown = parser.parse_known_args(argv)
+    hint = ""
+    if hasattr(arguments, "overrides"):  # argparse takes those up to the next option only
+        arguments.overrides += [word for word in unknown if "=" in word and not word.startswith("-")]
+        unknown = [word for word in unknown if word not in arguments.overrides]
+        if unknown:
+            key, _, value = unknown[0].lstrip("-").partition("=")
+            value = value or (unknown[1] if len(unknown) > 1 else "VALUE")
+            hint = f"; write settings of the recipe as {key.replace('-', '_')}={value}"
     if unknown and command is not None:
         import difflib
 
         options = [option for action in command._actions for option in action.option_strings]
         near = difflib.get_close_matches(unknown[0].partition("=")[0], options, 1, cutoff=0.7)
-        meant = f"; did you mean {near[0]}?" if near else ""
+        meant = f"; did you mean {near[0]}?" if near else hint
         command.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
     return arguments
 
@@ -133,18 +159,14 @@ def _module(name: str):
     return importlib.import_module(f"dflash_hf.commands.{name}")
 
 
-def _all_commands() -> dict[str, Parser]:
-    found = {name: build_parser(name)[1] for name in COMMANDS}
-    return {name: parser for name, parser in found.items() if parser is not None}
-
-
 def _resolve_names(arguments) -> None:
-    """The pair that needs no Hub goes by its name."""
-    for name in ("target", "draft", "base", "src", "gguf"):
+    """The pair that needs no Hub goes by its name, `smollm2`."""
+    arguments.target_name = "smollm2" if getattr(arguments, "target", None) == "smollm2" else None
+    for name in ("target", "draft", "base", "gguf"):
         if getattr(arguments, name, None) == "smollm2":
             from dflash_hf.smollm2 import folder_of
 
-            setattr(arguments, name, folder_of("smollm2", drafter=name in ("draft", "src")))
+            setattr(arguments, name, folder_of("smollm2", drafter=name == "draft"))
 
 
 def _say_interrupted(name: str, again: str) -> int:

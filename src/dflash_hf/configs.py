@@ -77,7 +77,9 @@ def check_names(
         raise ValueError(f"{ours} is a DFlash drafter: {remedy}.")
     if drafts is not None and not is_drafter_config(drafts):
         kind = ", ".join(map(str, drafts.get("architectures") or [drafts.get("model_type")]))
-        raise ValueError(f"{theirs} is not a DFlash drafter but {kind}; `dflash find {target}` lists drafters.")
+        base = "REPOSITORY" if Path(target).expanduser().exists() else target
+        remedy = f"`dflash find {base}` lists the drafters of a model on the Hub, `dflash train` makes one"
+        raise ValueError(f"{theirs} is not a DFlash drafter but {kind}; {remedy}.")
     if tokenizer and Path(target).expanduser().is_dir():
         if not any((Path(target).expanduser() / name).exists() for name in _TOKENIZERS):
             raise ValueError(

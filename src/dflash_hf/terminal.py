@@ -76,7 +76,7 @@ def add_color(parser, what: str) -> None:
         "--color",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help=f"colour {what}; default: if the output is a terminal and NO_COLOR is unset",
+        help=f"colour {what} (default: on a terminal, unless NO_COLOR is set)",
     )
 
 
@@ -90,8 +90,7 @@ def add_template_arguments(parser) -> None:
     parser.add_argument(
         "--template-args",
         metavar="JSON",
-        help="arguments of the chat template, such as '{\"enable_thinking\": false}'; default: those that the drafter "
-        "or the data was made with, if any",
+        help="for the template: '{\"enable_thinking\": false}' (default: the drafter's)",
     )
 
 

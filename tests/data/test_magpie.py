@@ -305,7 +305,7 @@ def test_regenerate_answers_them(system, folder, pair, tmp_path, capsys, monkeyp
     asked, answered = tmp_path / "prompts.jsonl", tmp_path / "responses.jsonl"
     assert write(capsys, folder, asked, 5, *(() if system is None else ("--system", system)))[0] == 0
     options = ("--output", answered, "--max-new-tokens", "8", "--device", "cpu")
-    assert main(["regenerate", str(asked), "--target", str(folder), *map(str, options)]) == 0
+    assert main(["regenerate", "--data", str(asked), "--target", str(folder), *map(str, options)]) == 0
     requests = {
         row["row"]: row.get("messages") or [{"role": "user", "content": row["prompt"]}] for row in rows_of(asked)
     }

@@ -43,7 +43,7 @@ def tokenizer_folder(tmp_path):
 
 
 def prepare(capsys, *arguments):
-    code = main(["prepare", *map(str, arguments)])
+    code = main(["prepare", "--data", *map(str, arguments)])
     printed = capsys.readouterr()
     last = printed.err.strip().splitlines()[-1:] or [""]
     return code, printed.out, last[0]

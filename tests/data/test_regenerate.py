@@ -50,7 +50,7 @@ def data(tmp_path):
 
 def regenerate(capsys, data, target, output, *options):
     options = ["--max-new-tokens", "8", *map(str, options)]
-    code = main(["regenerate", str(data), "--target", str(target), "--output", str(output), *options])
+    code = main(["regenerate", "--data", str(data), "--target", str(target), "--output", str(output), *options])
     printed = capsys.readouterr()
     print(printed.err)  # for the report of a failure
     return code, printed.out, (printed.err.strip().splitlines() or [""])[-1]
@@ -341,7 +341,10 @@ def test_tools_and_their_calls_are_trained_on_as_they_were_served(as_text, tmp_p
         expected.append((ids, [1] * (len(ids) - start - 1) + [0]))  # the last line break is the template's
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     written = tmp_path / "ids.jsonl"
-    assert main(["prepare", str(output), "--tokenizer", str(tmp_path / "tokenizer"), "--output", str(written)]) == 0
+    assert (
+        main(["prepare", "--data", str(output), "--tokenizer", str(tmp_path / "tokenizer"), "--output", str(written)])
+        == 0
+    )
     for row, (ids, mask) in zip(rows_of(written), expected, strict=True):
         assert row["input_ids"] == ids and row["loss_mask"] == [0] * (len(ids) - len(mask)) + mask
     assert '<call>weather(city="Oslo";)' in tokenizer.decode(expected[0][0])
@@ -496,7 +499,7 @@ def test_killed_in_the_middle_and_started_again(data, tmp_path, capsys):
 
     with chat_server(reply) as (url, received):
         options = ("--server", url, "--concurrency", 1, "--max-new-tokens", 8)
-        process = command("regenerate", data, "--target", "served", "--output", output, *options)
+        process = command("regenerate", "--data", data, "--target", "served", "--output", output, *options)
         try:
             deadline = time.monotonic() + 120
             while not output.exists() or output.read_bytes().count(b"\n") < 3:

@@ -96,5 +96,5 @@ def test_a_server_that_does_not_tell(changes, message, tmp_path, capsys):
 def test_words_that_cannot_be_right(capsys):
     assert main(["eval", "--server", "http://127.0.0.1:9"]) == 2
     assert main(["eval", "--alone", "http://127.0.0.1:9"]) == 2
-    assert main(["eval", "--server", "http://127.0.0.1:9", "--dataset", "json", "--prompts", "1"]) == 1
+    assert main(["eval", "--server", "http://127.0.0.1:9", "--data", "json", "--prompts", "1"]) == 1
     assert "is the server running?" in capsys.readouterr().err

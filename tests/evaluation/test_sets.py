@@ -117,7 +117,7 @@ def test_a_second_turn_follows_the_target_s_own_answer(pair):
 
 def test_named_sets_are_measured_without_thinking(pair, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sets, "load_rows", lambda *_, **__: [{"prompt": ["Hi", "And?"]}])
-    assert main(command(pair, "--dataset", "mt-bench", "--output", tmp_path)) == 0
+    assert main(command(pair, "--data", "mt-bench", "--output", tmp_path)) == 0
     assert '{"enable_thinking": false}' in capsys.readouterr().err
     report = json.loads((tmp_path / "eval_report.json").read_text(encoding="utf-8"))
     assert report["setting"]["dataset"] == "HuggingFaceH4/mt_bench_prompts" and report["summary"]["prompts"] == 2
@@ -125,7 +125,7 @@ def test_named_sets_are_measured_without_thinking(pair, tmp_path, monkeypatch, c
     assert "HuggingFaceH4/mt_bench_prompts" in written and "speculative_decoding_tau" in written
     assert not (tmp_path / JOURNAL_FILE).exists()
     # Another set beside it: the results of the Hub's go with its report.
-    assert main(command(pair, "--dataset", "arithmetic", "--prompts", "1", "--output", tmp_path)) == 0
+    assert main(command(pair, "--data", "arithmetic", "--prompts", "1", "--output", tmp_path)) == 0
     assert not (tmp_path / ".eval_results" / "dflash.yaml").exists()
 
 
@@ -140,7 +140,7 @@ def comparable(path: Path) -> dict:
 
 
 def test_killed_and_resumed_equals_uninterrupted(pair, tmp_path):
-    arguments = command(pair, "--dataset", "json", "--prompts", "4")
+    arguments = command(pair, "--data", "json", "--prompts", "4")
     assert main([*arguments, "--output", str(tmp_path / "whole")]) == 0
     run = [*arguments, "--output", str(tmp_path / "killed")]
     records = tmp_path / "killed" / JOURNAL_FILE
@@ -170,13 +170,13 @@ def test_killed_and_resumed_equals_uninterrupted(pair, tmp_path):
 
 def test_records_of_another_evaluation_are_refused(pair, tmp_path, capsys):
     Journal(tmp_path / JOURNAL_FILE, {"max_new_tokens": 5}).begin([[1]])
-    assert main(command(pair, "--dataset", "json", "--prompts", "2", "--output", tmp_path)) == 1
+    assert main(command(pair, "--data", "json", "--prompts", "2", "--output", tmp_path)) == 1
     error = capsys.readouterr().err
     assert "max_new_tokens=5, not 12" in error and "delete it" in error
 
 
 def test_records_that_cannot_be_gone_on_with_are_named(pair, tmp_path, capsys):
-    words = command(pair, "--dataset", "json", "--prompts", "2", "--threads", torch.get_num_threads())
+    words = command(pair, "--data", "json", "--prompts", "2", "--threads", torch.get_num_threads())
     words += ["--output", str(tmp_path)]
     records = tmp_path / JOURNAL_FILE
     for content in ("garbage\n", '{"run": 0, "prompt": 0, "decoded": {}}\n', "[]\n"):
@@ -205,14 +205,14 @@ def test_raw_sets_are_prompted_without_the_template(pair, tmp_path, capsys):
     assert prompts_of_conversations(None, encoder, [["ab"]], 4, raw=True) == [encoder.tokenizer("ab")["input_ids"]]
     asked = []
     for more in ((), ("--raw",)):
-        assert main(command(pair, "--dataset", "json", "--prompts", "1", "--runs", "1", "--json", *more)) == 0
+        assert main(command(pair, "--data", "json", "--prompts", "1", "--runs", "1", "--json", *more)) == 0
         asked.append(json.loads(capsys.readouterr().out)["setting"]["prompts_digest"])
     assert asked[0] != asked[1]
 
 
 def test_what_is_no_report_is_not_compared(pair, tmp_path, capsys):
     """And one without a verification is."""
-    words = command(pair, "--dataset", "json", "--prompts", "1", "--max-new-tokens", "1", "--output", tmp_path)
+    words = command(pair, "--data", "json", "--prompts", "1", "--max-new-tokens", "1", "--output", tmp_path)
     assert main(words) == 0
     report = str(tmp_path / "eval_report.json")
     assert main(["eval", "--compare", report, report]) == 0
@@ -224,7 +224,7 @@ def test_what_is_no_report_is_not_compared(pair, tmp_path, capsys):
 
 def test_two_reports_side_by_side(pair, tmp_path, capsys):
     for name, arguments in (("a", ()), ("b", ("--prompt-lookup",)), ("c", ("--prompts", "2"))):
-        options = ("--dataset", "arithmetic", "--prompts", "3", *arguments)
+        options = ("--data", "arithmetic", "--prompts", "3", *arguments)
         assert main(command(pair, *options, "--output", tmp_path / name)) == 0
     capsys.readouterr()
     reports = [str(tmp_path / name / "eval_report.json") for name in "abc"]
@@ -260,7 +260,7 @@ def test_the_error_of_a_difference_of_means():
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["--target", "t", "--draft", "d"], ["--target", "t", "--draft", "d", "--data", "x", "--dataset", "y"]],
+    [[], ["--target", "t", "--draft", "d"]],
 )
 def test_what_cannot_be_meant_is_refused_at_once(arguments, capsys):
     assert main(["eval", *arguments]) == 2

@@ -5,7 +5,7 @@ import re
 import pytest
 from support.tiny_chat import make_tokenizer
 
-from dflash_hf.evaluation.divergence import Divergence
+from dflash_hf.evaluation.divergence import NEAR_TIE, Divergence
 from dflash_hf.evaluation.measure import EvalReport, MethodReport
 from dflash_hf.evaluation.methods import DFLASH, PROMPT_LOOKUP, TARGET
 from dflash_hf.evaluation.plots import plot_report
@@ -53,9 +53,28 @@ def test_the_table_names_every_figure(report):
         "7 verifications",
     ):
         assert figure in text, figure
-    assert "WRONG" not in text
+    assert "WRONG" not in text and "no output is wrong: 3 of 3 outputs equal" in text and "verdict" not in text
     report.divergences = [Divergence(DFLASH, 0, 3, own=5, other=6, gap=12.5)]
     assert "WRONG" in "\n".join(summary_lines(report))
+
+
+def test_the_verdict_is_said(report):
+    """It led with "1 of 10 outputs equal" where none was wrong, and ended without a word at 0.56x."""
+    report.methods[DFLASH] = MethodReport(56.0, 0.56, [56.0], 60, 13, 1)
+    report.divergences = [
+        Divergence(DFLASH, prompt, 3, own=5, other=6, gap=0.01, verdict=NEAR_TIE) for prompt in (0, 2)
+    ]
+    text = "\n".join(summary_lines(report))
+    assert "no output is wrong: 1 of 3 outputs equal the target's own, 2 differ at a near-tie" in text
+    assert "slower than the target alone: 0.56x at best (with the drafter)" in text
+
+
+def test_a_picture_has_no_empty_third(report, tmp_path):
+    """A third was blank under a short answer, one run had error bars, and slots were ticked at 2.5."""
+    image = pytest.importorskip("matplotlib.image")
+    pixels = image.imread(plot_report(report, tmp_path / "report.png", "", ("x", ["Assign", "("], [2])))[..., :3]
+    drawn = (pixels < 0.99).any(axis=(1, 2)).nonzero()[0]
+    assert drawn[-1] > 0.93 * len(pixels)
 
 
 def test_a_picture_is_drawn(report, tmp_path):

@@ -11,6 +11,7 @@ from support.llama_cpp import write_target
 from support.pairs import make_draft, make_target
 
 from dflash_hf.cli import main
+from dflash_hf.evaluation.measure import EvalReport, MethodReport
 from dflash_hf.hub.card import CardFacts
 from dflash_hf.hub.check import check
 from dflash_hf.hub.publish import PublishError, publish
@@ -221,6 +222,11 @@ def test_the_command(folder, hub, capsys):
     assert code == 0 and "base_model: someone/target" in text and "- someone/data" in text
     assert "model.safetensors" in text and "not uploaded: " in text and "Dry run: nothing was sent" in text
     assert hub.commits == []
+    slower = {"target": MethodReport(9.0, 1.0, [9.0], 9, 9, 1), "dflash": MethodReport(5.0, 0.56, [5.0], 9, 9, 1)}
+    EvalReport(slower, [[1]], [[1]], 8).save(folder / "eval_report.json")
+    main(["publish", str(folder), REPO, "--dry-run", "--base-model", "someone/target"])
+    assert "the target is slower than alone: 0.56x" in capsys.readouterr().err
+    (folder / "eval_report.json").unlink()
     code, text = call(REPO, "--private", "--base-model", "someone/target")
     assert code == 0 and text.splitlines()[-1].endswith(f"/commit/{hub.sha()}") and hub.private == {REPO: True}
     code, text = call(REPO, "--base-model", "someone/target")

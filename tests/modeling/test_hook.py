@@ -6,9 +6,10 @@ import pytest
 import torch
 from support.pairs import VOCAB, make_draft, make_target
 from support.scripted_draft import scripted
-from transformers import GenerationMixin
+from transformers import AutoModelForCausalLM, GenerationMixin
 
 from dflash_hf import DFlashCandidateGenerator, DFlashDraftConfig, DFlashDraftModel, install_hook, remove_hook
+from dflash_hf.modeling.probe_dflash import facts_of
 
 
 @pytest.fixture
@@ -237,3 +238,21 @@ def test_hidden_states_by_index_is_not_relied_upon(target):
     before_final_norm = last[0] if isinstance(last[0], torch.Tensor) else last[0][0]
     torch.testing.assert_close(features, torch.cat([every[1], every[3], before_final_norm], dim=-1))
     assert not torch.allclose(every[-1], before_final_norm)  # upstream's last entry is after the norm
+
+
+def test_what_newcomers_write_gets_a_sentence(target, draft, tmp_path):
+    """They read `'str' object has no attribute 'config'`, hundreds of classes, and no attribute `generate`."""
+    draft.save_pretrained(tmp_path)
+    with pytest.raises(TypeError, match="is a name; `generate` takes a model, so load the drafter: `AutoModel"):
+        target.generate(PROMPT, assistant_model=str(tmp_path))
+    with pytest.raises(TypeError, match="generates nothing alone; load it with `AutoModel.from_pretrained"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(TypeError, match="A drafter generates nothing alone; call `target.generate"):
+        draft.generate(PROMPT, assistant_model=target)
+    assert not draft.can_generate()
+
+
+def test_a_dynamically_quantised_target_is_told_why_it_decodes_plainly(target):
+    """It read that its cache cannot be rolled back; its logits depend on how many tokens are computed together."""
+    quantised = torch.ao.quantization.quantize_dynamic(target, {torch.nn.Linear}, dtype=torch.qint8)
+    assert "computes other logits for several tokens than for one" in facts_of(quantised).why_plain([0], None)

@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,8 @@ def test_what_cannot_be_answered_is_told(server):
     [
         ({"max_tokens": 0}, "An answer of 0 tokens is none"),
         ({"max_tokens": -3, "stream": True}, "An answer of -3 tokens is none"),
+        ({"temperature": -1.0}, "temperature=-1 must be 0, for greedy decoding, or a positive number"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "chat template of readable takes no tools"),
         ({"n": 2}, "n=2 is not served here"),
         ({"logprobs": True}, "logprobs=True is not served here"),
         ({"response_format": {"type": "json_object"}}, "response_format=.* is not served here"),
@@ -160,6 +163,40 @@ def test_what_changes_nothing_is_not_refused(server, own):
     more = {"n": 1, "logprobs": False, "stop": [], "logit_bias": {}, "response_format": kind, "presence_penalty": 0}
     for stream in (False, True):
         assert server.ask("Say 1", stream, max_tokens=MAX_TOKENS, temperature=0, **more)[0] == own["Say 1"]
+
+
+def test_a_response_is_streamed_only_if_asked_for(server, own):
+    """`/v1/responses` of upstream streamed by default, where OpenAI's does not."""
+    settings = {"model": server.model, "input": "Say 1", "max_output_tokens": MAX_TOKENS, "temperature": 0}
+    assert server.client.responses.create(**settings).output_text == own["Say 1"]
+    kinds = [event.type for event in server.client.responses.create(**settings, stream=True)]
+    assert kinds[-1] == "response.completed" and "response.output_text.delta" in kinds
+
+
+def test_a_page_may_ask_and_needs_the_key(bench, folder, own, monkeypatch):
+    """There was no CORS (a preflight got 405), no key, and the model's id was the path of its folder."""
+    monkeypatch.setenv("DFLASH_API_KEY", "secret")
+    command = [
+        sys.executable,
+        "-m",
+        "dflash_hf.cli",
+        "serve",
+        "--target",
+        str(folder),
+        "--port",
+        "0",
+        "--device",
+        "cpu",
+    ]
+    with bench.Server([*command, "--enable-cors", "--served-model-name", "my-model"], api_key="secret") as server:
+        assert server.model == "my-model" and not any("secret" in line for line in server.log)
+        assert server.ask("Say 1", False, max_tokens=MAX_TOKENS, temperature=0)[0] == own["Say 1"]
+        with pytest.raises(openai.AuthenticationError, match="Wrong or missing API key"):
+            server.client.with_options(api_key="guess").models.list()
+        asked = {"Origin": "https://a.page", "Access-Control-Request-Method": "POST"}
+        preflight = urllib.request.Request(f"{server.url}/chat/completions", headers=asked, method="OPTIONS")
+        with urllib.request.urlopen(preflight) as answer:
+            assert answer.status == 200 and answer.headers["access-control-allow-origin"]
 
 
 def test_a_bias_is_a_whole_number_too(server, folder):

@@ -50,7 +50,9 @@ def serve(folder: Path, prompts: list[str]) -> None:
     """A server at some port, until it is ended."""
     from dflash_hf.serving.server import DraftedServe, bound
 
-    DraftedServe(str(folder), scripted(folder, prompts, MAX_TOKENS), say, bound("127.0.0.1", 0), device="cpu")
+    DraftedServe(
+        str(folder), scripted(folder, prompts, MAX_TOKENS), say, bound("127.0.0.1", 0), device="cpu", name="readable"
+    )
 
 
 def chat(folder: Path, prompts: list[str]) -> None:

@@ -257,7 +257,9 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
     def run(*options):
-        code = main(["features", str(tmp_path / "a.jsonl"), "--target", str(folder), "--device", "cpu", *options])
+        code = main(
+            ["features", "--data", str(tmp_path / "a.jsonl"), "--target", str(folder), "--device", "cpu", *options]
+        )
         printed = capsys.readouterr()
         return code, printed.out, printed.err.strip().splitlines()[-1]
 

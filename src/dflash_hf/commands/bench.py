@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from dflash_hf.commands.pair import NamedPair
-from dflash_hf.commands.shared import add_examples, add_loading, add_output
+from dflash_hf.commands.shared import add_examples, add_loading, add_output, add_pair, add_threads
 from dflash_hf.evaluation.methods import (
     AUTO,
     AUTO_PACKED,
@@ -37,26 +37,25 @@ ELSEWHERE = tuple(name for name in ON_CPU if name not in PACKED_METHODS)
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("--target", required=True, help="folder or Hub name of the target")
-    parser.add_argument("--draft", required=True, help="folder or Hub name of its drafter")
+    add_pair(parser, required=True)
     parser.add_argument(
-        "--data", required=True, help="prompts: a .txt, JSON Lines, JSON, CSV or Parquet file, or a dataset"
+        "--data", required=True, help="prompts: a .txt, .jsonl, .json, .parquet or .csv file, or a Hub dataset"
     )
     add_template_arguments(parser)
-    parser.add_argument("--prompts", type=positive, default=4, help="how many; default: %(default)s")
-    parser.add_argument("--max-new-tokens", type=positive, default=128, help="default: %(default)s")
-    parser.add_argument("--runs", type=positive, default=5, help="timed repetitions; default: %(default)s")
+    parser.add_argument("--prompts", type=positive, default=4, help="number of prompts (default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=positive, default=128, help="(default: %(default)s)")
+    parser.add_argument("--runs", type=positive, default=5, help="timed repetitions (default: %(default)s)")
     parser.add_argument(
         "--methods",
-        help=f"separated by commas: {', '.join(METHODS)}; default: {','.join(ON_CPU)} on a CPU, else without the "
-        "packed ones",
+        metavar="A,B,...",
+        help=f"{','.join(METHODS)} (default: {','.join(ON_CPU)}; on a GPU none that is packed)",
     )
     parser.add_argument(
-        "--tree-nodes", type=positive, default=TREE_NODES, help="tokens of a draft tree; default: %(default)s"
+        "--tree-nodes", type=positive, default=TREE_NODES, help="tokens of a draft tree (default: %(default)s)"
     )
-    parser.add_argument("--assistant", help="a small autoregressive assistant to time as well")
-    parser.add_argument("--threads", type=positive, help="CPU threads of this process; default: as torch chooses")
-    add_output(parser, "folder for bench.json, bench.md and bench.png", output_folder)
+    parser.add_argument("--assistant", help="also time a small autoregressive model as the assistant")
+    add_threads(parser)
+    add_output(parser, "write bench.json, bench.md and bench.png to this folder", output_folder)
     add_loading(parser)
     parser.set_defaults(dtype="float32")
     add_examples(

@@ -1,10 +1,17 @@
 """`dflash chat`: a conversation in the terminal."""
 
-from dflash_hf.commands.pair import NamedPair
-from dflash_hf.commands.shared import add_examples, add_loading, add_sampling, add_speed, sampling_options
+from dflash_hf.commands.pair import NamedPair, take_default
+from dflash_hf.commands.shared import (
+    add_examples,
+    add_loading,
+    add_pair,
+    add_sampling,
+    add_speed,
+    add_threads,
+    sampling_options,
+)
 from dflash_hf.terminal import (
     Outcome,
-    UsageError,
     add_color,
     add_template_arguments,
     positive,
@@ -12,16 +19,15 @@ from dflash_hf.terminal import (
 )
 
 
-AGAIN = "the same command begins a new conversation"
+AGAIN = "the same command starts a new conversation"
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("--target", help="folder or Hub name of the target; default: SmolLM2-135M with its drafter")
-    parser.add_argument("--draft", help="folder or Hub name of its drafter; without it the target answers alone")
+    add_pair(parser, default=True)
     add_template_arguments(parser)
-    parser.add_argument("--max-new-tokens", type=positive, default=512, help="of an answer; default: %(default)s")
+    parser.add_argument("--max-new-tokens", type=positive, default=512, help="of each answer (default: %(default)s)")
     add_sampling(parser)
-    parser.add_argument("--threads", type=positive, help="CPU threads of this process; default: as torch chooses")
+    add_threads(parser)
     add_color(parser, "accepted draft tokens")
     add_loading(parser)
     add_speed(parser)
@@ -35,8 +41,7 @@ def add_arguments(parser) -> None:
 
 def run(arguments, echo) -> Outcome:
     sampling = sampling_options(arguments)
-    if arguments.draft and not arguments.target:
-        raise UsageError("--draft needs --target, the model that it drafts for.")
+    take_default(arguments, echo.note)
     conversation = _conversation(arguments, sampling, echo)
     from dflash_hf.serving.chat import Chat
 
@@ -44,11 +49,6 @@ def run(arguments, echo) -> Outcome:
 
 
 def _conversation(arguments, sampling: dict, echo):
-    if not arguments.target:
-        from dflash_hf.smollm2 import drafter_folder, smollm2_folder
-
-        arguments.target, arguments.draft = str(smollm2_folder()), str(drafter_folder())
-        echo.note("SmolLM2-135M-Instruct with its drafter; --target and --draft name another pair.")
     pair = NamedPair(arguments, echo.note)
     from transformers import set_seed
 

@@ -6,16 +6,18 @@ from dflash_hf.terminal import Outcome, UsageError, dtype, output_path, readable
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("src", help="folder, repository, .gguf or .pt file of a drafter")
-    parser.add_argument("dst", type=output_path, help="new folder, or new .gguf file")
-    parser.add_argument("--to", choices=LAYOUTS, default="z-lab", help="layout to write; default: %(default)s")
-    parser.add_argument("--target", help="for gguf: .gguf file, folder or Hub name of the target, for its tokenizer")
-    of_weights = "of the weights, q8_0 in a GGUF file alone; default: as they are"
-    parser.add_argument("--dtype", type=dtype, choices=(*DTYPES, Q8), help=of_weights)
+    parser.add_argument("draft", metavar="DRAFT", help="folder, Hub name, .gguf or .pt file of a drafter")
+    parser.add_argument("output", metavar="OUTPUT", type=output_path, help="new folder, or new .gguf file")
     parser.add_argument(
-        "--share-head", action="store_true", help="of a reduced vocabulary: draft with the target's head"
+        "--to", choices=LAYOUTS, metavar="LAYOUT", default="z-lab", help=f"{', '.join(LAYOUTS)} (default: %(default)s)"
     )
-    parser.add_argument("--config", type=readable_file, help="config.json of a .pt file; default: beside it")
+    parser.add_argument(
+        "--target", help="with --to gguf: .gguf file, folder or Hub name of the target, for its tokenizer"
+    )
+    known = f"{', '.join(DTYPES)}; in GGUF files {Q8} too (default: unchanged)"
+    parser.add_argument("--dtype", type=dtype, choices=(*DTYPES, Q8), metavar="DTYPE", help=known)
+    parser.add_argument("--share-head", action="store_true", help="replace a reduced vocabulary by the target's head")
+    parser.add_argument("--config", type=readable_file, help="config.json of a .pt file (default: beside it)")
     add_revision(parser, of="the drafter's repository")
     add_examples(
         parser,
@@ -35,15 +37,15 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.convert import convert
     from dflash_hf.hub.card import FACTS_FILE
 
-    if not Path(arguments.src).expanduser().is_file():
+    if not Path(arguments.draft).expanduser().is_file():
         read_config(
-            arguments.src, arguments.src, arguments.revision
+            arguments.draft, arguments.draft, arguments.revision
         )  # there is one, or a line that says what is there
     if (arguments.to == "gguf") != (arguments.target is not None):
         raise UsageError("--to gguf and --target go together: a GGUF file holds the tokenizer of its target.")
     options = {"dtype": arguments.dtype, "share_head": arguments.share_head, "target": arguments.target}
-    folder = convert(arguments.src, arguments.dst, arguments.to, arguments.config, arguments.revision, **options)
-    facts = Path(arguments.src) / FACTS_FILE
+    folder = convert(arguments.draft, arguments.output, arguments.to, arguments.config, arguments.revision, **options)
+    facts = Path(arguments.draft) / FACTS_FILE
     if facts.is_file() and folder.is_dir():  # what its card says of training
         shutil.copyfile(facts, folder / FACTS_FILE)
     echo(f"Wrote {folder} ({arguments.to}).")

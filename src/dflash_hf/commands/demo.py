@@ -4,28 +4,27 @@ from dflash_hf.commands.shared import add_examples
 from dflash_hf.terminal import Outcome, add_color, amount, dtype, output_folder, positive, wants_color
 
 
-AGAIN = "the same command begins anew"
+AGAIN = "the same command starts again"
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("--draft", help="another drafter of SmolLM2-135M-Instruct; default: the one that comes along")
-    parser.add_argument("--prompts", type=positive, default=12, help="requests to answer; default: %(default)s")
-    parser.add_argument("--max-new-tokens", type=positive, default=40, help="default: %(default)s")
-    parser.add_argument("--runs", type=positive, default=1, help="timed repetitions; default: %(default)s")
+    parser.add_argument("--draft", help="another drafter of SmolLM2-135M-Instruct (default: the bundled one)")
+    parser.add_argument("--prompts", type=positive, default=12, help="number of prompts (default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=positive, default=40, help="(default: %(default)s)")
+    parser.add_argument("--runs", type=positive, default=1, help="timed repetitions (default: %(default)s)")
     parser.add_argument(
         "--dtype",
         type=dtype,
         choices=("bfloat16", "float32"),
+        metavar="DTYPE",
         default="bfloat16",
-        help="of both; default: %(default)s",
+        help="bfloat16 or float32 (default: %(default)s)",
     )
-    parser.add_argument("--threads", type=positive, default=1, help="CPU threads; default: %(default)s")
+    parser.add_argument("--threads", type=positive, default=1, help="CPU threads (default: %(default)s)")
     parser.add_argument(
-        "--train", type=amount, metavar="MINUTES", help="instead, train a drafter so long, and decode as it learns"
+        "--train", type=amount, metavar="MINUTES", help="train a new drafter instead, and decode with it as it learns"
     )
-    parser.add_argument(
-        "--output", type=output_folder, help="folder for figures, picture or drafter; default: ~/.cache/dflash_hf/demo"
-    )
+    parser.add_argument("--output", type=output_folder, help="folder of results (default: ~/.cache/dflash_hf/demo)")
     add_color(parser, "accepted draft tokens")
     add_examples(parser, "dflash demo", "dflash demo --dtype float32 --prompts 30", "dflash demo --train 20")
 

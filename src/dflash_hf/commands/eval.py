@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from dflash_hf.commands.pair import NamedPair
-from dflash_hf.commands.shared import add_examples, add_loading, add_output, add_speed
+from dflash_hf.commands.shared import add_examples, add_loading, add_output, add_pair, add_speed, add_threads
 from dflash_hf.evaluation.methods import (
     AUTO,
     AUTO_PACKED,
@@ -29,45 +29,42 @@ from dflash_hf.terminal import (
 )
 
 
-AGAIN = "with --output, the same command goes on with the answers that are missing"
+AGAIN = "with --output, the same command continues with the answers that are missing"
 NO_THINKING = {"enable_thinking": False}  # as the field measures, where nothing else is said
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("--target", help="folder or Hub name of the target")
-    parser.add_argument("--draft", help="folder or Hub name of its drafter")
+    add_pair(parser)
     parser.add_argument(
-        "--dataset",
-        help=f"{', '.join(NAMED)}, prompted as the field does; {', '.join(GENERATED)}, made by rule; or as --data",
+        "--data",
+        help="prompts: a .jsonl, .json, .parquet, .csv or .txt file, a Hub dataset, a benchmark "
+        f"({', '.join(NAMED)}) or a generated set ({', '.join(GENERATED)})",
     )
-    parser.add_argument("--server", metavar="URL", help="measure a running server's drafts, in place of a pair's here")
-    parser.add_argument(
-        "--alone", metavar="URL", help="with --server: one that serves the same target without a drafter"
-    )
-    parser.add_argument("--data", help="prompts: .jsonl, .json, .parquet, .csv, .txt, or a Hub dataset")
-    parser.add_argument("--split", help="default: train, or the only one")
-    parser.add_argument("--prompts", type=positive, help="so many; default: the field's number for the set, else 40")
-    parser.add_argument("--runs", type=positive, default=3, help="timed repetitions; default: %(default)s")
-    parser.add_argument("--max-new-tokens", type=positive, help="default: 2048 for the field's sets, else 256")
-    parser.add_argument("--raw", action="store_true", help="feed text as it is, without the chat template")
+    parser.add_argument("--split", help="split of the dataset (default: train, or the only one)")
+    parser.add_argument("--prompts", type=positive, help="number of prompts (default: the benchmark's own, else 40)")
+    parser.add_argument("--server", metavar="URL", help="measure a running server instead of a local pair")
+    parser.add_argument("--alone", metavar="URL", help="with --server: the same target served without a drafter")
+    parser.add_argument("--runs", type=positive, default=3, help="timed repetitions (default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=positive, help="(default: 2048 for benchmarks, else 256)")
+    parser.add_argument("--raw", action="store_true", help="use text as it is, without the chat template")
     add_template_arguments(parser)
-    parser.add_argument("--prompt-lookup", action="store_true", help="also decode with transformers' prompt lookup")
-    parser.add_argument("--threads", type=positive, help="CPU threads of this process; default: as torch chooses")
+    parser.add_argument("--prompt-lookup", action="store_true", help="also time transformers' prompt lookup")
+    add_threads(parser)
     parser.add_argument(
-        "--compare", nargs=2, type=readable_file, metavar="REPORT", help="show two reports side by side, and no more"
+        "--compare", nargs=2, type=readable_file, metavar="REPORT", help="show two reports side by side"
     )
-    what = "write eval_report.json and eval_report.png into this folder; in the drafter's its card shows them"
+    what = "write eval_report.json and .png to this folder; use the drafter's for its model card"
     add_output(parser, what, output_folder)
     add_loading(parser)
     add_speed(
         parser,
-        "also decode with packed weights, alone and drafted (CPU)",
-        "also decode with draft trees of so many tokens",
+        "also time packed weights, with and without the drafter (CPU)",
+        "also time draft trees of N tokens",
     )
     add_examples(
         parser,
         "dflash eval --target Qwen/Qwen3-0.6B --draft my-drafter --data prompts.txt --output my-drafter",
-        "dflash eval --target Qwen/Qwen3-4B --draft z-lab/Qwen3-4B-DFlash-b16 --dataset gsm8k --output gsm8k",
+        "dflash eval --target Qwen/Qwen3-4B --draft z-lab/Qwen3-4B-DFlash-b16 --data gsm8k --output gsm8k",
         "dflash eval --server http://127.0.0.1:8080 --data prompts.txt --output on-llama-cpp",
         "dflash eval --compare before/eval_report.json after/eval_report.json",
         after=AGAIN,
@@ -86,12 +83,11 @@ def run(arguments, echo) -> Outcome:
         from dflash_hf.evaluation.compare import compare
 
         return Outcome(facts=compare(*arguments.compare, echo))
-    missing = [f"--{name}" for name in ("target", "draft") if getattr(arguments, name) is None]
-    if missing or (arguments.data is None) == (arguments.dataset is None):
-        raise UsageError(f"Give {', '.join(missing) or 'either --dataset or --data'}, or two reports to --compare.")
-    if arguments.dataset not in (None, *NAMED, *GENERATED):
-        arguments.data, arguments.dataset = arguments.dataset, None
+    missing = [f"--{name}" for name in ("target", "draft", "data") if getattr(arguments, name) is None]
+    if missing:
+        raise UsageError(f"Give {', '.join(missing)}, or two reports to --compare.")
     from dflash_hf.evaluation.journal import JOURNAL_FILE
+    from dflash_hf.evaluation.plots import headline
     from dflash_hf.evaluation.report import save_report
     from dflash_hf.evaluation.text import summary_lines
 
@@ -99,7 +95,8 @@ def run(arguments, echo) -> Outcome:
     for line in summary_lines(report):
         echo(line)
     if arguments.output is not None:
-        title = f"{report.methods[DFLASH].speedup:.2f}x, tau {report.tau:.2f}"
+        names = " + ".join(Path(name).name for name in (arguments.target_name or arguments.target, arguments.draft))
+        title = f"{names}: {headline(report)}"
         for path in save_report(report, arguments.output, title):
             echo(f"written           {path}")
         (arguments.output / JOURNAL_FILE).unlink(missing_ok=True)
@@ -118,7 +115,7 @@ def _measure(arguments):
     pair = NamedPair(arguments, note)
     kwargs = pair.template(_no_thinking(arguments, pair))
     encoder = pair.encoder(kwargs)
-    named = NAMED.get(arguments.dataset)
+    named = NAMED.get(arguments.data)
     max_new_tokens = arguments.max_new_tokens or (NEW_TOKENS if named else 256)
     methods = [
         *([TARGET, TARGET_PACKED, DFLASH, PACKED, AUTO, AUTO_PACKED] if arguments.packed else [TARGET, DFLASH, AUTO]),
@@ -127,14 +124,14 @@ def _measure(arguments):
     ]
     # What is asked is read before anything large is loaded.
     prompts = said = None
-    if arguments.dataset is None:
+    if arguments.data in (*NAMED, *GENERATED):
+        said, repository = conversations(arguments.data, arguments.prompts)
+    else:
         local = Path(arguments.data).expanduser()
         repository, limit = local.name if local.exists() else arguments.data, arguments.prompts or 40
         said = turns_of_file(arguments.data, limit, arguments.split)
         if said is None:
             prompts = read_prompts(arguments.data, encoder, limit, arguments.split, arguments.raw)
-    else:
-        said, repository = conversations(arguments.dataset, arguments.prompts)
     draft = pair.draft()
     draft.decoding_config.tree_nodes = None  # drafted beside blocks, not in their place
     target = pair.target()
@@ -172,7 +169,7 @@ def _measure(arguments):
 
 def _no_thinking(arguments, pair: NamedPair) -> dict | None:
     """For the field's sets, where the drafter was not made with other arguments."""
-    asked = arguments.dataset in NAMED and "enable_thinking" in str(pair.tokenizer.chat_template)
+    asked = arguments.data in NAMED and "enable_thinking" in str(pair.tokenizer.chat_template)
     trained_with = (pair.draft_config.dflash_config or {}).get("chat_template_kwargs")
     return NO_THINKING if asked and trained_with is None else None
 

@@ -2,45 +2,58 @@
 
 from dflash_hf.commands.shared import add_data, add_examples, add_loading, add_output
 from dflash_hf.names import DTYPES
-from dflash_hf.terminal import Outcome, amount, count, note, output_folder, positive, template_arguments, token_id
+from dflash_hf.terminal import (
+    Outcome,
+    amount,
+    count,
+    dtype,
+    note,
+    output_folder,
+    positive,
+    template_arguments,
+    token_id,
+)
 
 
-AGAIN = "the same command goes on after the last complete shard"
+AGAIN = "the same command continues after the last complete shard"
 
 
 def add_arguments(parser) -> None:
+    parser.add_argument("--target", required=True, help="the target: a folder or Hub name")
     add_data(parser)
-    parser.add_argument("--target", required=True, help="folder or Hub name of the target")
     add_output(parser, "folder; an existing one is continued", output_folder, required=True)
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--draft-config", help="config.json, folder or Hub name of the drafter that will read them")
+    which.add_argument("--draft-config", help="the drafter that reads them: config.json, folder or Hub name")
     which.add_argument(
         "--target-layer-ids",
         type=count,
         nargs="+",
-        help="layers of the target, from 0; default: five by the paper's rule, fewer of a shallow target",
+        metavar="N",
+        help="layers of the target, from 0 (default: five by the paper's rule)",
     )
     parser.add_argument(
         "--states",
         action="store_true",
-        help="also the final hidden states, for loss_type=kl or dpace_kl, or label_source=target",
+        help="also store final hidden states, for loss_type=kl, dpace_kl or label_source=target",
     )
-    parser.add_argument("--max-length", type=positive, default=3072, help="cut examples here; default: %(default)s")
-    parser.add_argument("--mask-token-id", type=token_id, help="the drafter's mask token; rows that hold it drop out")
+    parser.add_argument("--max-length", type=positive, default=3072, help="truncate examples (default: %(default)s)")
+    parser.add_argument("--mask-token-id", type=token_id, help="the drafter's mask token; rows with it are left out")
     parser.add_argument(
         "--store-dtype",
+        type=dtype,
         choices=DTYPES,
+        metavar="DTYPE",
         default="bfloat16",
-        help="default: %(default)s",
+        help=f"{', '.join(DTYPES)} (default: %(default)s)",
     )
-    parser.add_argument("--shard-size", type=amount, default=1.0, help="GB; default: %(default)s")
-    parser.add_argument("--batch-size", type=positive, default=8, help="default: %(default)s")
-    parser.add_argument("--num-proc", type=positive, help="processes that encode the dataset")
+    parser.add_argument("--shard-size", type=amount, default=1.0, help="in GB (default: %(default)s)")
+    parser.add_argument("--batch-size", type=positive, default=8, help="(default: %(default)s)")
+    parser.add_argument("--num-proc", type=positive, help="worker processes that encode the data")
     add_loading(parser, draft=False)
     add_examples(
         parser,
-        "dflash features responses.jsonl --target Qwen/Qwen3-8B --output features",
-        "dflash train target=Qwen/Qwen3-8B features=features output_dir=my-drafter",
+        "dflash features --target Qwen/Qwen3-8B --data responses.jsonl --output features",
+        "dflash train --target Qwen/Qwen3-8B --output my-drafter features=features",
         after=AGAIN,
     )
 

@@ -6,7 +6,7 @@ from dflash_hf.terminal import Outcome, positive
 
 def add_arguments(parser) -> None:
     parser.add_argument("target", help="Hub name of the target")
-    parser.add_argument("--limit", type=positive, default=20, help="at most so many; default: %(default)s")
+    parser.add_argument("--limit", type=positive, default=20, help="maximum number of results (default: %(default)s)")
     add_examples(parser, "dflash find Qwen/Qwen3-8B")
 
 

@@ -1,9 +1,17 @@
-"""`dflash generate`: an answer as it is written, and what it took."""
+"""`dflash generate`: a streamed answer, and its speed."""
 
 import time
 
-from dflash_hf.commands.pair import NamedPair
-from dflash_hf.commands.shared import add_examples, add_loading, add_sampling, add_speed, sampling_options
+from dflash_hf.commands.pair import NamedPair, take_default
+from dflash_hf.commands.shared import (
+    add_examples,
+    add_loading,
+    add_pair,
+    add_sampling,
+    add_speed,
+    add_threads,
+    sampling_options,
+)
 from dflash_hf.terminal import (
     Outcome,
     UsageError,
@@ -16,16 +24,15 @@ from dflash_hf.terminal import (
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("--target", required=True, help="folder or Hub name of the target")
-    parser.add_argument("--draft", help="folder or Hub name of its drafter; without it the target decodes alone")
+    add_pair(parser, default=True)
     parser.add_argument("--prompt", required=True, help="the user's message; - reads it from standard input")
-    parser.add_argument("--raw", action="store_true", help="feed the prompt as it is, without the chat template")
+    parser.add_argument("--raw", action="store_true", help="use the prompt as it is, without the chat template")
     add_template_arguments(parser)
-    parser.add_argument("--max-new-tokens", type=positive, default=512, help="default: %(default)s")
+    parser.add_argument("--max-new-tokens", type=positive, default=512, help="(default: %(default)s)")
     add_sampling(parser)
-    parser.add_argument("--threads", type=positive, help="CPU threads of this process; default: as torch chooses")
+    add_threads(parser)
     parser.add_argument(
-        "--show-drafts", action="store_true", help="print the text again, accepted draft tokens marked"
+        "--show-drafts", action="store_true", help="print the text again with accepted draft tokens marked"
     )
     parser.add_argument("--compare", action="store_true", help="also decode with the target alone")
     add_color(parser, "accepted draft tokens")
@@ -33,6 +40,7 @@ def add_arguments(parser) -> None:
     add_speed(parser)
     add_examples(
         parser,
+        'dflash generate --prompt "What is a cache?" --show-drafts',
         'dflash generate --target Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16 --prompt "Write a haiku."',
         "cat question.txt | dflash generate --target T --draft D --prompt - --compile --compare",
     )
@@ -45,6 +53,7 @@ def run(arguments, echo) -> Outcome:
         raise ValueError("--prompt is empty; pass some text.")
     if any("\ud800" <= char <= "\udfff" for char in prompt):  # bytes that the shell gave, and no text
         raise ValueError("--prompt is not UTF-8; convert it first, with iconv for instance.")
+    take_default(arguments, echo.note)
     if arguments.draft is None and (arguments.compare or arguments.show_drafts):
         raise UsageError("--compare and --show-drafts show what a drafter does; name it with --draft.")
     pair = NamedPair(arguments, echo.note)

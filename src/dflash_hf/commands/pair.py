@@ -1,8 +1,26 @@
-"""A pair as a command names it: looked at at once, each half loaded when it is asked for."""
+"""A pair as a command names it: checked first, each half loaded when it is needed."""
 
 from functools import cached_property
 
-from dflash_hf.terminal import template_arguments
+from dflash_hf.terminal import UsageError, template_arguments
+
+
+def take_default(arguments, say) -> None:
+    """
+    SmolLM2-135M-Instruct with its drafter, where no pair is named.
+
+    Raises:
+        `UsageError`: a drafter without its target.
+    """
+    if arguments.target is not None:
+        return
+    if arguments.draft is not None:
+        raise UsageError("--draft needs --target, the model that it drafts for.")
+    from dflash_hf.smollm2 import drafter_folder, smollm2_folder
+
+    arguments.target_name = "smollm2"
+    arguments.target, arguments.draft = str(smollm2_folder()), str(drafter_folder())
+    say("SmolLM2-135M-Instruct with its drafter; choose another pair with --target and --draft.")
 
 
 class NamedPair:

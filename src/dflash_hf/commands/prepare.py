@@ -1,31 +1,87 @@
-"""`dflash prepare`."""
+"""`dflash prepare`: which tokens of a dataset are trained on, and the examples as ids."""
 
 from dflash_hf.commands.shared import add_data, add_examples, add_output, add_revision
-from dflash_hf.terminal import add_color, count, positive, token_id
+from dflash_hf.terminal import Outcome, add_color, count, positive, token_id
 
 
 def add_arguments(parser) -> None:
-    add_data(parser)
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--tokenizer", help="folder or Hub name of a tokenizer")
-    which.add_argument("--target", help="folder or Hub name of the target, whose tokenizer is taken")
-    add_revision(parser)
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with the tokenizer")
-    parser.add_argument("--max-length", type=positive, default=3072, help="cut examples here; default: %(default)s")
-    parser.add_argument("--mask-token-id", type=token_id, help="the drafter's mask token; rows that hold it drop out")
-    parser.add_argument("--examples", type=count, default=3, help="examples to show; default: %(default)s")
-    add_output(parser, "write the examples here, as .jsonl or .parquet")
+    which.add_argument("--target", help="the target, whose tokenizer is used: a folder or Hub name")
+    which.add_argument("--tokenizer", help="a tokenizer, instead: a folder or Hub name")
+    add_data(parser)
+    add_output(parser, "write the examples to this .jsonl or .parquet file")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
-    parser.add_argument("--num-proc", type=positive, help="processes")
+    parser.add_argument("--examples", type=count, default=3, help="examples to print (default: %(default)s)")
+    parser.add_argument("--max-length", type=positive, default=3072, help="truncate examples (default: %(default)s)")
+    parser.add_argument("--mask-token-id", type=token_id, help="the drafter's mask token; rows with it are left out")
+    parser.add_argument("--num-proc", type=positive, help="worker processes")
     add_color(parser, "supervised tokens")
+    add_revision(parser)
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the tokenizer's own code")
     add_examples(
         parser,
-        "dflash prepare responses.jsonl --target Qwen/Qwen3-0.6B",
-        "dflash prepare responses.jsonl --target Qwen/Qwen3-0.6B --output examples.parquet --examples 0",
+        "dflash prepare --target Qwen/Qwen3-0.6B --data responses.jsonl",
+        "dflash prepare --target Qwen/Qwen3-0.6B --data responses.jsonl --output examples.parquet --examples 0",
     )
 
 
-def run(arguments, echo):
-    from dflash_hf.data.prepare import run
+def run(arguments, echo) -> Outcome:
+    """`echo` a few examples and the counts; write the examples if asked."""
+    import sys
+    from dataclasses import asdict
 
-    return run(arguments, echo)
+    from dflash_hf.configs import check_names, check_token_id
+    from dflash_hf.data.encode import RowEncoder
+    from dflash_hf.data.prepare import colored_example, load_tokenizer, prepare_dataset
+    from dflash_hf.data.prompts import template_kwargs
+    from dflash_hf.data.sources import load_rows
+    from dflash_hf.files import atomic
+    from dflash_hf.pairs import Loading
+    from dflash_hf.terminal import note, template_arguments, wants_color
+
+    output = arguments.output
+    if output is not None:
+        _check_output(output, arguments.data, arguments.overwrite)
+    if arguments.target:
+        check_token_id(arguments.mask_token_id, check_names(arguments.target, None, Loading.of(arguments)))
+    encoder = RowEncoder(
+        load_tokenizer(
+            arguments.tokenizer or arguments.target,
+            arguments.chat_template,
+            arguments.revision,
+            arguments.trust_remote_code,
+        ),
+        arguments.max_length,
+        template_kwargs(template_arguments(arguments.template_args), arguments.data, say=note),
+        arguments.mask_token_id,
+    )
+    rows = load_rows(arguments.data, arguments.split, name=arguments.name)
+    if arguments.limit:
+        rows = rows.select(range(min(arguments.limit, len(rows))))
+    dataset, report = prepare_dataset(rows, encoder, num_proc=arguments.num_proc)
+    color = wants_color(arguments.color, sys.stdout)
+    for number in range(min(arguments.examples, len(dataset))):
+        echo(f"--- example {number}, supervised tokens {'in green' if color else 'in brackets'}")
+        echo(colored_example(dataset[number], encoder.tokenizer, color))
+    if arguments.examples:
+        echo("---")
+    for line in report.lines():
+        echo(line)
+    if output is not None:
+        with atomic(output) as half:
+            (dataset.to_parquet if output.suffix == ".parquet" else dataset.to_json)(str(half))
+        echo(f"written           {output}")
+    return Outcome(facts=asdict(report))
+
+
+def _check_output(output, data: str, overwrite: bool) -> None:
+    from pathlib import Path
+
+    if output.suffix not in (".jsonl", ".parquet"):
+        raise ValueError(f"--output {output} must end in .jsonl or .parquet.")
+    if not output.exists():
+        return
+    if Path(data).exists() and output.samefile(data):
+        raise ValueError(f"--output {output} is the data itself, which it would replace by ids; choose another file.")
+    if not overwrite:
+        raise ValueError(f"--output {output} exists; choose another file, or replace it with --overwrite.")

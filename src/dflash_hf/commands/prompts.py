@@ -1,41 +1,99 @@
-"""`dflash prompts`."""
+"""`dflash prompts`: requests that the target itself writes."""
 
-from dflash_hf.commands.shared import PACKED, add_examples, add_loading, add_output
-from dflash_hf.terminal import add_template_arguments, count, positive, probability, readable_file, temperature
+from dflash_hf.commands.shared import PACKED, add_examples, add_loading, add_output, add_template
+from dflash_hf.terminal import Outcome, count, positive, probability, temperature
 
 
-AGAIN = "the same command goes on with the requests that are missing"
+AGAIN = "the same command continues with the requests that are missing"
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("--target", required=True, help="folder or Hub name of a chat model")
-    parser.add_argument("--count", required=True, type=positive, help="requests wanted")
+    parser.add_argument("--target", required=True, help="a chat model: a folder or Hub name")
+    parser.add_argument("--count", required=True, type=positive, help="number of requests")
     add_output(parser, ".jsonl file; an existing one is continued", required=True)
     parser.add_argument(
-        "--kinds",
-        help="of chat,code,math,rewrite,task,json, in turn; one named twice is sampled twice as often; default: chat",
+        "--kinds", help="chat,code,math,rewrite,task,json in turn; repeat one to weigh it (default: chat)"
     )
-    parser.add_argument("--begin", action="append", default=[], help="first words of a request; may be repeated")
-    parser.add_argument("--system", help="a system prompt, kept in the rows; default: the template's own")
-    parser.add_argument("--temperature", type=temperature, default=1.0, help="default: %(default)s")
-    parser.add_argument("--top-p", type=probability, default=0.95, help="default: %(default)s")
-    parser.add_argument("--max-new-tokens", type=positive, default=128, help="default: %(default)s")
-    parser.add_argument("--min-chars", type=count, default=16, help="default: %(default)s")
-    parser.add_argument("--max-chars", type=positive, default=1000, help="default: %(default)s")
-    parser.add_argument("--seed", type=count, default=0, help="default: %(default)s")
-    parser.add_argument("--batch-size", type=positive, help="rows at a time; default: what is fastest here, measured")
-    parser.add_argument("--chat-template", type=readable_file, help="Jinja file in place of the tokenizer's own")
-    add_template_arguments(parser)
+    parser.add_argument("--begin", action="append", default=[], help="first words of a request; repeatable")
+    parser.add_argument("--system", help="system prompt, kept in the rows (default: the chat template's own)")
+    parser.add_argument("--temperature", type=temperature, default=1.0, help="(default: %(default)s)")
+    parser.add_argument("--top-p", type=probability, default=0.95, help="(default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=positive, default=128, help="(default: %(default)s)")
+    parser.add_argument("--min-chars", type=count, default=16, help="(default: %(default)s)")
+    parser.add_argument("--max-chars", type=positive, default=1000, help="(default: %(default)s)")
+    parser.add_argument("--seed", type=count, default=0, help="(default: %(default)s)")
+    parser.add_argument("--batch-size", type=positive, help="(default: the fastest on this machine, measured)")
+    add_template(parser)
     add_loading(parser, draft=False).add_argument("--packed", action="store_true", help=PACKED)
     add_examples(
         parser,
         "dflash prompts --target Qwen/Qwen3-0.6B --count 10000 --kinds chat,code,math --output prompts.jsonl",
-        "dflash regenerate prompts.jsonl --target Qwen/Qwen3-0.6B --output responses.jsonl",
+        "dflash regenerate --target Qwen/Qwen3-0.6B --data prompts.jsonl --output responses.jsonl",
         after=AGAIN,
     )
 
 
-def run(arguments, echo):
-    from dflash_hf.data.magpie import run
+def run(arguments, echo) -> Outcome:
+    """Add what is missing to the output."""
+    from collections import Counter
+    from dataclasses import asdict
 
-    return run(arguments, echo)
+    from transformers import GenerationConfig
+
+    from dflash_hf.configs import check_names
+    from dflash_hf.data.encode import digests_of_tokenizer
+    from dflash_hf.data.magpie import judged_samples, prompt_ids, rows_of_file
+    from dflash_hf.data.prepare import load_tokenizer
+    from dflash_hf.data.prompt_settings import PromptSettings
+    from dflash_hf.data.response_file import ResponseFile
+    from dflash_hf.data.time_left import TimeLeft, rows_at_a_time
+    from dflash_hf.data.user_turn import UserTurn
+    from dflash_hf.pairs import Loading, load_target, pack
+    from dflash_hf.target import digest_of_target
+    from dflash_hf.terminal import template_arguments
+
+    settings = PromptSettings(
+        kinds=[kind.strip() for kind in arguments.kinds.split(",")] if arguments.kinds else [],
+        begin=arguments.begin,
+        system=arguments.system,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        max_new_tokens=arguments.max_new_tokens,
+        min_chars=arguments.min_chars,
+        max_chars=arguments.max_chars,
+        seed=arguments.seed,
+        chat_template_kwargs=template_arguments(arguments.template_args) or {},
+    )
+    loading = Loading.of(arguments)
+    check_names(arguments.target, None, loading)
+    tokenizer = load_tokenizer(arguments.target, arguments.chat_template, loading.revision, loading.trust_remote_code)
+    turn = UserTurn.of(tokenizer, settings.system, settings.chat_template_kwargs)  # raises before anything is written
+    left_out: Counter[str] = Counter()
+    new = 0
+    with ResponseFile(arguments.output, {**asdict(settings), **digests_of_tokenizer(tokenizer)}) as output:
+        if output.repaired:
+            echo(f"cut off a half-written line of {output.repaired} bytes at the end of {arguments.output}")
+        before = rows_of_file(arguments.output)
+        echo(f"{len(before)} of {arguments.count} requests are there")
+        if len(before) >= arguments.count:
+            return Outcome(facts={"requests": len(before), "new": 0})
+        target = load_target(arguments.target, loading)
+        output.settle({"weights": digest_of_target(target), "dtype": str(target.dtype)})
+        pack(arguments.packed, target)
+        length = len(prompt_ids(tokenizer, turn, "")) + settings.max_new_tokens // 2
+        rows, speed = rows_at_a_time(arguments.batch_size, target, GenerationConfig(), length, arguments.count)
+        if speed:
+            echo(f"{rows} rows at a time, {speed:,.0f} tokens/s; an estimate of the time follows after {rows} samples")
+        samples = judged_samples(target, tokenizer, arguments.count, settings, rows, before)
+        with TimeLeft("request", arguments.count, len(before), rows, echo, full=speed is not None) as time_left:
+            for sample in samples:
+                if sample.row:
+                    output.append([sample.row])
+                    new += 1
+                else:
+                    left_out[sample.reason] += 1
+                time_left.count(bool(sample.row), sample.tokens)
+    echo(f"{len(before) + new} requests are in {arguments.output}, {new} of them new")
+    for reason, number in left_out.most_common():
+        echo(f"  {number} samples left out: {reason}")
+    return Outcome(facts={"requests": len(before) + new, "new": new, "left_out": dict(left_out)})

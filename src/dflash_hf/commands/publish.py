@@ -5,28 +5,32 @@ from dflash_hf.names import RELATIONS
 from dflash_hf.terminal import Outcome, output_folder
 
 
-AGAIN = "the same command sends what is missing; what arrived is not sent twice"
+AGAIN = "the same command uploads the rest; files that arrived are not sent again"
 _FACTS = ("base_model", "base_model_revision", "base_model_relation", "license", "datasets", "data", "hardware")
 
 
 def add_arguments(parser) -> None:
     parser.add_argument("folder", help="local folder of a drafter")
     parser.add_argument("repo", help="user/name on the Hub")
-    parser.add_argument("--private", action="store_true", help="make the repository a private one")
-    parser.add_argument("--dry-run", action="store_true", help="list the files and validate the card; upload nothing")
-    parser.add_argument("--write-to", type=output_folder, help="also write every file into this folder, as on the Hub")
+    parser.add_argument("--private", action="store_true", help="make the repository private")
     parser.add_argument(
-        "--gguf", metavar="TARGET", help="also make dflash-NAME.gguf for llama.cpp; .gguf file or folder of the target"
+        "--dry-run", action="store_true", help="list the files and validate the card, without uploading"
     )
-    facts = parser.add_argument_group("facts of the card, besides card_facts.json and eval_report.json of the folder")
+    parser.add_argument("--output", type=output_folder, help="also write every file to this folder, as on the Hub")
+    parser.add_argument(
+        "--gguf", metavar="TARGET", help="also add dflash-NAME.gguf for llama.cpp; the target's .gguf file or folder"
+    )
+    facts = parser.add_argument_group("model card, beside card_facts.json and eval_report.json in the folder")
     facts.add_argument("--base-model", help="repository of the target")
-    facts.add_argument("--base-model-revision", help="its commit")
-    facts.add_argument("--base-model-relation", choices=RELATIONS, help="only where one fits")
-    facts.add_argument("--license", help="the Hub's short name, such as mit")
-    facts.add_argument("--dataset", action="append", dest="datasets", help="repository of training data; repeatable")
-    facts.add_argument("--data", help="a sentence about the data")
-    facts.add_argument("--hardware", help="what the evaluation ran on")
-    facts.add_argument("--evaluated-on", help="dataset of the evaluation")
+    facts.add_argument("--base-model-revision", help="commit of the base model")
+    facts.add_argument("--base-model-relation", choices=RELATIONS, metavar="RELATION", help=", ".join(RELATIONS))
+    facts.add_argument("--license", help="the Hub's identifier, such as mit")
+    facts.add_argument(
+        "--dataset", action="append", dest="datasets", metavar="REPO", help="training dataset on the Hub; repeatable"
+    )
+    facts.add_argument("--data-description", dest="data", metavar="TEXT", help="a sentence about the training data")
+    facts.add_argument("--hardware", help="hardware of the evaluation")
+    facts.add_argument("--evaluated-on", metavar="REPO", help="dataset of the evaluation")
     add_examples(
         parser,
         "dflash publish my-drafter me/my-drafter --base-model Qwen/Qwen3-0.6B --license mit --dry-run",
@@ -47,12 +51,15 @@ def run(arguments, echo) -> Outcome:
         raise FileNotFoundError(f"{arguments.folder}: there is no such folder; publish what lies on this machine.")
     given = {name: getattr(arguments, name) for name in (*_FACTS, "evaluated_on") if getattr(arguments, name)}
     facts = CardFacts.from_folder(arguments.folder, **given) if given else None
-    options = {"facts": facts, "write_to": arguments.write_to, "gguf_target": arguments.gguf}
+    options = {"facts": facts, "write_to": arguments.output, "gguf_target": arguments.gguf}
     result = publish(arguments.folder, arguments.repo, arguments.private, arguments.dry_run, **options)
     if result.findings:
         echo(render(result.findings))
     for name, size in result.files.items():
         echo(f"{size:>14,}  {name}")
+    speedup = _speedup(Path(arguments.folder))
+    if speedup is not None and speedup < 1:
+        echo.note(f"warning: with this drafter the target is slower than alone: {speedup:.2f}x in eval_report.json.")
     if result.left_out:
         echo(left_out_line(result.left_out))
     if arguments.dry_run:
@@ -62,3 +69,15 @@ def run(arguments, echo) -> Outcome:
         echo(result.url or f"{result.repo} already holds all of this: no new commit.")
     known = {"repo": result.repo, "files": result.files, "left_out": len(result.left_out), "url": result.url}
     return Outcome(facts={**known, "findings": [vars(finding) for finding in result.findings]})
+
+
+def _speedup(folder) -> float | None:
+    """The best speed-up that the folder's report has, over the fairest baseline."""
+    from dflash_hf.evaluation.measure import EvalReport
+    from dflash_hf.evaluation.methods import OURS
+    from dflash_hf.evaluation.report import REPORT_FILE
+
+    if not (folder / REPORT_FILE).is_file():
+        return None
+    methods = EvalReport.from_json((folder / REPORT_FILE).read_text(encoding="utf-8")).methods
+    return max((one.speedup_over_packed or one.speedup for name, one in methods.items() if name in OURS), default=None)

@@ -10,9 +10,18 @@ from dflash_hf.terminal import Outcome, output_path
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("action", choices=("list", "show", "copy"), nargs="?", default="list", help="default: list")
-    parser.add_argument("name", nargs="?", help="one of the list")
-    parser.add_argument("to", nargs="?", type=output_path, help="of copy: file or folder; default: here")
+    parser.add_argument(
+        "action",
+        choices=("list", "show", "copy"),
+        nargs="?",
+        default="list",
+        metavar="ACTION",
+        help="list, show or copy (default: list)",
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a name from the list")
+    parser.add_argument(
+        "to", nargs="?", metavar="TO", type=output_path, help="file or folder to copy to (default: here)"
+    )
     add_examples(
         parser,
         "dflash recipes",

@@ -1,46 +1,194 @@
-"""`dflash regenerate`."""
+"""`dflash regenerate`: the target's own responses, in this process or from a server."""
 
-from dflash_hf.commands.shared import (
-    add_data,
-    add_examples,
-    add_loading,
-    add_output,
-    add_sampling,
-    add_speed,
-)
-from dflash_hf.terminal import amount, count, positive, token_id
+from dflash_hf.commands.shared import add_data, add_examples, add_loading, add_output, add_sampling, add_speed
+from dflash_hf.terminal import Outcome, UsageError, amount, count, positive, token_id
 
 
-AGAIN = "the same command goes on with the rows that are missing"
+AGAIN = "the same command continues with the rows that are missing"
 
 
 def add_arguments(parser) -> None:
+    parser.add_argument("--target", required=True, help="a folder or Hub name; with --server, the name it serves")
     add_data(parser)
-    parser.add_argument("--target", required=True, help="folder or Hub name; with --server the name it serves")
     add_output(parser, ".jsonl file; an existing one is continued", required=True)
-    parser.add_argument("--max-new-tokens", type=positive, default=2048, help="default: %(default)s")
-    add_sampling(parser, None, "the target's own setting; 0 is greedy")
-    parser.add_argument("--raw", action="store_true", help="feed prompts that are text without the chat template")
-    parser.add_argument("--mask-token-id", type=token_id, help="never generated; default: the first spare row")
+    parser.add_argument("--max-new-tokens", type=positive, default=2048, help="(default: %(default)s)")
+    add_sampling(parser, None, "the target's generation config")
+    parser.add_argument("--raw", action="store_true", help="use prompts that are text without the chat template")
+    parser.add_argument("--mask-token-id", type=token_id, help="never generated (default: the first spare id)")
     here = add_loading(parser, title="in this process")
-    here.add_argument("--draft", help="folder or Hub name of a drafter, for speed")
-    here.add_argument("--batch-size", type=positive, help="rows at a time; default: what is fastest here, measured")
-    add_speed(parser)
+    here.add_argument("--draft", help="a drafter, for speed: a folder or Hub name")
+    here.add_argument("--batch-size", type=positive, help="(default: the fastest on this machine, measured)")
+    add_speed(parser, group=here)
     there = parser.add_argument_group("from a server")
-    there.add_argument("--server", help="address of an OpenAI-compatible one, such as http://127.0.0.1:8000")
-    there.add_argument("--concurrency", type=positive, default=32, help="requests at a time; default: %(default)s")
-    there.add_argument("--retries", type=count, default=5, help="of a request; default: %(default)s")
-    there.add_argument("--timeout", type=amount, default=600.0, help="seconds for one answer; default: %(default)s")
+    there.add_argument("--server", metavar="URL", help="an OpenAI-compatible server, such as http://127.0.0.1:8000")
+    there.add_argument("--concurrency", type=positive, default=32, help="parallel requests (default: %(default)s)")
+    there.add_argument("--retries", type=count, default=5, help="retries of a request (default: %(default)s)")
+    there.add_argument("--timeout", type=amount, default=600.0, help="seconds for one answer (default: %(default)s)")
     add_examples(
         parser,
-        "dflash regenerate prompts.jsonl --target Qwen/Qwen3-0.6B --output responses.jsonl",
-        "dflash regenerate prompts.jsonl --target Qwen/Qwen3-0.6B --output responses.jsonl "
+        "dflash regenerate --target Qwen/Qwen3-0.6B --data prompts.jsonl --output responses.jsonl",
+        "dflash regenerate --target Qwen/Qwen3-0.6B --data prompts.jsonl --output responses.jsonl "
         "--server http://127.0.0.1:8000",
         after=AGAIN,
     )
 
 
-def run(arguments, echo):
-    from dflash_hf.data.regenerate import run
+def run(arguments, echo) -> Outcome:
+    """Write the rows that are missing in the output; 1 if some were refused."""
+    from itertools import islice
 
-    return run(arguments, echo)
+    from dflash_hf.configs import positions_of
+    from dflash_hf.data.encode import RowEncoder, digests_of_tokenizer
+    from dflash_hf.data.prompts import template_kwargs
+    from dflash_hf.data.regenerate import ask_rows
+    from dflash_hf.data.response_file import ResponseFile
+    from dflash_hf.data.sources import load_rows
+    from dflash_hf.data.time_left import TimeLeft
+    from dflash_hf.files import digest_of
+    from dflash_hf.pairs import Loading, draft_config_of
+    from dflash_hf.terminal import note, template_arguments
+
+    config = _check(arguments)
+    draft_config = draft_config_of(arguments.draft, Loading.of(arguments)) if arguments.draft else None
+    kwargs = template_kwargs(template_arguments(arguments.template_args), draft_config=draft_config, say=note)
+    server = _server(arguments, kwargs) if arguments.server else None
+    rows = load_rows(arguments.data, arguments.split, name=arguments.name)
+    count = min(arguments.limit or len(rows), len(rows))
+    tokenizer = None if server else _tokenizer(arguments)
+    as_chat = not arguments.raw and (tokenizer is None or bool(tokenizer.chat_template))
+    prompts = {index: _asked(index, row, as_chat, arguments.data) for index, row in enumerate(islice(rows, count))}
+
+    # What the responses depend on. Files are known by their content: data by each prompt, the target by its weights.
+    settings = {
+        "max_new_tokens": arguments.max_new_tokens,
+        "temperature": arguments.temperature,
+        "top_p": arguments.top_p,
+        "seed": arguments.seed,
+        "chat_template_kwargs": kwargs,
+        "raw": arguments.raw,
+        "served": arguments.target if server else None,
+        **({"mask_token_id": arguments.mask_token_id} if server else digests_of_tokenizer(tokenizer)),
+    }
+    with ResponseFile(arguments.output, settings) as output:
+        if output.repaired:
+            echo(f"cut off a half-written line of {output.repaired} bytes at the end of {arguments.output}")
+        for index, before in output.finished.items():
+            if index in prompts and digest_of(prompts[index]) != before:
+                raise ValueError(
+                    f"Row {index} of {arguments.output} answers another prompt than row {index} of {arguments.data}: "
+                    "the data has changed; choose another output."
+                )
+        missing = {index: prompt for index, prompt in prompts.items() if index not in output.finished}
+        echo(f"{count - len(missing)} of {count} rows are finished")
+        if not missing:
+            return Outcome(facts={"rows": count, "finished": count, "refused": 0})
+        if server:
+            rows, full, batches = arguments.concurrency, True, ask_rows(server, missing, arguments.concurrency)
+        else:
+            encoder = RowEncoder(tokenizer, chat_template_kwargs=kwargs, positions=positions_of(config))
+            rows, full, batches = _in_process(arguments, encoder, missing, output, echo)
+        with TimeLeft("row", count, count - len(missing), rows, echo, full) as time_left:
+            for batch in batches:
+                output.append(batch)
+                time_left.count(len(batch), sum(sum(row.get("loss_mask", ())) for row in batch))
+    refused = len(set(prompts) - set(output.finished))
+    echo(f"{len(output.finished)} of {count} rows are in {arguments.output}")
+    if refused:
+        echo(f"{refused} rows were refused and are left out; the same command tries them again")
+    return Outcome(1 if refused else 0, {"rows": count, "finished": len(output.finished), "refused": refused})
+
+
+def _asked(index: int, row: dict, as_chat: bool, data: str) -> tuple:
+    """A row's prompt and tools."""
+    from dflash_hf.data.encode import tools_of
+    from dflash_hf.data.prompts import prompt_of
+
+    try:
+        return prompt_of(row, as_chat), tools_of(row)
+    except ValueError as error:
+        raise ValueError(f"Row {index} of {data}: {error}") from error
+
+
+def _check(arguments) -> dict:
+    """Check that the arguments fit together; returns the target's configuration, empty for a server."""
+    from dflash_hf.configs import check_names, check_token_id
+    from dflash_hf.pairs import Loading, device_of
+
+    ours = ("raw", "draft", "chat_template", "packed", "compile", "tree_nodes", "draft_temperature")
+    if arguments.server and any(getattr(arguments, name) for name in ours):
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in ours)
+        raise ValueError(f"--server takes conversations and decodes itself: leave out {options}.")
+    if arguments.temperature == 0 and arguments.top_p is not None:
+        raise UsageError(f"--top-p {arguments.top_p} changes nothing at --temperature 0; raise it, or leave one out.")
+    if arguments.temperature == 0 and arguments.draft_temperature:
+        raise UsageError("--draft-temperature changes nothing at --temperature 0; raise it, or leave one out.")
+    if arguments.server:
+        return {}
+    config = check_names(arguments.target, arguments.draft, Loading.of(arguments))
+    check_token_id(arguments.mask_token_id, config)
+    device_of(arguments.device)
+    return config
+
+
+def _tokenizer(arguments):
+    from dflash_hf.data.prepare import load_tokenizer
+
+    return load_tokenizer(arguments.target, arguments.chat_template, arguments.revision, arguments.trust_remote_code)
+
+
+def _server(arguments, kwargs: dict):
+    from dflash_hf.data.chat_client import ChatClient
+
+    options = {"max_tokens": arguments.max_new_tokens, "seed": arguments.seed, "stream": False}
+    if arguments.mask_token_id is not None:  # a bias of -100 is a ban
+        options["logit_bias"] = {str(arguments.mask_token_id): -100}
+    for name in ("temperature", "top_p"):
+        if getattr(arguments, name) is not None:
+            options[name] = getattr(arguments, name)
+    if kwargs:
+        options["chat_template_kwargs"] = kwargs
+    return ChatClient(arguments.server, arguments.target, options, arguments.retries, arguments.timeout)
+
+
+def _in_process(arguments, encoder, prompts: dict, output, echo):
+    """How many rows decode together, whether they always do, and the responses."""
+    import copy
+
+    from dflash_hf.data.regenerate import generate_rows, usable_ids
+    from dflash_hf.data.time_left import duration, rows_at_a_time
+    from dflash_hf.pairs import Loading, configured_draft, load_target, pack
+    from dflash_hf.responses import PLAIN_ROWS
+    from dflash_hf.target import digest_of_target, spare_token_id
+
+    loading = Loading.of(arguments)
+    draft = configured_draft(arguments, loading)
+    target = load_target(arguments.target, loading)
+    encoder.mask_token_id = arguments.mask_token_id
+    if encoder.mask_token_id is None:
+        encoder.mask_token_id = draft.config.mask_token_id if draft else spare_token_id(target, encoder.tokenizer)
+    known = {"weights": digest_of_target(target), "dtype": str(target.dtype), "mask_token_id": encoder.mask_token_id}
+    output.settle(known)
+    pack(arguments.packed, target, draft)
+    config = copy.deepcopy(target.generation_config)
+    if arguments.temperature is not None:
+        config.do_sample = arguments.temperature > 0
+        config.temperature = arguments.temperature or None
+        if not config.do_sample:
+            config.top_p = config.top_k = None
+    if arguments.top_p is not None:
+        config.top_p = arguments.top_p
+    if not config.do_sample and (arguments.top_p or arguments.draft_temperature):
+        raise ValueError(
+            "The target's own setting is greedy, where --top-p and --draft-temperature change nothing; add "
+            "--temperature, such as 1."
+        )
+    ids, longest = usable_ids(encoder, prompts), arguments.max_new_tokens
+    rows, speed = arguments.batch_size or PLAIN_ROWS, None
+    if ids and draft is None:
+        read = sum(map(len, ids.values()))
+        rows, speed = rows_at_a_time(arguments.batch_size, target, config, (read // len(ids)) + longest // 2, len(ids))
+        if speed:
+            time = duration((read + len(ids) * longest) / speed)
+            echo(f"{rows} rows at a time, {speed:,.0f} tokens a second: at most {time}")
+    found = generate_rows(target, encoder, prompts, ids, longest, rows, draft, config, arguments.seed)
+    return rows, speed is not None, found

@@ -1,7 +1,14 @@
 """`dflash serve`: a pair behind the API that tools already speak."""
 
-from dflash_hf.commands.pair import NamedPair
-from dflash_hf.commands.shared import add_draft_temperature, add_examples, add_loading, add_speed
+from dflash_hf.commands.pair import NamedPair, take_default
+from dflash_hf.commands.shared import (
+    add_draft_temperature,
+    add_examples,
+    add_loading,
+    add_pair,
+    add_speed,
+    add_threads,
+)
 from dflash_hf.names import ENGINES, LLAMA_CPP
 from dflash_hf.terminal import (
     Outcome,
@@ -9,28 +16,37 @@ from dflash_hf.terminal import (
     add_template_arguments,
     install,
     port,
-    positive,
     template_arguments,
 )
 
 
-AGAIN = "what was asked before has been answered; the same command serves again"
+AGAIN = "open requests were answered; the same command starts the server again"
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("--target", required=True, help="folder or Hub name of the target")
-    parser.add_argument("--draft", help="folder or Hub name of its drafter; without it the target decodes alone")
-    parser.add_argument("--engine", choices=(*ENGINES, LLAMA_CPP), default="transformers", help="default: %(default)s")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; default: %(default)s, this machine")
-    parser.add_argument("--port", type=port, default=8000, help="0 takes a free one; default: %(default)s")
-    parser.add_argument("--dry-run", action="store_true", help="print the command of another engine, and end")
-    parser.add_argument("--threads", type=positive, help="CPU threads of this process; default: as torch chooses")
+    add_pair(parser, default=True)
+    engines = (*ENGINES, LLAMA_CPP)
+    parser.add_argument(
+        "--engine",
+        choices=engines,
+        metavar="ENGINE",
+        default="transformers",
+        help=f"{', '.join(engines)} (default: %(default)s)",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind to (default: %(default)s)")
+    parser.add_argument("--port", type=port, default=8000, help="0 chooses a free port (default: %(default)s)")
+    parser.add_argument("--served-model-name", metavar="NAME", help="the model's id in the API (default: --target)")
+    parser.add_argument("--api-key", metavar="KEY", help="require this key (default: the variable DFLASH_API_KEY)")
+    parser.add_argument("--enable-cors", action="store_true", help="let web pages of any origin call the server")
+    parser.add_argument("--dry-run", action="store_true", help="print the command of another engine and exit")
+    add_threads(parser)
     add_draft_temperature(parser)
     add_template_arguments(parser)
     add_loading(parser)
     add_speed(parser)
     add_examples(
         parser,
+        "dflash serve",
         "dflash serve --target Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16",
         "dflash serve --target Qwen/Qwen3-8B --draft my-drafter --engine vllm --dry-run",
         "dflash serve --target target.gguf --draft dflash-my-drafter.gguf --engine llama.cpp",
@@ -38,6 +54,10 @@ def add_arguments(parser) -> None:
 
 
 def run(arguments, echo) -> Outcome:
+    import os
+
+    take_default(arguments, echo.note)
+    arguments.api_key = arguments.api_key or os.environ.get("DFLASH_API_KEY") or None
     if arguments.engine != "transformers":
         return _engine(arguments, echo)
     if arguments.dry_run:
@@ -66,6 +86,9 @@ def run(arguments, echo) -> Outcome:
             dtype=loading.dtype,
             trust_remote_code=loading.trust_remote_code,
             log_level="info" if arguments.verbose else "error",
+            name=arguments.served_model_name or arguments.target_name,
+            api_key=arguments.api_key,
+            enable_cors=arguments.enable_cors,
         )
     except SafetensorError as error:  # upstream loads the target
         raise ValueError(damaged(f"--target {arguments.target}", error)) from error
@@ -86,7 +109,7 @@ def _engine(arguments, echo) -> Outcome:
     engine = arguments.engine
     if arguments.draft is None:
         raise UsageError(f"--engine {engine} needs --draft; without a drafter, run {engine} itself.")
-    names = ("compile", "tree_nodes", "draft_temperature", "packed", "device", "threads")
+    names = ("compile", "tree_nodes", "draft_temperature", "packed", "device", "threads", "enable_cors")
     ours = [name for name in names if getattr(arguments, name)]
     if ours:
         raise UsageError(f"--{ours[0].replace('_', '-')} is for --engine transformers; leave it out for {engine}.")
@@ -104,7 +127,11 @@ def _engine(arguments, echo) -> Outcome:
         return Outcome(1, {"findings": [vars(finding) for finding in findings]})
     environment, command = launch_command(engine, *of_pair, loading, template)
     command += ["--host", arguments.host, "--port", str(arguments.port)]
-    line = " ".join([*(f"{name}={value}" for name, value in environment.items()), shlex.join(command)])
+    if name := arguments.served_model_name or arguments.target_name:
+        command += ["--alias" if engine == LLAMA_CPP else "--served-model-name", name]
+    shown = shlex.join([*command, "--api-key", "***"] if arguments.api_key else command)
+    command += ["--api-key", arguments.api_key] if arguments.api_key else []
+    line = " ".join([*(f"{name}={value}" for name, value in environment.items()), shown])
     echo(line)
     if arguments.dry_run:
         return Outcome(facts={"command": line})

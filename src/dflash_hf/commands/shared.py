@@ -1,4 +1,4 @@
-"""Arguments that several commands take; the same words mean the same everywhere."""
+"""Arguments that several commands share; an option means the same everywhere."""
 
 import argparse
 
@@ -6,83 +6,124 @@ from dflash_hf.names import DTYPES
 from dflash_hf.terminal import (
     UsageError,
     add_template_arguments,
+    amount,
+    count,
     device,
     dtype,
+    output_folder,
     output_path,
+    port,
     positive,
     probability,
     readable_file,
     seed,
+    token_id,
 )
 from dflash_hf.terminal import temperature as heat
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
-    """Examples stay as they are written."""
+    """Keeps the layout of examples, and names values by their kind: `N`, `X`, `FILE`, `FOLDER`."""
 
     def __init__(self, prog):
         super().__init__(prog, max_help_position=28)
 
+    def _get_default_metavar_for_optional(self, action):
+        return METAVARS.get(action.type) or super()._get_default_metavar_for_optional(action)
+
+
+METAVARS = {
+    **dict.fromkeys((positive, count, seed, token_id, port), "N"),
+    **dict.fromkeys((heat, probability, amount), "X"),
+    readable_file: "FILE",
+    output_path: "FILE",
+    output_folder: "FOLDER",
+}
+
 
 class Parser(argparse.ArgumentParser):
-    """Errors in one line, in the form of all others."""
+    """Errors on one line, as all others are, and a usage line that names what is required."""
 
     def error(self, message: str):
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())[:260]} (see {self.prog} --help)\n")
 
+    def shorten_usage(self) -> None:
+        """Show required arguments and positional ones; the rest is `[options]`."""
+        shown = [action for action in self._actions if action.required or not action.option_strings]
+        words = ["[options]"]
+        for action in shown:
+            name = action.metavar or action.dest.upper()
+            name = name if isinstance(name, str) else name[0]
+            if action.option_strings:
+                words.insert(-1, f"{action.option_strings[0]} {name}")
+            elif action.nargs == "*":
+                words.append(f"[{name} ...]")
+            else:
+                words.append(f"[{name}]" if action.nargs == "?" else name)
+        self.usage = " ".join([self.prog, *words])
 
-def common() -> Parser:
-    """What every command takes."""
-    parent = Parser(add_help=False)
-    group = parent.add_argument_group("output")
-    group.add_argument("--json", action="store_true", help="print the result as JSON, and all else on standard error")
-    group.add_argument("-q", "--quiet", action="store_true", help="no progress bars, and errors only of the libraries")
-    group.add_argument("-v", "--verbose", action="count", default=0, help="say more; -vv says everything")
-    group.add_argument("--debug", action="store_true", help="show where an error comes from; also DFLASH_DEBUG=1")
-    return parent
+
+def add_common(parser) -> None:
+    """The options of every command, after its own."""
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="print the result as JSON, and messages on standard error")
+    group.add_argument("-q", "--quiet", action="store_true", help="no progress bars; libraries log errors only")
+    group.add_argument("-v", "--verbose", action="count", default=0, help="log more; -vv logs everything")
+    group.add_argument("--debug", action="store_true", help="show the traceback of an error (or set DFLASH_DEBUG=1)")
+    group.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
 
 
 def add_examples(parser, *lines: str, after: str = "") -> None:
-    """Examples, and how the command is gone on with, at the end of its help."""
+    """Examples, and how to resume the command, at the end of its help."""
     text = "examples:\n" + "\n".join(f"  {line}" for line in lines)
     parser.epilog = text if not after else f"{text}\n\nafter an interruption: {after}"
+
+
+def add_pair(parser, default: bool = False, required: bool = False) -> None:
+    """`--target` and `--draft`; with `default`, SmolLM2-135M and its drafter where neither is given."""
+    shown = " (default: SmolLM2-135M and its drafter)" if default else ""
+    parser.add_argument("--target", required=required, help=f"the target: a folder or Hub name{shown}")
+    alone = "; without it the target decodes alone" if default else ""
+    parser.add_argument("--draft", required=required, help=f"its drafter: a folder or Hub name{alone}")
 
 
 def add_loading(parser, draft: bool = True, code: bool = True, title: str = "models"):
     """How models are loaded: see [`~dflash_hf.pairs.Loading`]."""
     group = parser.add_argument_group(title)
-    shown = f"auto, {', '.join(DTYPES)}; default: %(default)s"
     group.add_argument(
         "--dtype",
         type=dtype,
         choices=("auto", *DTYPES),
         metavar="DTYPE",
         default="auto",
-        help=f"of the models: {shown}",
+        help=f"auto, {', '.join(DTYPES)} (default: %(default)s)",
     )
-    group.add_argument(
-        "--device", type=device, help="cpu, cuda, cuda:1, ... or auto, to spread a large target; default: a GPU if any"
-    )
+    group.add_argument("--device", type=device, help="cpu, cuda, cuda:1, ... or auto (default: a GPU if there is one)")
     add_revision(group, draft)
     if code:
-        group.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with the target")
+        group.add_argument("--trust-remote-code", action="store_true", help="run the target's own code")
     return group
 
 
 def add_revision(group, draft: bool = False, of: str = "the target's repository") -> None:
     """`--revision`, and the drafter's where there are two."""
-    group.add_argument("--revision", help=f"branch, tag or commit of {of}")
+    group.add_argument("--revision", metavar="REV", help=f"branch, tag or commit of {of}")
     if draft:
-        group.add_argument("--draft-revision", help="branch, tag or commit of the drafter's repository")
+        group.add_argument("--draft-revision", metavar="REV", help="branch, tag or commit of the drafter's repository")
 
 
-PACKED = "pack the weights of all models for a CPU; once"
-TREES = "draft trees of so many tokens, not blocks"
+def add_threads(parser) -> None:
+    """`--threads`."""
+    parser.add_argument("--threads", type=positive, help="CPU threads (default: torch's own choice)")
 
 
-def add_speed(parser, packed: str = PACKED, trees: str = TREES) -> None:
-    """Ways to decode faster, wherever something is decoded with a drafter; what two of them mean may differ."""
-    group = parser.add_argument_group("speed")
+PACKED = "pack the weights once, for faster CPU inference"
+TREES = "draft trees of N tokens instead of blocks"
+
+
+def add_speed(parser, packed: str = PACKED, trees: str = TREES, group=None) -> None:
+    """Ways to decode faster, wherever a drafter is used; the meaning of two of them may differ."""
+    group = group or parser.add_argument_group("speed")
     group.add_argument("--compile", action="store_true", help="compile the rounds; the first answer waits for it")
     group.add_argument("--tree-nodes", type=positive, metavar="N", help=trees)
     group.add_argument("--packed", action="store_true", help=packed)
@@ -90,10 +131,10 @@ def add_speed(parser, packed: str = PACKED, trees: str = TREES) -> None:
 
 def add_sampling(parser, default: float | None = 0.0, known: str = "0, greedy") -> None:
     """Temperature, nucleus and seed."""
-    parser.add_argument("--temperature", type=heat, default=default, help=f"default: {known}")
-    parser.add_argument("--top-p", type=probability, help="sample from that share of the probability; default: all")
+    parser.add_argument("--temperature", type=heat, default=default, help=f"0 is greedy (default: {known})")
+    parser.add_argument("--top-p", type=probability, help="nucleus of the sampling (default: 1)")
     add_draft_temperature(parser)
-    parser.add_argument("--seed", type=seed, default=0, help="of samples; default: %(default)s")
+    parser.add_argument("--seed", type=seed, default=0, help="seed of the sampling (default: %(default)s)")
 
 
 def add_draft_temperature(parser) -> None:
@@ -101,7 +142,7 @@ def add_draft_temperature(parser) -> None:
     parser.add_argument(
         "--draft-temperature",
         type=heat,
-        help="draw drafts at it where the target samples; default: the likeliest, of DFlash 2 at its own",
+        help="sample drafts too (default: greedy; DFlash 2: as the target)",
     )
 
 
@@ -127,12 +168,19 @@ def sampling_options(arguments) -> dict:
 
 
 def add_data(parser) -> None:
-    """Arguments of every command that reads a dataset."""
-    parser.add_argument("data", metavar="DATA", help="a .jsonl, .json, .parquet or .csv file, or a dataset of the Hub")
-    parser.add_argument("--split", help="default: train, or the only one")
-    parser.add_argument("--name", help="configuration of a dataset of the Hub")
-    parser.add_argument("--limit", type=positive, help="take the first rows only")
-    parser.add_argument("--chat-template", type=readable_file, help="Jinja file in place of the tokenizer's own")
+    """The arguments of every command that reads training data."""
+    parser.add_argument(
+        "--data", required=True, help="a .jsonl, .json, .parquet or .csv file, or the name of a Hub dataset"
+    )
+    parser.add_argument("--split", help="split of the dataset (default: train, or the only one)")
+    parser.add_argument("--name", help="configuration of a Hub dataset")
+    parser.add_argument("--limit", type=positive, help="use the first N rows only")
+    add_template(parser)
+
+
+def add_template(parser) -> None:
+    """`--chat-template` and its arguments."""
+    parser.add_argument("--chat-template", type=readable_file, help="Jinja file to use instead of the tokenizer's own")
     add_template_arguments(parser)
 
 

@@ -6,42 +6,46 @@ from dflash_hf.commands.shared import add_examples
 from dflash_hf.terminal import Outcome, check_writable, is_secret
 
 
-AGAIN = "the same command with resume_from_checkpoint=auto goes on from the last checkpoint"
-# What a run is changed by first; the others are well as they are.
+AGAIN = "the same command with resume_from_checkpoint=auto resumes from the last checkpoint"
+# What to change first; the other settings have sensible defaults.
 FIRST = (
-    ("target", "folder or Hub name of the model to draft for"),
-    ("data", "its own responses: a .jsonl file of `dflash regenerate`, or a dataset"),
-    ("output_dir", "folder for the drafter"),
-    ("per_device_train_batch_size", "rows at a time; 1 where memory is short"),
-    ("num_train_epochs", "passes over the data; 6"),
-    ("learning_rate", "6e-4"),
-    ("bf16", "true on a GPU that has it"),
+    ("per_device_train_batch_size", "rows per step; 1 if memory is short"),
+    ("num_train_epochs", "passes over the data (default: 6)"),
+    ("learning_rate", "(default: 6e-4)"),
+    ("bf16", "true on a GPU that supports it"),
 )
+_FLAGS = {"target": "target", "draft": "draft", "data": "data", "output": "output_dir"}
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("--config", help="YAML file of keys and values; `dflash recipes` has some")
+    parser.add_argument("--config", metavar="FILE", help="YAML recipe; see `dflash recipes`")
+    parser.add_argument("--target", help="the model to draft for: a folder or Hub name; the same as target=TARGET")
+    parser.add_argument("--draft", help="a drafter to start from; the same as draft=DRAFT")
+    parser.add_argument("--data", help="the target's responses, of `dflash regenerate`, or a dataset; as data=DATA")
+    parser.add_argument("--output", metavar="FOLDER", help="folder of the drafter; the same as output_dir=FOLDER")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="replaces or adds a key; key.inner=value too"
+        "overrides", nargs="*", metavar="key=value", help="any other setting of the recipe; key.inner=value too"
     )
-    parser.add_argument("--dry-run", action="store_true", help="check the recipe, print it, and load nothing")
+    parser.add_argument("--dry-run", action="store_true", help="check and print the recipe, without training")
     parser.add_argument(
-        "--keys",
-        nargs="?",
-        const="",
-        metavar="WORD",
-        help="list the keys that hold WORD, or all, with defaults: pair and data, training, transformers' own",
+        "--keys", nargs="?", const="", metavar="WORD", help="list the settings (that contain WORD) with their defaults"
     )
     add_examples(
         parser,
-        "dflash train target=Qwen/Qwen3-0.6B data=responses.jsonl output_dir=my-drafter bf16=true",
+        "dflash train --target Qwen/Qwen3-0.6B --data responses.jsonl --output my-drafter bf16=true",
         "dflash train --config recipe.yaml learning_rate=3e-4 --dry-run",
         "dflash train --keys save",
         "accelerate launch -m dflash_hf.cli train --config recipe.yaml       # several GPUs",
         after=AGAIN,
     )
     first = "\n".join(f"  {name:28} {what}" for name, what in FIRST)
-    parser.epilog = f"the keys that matter first:\n{first}\n\n{parser.epilog}"
+    parser.epilog = f"settings to change first:\n{first}\n\n{parser.epilog}"
+
+
+def overrides_of(arguments) -> list[str]:
+    """What was given as flags and as `key=value`, all as `key=value`."""
+    given = {key: getattr(arguments, name) for name, key in _FLAGS.items()}
+    return [f"{key}={value}" for key, value in given.items() if value is not None] + arguments.overrides
 
 
 def run(arguments, echo) -> Outcome:
@@ -53,10 +57,10 @@ def run(arguments, echo) -> Outcome:
         for line in lines:
             echo(line)
         return Outcome(facts={"keys": lines})
-    recipe, training = read_recipe(arguments.config, arguments.overrides)
+    recipe, training = read_recipe(arguments.config, overrides_of(arguments))
     recipe.target, recipe.draft = folder_of(recipe.target), folder_of(recipe.draft, drafter=True)
     if not training.get("output_dir"):
-        raise ValueError("output_dir is not given; name the folder for the drafter, such as output_dir=my-drafter.")
+        raise ValueError("There is no output; name the folder for the drafter with --output.")
     if training.get("push_to_hub") and not training.get("hub_model_id"):
         raise ValueError("push_to_hub=True needs hub_model_id, such as hub_model_id=me/my-drafter.")
     given = {name: value for name, value in vars(recipe).items() if value not in (None, {})}

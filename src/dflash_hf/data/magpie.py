@@ -11,24 +11,15 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
 from transformers import GenerationConfig
 
-from dflash_hf.configs import check_names
 from dflash_hf.data.distinct import DistinctTexts, flaw
-from dflash_hf.data.encode import digests_of_tokenizer
-from dflash_hf.data.prepare import load_tokenizer
 from dflash_hf.data.prompt_settings import PromptSettings
-from dflash_hf.data.response_file import ResponseFile
-from dflash_hf.data.time_left import TimeLeft, rows_at_a_time
 from dflash_hf.data.user_turn import UserTurn
-from dflash_hf.pairs import Loading, load_target, pack
 from dflash_hf.responses import eos_ids, responses
-from dflash_hf.target import digest_of_target
-from dflash_hf.terminal import template_arguments
 
 
 _PATIENCE = 512  # samples in a row without a new request, after which there will hardly be one
@@ -108,7 +99,9 @@ def _sampled(target, tokenizer, turn: UserTurn, settings: PromptSettings, first:
         eos_token_id=sorted(_stops(target, tokenizer, turn)) or None,
         pad_token_id=target.generation_config.pad_token_id,
     )
-    prompts = ((number, _start(tokenizer, turn, settings.of_sample(number)[1])) for number in itertools.count(first))
+    prompts = (
+        (number, prompt_ids(tokenizer, turn, settings.of_sample(number)[1])) for number in itertools.count(first)
+    )
     waiting: dict[int, list[int]] = {}
     for number, response in responses(target, prompts, settings.max_new_tokens, config, batch_size, settings.seed):
         waiting[number] = response
@@ -117,7 +110,8 @@ def _sampled(target, tokenizer, turn: UserTurn, settings: PromptSettings, first:
             first += 1
 
 
-def _start(tokenizer, turn: UserTurn, begin: str) -> list[int]:
+def prompt_ids(tokenizer, turn: UserTurn, begin: str) -> list[int]:
+    """The ids that a request is sampled after: the chat template up to the user's text, and its first words."""
     return tokenizer(turn.before + begin, add_special_tokens=False)["input_ids"]
 
 
@@ -129,7 +123,7 @@ def _stops(target, tokenizer, turn: UserTurn) -> set[int]:
 def _request(tokenizer, turn: UserTurn, target, begin: str, response: list[int]) -> tuple[str, str | None]:
     """The text of a sample, and why it is none that a user would have sent."""
     ended = response[-1] in _stops(target, tokenizer, turn)
-    ids, start = response[: len(response) - ended], _start(tokenizer, turn, begin)
+    ids, start = response[: len(response) - ended], prompt_ids(tokenizer, turn, begin)
     # Decoded behind the prompt: some tokenizers drop the space before a first word.
     text = _decode(tokenizer, [*start, *ids])[len(_decode(tokenizer, start)) :]
     if turn.stop_id(tokenizer) is None and turn.behind.strip():
@@ -160,7 +154,13 @@ def _text_of(row: dict) -> str:
     return row["prompt"] if "prompt" in row else row["messages"][-1]["content"]
 
 
-def _rows_of(path: Path) -> list[dict]:
+def rows_of_file(path: Path) -> list[dict]:
+    """
+    The requests that a file holds.
+
+    Raises:
+        `ValueError`: a line is no request of `dflash prompts`; names it.
+    """
     with path.open(encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines]
     for number, row in enumerate(rows):
@@ -169,51 +169,3 @@ def _rows_of(path: Path) -> list[dict]:
                 f"Line {number + 1} of {path} is not request {number} of `dflash prompts`; choose another output."
             )
     return rows
-
-
-def run(arguments, echo) -> int:
-    """`dflash prompts`: add what is missing to the output."""
-    settings = PromptSettings(
-        kinds=[kind.strip() for kind in arguments.kinds.split(",")] if arguments.kinds else [],
-        begin=arguments.begin,
-        system=arguments.system,
-        temperature=arguments.temperature,
-        top_p=arguments.top_p,
-        max_new_tokens=arguments.max_new_tokens,
-        min_chars=arguments.min_chars,
-        max_chars=arguments.max_chars,
-        seed=arguments.seed,
-        chat_template_kwargs=template_arguments(arguments.template_args) or {},
-    )
-    loading = Loading.of(arguments)
-    check_names(arguments.target, None, loading)
-    tokenizer = load_tokenizer(arguments.target, arguments.chat_template, loading.revision, loading.trust_remote_code)
-    turn = UserTurn.of(tokenizer, settings.system, settings.chat_template_kwargs)  # refuses before anything is written
-    with ResponseFile(arguments.output, {**asdict(settings), **digests_of_tokenizer(tokenizer)}) as output:
-        if output.repaired:
-            echo(f"cut off a half-written line of {output.repaired} bytes at the end of {arguments.output}")
-        before = _rows_of(arguments.output)
-        echo(f"{len(before)} of {arguments.count} requests are there")
-        if len(before) >= arguments.count:
-            return 0
-        target = load_target(arguments.target, loading)
-        output.settle({"weights": digest_of_target(target), "dtype": str(target.dtype)})
-        pack(arguments.packed, target)
-        length = len(_start(tokenizer, turn, "")) + settings.max_new_tokens // 2
-        rows, speed = rows_at_a_time(arguments.batch_size, target, GenerationConfig(), length, arguments.count)
-        if speed:
-            echo(f"{rows} rows at a time, {speed:,.0f} tokens a second; after as many samples it is said for how long")
-        samples = judged_samples(target, tokenizer, arguments.count, settings, rows, before)
-        left_out, new = Counter(), 0
-        with TimeLeft("request", arguments.count, len(before), rows, echo, full=speed is not None) as time_left:
-            for sample in samples:
-                if sample.row:
-                    output.append([sample.row])
-                    new += 1
-                else:
-                    left_out[sample.reason] += 1
-                time_left.count(bool(sample.row), sample.tokens)
-    echo(f"{len(before) + new} requests are in {arguments.output}, {new} of them new")
-    for reason, number in left_out.most_common():
-        echo(f"  {number} samples left out: {reason}")
-    return 0

@@ -1,23 +1,18 @@
-"""From a dataset to what is trained on, with a count of everything that was left out; and `dflash prepare`."""
+"""From a dataset to training examples, with a count of everything that was left out."""
 
-import sys
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
 from transformers.utils import logging
 
-from dflash_hf.configs import check_names, check_token_id
 from dflash_hf.data.encode import RowEncoder, UnusableRow
 from dflash_hf.data.examples import pack
-from dflash_hf.data.prompts import template_kwargs
-from dflash_hf.data.sources import load_rows
-from dflash_hf.files import atomic
-from dflash_hf.pairs import TRUST, Loading
+from dflash_hf.pairs import TRUST
 from dflash_hf.repositories import check_repository, looks_local
-from dflash_hf.terminal import Outcome, note, one_line, read_text, template_arguments, wants_color
+from dflash_hf.terminal import one_line, read_text
 
 
 logger = logging.get_logger(__name__)
@@ -198,54 +193,6 @@ def colored_example(example: dict, tokenizer, color: bool, longest_run: int = 12
             piece = f"\x1b[32m{piece}\x1b[0m" if color else f"[{piece}]"
         text, start = text + piece, end
     return text
-
-
-def run(arguments, echo) -> Outcome:
-    """`dflash prepare`: `echo` a few examples and the counts; write the examples if asked."""
-    output = arguments.output
-    if output is not None and output.suffix not in (".jsonl", ".parquet"):
-        raise ValueError(f"--output {output} must end in .jsonl or .parquet.")
-    if output is not None:
-        _check_output(output, arguments.data, arguments.overwrite)
-    if arguments.target:
-        check_token_id(arguments.mask_token_id, check_names(arguments.target, None, Loading.of(arguments)))
-    encoder = RowEncoder(
-        load_tokenizer(
-            arguments.tokenizer or arguments.target,
-            arguments.chat_template,
-            arguments.revision,
-            arguments.trust_remote_code,
-        ),
-        arguments.max_length,
-        template_kwargs(template_arguments(arguments.template_args), arguments.data, say=note),
-        arguments.mask_token_id,
-    )
-    rows = load_rows(arguments.data, arguments.split, name=arguments.name)
-    if arguments.limit:
-        rows = rows.select(range(min(arguments.limit, len(rows))))
-    dataset, report = prepare_dataset(rows, encoder, num_proc=arguments.num_proc)
-    color = wants_color(arguments.color, sys.stdout)
-    for number in range(min(arguments.examples, len(dataset))):
-        echo(f"--- example {number}, supervised tokens {'in green' if color else 'in brackets'}")
-        echo(colored_example(dataset[number], encoder.tokenizer, color))
-    if arguments.examples:
-        echo("---")
-    for line in report.lines():
-        echo(line)
-    if output is not None:
-        with atomic(output) as half:
-            (dataset.to_parquet if output.suffix == ".parquet" else dataset.to_json)(str(half))
-        echo(f"written           {output}")
-    return Outcome(facts=asdict(report))
-
-
-def _check_output(output: Path, data: str, overwrite: bool) -> None:
-    if not output.exists():
-        return
-    if Path(data).exists() and output.samefile(data):
-        raise ValueError(f"--output {output} is the data itself, which it would replace by ids; choose another file.")
-    if not overwrite:
-        raise ValueError(f"--output {output} exists; choose another file, or replace it with --overwrite.")
 
 
 def load_tokenizer(

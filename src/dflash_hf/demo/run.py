@@ -32,7 +32,7 @@ from dflash_hf.evaluation.methods import (
     TREE_COMPILED_PACKED,
     TREE_PACKED,
 )
-from dflash_hf.evaluation.plots import plot_report
+from dflash_hf.evaluation.plots import headline, plot_report
 from dflash_hf.evaluation.text import colored_answer, summary_lines, token_texts
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.smollm2 import data_folder, drafter_folder, smollm2_folder
@@ -162,8 +162,7 @@ def has_compiler() -> bool:
 
 
 def _draw(report: EvalReport, path: Path, sample: tuple, say: Say) -> None:
-    best = max((name for name in report.methods if name.startswith(DFLASH)), key=lambda n: report.methods[n].speedup)
-    title = f"SmolLM2-135M-Instruct: {report.methods[best].speedup:.2f}x, tau {report.methods[best].tau:.2f}"
+    title = f"SmolLM2-135M-Instruct with its drafter: {headline(report)}"
     request, pieces, lengths = sample
     shown = ["".join(one if one.isprintable() else "\u21b5" for one in piece) for piece in pieces]
     try:

@@ -71,8 +71,8 @@ class Case:
         target = self.names["target"]
         return (
             f"dflash prompts --target {target} --count 10000 --output prompts.jsonl && "
-            f"dflash regenerate prompts.jsonl --target {target} --output responses.jsonl && "
-            f"dflash train target={target} data=responses.jsonl output_dir=my-drafter"
+            f"dflash regenerate --data prompts.jsonl --target {target} --output responses.jsonl && "
+            f"dflash train --target {target} --data responses.jsonl --output my-drafter"
         )
 
 

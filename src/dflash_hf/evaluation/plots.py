@@ -16,6 +16,7 @@ _OTHER_COLOR = "#6b7fb3"
 # Blocks of one answer alternate between two greens; the target's own tokens are grey.
 _BLOCK_COLORS = ("#bfe5d2", "#8fd0b0")
 _OWN_COLOR = "#dfe1e5"
+_COLUMNS = 118  # letters in a line of an answer
 
 
 def plot_report(
@@ -46,16 +47,21 @@ def plot_report(
         raise ImportError(f"Pictures need matplotlib: {install('plots')}.") from error
 
     # A figure of its own canvas: the user's backend and open figures are left alone.
-    figure = Figure(figsize=(11, 6.4 if sample else 3.9), dpi=130, layout="constrained")
+    lines = _lines_of(sample[1], sample[2]) if sample else []
+    text = 0.75 + 0.27 * len(lines) if sample else 0.0  # inches
+    chart = max(3.2, 0.9 + 0.36 * len(report.methods))
+    figure = Figure(figsize=(11, chart + text + (0.4 if title else 0)), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     rows = [["speed", "position", "length"], ["sample"] * 3] if sample else [["speed", "position", "length"]]
-    axes = figure.subplot_mosaic(rows, height_ratios=[1.25, 1] if sample else [1])
-    figure.suptitle(title, fontsize=12, fontweight="bold")
+    ratios = {"height_ratios": [chart, text] if sample else [1], "width_ratios": [1.5, 1, 1]}
+    axes = figure.subplot_mosaic(rows, **ratios)
+    if title:
+        figure.suptitle(title, fontsize=12, fontweight="bold")
     _draw_speed(axes["speed"], report)
     _draw_positions(axes["position"], report)
     _draw_lengths(axes["length"], report)
     if sample:
-        _draw_sample(axes["sample"], *sample)
+        _draw_sample(axes["sample"], sample[0], lines, len(sample[1]), len(sample[2]))
     for name in ("speed", "position", "length"):
         axes[name].spines[["top", "right"]].set_visible(False)
         axes[name].title.set_fontsize(10)
@@ -64,43 +70,45 @@ def plot_report(
     return path
 
 
+def headline(report: EvalReport) -> str:
+    """The best speed-up over the fairest baseline, and tau, for a title."""
+    ours = [method for name, method in report.methods.items() if name in OURS]
+    if TARGET_PACKED in report.methods:
+        speed = f"{max(method.speedup_over_packed for method in ours):.2f}x over the packed target"
+    else:
+        speed = f"{max(method.speedup for method in ours):.2f}x"
+    return f"{speed}, tau {report.tau:.2f} in blocks"
+
+
 def _draw_speed(axes, report: EvalReport) -> None:
-    names = list(report.methods)
+    names, runs = list(report.methods), len(report.methods[DFLASH].runs)
     for place, name in enumerate(names):
         method = report.methods[name]
-        spread = [
-            [method.tokens_per_second - min(method.runs)],
-            [max(method.runs) - method.tokens_per_second],
-        ]
-        axes.bar(place, method.tokens_per_second, color=_COLORS.get(name, _OTHER_COLOR), width=0.65)
-        axes.errorbar(place, method.tokens_per_second, yerr=spread, color="#333333", capsize=4, linewidth=1)
+        speed, slowest, fastest = method.tokens_per_second, min(method.runs), max(method.runs)
+        axes.barh(place, speed, color=_COLORS.get(name, _OTHER_COLOR), height=0.7)
+        if runs > 1:
+            spread = [[speed - slowest], [fastest - speed]]
+            axes.errorbar(speed, place, xerr=spread, color="#333333", capsize=3, linewidth=1)
         over = method.speedup_over_packed
-        axes.text(
-            place,
-            max(method.runs) * 1.03,
-            f"{method.tokens_per_second:.0f}\n{method.speedup:.2f}x" + ("" if over is None else f"\n({over:.2f}x)"),
-            ha="center",
-            va="bottom",
-            fontsize=9 if len(names) <= 5 else 7.5 if over is None else 6.5,
-        )
-    labels = [LABELS.get(name, name) for name in names]
-    if len(names) > 5:  # too many for words below one another
-        axes.set_xticks(range(len(names)), labels, fontsize=7.5, rotation=40, ha="right", rotation_mode="anchor")
-    else:
-        axes.set_xticks(range(len(names)), [label.replace(" ", "\n") for label in labels], fontsize=8)
-    axes.set_ylim(0, max(max(method.runs) for method in report.methods.values()) * 1.3)
-    axes.set_ylabel("tokens per second")
-    title = f"Speed, median of {len(report.methods[DFLASH].runs)} runs (bars: slowest to fastest)"
-    axes.set_title(title + ("\nin brackets: over the target alone, packed" if TARGET_PACKED in names else ""))
+        factor = f"{method.speedup:.2f}x" if over is None else f"{over:.2f}x"
+        axes.text(fastest * 1.02, place, f" {speed:.0f} ({factor})", va="center", fontsize=8.5)
+    axes.set_yticks(range(len(names)), [LABELS.get(name, name) for name in names], fontsize=8.5)
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(max(method.runs) for method in report.methods.values()) * 1.28)
+    axes.set_xlabel("tokens per second")
+    baseline = "the packed target" if TARGET_PACKED in names else "the target alone"
+    spread = f"; median of {runs} runs, slowest to fastest" if runs > 1 else ""
+    axes.set_title(f"Speed (in brackets: over {baseline}){spread}")
 
 
 def _draw_positions(axes, report: EvalReport) -> None:
     shares = report.acceptance_by_position
     axes.bar(range(1, len(shares) + 1), [100 * share for share in shares], color=_COLORS[DFLASH])
     axes.set_ylim(0, 100)
+    axes.set_xticks(range(1, len(shares) + 1))
     axes.set_xlabel("slot of the block")
-    axes.set_ylabel("verifications that get past it, %")
-    axes.set_title("Acceptance by position")
+    axes.set_ylabel("slot accepted, % of verifications")
+    axes.set_title("Acceptance by slot")
 
 
 def _draw_lengths(axes, report: EvalReport) -> None:
@@ -109,8 +117,9 @@ def _draw_lengths(axes, report: EvalReport) -> None:
     sizes = range(1, report.block_size + 1)
     axes.bar(sizes, [100 * counts[size] / max(total, 1) for size in sizes], color=_COLORS[DFLASH])
     axes.axvline(report.tau, color="#333333", linestyle="--", linewidth=1)
+    axes.set_xticks(sizes)
     axes.annotate(
-        f"mean {report.tau:.2f}",
+        f"tau {report.tau:.2f}",
         (report.tau, 0.97),
         xycoords=("data", "axes fraction"),
         xytext=(4, 0),
@@ -118,36 +127,43 @@ def _draw_lengths(axes, report: EvalReport) -> None:
         va="top",
         fontsize=9,
     )
-    axes.set_xlabel("tokens committed by one verification")
-    axes.set_ylabel("verifications, %")
-    axes.set_title(f"{total} verifications, {report.num_prompts} answers")
+    axes.set_xlabel(f"tokens committed ({total:,} blocks)")
+    axes.set_ylabel("% of verifications")
+    axes.set_title("Tokens per verification")
 
 
-def _draw_sample(axes, prompt: str, pieces: Sequence[str], lengths: Sequence[int]) -> None:
-    """The answer as running text, each token on the colour of the verification that brought it."""
-    columns, line_height = 118, 1.35
+def _lines_of(pieces: Sequence[str], lengths: Sequence[int]) -> list[list[tuple[str, str]]]:
+    """The answer in lines of at most `_COLUMNS` letters: its tokens, each with the colour of its verification."""
+    lines: list[list[tuple[str, str]]] = [[]]
+    for piece, source in zip(pieces, origins(lengths, len(pieces))):
+        if sum(len(one) for one, _ in lines[-1]) + len(piece) > _COLUMNS:
+            lines.append([])
+        lines[-1].append((piece, _OWN_COLOR if source == 0 else _BLOCK_COLORS[source % 2]))
+    return lines
+
+
+def _draw_sample(axes, prompt: str, lines: list[list[tuple[str, str]]], tokens: int, verifications: int) -> None:
+    """The answer as running text, each token on the colour of the verification that committed it."""
     axes.set_axis_off()
-    axes.set_xlim(0, columns)
-    style = {"family": "monospace", "fontsize": 8.2, "va": "center"}
+    axes.set_xlim(0, _COLUMNS)
+    axes.set_ylim(len(lines) - 0.4, -0.6)
     axes.set_title(
-        f"{prompt}\n{len(pieces)} tokens in {len(lengths)} verifications; green: drafted and accepted (one shade for "
+        f"{prompt}\n{tokens} tokens in {verifications} verifications; green: drafted and accepted (one shade for "
         "each block), grey: the target's own",
         loc="left",
         fontsize=9,
     )
-    x, y = 0, 0.0
-    for piece, source in zip(pieces, origins(lengths, len(pieces))):
-        if x + len(piece) > columns:
-            x, y = 0, y - line_height
-        color = _OWN_COLOR if source == 0 else _BLOCK_COLORS[source % 2]
-        axes.add_patch(_rectangle(x, y - 0.5, len(piece), color))
-        for offset, letter in enumerate(piece):  # letter by letter: the grid does not depend on the font's width
-            axes.text(x + offset + 0.5, y, letter.replace("$", r"\$"), ha="center", **style)
-        x += len(piece)
-    axes.set_ylim(min(y, -4 * line_height) - 0.8, 0.8)
+    for y, line in enumerate(lines):
+        x = 0
+        for piece, color in line:
+            axes.add_patch(_rectangle(x, y - 0.42, len(piece), color))
+            for offset, letter in enumerate(piece):  # letter by letter: the grid does not depend on the font's width
+                place, shown = x + offset + 0.5, letter.replace("$", r"\$")
+                axes.text(place, y, shown, ha="center", va="center", family="monospace", fontsize=8.2)
+            x += len(piece)
 
 
 def _rectangle(x: float, y: float, width: float, color: str):
     from matplotlib.patches import Rectangle
 
-    return Rectangle((x, y), width, 1.0, facecolor=color, edgecolor="white", linewidth=0.6)
+    return Rectangle((x, y), width, 0.84, facecolor=color, edgecolor="white", linewidth=0.6)

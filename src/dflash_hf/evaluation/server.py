@@ -138,13 +138,13 @@ def run(arguments, echo) -> Outcome:
     """`dflash eval --server`: `echo` the figures, write the report."""
     from transformers.utils import logging
 
-    if (arguments.data is None) == (arguments.dataset is None):
-        raise UsageError("Give either --dataset or --data: what --server is asked.")
-    if arguments.dataset in (*NAMED, *GENERATED):
-        turns_of_set, _ = conversations(arguments.dataset, arguments.prompts)
+    if arguments.data is None:
+        raise UsageError("--server needs --data, the prompts to measure it with.")
+    if arguments.data in (*NAMED, *GENERATED):
+        turns_of_set, _ = conversations(arguments.data, arguments.prompts)
         said = [[{"role": "user", "content": one} for one in turns] for turns in turns_of_set]
     else:
-        rows = islice(iter(rows_of(arguments.data or arguments.dataset, arguments.split)), arguments.prompts or 40)
+        rows = islice(iter(rows_of(arguments.data, arguments.split)), arguments.prompts or 40)
         said = [_messages(row) for row in rows]
     servers = [
         None if one is None else one.rstrip("/").removesuffix("/v1") for one in (arguments.server, arguments.alone)

@@ -81,7 +81,7 @@ def summary_lines(report: EvalReport) -> list[str]:
         f"(mean of the answers' means {report.tau_per_response:.2f}), bonus included, prompt excluded",
         *_tree_lines(report),
         "slot accepted, %  " + " ".join(f"{100 * share:.0f}" for share in report.acceptance_by_position),
-        f"lossless          {report.methods[DFLASH].equal} of {report.num_prompts} outputs equal the target's own",
+        _lossless_line(report),
         *_divergence_lines(report),
     ]
     warm = [
@@ -89,7 +89,21 @@ def summary_lines(report: EvalReport) -> list[str]:
     ]
     if warm:
         lines.append(f"compiling         {', '.join(warm)}, once; the next run reads it")
+    ours = {
+        name: method.speedup_over_packed or method.speedup for name, method in report.methods.items() if name in OURS
+    }
+    best = max(ours, key=lambda name: ours[name])
+    if ours[best] < 1:
+        lines.append(f"verdict           slower than the target alone: {ours[best]:.2f}x at best ({LABELS[best]})")
     return lines
+
+
+def _lossless_line(report: EvalReport) -> str:
+    equal, found = report.methods[DFLASH].equal, [one for one in report.divergences if one.method == DFLASH]
+    wrong = len({one.prompt for one in found if one.verdict == WRONG})
+    ties, count = report.num_prompts - equal - wrong, f"{wrong} {WRONG}" if wrong else "no output is wrong"
+    told = f"lossless          {count}: {equal} of {report.num_prompts} outputs equal the target's own"
+    return told + (f", {ties} differ at a near-tie" if ties else "")
 
 
 def _tree_lines(report: EvalReport) -> list[str]:

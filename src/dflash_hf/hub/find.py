@@ -2,11 +2,14 @@
 
 from dataclasses import dataclass
 
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import get_session, validate_repo_id
 
 from dflash_hf.terminal import one_line
+
+
+_SECONDS = 10.0  # to find out whether the Hub can be reached
 
 
 @dataclass
@@ -25,7 +28,7 @@ def find_drafters(target: str, limit: int = 20, token: str | None = None) -> lis
 
     Args:
         target (`str`): Hub name of the target.
-        limit (`int`): At most so many.
+        limit (`int`): Maximum number of results.
         token (`str`, *optional*): Of the Hub. Default: the one of `hf auth login` or `HF_TOKEN`.
 
     Raises:
@@ -36,7 +39,10 @@ def find_drafters(target: str, limit: int = 20, token: str | None = None) -> lis
         validate_repo_id(target)
     except ValueError as error:
         raise ValueError(f"{target!r} is not the name of a repository, like 'Qwen/Qwen3-8B'.") from error
+    if constants.HF_HUB_OFFLINE:
+        raise OSError("The Hub is switched off by HF_HUB_OFFLINE; unset it to list drafters.")
     try:
+        get_session().head(constants.ENDPOINT, timeout=_SECONDS)  # once, before the library asks again and again
         models = HfApi(token=token).list_models(filter=f"base_model:{target}", sort="downloads", full=True)
         found = []
         for model in models:

@@ -9,7 +9,9 @@ Requests wait for each other in the one inference thread that upstream has for a
 import asyncio
 import contextlib
 import functools
+import hmac
 import json
+import math
 import signal
 import socket
 import threading
@@ -37,15 +39,18 @@ _NOT_SERVED = {
 
 class DraftedServe(Serve):
     """
-    Serves until it is told to end by SIGTERM or Ctrl-C; what was begun is finished first.
+    Serves until SIGTERM or Ctrl-C; open requests are finished first.
 
     Args:
         target (`str`): Folder or Hub name, with `@revision` if need be; the only model that is served.
         draft (`DFlashDraftModel`, *optional*): Its drafter. Default: the target decodes alone.
-        say (`Callable[[str], None]`): Is told when the server is ready, and what became of each request.
+        say (`Callable[[str], None]`): Called with a line when the server is ready, and for each finished request.
         at (`socket.socket`): Where to listen, see [`bound`].
         packed (`bool`): Pack the weights of both models for a CPU.
         template (`dict`): Arguments of the chat template, where a request does not give its own.
+        name (`str`, *optional*): The model's id in the API. Default: `target`.
+        api_key (`str`, *optional*): Required as the bearer token of every request but `/health`.
+        enable_cors (`bool`): Let web pages of any origin call the server.
         device, dtype, trust_remote_code, log_level: As `transformers serve` takes them.
 
     Raises:
@@ -64,8 +69,12 @@ class DraftedServe(Serve):
         dtype: str = "auto",
         trust_remote_code: bool = False,
         log_level: str = "error",
+        name: str | None = None,
+        api_key: str | None = None,
+        enable_cors: bool = False,
     ):
         self.target, self.draft, self.say, self.at, self.packed = target, draft, say, at, packed
+        self.name, self.api_key = name or target, api_key
         super().__init__(
             force_model=target,
             chat_template_kwargs=json.dumps(template or {}),
@@ -73,6 +82,7 @@ class DraftedServe(Serve):
             dtype=dtype,
             trust_remote_code=trust_remote_code,
             log_level=log_level,
+            enable_cors=enable_cors,
             non_blocking=True,  # it calls `start_server` when everything stands
         )
 
@@ -83,18 +93,22 @@ class DraftedServe(Serve):
         models, app = self._model_manager, self.server.config.app
         name = models.process_model_name(self.target)
         target = models.loaded_models[name].model
+        processor = models.loaded_models[name].processor
+        self.takes_tools = "tools" in str(getattr(processor, "chat_template", None))
         pack(self.packed, target, self.draft)
         manager = self._generation_state._generate_managers[name] = DraftedManager(self.draft, self.say)
         manager.try_out(target)
         for handler in (self._chat_handler, self._completion_handler, self._response_handler):
             handler._build_generation_config = functools.partial(_settings, handler._build_generation_config)
             handler.handle_request = functools.partial(self._answer, handler.handle_request)
-        served = {"id": self.target, "object": "model", "created": int(time.time()), "owned_by": "dflash-hf"}
-        models.process_model_name = functools.partial(_pinned, self.target, name)
+        served = {"id": self.name, "object": "model", "created": int(time.time()), "owned_by": "dflash-hf"}
+        models.process_model_name = functools.partial(_pinned, (self.name, self.target, name), name)
         app.router.routes[:] = [route for route in app.router.routes if route.path != "/reset"]  # it would be unpacked
         models.get_gen_models = lambda: [served]  # upstream lists the whole cache, of which it would serve nothing
         app.add_middleware(EndedWithItsClient)
         app.add_exception_handler(HTTPException, _as_openai_does)
+        if self.api_key is not None:
+            app.add_middleware(WithKey, key=self.api_key)
         host, port = self.at.getsockname()[:2]
 
         def end(*_) -> None:  # before uvicorn listens to signals; and it raises them again when all is done
@@ -102,7 +116,7 @@ class DraftedServe(Serve):
 
         before = signal.signal(signal.SIGTERM, end)
         try:
-            self.say(f"serving {self.target} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+            self.say(f"serving {self.name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
             self.server.run(sockets=[self.at])
         finally:
             signal.signal(signal.SIGTERM, before)
@@ -117,6 +131,9 @@ class DraftedServe(Serve):
         for name, plain in _NOT_SERVED.items():
             if body.get(name) not in plain:
                 raise HTTPException(400, f"{name}={body[name]!r} is not served here; leave it out.")
+        if body.get("tools") and not self.takes_tools:
+            raise HTTPException(400, f"The chat template of {self.name} takes no tools; leave `tools` out.")
+        body.setdefault("stream", False)  # as OpenAI has it; `/v1/responses` of upstream streams
         try:
             return await handle(body, request_id)
         except HTTPException:
@@ -140,16 +157,16 @@ def bound(host: str, port: int) -> socket.socket:
         place.bind((host, port))
     except OSError as error:
         place.close()
-        raise ValueError(f"--host {host} --port {port} cannot be listened at: {error.strerror or error}.") from error
+        raise ValueError(f"Cannot bind to --host {host} --port {port}: {error.strerror or error}.") from error
     return place
 
 
-def _pinned(served: str, name: str, asked: str) -> str:
+def _pinned(known: tuple[str, ...], name: str, asked: str) -> str:
     """Upstream's `process_model_name` for the one model; `/load_model` would load any other."""
     from fastapi import HTTPException
 
-    if asked not in (served, name):
-        raise HTTPException(400, f"Server is pinned to '{served}'; requested '{asked}'.")
+    if asked not in known:
+        raise HTTPException(400, f"Server is pinned to '{known[0]}'; requested '{asked}'.")
     return name
 
 
@@ -168,12 +185,15 @@ def _settings(build: Callable, body: dict, *args, **kwargs):
     as biases and at empty stops.
     """
     seed = body.pop("seed", None)
+    temperature = None if body.get("temperature") is None else float(body["temperature"])
+    if temperature is not None and not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature={temperature:g} must be 0, for greedy decoding, or a positive number.")
     body["stop"] = body.get("stop") or None  # an empty list stops nothing
     body["logit_bias"] = {token: float(bias) for token, bias in (body.get("logit_bias") or {}).items()} or None
     config = build(body, *args, **kwargs)
     config._seed = seed
-    if body.get("temperature") is not None:
-        config.do_sample = float(body["temperature"]) > 0
+    if temperature is not None:
+        config.do_sample = temperature > 0
     return config
 
 
@@ -276,6 +296,29 @@ class _Request:
         waited = f", after {start - self.arrived:.2f} s in the queue"
         speed = f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s"
         self.manager.say(f"{self.name[:8]}: {self.prompt} + {speed}{tau}{waited}{end}")
+
+
+class WithKey:
+    """
+    Refuses requests without the key. CORS preflights, which cannot carry it, and `/health` pass.
+
+    Args:
+        app: The ASGI application around which this one is put.
+        key (`str`): The bearer token.
+    """
+
+    def __init__(self, app, key: str):
+        self.app, self.wanted = app, f"Bearer {key}".encode()
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] == "http" and scope["method"] != "OPTIONS" and scope["path"] != "/health":
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self.wanted):
+                from fastapi.responses import JSONResponse
+
+                error = {"message": "Wrong or missing API key.", "type": "invalid_request_error"}
+                return await JSONResponse({"error": error}, status_code=401)(scope, receive, send)
+        await self.app(scope, receive, send)
 
 
 class EndedWithItsClient:
