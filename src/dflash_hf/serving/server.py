@@ -102,7 +102,8 @@ class DraftedServe(Serve):
             handler._build_generation_config = functools.partial(_settings, handler._build_generation_config)
             handler.handle_request = functools.partial(self._answer, handler.handle_request)
         served = {"id": self.name, "object": "model", "created": int(time.time()), "owned_by": "dflash-hf"}
-        models.process_model_name = functools.partial(_pinned, (self.name, self.target, name), name)
+        models.process_model_name = functools.partial(_pinned, self.name, name)
+        models.force_model = self.name  # which requests are compared with
         app.router.routes[:] = [route for route in app.router.routes if route.path != "/reset"]  # it would be unpacked
         models.get_gen_models = lambda: [served]  # upstream lists the whole cache, of which it would serve nothing
         app.add_middleware(EndedWithItsClient)
@@ -161,12 +162,12 @@ def bound(host: str, port: int) -> socket.socket:
     return place
 
 
-def _pinned(known: tuple[str, ...], name: str, asked: str) -> str:
+def _pinned(served: str, name: str, asked: str) -> str:
     """Upstream's `process_model_name` for the one model; `/load_model` would load any other."""
     from fastapi import HTTPException
 
-    if asked not in known:
-        raise HTTPException(400, f"Server is pinned to '{known[0]}'; requested '{asked}'.")
+    if asked not in (served, name):
+        raise HTTPException(400, f"Server is pinned to '{served}'; requested '{asked}'.")
     return name
 
 
