@@ -74,10 +74,12 @@ def run(arguments, echo) -> Outcome:
 def _speedup(folder) -> float | None:
     """The best speed-up that the folder's report has, over the fairest baseline."""
     from dflash_hf.evaluation.measure import EvalReport
-    from dflash_hf.evaluation.methods import OURS
+    from dflash_hf.evaluation.methods import DRAFTED
     from dflash_hf.evaluation.report import REPORT_FILE
 
     if not (folder / REPORT_FILE).is_file():
         return None
     methods = EvalReport.from_json((folder / REPORT_FILE).read_text(encoding="utf-8")).methods
-    return max((one.speedup_over_packed or one.speedup for name, one in methods.items() if name in OURS), default=None)
+    return max(
+        (one.speedup_over_packed or one.speedup for name, one in methods.items() if name in DRAFTED), default=None
+    )

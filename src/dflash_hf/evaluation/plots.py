@@ -72,7 +72,7 @@ def plot_report(
 
 def headline(report: EvalReport) -> str:
     """The best speed-up over the fairest baseline, and tau, for a title."""
-    ours = [method for name, method in report.methods.items() if name in OURS]
+    ours = [method for name, method in report.methods.items() if name in DRAFTED]
     if TARGET_PACKED in report.methods:
         speed = f"{max(method.speedup_over_packed for method in ours):.2f}x over the packed target"
     else:
