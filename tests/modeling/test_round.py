@@ -1,6 +1,7 @@
 """Compiled rounds: as many graphs as buckets, whatever the prompts; memory that outlives a call; the way back."""
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ from support.pairs import make_draft, make_target, shallow_pair
 from torch._dynamo.utils import counters
 
 from dflash_hf.modeling import compile_dflash
-from dflash_hf.modeling.compile_dflash import _pools
+from dflash_hf.modeling.compile_dflash import CompiledRound, _pools
+from dflash_hf.modeling.drafting_dflash import Context
+from dflash_hf.modeling.plan_dflash import Plan
 
 
 @pytest.fixture
@@ -28,6 +31,9 @@ def decode(target, ids, draft=None, new=12, **options):
     mask = torch.ones_like(ids)  # else the id of padding, where the text holds it, would be masked in a second turn
     options |= {"attention_mask": mask, "max_new_tokens": new, "do_sample": False}
     return target.generate(ids, assistant_model=draft, **options)
+
+
+CACHES = ("drafter's slots", "target's slots")
 
 
 def graphs() -> int:
@@ -182,11 +188,11 @@ CHANGES = {
 }
 
 
-@pytest.fixture(scope="module")
-def with_a_graph():
+@pytest.fixture(scope="module", params=["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def with_a_graph(request):
     torch._dynamo.reset()
     target, draft = shallow_pair()
-    draft.decoding_config.compile = "eager"
+    draft.decoding_config.compile = request.param
     decode(target, prompt(8), draft)
     yield target, draft, decode(target, prompt(8))
     torch._dynamo.reset()
@@ -203,6 +209,39 @@ def test_a_graph_is_not_used_for_a_target_that_was_changed_after(change, with_a_
     counters.clear()
     assert torch.equal(decode(target, prompt(8), draft), before)
     assert graphs() == 0, "made again"
+
+
+def shapes(pair, start, context, plan):
+    """Stands for a round: all that may change inside a call."""
+    drafted, verified = pair
+    steps = context.features.shape[1]
+    return (
+        start + drafted.capacity + 10**3 * verified.capacity + 10**6 * plan.block + 10**9 * plan.nodes + 10**12 * steps
+    )
+
+
+@pytest.mark.parametrize("changed", ["drafter's slots", "target's slots", "block", "nodes", "steps of context"])
+def test_whatever_changes_inside_a_call_names_a_graph(changed):
+    """A graph runs without its guards once it is known: one that a change does not name would run on, wrongly."""
+
+    def situation(change: str | None):
+        drafted, verified = (SimpleNamespace(rows=1, capacity=64 * (1 + (change == who))) for who in CACHES)
+        paths = SimpleNamespace(count=7 if change == "nodes" else 3)
+        context = Context(torch.zeros(1, 5 if change == "steps of context" else 4, 2), torch.tensor([0]))
+        return (drafted, verified), torch.tensor([0]), context, Plan(6 if change == "block" else 8, paths)
+
+    torch._dynamo.reset()
+    (pair, *rest), (other_pair, *other_rest) = situation(None), situation(changed)
+    target = SimpleNamespace(device=torch.device("cpu"), modules=list)
+    compiled = CompiledRound(shapes, shapes, target, "eager", pair)
+    for number in range(3):
+        assert compiled(pair, *rest) == shapes(pair, *rest)
+        for cache, other_cache in zip(pair, other_pair, strict=True):
+            cache.capacity, other_cache.capacity = other_cache.capacity, cache.capacity
+        assert compiled(pair, *other_rest) == shapes(pair, *other_rest), number
+        for cache, other_cache in zip(pair, other_pair, strict=True):
+            cache.capacity, other_cache.capacity = other_cache.capacity, cache.capacity
+    assert len(compiled.graphs) == 2
 
 
 def test_adapters_of_rows_are_followed_by_compiled_rounds(pair):
