@@ -1,16 +1,19 @@
 """
 `dflash serve` under load, through OpenAI's own client: every answer against the target's own, the server's memory, a
-SIGTERM in the middle, and tokens/s beside the same server without a drafter, the servers asked in turn.
+SIGTERM in the middle, and tokens/s beside `transformers serve` with and without its continuous batching, the servers
+asked in turn.
 
     python examples/benchmarks/serve_load.py --target smollm2 --draft smollm2 [--packed] [--tree-nodes N] [--output F]
 
 Half of the requests are streamed; of every ten one is abandoned, by turns in the middle of its stream and while it
-waits. Texts are compared in fp32, speeds in bf16.
+waits. Texts are compared in fp32.
 """
 
 import argparse
 import contextlib
 import itertools
+import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -63,21 +66,27 @@ class Server:
             command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, errors="replace"
         )
         self.log: list[str] = []
-        for line in self.process.stderr:
-            self.log.append(line.rstrip())
-            if line.startswith("serving "):
-                _, self.model, _, self.url = line.split()
-                break
+        if "--force-model" in command:  # upstream's own, which says nothing
+            said = dict(itertools.pairwise(command))
+            self.model, self.url = said["--force-model"], f"http://127.0.0.1:{said['--port']}/v1"
         else:
-            raise RuntimeError("\n".join(self.log))
+            self._read()
         threading.Thread(target=lambda: self.log.extend(map(str.rstrip, self.process.stderr)), daemon=True).start()
         self.client = openai.OpenAI(base_url=self.url, api_key=api_key, max_retries=0, timeout=600)
         health = self.url.removesuffix("/v1") + "/health"
-        for _ in range(100):
+        for _ in range(600):
             with contextlib.suppress(openai.APIConnectionError):
                 self.client.get(health, cast_to=object)
                 break
             time.sleep(0.1)
+
+    def _read(self) -> None:
+        for line in self.process.stderr:
+            self.log.append(line.rstrip())
+            if line.startswith("serving "):
+                _, self.model, _, self.url = line.split()
+                return
+        raise RuntimeError("\n".join(self.log))
 
     def __enter__(self):
         return self
@@ -196,26 +205,25 @@ def under_load(server: Server, texts: dict[str, str], arguments, say: Callable[[
 
 def paired(commands: dict[str, list[str]], prompts: list[str], arguments) -> dict[str, list[str]]:
     """
-    Several servers beside each other, asked in turn, so that other load falls on all: tokens/s from 1 and from 4
-    clients, and the ratio to the first server's of the same turn with its quartiles.
+    Several servers beside each other, asked in turn, so that other load falls on all: tokens/s from different numbers
+    of clients, and the ratio to the first server's of the same turn with its quartiles.
     """
     with contextlib.ExitStack() as stack:
         servers = {name: stack.enter_context(Server(command)) for name, command in commands.items()}
-        for server in servers.values():
-            load(server, dict.fromkeys(prompts), 4, 1, arguments.max_tokens, leave=False)
         cells = {name: [] for name in servers}
-        for clients in (1, 4):
+        for clients in arguments.at_once:
             speeds = {name: [] for name in servers}
-            for turn in range(arguments.timed):
-                asked = dict.fromkeys(itertools.islice(itertools.cycle(prompts), 4 * turn, 4 * turn + 4))
+            for turn in range(-1, arguments.timed):  # the first one is not counted
+                count = max(4, clients)
+                asked = dict.fromkeys(prompts[(count * turn + i) % len(prompts)] for i in range(count))
                 for name, server in servers.items():
-                    run = load(server, asked, 4, clients, arguments.max_tokens, leave=False)
+                    run = load(server, asked, count, clients, arguments.max_tokens, leave=False)
                     speeds[name].append(run.tokens / run.seconds)
-            first = next(iter(speeds.values()))
+            first = next(iter(speeds.values()))[1:]
             for name, found in speeds.items():
-                ratios = [ours / alone for alone, ours in zip(first, found, strict=True)]
+                ratios = [ours / alone for alone, ours in zip(first, found[1:], strict=True)]
                 low, middle, high = statistics.quantiles(ratios, n=4)
-                cells[name] += [f"{statistics.median(found):.1f}", f"{middle:.2f} ({low:.2f}-{high:.2f})"]
+                cells[name] += [f"{statistics.median(found[1:]):.1f}", f"{middle:.2f} ({low:.2f}-{high:.2f})"]
     return cells
 
 
@@ -232,11 +240,14 @@ def main() -> None:
         "--timed", type=int, default=12, help="turns of four requests for each speed; default: %(default)s"
     )
     parser.add_argument("--tree-nodes", type=int, help="a third server for the speeds, with draft trees")
+    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="clients for each speed")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the timed servers")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--packed", action="store_true", help="as dflash serve's; the texts compared with are not")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    os.environ["OMP_NUM_THREADS"] = str(arguments.threads)  # upstream's servers have no option for it
     target, draft = folder_of(arguments.target), ["--draft", arguments.draft]
     prompts = [form.format(subject) for subject in SUBJECTS for form in REQUESTS][: arguments.prompts]
     serve = [sys.executable, "-m", "dflash_hf.cli", "serve", "--target", target, "--port", "0", "--device", "cpu"]
@@ -251,11 +262,24 @@ def main() -> None:
         texts = own_texts(target, prompts, arguments.max_tokens)
         with Server([*serve, *draft, "--dtype", "float32"]) as server:
             under_load(server, texts, arguments, say)
-    ways = {"target alone": [], "with the drafter": draft}
+    upstream = [shutil.which("transformers", path=str(Path(sys.executable).parent)) or "transformers", "serve"]
+    upstream += ["--force-model", target, "--device", "cpu", "--dtype", arguments.dtype]
+    commands = {
+        "transformers serve --continuous-batching": [*upstream, "--continuous-batching", "--port", "8761"]
+        + ["--cb-max-memory-percent", "0.1", "--cb-max-batch-tokens", "512"],  # as ours has it; more is no faster
+        "transformers serve": [*upstream, "--port", "8762"],
+    }
+    serve += ["--dtype", arguments.dtype]
+    commands["dflash serve"] = [*serve, *draft]
     if arguments.tree_nodes:
-        ways[f"trees of {arguments.tree_nodes}"] = [*draft, "--tree-nodes", str(arguments.tree_nodes)]
-    say("| bf16 | 1 client, tokens/s | over alone | 4 clients, tokens/s | over alone |\n|---|---|---|---|---|")
-    commands = {name: [*serve, *more, "--dtype", "bfloat16"] for name, more in ways.items()}
+        commands[f"dflash serve --tree-nodes {arguments.tree_nodes}"] = [
+            *serve,
+            *draft,
+            "--tree-nodes",
+            str(arguments.tree_nodes),
+        ]
+    numbers = [f"{n} client{'s' * (n > 1)}, tokens/s | over the first" for n in arguments.at_once]
+    say(f"| {arguments.dtype} | {' | '.join(numbers)} |\n|" + "---|" * (1 + 2 * len(numbers)))
     for name, cells in paired(commands, prompts, arguments).items():
         say(f"| {name} | " + " | ".join(cells) + " |")
     if arguments.output:

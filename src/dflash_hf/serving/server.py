@@ -2,12 +2,13 @@
 transformers' own server (`transformers serve`), whose model decodes with a drafter.
 
 The application, its handlers and its inference thread are upstream's. What is added: the drafter, a line in the log
-for each request, a seed of each request's own, an end to requests whose client has gone, and the limit of the context.
-Requests wait for each other in the one inference thread that upstream has for a model.
+for each request, a seed of each request's own, an end to requests whose client has gone, the limit of the context, and
+a batch for requests that would wait for each other in the one inference thread that upstream has for a model.
 """
 
 import asyncio
 import contextlib
+import copy
 import functools
 import hmac
 import json
@@ -17,6 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import torch
 from transformers import set_seed
@@ -25,6 +27,7 @@ from transformers.cli.serving.utils import GenerateManager, _GenerationCancelled
 
 from dflash_hf.pairs import pack
 from dflash_hf.serving.conversation import room_for_answer
+from dflash_hf.serving.together import Together
 from dflash_hf.terminal import one_line
 
 
@@ -96,7 +99,7 @@ class DraftedServe(Serve):
         processor = models.loaded_models[name].processor
         self.takes_tools = "tools" in str(getattr(processor, "chat_template", None))
         pack(self.packed, target, self.draft)
-        manager = self._generation_state._generate_managers[name] = DraftedManager(self.draft, self.say)
+        manager = self._generation_state._generate_managers[name] = DraftedManager(target, self.draft, self.say)
         manager.try_out(target)
         for handler in (self._chat_handler, self._completion_handler, self._response_handler):
             handler._build_generation_config = functools.partial(_settings, handler._build_generation_config)
@@ -199,17 +202,20 @@ def _settings(build: Callable, body: dict, *args, **kwargs):
 
 
 class DraftedManager(GenerateManager):
-    """Upstream's inference thread of a model, for requests that decode with a drafter."""
+    """
+    Upstream's inference thread of a model, for requests that decode with a drafter; those that would wait for it are
+    decoded together where that is faster. Each request has a thread of its own, which waits for one or the other.
+    """
 
-    def __init__(self, draft, say: Callable[[str], None]):
+    def __init__(self, target, draft, say: Callable[[str], None]):
         super().__init__()
-        self.draft, self.say = draft, say
+        self.draft, self.say, self.together = draft, say, Together(target)
 
     def try_out(self, target) -> None:
         """A few tokens, in the thread of all others: what cannot work is known before anybody asks."""
         ids = torch.tensor([[0, 1]], device=target.device)
         options = {"max_new_tokens": 4, "do_sample": False, "assistant_model": self.draft}
-        self.submit(target.generate, ids, attention_mask=torch.ones_like(ids), **options).result()
+        self.alone(target.generate, ids, attention_mask=torch.ones_like(ids), **options)
 
     def generate_streaming(self, model, processor, inputs, gen_config, request_id, response_parser=None):
         """As upstream's; the drafted request stands in the model's place."""
@@ -225,16 +231,40 @@ class DraftedManager(GenerateManager):
             request.gone.set()
             raise
 
+    def alone(self, function: Callable, *args, **kwargs):
+        """Call a function in the inference thread."""
+        return super().submit(function, *args, **kwargs).result()
+
+    def submit(self, fn, *args, **kwargs) -> Future:
+        """As upstream's, in a thread of its own."""
+        future = Future()
+
+        def run():
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        return future
+
     def async_submit(self, fn, *args, **kwargs):
         """As upstream's; the thread may set its result, or an error, when nobody waits for it any more."""
-        future = super().async_submit(fn, *args, **kwargs)
+        future = asyncio.wrap_future(self.submit(fn, *args, **kwargs))
         future.add_done_callback(asyncio.Future.exception)  # which asyncio would print if nobody asks
         return asyncio.shield(future)
+
+    def stop(self) -> None:
+        self.together.stop()
+
+
+class _Moved(Exception):
+    """A request goes on in a batch."""
 
 
 class _Request:
     """
-    What upstream takes for the model in one request: `generate` with the drafter, timed and logged.
+    What upstream takes for the model in one request: `generate` with the drafter or in a batch, timed and logged.
 
     Raises:
         `HTTPException`: 400, the prompt is empty or leaves no room for an answer.
@@ -243,8 +273,8 @@ class _Request:
     def __init__(self, manager: DraftedManager, model, inputs, settings, name: str):
         from fastapi import HTTPException
 
-        self.manager, self.model, self.name = manager, model, name
-        self.gone, self.arrived, self.tokens = threading.Event(), time.perf_counter(), 0
+        self.manager, self.model, self.name, self.together = manager, model, name, manager.together
+        self.gone, self.arrived, self.start = threading.Event(), time.perf_counter(), None
         self.seed = vars(settings).pop("_seed", None)
         self.prompt = inputs["input_ids"].shape[-1]
         if not self.prompt:
@@ -253,47 +283,108 @@ class _Request:
             settings.max_new_tokens = room_for_answer(model, self.prompt, settings.max_new_tokens)
         except ValueError as error:
             raise HTTPException(400, str(error)) from error
+        self.settings, ends = settings, settings.eos_token_id
+        self.ends = ends if isinstance(ends, list) else [ends]
+        self.kind = None if self.seed is not None else self.together.kind_of(inputs, settings)
+        self.loop, self.lengths = asyncio.get_running_loop(), []
+        self.ids: list[int] = []  # the prompt and the answer, as far as they have been handed on
+        self.drafting = self.batched = self.repeats = self.finished = False
 
     def __getattr__(self, name: str):
         return getattr(self.model, name)
 
     def generate(self, streamer=None, **kwargs):
-        """In the inference thread."""
-        start = time.perf_counter()
+        """In a thread of its own, which waits for the inference thread or for a batch."""
         self.streamer = streamer
+        try:
+            with self.together.request(self.seed is not None and self.settings.do_sample):
+                while not self.finished:
+                    if not (self._joins() and self._in_batch(kwargs)):
+                        self.manager.alone(self._drafted, kwargs)
+            if streamer is not None:
+                streamer.end()
+        except _GenerationCancelled:
+            self._log("; its client has gone")
+            raise
+        except Exception as error:
+            self._log(f"; failed: {one_line(error)}")
+            if streamer is None:
+                raise
+            raise RuntimeError(json.dumps(one_line(error))[1:-1]) from error  # upstream puts it between quotes
+        self._log(", together with others" if self.batched else "")
+        return torch.tensor([self.ids])
+
+    def _joins(self) -> bool:
+        return self.kind is not None and self.together.pays(self.settings.do_sample)
+
+    def _in_batch(self, kwargs: dict) -> bool:
+        """Write the rest of the answer in a batch; whether that was possible."""
+        with self.together.joining(self.settings.do_sample) as joins:
+            if not joins:
+                return False
+            self.start, self.batched = self.start or time.perf_counter(), True
+            if not self.ids:
+                self.put(kwargs["input_ids"])
+            try:
+                self.together.decode(self.kind, list(self.ids), self._rest(), self.loop, self.put)
+            except RuntimeError:
+                if not self.together.failed:
+                    raise
+                return False
+        self.finished = True
+        return True
+
+    def _drafted(self, kwargs: dict) -> None:
+        """Write the answer, or the rest of it, with the drafter, until it is done or a batch is faster."""
+        if self._joins():
+            return
+        self.start = self.start or time.perf_counter()
         if self.seed is not None:
             set_seed(self.seed)
+        if self.ids:
+            ids, self.repeats = torch.tensor([self.ids], device=self.model.device), True
+            kwargs |= {"input_ids": ids, "attention_mask": torch.ones_like(ids), "generation_config": self._rest()}
+        begun, before, self.drafting = time.perf_counter(), len(self.ids) or self.prompt, True
         try:
             output = self.model.generate(
                 **kwargs, streamer=self, assistant_model=self.manager.draft, return_dict_in_generate=True
             )
-        except _GenerationCancelled:
-            self._log(start, "; its client has gone")
-            raise
-        except Exception as error:
-            self._log(start, f"; failed: {one_line(error)}")
-            if streamer is None:
-                raise
-            raise RuntimeError(json.dumps(one_line(error))[1:-1]) from error  # upstream puts it between quotes
-        self._log(start, "", (getattr(output, "acceptance_lengths", None) or [[]])[0])
-        return output.sequences
+        except _Moved:
+            return
+        finally:
+            self.drafting = False
+        self.finished = True
+        self.lengths += (getattr(output, "acceptance_lengths", None) or [[]])[0]
+        self.together.note(1, len(self.ids) - before, time.perf_counter() - begun)
 
-    def put(self, value) -> None:
-        """A streamer for all requests: one that nobody waits for ends here."""
+    def _rest(self):
+        """The settings of what is left of the answer."""
+        rest = copy.copy(self.settings)
+        rest.max_new_tokens = self.settings.max_new_tokens - (len(self.ids) - self.prompt)
+        return rest
+
+    def put(self, value: torch.Tensor) -> None:
+        """A streamer for all requests: one that nobody waits for ends here, and one that a batch is faster for."""
         if self.gone.is_set():
             raise _GenerationCancelled
+        if self.repeats:  # the prompt of a second call
+            self.repeats = False
+            return
         if self.streamer is not None:
             self.streamer.put(value)
-        self.tokens += value.numel()
+        self.ids += value.flatten().tolist()
+        last = len(self.ids) - self.prompt >= self.settings.max_new_tokens or self.ids[-1] in self.ends
+        if self.drafting and self._joins() and (len(self.ids) == self.prompt or not last):
+            raise _Moved
 
     def end(self) -> None:
-        """The answer is complete."""
-        if self.streamer is not None:
-            self.streamer.end()
+        """A call of `generate` has ended, which need not be the answer's end."""
 
-    def _log(self, start: float, end: str, lengths=()) -> None:
-        tokens, seconds = max(self.tokens - self.prompt, 0), time.perf_counter() - start
-        tau = f", tau {sum(lengths) / len(lengths):.2f}" if lengths else ""
+    def _log(self, end: str) -> None:
+        now = time.perf_counter()
+        start = now if self.start is None else self.start
+        tokens, seconds = max(len(self.ids) - self.prompt, 0), max(now - start, 1e-9)
+        tau = f", tau {sum(self.lengths) / len(self.lengths):.2f}" if self.lengths else ""
         waited = f", after {start - self.arrived:.2f} s in the queue"
         speed = f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s"
         self.manager.say(f"{self.name[:8]}: {self.prompt} + {speed}{tau}{waited}{end}")
