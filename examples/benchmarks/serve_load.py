@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import itertools
 import os
-import shutil
 import signal
 import statistics
 import subprocess
@@ -262,7 +261,7 @@ def main() -> None:
         texts = own_texts(target, prompts, arguments.max_tokens)
         with Server([*serve, *draft, "--dtype", "float32"]) as server:
             under_load(server, texts, arguments, say)
-    upstream = [shutil.which("transformers", path=str(Path(sys.executable).parent)) or "transformers", "serve"]
+    upstream = [sys.executable, "-c", "from transformers.cli.transformers import main; main()", "serve"]
     upstream += ["--force-model", target, "--device", "cpu", "--dtype", arguments.dtype]
     commands = {
         "transformers serve --continuous-batching": [*upstream, "--continuous-batching", "--port", "8761"]
