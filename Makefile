@@ -22,7 +22,7 @@ QUICK := $(addprefix tests/,modeling/test_config.py modeling/test_slot_cache.py 
 	training/test_blocks.py training/test_losses.py data/test_encode.py evaluation/test_measure.py hub/test_card.py)
 NOT_QUICK := compiled or sliding or (families and not qwen3-sdpa)
 
-.PHONY: help venv test quick lint format coverage demo clean
+.PHONY: help venv test quick lint format coverage demo docs dist clean
 
 help:
 	@echo "make test      install into $(VENV), lint, run the tests"
@@ -31,6 +31,8 @@ help:
 	@echo "make lint      ruff check, ruff format --check and mypy"
 	@echo "make format    apply what ruff can fix"
 	@echo "make coverage  the tests with branch coverage"
+	@echo "make docs      build the documentation in site/"
+	@echo "make dist      build, check and try wheel and sdist"
 	@echo "make venv      only install"
 	@echo "make clean     remove builds, caches and .venv"
 
@@ -60,9 +62,17 @@ format: $(STAMP)
 coverage: $(STAMP)
 	$(TEST_ENV) $(BIN)/python -m pytest $(WORKERS) --cov --cov-report=term
 
+# The documentation in site/, with warnings as errors.
+docs: $(STAMP)
+	$(BIN)/python -m pip install --disable-pip-version-check -q -r docs/requirements.txt
+	$(BIN)/python docs/build.py
+
+dist:
+	.ci/dist
+
 demo: $(STAMP)
 	$(BIN)/dflash demo
 
 clean:
-	rm -rf .venv build dist *.egg-info src/*.egg-info .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
+	rm -rf .venv build dist site docs/pages *.egg-info src/*.egg-info .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
 	find modeling src hub_cards tests examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

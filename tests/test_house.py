@@ -179,7 +179,19 @@ def test_the_wheel_imports_without_its_extras(built, tmp_path):
 
 def test_the_citation_names_the_version(setup_cfg):
     version = setup_cfg["metadata"]["version"]
+    assert f'\n__version__ = "{version}"\n' in (SOURCE / "__init__.py").read_text(encoding="utf-8")
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+
+
+def test_commits_are_checked_by_the_ruff_of_ci():
+    pinned = re.search(r"^ruff==(\S+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    assert f"rev: v{pinned[1]}\n" in (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
+
+
+def test_the_floor_that_is_tested_is_the_declared_one(setup_cfg):
+    floor = (ROOT / ".ci" / "floor.txt").read_text(encoding="utf-8")
+    declared = re.findall(r"^(\S+)>=([\d.]+)$", setup_cfg["options"]["install_requires"], re.MULTILINE)
+    assert declared and all(re.search(rf"^{name}=={version}\b", floor, re.MULTILINE) for name, version in declared)
 
 
 def test_every_requirement_has_an_exact_pin(setup_cfg):

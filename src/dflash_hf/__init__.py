@@ -11,7 +11,7 @@ import importlib
 from dflash_hf.when_imported import when_imported as _when_imported
 
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 _LAZY = {
     "DFlashDraftConfig": ".modeling.modeling_dflash",
