@@ -178,5 +178,5 @@ def test_the_best_number_of_rows(target, monkeypatch):
     monkeypatch.setattr(module, "_seconds", lambda slots, tokens: max(slots.rows, 32) * 0.001)
     slots = module._Slots(target, 8)
     slots.step(dict.fromkeys(range(8), (0, 40)))
-    monkeypatch.setattr(module, "_free_memory", lambda device: 2 * 2.1 * slots.memory)
+    monkeypatch.setattr(module, "free_memory", lambda device: 2 * 2.1 * slots.memory)
     assert best_rows(target, 40, limit=500)[0] == 16

@@ -311,7 +311,7 @@ def best_rows(target, length: int, sizes: Sequence[int] | None = None, limit: in
     Returns:
         The rows, and the tokens a second.
     """
-    best, room = (1, 0.0), _free_memory(target.device) / 2
+    best, room = (1, 0.0), free_memory(target.device) / 2
     for i, rows in enumerate(sizes := sizes or _ROWS):
         slots = _Slots(target, rows)
         tokens = dict.fromkeys(range(rows), (0, length))
@@ -333,7 +333,7 @@ def _seconds(slots: _Slots, tokens: dict) -> float:
     return time.perf_counter() - begun
 
 
-def _free_memory(device: torch.device) -> int:
+def free_memory(device: torch.device) -> int:
     from accelerate.utils import get_max_memory
 
     return get_max_memory()[(device.index or 0) if device.type != "cpu" else "cpu"]

@@ -60,20 +60,35 @@ def test_a_run_ends_in_time_and_goes_on_with_the_rest_of_it(clock, tmp_path):
     assert abs(again.state.global_step - steps) <= 1
 
 
-def test_evaluations_do_not_count(clock, tmp_path):
-    options = {"eval_strategy": "steps", "eval_steps": 1}
+def test_evaluations_count(clock, tmp_path):
     target = make_target()
-    rows = counting_rows(6)
-    trainer = make_trainer(tmp_path, target, rows, None, rows, max_steps=-1, max_minutes=6 / 60, **options)
+    rows, options = counting_rows(6), {"eval_strategy": "steps", "eval_steps": 4}
+    trainer = make_trainer(tmp_path, target, rows, None, rows, max_steps=-1, max_minutes=1, **options)
     predict = trainer.prediction_step
 
     def slow(*args, **kwargs):
-        clock[0] += 100
+        clock[0] += 10
         return predict(*args, **kwargs)
 
     trainer.prediction_step = slow
+    begun = clock[0]
     trainer.train()
-    assert trainer.state.global_step > 5
+    assert 4 <= trainer.state.global_step < 30 and clock[0] - begun < 75
+
+
+def test_a_step_that_would_end_too_late_is_not_begun(clock, tmp_path):
+    trainer = run(tmp_path, 100 / 60, save_strategy="no")
+    trainer.reserved_seconds = 20.0
+    compute = trainer.compute_loss
+
+    def slow(*args, **kwargs):
+        clock[0] += 29
+        return compute(*args, **kwargs)
+
+    trainer.compute_loss = slow
+    trainer.train()
+    assert trainer.state.global_step == 2 and clock[0] < 80
+    assert "loss" in trainer.state.log_history[-2]  # a line even so
 
 
 @pytest.mark.parametrize(

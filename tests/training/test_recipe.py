@@ -1,7 +1,9 @@
 """`dflash train`: recipes, overrides, what is refused, and runs of a tiny target from data to a loadable drafter."""
 
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +17,9 @@ from transformers import AutoModelForCausalLM
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainingArguments, cli
 from dflash_hf.cli import main
 from dflash_hf.commands.train import _publish
+from dflash_hf.training.pace import Pace
 from dflash_hf.training.recipe import RecipeArguments, key_lines, read_recipe
+from dflash_hf.training.settings_for import Machine
 
 
 pytest.importorskip("yaml")
@@ -273,9 +277,54 @@ def test_what_is_wrong_is_told_in_one_line(folder, data, tmp_path, capsys):
     assert not output.exists()
 
 
-def test_a_dry_run_loads_nothing(capsys):
-    code, out, _ = train(capsys, "nowhere", "there", "data=nothing.jsonl", "--dry-run")
+def test_a_dry_run_loads_nothing(data, capsys):
+    code, out, _ = train(capsys, "nowhere", "there", f"data={data}", "--dry-run")
     assert code == 0 and "block_size: 4\n" in out and "max_steps: 2\n" in out
+    code, out, error = train(capsys, "nowhere", "there", "data=nothing.jsonl", "--dry-run")
+    assert code == 1 and "data='nothing.jsonl': there is no such file" in error and not out.strip()
+
+
+PLAIN = ("draft_config.intermediate_size=32", "report_to=none", "disable_tqdm=true", "max_length=64")
+
+
+@pytest.fixture
+def steady(monkeypatch):
+    """A machine that is always as fast, and a clock that goes on by a fiftieth of a second each time it is read."""
+    seconds, machine = itertools.count(0, 0.02), Machine("cpu", 1, 16e9, 100e9, 74e9, 375e9)
+    monkeypatch.setattr(Pace, "clock", staticmethod(lambda: next(seconds)))
+    monkeypatch.setattr(Machine, "here", classmethod(lambda cls, device, folder: machine))
+
+
+def test_a_plain_run_chooses_and_keeps_to_its_time(steady, folder, data, tmp_path, capsys):
+    output = tmp_path / "drafter"
+    command = ["train", f"target={folder}", f"data={data}", f"output_dir={output}", *PLAIN]
+    assert main([*command, "max_minutes=0.05", "save_strategy=steps", "save_steps=10"]) == 0
+    out = capsys.readouterr().out
+    assert "machine           cpu" in out and "  store_rows=12 " in out and "  block_size=8 " in out
+    assert "time              0.05 min: " in out and " steps of " in out
+    said = re.search(r"trained           (\d+) steps, (\d+) s in all", out)
+    assert int(said[1]) > 20 and int(said[2]) <= 3
+    assert "simulated_tau" in out  # a line at least
+    draft = DFlashDraftModel.from_pretrained(output)
+    chosen = json.loads((output / "run.json").read_text(encoding="utf-8"))["chosen"]
+    assert chosen["bf16"] and draft.dtype == torch.bfloat16
+    assert draft.config.block_size == 8 and not (output / "features").exists()
+
+    # It goes on with what was chosen, on whatever machine.
+    (last,) = sorted(output.glob("checkpoint-*"), key=lambda one: int(one.name.split("-")[1]))[-1:]
+    assert main([*command, "max_minutes=0.05", f"resume_from_checkpoint={last}"]) == 0
+    assert f"going on from {last}" in capsys.readouterr().out
+
+
+def test_what_is_said_and_what_a_file_says_is_not_chosen(steady, folder, data, tmp_path, capsys):
+    command = ["train", f"target={folder}", f"data={data}", f"output_dir={tmp_path / 'one'}", *PLAIN]
+    given = ("max_steps=2", "block_size=4", "num_anchors=3", "learning_rate=1e-4", "store_rows=0", "init_layers=null")
+    assert main([*command, *given]) == 0
+    out = capsys.readouterr().out
+    assert not {one.split("=")[0] for one in given} & {line.strip().split("=")[0] for line in out.splitlines()}
+    assert "about 2 steps of " in out and DFlashDraftConfig.from_pretrained(tmp_path / "one").block_size == 4
+    code, out, _ = train(capsys, folder, tmp_path / "two", f"data={data}")
+    assert code == 0 and "time              about " in out and "loss_type=" not in out
 
 
 def test_the_finished_drafter_is_published_once(folder, data, tmp_path, capsys, monkeypatch):

@@ -1,5 +1,6 @@
 """`dflash train`."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 from dflash_hf.commands.shared import add_examples
@@ -63,13 +64,15 @@ def run(arguments, echo) -> Outcome:
         raise ValueError("There is no output; name the folder for the drafter with --output.")
     if training.get("push_to_hub") and not training.get("hub_model_id"):
         raise ValueError("push_to_hub=True needs hub_model_id, such as hub_model_id=me/my-drafter.")
-    given = {name: value for name, value in vars(recipe).items() if value not in (None, {})}
+    given = {name: value for name, value in asdict(recipe).items() if value not in (None, {})}
     settings = {key: "(set)" if is_secret(key) else value for key, value in {**given, **training}.items()}
+    _check_files(recipe)
     if arguments.dry_run:
         for key, value in settings.items():
             echo(f"{key}: {value}")
         return Outcome(facts=settings)
     _check_before(recipe, training)
+    recipe.settled = arguments.config is not None
     from dflash_hf.training.train import leave_group, train
 
     trainer = train(recipe, training, echo)
@@ -83,6 +86,15 @@ def run(arguments, echo) -> Outcome:
     return outcome
 
 
+def _check_files(recipe) -> None:
+    for name in ("data", "eval_data"):
+        given = getattr(recipe, name) or []
+        for one in [given] if isinstance(given, str) else given:
+            path = Path(one.removesuffix(".gz")).suffix
+            if path in (".jsonl", ".json", ".csv", ".parquet") and not Path(one).expanduser().is_file():
+                raise FileNotFoundError(f"{name}={one!r}: there is no such file.")
+
+
 def _check_before(recipe, training: dict) -> None:
     """What would fail after the target was loaded, or after hours, fails now."""
     from dflash_hf.configs import check_names, check_token_id
@@ -94,11 +106,6 @@ def _check_before(recipe, training: dict) -> None:
         raise ValueError(
             f"output_dir={training['output_dir']} cannot be written: {error.strerror or error}."
         ) from error
-    for name in ("data", "eval_data"):
-        given = getattr(recipe, name) or []
-        for one in [given] if isinstance(given, str) else given:
-            if Path(one).suffix in (".jsonl", ".json", ".csv", ".parquet") and not Path(one).expanduser().is_file():
-                raise FileNotFoundError(f"{name}={one!r}: there is no such file.")
     config = check_names(recipe.target, recipe.draft, Loading(revision=recipe.target_revision), form="{}={}")
     check_token_id(recipe.mask_token_id, config, f"mask_token_id={recipe.mask_token_id}")
     from transformers.integrations import get_available_reporting_integrations

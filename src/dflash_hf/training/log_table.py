@@ -1,5 +1,6 @@
 """The training log as a table for those who watch a terminal; files and other programs get every figure."""
 
+import copy
 import sys
 
 from transformers import ProgressCallback
@@ -37,12 +38,25 @@ def _cell(value: float | None, width: int, form: str) -> str:
 
 
 class LogTable(ProgressCallback):
-    """Upstream's progress bar, with rows of a table above it in place of dictionaries."""
+    """
+    Upstream's progress bar, without an end where a run ends by the clock; and rows of a table above it.
 
-    rows = 0
+    Args:
+        table (`bool`): Else dictionaries, as upstream.
+    """
+
+    def __init__(self, table: bool = True):
+        super().__init__()
+        self.table, self.rows = table, 0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if args.max_minutes is not None:
+            state = copy.copy(state)
+            state.max_steps = None  # nobody knows
+        super().on_train_begin(args, state, control, **kwargs)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        row = table_row(logs or {}, state.global_step)
+        row = table_row(logs or {}, state.global_step) if self.table else None
         if row is None:
             super().on_log(args, state, control, logs=logs, **kwargs)
         elif state.is_world_process_zero and self.training_bar is not None:

@@ -8,8 +8,9 @@ from transformers import TrainerCallback
 
 class Pace:
     """
-    The factor of the learning rate after a share of the time: linear warm-up, cosine to zero. What was spent is kept
-    with a checkpoint's scheduler, so that a run that goes on has the rest of its time.
+    The factor of the learning rate after a share of the time: linear warm-up, cosine to zero. Evaluations and what is
+    saved meanwhile count. What was spent is kept with a checkpoint's scheduler, so that a run that goes on has the
+    rest of its time.
 
     Args:
         seconds (`float`): Of training.
@@ -20,12 +21,14 @@ class Pace:
 
     def __init__(self, seconds: float, warmup: float):
         self.seconds, self.warmup = seconds, warmup
-        self.spent, self.last, self.step = 0.0, None, None
+        self.spent, self.last, self.step, self.usual = 0.0, None, None, 0.0
 
     def __call__(self, step: int) -> float:
         if step != self.step:  # asked by each group of parameters
             now = type(self).clock()
-            self.spent += 0.0 if self.last is None else now - self.last
+            took = 0.0 if self.last is None else now - self.last
+            # Only a step counts as one, not an evaluation between two.
+            self.spent, self.usual = self.spent + took, min(took, 2 * self.usual) if self.usual else took
             self.last, self.step = now, step
         done = self.done
         if done < self.warmup:
@@ -39,24 +42,23 @@ class Pace:
 
     @property
     def over(self) -> bool:
-        return self.done >= 1.0
+        """Whether another step would end too late."""
+        return self.spent + self.usual > self.seconds
 
     def skip(self) -> None:
-        """What was done since the last step, such as an evaluation, does not count."""
+        """What was before, such as the time since another process saved a checkpoint, does not count."""
         self.last = type(self).clock()
 
 
 class StopsInTime(TrainerCallback):
     """Ends training when the time of a [`Pace`] is over; until then nobody knows how many steps it will be."""
 
-    def __init__(self, pace: Pace, others: list[TrainerCallback]):
-        self.pace, self.others = pace, others
+    def __init__(self, pace: Pace):
+        self.pace = pace
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.pace.skip()  # the time since another process saved a checkpoint
-        for one in self.others:
-            if getattr(one, "training_bar", None) is not None:
-                one.training_bar.total = None
+        self.pace.skip()
 
     def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop |= self.pace.over
+        if self.pace.over:
+            control.should_training_stop = control.should_log = True

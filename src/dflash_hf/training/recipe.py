@@ -56,6 +56,11 @@ class RecipeArguments:
     decode_prompts: int = key("Prompts to decode for real at each evaluation, for tau; 0: none.", 0)
     decode_steps: int | None = key("Decode them every so many steps, too.")
     decode_max_new_tokens: int = key("Longest answer of these.", 128)
+    store_rows: int = key(
+        "Store the features of so many rows of `data` in output_dir first, train on these, and remove them.", 0, True
+    )
+    # No keys: which ones were said, and whether nothing is to be chosen for the others.
+    given, settled = frozenset(), True
 
     def __post_init__(self):
         if not self.target:
@@ -78,6 +83,10 @@ class RecipeArguments:
             raise ValueError(
                 f"init_layers={self.init_layers} must name one layer of the target for each of num_draft_layers="
                 f"{self.num_draft_layers}."
+            )
+        if self.store_rows and (self.features or self.packing or self.streaming):
+            raise ValueError(
+                f"store_rows={self.store_rows} stores rows of data: leave out features, packing, streaming."
             )
         for name in ("num_draft_layers", "block_size", "max_length"):
             if getattr(self, name) < 1:
@@ -128,7 +137,9 @@ def read_recipe(path: str | Path | None, overrides: typing.Sequence[str] = ()) -
             nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
             raise ValueError(f"There is no key {key!r}; did you mean {nearest!r}? `dflash train --keys` lists all.")
         typed[owner][key] = _typed(key, value, _HINTS[owner][key])
-    return RecipeArguments(**typed[RecipeArguments]), typed[DFlashTrainingArguments]
+    recipe = RecipeArguments(**typed[RecipeArguments])
+    recipe.given = frozenset(values)
+    return recipe, typed[DFlashTrainingArguments]
 
 
 def key_lines(word: str = "") -> list[str]:

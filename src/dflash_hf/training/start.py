@@ -80,7 +80,12 @@ def _fresh_draft(recipe, target, tokenizer, stored_layers: list[list[int]], say)
     layers, block = recipe.num_draft_layers, recipe.block_size
     draft = DFlashDraftModel(DFlashDraftConfig.for_target(target.config, mask_token_id, layers, block, **fields))
     if recipe.init_layers:
-        taken = begin_as_target(draft, target, recipe.init_layers)
+        try:
+            taken = begin_as_target(draft, target, recipe.init_layers)
+        except ValueError:
+            if "init_layers" in recipe.given or recipe.settled:
+                raise
+            taken = []  # it was only tried
         say(f"{len(taken)} of the drafter's {len(list(draft.parameters()))} tensors begin as the target's")
     return draft
 

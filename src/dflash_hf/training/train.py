@@ -4,9 +4,16 @@ import gc
 import shutil
 from pathlib import Path
 
+import torch
+
+from dflash_hf.data.time_left import duration
 from dflash_hf.pairs import Loading, load_target
 from dflash_hf.terminal import note
+from dflash_hf.training.pace import Pace
 from dflash_hf.training.recipe import RecipeArguments
+
+
+STORED = "features"  # in the folder of a run, of rows that it reads more than once
 
 
 def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callbacks=()):
@@ -25,13 +32,17 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
 
     from dflash_hf.data.encode import RowEncoder
     from dflash_hf.data.prepare import load_tokenizer
+    from dflash_hf.training.choice import choose
     from dflash_hf.training.run_file import begun, checkpoint_to_resume, describe_run
     from dflash_hf.training.start import choose_vocabulary, make_draft
     from dflash_hf.training.training_args import DFlashTrainingArguments
 
-    # 1. The arguments. What is published is the finished drafter, once, with its card.
-    folder = Path(training["output_dir"])
+    # 1. The arguments, with what suits this machine. What is published is the finished drafter, once, with its card.
+    begun_at, folder = Pace.clock(), Path(training["output_dir"])
     resume = checkpoint_to_resume(folder, training.get("resume_from_checkpoint"), recipe.overwrite_output_dir)
+    revision, trusted = recipe.target_revision, recipe.trust_remote_code
+    tokenizer = load_tokenizer(recipe.target, recipe.chat_template, revision, trusted)
+    chosen = choose(recipe, training, tokenizer, echo)
     options = {**training, "push_to_hub": False, "resume_from_checkpoint": None}
     if recipe.streaming and not options.get("max_steps", -1) > 0:
         raise ValueError("streaming=True has no length; set max_steps.")
@@ -42,8 +53,7 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
 
     # 2. Target and drafter.
     set_seed(args.seed)
-    revision, trusted = recipe.target_revision, recipe.trust_remote_code
-    encoder = RowEncoder(load_tokenizer(recipe.target, recipe.chat_template, revision, trusted), recipe.max_length)
+    encoder = RowEncoder(tokenizer, recipe.max_length)
     loading = Loading(recipe.target_dtype, revision=revision, trust_remote_code=trusted)
     options = {"attn_implementation": recipe.attn_implementation} if recipe.attn_implementation else {}
     # On the device of this process; for stored features, which need little of the target, in main memory.
@@ -57,15 +67,21 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     if recipe.draft_vocab_size:
         choose_vocabulary(draft, target, learned, say)
 
-    # 4. What the run depends on, before training changes any of it.
+    # 4. What the run depends on, before training changes any of it; then features of what it reads more than once.
     run = None
     if args.process_index == 0:
-        run = describe_run(recipe, args, target, draft, encoder, train_dataset, resume)
+        run = describe_run(recipe, args, target, draft, encoder, train_dataset, resume) | {"chosen": chosen}
+
+    if not resume and args.process_index == 0:
+        shutil.rmtree(folder / STORED, ignore_errors=True)  # of a run that was ended while it stored them
+    if recipe.store_rows:
+        with args.main_process_first(desc="features"):
+            train_dataset, eval_dataset = _stored(recipe, args, target, draft, encoder, (train_dataset, eval_dataset))
 
     # 5. Training.
     extra = {} if recipe.peft_config is None else {"peft_config": recipe.peft_config}
     extra["callbacks"] = list(callbacks)
-    if recipe.features:
+    if recipe.features or recipe.store_rows:
         from dflash_hf.training.offline import DFlashOfflineTrainer as Trainer
     else:
         from dflash_hf.training.trainer import DFlashTrainer as Trainer
@@ -78,11 +94,16 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     with begun(args, run, resume):
         if resume:
             say(f"going on from {resume}")
+        saving = 2.0 + 4 * trainer.draft.num_parameters() / 1e8
+        trainer.reserved_seconds = Pace.clock() - begun_at + saving
         trainer.train(resume_from_checkpoint=resume)
         if recipe.peft_config is None:
-            trainer.save_model(args.output_dir)
+            _save_finished(trainer)
         else:
             _save_adapted(trainer)
+    if args.process_index == 0:
+        shutil.rmtree(folder / STORED, ignore_errors=True)
+    say(f"trained           {trainer.state.global_step:,} steps, {duration(Pace.clock() - begun_at)} in all")
     return trainer
 
 
@@ -98,6 +119,16 @@ def leave_group() -> None:
         gc.collect()
 
 
+def _save_finished(trainer) -> None:
+    """The drafter; one that was trained in half precision in that, which is what it computed with."""
+    draft, args = trainer.draft, trainer.args
+    half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    plain = not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
+    if half is not None and plain:
+        draft.to(half)
+    trainer.save_model(args.output_dir)
+
+
 def _save_adapted(trainer) -> None:
     """The drafter with its adapter merged, which engines serve, and the adapter alone beside it."""
     from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
@@ -111,6 +142,24 @@ def _save_adapted(trainer) -> None:
         for name in (FACTS_FILE, REPORT_FILE, PLOT_FILE):
             if (folder / "adapter" / name).is_file():
                 shutil.copyfile(folder / "adapter" / name, folder / name)
+
+
+def _stored(recipe: RecipeArguments, args, target, draft, encoder, datasets) -> list:
+    """Features of rows drawn from a dataset, and of all of another to evaluate on, in the folder of the run."""
+    from dflash_hf.training.features import StoredFeatures, describe, store_features
+
+    found = []
+    for name, rows, wanted in zip(("train", "eval"), datasets, (recipe.store_rows, None), strict=True):
+        if rows is not None and wanted is not None and wanted < len(rows):
+            drawn = torch.randperm(len(rows), generator=torch.Generator().manual_seed(args.seed))[:wanted]
+            rows = rows.select(sorted(drawn.tolist()))
+        folder, layers = Path(args.output_dir, STORED, name), draft.config.target_layer_ids
+        if rows is not None:
+            dtype = str(target.dtype).removeprefix("torch.")
+            manifest = describe(target, recipe.target, layers, encoder, dtype, args.reads_states)
+            store_features(target, rows, folder, manifest)
+        found.append(None if rows is None else StoredFeatures(folder, layers, args.reads_states))
+    return found
 
 
 def _datasets(recipe: RecipeArguments, args, target, config, encoder, say) -> tuple:

@@ -54,6 +54,7 @@ from dflash_hf.training.losses import (
     token_losses,
 )
 from dflash_hf.training.pace import Pace, StopsInTime
+from dflash_hf.training.settings_for import warning_of
 from dflash_hf.training.start import draft_ids
 from dflash_hf.training.trainer_card import WeightsHaveFigures, save_facts
 from dflash_hf.training.training_args import DFlashTrainingArguments
@@ -161,21 +162,24 @@ class DFlashTrainer(Trainer):
         self.train_statistics = self.eval_statistics = self.no_statistics()
         self.train_tokens, self.clock = torch.zeros((), device=args.device), None
         self.pace: Pace | None = None  # of `max_minutes`
+        self.reserved_seconds = 0.0  # of these, for what is before and after training
         self.finite, self.saves_aside = FiniteGuard(self), False
         self.eval_report, self.steps_of_weights = None, None  # the latter where the best weights were loaded again
         self.add_callback(WeightsHaveFigures(self))
-        if watched() and any(type(one) is ProgressCallback for one in self.callback_handler.callbacks):
+        bars = any(type(one) is ProgressCallback for one in self.callback_handler.callbacks)
+        if bars and (watched() or args.max_minutes is not None):
             self.remove_callback(ProgressCallback)
-            self.add_callback(LogTable)
+            self.add_callback(LogTable(watched()))
 
     def create_scheduler(self, num_training_steps: int, optimizer=None):
         """As upstream, or by the clock."""
         if self.args.max_minutes is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
         warmup = self.args.warmup_steps if self.args.warmup_steps < 1 else 0.04
-        self.pace = Pace(60 * self.args.max_minutes, warmup)
+        seconds = 60 * self.args.max_minutes
+        self.pace = Pace(max(seconds - self.reserved_seconds, 0.01 * seconds), warmup)
         self.lr_scheduler = LambdaLR(self.optimizer if optimizer is None else optimizer, self.pace)
-        self.add_callback(StopsInTime(self.pace, self.callback_handler.callbacks))
+        self.add_callback(StopsInTime(self.pace))
         return self.lr_scheduler
 
     def check_examples(self, dataset) -> None:
@@ -412,13 +416,11 @@ class DFlashTrainer(Trainer):
 
     @contextmanager
     def off_the_clock(self) -> Iterator[None]:
-        """What is done meanwhile is no training, and does not count in `tokens_per_second` and `max_minutes`."""
+        """What is done meanwhile is no training, and does not count in `tokens_per_second`."""
         start = time.perf_counter()
         yield
         if self.clock is not None:
             self.clock += time.perf_counter() - start
-        if self.pace is not None:
-            self.pace.skip()
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Forward and backward of the drafter over its blocks: 6 operations for each parameter and token."""
@@ -449,6 +451,10 @@ class DFlashTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """As upstream, from a checkpoint that is whole and this drafter's; `True` is the last one that is whole."""
         checkpoint = checkpoint_of(resume_from_checkpoint, self.args.output_dir, self.draft_config)
+        if isinstance(self.train_dataset, Sized) and len(self.train_dataset):
+            said = warning_of(self.args, self.draft_config, self.target.config, self.train_dataset[0])
+            if said:
+                logger.warning(said)
         return super().train(checkpoint, *args, **kwargs)
 
     def _save_checkpoint(self, model, trial) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import torch
 from transformers import TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
@@ -46,7 +47,7 @@ class DFlashTrainingArguments(TrainingArguments):
         head_only (`bool`): Train the drafter's head alone, such as DFlash 2's path selector; the rest stays as it is.
         loss_chunk_size (`int`): Tokens whose logits exist at a time.
         max_minutes (`float`): Train so long, with warm-up and cosine decay over the time instead of the steps; takes
-            the place of `num_train_epochs` and `lr_scheduler_type`; not with `max_steps`. Evaluations do not count.
+            the place of `num_train_epochs` and `lr_scheduler_type`; not with `max_steps`. Evaluations count.
         anchor_seed (`int`): Seed of the anchors. Default: `seed`.
         label_source (`str`): `"data"`: the tokens of the examples, right when the target wrote them. `"target"`: the
             target's argmax after each prefix, for text of other origin.
@@ -96,6 +97,8 @@ class DFlashTrainingArguments(TrainingArguments):
 
     def __post_init__(self):
         super().__post_init__()
+        if not torch.accelerator.is_available():
+            self.dataloader_pin_memory = False
         for name in set(self.report_to) & set(INTEGRATION_TO_CALLBACK) - set(get_available_reporting_integrations()):
             raise ImportError(f"report_to={name!r} needs {name}: `pip install {name}`, or leave it out.")
         if self.anchor_seed is None:

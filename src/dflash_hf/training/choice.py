@@ -1,0 +1,127 @@
+"""What `dflash train` looks at and says before it begins: settings that were not given, and the time they take."""
+
+import json
+import os
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import torch
+
+from dflash_hf.data.encode import RowEncoder
+from dflash_hf.data.sources import load_rows
+from dflash_hf.data.time_left import duration
+from dflash_hf.pairs import Loading, device_of, draft_config_of
+from dflash_hf.training.features import FeatureManifest
+from dflash_hf.training.recipe import RecipeArguments
+from dflash_hf.training.run_file import RUN_FILE
+from dflash_hf.training.settings_for import FEWEST_STEPS, PAPER, Data, Machine, Settings, settings_for
+
+
+_LOOKED_AT = 64  # rows
+_IN_RECIPE = {one.name for one in fields(RecipeArguments)}
+
+
+def choose(recipe: RecipeArguments, training: dict, tokenizer, say) -> dict:
+    """
+    Complete a recipe, in place, by what suits this machine, its data and its time. One that was read from a file is
+    taken as it stands; a run that goes on keeps what was chosen when it began.
+
+    Args:
+        recipe, training: Of [`~dflash_hf.training.recipe.read_recipe`].
+        tokenizer: The target's.
+        say: Is told each choice, and how many steps they leave.
+
+    Returns:
+        `dict`: What was chosen, for `run.json`.
+    """
+    if recipe.streaming or int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        return {}
+    before = Path(training["output_dir"], RUN_FILE)
+    if training.get("resume_from_checkpoint") and before.is_file():
+        chosen = json.loads(before.read_text(encoding="utf-8")).get("chosen", {})
+        return _taken(recipe, training, {key: value for key, value in chosen.items() if key not in recipe.given})
+    device = torch.device("cpu" if training.get("use_cpu") else device_of(None))
+    machine, data = Machine.here(device, Path(training["output_dir"])), _look(recipe, tokenizer)
+    found = settings_for(machine, _config_of(recipe), data, training.get("max_minutes"), _given(recipe, training))
+    say(f"machine           {machine}")
+    for key, value in found.values.items():
+        say(f"  {f'{key}={value}':32}{found.reasons[key]}")
+    for line in time_lines(found, training.get("max_minutes"), data.rows):
+        say(line)
+    if recipe.settled:
+        return {}
+    found.values["logging_steps"] = min(max(found.steps // 20, 1), 500)
+    return _taken(recipe, training, {key: value for key, value in found.values.items() if key not in recipe.given})
+
+
+def time_lines(found: Settings, minutes: float | None, rows: int) -> list[str]:
+    """How many steps a run will make, how long they take, and what such a run reached."""
+    whole = f"{minutes:g} min" if minutes else f"about {duration(found.seconds)}"
+    first = f"{duration(found.feature_seconds)} for features, " if found.feature_seconds else ""
+    of = f" {found.rows:,} of" if found.rows < rows else ""
+    lines = [
+        f"time              {whole}: {first}about {found.steps:,} steps of {found.step_seconds:.2g} s, "
+        f"{found.passes:.1f} passes over{of} {rows:,} rows"
+    ]
+    if found.steps < FEWEST_STEPS:
+        lines.append(
+            f"warning           fewer than {FEWEST_STEPS} steps teach a fresh drafter next to nothing: give it more "
+            "time, more threads or an accelerator, or smaller settings"
+        )
+    elif found.reached:
+        lines.append(f"                  such a run of SmolLM2-135M reached tau {found.reached:.1f} on new text")
+    return lines
+
+
+def _given(recipe: RecipeArguments, training: dict) -> dict:
+    """All keys that are settled, with what a drafter to go on from, and a recipe of a file, settle."""
+    keys = {**asdict(recipe), **training}
+    if not recipe.settled:
+        keys = {key: value for key, value in keys.items() if key in recipe.given}
+    else:
+        keys = {**PAPER, "num_train_epochs": 6, "bf16": False, "use_cpu": None, "loss_type": "ce", **keys}
+        keys = {"learning_rate": None, "store_rows": 0, **keys}
+    if recipe.draft:
+        config = draft_config_of(recipe.draft, Loading())
+        keys |= {"block_size": config.block_size, "num_draft_layers": config.num_hidden_layers}
+        keys |= {"draft_vocab_size": config.draft_vocab_size if config.has_own_head else None, "init_layers": None}
+    return keys
+
+
+def _taken(recipe: RecipeArguments, training: dict, values: dict) -> dict:
+    for key, value in values.items():
+        if key in _IN_RECIPE:
+            setattr(recipe, key, value)
+        else:
+            training[key] = value
+    return values
+
+
+def _config_of(recipe: RecipeArguments):
+    from transformers import AutoConfig
+
+    options = {"revision": recipe.target_revision} if recipe.target_revision else {}
+    return AutoConfig.from_pretrained(recipe.target, trust_remote_code=recipe.trust_remote_code, **options)
+
+
+def _look(recipe: RecipeArguments, tokenizer) -> Data:
+    """How many rows there are, and the tokens of some of them."""
+    if recipe.features:
+        folders = [recipe.features] if isinstance(recipe.features, str) else recipe.features
+        manifests = [FeatureManifest.load(Path(folder)) for folder in folders]
+        rows = sum(one.examples for one in manifests)
+        tokens = sum(one.tokens for one in manifests) / max(rows, 1)
+        return Data(rows, tokens, 0.75 * tokens)
+    rows = load_rows(recipe.data, recipe.split, False, recipe.data_name, recipe.data_revision)
+    encoder = RowEncoder(tokenizer, recipe.max_length, recipe.chat_template_kwargs or {})
+    examples = []
+    for index in range(0, len(rows), max(len(rows) // _LOOKED_AT, 1)):
+        try:
+            examples += encoder(rows[index])
+        except ValueError:  # it is said when all are read
+            continue
+    if not examples:
+        return Data(len(rows), recipe.max_length / 2, recipe.max_length / 4)
+    tokens = sum(len(one["input_ids"]) for one in examples) / len(examples)
+    learned = sum(sum(one["loss_mask"]) for one in examples) / len(examples)
+    return Data(len(rows), tokens, learned)

@@ -1,0 +1,335 @@
+"""
+What a training run takes where nothing is said: chosen for the machine, the target, the data and the time.
+
+On a CPU a drafter learns by many small steps: the settings are those that 23 variants of a short run found
+(`examples/benchmarks/results/ablation`). An accelerator with the time for it takes the paper's.
+"""
+
+import math
+import shutil
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
+
+
+FEWEST_STEPS = 200  # with fewer a drafter commits 1.1 tokens at most
+ENOUGH_STEPS = 500  # with fewer, smaller steps are taken
+PAPER = {"block_size": 16, "num_anchors": 512, "num_draft_layers": 5, "per_device_train_batch_size": 8}
+# Block, anchors and rows of a step: the next one where the time allows too few steps.
+_ON_CPU = ((8, 16, 4), (6, 16, 4), (6, 8, 4), (6, 8, 2))
+_ON_GPU = ((16, 512, 8), (16, 256, 8), (16, 128, 8), (16, 64, 8), (16, 32, 8))
+_SMALL = {"num_draft_layers": 2, "loss_type": "dpace", "learning_rate": 1e-3}
+_LARGEST_DRAFT_VOCABULARY = 8192
+_FEATURES_SHARE = 1 / 3  # of the time at most
+_ENDS_SHARE = 0.05  # of the time: what is loaded before, and saved behind
+# What a step reaches of the operations of a product of matrices: it also adds, masks and moves.
+_EFFICIENCY = {"half": 0.35, "full": 0.8, "forward": 0.55}
+_SMALL_STEP, _LONG_STEP = 2e12, 20.0  # operations of which nothing is said, seconds of which something is
+# Sequences seen, rows, and tau on held-out text, of SmolLM2-135M with two layers and blocks of 8.
+_REACHED = ((560, 60, 1.13), (1_820, 6_151, 1.38), (7_000, 6_151, 1.67), (20_900, 6_151, 1.93), (52_000, 6_151, 2.20))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """
+    What computes.
+
+    Args:
+        device (`str`): Its type, such as `"cpu"` or `"cuda"`.
+        threads (`int`): Of a CPU.
+        memory, disk (`float`): Bytes that are free.
+        full, half (`float`): Operations a second of a product of matrices in fp32 and bf16.
+    """
+
+    device: str
+    threads: int
+    memory: float
+    disk: float
+    full: float
+    half: float
+
+    @classmethod
+    def here(cls, device: torch.device, folder: Path) -> "Machine":
+        """This machine, and the disk of a folder; what it can do is measured, in some tenths of a second."""
+        from dflash_hf.responses import free_memory
+
+        there = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
+        full, half = (_operations(device, dtype) for dtype in (torch.float32, torch.bfloat16))
+        disk = shutil.disk_usage(there).free
+        return cls(device.type, torch.get_num_threads(), free_memory(device), disk, full, half)
+
+    @property
+    def small(self) -> bool:
+        return self.device == "cpu"
+
+    @property
+    def halves(self) -> bool:
+        """Whether bf16 pays."""
+        return self.half > 1.2 * self.full
+
+    def __str__(self) -> str:
+        threads = f", {self.threads} thread{'s' if self.threads > 1 else ''}" if self.small else ""
+        return f"{self.device}{threads}: {self.full / 1e9:,.0f} GFLOPS in fp32, {self.half / 1e9:,.0f} in bf16"
+
+
+@dataclass(frozen=True)
+class Data:
+    """Rows of a training run, and of a usual one the tokens, and those that are learned."""
+
+    rows: int
+    tokens: float
+    learned: float
+
+
+@dataclass
+class Settings:
+    """
+    What was chosen.
+
+    Args:
+        values (`dict`): Keys of a recipe.
+        reasons (`dict[str, str]`): Why, by key.
+        steps (`int`): How many the time, or the number of epochs, allows.
+        step_seconds, feature_seconds (`float`): Of one step; of the features that are stored before.
+        rows (`int`): That are trained on.
+        passes (`float`): Over them.
+        known (`bool`): Whether they are those of a CPU, which were tried out.
+    """
+
+    values: dict
+    reasons: dict[str, str] = field(default_factory=dict)
+    steps: int = 0
+    step_seconds: float = 0.0
+    feature_seconds: float = 0.0
+    rows: int = 0
+    passes: float = 0.0
+    known: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """Of the run, without what is loaded before."""
+        return self.feature_seconds + self.steps * self.step_seconds
+
+    @property
+    def reached(self) -> float | None:
+        """The tau of the longest run known that saw no more sequences than this one will, of no more rows."""
+        seen = 1.2 * self.passes * self.rows if self.known else 0
+        runs = [tau for sequences, rows, tau in _REACHED if sequences <= seen and rows <= 2 * self.rows]
+        return max(runs, default=None)
+
+
+def settings_for(machine: Machine, config, data: Data, minutes: float | None, given: dict) -> Settings:
+    """
+    The keys of a recipe that are not given, and what they lead to.
+
+    Args:
+        machine (`Machine`): What trains.
+        config (`PreTrainedConfig`): The target's.
+        data (`Data`): What it trains on.
+        minutes (`float`, *optional*): Of the run, all included. Default: as many as its epochs take.
+        given (`dict`): Keys that are; with `draft` also what its configuration says of `block_size`,
+            `num_draft_layers` and `draft_vocab_size`.
+    """
+    text = config.get_text_config()
+    values: dict = {"bf16": machine.halves}
+    if machine.small:
+        layers = given.get("num_draft_layers") or _SMALL["num_draft_layers"]
+        values |= {**_SMALL, "use_cpu": True, "target_dtype": "bfloat16" if machine.halves else "float32"}
+        size = 1024 * math.ceil(16 * math.sqrt(data.rows * data.learned) / 1024)  # distinct words of a text: Heaps
+        size = min(size, _LARGEST_DRAFT_VOCABULARY)
+        if size < text.vocab_size / 2:
+            values["draft_vocab_size"] = size
+        if layers <= text.num_hidden_layers:
+            values["init_layers"] = list(range(text.num_hidden_layers - layers, text.num_hidden_layers))
+        if given.get("draft"):
+            values = {key: value for key, value in values.items() if key != "init_layers"}
+            values["learning_rate"] = 5e-4
+        if given.get("head_only"):  # a head has a loss and a rate of its own
+            values = {key: value for key, value in values.items() if key not in ("loss_type", "learning_rate")}
+    for block, anchors, rows in _ON_CPU if machine.small else _ON_GPU:
+        sizes = {"block_size": block, "num_anchors": anchors, "per_device_train_batch_size": rows}
+        chosen = {key: value for key, value in {**values, **sizes}.items() if key not in given}
+        found = _plan(machine, config, data, minutes, chosen, given)
+        if found.steps >= ENOUGH_STEPS or minutes is None:
+            break
+    found.values = {key: value for key, value in found.values.items() if key not in given}
+    found.known = machine.small and not given.get("draft")
+    found.reasons = {key: _reason(key, machine, text, found) for key in found.values}
+    return found
+
+
+def _plan(machine: Machine, config, data: Data, minutes: float | None, chosen: dict, given: dict) -> Settings:
+    """What settings lead to: what memory holds, whether features are stored first, and how many steps that leaves."""
+    keys = {**PAPER, "num_train_epochs": 6, "max_steps": -1, **chosen, **given}
+    keys.setdefault("block_attention", "dense" if machine.small else "flex")
+    work = Work(config, data, keys)
+    # 1. Rows of a step that half of the free memory holds; the others are accumulated.
+    while work.memory > machine.memory / 2 and work.batch > 1 and "per_device_train_batch_size" not in given:
+        chosen["per_device_train_batch_size"] = keys["per_device_train_batch_size"] = work.batch // 2
+        chosen["gradient_accumulation_steps"] = 2 * chosen.get("gradient_accumulation_steps", 1)
+    together = work.batch * chosen.get("gradient_accumulation_steps", keys.get("gradient_accumulation_steps", 1))
+    # 2. Seconds of a step of the drafter, and of the target over a row.
+    dtype = "half" if keys["bf16"] else "full"
+    step = together * work.row / (_EFFICIENCY[dtype] * getattr(machine, dtype))
+    half = machine.halves and keys.get("target_dtype") != "float32"
+    target = work.target_row / (_EFFICIENCY["forward"] * (machine.half if half else machine.full))
+    # 3. As many steps as the time allows, or the epochs: from stored features if there is a second pass.
+    if minutes is None and machine.small and "num_train_epochs" not in given and keys["max_steps"] < 0:
+        chosen["num_train_epochs"] = min(max(math.ceil(2000 * together / data.rows), 6), 30)
+    epochs = chosen.get("num_train_epochs", keys["num_train_epochs"])
+    wanted = keys["max_steps"] if keys["max_steps"] > 0 else math.ceil(epochs * data.rows / together)
+    seconds = math.inf if minutes is None else 60 * minutes * (1 - _ENDS_SHARE)
+    online = step + together * target
+
+    def planned(rows: int, per_step: float) -> Settings:
+        before = rows * target if rows else 0.0
+        steps = wanted if minutes is None else int(max(seconds - before, 0) / per_step)
+        rows = rows or data.rows
+        return Settings(chosen, {}, steps, per_step, before, rows, steps * together / rows)
+
+    if keys.get("features"):
+        return planned(0, step)
+    stored = int(min(data.rows, max(_FEATURES_SHARE * seconds / target, 1)))
+    stored = keys.get("store_rows", stored)
+    fits = work.stored_bytes * stored < machine.disk / 2 and not (keys.get("packing") or keys.get("peft_config"))
+    with_features = planned(stored, step)
+    if "store_rows" in given or (machine.small and fits and stored and with_features.passes >= 2):
+        chosen["store_rows"] = stored
+        return with_features if stored else planned(0, online)
+    return planned(0, online)
+
+
+@dataclass(frozen=True)
+class Work:
+    """
+    Operations and bytes of a run.
+
+    Args:
+        config (`PreTrainedConfig`): The target's.
+        data (`Data`): What is trained on.
+        keys (`dict`): All keys that matter for them.
+    """
+
+    config: object
+    data: Data
+    keys: dict
+
+    @property
+    def batch(self) -> int:
+        """Rows of a forward."""
+        return self.keys["per_device_train_batch_size"]
+
+    @property
+    def slots(self) -> float:
+        """Of all blocks of a row."""
+        return min(self.keys["num_anchors"], max(self.data.learned, 1)) * self.keys["block_size"]
+
+    @property
+    def shape(self) -> DFlashDraftConfig:
+        """Width and parts of a layer, the drafter's as the target's."""
+        return DFlashDraftConfig.for_target(self.config, 0, 1, 2)
+
+    @property
+    def layer(self) -> int:
+        """Weights of a layer."""
+        one = self.shape
+        heads = 2 * (one.num_attention_heads + one.num_key_value_heads) * one.head_dim
+        return one.hidden_size * (heads + 3 * one.intermediate_size)
+
+    @property
+    def target_row(self) -> float:
+        """Operations of the target's forward over a row."""
+        return 2 * self.config.get_text_config().num_hidden_layers * self.layer * self.data.tokens
+
+    @property
+    def row(self) -> float:
+        """Operations of the drafter's forward and backward over a row."""
+        shape, layers, tokens = self.shape, self.keys["num_draft_layers"], self.data.tokens
+        width = shape.hidden_size
+        blocks = 6 * layers * self.layer * self.slots
+        context = 6 * layers * 2 * width * width * tokens  # `fc`, keys and values
+        attention = 12 * layers * width * self.slots * (tokens + self.slots)
+        head = 4 * width * (self.keys.get("draft_vocab_size") or shape.vocab_size) * self.slots
+        return blocks + context + attention + head
+
+    @property
+    def memory(self) -> float:
+        """Bytes of a forward and backward beyond the models, roughly: states of all slots, a mask of all pairs."""
+        shape = self.shape
+        states = 4 * self.keys["num_draft_layers"] * (12 * shape.hidden_size + 3 * shape.intermediate_size)
+        mask = 0 if self.keys.get("block_attention") == "flex" else 4 * (self.slots + self.data.tokens)
+        return self.batch * self.slots * (states + mask)
+
+    @property
+    def stored_bytes(self) -> float:
+        """Of a row's features on disk."""
+        layers = len(self.keys.get("target_layer_ids") or range(self.keys["num_draft_layers"]))
+        return self.data.tokens * (2 * layers * self.shape.hidden_size + 9)
+
+
+def warning_of(args, draft_config, target_config, row: dict) -> str | None:
+    """
+    What is said of a `DFlashTrainer` on a CPU whose steps would take tens of seconds, as those of the paper do.
+
+    Args:
+        args (`DFlashTrainingArguments`), draft_config, target_config (`PreTrainedConfig`): Its own.
+        row (`dict`): One of its dataset.
+    """
+    if args.device.type != "cpu":
+        return None
+    shape = {"block_size": draft_config.block_size, "num_draft_layers": draft_config.num_hidden_layers}
+    shape |= {"num_anchors": args.num_anchors, "per_device_train_batch_size": args.per_device_train_batch_size}
+    size = draft_config.draft_vocab_size if draft_config.has_own_head else None
+    learned = sum(map(int, row["loss_mask"]))
+    work = Work(target_config, Data(1, len(row["input_ids"]), learned), {**shape, "draft_vocab_size": size})
+    operations = work.batch * args.gradient_accumulation_steps * work.row
+    if operations < _SMALL_STEP:
+        return None
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    seconds = operations / (_EFFICIENCY["half" if args.bf16 else "full"] * _operations(args.device, dtype))
+    if seconds < _LONG_STEP:
+        return None
+    return (
+        f"A step takes about {seconds:.0f} s here, and a drafter needs {FEWEST_STEPS} at least: num_anchors="
+        f"{args.num_anchors}, per_device_train_batch_size={args.per_device_train_batch_size} and block_size="
+        f"{draft_config.block_size} suit an accelerator. On a CPU take num_anchors=16, per_device_train_batch_size=4, "
+        "bf16=True, and a drafter of 2 layers with block_size=8 and draft_vocab_size=8192, as `dflash train` does."
+    )
+
+
+def _reason(key: str, machine: Machine, text, found: Settings) -> str:
+    ratio = machine.half / machine.full
+    return {
+        "bf16": f"{ratio:.1f} times as fast as fp32 here",
+        "target_dtype": f"bf16 is {ratio:.1f} times as fast as fp32 here",
+        "use_cpu": "there is no accelerator",
+        "num_draft_layers": "the paper takes 5; few layers make more steps",
+        "loss_type": "in 150 s it reached tau 1.20 on a CPU, the paper's ce 1.11",
+        "learning_rate": "for hours; the paper's 6e-4 is for days",
+        "draft_vocab_size": f"of {text.vocab_size:,} tokens, about those that the data holds: the head costs most",
+        "init_layers": "begins as the target's last layers, which know what its features mean",
+        "block_size": "the paper takes 16" + ("; short blocks make more steps" if machine.small else ""),
+        "num_anchors": "the paper takes 512" + ("; more steps beat larger ones on a CPU" if machine.small else ""),
+        "per_device_train_batch_size": "more steps beat larger ones" if machine.small else "as memory holds",
+        "gradient_accumulation_steps": "memory holds no larger batch",
+        "num_train_epochs": "passes, for some thousand steps",
+        "store_rows": f"features once, then {found.passes:,.0f} passes over them",
+    }[key]
+
+
+def _operations(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations a second of a product of matrices, the median of several."""
+    rows, width = (512, 1024) if device.type == "cpu" else (4096, 4096)
+    options = {"device": device, "dtype": dtype}
+    left, right = torch.ones(rows, width, **options), torch.ones(width, width, **options)
+    seconds = []
+    for _ in range(6):
+        begun = time.perf_counter()
+        (left @ right)[0, 0].item()  # waits
+        seconds.append(time.perf_counter() - begun)
+    return 2 * rows * width * width / statistics.median(seconds[1:])
