@@ -3,7 +3,7 @@
 import pytest
 
 from dflash_hf.data import time_left
-from dflash_hf.data.time_left import TimeLeft, duration
+from dflash_hf.data.time_left import TimeLeft, duration, telling
 
 
 def test_durations():
@@ -52,3 +52,13 @@ def check(said, clock):
     ((when, line),) = said
     assert line.startswith("about ") and line.endswith(" min to go")
     assert int(line.split()[1]) * 60 == pytest.approx(clock[0] - when, rel=0.35)
+
+
+@pytest.mark.parametrize("done", [0, 40])
+def test_items_end_when_it_was_said(done, monkeypatch):
+    clock, said = [0.0], []
+    monkeypatch.setattr(time_left.time, "monotonic", lambda: clock[0])
+    for item in telling(range(200), 200, lambda line: said.append((clock[0], line)), done):
+        clock[0] += 0 if item < done else 5 + item % 3
+    check(said, clock)
+    assert list(telling([1, 2, 3], 3, lambda line: said.append(line))) == [1, 2, 3] and len(said) == 1

@@ -17,7 +17,15 @@ datasets = pytest.importorskip("datasets")
 TINY = (
     *("target_layer_ids=[0, 2]", "num_draft_layers=1", "block_size=4", "max_length=64", "num_anchors=4"),
     *("draft_config.intermediate_size=32", "max_steps=2", "logging_steps=1", "disable_tqdm=true", "report_to=none"),
-    *("per_device_train_batch_size=2", "use_cpu=true", "target_dtype=float32", "save_steps=1", "save_strategy=steps"),
+    *(
+        "learning_rate=6e-4",
+        "loss_type=ce",
+        "per_device_train_batch_size=2",
+        "use_cpu=true",
+        "target_dtype=float32",
+        "save_steps=1",
+        "save_strategy=steps",
+    ),
 )
 
 

@@ -106,6 +106,7 @@ def run(arguments, echo) -> Outcome:
 def _measure(arguments):
     from transformers.utils import logging
 
+    from dflash_hf.data.time_left import telling
     from dflash_hf.evaluation.journal import JOURNAL_FILE, Journal
     from dflash_hf.evaluation.measure import evaluate
     from dflash_hf.evaluation.prompts import prompts_of_conversations, read_prompts, turns_of_file
@@ -159,7 +160,7 @@ def _measure(arguments):
         max_new_tokens=max_new_tokens,
         runs=arguments.runs,
         methods=methods,
-        progress=bar("decoding"),
+        progress=lambda some: telling(bar("decoding")(some), len(some), note, len(journal.records) if journal else 0),
         journal=journal,
         tree_nodes=arguments.tree_nodes or TREE_NODES,
     )

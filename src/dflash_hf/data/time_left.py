@@ -1,7 +1,7 @@
 """How long it will take until all rows have their text: said before, and once it can be told better."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 from transformers import GenerationConfig
 from transformers.utils import logging
@@ -59,6 +59,22 @@ class TimeLeft:
         self.bar.update(kept)
         if self.ended == self.rows and self.kept and self.wanted > 2 * self.kept:
             self.say(f"about {duration(seconds * (self.wanted / self.kept / self.batches - 1))} to go")
+
+
+def telling(items: Iterable, total: int, say: Callable[[str], None], done: int = 0) -> Iterator:
+    """
+    Items, so many in all, that take about as long each; after a twentieth, `say` is told how long the rest takes.
+
+    Args:
+        done (`int`): Of the first so many the outcome is known, and they take no time.
+    """
+    begun, heard = time.monotonic(), done + max(3, (total - done) // 20)
+    for number, item in enumerate(items):
+        if number == done:
+            begun = time.monotonic()
+        if number == heard and total > heard + 3:
+            say(f"about {duration((time.monotonic() - begun) / (number - done) * (total - number))} to go")
+        yield item
 
 
 def duration(seconds: float) -> str:
