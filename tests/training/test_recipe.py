@@ -190,7 +190,7 @@ def test_packed_and_streamed_data_train(mode, folder, data, tmp_path, capsys):
 
 def test_stored_features_train_with_what_they_were_stored_with(folder, data, tmp_path, capsys):
     features = tmp_path / "features"
-    command = ["features", str(data), "--target", str(folder), "--output", str(features), "--device", "cpu"]
+    command = ["features", "--data", str(data), "--target", str(folder), "--output", str(features), "--device", "cpu"]
     options = ["--target-layer-ids", "0", "2", "--max-length", "64", "--template-args", '{"enable_thinking": false}']
     assert main([*command, *options, "--store-dtype", "float32"]) == 0
     code, _, error = train(capsys, folder, tmp_path / "drafter", f"features={features}", config=OFFLINE)
@@ -206,7 +206,7 @@ def test_stored_features_train_with_what_they_were_stored_with(folder, data, tmp
 def test_a_drafter_begins_as_its_target_with_the_tokens_of_the_data(source, folder, data, tmp_path, capsys):
     given = f"data={data}"
     if source == "features":
-        command = ["features", str(data), "--target", str(folder), "--output", str(tmp_path / "features")]
+        command = ["features", "--data", str(data), "--target", str(folder), "--output", str(tmp_path / "features")]
         options = ["--target-layer-ids", "0", "2", "3", "--max-length", "64", "--device", "cpu"]
         assert main([*command, *options, "--template-args", '{"enable_thinking": false}']) == 0
         given = f"features={tmp_path / 'features'}"
@@ -263,7 +263,7 @@ def test_what_is_wrong_is_told_in_one_line(folder, data, tmp_path, capsys):
         ([good], {"config": tmp_path / "broken.yaml"}, "broken.yaml is not YAML"),
         (["data=absent.jsonl"], {}, "there is no such file"),
         ([good, "blok_size=1"], {}, "did you mean 'block_size'"),
-        ([good, "output_dir=null"], {}, "output_dir is not given"),
+        ([good, "output_dir=null"], {}, "There is no output"),
         ([good, "push_to_hub=true"], {}, "push_to_hub=True needs hub_model_id"),
         ([good, "streaming=true", "max_steps=-1"], {}, "streaming=True has no length; set max_steps"),
         ([good, "mask_token_id=2"], {}, "12 because it holds the mask token 2"),
@@ -273,7 +273,7 @@ def test_what_is_wrong_is_told_in_one_line(folder, data, tmp_path, capsys):
         code, _, error = train(capsys, folder, output, *overrides, **options)
         assert code == 1 and message in error and error.startswith("dflash train: "), (message, error)
     assert main(["train", f"target={folder}", good]) == 1
-    assert "output_dir is not given" in capsys.readouterr().err
+    assert "There is no output" in capsys.readouterr().err
     assert not output.exists()
 
 
