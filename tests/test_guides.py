@@ -187,7 +187,7 @@ def test_every_link_leads_somewhere(page):
 
 
 def test_the_first_page_is_short():
-    assert len(PAGES[0].read_text(encoding="utf-8").splitlines()) <= 150
+    assert len(PAGES[0].read_text(encoding="utf-8").splitlines()) <= 120
 
 
 def test_the_stand_in_is_what_the_guides_say(pair):
