@@ -121,6 +121,14 @@ def read_header(path: str) -> dict[str, tuple[str, tuple[int, ...]]]:
         raise ValueError(f"{path} is damaged: {error}; download or write it again.") from error
 
 
+def has_own_table(files: list[str], config, names: dict[str, str]) -> bool:
+    """Whether a checkpoint holds token embeddings that are no copy of the target's: engines use such a table too."""
+    name = "embed_tokens.weight"
+    if config.vocab_size is None or is_left_out(name, config.source_layout, config.has_own_head):
+        return False
+    return any(canonical_name(one, names) == name for path in files for one in read_header(path))
+
+
 def check_checkpoint(
     files: list[str], model_class, config, names: dict[str, str], beside: tuple[str, ...] = ()
 ) -> None:

@@ -41,8 +41,12 @@ _POSITIVE = (
 _REQUIRED = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"),
     *("rms_norm_eps", "initializer_range", "attention_bias", "attention_sink_bias", "own_mask_embedding"),
+    "has_embed_tokens",
 )
-_FLAGS = ("attention_bias", "attention_sink_bias", "own_mask_embedding", "use_sliding_window", "is_causal")
+_FLAGS = (
+    *("attention_bias", "attention_sink_bias", "own_mask_embedding", "has_embed_tokens"),
+    *("use_sliding_window", "is_causal"),
+)
 CONVOLUTION_KEYS = ("conv_kernel_size", "conv_group_size")
 
 
@@ -117,6 +121,8 @@ def check_parts(config):
         raise ValueError(
             f"conv_kernel_size={config.conv_kernel_size} reaches out of a block of {config.block_size} tokens."
         )
+    if config.has_embed_tokens and config.vocab_size is None:
+        raise ValueError("has_embed_tokens=True needs vocab_size, the number of rows of the drafter's own table.")
     value = config.draft_vocab_size
     if value is not None and (config.vocab_size is None or value > config.vocab_size):
         raise ValueError(
@@ -189,8 +195,10 @@ def check_layers(config):
             "for the default rule."
         )
     integers = isinstance(ids, list | tuple) and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
-    if not integers or not ids or len(set(ids)) != len(ids) or min(ids) < 0:
-        raise ValueError(f"target_layer_ids={ids!r} must be a list of distinct layer numbers, counted from 0.")
+    if not integers or not ids or len(set(ids)) != len(ids) or min(ids) < -1:
+        raise ValueError(
+            f"target_layer_ids={ids!r} must be a list of distinct layer numbers, counted from 0; -1 is the embedding."
+        )
     if max(ids) >= _MOST_LAYERS:
         raise ValueError(f"target_layer_ids={ids} name layers that no target has ({_MOST_LAYERS} at most).")
     if config.num_target_layers is not None and max(ids) >= config.num_target_layers:

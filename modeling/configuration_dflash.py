@@ -40,10 +40,13 @@ _NESTED_KEYS = {
     "attention_value_scale": "attention_value_scale",
     "backbone_rotary_base": "backbone_rotary_base",
     "own_mask_embedding": "own_mask_embedding",
+    "has_embed_tokens": "has_embed_tokens",
 }
 _FIELD_OF = {**_NESTED_KEYS, "causal": "is_causal", "causal_head": "is_causal", "use_swa": "layer_types"}
 # Of those, and of the heads' fields, the ones that engines read nested only are written when they say something.
-_WRITTEN_TWICE = ("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "swa_window_size")
+_WRITTEN_TWICE = (
+    *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "swa_window_size", "has_embed_tokens"),
+)
 # Keys of a file that would choose other files, code or a way of running; those are for the caller to say.
 _IGNORED = (
     *("model_type", "num_labels", "transformers_weights", "attn_implementation", "experts_implementation"),
@@ -58,8 +61,8 @@ class DFlashDraftConfig(PreTrainedConfig):
     Args:
         block_size (`int`, defaults to 16): Tokens of a block, the known anchor included.
         mask_token_id (`int`): Id whose embedding fills the unknown slots; must lie inside the target's embedding.
-        target_layer_ids (`list[int]`): Id `i` means the output of the target's decoder layer `i`. Default: the
-            paper's rule for `num_target_layers` and `num_hidden_layers`.
+        target_layer_ids (`list[int]`): Id `i` means the output of the target's decoder layer `i`, -1 what the first
+            one reads. Default: the paper's rule for `num_target_layers` and `num_hidden_layers`.
         num_target_layers (`int`): Depth of the target.
         target_hidden_size (`int`): Width of one target feature. Default: `hidden_size`.
         layer_types (`list[str]`): `"full_attention"` or `"sliding_attention"` for each draft layer.
@@ -78,6 +81,7 @@ class DFlashDraftConfig(PreTrainedConfig):
         v_head_dim (`int`): Size of a head's values. Default: `head_dim`.
         backbone_rotary_base (`float`): Rotary base of the context's keys. Default: that of the block.
         own_mask_embedding (`bool`): The mask's embedding is the drafter's own, not the target's.
+        has_embed_tokens (`bool`): So are the embeddings of all tokens, in a table over the target's vocabulary.
         dflash_config (`dict`): The nested form of the keys above, as engines read it; the fields decide what it says.
             Unknown keys in it are kept for re-saving. JetSpec's `causal_head: true` is another name of
             `is_causal: true`.
@@ -129,8 +133,10 @@ class DFlashDraftConfig(PreTrainedConfig):
     v_head_dim: int | None = None
     backbone_rotary_base: float | None = None
     own_mask_embedding: bool = False
+    has_embed_tokens: bool = False
     dflash_config: dict | None = None
     source_layout: str | None = None
+    interleaved_rotary: bool = False  # of a file, whose rows are permuted when they are loaded
     tie_word_embeddings: bool = False
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -345,14 +351,14 @@ class DFlashDraftConfig(PreTrainedConfig):
         output["model_type"] = "qwen3"
         plain = self.head is Head and self.conv_kernel_size is not None
         output["architectures"] = ["DFlash2DraftModel" if plain else self.head.architecture]
-        del output["source_layout"]
+        del output["source_layout"], output["interleaved_rotary"]
         for key in _written_nested():
             del output[key]
         output["dflash_config"] = copy.deepcopy(self.dflash_config)
         if self.is_causal is None:
             output.pop("is_causal", None)
-        for key in ("draft_vocab_size", "v_head_dim"):
-            if output[key] in (None, self.head_dim):
+        for key, default in (("draft_vocab_size", None), ("v_head_dim", self.head_dim), ("has_embed_tokens", False)):
+            if output[key] in (None, default):
                 del output[key]
         # Qwen3Config drops the window of a reader that does not find this flag.
         output["use_sliding_window"] = "sliding_attention" in self.layer_types

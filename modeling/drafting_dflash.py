@@ -276,7 +276,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
         noise = torch.cat([anchors[:, None], self.noise.expand(rows, -1)], dim=1)  # [R, B]
         return self.draft_model(
-            noise_embeds=self._to_draft(raw_embedding(self.target, noise)),
+            noise_embeds=self._to_draft(self.draft_model.embed(self.target, noise)),
             context_hidden_states=self._to_draft(features),
             attention_mask=self._masks(slots),
             position_ids=self._to_draft(torch.cat([before, block], dim=1) + self.offset),

@@ -173,8 +173,11 @@ def canonical_config(config: dict) -> dict:
         `UnknownHeadError`: not a DFlash drafter of the same-position layout; says which head it is and why it is
             refused.
     """
-    config = {key: value for key, value in config.items() if key != "source_layout"}
+    config = {key: value for key, value in config.items() if key not in ("source_layout", "interleaved_rotary")}
     _refuse_other_heads(config)
+    config, neox = _taken(config, "rope_is_neox_style", "is_neox_style")
+    if neox is False:
+        config["interleaved_rotary"] = True
     for head in HEADS:
         config = head.read(config)
     for name, dialect in DIALECTS.items():
@@ -188,7 +191,7 @@ def canonical_config(config: dict) -> dict:
             config.setdefault("dflash_config", {})
             if isinstance(config["dflash_config"], dict) and "target_layer_ids" not in config["dflash_config"]:
                 config["target_layer_ids"] = _one_less(key, ids)
-    config["rope_parameters"] = _one_rope(config.get("rope_parameters"))
+    config["rope_parameters"] = _one_rope(config.get("rope_parameters"), config.get("layer_types"))
     return config
 
 
@@ -266,9 +269,8 @@ def _refuse_other_heads(config: dict) -> None:
             raise UnknownHeadError(
                 f"{key}={both[key]!r}: {reason}. The drafter would load and draft wrongly, so it is refused."
             )
-    for key, wanted in (("is_neox_style", True), ("rope_is_neox_style", True), ("use_gemma_norm", False)):
-        if both.get(key, wanted) != wanted:
-            raise ValueError(f"{key}={both[key]!r} is not supported; drafters of this family have {key}={wanted}.")
+    if both.get("use_gemma_norm", False):
+        raise ValueError("use_gemma_norm=True is not supported; drafters of this family have use_gemma_norm=False.")
 
 
 def _from_speculators(config: dict) -> dict:
@@ -338,18 +340,29 @@ def _from_torchspec(config: dict) -> dict:
     return result
 
 
+def _taken(config: dict, *keys: str) -> tuple[dict, object]:
+    """A file without some keys, nested or at the top, and what the first of them says that says something."""
+    nested = config.get("dflash_config")
+    parts = [nested, config] if isinstance(nested, dict) else [config]
+    said = [part[key] for part in parts for key in keys if part.get(key) is not None]
+    parts = [{key: value for key, value in part.items() if key not in keys} for part in parts]
+    taken = {**parts[-1], "dflash_config": parts[0]} if len(parts) == 2 else parts[0]
+    return taken, said[0] if said else None
+
+
 def _one_less(key: str, ids) -> list[int]:
-    if not isinstance(ids, list) or any(type(i) is not int or i < 1 for i in ids):
-        raise ValueError(f"{key}={ids!r} must be a list of layer numbers counted from 1 (0 is the embedding).")
+    if not isinstance(ids, list) or any(type(i) is not int or i < 0 for i in ids):
+        raise ValueError(f"{key}={ids!r} must be a list of layer numbers counted from 1; 0 is the embedding.")
     return [i - 1 for i in ids]
 
 
-def _one_rope(rope):
-    """Tables by layer type are one table for a drafter, whose layers share it."""
+def _one_rope(rope, layer_types):
+    """Of tables by layer type the one that a drafter's layers share; that of a type it lacks says nothing."""
     kinds = {"full_attention", "sliding_attention"}
     if not isinstance(rope, dict) or not rope or set(rope) - kinds:
         return rope
-    tables = list(rope.values())
+    has = layer_types if isinstance(layer_types, list) and set(rope) & set(map(str, layer_types)) else rope
+    tables = [table for kind, table in rope.items() if kind in has]
     if any(table != tables[0] for table in tables):
         raise ValueError(
             f"rope_parameters={rope} differ between layer types; the layers of a drafter share one table."

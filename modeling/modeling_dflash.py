@@ -29,7 +29,7 @@ from .decoding_config_dflash import DFlashDecodingConfig
 from .generation_dflash import decode
 from .hook_dflash import install_hook
 from .saving_dflash import SavedDrafter
-from .target_dflash import check_pair, running_device
+from .target_dflash import check_pair, raw_embedding, running_device
 
 
 class DFlashRotaryEmbedding(Qwen3RotaryEmbedding):
@@ -266,7 +266,8 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
 
 class DFlashDraftModel(SavedDrafter):
     """
-    A block-diffusion drafter. It has neither embedding nor head: both are the target's, shared and frozen.
+    A block-diffusion drafter. It has neither embedding nor head, but by its configuration: both are the target's,
+    shared and frozen.
 
     `target.generate(**inputs, assistant_model=draft)` decodes with it; the output is the target's own.
     """
@@ -295,6 +296,8 @@ class DFlashDraftModel(SavedDrafter):
             of_context = copy.copy(config)
             of_context.rope_parameters = {**config.rope_parameters, "rope_theta": config.backbone_rotary_base}
             self.context_rotary_emb = DFlashRotaryEmbedding(of_context)
+        if config.has_embed_tokens:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         if config.own_mask_embedding:
             self.mask_embedding = nn.Parameter(torch.empty(config.hidden_size))
         for name, module in config.head.modules(config).items():
@@ -324,8 +327,17 @@ class DFlashDraftModel(SavedDrafter):
         self.config.head.init_weights(module, self.config)
 
     def get_input_embeddings(self):
-        """`None`: the embedding is the target's. Upstream's quantisers ask for it."""
-        return None
+        """`None` where the embedding is the target's. Upstream's quantisers ask for it."""
+        return getattr(self, "embed_tokens", None)
+
+    def embed(self, target, input_ids: torch.LongTensor) -> torch.Tensor:
+        """`[..., H]` raw embeddings of a block's tokens: of a table of the drafter's own, else of the target's."""
+        if not self.config.has_embed_tokens:
+            return raw_embedding(target, input_ids)
+        rows = self.embed_tokens.weight
+        return raw_embedding(
+            self, input_ids.to(rows.device).clamp(max=len(rows) - 1)
+        )  # a target may have been given more
 
     def draft_logits(self, hidden_states: torch.Tensor, target_head: nn.Module) -> torch.Tensor:
         """

@@ -64,7 +64,7 @@ def models_of(call: Call, target, draft):
     """
     with ExitStack() as opened:
         layers, layer_ids = decoder_layers(target), draft.config.target_layer_ids
-        watched = [layers[i] for i in layer_ids] + [target.get_submodule(name) for name in call.facts.moving]
+        watched = [layers[max(i, 0)] for i in layer_ids] + [target.get_submodule(name) for name in call.facts.moving]
         own = opened.enter_context(isolated(target, watched))
         pools = [opened.enter_context(slots_of(model)) if call.compile else None for model in (draft, target)]
         if draft.training:

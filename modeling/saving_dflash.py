@@ -11,6 +11,7 @@ from .checkpoint_dflash import (
     MASK_EMBEDDING,
     check_checkpoint,
     checkpoint_files,
+    has_own_table,
     read_mask_embedding,
     write_mask_embedding,
 )
@@ -69,9 +70,11 @@ class SavedDrafter(PreTrainedModel):
             files = checkpoint_files(str(name), variant=kwargs.get("variant"), **hub)
             # Beside a tensor of the same name this file decides, as in the engines.
             embedding = read_mask_embedding(str(name), config, **hub)
-            if embedding is not None and not config.own_mask_embedding:
-                config = copy.deepcopy(config)
-                config.own_mask_embedding = True
+            config = copy.deepcopy(config)
+            config.own_mask_embedding |= embedding is not None
+            config.has_embed_tokens |= has_own_table(files, config, renamed)
+            if quantized and config.interleaved_rotary:
+                raise ValueError(f"{name}: rope_is_neox_style=False needs weights whose rows can be permuted.")
             if not quantized:
                 check_checkpoint(files, cls, config, renamed, () if embedding is None else ("mask_embedding",))
             kwargs.pop("force_download", None)  # done
@@ -94,8 +97,23 @@ class SavedDrafter(PreTrainedModel):
         ]
         if embedding is not None:
             model.mask_embedding.data.copy_(embedding)
+        if config.interleaved_rotary:
+            model._halve_rotary_pairs()
         model.check_draft_vocabulary()
         return (model, info) if output_loading_info else model
+
+    @torch.no_grad()
+    def _halve_rotary_pairs(self) -> None:
+        """Rotary pairs that lie side by side (`rope_is_neox_style: false`) become ours: even channels come first."""
+        size = self.config.head_dim
+        part = int(size * self.config.rope_parameters.get("partial_rotary_factor", 1.0))
+        order = torch.cat([torch.arange(0, part, 2), torch.arange(1, part, 2), torch.arange(part, size)])
+        for layer in self.layers:
+            attention = layer.self_attn
+            projections = (*attention.q_proj.parameters(), *attention.k_proj.parameters())
+            for rows in (*projections, attention.q_norm.weight, attention.k_norm.weight):
+                rows.copy_(rows.unflatten(0, (-1, size))[:, order.to(rows.device)].flatten(0, 1))
+        self.config.interleaved_rotary = False
 
     def check_draft_vocabulary(self) -> None:
         """

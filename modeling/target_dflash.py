@@ -63,7 +63,7 @@ class FeatureTap:
 
     Args:
         target (`PreTrainedModel`): The target.
-        layer_ids (`list[int]`): Id `i` is the output of decoder layer `i`.
+        layer_ids (`list[int]`): Id `i` is the output of decoder layer `i`, -1 what the first one reads.
         consume (`callable`, *optional*): Called with the layers' outputs, `[N, S, H]` each, as soon as a forward has
             made the last of them; they are not kept.
     """
@@ -77,7 +77,17 @@ class FeatureTap:
 
     def __enter__(self):
         for layer_id in self.layer_ids:
-            self.opened.callback(self.layers[layer_id].register_forward_hook(self._hook(layer_id)).remove)
+            keep = self._hook(layer_id)
+            if layer_id < 0:
+                handle = self.layers[0].register_forward_pre_hook(
+                    lambda layer, args, kwargs, keep=keep: keep(
+                        layer, (), args[0] if args else kwargs["hidden_states"]
+                    ),
+                    with_kwargs=True,
+                )
+            else:
+                handle = self.layers[layer_id].register_forward_hook(keep)
+            self.opened.callback(handle.remove)
         return self
 
     def __exit__(self, *exc):

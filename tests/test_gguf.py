@@ -51,6 +51,7 @@ DRAFTERS = {
         **{"input_embedding_scale": 2.0, "attention_value_scale": 0.6, "attention_sink_bias": True},
     },
     "own mask": {"own_mask_embedding": True},
+    "own embedding": {"has_embed_tokens": True},
     "gelu": {"hidden_act": "gelu_pytorch_tanh"},
 }
 LIMITS = {

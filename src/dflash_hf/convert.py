@@ -123,7 +123,7 @@ def native_obstacle(draft: DFlashDraftModel) -> str | None:
     extra = [n for n in draft.state_dict() if n not in plain and not n.startswith("layers.")]
     extra += [n for n in draft.state_dict() if ".attention_conv." in n or ".mlp_conv." in n]
     if extra:
-        return f"it has {extra[0]}, of DFlash 2, another head or a reduced vocabulary"
+        return f"it has {extra[0]}, of DFlash 2, another head, a reduced vocabulary or an embedding of its own"
     if config.attention_bias:
         return "attention_bias is true, and native projections have no bias"
     if "sliding_attention" in config.layer_types:

@@ -259,10 +259,11 @@ def _tensors(draft: DFlashDraftModel, target, revision: str | None) -> dict[str,
     if config.has_own_head:
         tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))  # differences here, ids there
     if mask is not None:  # it has no place of its own, but in an embedding that is the drafter's
-        embedding, head = _embedding_and_head(target, revision)
-        tensors["token_embd.weight"] = embedding.clone()
+        embedding, _ = _embedding_and_head(target, revision)
+        tensors["token_embd.weight"] = tensors.get("token_embd.weight", embedding).clone()
         tensors["token_embd.weight"][config.mask_token_id] = mask.to(embedding.dtype)
-        tensors.setdefault("output.weight", head)
+    if "token_embd.weight" in tensors:  # which would be taken for the head as well
+        tensors.setdefault("output.weight", _embedding_and_head(target, revision)[1])
     # llama.cpp knows convolution and selector together alone: the one that the drafter lacks is one that does nothing.
     if _is_dflash2(config) and config.conv_kernel_size is None:
         for i, part in [(i, part) for i in range(config.num_hidden_layers) for part in ("attn", "ffn")]:
@@ -395,7 +396,7 @@ def unpack_gguf(file: Path, folder: Path) -> Path:
     tensors = {}
     for ours, name in _names([name for name in wanted if name != "mask_embedding"], parsed.num_hidden_layers).items():
         if name in there:
-            stored = there.pop(name)
+            stored = there[name]
             numbers = torch.tensor(stored.data if name == "d2t" else gguf.dequantize(stored.data, stored.tensor_type))
             tensors[ours] = numbers.reshape(wanted[ours].shape).to(torch.int64 if name == "d2t" else dtype)
     if "d2t" in tensors:
@@ -452,7 +453,7 @@ def gguf_config(file: str | Path, reader=None) -> dict:
         "is_causal": get("attention.causal", False),
         "rope_parameters": rope,
         "draft_vocab_size": int(names["d2t"].shape[0]) if "d2t" in names else None,
-        "own_mask_embedding": "token_embd.weight" in names,
+        "has_embed_tokens": "token_embd.weight" in names,
     }
 
 

@@ -121,7 +121,7 @@ def _tapped(target: PreTrainedModel, layer_ids: list[int]):
     """The target with modules of the caller's own, which run eagerly (sharded as a whole: as it is), and their tap."""
     layers = decoder_layers(target)
     sharded = isinstance(target, FSDPModule)
-    with nullcontext(target) if sharded else isolated(target, [layers[i] for i in layer_ids]) as own:
+    with nullcontext(target) if sharded else isolated(target, [layers[max(i, 0)] for i in layer_ids]) as own:
         with FeatureTap(own, layer_ids) as tap:
             yield own, tap
 

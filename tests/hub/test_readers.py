@@ -34,6 +34,7 @@ DRAFTERS = {
     "selector": {"selector_rank": 6, "selector_top_k": 5},
     "convolution": {"conv_kernel_size": 2, "conv_group_size": 4},
     "DFlash 2": {"selector_rank": 6, "selector_top_k": 5, "conv_kernel_size": 2, "conv_group_size": 4},
+    "own embedding": {"has_embed_tokens": True},
     "reduced vocabulary": {"draft_vocab_size": 9},
 }
 REFUSED = {

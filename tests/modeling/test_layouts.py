@@ -15,7 +15,9 @@ from support.reference import draft_hidden_states, draft_tokens
 from transformers import AutoConfig, AutoModel
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
+from dflash_hf.hub.check import check
 from dflash_hf.modeling.drafting_dflash import DFlashCandidateGenerator
+from dflash_hf.modeling.target_dflash import FeatureTap
 
 
 PUBLISHED = Path(__file__).parents[1] / "fixtures" / "published"
@@ -248,6 +250,10 @@ def test_muse_assistant_equals_the_native_model(tmp_path):
         torch.testing.assert_close(wider(**inputs).last_hidden_state, expected, atol=1e-5, rtol=1e-5)
 
 
+TABLES = {
+    "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+}
 REFUSED = {
     "DominoDraftModel": (zlab(architectures=["DominoDraftModel"]), "Domino"),
     "projector": (zlab(nested={"projector_type": "domino"}), "Domino"),
@@ -279,7 +285,11 @@ REFUSED = {
     "speculators, DFly": (speculators("dfly"), "dfly is a DFly drafter"),
     "speculators, DFlare": (speculators("dflare"), "dflare is a DFlare drafter"),
     "Beam": (zlab(architectures=["DFlash2BeamDraftModel"], nested={"selector_rank": 6}), "is a Beam drafter"),
-    "interleaved rotary": (zlab(is_neox_style=False), "is_neox_style"),
+    "a norm of Gemma": (zlab(use_gemma_norm=True), "use_gemma_norm"),
+    "tables that differ": (
+        zlab(layer_types=MIXED, sliding_window=4, use_sliding_window=True, rope_parameters=TABLES),
+        "rope_parameters=.* differ between layer types",
+    ),
 }
 
 
@@ -316,13 +326,104 @@ def test_tensors_of_other_heads_are_refused_with_the_reason(tmp_path, name):
     assert name in str(error.value) and "model.safetensors" in str(error.value)
 
 
-def test_copies_are_dropped_only_where_they_are_copies(tmp_path):
-    """An embedding in a published checkpoint would be trained: leaving it out would be another model."""
-    _, tensors = write(tmp_path / "draft", "z-lab v1")
-    own = {**tensors, "embed_tokens.weight": torch.ones(96, 32)}
+@pytest.mark.parametrize("said", [True, False])
+@torch.no_grad()
+def test_an_embedding_of_its_own(tmp_path, said, big_target):
+    """Nemotron's drafters have one: leaving it out, as the copies of other layouts, would be another model."""
+    truth, tensors = write(tmp_path / "draft", "z-lab v1")
+    table = torch.randn(96, 32, generator=torch.Generator().manual_seed(2))
+    own = {**tensors, "embed_tokens.weight": table}
     save_file(own, tmp_path / "draft" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"unexpected keys: embed_tokens\.weight"):
+    if said:
+        file = zlab(has_embed_tokens=True, has_lm_head=False, nested={"sample_from_anchor": False})
+        (tmp_path / "draft" / "config.json").write_text(json.dumps(file))
+    draft = DFlashDraftModel.from_pretrained(tmp_path / "draft", dtype=torch.float64)
+    draft.save_pretrained(tmp_path / "again")
+    features, anchor = torch.randn(9, 96, generator=torch.Generator().manual_seed(1), dtype=torch.float64), 17
+    tensors = {name: tensor.double() for name, tensor in tensors.items()}
+    expected = draft_hidden_states(tensors, truth, features, table[[anchor, 95, 95, 95, 95]].double())
+    tokens = [anchor, *draft_tokens(tensors, truth, expected, big_target.lm_head.weight.double(), anchor)]
+    for model in (draft, DFlashDraftModel.from_pretrained(tmp_path / "again")):
+        assert model.config.has_embed_tokens and torch.equal(model.embed_tokens.weight, table.double())
+        assert drafted(model, big_target, features, anchor).tolist() == tokens
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["has_embed_tokens"] is True
+    found = [(one.key, *one.engines) for one in check(tmp_path / "again", ["vllm", "sglang"])]
+    assert not [one for one in check(tmp_path / "again", ["vllm"]) if one.severity == "error"]  # it uses the table
+    assert ("embed_tokens.weight", "sglang") in found
+    own = {**own, "embed_tokens.weight": table[:90].clone()}
+    save_file(own, tmp_path / "draft" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight has shape \[90, 32\] instead of \[96, 32\]"):
         DFlashDraftModel.from_pretrained(tmp_path / "draft")
+
+
+def rotated(x, theta, pairs):
+    """Element by element: each pair of channels turned by its angle, at positions 0, 1, ..., of `x` `[T, d]`."""
+    out = x.clone()
+    for position in range(len(x)):
+        for i, (a, b) in enumerate(pairs):
+            angle = torch.tensor(position * theta ** (-2 * i / x.shape[1]), dtype=x.dtype)
+            out[position, a] = x[position, a] * angle.cos() - x[position, b] * angle.sin()
+            out[position, b] = x[position, b] * angle.cos() + x[position, a] * angle.sin()
+    return out
+
+
+@pytest.mark.parametrize("place", ["top", "nested"])
+@torch.no_grad()
+def test_rotary_pairs_side_by_side(tmp_path, place):
+    """Liquid's: after the rows are permuted, every score is what the file's own rule gives."""
+    _, tensors = write(tmp_path / "draft", "z-lab v1")
+    said = {"rope_is_neox_style": False}
+    (tmp_path / "draft" / "config.json").write_text(
+        json.dumps(zlab(**said) if place == "top" else zlab(nested=said)),
+    )
+    draft = DFlashDraftModel.from_pretrained(tmp_path / "draft", dtype=torch.float64)
+    draft.save_pretrained(tmp_path / "again")
+    assert "rope_is_neox_style" not in (tmp_path / "again" / "config.json").read_text()
+    x = torch.randn(6, 32, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    tensors = {name: tensor.double() for name, tensor in tensors.items()}
+
+    def scores(weights, pairs):
+        def heads(name):
+            rows = (x @ weights[f"layers.1.self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, 8))
+            normed = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + 1e-6)
+            return normed * weights[f"layers.1.self_attn.{name}_norm.weight"]
+
+        query, key = heads("q")[:, 0], heads("k")[:, 0]
+        return rotated(query, 1e4, pairs) @ rotated(key, 1e4, pairs).T
+
+    expected = scores(tensors, [(0, 1), (2, 3), (4, 5), (6, 7)])
+    for model in (draft, DFlashDraftModel.from_pretrained(tmp_path / "again")):
+        torch.testing.assert_close(scores(model.state_dict(), [(0, 4), (1, 5), (2, 6), (3, 7)]), expected)
+    assert ("rope_is_neox_style", "warning") in {(one.key, one.severity) for one in check(tmp_path / "draft")}
+
+
+@pytest.mark.parametrize("compiled", [None, "eager"])
+def test_the_embedding_as_a_feature(compiled, big_target):
+    """Layer 0 of those who count the embedding: what the first layer reads."""
+    file = zlab(dflash_config={"mask_token_id": 95}, aux_hidden_state_layer_ids=[0, 3, 5], num_target_layers=8)
+    config = DFlashDraftConfig.from_dict(file)
+    assert config.target_layer_ids == [-1, 2, 4]
+    ids = torch.randint(0, 95, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), FeatureTap(big_target, [-1, 2, 4]) as tap:
+        states = big_target(ids, output_hidden_states=True).hidden_states
+        assert torch.equal(tap.take(), torch.cat([states[0], states[3], states[5]], dim=-1))
+    draft = DFlashDraftModel(config).eval()
+    draft.decoding_config.block_size, draft.decoding_config.compile = 5, compiled
+    plain = big_target.generate(ids, max_new_tokens=20, do_sample=False)
+    assert torch.equal(big_target.generate(ids, max_new_tokens=20, do_sample=False, assistant_model=draft), plain)
+
+
+def test_a_rotary_table_of_layers_that_are_not_there():
+    """A target's configuration has one for each of its layer types; a drafter of one type reads one."""
+    for kinds, kind in ((FULL, "full_attention"), (SLIDING, "sliding_attention")):
+        file = zlab(layer_types=kinds, sliding_window=4, use_sliding_window=True, rope_parameters=TABLES)
+        assert DFlashDraftConfig.from_dict(file).rope_parameters == TABLES[kind]
+
+
+def test_copies_of_the_target_are_not_loaded(tmp_path):
+    write(tmp_path / "draft", "speculators, reduced vocabulary")
+    draft = DFlashDraftModel.from_pretrained(tmp_path / "draft")
+    assert not draft.config.has_embed_tokens and "embed_tokens.weight" not in draft.state_dict()
 
 
 def test_damage_is_named(tmp_path):

@@ -17,7 +17,6 @@ from torch import nn
 from dflash_hf.modeling.adoption_dflash import of_tensors
 from dflash_hf.modeling.drafting_dflash import DFlashCandidateGenerator
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel, additive
-from dflash_hf.modeling.target_dflash import raw_embedding
 from dflash_hf.target import target_features
 from dflash_hf.training.blocks import block_mask, build_blocks, sample_anchors
 from dflash_hf.training.losses import slot_counts
@@ -106,7 +105,7 @@ def hits(target, draft: DFlashDraftModel, text: Text, features: torch.Tensor, ch
         lambda window, causal: additive(block_mask(anchors, ones, config.block_size, window, causal), draft.dtype)
     )
     hidden = draft(
-        noise_embeds=raw_embedding(change.embedding or target, blocks.input_ids).to(draft.dtype),
+        noise_embeds=draft.embed(change.embedding or target, blocks.input_ids).to(draft.dtype),
         context_hidden_states=features.to(draft.dtype),
         attention_mask=masks,
         position_ids=blocks.position_ids,

@@ -51,6 +51,8 @@ def ask(server: str, messages: list[dict], options: dict) -> Answer:
         `ServerError`: the server does not answer, refuses, or reports no timings.
     """
     body = {"messages": messages, "stream": True, "temperature": 0, "timings_per_token": True, **options}
+    # With a part of the prompt kept from an earlier request llama.cpp rounds otherwise, and its own texts differ.
+    body["cache_prompt"] = False
     text, timings, accepted = "", {}, {0: 0}  # by the tokens drafted so far, those accepted so far
     for event in _events(f"{server}/v1/chat/completions", body):
         for choice in event.get("choices") or ():

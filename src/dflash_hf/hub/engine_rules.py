@@ -199,6 +199,9 @@ def _rope(drafter: Drafter) -> Iterator[Finding]:
     if "yarn" in kinds and any(key in {**rope, **scaling} for key in ("mscale", "mscale_all_dim")):
         message = "has mscale, which engines turn into an attention factor in different ways; compare tau."
         yield Finding("warning", SERVERS, "rope_parameters", message)
+    if False in (drafter.get("rope_is_neox_style"), drafter.get("is_neox_style")):
+        message = "is false, which few read. `dflash convert` writes the same drafter in the usual order."
+        yield Finding("warning", SERVERS, "rope_is_neox_style", message)
     backbone = drafter.get("backbone_rotary_base")
     if backbone is not None and thetas and backbone != thetas[0]:
         message = f"{backbone} differs from rope_theta={thetas[0]}: engines rotate context and block alike."
@@ -273,11 +276,12 @@ def _tensors(drafter: Drafter) -> Iterator[Finding]:
     for name in sorted(wanted.keys() - found.keys()):
         yield Finding("error", SERVERS, name, f"is missing {wanted[name]}; vLLM would serve without a word.")
     remedy = " `dflash convert` gives canonical names." if drafter.loads else ""
-    for name in sorted(found.keys() - wanted.keys()):
-        if name in ("embed_tokens.weight", "lm_head.weight"):  # the drafter's own
-            message = f"{found[name]} is skipped by SGLang, which takes the target's; vLLM loads and uses it."
-            yield Finding("error", ("sglang",), name, message)
-        elif not (has_own_head(drafter) and name == "t2d"):
+    own = {name for name in ("embed_tokens.weight", "lm_head.weight") if name in found}
+    for name in sorted(own if not has_own_head(drafter) else own - {"lm_head.weight"}):
+        message = f"{found[name]} is skipped by SGLang, which takes the target's; vLLM loads and uses it."
+        yield Finding("error", ("sglang",), name, message)
+    for name in sorted(found.keys() - wanted.keys() - own):
+        if not (has_own_head(drafter) and name == "t2d"):
             message = f"is unknown {found[name]}: vLLM stops, SGLang skips it.{remedy}"
             yield Finding("error", SERVERS, name, message)
     for name in sorted(wanted.keys() & found.keys()):

@@ -29,6 +29,7 @@ def unread(config: DFlashDraftConfig, engine: str) -> Iterator[tuple[str, str]]:
         "attention_value_scale": 1.0,
         "input_embedding_scale": 1.0,
         "own_mask_embedding": False,
+        "has_embed_tokens": False,
         "v_head_dim": config.head_dim,
         "target_hidden_size": config.hidden_size,
         "hidden_act": "silu",

@@ -210,7 +210,7 @@ class DFlashTrainer(Trainer):
 
         # 2. Blocks of B slots at A anchors: [anchor, MASK, ..., MASK].
         blocks = self.build_blocks(inputs, label_ids)
-        noise = raw_embedding(self.target, blocks.input_ids)  # [N, A*B, H]
+        noise = self.draft.embed(self.target, blocks.input_ids)  # [N, A*B, H]
 
         # 3. One pass of the drafter over [context | blocks].
         hidden = model(
