@@ -3,6 +3,7 @@
 import ast
 import configparser
 import graphlib
+import importlib.util
 import json
 import os
 import re
@@ -15,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import dflash_hf
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -186,6 +189,16 @@ def test_the_citation_names_the_version(setup_cfg):
 def test_commits_are_checked_by_the_ruff_of_ci():
     pinned = re.search(r"^ruff==(\S+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
     assert f"rev: v{pinned[1]}\n" in (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
+
+
+def test_every_public_name_has_its_page_in_the_documentation():
+    spec = importlib.util.spec_from_file_location("docs_build", ROOT / "docs" / "build.py")
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    listed = [name for names in build.REFERENCE.values() for name in names]
+    assert sorted(["__version__", *listed]) == sorted(dflash_hf.__all__)
+    guides = {path.stem for path in (ROOT / "examples" / "guides").glob("*.md")} - {"README"}
+    assert sorted(name for names in build.GUIDES.values() for name in names) == sorted(guides)
 
 
 def test_the_floor_that_is_tested_is_the_declared_one(setup_cfg):
