@@ -67,7 +67,7 @@ def plan_call(target, draft, input_ids, stopping_criteria, generation_config, mo
         `ValueError`: a setting of the drafter cannot be followed.
     """
     config = draft.decoding_config
-    config.check(draft.config.block_size)
+    config.check(draft.config.block_tokens)
     generators = config.generators if generation_config.do_sample else None
     if generators is not None:
         config.check_generators(len(input_ids), input_ids.device)

@@ -45,7 +45,7 @@ _REQUIRED = (
 )
 _FLAGS = (
     *("attention_bias", "attention_sink_bias", "own_mask_embedding", "has_embed_tokens"),
-    *("use_sliding_window", "is_causal"),
+    *("use_sliding_window", "is_causal", "sample_from_anchor"),
 )
 CONVOLUTION_KEYS = ("conv_kernel_size", "conv_group_size")
 

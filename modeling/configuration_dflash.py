@@ -59,7 +59,9 @@ class DFlashDraftConfig(PreTrainedConfig):
     Configuration of a [`DFlashDraftModel`].
 
     Args:
-        block_size (`int`, defaults to 16): Tokens of a block, the known anchor included.
+        block_size (`int`, defaults to 16): Slots of a block, that of the known anchor included.
+        sample_from_anchor (`bool`): Whether slot `k` of a block predicts the token at `anchor + 1 + k`, the anchor's
+            own slot included (DSpark), and not the one at `anchor + k`.
         mask_token_id (`int`): Id whose embedding fills the unknown slots; must lie inside the target's embedding.
         target_layer_ids (`list[int]`): Id `i` means the output of the target's decoder layer `i`, -1 what the first
             one reads. Default: the paper's rule for `num_target_layers` and `num_hidden_layers`.
@@ -118,6 +120,7 @@ class DFlashDraftConfig(PreTrainedConfig):
     sliding_window: int | None = None
     is_causal: bool | None = None
     block_size: int = 16
+    sample_from_anchor: bool = False
     mask_token_id: int | None = None
     target_layer_ids: list[int] | None = None
     num_target_layers: int | None = None
@@ -179,6 +182,7 @@ class DFlashDraftConfig(PreTrainedConfig):
         for key in ("final_logit_softcapping", *(key for part in parts_by_sizes() for key in part)):
             if getattr(self, key) == 0:
                 setattr(self, key, None)
+        self.sample_from_anchor = False if self.sample_from_anchor is None else self.sample_from_anchor
         for key in ("output_multiplier", "input_embedding_scale", "attention_value_scale"):
             if getattr(self, key) is None:
                 setattr(self, key, 1.0)
@@ -326,6 +330,16 @@ class DFlashDraftConfig(PreTrainedConfig):
         return head_of(self)
 
     @property
+    def has_head(self) -> bool:
+        """Whether something chooses the tokens of a block besides the draft logits."""
+        return self.head is not Head
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a drafted block, the anchor included; what one forward of the target verifies at most."""
+        return self.block_size + (self.sample_from_anchor and self.head.drafts_last_slot)
+
+    @property
     def has_own_head(self) -> bool:
         """Whether the drafter has a head of its own, over a reduced vocabulary."""
         return self.draft_vocab_size is not None
@@ -349,12 +363,13 @@ class DFlashDraftConfig(PreTrainedConfig):
         """The written form: nested and top-level keys, two rotary spellings, a model type that engines know."""
         output = super().to_dict()
         output["model_type"] = "qwen3"
-        plain = self.head is Head and self.conv_kernel_size is not None
+        plain = not self.has_head and self.conv_kernel_size is not None
         output["architectures"] = ["DFlash2DraftModel" if plain else self.head.architecture]
         del output["source_layout"], output["interleaved_rotary"]
         for key in _written_nested():
             del output[key]
         output["dflash_config"] = copy.deepcopy(self.dflash_config)
+        self.head.write(output, self)
         if self.is_causal is None:
             output.pop("is_causal", None)
         for key, default in (("draft_vocab_size", None), ("v_head_dim", self.head_dim), ("has_embed_tokens", False)):
@@ -406,6 +421,7 @@ def _nested_keys(config: DFlashDraftConfig) -> dict:
             nested[key] = value
     if "causal_head" in nested:
         nested["causal_head"] = bool(config.is_causal)
+    nested |= config.head.nested(config)
     return nested
 
 

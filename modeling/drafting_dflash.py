@@ -9,7 +9,7 @@ from transformers.generation import CandidateGenerator
 from .accept_dflash import Draft, Proposal, draw
 from .cache_dflash import SlotCache, slot_mask
 from .plan_dflash import Plan
-from .target_dflash import input_device, raw_embedding
+from .target_dflash import input_device
 from .tree_dflash import (
     TOP_K,
     DraftTree,
@@ -54,7 +54,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.draft_model, self.target = draft, target
         self.config = draft.config
         self.head = target.get_output_embeddings()
-        self.slot_head = self.config.head(draft, partial(raw_embedding, target))
+        self.slot_head = self.config.head(draft, partial(draft.embed, target))
         self.device = input_device(target)
         # A model finds these by walking through its parameters, which takes longer than a small layer.
         self.draft_device, self.draft_dtype, self.target_dtype = draft.device, draft.dtype, target.dtype
@@ -144,8 +144,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
             features_start (`torch.LongTensor`, *optional*): `[R]`, the number of the first of them.
 
         Returns:
-            `torch.LongTensor` `[R, B]`: the anchor, and in each slot the token that the drafter's head holds for the
-            likeliest after those before it.
+            `torch.LongTensor` `[R, n + 1]`: the anchor, and of each slot that drafts the token that the drafter's
+            head holds for the likeliest after those before it.
         """
         hidden = self._hidden_states(anchors, start, features, features_start)
         return self.walk(anchors, hidden, temperature=0.0)[0]
@@ -155,7 +155,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         As [`draft`], but every token is drawn from the drafter's own distribution at `temperature`.
 
         Returns:
-            `torch.LongTensor` `[R, B]` and the [`Proposal`] its tokens were drawn from, for the rejection rule.
+            `torch.LongTensor` `[R, n + 1]` and the [`Proposal`] its tokens were drawn from, for the rejection rule.
         """
         hidden = self._hidden_states(anchors, start, features, features_start)
         return self.walk(anchors, hidden, temperature)
@@ -205,21 +205,21 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
         Args:
             anchors (`torch.LongTensor`): `[R]`.
-            hidden (`torch.Tensor`): `[R, B - 1, H]`, final hidden states of the unknown slots.
+            hidden (`torch.Tensor`): `[R, n, H]`, final hidden states of the slots that draft.
             temperature (`float`): 0 takes the likeliest token of each slot.
 
         Returns:
-            `torch.LongTensor` `[R, B]` and the [`Proposal`] they were drawn from, `None` at temperature 0.
+            `torch.LongTensor` `[R, n + 1]` and the [`Proposal`] they were drawn from, `None` at temperature 0.
         """
         head = self.slot_head
         # 1. Slots that do not depend on each other are all taken at once.
         if head.order == 0 and temperature == 0:
-            tokens = self.draft_model.draft_logits(hidden, self.head).argmax(dim=-1)  # [R, B - 1]
+            tokens = self.draft_model.draft_logits(hidden, self.head).argmax(dim=-1)  # [R, n]
             tokens = self.draft_model.target_ids(tokens)
             return torch.cat([anchors[:, None], tokens.to(self.device)], dim=1), None
 
         # 2. One token for each slot, given those before.
-        ids, logits = self._candidates(hidden)  # [R, B - 1, k]
+        ids, logits = self._candidates(hidden)  # [R, n, k]
         before = anchors.to(self.draft_device)
         state, chosen, probabilities = head.start(before), [], []
         for slot in range(ids.shape[1]):
@@ -233,7 +233,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
                 choice = draw(probabilities[-1][:, None], self.generators)  # [R, 1]
             before = ids[:, slot].gather(-1, choice)[:, 0]  # [R]
             chosen.append(before)
-        tokens = torch.stack(chosen, dim=1).to(self.device)  # [R, B - 1]
+        tokens = torch.stack(chosen, dim=1).to(self.device)  # [R, n]
         block = torch.cat([anchors[:, None], tokens], dim=1)
         if temperature == 0:
             return block, None
@@ -268,20 +268,23 @@ class DFlashCandidateGenerator(CandidateGenerator):
     def _hidden_states(self, anchors, start, features, features_start):
         rows, size = anchors.shape[0], self.config.block_size
         if features is None:
-            features, features_start, _ = self.no_features(start, size)
+            features, features_start, _ = self.no_features(start, self.config.block_tokens)
         before = features_start[:, None] + torch.arange(features.shape[1], device=self.device)  # [R, n]
         block = start[:, None] + torch.arange(size, device=self.device)  # [R, B], token numbers
         before_slots, slots = before - self.first, block - self.first
         self.cache.place(before_slots, slots)
 
         noise = torch.cat([anchors[:, None], self.noise.expand(rows, -1)], dim=1)  # [R, B]
-        return self.draft_model(
+        hidden = self.draft_model(
             noise_embeds=self._to_draft(self.draft_model.embed(self.target, noise)),
             context_hidden_states=self._to_draft(features),
             attention_mask=self._masks(slots),
             position_ids=self._to_draft(torch.cat([before, block], dim=1) + self.offset),
             past_key_values=self.cache,
-        ).last_hidden_state[:, 1:]  # slot 0 is the anchor and predicts nothing
+        ).last_hidden_state
+        # Slot 0 is the anchor's: it predicts the next token, or nothing.
+        first = 0 if self.config.sample_from_anchor else 1
+        return hidden[:, first : first + self.config.block_tokens - 1]
 
     def _masks(self, slots: torch.Tensor) -> dict[str, torch.Tensor]:
         def mask(window: int | None, causal: bool) -> torch.Tensor:
@@ -307,12 +310,12 @@ class DFlashCandidateGenerator(CandidateGenerator):
             columns = length if positions is None else positions.shape[-1]
             offset = first_positions(positions, columns, padding, self.device)
             self.absorb(features)
-            self.open(padding, length - 1, length + self.config.block_size, offset)
+            self.open(padding, length - 1, length + self.config.block_tokens, offset)
             features = features_start = None
         else:
             features_start = self.start
         self.start = torch.tensor([length - 1 - int(self.padding)], device=self.device)
-        self.cache.reserve(length + self.config.block_size)
+        self.cache.reserve(length + self.config.block_tokens)
         block = self.draft(input_ids[:, -1].to(self.device), self.start, features, features_start)
         return torch.cat([input_ids, block[:, 1 : 1 + room].to(input_ids.device)], dim=1), None
 

@@ -146,10 +146,10 @@ def decode(
         whole = bool(call.compile) or continuation.look_ahead > 1  # then all rounds have one shape, the last ones too
         trees = pair.session.rollback_is_free
         planner = planner_of(target, draft, drafter, continuation, generation_config, trees, whole)
-        context = drafter.no_features(start, draft.config.block_size)
+        context = drafter.no_features(start, draft.config.block_tokens)
         while not continuation.done:
             plan = planner.next(continuation)
-            pair.reserve(max(draft.config.block_size, plan.size) + context.steps)
+            pair.reserve(max(draft.config.block_tokens, plan.size) + context.steps)
             verdict, fresh = run(pair, start, context, plan)
             continuation.commit(verdict)
             planner.learn(continuation, verdict)

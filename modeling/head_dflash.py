@@ -35,12 +35,14 @@ class Head:
             drafter has the head where the first of them is set.
         sizes (`tuple[str]`): Those of its fields that are sizes: positive integers, or 0 for none; all, or none.
         tensor_names (`dict[str, str]`): Other names of its tensors, regular expressions as in `layouts_dflash`.
-        order (`int`): How many tokens before a slot its scores depend on: 0; 1, without a state; or `MANY`.
+        order (`int`): How many tokens before a slot its scores depend on: 0; 1, without a state; or `MANY`. Of an
+            instance: a head may have several forms.
         samples (`bool`): Whether drafts are drawn where the target samples, unless `draft_temperature` says otherwise.
+        drafts_last_slot (`bool`): Whether the last slot of an anchor-first block is drafted, or only trained.
 
     Args:
         draft (`DFlashDraftModel`): The drafter.
-        embed (`Callable`): The target's raw embeddings `[..., H]` of its tokens `[...]`.
+        embed (`Callable`): The raw embeddings `[..., H]` of the target's tokens `[...]`, which blocks are made of.
     """
 
     MANY = math.inf
@@ -53,6 +55,7 @@ class Head:
     tensor_names: dict[str, str] = {}
     order: float = 0
     samples = False
+    drafts_last_slot = True
 
     def __init__(self, draft, embed):
         self.draft, self.config, self.embed = draft, draft.config, embed
@@ -66,6 +69,23 @@ class Head:
     def read(cls, config: dict) -> dict:
         """A `config.json` with this head's fields, from any spelling that is published."""
         return config
+
+    @classmethod
+    def nested(cls, config) -> dict:
+        """What its `dflash_config` says beyond its fields."""
+        return {}
+
+    @classmethod
+    def write(cls, output: dict, config) -> None:
+        """
+        Turn a `config.json` that holds this head's fields in `dflash_config` into what engines read, in place; without
+        a head, an anchor-first block is DeepSpec's plain drafter.
+        """
+        if config.sample_from_anchor:
+            output |= {"architectures": ["Qwen3DSparkModel"], "markov_rank": 0, "enable_confidence_head": False}
+            output.setdefault("num_anchors", 512)  # DeepSpec's reader asks for it
+        else:
+            del output["sample_from_anchor"]
 
     @classmethod
     def check(cls, config) -> None:

@@ -1,10 +1,12 @@
 """The heads that a drafter may have, and what the configuration of any of them means."""
 
+from .domino_dflash import DominoHead
 from .head_dflash import Head
+from .markov_dflash import MarkovHead
 from .selector_dflash import PathSelector
 
 
-HEADS: tuple[type[Head], ...] = (PathSelector,)
+HEADS: tuple[type[Head], ...] = (PathSelector, MarkovHead, DominoHead)
 
 
 def head_of(config) -> type[Head]:

@@ -1,8 +1,8 @@
 """
 How others write a drafter: their `config.json` keys and tensor names, turned into the published z-lab layout.
 
-The rest of the code knows one layout only. What is not a DFlash drafter whose slot `k` predicts the token at
-`anchor + k` is refused here, with the reason.
+The rest of the code knows one layout only. What is not a DFlash drafter, or has a head that is not known, is refused
+here, with the reason.
 """
 
 import re
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from transformers import CONFIG_MAPPING
 from transformers.utils import logging
 
-from .heads_dflash import HEADS, head_fields
+from .heads_dflash import HEADS
 
 
 logger = logging.get_logger(__name__)
@@ -57,11 +57,7 @@ _SPECULATORS_DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_
 
 # Heads that draft in another way, by family; those of `HEADS` are read. A key that is set or the start of a tensor's
 # name gives one away.
-_ANCHOR_FIRST = "its blocks are anchor-first (slot k predicts the token at anchor + 1 + k, here the one at anchor + k)"
-_MARKOV = "its logits need a Markov head over the tokens drafted before, which is not supported yet"
 _OTHER_HEADS = {
-    "Domino": "its logits need a GRU over the tokens drafted before, which is not supported yet",
-    "DSpark": _MARKOV,
     "LiLiCorr": "it chooses among candidates with an attention over their lattice, which is not supported",
     "XPress": "its drafts are rewritten by a refiner",
     "Laguna": "its attention is gated (`g_proj`) and its features have norms of their own (`aux_hidden_norms`)",
@@ -70,24 +66,17 @@ _OTHER_HEADS = {
     "Beam": "it keeps several paths of a block while it drafts",
 }
 # Keys that are no head's field.
-_OTHER_KEYS = {
-    "markov_rank": _MARKOV,
-    "enable_confidence_head": "it has a confidence head, which is not supported yet",
-    "sample_from_anchor": _ANCHOR_FIRST,
-    "shift_label": _ANCHOR_FIRST,
-    "xpress_rank": _OTHER_HEADS["XPress"],
-}
+_OTHER_KEYS = {"xpress_rank": "XPress"}
 _OTHER_TENSORS = {
-    "prefix_gru.": "Domino",
-    "embed_proj.": "Domino",
-    "markov_head.": "DSpark",
-    "confidence_head.": "DSpark",
     "lilicorr.": "LiLiCorr",
     "aux_hidden_norms.": "Laguna",
     "refiner_head.": "XPress",
     "hidden_correction.": "DFly",
     "layer_fusion": "DFly",
 }
+
+# Spellings of: slot k of a block predicts the token at anchor + 1 + k.
+_ANCHOR_FIRST = ("sample_from_anchor", "shift_label", "query_zero_predicts_next")
 
 # Applied in this order to every tensor name.
 _TENSOR_NAMES = {
@@ -178,6 +167,9 @@ def canonical_config(config: dict) -> dict:
     config, neox = _taken(config, "rope_is_neox_style", "is_neox_style")
     if neox is False:
         config["interleaved_rotary"] = True
+    config, anchor_first = _taken(config, *_ANCHOR_FIRST)
+    if anchor_first is not None:
+        config["sample_from_anchor"] = anchor_first
     for head in HEADS:
         config = head.read(config)
     for name, dialect in DIALECTS.items():
@@ -218,7 +210,7 @@ def is_left_out(name: str, source_layout: str | None, own_head: bool) -> bool:
     """
     if re.search(_ROTARY, name):
         return True
-    if source_layout == "speculators" and not own_head and name in ("lm_head.weight", "d2t"):
+    if source_layout in ("speculators", "dspark") and not own_head and name in ("lm_head.weight", "d2t"):
         return True
     return source_layout in DIALECTS and re.search(DIALECTS[source_layout].copies, name) is not None
 
@@ -248,27 +240,22 @@ def _refuse_other_heads(config: dict) -> None:
         if head in read:
             continue
         named = [name for name in (*names, kind) if head.lower() in name.lower()]
-        if not named:
-            continue
-        what = f"{named[0]} is a {head} drafter, not a DFlash one"
-        if head == "DSpark":
-            reasons = [_MARKOV] if both.get("markov_rank") != 0 else []
-            # Unsaid, DeepSpec's and nested files are anchor-first; those of speculators are not.
-            reasons += [_ANCHOR_FIRST] if both.get("sample_from_anchor", not kind) else []
-            if both.get("markov_rank") == 0:
-                what = f"{named[0]} with markov_rank=0 is a plain drafter in DSpark's layout"
-            reason = ", and ".join(reasons) or "that layout is not supported yet"
-        raise UnknownHeadError(f"{what}: {reason}. It cannot be loaded here.")
-    kinds = ("dflash", *(family.lower() for family in read))
+        named += [f"{key}={both[key]!r}" for key, family in _OTHER_KEYS.items() if family == head and both.get(key)]
+        if named:
+            raise UnknownHeadError(
+                f"{named[0]} is a {head} drafter, not a DFlash one: {reason}. It cannot be loaded here."
+            )
+    kinds = ("dflash", *(family.lower() for family in read if family != "Domino"))  # theirs fuses features, as DFlare
     if kind and kind not in kinds:
         raise UnknownHeadError(
             f"speculators_model_type={kind!r} is not a DFlash drafter; it must be {' or '.join(map(repr, kinds))}."
         )
-    for key, reason in _OTHER_KEYS.items():
-        if both.get(key) and key not in head_fields():
-            raise UnknownHeadError(
-                f"{key}={both[key]!r}: {reason}. The drafter would load and draft wrongly, so it is refused."
-            )
+    bundled = [key for key in config if key.startswith("dspark_")]
+    if bundled:
+        raise UnknownHeadError(
+            f"{bundled[0]}={config[bundled[0]]!r} is of a DSpark drafter inside its target's checkpoint, which cannot "
+            "be loaded here; load one that was published by itself."
+        )
     if both.get("use_gemma_norm", False):
         raise ValueError("use_gemma_norm=True is not supported; drafters of this family have use_gemma_norm=False.")
 
@@ -401,6 +388,11 @@ DIALECTS = {
         lambda config: "target_num_hidden_layers" in config or _counts_taps(config),
         _from_torchspec,
         r"^embed_tokens\.",
+    ),
+    "dspark": Dialect(
+        lambda config: config.get("source_layout") == "dspark",  # as its head has read it
+        lambda config: config if "rope_dim" in (config.get("rope_parameters") or {}) else _whole_heads(config),
+        r"^(?:embed_tokens\.|t2d$)",
     ),
     "automodel": Dialect(lambda config: "Qwen3DFlash" in str(config.get("architectures")), _whole_heads),
 }

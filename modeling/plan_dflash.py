@@ -269,7 +269,7 @@ def planner_of(target, draft, drafter, text, generation_config, trees: bool, who
         trees (`bool`): Whether the target can verify a tree.
         whole (`bool`): Whether all rounds must keep one shape.
     """
-    config, trained, rows = draft.decoding_config, draft.config.block_size, len(text.host.alive)
+    config, trained, rows = draft.decoding_config, draft.config.block_tokens, len(text.host.alive)
     asked = generation_config.num_assistant_tokens
     unset = asked in (None, _DEFAULT_ASSISTANT_TOKENS)
     limit = trained if unset else max(int(asked), 0) + 1

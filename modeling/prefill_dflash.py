@@ -109,7 +109,7 @@ def opened_pair(call: Call, target, draft, continuation: Continuation, input_ids
         drafter, (draft_pool, pool) = models.drafter, models.pools
         prompt = prefill(call, models, input_ids, generation_config, model_kwargs)
         columns, padding, offset = prompt.columns, prompt.padding, prompt.offset
-        room = columns + draft.config.block_size + (0 if call.compile else min(call.max_new, 256))  # grows
+        room = columns + draft.config.block_tokens + (0 if call.compile else min(call.max_new, 256))  # grows
         drafter.open(padding, columns, room, offset, draft_pool)
         extra = extra_arguments(target, generation_config, model_kwargs)
         session = call.facts.open_session(models.target, prompt.cache, padding, room, offset, extra, pool)

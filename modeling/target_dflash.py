@@ -151,7 +151,7 @@ def check_pair(target, draft_config) -> None:
     # A target whose embedding was given some more rows is still the same target, one with many more is another; a
     # head with modules has a row for each token.
     known = draft_config.vocab_size
-    resized = known is not None and known < rows <= known * 1.1 and not draft_config.head.order
+    resized = known is not None and known < rows <= known * 1.1 and not draft_config.has_head
     if not resized and known not in (None, text.vocab_size, rows):
         raise ValueError(
             f"The drafter was trained with vocab_size={draft_config.vocab_size}, but {name} has "

@@ -141,6 +141,7 @@ def native_obstacle(draft: DFlashDraftModel) -> str | None:
         "input_embedding_scale": 1.0,
         "output_multiplier": 1.0,
         "final_logit_softcapping": None,
+        "sample_from_anchor": False,
     }
     for key, value in neutral.items():
         ours = getattr(config, key, value)

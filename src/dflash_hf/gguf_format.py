@@ -18,6 +18,7 @@ from dflash_hf.configs import read_config
 from dflash_hf.files import atomic, digest_of
 from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel, DFlashRotaryEmbedding
+from dflash_hf.modeling.selector_dflash import PathSelector
 from dflash_hf.terminal import install
 
 
@@ -112,6 +113,10 @@ def limits(config: DFlashDraftConfig, target: dict | None = None) -> Iterator[tu
         yield "hidden_act", f"{config.hidden_act!r} is neither 'silu' nor 'gelu_pytorch_tanh'."
     if rope["rope_type"] in ("dynamic", "longrope"):
         yield "rope_parameters", f"{rope['rope_type']!r} changes with the length; a GGUF file holds one table."
+    if config.has_head and config.head is not PathSelector:
+        yield next(iter(config.head.fields)), f"a {config.head.name} is not written to a GGUF file."
+    elif config.sample_from_anchor:
+        yield "sample_from_anchor", "llama.cpp reads it of DSpark's drafters alone, which are not written."
     top_k = config.selector_top_k
     if top_k is not None and hidden < top_k * (top_k + 1):
         yield "selector_top_k", f"{top_k} needs a hidden_size of {top_k * (top_k + 1)} in llama.cpp, not {hidden}."

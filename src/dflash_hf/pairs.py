@@ -144,7 +144,7 @@ def configured_draft(arguments, loading: Loading, device: str | None = None):
     draft = load_draft(arguments.draft, loading, device)
     for name, value in ways.items():
         setattr(draft.decoding_config, name, value)
-    draft.decoding_config.check(draft.config.block_size)
+    draft.decoding_config.check(draft.config.block_tokens)
     return draft
 
 

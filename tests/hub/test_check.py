@@ -17,8 +17,10 @@ from support.pairs import make_draft
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
 from dflash_hf.cli import main
 from dflash_hf.convert import convert
+from dflash_hf.hub.card import CardFacts, render_card
 from dflash_hf.hub.check import check, read_shapes, render
 from dflash_hf.hub.engine_rules import Drafter, Finding, layers_as_read
+from dflash_hf.hub.launch import launch_command
 from dflash_hf.names import ENGINES
 
 
@@ -112,6 +114,46 @@ def test_what_we_write_passes_and_is_the_documented_layout(variant, target, tmp_
         for i, kind in enumerate(draft.config.layer_types)
     ]
     assert layers_as_read(Drafter(tmp_path, config, config["dflash_config"], {}, {})) == {"vllm": ours, "sglang": ours}
+
+
+MARKOV, DOMINO = {"markov_rank": 6}, {"gru_hidden_dim": 9, "emb_dim": 7, "pure_draft_prefix_len": 1}
+HEADS = {
+    # what is trained: fields, keys of the errors by engine
+    "vanilla": ({**MARKOV, "sample_from_anchor": True}, {}),
+    "vanilla 1+N": ({**MARKOV, "enable_confidence_head": True}, {}),
+    "gated": ({**MARKOV, "markov_head_type": "gated"}, {"vllm": "markov_head_type"}),
+    "rnn": ({**MARKOV, "markov_head_type": "rnn", "sample_from_anchor": True}, {"vllm": "markov_head_type"}),
+    "anchor first, no head": ({"sample_from_anchor": True}, {"vllm": "markov_rank"}),
+    "Domino": (DOMINO, {"vllm": "gru_hidden_dim"}),
+    "Domino, shifted": ({**DOMINO, "sample_from_anchor": True}, {"vllm": "gru_hidden_dim"}),
+    "Domino, another prefix": (
+        {**DOMINO, "pure_draft_prefix_len": 0},
+        {"vllm": "gru_hidden_dim", "sglang": "pure_draft_prefix_len"},
+    ),
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_who_serves_which_head(head, target, tmp_path):
+    fields, refused = HEADS[head]
+    draft = make_draft(target, target_layer_ids=[0, 1, 2], **fields)
+    draft.save_pretrained(tmp_path)
+    findings = check(tmp_path, target=target.config)
+    found = {engine: key for key, finding in errors(findings).items() for engine in finding.engines}
+    assert found == refused, render(findings)
+    assert {one.key for one in findings if one.severity == "warning"} == (
+        {"projector_type"} if "Domino" in head else set()
+    )
+    config, drafts = draft.config, 3 + ("sample_from_anchor" in fields and "Domino" not in head)
+    for engine in ("vllm", "sglang"):
+        command = launch_command(engine, "t", "d", config)[1]
+        speaks_of_dspark = "dspark" in " ".join(command).lower()
+        assert speaks_of_dspark == ("Domino" not in head)
+        assert f'"num_speculative_tokens": {drafts}' in command[-1] or engine == "sglang"
+    assert command[-1] == str(drafts if speaks_of_dspark else drafts + 1)
+    card = str(render_card(tmp_path, CardFacts(base_model="t/t"), "u/d"))
+    assert (config.head.name in card) == config.has_head
+    assert all((engine in card) == (engine.lower() not in refused) for engine in ("vLLM", "SGLang"))
 
 
 def write_header(folder, shapes):

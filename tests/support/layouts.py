@@ -76,9 +76,25 @@ def tensors_of(truth, bias=False):
         shapes["candidate_selector.hidden_projection.weight"] = (truth["selector_rank"], hidden)
         for name in ("predecessor", "successor"):
             shapes[f"candidate_selector.{name}_codebook"] = (96, truth["selector_rank"])
+    rows = truth.get("draft_vocab_size", 96)
+    if "markov_rank" in truth:
+        rank = truth["markov_rank"]
+        shapes |= {"markov_head.markov_w1.weight": (96, rank), "markov_head.markov_w2.weight": (rows, rank)}
+        mixing = {"gated": ("gate_proj", rank, hidden + rank), "rnn": ("joint_proj", 3 * rank, 2 * rank + hidden)}
+        if truth["markov_head_type"] in mixing:
+            name, *shape = mixing[truth["markov_head_type"]]
+            shapes |= {f"markov_head.{name}.weight": tuple(shape), f"markov_head.{name}.bias": tuple(shape[:1])}
+    if "confidence" in truth:
+        shapes |= {"confidence_head.proj.weight": (1, truth["confidence"]), "confidence_head.proj.bias": (1,)}
+    if "gru_hidden_dim" in truth:
+        width, inner = truth["gru_hidden_dim"], truth["emb_dim"]
+        shapes |= {"prefix_gru.weight_ih_l0": (3 * width, hidden), "prefix_gru.weight_hh_l0": (3 * width, width)}
+        shapes |= {"embed_proj.0.weight": (inner, hidden + width), "embed_proj.2.weight": (96, inner)}
     random = torch.Generator().manual_seed(0)
+    loud = ("markov_", "prefix_gru", "embed_proj")  # so that what is drafted depends on them
     return {
-        name: torch.randn(shape, generator=random) * (0.2 if len(shape) > 1 else 0.3)
+        name: torch.randn(shape, generator=random)
+        * ((1.5 if name.startswith(loud) else 0.2) if len(shape) > 1 else 0.3)
         + (1.0 if "norm" in name else 0.0)
         for name, shape in shapes.items()
     }
@@ -340,6 +356,159 @@ LAYOUTS = {
         {},
         ROTARY,
     ),
+}
+
+
+# DSpark: anchor-first blocks unless a file says otherwise.
+VANILLA = {"markov_rank": 6, "markov_head_type": "vanilla"}
+GATED, RNN = {**VANILLA, "markov_head_type": "gated"}, {**VANILLA, "markov_head_type": "rnn"}
+FIRST, WIDE, NARROW = {"anchor_first": True}, {"confidence": 38}, {"confidence": 32}
+SURE = {"enable_confidence_head": True, "confidence_head_with_markov": True}
+OWN_COPIES = {"embed_tokens.weight": torch.ones(96, 32), "lm_head.weight": torch.ones(96, 32)}
+
+
+def automodel_dspark(**changes):
+    """Flat, with copies of the target's embedding and head in the file."""
+    file = {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512, "enable_confidence_head": False}
+    return zlab(dflash_config=..., **NESTED, **{**file, **VANILLA, **changes})
+
+
+def specforge_dspark(**nested):
+    nested = {"projector_type": "dspark", "attention_mode": "gqa", "confidence_head_alpha": 0.0, **nested}
+    return zlab(architectures=["DSparkDraftModel"], nested=nested)
+
+
+def modelopt(**nested):
+    """`architectures` names a plain drafter."""
+    return zlab(nested={"shift_label": True, "causal": False, **nested})
+
+
+UNPREFIXED = {"markov_head.": "", "confidence_head.proj.": "confidence_proj."}
+DOMINO = {"emb_dim": 7, "gru_hidden_dim": 9, "pure_draft_prefix_len": 1}
+# DOMINO's first slot has draft logits alone; its last one is trained, but not used, where labels are shifted.
+LAYOUTS |= {
+    "DSpark, Automodel": (automodel_dspark(**SURE), {**VANILLA, **FIRST, **WIDE}, {}, OWN_COPIES),
+    "DSpark, Automodel, gated": (
+        automodel_dspark(**GATED, enable_confidence_head=True, confidence_head_with_markov=False),
+        {**GATED, **FIRST, **NARROW},
+        {"": "model."},
+        OWN_COPIES,
+    ),
+    "DSpark, Automodel, rnn": (automodel_dspark(**RNN), {**RNN, **FIRST}, {}, OWN_COPIES),
+    "DSpark, DeepSpec's plain drafter": (automodel_dspark(markov_rank=0), FIRST, {}, OWN_COPIES),
+    "DSpark, a confidence head alone": (
+        automodel_dspark(markov_rank=0, enable_confidence_head=True, confidence_head_with_markov=False),
+        {**FIRST, **NARROW},
+        {},
+        OWN_COPIES,
+    ),
+    "DSpark, flat 1+N": (automodel_dspark(**RNN, sample_from_anchor=False), RNN, {}, {}),
+    "DSpark, SpecForge": (specforge_dspark(**VANILLA), {**VANILLA, **FIRST}, {}, {}),
+    "DSpark, SpecForge, rnn": (
+        specforge_dspark(**RNN, confidence_head_alpha=1.0, confidence_head_with_markov=True),
+        {**RNN, **FIRST, **WIDE},
+        {"": "draft_model."},
+        {},
+    ),
+    "DSpark, SpecForge, no Markov head": (specforge_dspark(markov_rank=0), FIRST, {}, {}),
+    "DSpark, speculators": (
+        speculators("dspark", **VANILLA, **SURE, sample_from_anchor=True),
+        {**VANILLA, **FIRST, **WIDE},
+        {},
+        FULL_COPIES,
+    ),
+    "DSpark, speculators 1+N, reduced vocabulary": (
+        speculators("dspark", **GATED, **SURE, draft_vocab_size=24),
+        {**GATED, **WIDE, "draft_vocab_size": 24},
+        {},
+        {**COPIES, **OWN_HEAD, "t2d": T2D},
+    ),
+    "DSpark, speculators, which is said nowhere": (
+        {k: v for k, v in speculators("dspark", **VANILLA, **SURE).items() if k != "sample_from_anchor"},
+        {**VANILLA, **WIDE},
+        {},
+        FULL_COPIES,
+    ),
+    "DSpark, speculators, a plain drafter": (
+        speculators("dspark", markov_rank=0, enable_confidence_head=False),
+        {},
+        {},
+        FULL_COPIES,
+    ),
+    "speculators, anchor first": (speculators(sample_from_anchor=True), FIRST, {}, FULL_COPIES),
+    "DSpark, ModelOpt": (
+        modelopt(projector_type="dspark", **VANILLA, use_confidence_head=True),
+        {**VANILLA, **FIRST, **WIDE, "is_causal": False},
+        UNPREFIXED,
+        {},
+    ),
+    "DSpark, ModelOpt, gated": (
+        modelopt(projector_type="dspark", **GATED, use_confidence_head=False),
+        {**GATED, **FIRST, "is_causal": False},
+        UNPREFIXED,
+        {},
+    ),
+    "DSpark, ModelOpt, rnn": (
+        modelopt(projector_type="dspark", **RNN, use_confidence_head=True),
+        {**RNN, **FIRST, **WIDE, "is_causal": False},
+        {**UNPREFIXED, "": "dflash_module."},
+        {},
+    ),
+    **{
+        f"DSpark, {name}": (automodel_dspark(architectures=[name]), {**VANILLA, **FIRST}, {}, {})
+        for name in ("Lfm2DSparkDraftModel", "LingDSparkModel", "K3DSparkModel", "MuseSparkDSparkModel")
+    },
+    "DSpark, DSparkSpeculator": (
+        speculators("dspark", **VANILLA, enable_confidence_head=False, architectures=["DSparkSpeculator"]),
+        VANILLA,
+        {},
+        FULL_COPIES,
+    ),
+    "Domino, SpecForge": (
+        zlab(
+            architectures=["DominoDraftModel"],
+            emb_dim=7,
+            nested={"projector_type": "domino", "shift_label": True} | DOMINO,
+        ),
+        {**DOMINO, **FIRST},
+        {},
+        {},
+    ),
+    "Domino, SpecForge, labels not shifted": (
+        zlab(architectures=["DominoDraftModel"], nested={"projector_type": "domino", "shift_label": False} | DOMINO),
+        DOMINO,
+        {"": "draft_model."},
+        {},
+    ),
+    "Domino, Automodel": (
+        zlab(
+            architectures=["Qwen3DFlashDraftModel"],
+            nested={"projector_type": "domino", "shift_label": False, **DOMINO, "pure_draft_prefix_len": 0},
+        ),
+        {**DOMINO, "pure_draft_prefix_len": 0},
+        {"": "model."},
+        {},
+    ),
+    "Domino, ModelOpt": (
+        modelopt(projector_type="domino", **DOMINO),
+        {**DOMINO, **FIRST, "is_causal": False},
+        {"": "dflash_module."},
+        {},
+    ),
+    "Domino, causal_v5": (
+        zlab(nested={"projector_type": "causal_v5", "shift_label": False} | DOMINO),
+        DOMINO,
+        {},
+        {},
+    ),
+    "JetSpec": (zlab(nested={"causal_head": True}), {"is_causal": True}, {}, {}),
+    "JetSpec, Automodel": (
+        zlab(architectures=["Qwen3DFlashDraftModel"], nested={"causal": True}),
+        {"is_causal": True},
+        {"": "model."},
+        {},
+    ),
+    "JetSpec, ModelOpt": (zlab(nested={"causal": True}), {"is_causal": True}, {"": "dflash_module."}, {}),
 }
 
 

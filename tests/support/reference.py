@@ -131,7 +131,7 @@ def draft_hidden_states(tensors, config, features, block):
     return rms_norm(hidden, tensors["norm.weight"], eps)
 
 
-def draft_tokens(tensors, config, hidden, head, anchor):
+def draft_tokens(tensors, config, hidden, head, anchor, embedding=None):
     """
     The drafted tokens of one block, greedy.
 
@@ -139,14 +139,27 @@ def draft_tokens(tensors, config, hidden, head, anchor):
         hidden (`torch.Tensor`): `[B, H]`, final hidden states.
         head (`torch.Tensor`): `[V, H]`, the target's head.
         anchor (`int`): The token of slot 0.
+        embedding (`torch.Tensor`): `[V, H]`, the target's.
     """
     own = "d2t" in tensors
     cap = config.get("final_logit_softcapping")
     tokens, before = [], anchor
-    for h in hidden[1:]:
+    drafting = hidden[1:]
+    if config.get("anchor_first"):
+        drafting = hidden[:-1] if "gru_hidden_dim" in config else hidden
+    state = torch.zeros(config.get("gru_hidden_dim", config.get("markov_rank", 0)), dtype=hidden.dtype)
+    for slot, h in enumerate(drafting):
         logits = (tensors["lm_head.weight"] if own else head) @ h * config.get("output_multiplier", 1.0)
         if cap is not None:
             logits = cap * torch.tanh(logits / cap)
+        if "markov_rank" in config:
+            bias, state = markov_bias(tensors, config, state, before, h)
+            logits = logits + bias
+        if "gru_hidden_dim" in config:
+            state = gru_step(tensors, state, embedding[before])
+            if slot >= config["pure_draft_prefix_len"]:
+                mixed = tensors["embed_proj.0.weight"] @ torch.cat([h, state])
+                logits = logits + tensors["embed_proj.2.weight"] @ (mixed * torch.sigmoid(mixed))
         if "selector_rank" in config:
             prefix = "candidate_selector."
             query = tensors[f"{prefix}predecessor_codebook"][before] * (
@@ -156,11 +169,39 @@ def draft_tokens(tensors, config, hidden, head, anchor):
                 int(i): float(logits[i] + query @ tensors[f"{prefix}successor_codebook"][i])
                 for i in logits.topk(config["selector_top_k"]).indices
             }
-            before = max(scores, key=scores.get)
+            token = max(scores, key=scores.get)
         else:
-            before = int(logits.argmax())
-        tokens.append(before + int(tensors["d2t"][before]) if own else before)
+            token = int(logits.argmax())
+        before = token + int(tensors["d2t"][token]) if own else token
+        tokens.append(before)
     return tokens
+
+
+def markov_bias(tensors, config, state, before, h):
+    """DSpark's bias of every token after the token `before`, and the next state of its recurrence."""
+    rank, kind = config["markov_rank"], config["markov_head_type"]
+    w = tensors["markov_head.markov_w1.weight"][before]
+    if kind == "gated":
+        gate = tensors["markov_head.gate_proj.weight"] @ torch.cat([h, w]) + tensors["markov_head.gate_proj.bias"]
+        w = w / (1 + torch.exp(-gate))
+    elif kind == "rnn":
+        z = (
+            tensors["markov_head.joint_proj.weight"] @ torch.cat([state, w, h])
+            + tensors["markov_head.joint_proj.bias"]
+        )
+        keep = 1 / (1 + torch.exp(-z[:rank]))
+        state = keep * state + (1 - keep) * torch.tanh(z[rank : 2 * rank])
+        w = torch.tanh(z[2 * rank :])
+    return tensors["markov_head.markov_w2.weight"] @ w, state
+
+
+def gru_step(tensors, state, x):
+    """One step of a GRU without biases, gate by gate."""
+    width = len(state)
+    of_input, of_state = tensors["prefix_gru.weight_ih_l0"] @ x, tensors["prefix_gru.weight_hh_l0"] @ state
+    reset, update = (torch.sigmoid((of_input + of_state)[i * width :][:width]) for i in range(2))
+    candidate = torch.tanh(of_input[2 * width :] + reset * of_state[2 * width :])
+    return (1 - update) * candidate + update * state
 
 
 @torch.no_grad()

@@ -60,7 +60,7 @@ class Change:
         features (`PreTrainedModel`, *optional*): The model whose layers are read, in place of the target.
         embedding (`PreTrainedModel`, *optional*): The model whose embedding fills the block.
         head (`nn.Module`, *optional*): The head of the drafts.
-        shift (`int`): 1 reads the blocks anchor-first: slot `k` drafts the token at `a + 1 + k`.
+        shift (`int`): 1 reads the blocks anchor-first, where the drafter is not, and the other way round.
         dtype (`torch.dtype`, *optional*): Of the drafter.
         texts (`Callable`, *optional*): Makes other texts; called when they are needed.
     """
@@ -100,7 +100,8 @@ def hits(target, draft: DFlashDraftModel, text: Text, features: torch.Tensor, ch
     config, device = draft.config, features.device
     ids, anchors = text.input_ids.to(device), text.anchors.to(device)
     ones, valid = torch.ones_like(ids), torch.ones_like(anchors, dtype=torch.bool)
-    blocks = build_blocks(ids, ones, anchors, valid, config.block_size, config.mask_token_id)
+    early = config.sample_from_anchor != bool(change.shift)
+    blocks = build_blocks(ids, ones, anchors, valid, config.block_size, config.mask_token_id, anchor_first=early)
     masks = config.by_layer_type(
         lambda window, causal: additive(block_mask(anchors, ones, config.block_size, window, causal), draft.dtype)
     )
@@ -112,9 +113,9 @@ def hits(target, draft: DFlashDraftModel, text: Text, features: torch.Tensor, ch
     ).last_hidden_state.view(anchors.shape[1], config.block_size, -1)  # [A, B, H]
     generator = DFlashCandidateGenerator(draft, target)
     generator.head = change.head or generator.head
-    states = hidden[:, :-1] if change.shift else hidden[:, 1:]
+    states = hidden[:, 0 if early else 1 :][:, : config.block_tokens - 1]  # [A, D, H]
     drafted = generator.walk(ids[0, anchors[0]], states, temperature=0.0)[0]  # [A, B]
-    counted, labels = blocks.counted[0, :, 1:], blocks.labels[0, :, 1:]
+    counted, labels = (one[0, :, 1 : states.shape[1] + 1] for one in (blocks.counted, blocks.labels))
     log_probs = draft.draft_logits(states, generator.head).float().log_softmax(-1)  # [A, B-1, V]
     own = draft_ids(draft)
     own = labels if own is None else own[labels]

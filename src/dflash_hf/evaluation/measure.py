@@ -249,12 +249,12 @@ def evaluate(
     # 3. Medians; ratios are taken inside a run, where the load was the same.
     answers = [one.ids for one in decoded[-1][TARGET]]
     outputs = {method: [_unlike(decoded, method, i) for i in range(len(prompts))] for method in methods}
-    divergences, rounding = judge(target, prompts, answers, outputs, draft.config.block_size)
+    divergences, rounding = judge(target, prompts, answers, outputs, draft.config.block_tokens)
     return EvalReport(
         methods={method: _method_report(decoded, method, warmup[method]) for method in methods},
         acceptance_lengths=[one.acceptance_lengths for one in decoded[-1][DFLASH]],
         responses=answers,
-        block_size=draft.config.block_size,
+        block_size=draft.config.block_tokens,
         setting={
             "device": str(target.device),
             "hardware": hardware(target.device),
@@ -370,7 +370,7 @@ def variant(draft, **changes):
 
 def in_blocks(draft):
     """The same drafter in blocks of the trained size, if no other was set: so acceptance lengths can be compared."""
-    return variant(draft, block_size=draft.decoding_config.block_size or draft.config.block_size)
+    return variant(draft, block_size=draft.decoding_config.block_size or draft.config.block_tokens)
 
 
 def ways_of(draft, tree_nodes: int = TREE_NODES) -> dict:

@@ -22,6 +22,7 @@ from dflash_hf.hub.engine_rules import DFLASH2, MUSE
 from dflash_hf.hub.launch import launch_command
 from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
 from dflash_hf.modeling.saving_dflash import code_files
+from dflash_hf.modeling.selector_dflash import PathSelector
 from dflash_hf.names import LLAMA_CPP, RELATIONS
 from dflash_hf.terminal import install
 
@@ -176,7 +177,7 @@ def render_card(folder: str | Path, facts: CardFacts, repo: str) -> ModelCard:
         repo=repo,
         base_model=facts.base_model,
         base_model_revision=facts.base_model_revision,
-        block_size=config.block_size,
+        block_size=config.block_tokens,
         model=_model_rows(config, folder),
         loading=_loading(folder),
         engines=_engines(folder, config, facts, repo),
@@ -271,7 +272,13 @@ def _model_rows(config, folder: Path) -> list[tuple[str, str]]:
     ]
     if config.num_target_layers is not None:
         rows[-1] = (rows[-1][0], f"{rows[-1][1]} of {config.num_target_layers}")
-    return [*rows, ("Block size", f"{config.block_size}, anchor included"), ("Mask token", str(config.mask_token_id))]
+    if config.has_head:
+        rows.append(("Head", config.head.name))
+    return [
+        *rows,
+        ("Block size", f"{config.block_tokens}, anchor included"),
+        ("Mask token", str(config.mask_token_id)),
+    ]
 
 
 def _loading(folder: Path) -> str:
@@ -309,8 +316,12 @@ def _engines(folder: Path, config, facts: CardFacts, repo: str) -> list[dict]:
     """Launch lines for the engines that the preflight finds no error for."""
     sliding = "sliding_attention" in config.layer_types
     written = _read_json(folder / "config.json").get("architectures")
-    kind = 2 if written == [DFLASH2] else 1 if sliding or written == [MUSE] else 0
-    names = {"vllm": ("vLLM", ("0.21", "0.26", "0.30")), "sglang": ("SGLang", ("0.5.12", "0.5.14", "0.5.20"))}
+    newest = config.sample_from_anchor or (config.has_head and config.head is not PathSelector)
+    kind = 3 if newest else 2 if written == [DFLASH2] else 1 if sliding or written == [MUSE] else 0
+    names = {
+        "vllm": ("vLLM", ("0.21", "0.26", "0.30", "0.33")),
+        "sglang": ("SGLang", ("0.5.12", "0.5.14", "0.5.20", "0.5.23")),
+    }
     lines = []
     for engine, (name, versions) in names.items():
         if not any(finding.severity == "error" for finding in check(folder, [engine])):

@@ -13,7 +13,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from dflash_hf.modeling.checkpoint_dflash import MASK_EMBEDDING
 from dflash_hf.modeling.checks_dflash import CONVOLUTION_KEYS
+from dflash_hf.modeling.domino_dflash import DominoHead
 from dflash_hf.modeling.heads_dflash import HEADS
+from dflash_hf.modeling.markov_dflash import MarkovHead
 from dflash_hf.modeling.selector_dflash import PathSelector
 from dflash_hf.names import ENGINES, SERVERS
 
@@ -21,8 +23,9 @@ from dflash_hf.names import ENGINES, SERVERS
 MUSE = "MuseGlimmerAssistantModel"
 DFLASH2 = PathSelector.architecture
 DFLASH2_KEYS = (*CONVOLUTION_KEYS, *PathSelector.sizes)
-ARCHITECTURES = ("DFlashDraftModel", DFLASH2, MUSE)
-_SERVED = (PathSelector,)  # heads that engines have
+DSPARK = MarkovHead.architecture
+ARCHITECTURES = ("DFlashDraftModel", DFLASH2, MUSE, DSPARK)
+_SERVED = (PathSelector, MarkovHead, DominoHead)  # heads that engines have
 _MUSE_NAMES = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 _GEMMA_VOCABULARY = 262144
 _V2_RUNNER = "for which vLLM needs its V2 model runner: do not set VLLM_USE_V2_MODEL_RUNNER=0."
@@ -244,6 +247,36 @@ def _head(drafter: Drafter) -> Iterator[Finding]:
             yield Finding("error", SERVERS, field, message)
 
 
+def _dspark(drafter: Drafter) -> Iterator[Finding]:
+    rank, kind = drafter.get("markov_rank"), drafter.get("markov_head_type", "vanilla")
+    if drafter.config["architectures"] != [DSPARK]:
+        if rank:
+            message = f"{drafter.config['architectures'][0]} has no Markov head in vLLM; it needs {DSPARK}."
+            yield Finding("error", ("vllm",), "architectures", message)
+    elif not rank:
+        message = "0: vLLM refuses an anchor-first drafter without a Markov head; SGLang serves it."
+        yield Finding("error", ("vllm",), "markov_rank", message)
+    elif kind != "vanilla":
+        message = f"{kind!r}: vLLM's Markov head is the vanilla one; SGLang serves all three."
+        yield Finding("error", ("vllm",), "markov_head_type", message)
+
+
+def _domino(drafter: Drafter) -> Iterator[Finding]:
+    if not drafter.get("gru_hidden_dim"):
+        return
+    yield Finding("error", ("vllm",), "gru_hidden_dim", "vLLM has no Domino head; SGLang serves it.")
+    if drafter.get("pure_draft_prefix_len") != 1:
+        message = f"{drafter.get('pure_draft_prefix_len')} is not 1, the only one that SGLang has."
+        yield Finding("error", ("sglang",), "pure_draft_prefix_len", message)
+    if drafter.get("projector_type") != "domino":
+        message = (
+            f"{drafter.get('projector_type')!r}: SGLang builds the head for 'domino' alone. Save the drafter again."
+        )
+        yield Finding("error", ("sglang",), "projector_type", message)
+    message = "is drafted greedily by SGLang, on one GPU, in bfloat16."
+    yield Finding("warning", ("sglang",), "projector_type", message)
+
+
 def _dflash2(drafter: Drafter) -> Iterator[Finding]:
     config, nested = drafter.config, drafter.nested
     named = [key for key in DFLASH2_KEYS if drafter.get(key)]
@@ -365,4 +398,17 @@ def _gemma() -> Finding:
     return Finding("warning", ("vllm",), "vocab_size", message)
 
 
-RULES = (_identity, _features, _attention, _rope, _numbers, _head, _dflash2, _tensors, _own_mask, _beside_the_weights)
+RULES = (
+    _identity,
+    _features,
+    _attention,
+    _rope,
+    _numbers,
+    _head,
+    _dspark,
+    _domino,
+    _dflash2,
+    _tensors,
+    _own_mask,
+    _beside_the_weights,
+)

@@ -3,6 +3,7 @@
 import json
 
 from dflash_hf.gguf_format import is_gguf
+from dflash_hf.modeling.markov_dflash import MarkovHead
 from dflash_hf.names import LLAMA_CPP
 from dflash_hf.pairs import Loading
 
@@ -23,14 +24,19 @@ def launch_command(
         `tuple[dict[str, str], list[str]]`: What the environment must hold, and the command.
     """
     loading = loading or Loading()
+    dspark = config.head is MarkovHead or (config.sample_from_anchor and not config.has_head)
     environment: dict[str, str] = {}
     if engine == LLAMA_CPP:
         command = ["llama-server", "-m" if is_gguf(target) else "-hf", target]
         command += ["-md" if is_gguf(draft) else "-hfd", draft, "--spec-type", "draft-dflash"]
-        command += ["--spec-draft-n-max", str(config.block_size - 1)]  # its default of 3 would waste the block's rest
+        command += [
+            "--spec-draft-n-max",
+            str(config.block_tokens - 1),
+        ]  # its default of 3 would waste the block's rest
         return environment, command + (["--chat-template-kwargs", json.dumps(template)] if template else [])
     if engine == "vllm":
-        speculative = {"method": "dflash", "model": draft, "num_speculative_tokens": config.block_size - 1}
+        method = "dspark" if dspark else "dflash"
+        speculative = {"method": method, "model": draft, "num_speculative_tokens": config.block_tokens - 1}
         if loading.draft_revision:
             speculative["revision"] = loading.draft_revision
         if len(set(config.layer_types)) > 1:
@@ -40,8 +46,16 @@ def launch_command(
             command += ["--default-chat-template-kwargs", json.dumps(template)]
     else:
         command = ["python", "-m", "sglang.launch_server", "--model-path", target]
-        command += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", draft]
-        command += ["--speculative-num-draft-tokens", str(config.block_size)]
+        command += [
+            "--speculative-algorithm",
+            "DSPARK" if dspark else "DFLASH",
+            "--speculative-draft-model-path",
+            draft,
+        ]
+        if dspark:
+            command += ["--speculative-dspark-block-size", str(config.block_tokens - 1)]
+        else:
+            command += ["--speculative-num-draft-tokens", str(config.block_tokens)]
         if loading.draft_revision:
             command += ["--speculative-draft-model-revision", loading.draft_revision]
     if loading.dtype != "auto":

@@ -24,6 +24,10 @@ def unread(config: DFlashDraftConfig, engine: str) -> Iterator[tuple[str, str]]:
     plain = {
         "draft_vocab_size": None,
         "selector_rank": None,
+        "markov_rank": None,
+        "enable_confidence_head": False,
+        "gru_hidden_dim": None,
+        "sample_from_anchor": False,
         "conv_kernel_size": None,
         "attention_sink_bias": False,
         "attention_value_scale": 1.0,

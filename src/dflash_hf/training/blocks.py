@@ -21,8 +21,8 @@ class Blocks:
 
     input_ids: torch.LongTensor  # [N, A*B]       anchor token, then masks
     position_ids: torch.LongTensor  # [N, S + A*B]   context p at p, slot k at a + k
-    labels: torch.LongTensor  # [N, A, B]      token at a + k
-    counted: torch.BoolTensor  # [N, A, B]      slots that the loss counts; never slot 0
+    labels: torch.LongTensor  # [N, A, T]      token at a + k, the anchor first
+    counted: torch.BoolTensor  # [N, A, T]      tokens that the loss counts; never the anchor
 
 
 def example_seeds(input_ids: torch.Tensor, attention_mask: torch.Tensor, seed: int, step: int) -> torch.LongTensor:
@@ -94,11 +94,13 @@ def build_blocks(
     label_ids: torch.LongTensor | None = None,
     position_ids: torch.LongTensor | None = None,
     document_ids: torch.LongTensor | None = None,
+    anchor_first: bool = False,
 ) -> Blocks:
     """
     Inputs, positions and labels of the blocks at `anchors`.
 
-    Slot `k` predicts the token at `a + k`, without a shift; slot 0 is the known anchor and predicts nothing.
+    Slot `k` predicts the token at `a + k`, without a shift; slot 0 is the known anchor and predicts nothing. In an
+    anchor-first block slot `k` predicts the token at `a + 1 + k`, so that it has a token more.
 
     Args:
         input_ids (`torch.LongTensor`): `[N, S]`.
@@ -109,6 +111,7 @@ def build_blocks(
         label_ids (`torch.LongTensor`): `[N, S]`, the labels by position. Default: `input_ids`.
         position_ids (`torch.LongTensor`): `[N, S]`. Default: 0, 1, 2, ...
         document_ids (`torch.LongTensor`): `[N, S]` for packed sequences.
+        anchor_first (`bool`): As `sample_from_anchor` of the drafter.
     """
     rows, length = input_ids.shape
     num_anchors = anchors.shape[1]
@@ -116,26 +119,35 @@ def build_blocks(
         position_ids = torch.arange(length, device=input_ids.device).expand(rows, length)
     if label_ids is None:
         label_ids = input_ids
-    slot = torch.arange(block_size, device=input_ids.device)  # [B]
-    place = anchors[..., None] + slot  # [N, A, B], index a + k into the sequence
-    inside = place.clamp(max=length - 1).flatten(1)  # [N, A*B]
+    token = torch.arange(block_size + anchor_first, device=input_ids.device)  # [T]
+    place = anchors[..., None] + token  # [N, A, T], index a + k into the sequence
+    inside = place.clamp(max=length - 1).flatten(1)  # [N, A*T]
 
     def at(values):
-        return values.gather(1, inside).view(rows, num_anchors, block_size)  # [N, A, B]
+        return values.gather(1, inside).view(place.shape)  # [N, A, T]
 
-    counted = at(loss_mask).bool() & valid[..., None] & (place < length) & (slot > 0)
+    counted = at(loss_mask).bool() & valid[..., None] & (place < length) & (token > 0)
     if document_ids is not None:
         counted &= at(document_ids) == document_ids.gather(1, anchors)[..., None]
 
     block_ids = input_ids.new_full((rows, num_anchors, block_size), mask_token_id)
     block_ids[..., 0] = input_ids.gather(1, anchors)
-    block_positions = position_ids.gather(1, anchors)[..., None] + slot  # [N, A, B]; runs on past the end
+    block_positions = position_ids.gather(1, anchors)[..., None] + token[:block_size]  # [N, A, B]; runs past the end
     return Blocks(
         input_ids=block_ids.flatten(1),
         position_ids=torch.cat([position_ids, block_positions.flatten(1)], dim=1),
         labels=at(label_ids),
         counted=counted,
     )
+
+
+def by_token(hidden: torch.Tensor, block_size: int, anchor_first: bool = False) -> torch.Tensor:
+    """
+    The hidden state that predicts each token of a block, `[N, A, T, H]`, from those of its slots, `[N, A*B, H]`; that
+    of the anchor predicts nothing.
+    """
+    hidden = hidden.unflatten(1, (-1, block_size))
+    return torch.nn.functional.pad(hidden, (0, 0, 1, 0)) if anchor_first else hidden
 
 
 def block_mask(

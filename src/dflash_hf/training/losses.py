@@ -9,6 +9,15 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 
+# Of each kind of loss, the weights of: cross-entropy of the labels, total variation and divergence from the teacher.
+DIVERGENCES = {
+    "ce": (1.0, 0.0, 0.0),
+    "kl": (0.0, 0.0, 1.0),
+    "tv": (0.0, 1.0, 0.0),
+    "dspark": (0.1, 1.8, 0.0),  # the paper's distance, 0.9 of it, is twice the total variation
+}
+
+
 @dataclass
 class Candidates:
     """The likely tokens of each of the `M` known tokens' slots, among which a drafter's head chooses."""
@@ -37,6 +46,7 @@ class Teacher:
     states: torch.Tensor  # [P, H]  the target's final hidden states
     rows: torch.LongTensor  # [...]   which of them predicts a token: the one at a + k - 1
     head: Callable[[torch.Tensor], torch.Tensor]  # [M, H] -> [M, V]
+    kind: str = "kl"  # how the drafter's distribution is held to it, a key of `DIVERGENCES`
 
 
 @dataclass
@@ -49,15 +59,26 @@ class Rows:
     teacher: torch.Tensor | None  # [M, V]  logits of the target
     hidden: torch.Tensor  # [M, H]
     query: torch.Tensor  # [M, q]
+    kind: str = "kl"  # of the loss, as in [`Teacher`]
 
     def divergence(self, scores: torch.Tensor) -> torch.Tensor:
-        """`[M]`, of the teacher from scores `[M, V]`; without a teacher the cross-entropy of the labels."""
+        """`[M]`, the loss of the run for scores `[M, V]`; without a teacher the cross-entropy of the labels."""
         log_q = scores.to(_wide(scores.dtype)).log_softmax(-1)
-        if self.teacher is None:
-            return functional.nll_loss(log_q, self.labels, reduction="none")
-        return functional.kl_div(log_q, self.teacher.to(log_q).log_softmax(-1), reduction="none", log_target=True).sum(
-            -1
-        )
+        labels, distance, total = DIVERGENCES["ce" if self.teacher is None else self.kind]
+        loss = 0.0
+        if labels:
+            loss = loss + labels * functional.nll_loss(log_q, self.labels, reduction="none")
+        if distance:
+            loss = loss + distance * self.distance(scores)
+        if total:
+            log_p = self.teacher.to(log_q).log_softmax(-1)
+            loss = loss + total * functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+        return loss
+
+    def distance(self, scores: torch.Tensor) -> torch.Tensor:
+        """`[M]`, the total variation between the teacher and scores `[M, V]`, from 0 to 1."""
+        q = scores.to(_wide(scores.dtype)).softmax(-1)
+        return 0.5 * (q - self.teacher.to(q).softmax(-1)).abs().sum(-1)
 
 
 def default_gamma(block_size: int) -> float:
@@ -150,7 +171,7 @@ class _TokenLoss(torch.autograd.Function):
                 losses[rows] = nll[rows] = _cross_entropy(wide, gold)
             else:
                 nll[rows] = torch.nn.functional.cross_entropy(wide, gold, reduction="none")
-                losses[rows] = _divergence(wide, wanted)
+                losses[rows] = _OF_TEACHER[teacher.kind](wide, wanted, gold)
             if needs_grad:
                 (grads[rows],) = torch.autograd.grad(logits, chunk, wide.to(logits.dtype))
             del logits, wide, wanted  # before the next chunk's are made
@@ -174,7 +195,7 @@ def _cross_entropy(logits: torch.Tensor, gold: torch.LongTensor) -> torch.Tensor
     return nll
 
 
-def _divergence(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+def _divergence(logits: torch.Tensor, teacher: torch.Tensor, gold=None) -> torch.Tensor:
     """`KL(softmax(teacher) || softmax(logits))`, `[M]`; leaves its gradient, the difference of both, in `logits`."""
     log_q = logits.sub_(logits.logsumexp(-1, keepdim=True))
     log_p = teacher.sub_(teacher.logsumexp(-1, keepdim=True))
@@ -182,6 +203,27 @@ def _divergence(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     divergence = torch.linalg.vecdot(p, log_p.sub_(log_q))
     log_q.exp_().sub_(p)
     return divergence
+
+
+def _variation(logits: torch.Tensor, teacher: torch.Tensor, gold=None) -> torch.Tensor:
+    """Half of `|softmax(teacher) - softmax(logits)|`, `[M]`; leaves its gradient in `logits`."""
+    q = logits.softmax(-1)
+    apart = q - teacher.softmax(-1)
+    sign = apart.sign().mul_(0.5)
+    logits.copy_(q.mul_(sign - torch.linalg.vecdot(q, sign)[:, None]))
+    return 0.5 * apart.abs().sum(-1)
+
+
+def _dspark(logits: torch.Tensor, teacher: torch.Tensor, gold: torch.LongTensor) -> torch.Tensor:
+    """The first two of DSpark's three losses, `[M]`; leaves their gradient in `logits`."""
+    labels, distance, _ = DIVERGENCES["dspark"]
+    apart = logits.clone()
+    loss = labels * _cross_entropy(logits, gold) + distance * _variation(apart, teacher)
+    logits.mul_(labels).add_(apart, alpha=distance)
+    return loss
+
+
+_OF_TEACHER = {"kl": _divergence, "tv": _variation, "dspark": _dspark}
 
 
 def token_losses(
@@ -205,7 +247,7 @@ def token_losses(
         labels (`torch.LongTensor`): `[...]`, ids of the drafter's vocabulary, -1 of tokens that it does not have.
         counted (`torch.BoolTensor`): `[...]`.
         chunk_size (`int`): Rows of one pass through the head.
-        teacher (`Teacher`): `KL(target || drafter)` instead of the cross-entropy of `labels`.
+        teacher (`Teacher`): A loss against the target's distribution, instead of the cross-entropy of `labels`.
         likely (`Callable`): Of a head with candidates, these: `[M, V] -> [M, k]` twice, ids and logits.
     """
     known = counted & (labels >= 0)
@@ -275,12 +317,13 @@ def scored_losses(
     """
     kept, gold = hidden[known], labels[known]
     rows = None if teacher is None else teacher.rows[known].to(teacher.states.device)
+    kind = "ce" if teacher is None else teacher.kind
 
     def of_chunk(chunk, query, gold, states):
         logits, scored = scores(query, head(chunk))  # [chunk, V]
         gold = gold.to(scored.device)
         wanted = None if states is None else teacher.head(states).to(scored.device)
-        values = loss(Rows(scored, logits, gold, wanted, chunk, query))
+        values = loss(Rows(scored, logits, gold, wanted, chunk, query, kind))
         wide = scored.detach().to(_wide(scored.dtype))
         nll = functional.cross_entropy(wide, gold, reduction="none")
         return values, nll, wide.argmax(-1) == gold, logits.argmax(-1) == gold

@@ -162,7 +162,7 @@ def with_parts(draft, fields: dict):
                 f"draft_config.{key}={value} {reason}: a trained drafter keeps its configuration, but for "
                 f"{', '.join(part_keys())}, which add a part to a drafter without."
             )
-    config = type(draft.config).from_dict({**draft.config.to_dict(), **fields})
+    config = type(draft.config).from_dict(draft.config.to_dict(), **fields)
     wider = type(draft)(config).to(draft.device, draft.dtype)
     wider.load_state_dict({**wider.state_dict(), **draft.state_dict()})
     return wider.train(draft.training)

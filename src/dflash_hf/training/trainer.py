@@ -16,7 +16,6 @@ from transformers.utils import logging
 from dflash_hf.data.examples import DFlashCollator, check_examples
 from dflash_hf.hub.card import CardFacts, render_card
 from dflash_hf.modeling.modeling_dflash import additive
-from dflash_hf.modeling.target_dflash import raw_embedding
 from dflash_hf.pairs import loaded
 from dflash_hf.target import (
     TargetOutput,
@@ -34,6 +33,7 @@ from dflash_hf.training.blocks import (
     Blocks,
     block_mask,
     build_blocks,
+    by_token,
     example_seeds,
     flex_mask,
     sample_anchors,
@@ -46,6 +46,7 @@ from dflash_hf.training.losses import (
     TokenLosses,
     block_loss,
     block_statistics,
+    default_gamma,
     loss_normalizer,
     scored_losses,
     selected,
@@ -122,7 +123,7 @@ class DFlashTrainer(Trainer):
         if (args.bf16 or args.fp16) and model.dtype in (torch.bfloat16, torch.float16):
             logger.info(f"The drafter's {model.dtype} weights are trained in fp32, with autocast.")
             model.float()
-        self.has_head = model.config.head.order > 0
+        self.has_head = model.config.has_head
         choose_parameters(model, args.head_only, peft_config)
         if self.has_head and peft_config is None and args.ddp_find_unused_parameters is None:
             # The head is used outside of the wrapped forward, where a search would take it for unused.
@@ -158,7 +159,9 @@ class DFlashTrainer(Trainer):
             self.drafted_ids = model.target_ids(torch.arange(len(model.d2t)))
         self.slot_weights = None  # D-PACE has its own
         if not args.uses_dpace:
-            self.slot_weights = slot_weights(model.config.block_size, args.loss_decay_gamma).to(args.device)  # [B]
+            tokens = model.config.block_size + model.config.sample_from_anchor
+            gamma = args.loss_decay_gamma or default_gamma(model.config.block_tokens)
+            self.slot_weights = slot_weights(tokens, gamma).to(args.device)  # [T]
         self.train_statistics = self.eval_statistics = self.no_statistics()
         self.train_tokens, self.clock = torch.zeros((), device=args.device), None
         self.pace: Pace | None = None  # of `max_minutes`
@@ -221,16 +224,16 @@ class DFlashTrainer(Trainer):
         ).last_hidden_state  # [N, A*B, H]
 
         # 4. Token losses through the target's head, chunk by chunk, then the weighted sum of each sequence.
-        hidden = hidden.view(*blocks.labels.shape, -1)  # [N, A, B, H]
+        hidden = by_token(hidden, self.draft_config.block_size, self.draft_config.sample_from_anchor)  # [N, A, T, H]
         labels = blocks.labels if self.draft_ids is None else self.draft_ids.to(label_ids.device)[blocks.labels]
-        places = self.places_before(inputs)  # [N, A, B]
-        teacher = None if states is None else Teacher(states.flatten(0, 1), places, self.teacher_logits)
+        places = self.places_before(inputs, labels.shape[-1])  # [N, A, T]
+        teacher = (
+            None if states is None else Teacher(states.flatten(0, 1), places, self.teacher_logits, args.loss_kind)
+        )
         losses = self.head_losses(hidden, labels, blocks.counted, inputs["input_ids"].flatten()[places], teacher)
         loss = block_loss(losses, blocks.counted, self.slot_weights, args.dpace_alpha)  # [N]
         normalizer = loss_normalizer(blocks.counted, self.slot_weights)  # [N]
-        statistics = block_statistics(
-            losses.correct, blocks.counted, loss, normalizer, losses.alone
-        )  # [N, 4 * (B - 1) + 4]
+        statistics = self.statistics_of(losses, blocks, loss, normalizer)  # [N, 4 * (T - 1) + 4]
         if model.training:
             self.train_statistics = self.train_statistics + statistics.sum(0)
 
@@ -271,14 +274,20 @@ class DFlashTrainer(Trainer):
             return target_forward(self.target, layer_ids, inputs["input_ids"], **masks)
         return TargetOutput(target_features(self.target, layer_ids, inputs["input_ids"], **masks), None)
 
-    def places_before(self, inputs) -> torch.LongTensor:
+    def statistics_of(self, losses: TokenLosses, blocks: Blocks, loss, normalizer) -> torch.Tensor:
+        """[`~dflash_hf.training.losses.block_statistics`] of the tokens that are drafted; one may be trained alone."""
+        drafted = (..., slice(self.draft_config.block_tokens))
+        correct, counted, alone = losses.correct[drafted], blocks.counted[drafted], losses.alone[drafted]
+        return block_statistics(correct, counted, loss, normalizer, alone)
+
+    def places_before(self, inputs, tokens: int) -> torch.LongTensor:
         """
-        Where the token before each slot stands in the flattened batch, `[N, A, B]`: its state predicts the slot, and
-        from it a head goes on. Slot 0 and slots past the end do not count.
+        Where the token before each of the `tokens` of a block stands in the flattened batch, `[N, A, T]`: its state
+        predicts the token, and from it a head goes on. The anchor and tokens past the end do not count.
         """
         anchors, length = inputs["anchors"], inputs["input_ids"].shape[1]
-        slot = torch.arange(self.draft_config.block_size, device=anchors.device)
-        place = (anchors[..., None] + slot - 1).clamp(0, length - 1)  # [N, A, B]
+        token = torch.arange(tokens, device=anchors.device)
+        place = (anchors[..., None] + token - 1).clamp(0, length - 1)  # [N, A, T]
         return place + length * torch.arange(len(anchors), device=anchors.device)[:, None, None]
 
     def head_losses(self, hidden, labels, counted, before, teacher) -> TokenLosses:
@@ -290,7 +299,7 @@ class DFlashTrainer(Trainer):
             before (`torch.LongTensor`): `[N, A, B]`, the token before each slot.
         """
         draft, chunk_size = self.draft, self.args.loss_chunk_size
-        head = draft.config.head(draft, partial(raw_embedding, self.target))
+        head = draft.config.head(draft, partial(draft.embed, self.target))
         # 1. A head over all tokens learns together with the slots.
         if self.has_head and head.top_k is None:
             known = counted & (labels >= 0)
@@ -334,6 +343,7 @@ class DFlashTrainer(Trainer):
             label_ids=label_ids,
             position_ids=inputs.get("position_ids"),
             document_ids=inputs.get("document_ids"),
+            anchor_first=self.draft_config.sample_from_anchor,
         )
 
     def attention_masks(self, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -379,8 +389,8 @@ class DFlashTrainer(Trainer):
         return loss_normalizer(counted, weights).sum()
 
     def no_statistics(self) -> torch.Tensor:
-        """Zeros `[4 * (B - 1) + 4]` to add [`~dflash_hf.training.losses.block_statistics`] to."""
-        return torch.zeros(4 * (self.draft_config.block_size - 1) + 4, device=self.args.device)
+        """Zeros `[4 * (T - 1) + 4]` to add [`~dflash_hf.training.losses.block_statistics`] to."""
+        return torch.zeros(4 * (self.draft_config.block_tokens - 1) + 4, device=self.args.device)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """The loss of one evaluation batch; its statistics are gathered without the last batch's padding samples."""

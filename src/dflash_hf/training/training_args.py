@@ -9,7 +9,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 
 _CHOICES = {
-    "loss_type": ("ce", "dpace", "kl", "dpace_kl"),
+    "loss_type": ("ce", "dpace", "kl", "dpace_kl", "tv", "dpace_tv", "dspark"),
     "label_source": ("data", "target"),
     "block_attention": ("auto", "flex", "dense"),
 }
@@ -40,7 +40,8 @@ class DFlashTrainingArguments(TrainingArguments):
         num_anchors (`int`): Blocks sampled from each sequence at each step.
         loss_type (`str`): `"ce"`: cross-entropy with decaying slot weights. `"dpace"`: with D-PACE's weights
             (arXiv 2605.18810). `"kl"`, `"dpace_kl"`: divergence from the target's own distribution, with the weights
-            of either.
+            of either; `"tv"`, `"dpace_tv"`: total variation, what rejection sampling loses (arXiv 2602.23881).
+            `"dspark"`: a tenth of the first, and 1.8 of the last (arXiv 2607.05147).
         loss_decay_gamma (`float`): Slot `k` weighs `exp(-(k - 1) / gamma)`; `inf` weighs all alike. Default: by block
             size, see [`~dflash_hf.training.losses.default_gamma`]. D-PACE does not use it.
         dpace_alpha (`float`): How far D-PACE smooths the drafter's probabilities towards 1.
@@ -67,7 +68,9 @@ class DFlashTrainingArguments(TrainingArguments):
     logging_nan_inf_filter: bool = key("Must stay off: training stops at a loss that is not finite.", False)
     max_minutes: float | None = key("Train so long; the learning rate decays by the clock.", of_run=True, on_card=True)
     num_anchors: int = key("Blocks sampled from each sequence at each step.", 512, of_run=True, on_card=True)
-    loss_type: str = key("The loss: 'ce', 'dpace', 'kl' or 'dpace_kl'.", "ce", of_run=True, on_card=True)
+    loss_type: str = key(
+        "The loss: 'ce', 'kl', 'tv', 'dpace', 'dpace_kl', 'dpace_tv' or 'dspark'.", "ce", of_run=True, on_card=True
+    )
     dpace_alpha: float = key("Smoothing of D-PACE's probabilities, 0 to 1.", 0.5, of_run=True)
     loss_decay_gamma: float | None = key(
         "Decay of the slot weights; default by block size (7, 5, 4 for 16, 10, 8).", of_run=True, on_card=True
@@ -88,7 +91,13 @@ class DFlashTrainingArguments(TrainingArguments):
     @property
     def has_teacher(self) -> bool:
         """Whether the drafter is compared with the target's distribution, not with labels."""
-        return self.loss_type.endswith("kl")
+        return self.loss_kind != "ce"
+
+    @property
+    def loss_kind(self) -> str:
+        """How a token is compared, a key of `dflash_hf.training.losses.DIVERGENCES`."""
+        kind = self.loss_type.rpartition("_")[2]
+        return "ce" if kind == "dpace" else kind
 
     @property
     def reads_states(self) -> bool:

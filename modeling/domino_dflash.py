@@ -1,0 +1,132 @@
+"""Domino's head (arXiv 2605.29707): a GRU over the tokens drafted before corrects the logits of a slot."""
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from .head_dflash import Head
+
+
+class PrefixGRU(nn.Module):
+    """One step of a GRU of one layer without biases; a module of torch's own cannot be compiled."""
+
+    def __init__(self, config):
+        super().__init__()
+        width = config.gru_hidden_dim
+        self.weight_ih_l0 = nn.Parameter(torch.empty(3 * width, config.hidden_size))
+        self.weight_hh_l0 = nn.Parameter(torch.empty(3 * width, width))
+
+    def forward(self, embedding: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        return torch.gru_cell(embedding, state, self.weight_ih_l0, self.weight_hh_l0)
+
+
+class Correction(nn.Sequential):
+    """`E2 SiLU(E1 [h; g])`, from the hidden state of a slot and the state of the GRU."""
+
+    def __init__(self, config):
+        inner, vocabulary = config.emb_dim, config.draft_vocab_size or config.vocab_size
+        super().__init__(
+            nn.Linear(config.hidden_size + config.gru_hidden_dim, inner, bias=False),
+            nn.SiLU(),
+            nn.Linear(inner, vocabulary, bias=False),
+        )
+
+
+class DominoHead(Head):
+    """
+    `S = U + E2 SiLU(E1 [h; g])`, with `g` the state of a GRU over the target's embeddings of the anchor and of the
+    tokens drafted after it. The first `pure_draft_prefix_len` drafted slots have their draft logits `U` alone.
+
+    At initialisation `E2` is zero, so that the walk is the argmax of every slot. `gru_hidden_dim` is the width of the
+    GRU, `emb_dim` that of the correction.
+    """
+
+    name = "Domino head"
+    family = "Domino"
+    architecture = "DFlashDraftModel"  # by which SGLang finds it
+    sizes = ("gru_hidden_dim", "emb_dim")
+    fields = {**dict.fromkeys(sizes), "pure_draft_prefix_len": 0}
+    order = Head.MANY
+    samples = True
+    drafts_last_slot = False
+
+    @classmethod
+    def read(cls, config: dict) -> dict:
+        """The files of SpecForge, Automodel and ModelOpt, which differ in the name of their architecture."""
+        nested = config.get("dflash_config")
+        nested = nested if isinstance(nested, dict) else {}
+        both = {**config, **nested}
+        names = [*(config.get("architectures") or []), both.get("projector_type")]
+        if not any("domino" in str(name).lower() or name == "causal_v5" for name in names):
+            return config
+        for key, spelling in {**{key: key for key in cls.fields}, "sample_from_anchor": "shift_label"}.items():
+            if both.get(key) is None:
+                raise ValueError(
+                    f"{spelling} is missing from a Domino drafter's dflash_config: trainers have different defaults "
+                    "for it, so write the one that it was trained with."
+                )
+        return {key: value for key, value in config.items() if key not in cls.fields} | {
+            **{key: both[key] for key in cls.fields},
+            "dflash_config": {k: v for k, v in nested.items() if k not in ("projector_type", *cls.fields)},
+        }
+
+    @classmethod
+    def check(cls, config) -> None:
+        value = config.pure_draft_prefix_len
+        if type(value) is not int or not 0 <= value < config.block_size:
+            raise ValueError(
+                f"pure_draft_prefix_len={value!r} must be a number of slots below block_size={config.block_size}."
+            )
+        if config.vocab_size is None:
+            raise ValueError("vocab_size=None: a Domino head has a row for each of the target's tokens; set it.")
+
+    @classmethod
+    def nested(cls, config) -> dict:
+        """As SGLang asks for it: the keys whose defaults differ are always there."""
+        return {
+            "projector_type": "domino",
+            "shift_label": config.sample_from_anchor,
+            "pure_draft_prefix_len": config.pure_draft_prefix_len,
+        }
+
+    @classmethod
+    def write(cls, output: dict, config) -> None:
+        del output["sample_from_anchor"]
+        output["emb_dim"] = config.emb_dim
+
+    @classmethod
+    def modules(cls, config) -> dict[str, nn.Module]:
+        return {"prefix_gru": PrefixGRU(config), "embed_proj": Correction(config)}
+
+    @classmethod
+    def init_weights(cls, module: nn.Module, config) -> None:
+        if isinstance(module, Correction):
+            init.zeros_(module[2].weight)
+        elif isinstance(module, PrefixGRU):
+            bound = config.gru_hidden_dim**-0.5
+            for parameter in module.parameters():
+                init.uniform_(parameter, -bound, bound)
+
+    def candidates(self, logits: torch.Tensor) -> tuple[torch.LongTensor, torch.Tensor]:
+        return super().candidates(logits[..., : self.draft.embed_proj[2].out_features])  # a head may be padded
+
+    def start(self, anchors: torch.LongTensor) -> torch.Tensor:
+        """The GRU's state and, last, how many slots were drafted: `[R, G + 1]`."""
+        weight = self.draft.prefix_gru.weight_hh_l0
+        return torch.zeros(len(anchors), weight.shape[1] + 1, dtype=weight.dtype, device=weight.device)
+
+    def step(self, state, before: torch.LongTensor, hidden: torch.Tensor):
+        first, act, _ = self.draft.embed_proj
+        memory, drafted = state[:, :-1], state[:, -1:]
+        memory = self.draft.prefix_gru(self.embed(before).to(hidden), memory.to(hidden.dtype))
+        query = act(first(torch.cat([hidden, memory], dim=-1)))  # [R, emb_dim]
+        # Without a query `E2` adds nothing.
+        query = query * (drafted >= self.config.pure_draft_prefix_len)
+        return query, torch.cat([memory, drafted.to(memory.dtype) + 1], dim=-1)
+
+    def scores(self, query: torch.Tensor, ids: torch.LongTensor, logits: torch.Tensor) -> torch.Tensor:
+        return logits.float() + self.draft.embed_proj[2](query).float()
+
+    def loss(self, rows, progress: float) -> torch.Tensor:
+        """From the draft logits alone to the corrected ones, linearly over the run."""
+        return progress * rows.divergence(rows.scores) + (1.0 - progress) * rows.divergence(rows.logits)

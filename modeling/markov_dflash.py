@@ -1,0 +1,198 @@
+"""DSpark's heads (arXiv 2607.05147): a bias by the tokens drafted before, and the chance that a slot is accepted."""
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import initialization as init
+
+from .head_dflash import Head
+
+
+TYPES = ("vanilla", "gated", "rnn")
+
+
+class MarkovTables(nn.Module):
+    """
+    Its parameters: codebooks `W1` of the token before and `W2` of the next one, and what mixes in the hidden state.
+
+    Args:
+        config (`DFlashDraftConfig`): `markov_rank`, `markov_head_type`, the vocabularies of target and drafter.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        rank, hidden = config.markov_rank, config.hidden_size
+        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, config.draft_vocab_size or config.vocab_size, bias=False)
+        if config.markov_head_type == "gated":
+            self.gate_proj = nn.Linear(hidden + rank, rank)
+        elif config.markov_head_type == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
+
+
+class Confidence(nn.Module):
+    """The chance that the target accepts a slot, as a logit, from its hidden state and, maybe, the token before."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.proj = nn.Linear(config.hidden_size + config.confidence_head_with_markov * (config.markov_rank or 0), 1)
+
+
+class MarkovHead(Head):
+    """
+    Adds to the draft logits `U` of a slot a bias of low rank after the token `x` before it. With `w = W1[x]`:
+
+        vanilla   S = U + W2 w
+        gated     S = U + W2 (sigmoid(G [h; w]) * w)
+        rnn       S = U + W2 tanh(o), [g; c; o] = J [s; w; h], s' = sigmoid(g) s + (1 - sigmoid(g)) tanh(c), s_0 = 0
+
+    At initialisation `W2` is zero, so that the walk is the argmax of every slot. `markov_rank` is the rank of the
+    codebooks, `markov_head_type` one of the three. `enable_confidence_head` adds a [`Confidence`], of which drafting
+    makes no use: it is trained and kept for engines that do.
+    """
+
+    name = "Markov head"
+    family = "DSpark"
+    architecture = "Qwen3DSparkModel"
+    sizes = ("markov_rank",)
+    fields = {
+        "markov_rank": None,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": False,
+        "confidence_head_with_markov": False,
+    }
+    tensor_names = {
+        r"^markov_w1\.": "markov_head.markov_w1.",
+        r"^markov_w2\.": "markov_head.markov_w2.",
+        r"^gate_proj\.": "markov_head.gate_proj.",
+        r"^joint_proj\.": "markov_head.joint_proj.",
+        r"^confidence_proj\.": "confidence_head.proj.",
+    }
+    samples = True
+
+    @classmethod
+    def is_set(cls, get) -> bool:
+        return bool(get("markov_rank") or get("enable_confidence_head"))
+
+    @classmethod
+    def read(cls, config: dict) -> dict:
+        """DSpark's dialects: flat (DeepSpec, Automodel), nested (SpecForge, ModelOpt), speculators'."""
+        nested = config.get("dflash_config")
+        nested = nested if isinstance(nested, dict) else {}
+        both, kind = {**config, **nested}, str(config.get("speculators_model_type") or "")
+        names = [*(config.get("architectures") or []), kind, both.get("projector_type")]
+        if not any("dspark" in str(name).lower() for name in names):
+            if both.get("markov_rank") and "sample_from_anchor" not in config:
+                raise ValueError(
+                    f"markov_rank={both['markov_rank']} without sample_from_anchor: the file does not say whether "
+                    "slot k of its blocks predicts the token at anchor + k (false) or anchor + 1 + k (true); write it."
+                )
+            return config
+        fields = {"markov_head_type": "vanilla", "sample_from_anchor": not kind}
+        if kind:
+            fields |= {"markov_rank": 256, "enable_confidence_head": True, "confidence_head_with_markov": True}
+        elif "use_confidence_head" in both:  # ModelOpt's always reads the codebook
+            both["enable_confidence_head"] = both["confidence_head_with_markov"] = both["use_confidence_head"]
+        elif both.get("confidence_head_alpha"):
+            fields["enable_confidence_head"] = True
+        said = {key: both[key] for key in (*cls.fields, "sample_from_anchor") if both.get(key) is not None}
+        others = ("projector_type", "use_confidence_head", "confidence_head_alpha", *cls.fields)
+        if nested:
+            config = {**config, "dflash_config": {k: v for k, v in nested.items() if k not in others}}
+        config = {key: value for key, value in config.items() if key not in others}
+        # Without a table of its own the drafter's embedding is a copy of the target's.
+        layout = {} if both.get("has_embed_tokens") else {"source_layout": "dspark"}
+        return {**config, **fields, **said, **layout}
+
+    @classmethod
+    def check(cls, config) -> None:
+        if config.markov_head_type not in TYPES:
+            raise ValueError(f"markov_head_type={config.markov_head_type!r} must be one of {', '.join(TYPES)}.")
+        for key in ("enable_confidence_head", "confidence_head_with_markov"):
+            if not isinstance(getattr(config, key), bool):
+                raise ValueError(f"{key}={getattr(config, key)!r} must be true or false.")
+        if config.enable_confidence_head and config.confidence_head_with_markov and not config.markov_rank:
+            raise ValueError(
+                f"confidence_head_with_markov=True reads a codebook, but markov_rank={config.markov_rank}: set the "
+                "rank, or leave it false."
+            )
+        if config.vocab_size is None:
+            raise ValueError("vocab_size=None: a Markov head has a row for each of the target's tokens; set it.")
+
+    @classmethod
+    def write(cls, output: dict, config) -> None:
+        """DeepSpec's: its fields at the top, where engines read them, and which of the two layouts a block has."""
+        nested = output["dflash_config"]
+        output |= {key: nested.pop(key, default) for key, default in cls.fields.items()}
+        output["markov_rank"] = output["markov_rank"] or 0
+        output["sample_from_anchor"] = config.sample_from_anchor
+        output.setdefault("num_anchors", 512)  # DeepSpec's reader asks for it
+
+    @classmethod
+    def modules(cls, config) -> dict[str, nn.Module]:
+        found = {}
+        if config.markov_rank:
+            found["markov_head"] = MarkovTables(config)
+        if config.enable_confidence_head:
+            found["confidence_head"] = Confidence(config)
+        return found
+
+    @classmethod
+    def init_weights(cls, module: nn.Module, config) -> None:
+        if isinstance(module, MarkovTables):
+            init.zeros_(module.markov_w2.weight)
+
+    def __init__(self, draft, embed):
+        super().__init__(draft, embed)
+        config = self.config
+        self.kind = config.markov_head_type if config.markov_rank else None
+        self.order = {None: 0, "rnn": self.MANY}.get(self.kind, 1)
+        self.width = config.markov_rank or 0
+
+    def candidates(self, logits: torch.Tensor) -> tuple[torch.LongTensor, torch.Tensor]:
+        # A head may be padded with rows of no token.
+        return super().candidates(logits[..., : self.config.draft_vocab_size or self.config.vocab_size])
+
+    def start(self, anchors: torch.LongTensor) -> torch.Tensor | None:
+        if self.kind != "rnn":
+            return None
+        weight = self.draft.markov_head.markov_w1.weight
+        return torch.zeros(len(anchors), self.width, dtype=weight.dtype, device=weight.device)
+
+    def step(self, state, before: torch.LongTensor, hidden: torch.Tensor):
+        """The query is what `W2` is applied to and, last, the logit of the confidence, where there is one."""
+        if self.kind is None:
+            parts, known = [], hidden
+        else:
+            tables = self.draft.markov_head
+            known = tables.markov_w1(before).to(hidden.dtype)  # [..., r]
+            query, state = self._mixed(tables, state, known, hidden)
+            parts = [query]
+        if self.config.enable_confidence_head:
+            sees = [hidden, known] if self.config.confidence_head_with_markov else [hidden]
+            parts.append(self.draft.confidence_head.proj(torch.cat(sees, dim=-1)))
+        return torch.cat(parts, dim=-1), state
+
+    def _mixed(self, tables: MarkovTables, state, known: torch.Tensor, hidden: torch.Tensor):
+        """`[..., r]`, what `W2` is applied to, and the next state."""
+        if self.kind == "vanilla":
+            return known, None
+        if self.kind == "gated":
+            return torch.sigmoid(tables.gate_proj(torch.cat([hidden, known], dim=-1))) * known, None
+        gate, candidate, output = tables.joint_proj(torch.cat([state, known, hidden], dim=-1)).chunk(3, dim=-1)
+        gate = torch.sigmoid(gate)
+        return torch.tanh(output), gate * state + (1.0 - gate) * torch.tanh(candidate)
+
+    def scores(self, query: torch.Tensor, ids: torch.LongTensor, logits: torch.Tensor) -> torch.Tensor:
+        if self.kind is None:
+            return logits.float()
+        return logits.float() + self.draft.markov_head.markov_w2(query[..., : self.width]).float()
+
+    def loss(self, rows, progress: float) -> torch.Tensor:
+        """The loss of the run, and the confidence's cross-entropy with what `p` and `q` have in common."""
+        loss = rows.divergence(rows.scores)
+        if not self.config.enable_confidence_head or rows.teacher is None:
+            return loss
+        shared = 1.0 - rows.distance(rows.scores.detach())  # what rejection sampling accepts
+        said = rows.query[..., self.width].to(shared)
+        return loss + functional.binary_cross_entropy_with_logits(said, shared, reduction="none")
