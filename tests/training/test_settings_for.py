@@ -78,6 +78,11 @@ def test_an_accelerator_takes_the_papers_settings_where_the_time_is_there():
     assert hurried.values["num_anchors"] < 512 and hurried.steps > found.steps / 1000
 
 
+def test_metal_is_small_and_keeps_fp32():
+    found = settings_for(Machine("mps", 8, 16e9, 100e9, 2e12, 4e12), config(), data(500), 10, {})
+    assert "use_cpu" not in found.values and not found.values["bf16"] and found.values["num_anchors"] == 16
+
+
 def test_memory_decides_the_rows_of_a_step():
     small = Machine("cuda", 8, 8e9, 1e12, 50e12, 600e12)
     found = settings_for(small, config("8B", 151_936), data(5_000, 1500, 1200), None, {})

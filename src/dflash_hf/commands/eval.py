@@ -136,6 +136,9 @@ def _measure(arguments):
     draft = pair.draft()
     draft.decoding_config.tree_nodes = None  # drafted beside blocks, not in their place
     target = pair.target()
+    if draft.dtype != target.dtype:
+        kinds = [str(one.dtype).removeprefix("torch.") for one in (draft, target)]
+        note(f"the drafter is {kinds[0]}, its target {kinds[1]}: --dtype gives both one")
     journal = None
     if arguments.output is not None:
         what = _what(arguments, target, draft, said or prompts, kwargs, methods, max_new_tokens)

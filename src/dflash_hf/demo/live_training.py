@@ -45,7 +45,7 @@ def train_live(minutes: float, output: Path, say: Callable[[str], None] = logger
     Train a drafter for a while by the recipe `smollm2-135m.yaml`, on answers in place of stored features.
 
     Args:
-        minutes (`float`): Of training; decoding between does not count.
+        minutes (`float`): Of training, decoding between included.
         output (`Path`): Folder for the drafter.
         say: Called with each line of output.
 
@@ -61,7 +61,7 @@ def train_live(minutes: float, output: Path, say: Callable[[str], None] = logger
             *(f"target={smollm2_folder()}", f"base_model={HUB_NAME}", f"output_dir={output}"),
             *(f"data={data / 'answers.jsonl.gz'}", "features=null", "eval_features=null", "eval_strategy=no"),
             *(f"max_minutes={minutes}", "overwrite_output_dir=true", "save_strategy=no", "disable_tqdm=true"),
-            *("logging_steps=1000000", "report_to=none", "decode_prompts=4", "decode_steps=20"),
+            *("logging_steps=1000000", "report_to=none", "decode_prompts=4", "decode_steps=60"),
             "decode_max_new_tokens=48",
         ],
     )

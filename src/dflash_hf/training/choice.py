@@ -10,7 +10,7 @@ import torch
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.sources import load_rows
 from dflash_hf.data.time_left import duration
-from dflash_hf.pairs import Loading, device_of, draft_config_of
+from dflash_hf.pairs import Loading, draft_config_of
 from dflash_hf.training.features import FeatureManifest
 from dflash_hf.training.recipe import RecipeArguments
 from dflash_hf.training.run_file import RUN_FILE
@@ -21,7 +21,7 @@ _LOOKED_AT = 64  # rows
 _IN_RECIPE = {one.name for one in fields(RecipeArguments)}
 
 
-def choose(recipe: RecipeArguments, training: dict, tokenizer, say) -> dict:
+def choose(recipe: RecipeArguments, training: dict, tokenizer, say, resume: str | None = None) -> dict:
     """
     Complete a recipe, in place, by what suits this machine, its data and its time. One that was read from a file is
     taken as it stands; a run that goes on keeps what was chosen when it began.
@@ -30,17 +30,19 @@ def choose(recipe: RecipeArguments, training: dict, tokenizer, say) -> dict:
         recipe, training: Of [`~dflash_hf.training.recipe.read_recipe`].
         tokenizer: The target's.
         say: Is told each choice, and how many steps they leave.
+        resume (`str`, *optional*): The checkpoint that the run goes on from.
 
     Returns:
         `dict`: What was chosen, for `run.json`.
     """
     if recipe.streaming or int(os.environ.get("WORLD_SIZE", 1)) > 1:
         return {}
-    before = Path(training["output_dir"], RUN_FILE)
-    if training.get("resume_from_checkpoint") and before.is_file():
+    before = Path(resume).resolve().parent / RUN_FILE if resume else None
+    if before is not None and before.is_file():
         chosen = json.loads(before.read_text(encoding="utf-8")).get("chosen", {})
-        return _taken(recipe, training, {key: value for key, value in chosen.items() if key not in recipe.given})
-    device = torch.device("cpu" if training.get("use_cpu") else device_of(None))
+        return _taken(recipe, training, chosen)
+    on_cpu = training.get("use_cpu") or not torch.accelerator.is_available()
+    device = torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator()
     machine, data = Machine.here(device, Path(training["output_dir"])), _look(recipe, tokenizer)
     found = settings_for(machine, _config_of(recipe), data, training.get("max_minutes"), _given(recipe, training))
     say(f"machine           {machine}")
@@ -51,7 +53,7 @@ def choose(recipe: RecipeArguments, training: dict, tokenizer, say) -> dict:
     if recipe.settled:
         return {}
     found.values["logging_steps"] = min(max(found.steps // 20, 1), 500)
-    return _taken(recipe, training, {key: value for key, value in found.values.items() if key not in recipe.given})
+    return _taken(recipe, training, found.values)
 
 
 def time_lines(found: Settings, minutes: float | None, rows: int) -> list[str]:
@@ -89,6 +91,7 @@ def _given(recipe: RecipeArguments, training: dict) -> dict:
 
 
 def _taken(recipe: RecipeArguments, training: dict, values: dict) -> dict:
+    values = {key: value for key, value in values.items() if key not in recipe.given}
     for key, value in values.items():
         if key in _IN_RECIPE:
             setattr(recipe, key, value)

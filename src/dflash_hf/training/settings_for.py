@@ -60,20 +60,22 @@ class Machine:
 
         there = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
         full, half = (_operations(device, dtype) for dtype in (torch.float32, torch.bfloat16))
+        memory = free_memory(device if device.type == "cuda" else torch.device("cpu"))
         disk = shutil.disk_usage(there).free
-        return cls(device.type, torch.get_num_threads(), free_memory(device), disk, full, half)
+        return cls(device.type, torch.get_num_threads(), memory, disk, full, half)
 
     @property
     def small(self) -> bool:
-        return self.device == "cpu"
+        """Whether the paper's settings are too much for it."""
+        return self.device in ("cpu", "mps")
 
     @property
     def halves(self) -> bool:
-        """Whether bf16 pays."""
-        return self.half > 1.2 * self.full
+        """Whether bf16 pays; upstream's Trainer does not take it on Metal."""
+        return self.device != "mps" and self.half > 1.2 * self.full
 
     def __str__(self) -> str:
-        threads = f", {self.threads} thread{'s' if self.threads > 1 else ''}" if self.small else ""
+        threads = f", {self.threads} thread{'s' if self.threads > 1 else ''}" if self.device == "cpu" else ""
         return f"{self.device}{threads}: {self.full / 1e9:,.0f} GFLOPS in fp32, {self.half / 1e9:,.0f} in bf16"
 
 
@@ -139,7 +141,9 @@ def settings_for(machine: Machine, config, data: Data, minutes: float | None, gi
     values: dict = {"bf16": machine.halves}
     if machine.small:
         layers = given.get("num_draft_layers") or _SMALL["num_draft_layers"]
-        values |= {**_SMALL, "use_cpu": True, "target_dtype": "bfloat16" if machine.halves else "float32"}
+        values |= {**_SMALL, "target_dtype": "bfloat16" if machine.halves else "float32"}
+        if machine.device == "cpu":
+            values["use_cpu"] = True
         size = 1024 * math.ceil(16 * math.sqrt(data.rows * data.learned) / 1024)  # distinct words of a text: Heaps
         size = min(size, _LARGEST_DRAFT_VOCABULARY)
         if size < text.vocab_size / 2:
@@ -305,7 +309,7 @@ def warning_of(args, draft_config, target_config, row: dict) -> str | None:
 def _reason(key: str, machine: Machine, text, found: Settings) -> str:
     ratio = machine.half / machine.full
     return {
-        "bf16": f"{ratio:.1f} times as fast as fp32 here",
+        "bf16": f"it is {ratio:.1f} times as fast as fp32 here",
         "target_dtype": f"bf16 is {ratio:.1f} times as fast as fp32 here",
         "use_cpu": "there is no accelerator",
         "num_draft_layers": "the paper takes 5; few layers make more steps",
