@@ -166,6 +166,12 @@ def clock(device: torch.device) -> float:
     return time.thread_time() if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter()
 
 
+def adapters_of(draft) -> tuple:
+    """The adapters (LoRA) that act on a drafter now: PEFT's, whoever put them there."""
+    layers = [module for module in draft.modules() if isinstance(getattr(module, "disable_adapters", None), bool)]
+    return tuple(sorted({name for layer in layers if not layer.disable_adapters for name in layer.active_adapters}))
+
+
 def table_of(target, draft, compiled: str | bool = False, ahead: int = 1) -> CostTable:
     """
     What rounds of a pair cost here: on this device, in this precision and layout of weights, with these threads,
@@ -179,7 +185,18 @@ def table_of(target, draft, compiled: str | bool = False, ahead: int = 1) -> Cos
     kinds = sorted({type(module).__name__ for module in decoder_layers(target)[0].modules()})  # packed, quantised
     shape = [getattr(config, n) for n in ("num_hidden_layers", "hidden_size", "intermediate_size", "draft_vocab_size")]
     threads = torch.get_num_threads() if target.device.type == "cpu" else None
-    how = (*kinds, *shape, config.block_size, target.dtype, target.device, threads, compiled, ahead, pinned)
+    how = (
+        *kinds,
+        *shape,
+        adapters_of(draft),
+        config.block_size,
+        target.dtype,
+        target.device,
+        threads,
+        compiled,
+        ahead,
+        pinned,
+    )
     tables = _tables.setdefault(target, {})
     if how in tables:
         return tables[how]

@@ -18,7 +18,7 @@ import torch
 from transformers.utils import logging
 
 from .accept_dflash import Draft, Verdict
-from .cost_dflash import CostTable, clock, table_of
+from .cost_dflash import CostTable, adapters_of, clock, table_of
 from .tree_dflash import Paths
 
 
@@ -278,7 +278,7 @@ def planner_of(target, draft, drafter, text, generation_config, trees: bool, who
     if config.is_open and unset and not whole:
         nodes = max(min(_WIDEST, 2 * _WIDEST // rows), 2)
         plan = drafter.plan(trained, nodes) if trees else drafter.plan(trained, trained - 1, top_k=1)
-        key = (id(target), rows, generation_config.do_sample)
+        key = (id(target), rows, generation_config.do_sample, adapters_of(draft))
         paces = _paces.setdefault(draft, {})
         return FastestPlan(plan, table_of(target, draft), paces, key, target.device)
     nodes = (config.tree_nodes or 0) if trees else 0

@@ -140,11 +140,14 @@ class SavedDrafter(PreTrainedModel):
     def save_pretrained(self, save_directory, is_main_process: bool = True, state_dict: dict | None = None, **kwargs):
         """
         As upstream, and beside the weights the code, so that `trust_remote_code=True` works without the package, and
-        the drafter's own mask embedding, if it has one, in the file that engines read.
+        the drafter's own mask embedding, if it has one, in the file that engines read. Of a drafter with adapters the
+        active one is saved, and nothing else.
 
         Raises:
             `ValueError`: torchao could not read the checkpoint again.
         """
+        if self._hf_peft_config_loaded:
+            return super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
         quantizer = getattr(self, "hf_quantizer", None)
         if quantizer is not None and quantizer.quantization_config.quant_method == "torchao":
             # torchao (0.18) splits the name of every tensor of the file at a dot, quantised or not.

@@ -12,6 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import validate_repo_id
 
 from dflash_hf.evaluation.report import EVAL_RESULTS, PLOT_FILE, REPORT_FILE
+from dflash_hf.files import read_json
 from dflash_hf.gguf_format import FILE_PATTERN, gguf_config, gguf_in, write_gguf
 from dflash_hf.hub.card import CardFacts, eval_results, missing_code, render_card
 from dflash_hf.hub.check import check
@@ -22,6 +23,7 @@ from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.terminal import LONGEST_LINE, one_line
 
 
+_ADAPTER = "adapter_config.json"
 # What a published drafter consists of, besides its weights. Everything else in the folder stays at home: optimizer
 # states, logs, training arguments with their paths.
 _PUBLISHED = (
@@ -34,6 +36,8 @@ _PUBLISHED = (
     REPORT_FILE,
     PLOT_FILE,
     "LICENSE*",
+    "adapters/*/adapter_model.safetensors",
+    f"adapters/*/{_ADAPTER}",
 )
 
 
@@ -120,6 +124,9 @@ def publish(
     results = eval_results(folder, facts)
     if results:
         made[EVAL_RESULTS] = results.encode()
+    for name in (name for name in sources if name.endswith(_ADAPTER)):  # on a folder of this machine
+        base = {**read_json(sources[name]), "base_model_name_or_path": repo}
+        made[name] = (json.dumps(base, indent=2, sort_keys=True) + "\n").encode()
     sizes |= {name: len(content) for name, content in made.items()}
     result = Publication(repo, dict(sorted(sizes.items())), left_out, card, findings)
     everything: dict[str, Path | bytes] = {**sources, **made}

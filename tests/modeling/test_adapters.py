@@ -1,0 +1,133 @@
+"""Several LoRA on one drafter, switched as PEFT's users know it: each drafts as the drafter that it is merged into."""
+
+import copy
+import json
+
+import pytest
+import torch
+from support.pairs import make_draft, make_target
+
+from dflash_hf import DFlashDraftModel
+from dflash_hf.hub.card import CardFacts
+from dflash_hf.hub.publish import publish
+from dflash_hf.modeling.cost_dflash import adapters_of
+from dflash_hf.modeling.plan_dflash import _paces
+from dflash_hf.packed_linear import packed_weights
+from dflash_hf.training.adapters import TARGET_MODULES
+
+
+peft = pytest.importorskip("peft")
+OPTIONS = {"max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True}
+PROMPT = torch.tensor([[5, 9, 11, 3]])
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target(vocab_size=16)  # so few that random drafts are right now and then
+
+
+@pytest.fixture(scope="module")
+def folder(target, tmp_path_factory):
+    """A drafter with two adapters beside it, as published."""
+    folder = tmp_path_factory.mktemp("published") / "draft"
+    make_draft(target, target_layer_ids=[0, 1, 2], intermediate_size=512, seed=2).save_pretrained(folder)
+    for seed, name in enumerate(("chat", "code")):
+        torch.manual_seed(seed)
+        draft = DFlashDraftModel.from_pretrained(folder)
+        config = peft.LoraConfig(r=4, target_modules=TARGET_MODULES, init_lora_weights=False)
+        draft.add_adapter(config, name)
+        draft.save_pretrained(folder / "adapters" / name)
+    return folder
+
+
+def merged(folder, name):
+    draft = DFlashDraftModel.from_pretrained(folder)
+    if name is None:
+        return draft
+    return peft.PeftModel.from_pretrained(draft, folder / "adapters" / name).merge_and_unload()
+
+
+def lengths(target, draft, block_size=4):
+    draft.decoding_config.block_size = block_size
+    output = target.generate(PROMPT, assistant_model=draft.eval(), **OPTIONS)
+    assert torch.equal(output.sequences, target.generate(PROMPT, **OPTIONS).sequences)
+    return output.acceptance_lengths
+
+
+@pytest.fixture(scope="module")
+def expected(target, folder):
+    found = {name: lengths(target, merged(folder, name)) for name in ("chat", "code", None)}
+    assert len(set(map(str, found.values()))) == 3  # else nothing is told apart
+    return found
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled", "packed before", "packed after"])
+def test_switched_between_calls(way, target, folder, expected, monkeypatch):
+    monkeypatch.setattr("dflash_hf.packed_linear.SMALLEST", 1)
+    draft = DFlashDraftModel.from_pretrained(folder)
+    draft.decoding_config.compile = "eager" if way == "compiled" else None
+    packed = [packed_weights(draft)] if way == "packed before" else []
+    assert draft.layers[0].mlp.up_proj.__class__.__name__ == ("PackedLinear" if packed else "Linear")
+    for name in ("chat", "code"):
+        draft.load_adapter(folder / "adapters" / name, name)
+    if way == "packed after":
+        packed.append(packed_weights(draft))
+    for name in ("code", "chat", None, "chat", None, "code"):
+        if name is None:
+            draft.disable_adapters()
+        else:
+            draft.enable_adapters()
+            draft.set_adapter(name)
+        assert adapters_of(draft) == (() if name is None else (name,))
+        assert lengths(target, draft) == expected[name], name
+    draft.delete_adapter("code")
+    draft.set_adapter("chat")
+    assert lengths(target, draft) == expected["chat"]
+    for one in packed:
+        one.restore()
+
+
+def test_the_planner_remembers_each_apart(target, folder):
+    draft = DFlashDraftModel.from_pretrained(folder)
+    for name in ("chat", "code"):
+        draft.load_adapter(folder / "adapters" / name, name)
+        draft.set_adapter(name)
+        lengths(target, draft, block_size=None)
+    draft.disable_adapters()
+    lengths(target, draft, block_size=None)
+    assert {key[-1] for key in _paces[draft]} == {("chat",), ("code",), ()}
+
+
+def test_of_a_peft_model(target, folder, expected):
+    """What PEFT's own class puts on a drafter acts where that drafter is used."""
+    model = peft.PeftModel.from_pretrained(DFlashDraftModel.from_pretrained(folder), folder / "adapters/chat", "chat")
+    model.load_adapter(folder / "adapters" / "code", "code")
+    draft = model.get_base_model()
+    for name in ("chat", "code"):
+        model.set_adapter(name)
+        assert adapters_of(draft) == (name,) and lengths(target, draft) == expected[name]
+    with model.disable_adapter():
+        assert adapters_of(draft) == () and lengths(target, draft) == expected[None]
+
+
+def test_what_is_saved_and_published(folder, tmp_path):
+    saved = sorted(path.relative_to(folder).as_posix() for path in folder.glob("adapters/*/*"))
+    files = [
+        f"adapters/{name}/adapter_{file}" for name in ("chat", "code") for file in ("config.json", "model.safetensors")
+    ]
+    assert saved == files
+    weights = (folder / "model.safetensors").stat().st_size
+    assert all((folder / file).stat().st_size < weights / 4 for file in files)
+    facts = CardFacts(base_model="someone/target")
+    found = publish(folder, "someone/draft", dry_run=True, facts=facts, write_to=tmp_path / "hub")
+    assert set(files) < set(found.files)
+    config = json.loads((tmp_path / "hub" / files[0]).read_text())
+    assert config["base_model_name_or_path"] == "someone/draft"
+    draft, again = DFlashDraftModel.from_pretrained(folder), DFlashDraftModel.from_pretrained(tmp_path / "hub")
+    draft.load_adapter(folder / "adapters" / "code", "code")
+    again.load_adapter(tmp_path / "hub", "code", adapter_kwargs={"subfolder": "adapters/code"})
+    ours, theirs = draft.state_dict(), again.state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert any("lora_" in name for name in ours)
+    copied = copy.deepcopy(draft)
+    assert adapters_of(copied) == ("code",)
