@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from .layouts_dflash import canonical_name, is_left_out, refuse_other_tensors
+from .layouts_dflash import UnknownHeadError, canonical_name, is_left_out, refuse_other_tensors
 
 
 # A mask embedding beside the weights (MiMo): the one other file that is read, by torch's restricted loader. Engines
@@ -45,6 +45,10 @@ def checkpoint_files(name_or_path: str, variant: str | None = None, **hub_argume
         return [single]
     index = find(with_variant(SAFE_WEIGHTS_INDEX_NAME))
     if index is None:
+        if find("converter.safetensors") is not None:
+            raise UnknownHeadError(
+                f"{name_or_path} is a JetSpec++ drafter, which is not supported: adapters of a target."
+            )
         raise OSError(
             f"{name_or_path} holds no {SAFE_WEIGHTS_NAME} and no {SAFE_WEIGHTS_INDEX_NAME}. Only safetensors are "
             "read; convert other files with `dflash convert`."

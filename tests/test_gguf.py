@@ -21,7 +21,7 @@ from dflash_hf import DFlashDraftModel
 from dflash_hf.cli import main
 from dflash_hf.convert import convert
 from dflash_hf.data.encode import digests_of_tokenizer
-from dflash_hf.gguf_format import unpack_gguf, write_gguf
+from dflash_hf.gguf_format import limits, unpack_gguf, write_gguf
 from dflash_hf.hub.check import check
 from dflash_hf.smollm2 import data_folder, drafter_folder, packaged_gguf
 from dflash_hf.training.start import take_vocabulary
@@ -157,7 +157,13 @@ def test_what_llama_cpp_cannot_run_is_refused(key, tiny, tiny_file, tmp_path, ca
     assert [path.name for path in tmp_path.iterdir()] == ["draft"]
 
 
-def test_what_does_not_fit_the_target(tiny, tiny_file, tmp_path):
+def test_a_quantised_drafter_is_refused(tiny):
+    config = make_draft(tiny, target_layer_ids=[0, 1, 2]).config
+    config.quantization_config = {"quant_method": "fp8"}
+    assert [key for key, _ in limits(config)] == ["quantization_config"]
+
+
+def test_what_does_not_fit_the_target(tiny, tiny_file, tmp_path, monkeypatch):
     draft = make_draft(tiny, target_layer_ids=[0, 1, 2])
     draft.save_pretrained(tmp_path / "draft")
     of_file = {"model_type": "qwen3", "hidden_size": 32, "num_hidden_layers": 4, "vocab_size": 16}
@@ -171,6 +177,10 @@ def test_what_does_not_fit_the_target(tiny, tiny_file, tmp_path):
         ({"vocab_size": 17}, "vocab_size"),
     ):
         assert [one.key for one in check(tmp_path / "draft", ["llama.cpp"], {**of_file, **change})] == [key]
+        with monkeypatch.context() as other, pytest.raises(ValueError, match=f"for llama.cpp: {key}: "):
+            other.setattr("dflash_hf.gguf_format.target_config", lambda *_, change=change: {**of_file, **change})
+            convert(tmp_path / "draft", tmp_path / "dflash.gguf", to="gguf", target=tiny_file)
+        assert [path.name for path in tmp_path.iterdir()] == ["draft"]
     for kind in ("llama", "qwen3_5_text", "qwen35moe", "gpt_oss", "gpt-oss", "lfm2", "gemma4_text", "nemotron_h"):
         assert not check(tmp_path / "draft", ["llama.cpp"], {**of_file, "model_type": kind})
 

@@ -353,6 +353,13 @@ def test_tensors_of_other_heads_are_refused_with_the_reason(tmp_path, name, reas
     assert name in str(error.value) and "model.safetensors" in str(error.value)
 
 
+def test_jetspec_plus_plus_is_refused_by_its_files(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(zlab(nested={"causal_head": True})))
+    save_file({"weight": torch.zeros(1)}, tmp_path / "converter.safetensors")
+    with pytest.raises(ValueError, match=r"is a JetSpec\+\+ drafter, which is not supported"):
+        DFlashDraftModel.from_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize("said", [True, False])
 @torch.no_grad()
 def test_an_embedding_of_its_own(tmp_path, said, big_target):

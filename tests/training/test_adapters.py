@@ -74,15 +74,18 @@ def test_only_the_adapter_moves_and_merged_it_is_a_plain_drafter(kind, target, t
         changed = any(f".{module}." in name for module in TARGET_MODULES)
         assert torch.equal(tensor, before[name]) != changed, name
 
-    # 4. It decodes as the adapted one: the same text in the same verifications.
+    # 4. It decodes as the adapted one, and as a drafter that the adapter is put on: the same text in the same
+    # verifications.
     options = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
     prompt = torch.tensor([[5, 9, 11, 60]])
-    for one in (trainer.draft, again):
+    loaded = DFlashDraftModel.from_pretrained(tmp_path / "draft")
+    loaded.load_adapter(tmp_path / "run", "domain")
+    outputs, alone = [], target.generate(prompt, **options).sequences
+    for one in (trainer.draft, again, loaded):
         one.decoding_config.block_size = BLOCK
-    alone = target.generate(prompt, **options).sequences
-    outputs = [target.generate(prompt, assistant_model=one, **options) for one in (trainer.draft.eval(), again.eval())]
-    assert torch.equal(outputs[0].sequences, alone) and torch.equal(outputs[1].sequences, alone)
-    assert outputs[0].acceptance_lengths == outputs[1].acceptance_lengths
+        outputs.append(target.generate(prompt, assistant_model=one.eval(), **options))
+        assert torch.equal(outputs[-1].sequences, alone)
+        assert outputs[-1].acceptance_lengths == outputs[0].acceptance_lengths
 
 
 def test_resuming_an_adapter_equals_an_uninterrupted_run(target, tmp_path):

@@ -206,9 +206,9 @@ def _select(folder: Path) -> tuple[dict[str, Path], list[str]]:
         name = path.relative_to(folder).as_posix()
         if path.is_dir() or name == "README.md":
             continue
-        wanted = name in weights | code or any(fnmatch.fnmatchcase(name, one) for one in _PUBLISHED)
         # `*` also matches a slash: a pattern is meant for its own level.
-        if wanted and (name.count("/") == 0 or name == "custom_generate/generate.py"):
+        patterns = (one for one in _PUBLISHED if one.count("/") == name.count("/"))
+        if name in weights | code or any(fnmatch.fnmatchcase(name, one) for one in patterns):
             chosen[name] = _real_file(folder, path)
         else:
             left_out.append(name)
