@@ -67,7 +67,7 @@ def test_generate_speaks_as_the_drafter_was_trained(tmp_path, capsys):
     for arguments, said in (
         (drafted, '{"enable_thinking": false}, as the drafter was trained'),
         ([*command, "--template-args", '{"enable_thinking": false}'], '{"enable_thinking": false}, as given'),
-        ([*drafted, "--template-args", "{}"], "expect it to draft worse"),
+        ([*drafted, "--template-args", "{}"], "expect lower acceptance"),
         (command, None),
     ):
         assert main(arguments) == 0
@@ -98,7 +98,7 @@ def test_drafts_are_drawn_where_it_is_asked(pair_arguments, capsys, monkeypatch)
     assert set(taken) == {0.5}
     capsys.readouterr()
     assert main(["generate", *pair_arguments, *options[:-2], "--draft-temperature", "0.5"]) == 2
-    assert "--draft-temperature 0.5 changes nothing in greedy decoding" in capsys.readouterr().err
+    assert "--draft-temperature 0.5 has no effect in greedy decoding" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

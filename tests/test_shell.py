@@ -64,8 +64,8 @@ def generate(world, *more, target="target", draft="draft"):
         (["--dtype", "flot"], 2, "'flot' is not one of auto, float32"),
         (["--device", "cuda:9"], 1, "--device cuda:9: this machine has"),
         (["--device", "gpu"], 2, "'gpu' is not a device; say cpu, cuda"),
-        (["--top-p", "2"], 2, "2 must lie above 0"),
-        (["--top-p", "0.9"], 2, "changes nothing in greedy decoding; add --temperature"),
+        (["--top-p", "2"], 2, "2 must be above 0"),
+        (["--top-p", "0.9"], 2, "has no effect in greedy decoding; add --temperature"),
         (["--temperature", "inf"], 2, "inf must be 0"),
         (["--temperature", "nan"], 2, "nan must be 0"),
         (["--seed", "-1"], 2, "-1 is not a valid seed"),
@@ -84,7 +84,7 @@ def test_values_that_cannot_be_right_are_told_before_anything_is_loaded(more, co
 def test_drafts_are_shown_where_there_is_a_drafter(world, told):
     for option in ("--compare", "--show-drafts"):
         code, line = told("generate", "--target", world / "target", "--prompt", "Say 1", option)
-        assert code == 2 and "name it with --draft" in line
+        assert code == 2 and "pass --draft" in line
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """
 The command line, `dflash COMMAND`. It and `terminal.Echo` are all that prints.
 
-Exit status: 0 done; 1 it failed, or the result is not what was asked for (an error found by `check`, an output that is
-not the target's own); 2 the command line cannot be right and nothing was begun; 130 interrupted by Ctrl-C; 141 nobody
-reads its output any more. An error is one line on standard error, `dflash NAME: error: ...`.
+Exit status: 0 done; 1 failed, or a bad result (an error found by `check`, an output that is not the target's own);
+2 invalid arguments, nothing was started; 130 interrupted by Ctrl-C; 141 output pipe closed. An error is one line on
+standard error, `dflash NAME: error: ...`.
 """
 
 import _thread
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except BrokenPipeError:
             stop_printing()
             return 141
-        except Exception as error:  # every error ends as one line
+        except Exception as error:  # every error becomes one line
             if debug:
                 traceback.print_exc()
             if interrupted:  # libraries turn a Ctrl-C in the middle of their import into errors of their own
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser(chosen: str) -> tuple[Parser, Parser | None]:
-    """The parser, and that of one command, with its arguments; those of others are not imported."""
+    """The parser, and the parser of one command with its arguments; other commands are not imported."""
     from dflash_hf import __version__
 
     lines = ["Train, publish and run DFlash drafters."]
@@ -131,7 +131,7 @@ def build_parser(chosen: str) -> tuple[Parser, Parser | None]:
 
 
 def _parsed(name: str, argv: list[str]):
-    """The arguments; an option that the command lacks is refused, with the one that may be meant."""
+    """Parse the arguments; for an unknown option, suggest a similar one."""
     parser, command = build_parser(name)
     if not argv:
         print(parser.format_help(), end="", file=sys.stderr)
@@ -178,7 +178,7 @@ def _say_interrupted(name: str, again: str) -> int:
 
 @contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """A list that holds something once Ctrl-C was pressed: what it raises may arrive as another exception."""
+    """A list that is not empty once Ctrl-C was pressed, which libraries may turn into another exception."""
     pressed: list[int] = []
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):

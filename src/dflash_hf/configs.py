@@ -1,4 +1,4 @@
-"""What the configurations of a pair say, looked at before anything large is read."""
+"""Checks of a pair's configurations, before any weights are read."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,7 +52,7 @@ def check_names(
     target: str, draft: str | None, loading: "Loading", tokenizer: bool = True, form: str = "--{} {}"
 ) -> dict:
     """
-    Look at both configurations, before anything large is read.
+    Check both configurations, before any weights are read.
 
     Args:
         target, draft (`str`): Their names.

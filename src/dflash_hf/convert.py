@@ -84,7 +84,7 @@ def convert(
     if to not in LAYOUTS:
         raise ValueError(f"to={to!r} must be one of {', '.join(LAYOUTS)}.")
     if (to == "gguf") != (target is not None):
-        raise ValueError("A GGUF file holds its target's tokenizer: give `to='gguf'` and `target` together.")
+        raise ValueError("to='gguf' needs `target`, whose tokenizer the file contains, and no other layout takes it.")
     if (to == "gguf") != is_gguf(dst):
         raise ValueError(f"dst={str(dst)!r} must end with .gguf where to='gguf', and nowhere else.")
     if dtype == "q8_0" and to != "gguf":

@@ -1,4 +1,4 @@
-"""Every error as one line: what went wrong, where, and what to do. The command line shows nothing else of it."""
+"""Every error as one line: what went wrong, where, and what to do."""
 
 import errno
 import traceback
@@ -19,7 +19,7 @@ def explain(error: BaseException, again: str = "run the same command again") -> 
 
     Args:
         error (`BaseException`): What a command raised.
-        again (`str`): How that command goes on afterwards.
+        again (`str`): How to resume the command.
     """
     chain = list(_causes(error))
     texts = [str(one) for one in chain]
@@ -31,10 +31,10 @@ def explain(error: BaseException, again: str = "run the same command again") -> 
     ):
         return one_line(f"out of memory ({_about_memory(texts) or 'no details'}): {_LESS}")
     if isinstance(error, RecursionError):
-        return f"the input is nested too deeply to be read ({_place(error)}); it is damaged, or made to harm"
+        return f"the input is nested too deeply to be read ({_place(error)}); it is damaged or malicious"
     if isinstance(error, UnicodeDecodeError):
         return (
-            f"the input is not UTF-8 (byte {error.start}, {_place(error)}); convert it first, with iconv for instance"
+            f"the input is not UTF-8 (byte {error.start}, {_place(error)}); convert it first, for example with iconv"
         )
     if isinstance(error, DetailedError):
         return one_line(error, LONGEST_DETAILS)
@@ -45,7 +45,7 @@ def explain(error: BaseException, again: str = "run the same command again") -> 
         return one_line(str(error) or repr(error))
     kind = type(error).__name__
     message = one_line(f"{kind}: {error}", 180).rstrip(".")
-    return f"{message} ({_place(error)}); --debug shows where, `dflash env` what to add to a report"
+    return f"{message} ({_place(error)}); --debug shows the traceback; add `dflash env` to a bug report"
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

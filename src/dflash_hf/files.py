@@ -99,9 +99,9 @@ def lock(file, path: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise ValueError(f"{path} is being written by another process; wait for it, or end it.") from error
+        raise ValueError(f"{path} is being written by another process; wait for it, or stop it.") from error
     except OSError as error:
-        logger.warning(f"{path} cannot be locked ({error.strerror}): let no second process write there.")
+        logger.warning(f"{path} cannot be locked ({error.strerror}): make sure that no second process writes there.")
 
 
 @contextmanager

@@ -138,7 +138,7 @@ def configured_draft(arguments, loading: Loading, device: str | None = None):
     if arguments.draft is None:
         if any(ways.values()):
             raise ValueError(
-                "--compile, --tree-nodes and --draft-temperature are ways to use a drafter; name it with --draft."
+                "--compile, --tree-nodes and --draft-temperature are ways to use a drafter; pass --draft."
             )
         return None
     draft = load_draft(arguments.draft, loading, device)

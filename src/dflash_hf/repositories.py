@@ -1,8 +1,8 @@
 """
-Names that may be a folder or a repository of the Hub: told apart, and asked for once.
+Names of a folder or a Hub repository: told apart, with a single request to the Hub.
 
-A folder that does not exist is said to be missing, without asking the Hub for it; a name that could be a repository is
-asked for without the retries of the libraries, which take a minute.
+A missing folder is reported without a request; a name that could be a repository is requested once, without the
+libraries' retries, which take a minute.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ def looks_local(name: str) -> bool:
 
 def check_repository(name: str, what: str, revision: str | None = None) -> None:
     """
-    Ask once whether a name that is no folder is a repository, before libraries ask again and again.
+    Ask the Hub once whether a name is a repository, before libraries retry for a minute.
 
     Raises:
         `OSError`: it is none, or the Hub cannot be reached.
@@ -38,7 +38,7 @@ def small_file(name: str, what: str, revision: str | None, file: str = "config.j
     try:
         validate_repo_id(name)
     except ValueError as error:
-        raise FileNotFoundError(f"{missing} it is not the name of a repository of the Hub.") from error
+        raise FileNotFoundError(f"{missing} it is not the name of a Hub repository.") from error
     found = try_to_load_from_cache(name, file, revision=revision)
     if isinstance(found, str):
         return found
@@ -52,7 +52,7 @@ def small_file(name: str, what: str, revision: str | None, file: str = "config.j
             f"{missing} the Hub cannot be reached ({type(error).__name__}: {one_line(error, 80)})."
         ) from error
     if answer.status_code in (401, 403):
-        raise OSError(f"{missing} the Hub shows no such repository; where it is private or gated: `hf auth login`.")
+        raise OSError(f"{missing} the Hub has no such repository; if it is private or gated, run `hf auth login`.")
     if answer.status_code == 404 and file != "config.json" and answer.headers.get("X-Error-Code") == "EntryNotFound":
         return ""  # a repository, where the question was for one
     if answer.status_code == 404:

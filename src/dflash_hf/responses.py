@@ -1,6 +1,6 @@
 """
 A target's responses to many prompts, from a batch that is always full: a row that has finished is replaced by the next
-prompt at once, so that nobody waits for the longest.
+prompt at once, so that no row waits for the longest.
 """
 
 import copy

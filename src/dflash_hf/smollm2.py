@@ -65,7 +65,7 @@ def data_folder() -> Path:
 
 def drafter_folder() -> Path:
     """
-    The folder of the drafter that comes along.
+    The folder of the bundled drafter.
 
     Raises:
         `FileNotFoundError`: its weights are not there.

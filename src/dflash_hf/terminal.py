@@ -1,4 +1,4 @@
-"""What the commands share: one line for every error, values that can be right, colours for those who can see them."""
+"""What the commands share: one-line errors, argument types, colours, output."""
 
 import argparse
 import contextlib
@@ -23,11 +23,11 @@ _SECRET = re.compile(r"token$|secret|password|api_?key", re.IGNORECASE)
 
 
 class UsageError(ValueError):
-    """The command line itself cannot be right: nothing was begun."""
+    """Invalid arguments: nothing was started."""
 
 
 class DetailedError(ValueError):
-    """An error whose line may be longer than others', since every part of it is needed to go on."""
+    """An error whose message may be longer than others', since every part of it is needed."""
 
 
 @dataclass
@@ -54,12 +54,12 @@ def one_line(message: object, limit: int = LONGEST_LINE) -> str:
 
 
 def install(extra: str) -> str:
-    """How to install an extra, as a line that every shell takes; the package index does not have the package yet."""
+    """How to install an extra, for any shell; the package is not on PyPI yet."""
     return f"run `pip install '.[{extra}]'` in a checkout of dflash-hf"
 
 
 def is_secret(name: str) -> bool:
-    """Whether what a setting of that name holds must not be shown."""
+    """Whether a setting of that name is a secret."""
     return bool(_SECRET.search(name))
 
 
@@ -81,7 +81,7 @@ def add_color(parser, what: str) -> None:
 
 
 def note(line: str) -> None:
-    """Print to standard error what is no result, so that results alone can be piped."""
+    """Print to standard error, so that only results are piped."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -111,7 +111,7 @@ def template_arguments(text: str | None) -> dict | None:
 
 
 def _number(kind: type, name: str, fits: Callable[[float], bool], must: str) -> Callable[[str], Any]:
-    """What reads a number for argparse, and says under `name` what it must be."""
+    """A reader of numbers for argparse; `name` appears in its errors."""
 
     def read(text: str):
         value = kind(text)
@@ -126,15 +126,15 @@ def _number(kind: type, name: str, fits: Callable[[float], bool], must: str) -> 
 positive = _number(int, "positive", lambda value: value >= 1, "must be at least 1")
 count = _number(int, "count", lambda value: value >= 0, "must not be negative")
 seed = _number(int, "seed", lambda value: 0 <= value < 2**32, f"is not a valid seed: 0 to {2**32 - 1}")
-token_id = _number(int, "token_id", lambda value: value >= 0, "is no id of a token: ids start at 0")
-port = _number(int, "port", lambda value: 0 <= value < 65536, "is no port: 0 to 65535")
+token_id = _number(int, "token_id", lambda value: value >= 0, "is not a token id: ids start at 0")
+port = _number(int, "port", lambda value: 0 <= value < 65536, "is not a port: 0 to 65535")
 temperature = _number(
     float,
     "temperature",
     lambda value: 0 <= value < math.inf,
     "must be 0, for greedy decoding, or a positive number such as 0.7",
 )
-probability = _number(float, "probability", lambda value: 0 < value <= 1, "must lie above 0 and be at most 1")
+probability = _number(float, "probability", lambda value: 0 < value <= 1, "must be above 0 and at most 1")
 amount = _number(float, "amount", lambda value: 0 < value < math.inf, "must be a positive number")
 
 
@@ -214,7 +214,7 @@ def read_text(path: Path) -> str:
 
 
 def not_utf8(path, line: int) -> str:
-    """What is said of a file in another encoding."""
+    """The error for a file in another encoding."""
     return f"Line {line} of {path} is not UTF-8; convert the file: iconv -f LATIN1 -t UTF-8 {path} > converted"
 
 
@@ -239,9 +239,9 @@ def stdin_lines() -> Iterator[str]:
 
 class Echo:
     """
-    Prints a line at once; under `--json` on standard error, so that standard output holds the result alone.
+    Prints lines immediately; with `--json` on standard error, so that standard output holds the result only.
 
-    Who reads the beginning only, as `| head` does, does not end the work: files that are being written get finished.
+    A closed pipe, as of `| head`, does not stop the work: files are still completed.
     """
 
     note = staticmethod(note)
@@ -260,19 +260,19 @@ class Echo:
             stop_printing()
 
     def write(self, text: str) -> None:
-        """A piece of a line, as it comes; where nobody reads it, writing more of it ends."""
+        """Print a piece of a line immediately."""
         self.stream.write(text)
         self.stream.flush()
 
 
 def stop_printing() -> None:
-    """From now on standard output leads nowhere; else Python complains at its end about the closed pipe."""
+    """Discard further standard output; otherwise Python reports the closed pipe at exit."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def end_progress_bars() -> None:
-    """End the lines of bars that an error has left open, so that what is said next has a line of its own."""
+    """Close progress bars that an error left open, so that the next message has its own line."""
     tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
     for bar in list(getattr(tqdm, "_instances", ())):
         with contextlib.suppress(Exception):
@@ -281,7 +281,7 @@ def end_progress_bars() -> None:
 
 
 def set_verbosity(quiet: bool, verbose: int) -> None:
-    """`-q` and `-v`: what the libraries say, which read it from the environment when they are imported."""
+    """`-q` and `-v`: the verbosity of libraries, which read it from the environment when imported."""
     if not quiet and not verbose:
         return
     level = "error" if quiet else ("info" if verbose == 1 else "debug")

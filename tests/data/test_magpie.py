@@ -134,7 +134,7 @@ def test_settings_are_checked():
         ({"kinds": ["chat", "poem"]}, "'poem' is unknown; choose of chat, code"),
         ({"begin": [" "]}, "'' is no beginning"),
         ({"temperature": 0.0}, "temperature=0.0 must be above 0"),
-        ({"top_p": 0.0}, "top_p=0.0 must lie above 0"),
+        ({"top_p": 0.0}, "top_p=0.0 must be above 0"),
         ({"max_chars": 0}, "max_chars=0 must be at least 1"),
         ({"min_chars": 9, "max_chars": 8}, "min_chars=9 must not exceed max_chars=8"),
     ):
@@ -285,11 +285,11 @@ def test_other_settings_and_other_files_are_not_mixed(folder, tmp_path, capsys):
     output = tmp_path / "out.jsonl"
     assert write(capsys, folder, output, 3)[0] == 0
     code, _, error = write(capsys, folder, output, 6, "--seed", "1")
-    assert code == 1 and "was begun with seed=0, not 1" in error
+    assert code == 1 and "was started with seed=0, not 1" in error
     other = tmp_path / "other.jinja"
     other.write_text((folder / "chat_template.jinja").read_text(encoding="utf-8") + " ", encoding="utf-8")
     code, _, error = write(capsys, folder, output, 6, "--chat-template", str(other))
-    assert code == 1 and "was begun with template=" in error
+    assert code == 1 and "was started with template=" in error
     foreign = tmp_path / "foreign.jsonl"
     foreign.write_text('{"row": 0, "prompt": "Hi", "completion": "Hello"}\n', encoding="utf-8")
     code, _, error = write(capsys, folder, foreign, 6)

@@ -159,7 +159,7 @@ def test_prepare_says_what_is_wrong_in_one_line(tmp_path, tokenizer_folder, caps
     for name, options, message in (
         ("empty.jsonl", (), "is an empty file"),
         ("half.jsonl", (), "half.jsonl is not a JSON object"),
-        ("half.jsonl", (), "it is the last one and was perhaps only half written"),
+        ("half.jsonl", (), "it is the last line, perhaps half written"),
         ("bad.parquet", (), "bad.parquet' cannot be read as parquet"),
         ("notes.txt", (), "must be of one kind: .jsonl"),
         ("absent.jsonl", (), "there is no such file"),

@@ -36,4 +36,4 @@ def test_what_is_given_wins_then_the_data_then_the_drafter(given, data, trained,
         assert lines[0].startswith(f"arguments of the chat template: {json.dumps(expected)}, as ")
         assert lines.pop(0).endswith(source)
     worse = trained is not None and expected != trained
-    assert lines == [f"the drafter was trained with {json.dumps(trained)}: expect it to draft worse"] * worse
+    assert lines == [f"the drafter was trained with {json.dumps(trained)}: expect lower acceptance"] * worse

@@ -178,10 +178,10 @@ def test_other_settings_and_other_data_are_not_mixed(folder, data, tmp_path, cap
     output = tmp_path / "out.jsonl"
     assert regenerate(capsys, data, folder, output, *HERE, "--limit", "3")[0] == 0
     code, _, error = regenerate(capsys, data, folder, output, *HERE, "--temperature", "0.5")
-    assert code == 1 and "was begun with temperature=None, not 0.5" in error
+    assert code == 1 and "was started with temperature=None, not 0.5" in error
     other = ("--template-args", '{"enable_thinking": false}')
     code, _, error = regenerate(capsys, data, folder, output, *HERE, *other)
-    assert code == 1 and "was begun with chat_template_kwargs={}, not {'enable_thinking': False}" in error
+    assert code == 1 and "was started with chat_template_kwargs={}, not {'enable_thinking': False}" in error
     data.write_text(data.read_text(encoding="utf-8").replace("Why 0?", "Who 0?"), encoding="utf-8")
     code, _, error = regenerate(capsys, data, folder, output, *HERE)
     assert code == 1 and "Row 0 of" in error and "the data has changed" in error
@@ -213,7 +213,7 @@ def test_responses_of_another_target_or_template_are_not_mixed(what, folder, dat
         tokenizer.add_tokens(["more"])
         tokenizer.save_pretrained(target)
     code, _, error = regenerate(capsys, data, target, output, *HERE, *options)
-    assert code == 1 and "out.jsonl was begun with " in error and named in error
+    assert code == 1 and "out.jsonl was started with " in error and named in error
     assert "go on with that, or choose another output" in error and output.read_bytes() == before
     assert regenerate(capsys, data, folder, output, *HERE)[0] == 0
 
@@ -439,7 +439,7 @@ def test_wrong_options_are_told_in_one_line(data, tmp_path, capsys):
     for options, message in (
         (("--temperature", "-1"), "argument --temperature: -1 must be 0"),
         (("--temperature", "inf"), "argument --temperature: inf must be 0"),
-        (("--top-p", "2"), "argument --top-p: 2 must lie above 0"),
+        (("--top-p", "2"), "argument --top-p: 2 must be above 0"),
         (("--mask-token-id", "-7"), "argument --mask-token-id: -7 is no id"),
     ):
         with pytest.raises(SystemExit) as stopped:
@@ -448,14 +448,14 @@ def test_wrong_options_are_told_in_one_line(data, tmp_path, capsys):
     code, _, error = regenerate(
         capsys, data, tmp_path / "absent", tmp_path / "out.jsonl", "--temperature", "0", "--top-p", "0.9"
     )
-    assert code == 2 and "changes nothing at --temperature 0" in error
+    assert code == 2 and "has no effect at --temperature 0" in error
     for options in (("--compile",), ("--tree-nodes", "3"), ("--draft-temperature", "1")):
         options = ("--server", "http://127.0.0.1:1", *options)
         code, _, error = regenerate(capsys, data, tmp_path / "absent", tmp_path / "out.jsonl", *options)
         assert code == 1 and "decodes itself: leave out" in error
     options = ("--temperature", "0", "--draft-temperature", "1")
     code, _, error = regenerate(capsys, data, tmp_path / "absent", tmp_path / "out.jsonl", *options)
-    assert code == 2 and "--draft-temperature changes nothing at" in error
+    assert code == 2 and "--draft-temperature has no effect at" in error
     code, _, error = regenerate(capsys, data, tmp_path / "absent", tmp_path / "out.jsonl")
     assert code == 1 and "there is no such folder" in error
     assert not (tmp_path / "out.jsonl").exists()

@@ -1,4 +1,4 @@
 """
-What each command takes: arguments, help and examples. A file is read when its command is asked for, and imports what
-it runs inside `run`, so that no `--help` waits for torch.
+The commands, one file each: `add_arguments(parser)` and `run(arguments, echo)`. A file is imported when its command is
+used, and imports the library inside `run`, so that `--help` does not wait for torch.
 """

@@ -42,7 +42,9 @@ def run(arguments, echo) -> Outcome:
             arguments.draft, arguments.draft, arguments.revision
         )  # there is one, or a line that says what is there
     if (arguments.to == "gguf") != (arguments.target is not None):
-        raise UsageError("--to gguf and --target go together: a GGUF file holds the tokenizer of its target.")
+        raise UsageError(
+            "--to gguf needs --target, whose tokenizer the GGUF file contains, and no other layout takes it."
+        )
     options = {"dtype": arguments.dtype, "share_head": arguments.share_head, "target": arguments.target}
     folder = convert(arguments.draft, arguments.output, arguments.to, arguments.config, arguments.revision, **options)
     facts = Path(arguments.draft) / FACTS_FILE

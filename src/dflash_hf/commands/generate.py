@@ -52,10 +52,10 @@ def run(arguments, echo) -> Outcome:
     if not prompt.strip():
         raise ValueError("--prompt is empty; pass some text.")
     if any("\ud800" <= char <= "\udfff" for char in prompt):  # bytes that the shell gave, and no text
-        raise ValueError("--prompt is not UTF-8; convert it first, with iconv for instance.")
+        raise ValueError("--prompt is not UTF-8; convert it first, for example with iconv.")
     take_default(arguments, echo.note)
     if arguments.draft is None and (arguments.compare or arguments.show_drafts):
-        raise UsageError("--compare and --show-drafts show what a drafter does; name it with --draft.")
+        raise UsageError("--compare and --show-drafts need a drafter; pass --draft.")
     pair = NamedPair(arguments, echo.note)
     import torch
     from transformers import set_seed

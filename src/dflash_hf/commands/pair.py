@@ -30,7 +30,7 @@ class NamedPair:
 
     Args:
         arguments (`argparse.Namespace`): Of a command with [`~dflash_hf.commands.shared.add_loading`].
-        say (`Callable`): Is told in a line which arguments the chat template gets.
+        say (`Callable`): Called with a line about the chat template's arguments.
 
     Raises:
         `ValueError`, `OSError`: as [`~dflash_hf.configs.check_names`]; a device that is not there.

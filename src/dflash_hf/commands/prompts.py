@@ -74,7 +74,7 @@ def run(arguments, echo) -> Outcome:
         if output.repaired:
             echo(f"cut off a half-written line of {output.repaired} bytes at the end of {arguments.output}")
         before = rows_of_file(arguments.output)
-        echo(f"{len(before)} of {arguments.count} requests are there")
+        echo(f"{len(before)} of {arguments.count} requests are done")
         if len(before) >= arguments.count:
             return Outcome(facts={"requests": len(before), "new": 0})
         target = load_target(arguments.target, loading)

@@ -48,7 +48,7 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.hub.publish import left_out_line, publish
 
     if not Path(arguments.folder).is_dir():
-        raise FileNotFoundError(f"{arguments.folder}: there is no such folder; publish what lies on this machine.")
+        raise FileNotFoundError(f"{arguments.folder}: there is no such folder; publish a local folder.")
     given = {name: getattr(arguments, name) for name in (*_FACTS, "evaluated_on") if getattr(arguments, name)}
     facts = CardFacts.from_folder(arguments.folder, **given) if given else None
     options = {"facts": facts, "write_to": arguments.output, "gguf_target": arguments.gguf}

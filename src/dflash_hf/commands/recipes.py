@@ -1,4 +1,4 @@
-"""`dflash recipes`: the recipes and scripts that come with the package."""
+"""`dflash recipes`: the recipes and scripts in the package."""
 
 import ast
 import shutil

@@ -94,7 +94,7 @@ def run(arguments, echo) -> Outcome:
     refused = len(set(prompts) - set(output.finished))
     echo(f"{len(output.finished)} of {count} rows are in {arguments.output}")
     if refused:
-        echo(f"{refused} rows were refused and are left out; the same command tries them again")
+        echo(f"{refused} rows were refused; run the same command again to retry them")
     return Outcome(1 if refused else 0, {"rows": count, "finished": len(output.finished), "refused": refused})
 
 
@@ -119,9 +119,9 @@ def _check(arguments) -> dict:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in ours)
         raise ValueError(f"--server takes conversations and decodes itself: leave out {options}.")
     if arguments.temperature == 0 and arguments.top_p is not None:
-        raise UsageError(f"--top-p {arguments.top_p} changes nothing at --temperature 0; raise it, or leave one out.")
+        raise UsageError(f"--top-p {arguments.top_p} has no effect at --temperature 0; raise it, or leave one out.")
     if arguments.temperature == 0 and arguments.draft_temperature:
-        raise UsageError("--draft-temperature changes nothing at --temperature 0; raise it, or leave one out.")
+        raise UsageError("--draft-temperature has no effect at --temperature 0; raise it, or leave one out.")
     if arguments.server:
         return {}
     config = check_names(arguments.target, arguments.draft, Loading.of(arguments))
@@ -179,7 +179,7 @@ def _in_process(arguments, encoder, prompts: dict, output, echo):
         config.top_p = arguments.top_p
     if not config.do_sample and (arguments.top_p or arguments.draft_temperature):
         raise ValueError(
-            "The target's own setting is greedy, where --top-p and --draft-temperature change nothing; add "
+            "The target's generation config is greedy, so --top-p and --draft-temperature have no effect; add "
             "--temperature, such as 1."
         )
     ids, longest = usable_ids(encoder, prompts), arguments.max_new_tokens

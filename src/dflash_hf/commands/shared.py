@@ -122,7 +122,7 @@ TREES = "draft trees of N tokens instead of blocks"
 
 
 def add_speed(parser, packed: str = PACKED, trees: str = TREES, group=None) -> None:
-    """Ways to decode faster, wherever a drafter is used; the meaning of two of them may differ."""
+    """Ways to decode faster, wherever a drafter is used; the help of two of them may differ."""
     group = group or parser.add_argument_group("speed")
     group.add_argument("--compile", action="store_true", help="compile the rounds; the first answer waits for it")
     group.add_argument("--tree-nodes", type=positive, metavar="N", help=trees)
@@ -154,12 +154,10 @@ def sampling_options(arguments) -> dict:
         `UsageError`: a nucleus or drawn drafts without a temperature.
     """
     if arguments.top_p is not None and not arguments.temperature:
-        raise UsageError(
-            f"--top-p {arguments.top_p} changes nothing in greedy decoding; add --temperature, such as 1."
-        )
+        raise UsageError(f"--top-p {arguments.top_p} has no effect in greedy decoding; add --temperature, such as 1.")
     if arguments.draft_temperature and not arguments.temperature:
         raise UsageError(
-            f"--draft-temperature {arguments.draft_temperature:g} changes nothing in greedy decoding; add "
+            f"--draft-temperature {arguments.draft_temperature:g} has no effect in greedy decoding; add "
             "--temperature, such as 1."
         )
     if not arguments.temperature:

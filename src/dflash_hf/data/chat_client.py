@@ -1,4 +1,4 @@
-"""A client of `/v1/chat/completions`: many conversations at once, tried again when the server is busy."""
+"""A client of `/v1/chat/completions`: many conversations in parallel, retried when the server is busy."""
 
 import http.client
 import json

@@ -85,7 +85,7 @@ def judged_samples(
             reasons = ", ".join(f"{number} {reason}" for reason, number in left_out.most_common())
             raise ValueError(
                 f"count={count}: after {have} requests the last {idle} samples gave none that is new ({reasons}). Ask "
-                "for fewer, raise temperature or max_new_tokens, or give other kinds or `begin`."
+                "for fewer, raise temperature or max_new_tokens, or choose other kinds or `begin`."
             )
 
 

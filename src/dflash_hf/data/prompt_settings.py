@@ -99,11 +99,13 @@ class PromptSettings:
             if kind not in KINDS:
                 raise ValueError(f"kinds: {kind!r} is unknown; choose of {', '.join(KINDS)}, or give `begin`.")
         if any(not text.strip() for text in self.begin):
-            raise ValueError("begin: '' is no beginning; leave it out, and kinds=('chat',) begins with nothing.")
+            raise ValueError("begin: '' is empty; leave it out, since kinds=('chat',) starts with nothing.")
         if not self.temperature > 0:
-            raise ValueError(f"temperature={self.temperature} must be above 0: greedily there is only one request.")
+            raise ValueError(
+                f"temperature={self.temperature} must be above 0: greedy decoding gives a single request."
+            )
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must lie above 0 and be at most 1.")
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1.")
         for name in ("max_new_tokens", "max_chars"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")

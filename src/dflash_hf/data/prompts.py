@@ -124,11 +124,11 @@ def template_kwargs(
     for name, kwargs in made_with.items():
         if kwargs != wanted:
             raise ValueError(
-                f"{name} was made with chat_template_kwargs={kwargs}, not {wanted}; a drafter drafts badly in a mode "
+                f"{name} was made with chat_template_kwargs={kwargs}, not {wanted}; acceptance is low in a mode "
                 "that it was not trained in. Make the data again, or leave these arguments out."
             )
     if given is not None or wanted:
         say(f"arguments of the chat template: {json.dumps(wanted)}, {source}")
     if trained_with is not None and wanted != trained_with:
-        say(f"the drafter was trained with {json.dumps(trained_with)}: expect it to draft worse")
+        say(f"the drafter was trained with {json.dumps(trained_with)}: expect lower acceptance")
     return wanted

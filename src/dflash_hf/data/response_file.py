@@ -101,12 +101,12 @@ class ResponseFile(LineFile):
         Add settings that are known only now.
 
         Raises:
-            `ValueError`: the file was begun with others; names them.
+            `ValueError`: the file was started with others; names them.
         """
         settings = json.loads(json.dumps(settings))
         if others := differences(self.settings, settings):
             raise ValueError(
-                f"{self.path} was begun with {'; '.join(others)}; go on with that, or choose another output."
+                f"{self.path} was started with {'; '.join(others)}; use the same settings, or choose another output."
             )
         self.settings |= settings
         write_json(self.notes, self.settings)

@@ -109,7 +109,7 @@ def _check_json(path: Path) -> None:
             except RecursionError:
                 raise ValueError(f"Line {number} of {path} is nested too deeply; remove it.") from None
             except ValueError as error:
-                half = "" if line.endswith("\n") else "; it is the last one and was perhaps only half written"
+                half = "" if line.endswith("\n") else "; it is the last line, perhaps half written"
                 raise ValueError(
                     f"Line {number} of {path} is not a JSON object ({error}){half}. Repair or remove it."
                 ) from error

@@ -25,7 +25,7 @@ class UserTurn:
 
         if not tokenizer.chat_template:
             raise ValueError(
-                "The tokenizer has no chat template, so that nothing says where a user's text begins; choose a target "
+                "The tokenizer has no chat template, which marks where a user's text begins; choose a target "
                 "that was trained to chat."
             )
         turns = set()

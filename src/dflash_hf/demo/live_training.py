@@ -1,4 +1,4 @@
-"""`dflash demo --train MINUTES`: a fresh drafter from the answers that come along, with real decoding as it learns."""
+"""`dflash demo --train MINUTES`: a fresh drafter from the bundled answers, with real decoding as it learns."""
 
 import time
 from collections.abc import Callable
@@ -20,7 +20,7 @@ _BAR = 40  # characters of the longest bar, tau 4
 
 
 class Curve(TrainerCallback):
-    """Says a line with a bar for each decoding, beside the tau of the drafter that comes along."""
+    """Says a line with a bar for each decoding, beside the tau of the bundled drafter."""
 
     def __init__(self, shipped: float | None, say: Callable[[str], None]):
         self.shipped, self.say, self.start, self.points = shipped, say, time.monotonic(), []
@@ -36,7 +36,7 @@ class Curve(TrainerCallback):
         bar += [" "] * (_BAR - len(bar))
         if mark is not None and mark < len(bar):
             bar[mark] = "|"
-        beside = "" if self.shipped is None else f"   (| the one that comes along: {self.shipped:.2f})"
+        beside = "" if self.shipped is None else f"   (| the bundled one: {self.shipped:.2f})"
         self.say(f"{minutes:6.1f} min  tau {tau:4.2f}  {''.join(bar)}{beside}")
 
 

@@ -78,7 +78,7 @@ def requests(count: int) -> list[dict]:
     turn, every sixth a sum.
 
     Raises:
-        `ValueError`: there are not so many.
+        `ValueError`: there are fewer.
     """
     with gzip.open(data_folder() / "held_out.jsonl.gz", "rt", encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]

@@ -39,7 +39,7 @@ class Forwards:
 
 @torch.no_grad()
 def time_forwards(target, draft, prompt: Sequence[int], context: int, repeats: int = 5) -> Forwards:
-    """The bare forwards at a context of so many tokens."""
+    """The bare forwards at a context of `context` tokens."""
     device, size = target.device, draft.config.block_size
     ids = torch.tensor([(list(prompt) * (context // len(prompt) + 2))[:context]], device=device)
     cache, draft_cache = DynamicCache(config=target.config.get_text_config(decoder=True)), DynamicCache()

@@ -1,4 +1,4 @@
-"""What has been decoded already, kept line by line, so that an evaluation that is killed goes on where it was."""
+"""Finished answers, line by line, so that an interrupted evaluation can be resumed."""
 
 import json
 from pathlib import Path
@@ -37,10 +37,10 @@ class Journal(LineFile):
             before, self.prompts = first["what"], first["prompts"]
             self.records = {(one["run"], one["prompt"]): one["decoded"] for one in records}
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{self.path} is damaged ({error!r}): delete it to begin anew.") from error
+            raise ValueError(f"{self.path} is damaged ({error!r}): delete it to start over.") from error
         if changed := differences(before, self.what):
             raise ValueError(
-                f"{self.path} was begun with {'; '.join(changed)}: go on with the same arguments, or delete it to "
+                f"{self.path} was started with {'; '.join(changed)}: use the same arguments, or delete it to "
                 "begin anew."
             )
         self.repair()

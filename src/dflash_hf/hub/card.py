@@ -1,5 +1,5 @@
 """
-The model card of a drafter, rendered from facts alone: what nobody measured or named is left out.
+The model card of a drafter, rendered from facts alone: unknown facts are left out.
 
 Facts come from the drafter's own files (`config.json`, the weights' headers, `eval_report.json`, `eval_report.png`)
 and from `card_facts.json` beside them, which holds the fields of [`CardFacts`].

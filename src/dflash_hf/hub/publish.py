@@ -151,7 +151,7 @@ def _lay_gguf(folder: Path, repo: str, target: str | Path | None) -> None:
         elif file is not None:
             gguf_config(file)
             if file.stat().st_mtime < max(Path(one).stat().st_mtime for one in checkpoint_files(str(folder))):
-                raise ValueError(f"{file.name} is older than the weights; make it anew with --gguf, or take it out.")
+                raise ValueError(f"{file.name} is older than the weights; recreate it with --gguf, or remove it.")
     except (ValueError, OSError, ImportError) as error:
         raise PublishError(f"{folder} cannot be published as it is: {one_line(error, 200)}") from error
 
@@ -236,7 +236,7 @@ def _real_file(folder: Path, path: Path) -> Path:
     if not real.is_file() or not real.is_relative_to(folder.resolve()):
         name = path.relative_to(folder)
         raise PublishError(
-            f"{name} of {folder} is a link to {real}, outside the folder; put the file itself there, or take it out."
+            f"{name} of {folder} is a link to {real}, outside the folder; copy the file there, or remove the link."
         )
     return path
 
@@ -246,8 +246,8 @@ def _upload(
 ) -> str | None:
     """One commit; huggingface_hub shows the progress of large files."""
     if not (token or get_token()):
-        raise PublishError("There is no token of the Hub: run `hf auth login`, or set HF_TOKEN, and try again.")
-    again = "Nothing was committed; run the same command again, it sends only what is missing."
+        raise PublishError("There is no Hub token: run `hf auth login`, or set HF_TOKEN, and try again.")
+    again = "Nothing was committed; run the same command again to upload the rest."
     try:
         card.validate(repo_type="model")  # by the Hub's own rules, before anything is made there
         api = HfApi(token=token)

@@ -1,4 +1,4 @@
-"""What no reader should be given: foreign code, a quantisation that nobody knows, numbers that cannot be meant."""
+"""What no reader should be given: foreign code, unknown quantisation, impossible numbers."""
 
 from collections.abc import Iterator
 

@@ -1,19 +1,20 @@
-"""The loop of `dflash chat`: a line is read, an answer is written."""
+"""The loop of `dflash chat`."""
 
 import contextlib
 import sys
 
 from dflash_hf.evaluation.text import chosen_line, shade
 from dflash_hf.failures import explain
+from dflash_hf.responses import eos_ids
 from dflash_hf.serving.conversation import Conversation
 from dflash_hf.serving.pieces import PieceStreamer
 from dflash_hf.terminal import Echo, stdin_lines
 
 
-HELP = """/draft off  let the target answer alone; /draft on lets the drafter help again
-/reset      begin a new conversation
-/help       this list
-Ctrl-C stops an answer, Ctrl-D ends the program."""
+HELP = """/draft off  answer without the drafter; /draft on uses it again
+/reset      start a new conversation
+/help       show this list
+Ctrl-C stops an answer, Ctrl-D exits."""
 # Beside the text, without wrapping, and back to where the text goes on; then the rest of the line is cleared.
 _ASIDE, _BACK, _CLEAR = "\x1b7\x1b[?7l  \x1b[0;2m", "\x1b[0m\x1b[?7h\x1b8", "\x1b[K"
 
@@ -22,7 +23,7 @@ class Chat:
     """
     Args:
         conversation (`Conversation`): With both models.
-        echo ([`~dflash_hf.terminal.Echo`]): Writes answers and, apart from them, figures and errors.
+        echo ([`~dflash_hf.terminal.Echo`]): Prints answers, and separately figures and errors.
         color (`bool`): Colour accepted tokens and, on a terminal, show the figures beside the text.
     """
 
@@ -35,13 +36,13 @@ class Chat:
         self.turns: list[dict] = []
 
     def run(self) -> list[dict]:
-        """Until there are no more lines; returns the turns with their figures."""
+        """Chat until the end of the input; returns the turns with their figures."""
         if self.person:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401  lines can be edited, and had again
             if self.color and self.draft is not None:
-                self.note("Green is what the drafter proposed and the target accepted; the rest is the target's own.")
-            self.note("Ctrl-C stops an answer, Ctrl-D ends the program, /help lists the commands.")
+                self.note("Green tokens were drafted and accepted; the others are the target's own.")
+            self.note("Ctrl-C stops an answer, Ctrl-D exits, /help lists the commands.")
         while (line := self._read()) is not None:
             if line.startswith("/"):
                 self._command(line.split())
@@ -68,13 +69,13 @@ class Chat:
             self.note("a new conversation")
         elif words[0] == "/draft" and words[1:] in ([], ["on"], ["off"]):
             if self.draft is None:
-                self.note("there is no drafter; name one with --draft")
+                self.note("there is no drafter; choose one with --draft")
                 return
             if words[1:]:
                 self.conversation.draft = self.draft if words[1] == "on" else None
             self.note(self._who())
         else:
-            self.note(HELP if words == ["/help"] else f"{' '.join(words)} is no command\n{HELP}")
+            self.note(HELP if words == ["/help"] else f"{' '.join(words)} is not a command\n{HELP}")
 
     def _turn(self, text: str) -> None:
         streamer = PieceStreamer(self.conversation.tokenizer, lambda *piece: self._show(streamer, *piece))
@@ -90,7 +91,10 @@ class Chat:
         if error is not None and not isinstance(error, KeyboardInterrupt):
             self.note(f"error: {explain(error)}")
             return
-        stopped = "" if error is None else "; stopped"
+        limit = self.conversation.options.get("max_new_tokens")
+        ends = eos_ids(self.conversation.target.generation_config)
+        cut = output is not None and streamer.tokens == limit and output.sequences[0, -1].item() not in ends
+        stopped = "; stopped" if error is not None else f"; cut off at --max-new-tokens {limit}" if cut else ""
         self.note(f"{self._who()}: {streamer.tokens} tokens in {streamer.seconds:.2f} s, {streamer.status()}{stopped}")
         if sizes := getattr(output, "draft_sizes", None):  # where a drafter of ours chose them
             self.note(chosen_line(sizes, output.estimated_speedup))

@@ -13,19 +13,19 @@ from dflash_hf.serving.pieces import PieceStreamer
 @dataclass
 class Conversation:
     """
-    What was said so far, and the cache of it. Conversations in several threads may share both models.
+    The messages so far, and their cache. Conversations in several threads may share both models.
 
-    The cache of a turn serves the next one where the template gives back what was written, token for token; of the
-    turns before, the drafter then sees nothing but what the target makes of them. Where a template changes earlier
-    turns, or an answer was interrupted, everything is read again.
+    A turn reuses the cache of the turn before if the template reproduces the conversation token for token; the drafter
+    then sees earlier turns only through the target's features. If a template changes earlier turns, or an answer was
+    interrupted, the whole conversation is processed again.
 
     Args:
-        target (`PreTrainedModel`): Who answers.
-        tokenizer (`PreTrainedTokenizerBase`): Its, with a chat template.
+        target (`PreTrainedModel`): The target.
+        tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer; needs a chat template.
         draft (`DFlashDraftModel`, *optional*): A drafter; may change between turns.
         template (`dict`): Arguments of the chat template.
-        options (`dict`): Of `generate`.
-        messages (`list[dict]`): What was said.
+        options (`dict`): Arguments of `generate`.
+        messages (`list[dict]`): The conversation so far.
     """
 
     target: object
@@ -47,7 +47,7 @@ class Conversation:
 
         Args:
             text (`str`): The user's message.
-            streamer ([`PieceStreamer`]): Gets the answer; what it raises ends it.
+            streamer ([`PieceStreamer`]): Receives the answer; an exception that it raises ends it.
 
         Raises:
             `ValueError`: there is no room for an answer.
@@ -80,21 +80,21 @@ class Conversation:
 
 def room_for_answer(target, prompt: int, wanted: int | None) -> int | None:
     """
-    Tokens that an answer may have.
+    Maximum number of tokens of an answer.
 
     Args:
-        target (`PreTrainedModel`): Who answers.
-        prompt (`int`): Tokens that it is given.
-        wanted (`int`, *optional*): At most so many.
+        target (`PreTrainedModel`): The target.
+        prompt (`int`): Tokens of the prompt.
+        wanted (`int`, *optional*): Maximum number of new tokens.
 
     Raises:
-        `ValueError`: there is no room at all, or none is wanted.
+        `ValueError`: there is no room for an answer, or `wanted` is less than 1.
     """
     if wanted is not None and wanted < 1:
-        raise ValueError(f"An answer of {wanted} tokens is none; 1 is the least.")
+        raise ValueError(f"max_new_tokens={wanted} must be at least 1.")
     limit = positions_of(target.config.get_text_config(decoder=True).to_dict())
     if limit is None:
         return wanted
     if prompt >= limit:
-        raise ValueError(f"The prompt has {prompt} tokens; {limit} are the most that fit, answer included.")
+        raise ValueError(f"The prompt has {prompt} tokens; prompt and answer together may have {limit}.")
     return min(wanted or limit, limit - prompt)

@@ -150,10 +150,10 @@ class DraftedServe(Serve):
 
 def bound(host: str, port: int) -> socket.socket:
     """
-    An address that is ours from now on; nobody can connect to it before the server runs. Port 0 takes a free one.
+    Bind an address; connections wait until the server runs. Port 0 chooses a free port.
 
     Raises:
-        `ValueError`: it is not to be had.
+        `ValueError`: the address is not available.
     """
     place = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -175,7 +175,7 @@ def _pinned(served: str, name: str, asked: str) -> str:
 
 
 async def _as_openai_does(request, error):
-    """An error where OpenAI's clients look for its message."""
+    """Format an error as OpenAI's clients expect it."""
     from fastapi.responses import JSONResponse
 
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
@@ -212,7 +212,7 @@ class DraftedManager(GenerateManager):
         self.draft, self.say, self.together = draft, say, Together(target)
 
     def try_out(self, target) -> None:
-        """A few tokens, in the thread of all others: what cannot work is known before anybody asks."""
+        """Generate a few tokens in the inference thread, so that errors appear before the first request."""
         ids = torch.tensor([[0, 1]], device=target.device)
         options = {"max_new_tokens": 4, "do_sample": False, "assistant_model": self.draft}
         self.alone(target.generate, ids, attention_mask=torch.ones_like(ids), **options)
@@ -392,7 +392,7 @@ class _Request:
 
 class WithKey:
     """
-    Refuses requests without the key. CORS preflights, which cannot carry it, and `/health` pass.
+    Refuses requests without the key, except for `/health` and CORS preflights, which cannot carry it.
 
     Args:
         app: The ASGI application around which this one is put.
@@ -415,7 +415,7 @@ class WithKey:
 
 class EndedWithItsClient:
     """
-    A request is cancelled when its client goes away. Upstream finishes answers that are not streamed, for nobody.
+    Cancels a request when its client disconnects. Upstream finishes answers that are not streamed.
 
     Args:
         app: The ASGI application around which this one is put.
