@@ -83,7 +83,7 @@ def load_target(name: str, loading: Loading, device=None, form: str = "--{} {}",
     except SafetensorError as error:
         raise ValueError(damaged(what, error)) from error
     except ValueError as error:
-        raise ValueError(_about_remote_code(what, error)) from error
+        raise ValueError(about_remote_code(what, error)) from error
     except ImportError as error:
         raise ImportError(f"{what} needs a library that is not installed: {one_line(error, 160)}") from error
 
@@ -156,7 +156,8 @@ def pack(packed: bool, *models) -> None:
         packed_weights(*(model for model in models if model is not None))
 
 
-def _about_remote_code(what: str, error: ValueError) -> str:
+def about_remote_code(what: str, error: ValueError) -> str:
+    """What to do about a model with code of its own; any other error stays as it is."""
     if "trust_remote_code" not in str(error):
         return str(error)
     return f"{what} comes with code of its own: read that code, and if you trust it {TRUST}."

@@ -103,8 +103,13 @@ def _taken(recipe: RecipeArguments, training: dict, values: dict) -> dict:
 def _config_of(recipe: RecipeArguments):
     from transformers import AutoConfig
 
+    from dflash_hf.pairs import about_remote_code
+
     options = {"revision": recipe.target_revision} if recipe.target_revision else {}
-    return AutoConfig.from_pretrained(recipe.target, trust_remote_code=recipe.trust_remote_code, **options)
+    try:
+        return AutoConfig.from_pretrained(recipe.target, trust_remote_code=recipe.trust_remote_code, **options)
+    except ValueError as error:
+        raise ValueError(about_remote_code(f"target={recipe.target}", error)) from error
 
 
 def _look(recipe: RecipeArguments, tokenizer) -> Data:
