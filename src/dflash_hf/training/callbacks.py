@@ -37,7 +37,7 @@ class DecodingCallback(TrainerCallback):
             evaluation dataset, else of the training dataset.
         num_prompts (`int`): Rows to take the default prompts from.
         max_new_tokens (`int`): Longest answer.
-        decode_steps (`int`, *optional*): Decode every so many steps, too.
+        decode_steps (`int`, *optional*): Also decode every N steps.
         max_ratio (`float`): See above.
 
     Raises:

@@ -20,7 +20,7 @@ _FIXED_ON_RESUME = (
 
 def checkpoint_of(resume: str | bool | None, output_dir: str, draft_config) -> str | None:
     """
-    The checkpoint that training goes on from; `True` is the last one that is whole.
+    The checkpoint to resume from; `True` is the last complete one.
 
     Raises:
         `ValueError`: there is no checkpoint to resume from, it is damaged, or it belongs to a drafter with another

@@ -1,4 +1,4 @@
-"""Training stops at the first number that is none: what comes after it teaches nothing, and looks like a loss of 0."""
+"""Training stops at the first NaN or inf: steps after it learn nothing, and look like a loss of 0."""
 
 import math
 from collections.abc import Sized

@@ -52,7 +52,7 @@ class LogTable(ProgressCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         if args.max_minutes is not None:
             state = copy.copy(state)
-            state.max_steps = None  # nobody knows
+            state.max_steps = None  # unknown
         super().on_train_begin(args, state, control, **kwargs)
 
     def on_log(self, args, state, control, logs=None, **kwargs):

@@ -136,7 +136,7 @@ def dpace_weights(nll: torch.Tensor, counted: torch.BoolTensor, alpha: float = 0
 
 class _TokenLoss(torch.autograd.Function):
     """
-    The loss of each row, without all logits at once.
+    The loss of each row, without holding all logits in memory.
 
     The head acts on every row alone, so the gradient of row `i` is `grad_output[i]` times a vector that is known as
     soon as the row's logits are: it is kept, `[M, H]` instead of `[M, V]` logits, and the head is never run again.

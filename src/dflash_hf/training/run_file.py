@@ -1,4 +1,4 @@
-"""`run.json` in the folder of a run says what it was begun with: it goes on with the same, and nothing replaces it."""
+"""`run.json` in a run's folder holds its settings: it resumes with the same ones, and no other run replaces it."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ def used_by(folder: Path) -> str | None:
 
 def checkpoint_to_resume(folder: Path, resume: str | None, overwrite: bool) -> str | None:
     """
-    The checkpoint that a run goes on from, or `None` for a new run.
+    The checkpoint to resume from, or `None` for a new run.
 
     Args:
         folder (`Path`): Its `output_dir`.

@@ -17,13 +17,13 @@ _CHOICES = {
 
 def key(help: str, default=None, of_run: bool = False, on_card: bool = False):
     """
-    An option, and all that is said of it.
+    An option with its help.
 
     Args:
-        help (`str`): What it is, for `dflash train --keys`.
+        help (`str`): For `dflash train --keys`.
         default: Without it.
-        of_run (`bool`): A run goes on with the same value only, see `run_file`.
-        on_card (`bool`): The model card names it where it is set.
+        of_run (`bool`): A run resumes with the same value only, see `run_file`.
+        on_card (`bool`): The model card lists it if it is set.
     """
     metadata = {"help": help, "of_run": of_run, "on_card": on_card}
     if isinstance(default, dict):
@@ -47,8 +47,8 @@ class DFlashTrainingArguments(TrainingArguments):
         dpace_alpha (`float`): How far D-PACE smooths the drafter's probabilities towards 1.
         head_only (`bool`): Train the drafter's head alone, such as DFlash 2's path selector; the rest stays as it is.
         loss_chunk_size (`int`): Tokens whose logits exist at a time.
-        max_minutes (`float`): Train so long, with warm-up and cosine decay over the time instead of the steps; takes
-            the place of `num_train_epochs` and `lr_scheduler_type`; not with `max_steps`. Evaluations count.
+        max_minutes (`float`): Length of the training, with warm-up and cosine decay over time instead of steps;
+            replaces `num_train_epochs` and `lr_scheduler_type`; not with `max_steps`. Evaluations count.
         anchor_seed (`int`): Seed of the anchors. Default: `seed`.
         label_source (`str`): `"data"`: the tokens of the examples, right when the target wrote them. `"target"`: the
             target's argmax after each prefix, for text of other origin.
@@ -66,7 +66,7 @@ class DFlashTrainingArguments(TrainingArguments):
     num_train_epochs: float = key("Passes over the data.", 6.0, on_card=True)
     remove_unused_columns: bool = key("Must stay off: the columns are not arguments of the drafter's forward.", False)
     logging_nan_inf_filter: bool = key("Must stay off: training stops at a loss that is not finite.", False)
-    max_minutes: float | None = key("Train so long; the learning rate decays by the clock.", of_run=True, on_card=True)
+    max_minutes: float | None = key("Minutes to train; the learning rate decays over time.", of_run=True, on_card=True)
     num_anchors: int = key("Blocks sampled from each sequence at each step.", 512, of_run=True, on_card=True)
     loss_type: str = key(
         "The loss: 'ce', 'kl', 'tv', 'dpace', 'dpace_kl', 'dpace_tv' or 'dspark'.", "ce", of_run=True, on_card=True
@@ -85,7 +85,7 @@ class DFlashTrainingArguments(TrainingArguments):
 
     @property
     def uses_dpace(self) -> bool:
-        """Whether slots have the weights of D-PACE, not decaying ones."""
+        """Whether D-PACE weighs the slots, rather than decay."""
         return self.loss_type.startswith("dpace")
 
     @property
