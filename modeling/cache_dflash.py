@@ -162,7 +162,7 @@ class SlotCache(Cache):
                 layer.move(source, goal)
 
     def _fitting(self, slots: int) -> int:
-        """A capacity for so many slots and the one that is never seen."""
+        """A capacity for these slots and the slot that is never attended to."""
         if self.pool is None:
             return _round_up(slots + 1)
         return max(SMALLEST_BUCKET, 1 << slots.bit_length())
@@ -209,13 +209,13 @@ class SlotCache(Cache):
         return slots
 
     def clear(self) -> None:
-        """Let go of all slots: at once, for layers and cache, which know each other, would wait for the collector."""
+        """Release all slots immediately: layers and cache refer to each other and would wait for the collector."""
         self.layers.clear()
 
     def release(self, cache: Cache, padding: list[int], columns: int) -> Cache:
         """
         Write the slots back into the cache they were adopted from: `columns` left-padded columns, an ordinary cache
-        that continues the conversation with or without a drafter. The slots are let go on the way.
+        that continues the conversation with or without a drafter. The slots are released on the way.
         """
         for source, layer in zip(self.layers, cache.layers, strict=True):
             if holds_nothing(source) or not source.is_initialized:
@@ -227,7 +227,7 @@ class SlotCache(Cache):
             for name in ("keys", "values"):
                 buffer = getattr(source, name)
                 rows = [_left_padded(buffer[row], pad, first, columns) for row, pad in enumerate(padding)]
-                if self.pool is not None:  # the buffers go on to the next call
+                if self.pool is not None:  # the next call reuses the buffers
                     rows = [row.clone() for row in rows]
                 setattr(layer, name, torch.stack(rows) if len(rows) > 1 else rows[0][None])
                 setattr(source, name, None)

@@ -1,4 +1,4 @@
-"""What a round costs here: measured on the side, in rounds that run anyway, and fixed while a call goes on."""
+"""The cost of rounds on this machine: measured in rounds that run anyway, and fixed during a call."""
 
 import contextlib
 import copy
@@ -22,7 +22,7 @@ from .target_dflash import decoder_layers
 _tables: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 
 SAMPLES = 24  # kept of each size; older ones are forgotten
-# A forward over so many tokens, in forwards over one: what a machine is taken for before it was measured.
+# The cost of a forward pass over N tokens, in passes over one: assumed of a machine before it is measured.
 _CPU = {1: 1.0, 4: 1.1, 8: 1.3, 16: 1.7, 32: 2.7, 64: 4.6}
 _GPU = {1: 1.0, 64: 1.05, 128: 1.3, 256: 2.2, 512: 4.2}
 
@@ -167,7 +167,7 @@ def clock(device: torch.device) -> float:
 
 
 def adapters_of(draft) -> tuple:
-    """The adapters (LoRA) that act on a drafter now: PEFT's, whoever put them there."""
+    """The adapters (LoRA) active on a drafter: PEFT's, however they were added."""
     layers = [module for module in draft.modules() if isinstance(getattr(module, "disable_adapters", None), bool)]
     return tuple(sorted({name for layer in layers if not layer.disable_adapters for name in layer.active_adapters}))
 

@@ -24,7 +24,7 @@ class DFlashDecodingConfig:
         draft_temperature (`float`, *optional*): Temperature at which drafts are drawn when the target samples; 0 takes
             the likeliest tokens. Default: 0 where sizes are chosen in each round; else that of `generate` for a
             drafter whose head says so, such as a path selector, and 0 for others.
-        tree_nodes (`int`, *optional*): Draft a tree of so many tokens, the likeliest of all paths through the likely
+        tree_nodes (`int`, *optional*): Draft a tree of N tokens, the likeliest paths through the likely
             tokens of each slot (DDTree, arXiv 2604.12989), and verify it with one forward. More tokens are accepted;
             a forward over more tokens costs more, least where memory is the limit. Single blocks are drafted for
             targets with recurrent layers and where rows must advance in step. Trees hold the likeliest tokens: nothing

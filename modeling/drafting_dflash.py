@@ -172,7 +172,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
             ids, log_probs = self.draft_model.target_ids(ids).to(self.device), log_probs.to(self.device)
             return likeliest_tree(anchors, *independent_paths(ids, log_probs, paths), paths)
 
-        # 2. On the token before alone: after each candidate of the slot before, all at once.
+        # 2. Given the token before: after each candidate of the slot before, in one call.
         ids, logits = self._candidates(hidden)  # [R, D, c]
         before = anchors.to(self.draft_device)
         if head.order == 1 and head.top_k is not None:
@@ -212,7 +212,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
             `torch.LongTensor` `[R, n + 1]` and the [`Proposal`] they were drawn from, `None` at temperature 0.
         """
         head = self.slot_head
-        # 1. Slots that do not depend on each other are all taken at once.
+        # 1. Slots that do not depend on each other are drafted together.
         if head.order == 0 and temperature == 0:
             tokens = self.draft_model.draft_logits(hidden, self.head).argmax(dim=-1)  # [R, n]
             tokens = self.draft_model.target_ids(tokens)

@@ -57,7 +57,7 @@ def isolated(model: nn.Module, watched: Iterable[nn.Module], training: bool | No
     for copy in copies.values():
         vars(copy).update({name: rebound(value, copies) for name, value in vars(copy).items()})
         copy.training = copy.training if training is None else training
-    # 3. Hooks that users have registered are told of the module, not of its copy.
+    # 3. Users' hooks receive the module, not its copy.
     before = {module: dict(vars(copy)) for module, copy in copies.items()}
     for module, copy in copies.items():
         for kind in _CALLED:
@@ -69,7 +69,7 @@ def isolated(model: nn.Module, watched: Iterable[nn.Module], training: bool | No
         # 4. What forwards have stored on a copy, such as the rope deltas of a multimodal prompt, is the module's.
         for module, copy in copies.items():
             _hand_on(copy, before[module], module)
-            # From now on another name of the module: what knew the copy is garbage at once, without the collector.
+            # After this the copy aliases the module: references to the copy die without the garbage collector.
             vars(copy).update(vars(module))
             before[module].clear()
 
@@ -115,5 +115,5 @@ def _told(module: nn.Module, copy: nn.Module, was: dict, kind: str, number: int,
 
 def _hand_on(giver: nn.Module, before: dict, taker: nn.Module) -> None:
     """What was stored on one module since `before` is stored on another."""
-    now = dict(vars(giver))  # at once: others may be writing
+    now = dict(vars(giver))  # in one step: others may be writing
     vars(taker).update({name: value for name, value in now.items() if before.get(name, before) is not value})

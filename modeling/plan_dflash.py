@@ -219,7 +219,7 @@ class FastestPlan:
         self.paces[self.key] = self.pace  # who begins with it copies it
 
     def summary(self) -> dict:
-        """What was chosen, for the output. Who mostly waits for the target alone is told why, once."""
+        """The choices, for the output. A call that mostly decodes without drafts logs the reason once."""
         self.table.keep()
         drafts, pace = sum(size > 0 for size in self.sizes), self.pace
         if len(self.sizes) >= 16 and 2 * drafts < len(self.sizes) and pace.cost and not pace.told:
@@ -253,7 +253,7 @@ class FastestPlan:
         return None
 
 
-_DEFAULT_ASSISTANT_TOKENS = 20  # of a `GenerationConfig` in which nobody set them
+_DEFAULT_ASSISTANT_TOKENS = 20  # of a `GenerationConfig` that does not set them
 _WIDEST = 16  # drafted tokens of a row that are considered, and of a batch twice as many
 
 

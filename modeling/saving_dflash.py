@@ -50,7 +50,7 @@ class SavedDrafter(PreTrainedModel):
     ):
         """
         As upstream, from any published layout, and with an error for a tensor that is missing, unexpected or of other
-        shape: a drafter with a random layer still runs, and nobody notices but by a low acceptance length.
+        shape: a drafter with a random layer still runs, and only a low acceptance length shows it.
 
         Raises:
             `ValueError`: names the file, and the key or tensor.
@@ -179,6 +179,6 @@ class SavedDrafter(PreTrainedModel):
 
 
 def code_files() -> dict[str, Path]:
-    """The code that lies beside a drafter's weights: names there, and where each file is read from."""
+    """The code saved with a drafter's weights: file names, and where each file is read from."""
     sources = {source.name: source for source in sorted(Path(__file__).parent.glob("*_dflash.py"))}
     return {**sources, "custom_generate/generate.py": Path(custom_generate.__code__.co_filename)}

@@ -17,7 +17,7 @@ def decoder_layers(target) -> nn.ModuleList:
     The decoder layers of a target's text stack (of a multimodal wrapper too).
 
     Raises:
-        `ValueError`: no list of so many layers as the configuration counts can be found.
+        `ValueError`: no list with as many layers as the configuration counts is found.
     """
     depth = text_depth(target.config)
     for stack in (target.get_decoder(), target.base_model):  # the decoder of a ModernBERT is a part of its head

@@ -61,7 +61,7 @@ class Writer:
         self.hidden_states = () if keep and generation_config.output_hidden_states else None
 
     def reserve(self, generated: int) -> None:
-        """Make room for so many tokens besides the prompt."""
+        """Make room for these tokens after the prompt."""
         needed = self.prompt_length + generated
         if needed > self.buffer.shape[1]:
             more = max(needed, self.buffer.shape[1] * 3 // 2) - self.buffer.shape[1]
@@ -156,7 +156,7 @@ class Continuation:
         return self.writer.buffer[:, : self.writer.prompt_length + self.longest]
 
     def padded(self, draft: Draft) -> Draft:
-        """Where rows advance together, finished ones go on with padding, as they do without a drafter."""
+        """If rows advance together, finished rows continue with padding, as without a drafter."""
         if self.rules.pace == "together" and self.rules.pads_ended and draft.tokens.shape[0] > 1:
             tokens = torch.where(self.state.unfinished[:, None], draft.tokens[:, 1:], self.rules.pad)
             draft = draft._replace(tokens=torch.cat([draft.tokens[:, :1], tokens], dim=1))
@@ -219,7 +219,7 @@ class Continuation:
                 length += 1
                 ended = self.rules.criteria(self.writer.buffer[rows, :length], self.writer.scores)
                 unfinished[rows] &= ~ended
-                # To go on, all rows must agree with the draft; a finished row agrees with padding.
+                # To continue, all rows must agree with the draft; a finished row agrees with padding.
                 goes_on = draft is not None and len(tokens) <= draft.depth and bool(unfinished[rows].any())
                 child = draft.child(node, token, rows) if goes_on else None
                 if child is None:

@@ -11,7 +11,7 @@ import torch
 
 MOST_NODES = 128
 TOP_K = 8  # likely tokens of each slot
-MOST_BEAMS = 16  # paths that go on at each depth, where every path has a state
+MOST_BEAMS = 16  # paths kept at each depth if paths have states
 # Log-probabilities are kept apart from 0 and from -inf, so that a node stays likelier than its children in fp32.
 _LEAST, _MOST = -20.0, -1e-3
 
@@ -182,14 +182,14 @@ def beam_tree(anchors: torch.LongTensor, state, after, paths: Paths, width: int 
         after (`Callable`): Of a slot, the states `[R * w, ...]` and the tokens before it `[R * w]`, of `w` paths in
             each row: `k` next tokens, their log-probabilities, both `[R * w, k]`, and the next states.
         paths (`Paths`): For its numbers of nodes, slots and likely tokens.
-        width (`int`): Paths that go on, at most.
+        width (`int`): Maximum number of paths kept at each depth.
     """
     rows, depth = len(anchors), len(paths.levels)
     beam, totals = anchors[:, None], torch.zeros(rows, 1, device=anchors.device)  # [R, w]
     beginnings = beam.new_empty(rows, 1, 0)  # [R, w, slot], the numbers of the paths that a path begins with
     found, count = [], 0
     for slot in range(depth):
-        # 1. Every path goes on in k ways.
+        # 1. Extend every path by k candidates.
         ids, log_probs, state = after(slot, state, beam.flatten())
         ways = ids.shape[-1]
         ids = ids.view(rows, -1)  # [R, w * k]
@@ -198,7 +198,7 @@ def beam_tree(anchors: torch.LongTensor, state, after, paths: Paths, width: int 
         longer = torch.cat([beginnings.repeat_interleave(ways, dim=1), numbers[..., None]], dim=-1)
         found.append((ids, totals, torch.nn.functional.pad(longer, (0, depth - slot - 1), value=-1)))
         count += ids.shape[1]
-        # 2. The likeliest of all go on, each with the state of the path that it comes from.
+        # 2. Keep the likeliest, each with the state of its parent path.
         totals, best = totals.topk(min(width, ids.shape[1]), dim=-1)  # [R, w]
         beam = ids.gather(1, best)
         beginnings = longer.gather(1, best[..., None].expand(-1, -1, slot + 1))
