@@ -78,7 +78,7 @@ def test_the_user_s_turn_is_found():
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (None, "no chat template, so that nothing says where"),
+        (None, "no chat template, which marks where"),
         ("{% for m in messages %}[{{ m.content | upper }}]{% endfor %}", r"'Xq7' was rendered as '\[XQ7\]'"),
         ("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}", r"'Xq7' was rendered as 'Xq7<\|im_end\|>'"),
         ("{% for m in messages %}Q: {{ m.content }} {{ m.content }}{% endfor %}", "was rendered as 'Q: Xq7 Xq7'"),
@@ -132,7 +132,7 @@ def test_flaws():
 def test_settings_are_checked():
     for wrong, message in (
         ({"kinds": ["chat", "poem"]}, "'poem' is unknown; choose of chat, code"),
-        ({"begin": [" "]}, "'' is no beginning"),
+        ({"begin": [" "]}, "'' is empty"),
         ({"temperature": 0.0}, "temperature=0.0 must be above 0"),
         ({"top_p": 0.0}, "top_p=0.0 must be above 0"),
         ({"max_chars": 0}, "max_chars=0 must be at least 1"),
@@ -253,7 +253,7 @@ def test_a_longer_file_begins_with_the_shorter_one(folder, tmp_path, capsys):
         assert write(capsys, folder, output, count)[0] == 0
         assert output.read_bytes() == b"".join(whole.read_bytes().splitlines(keepends=True)[:count])
     code, out, _ = write(capsys, folder, output, 10)  # fewer than there are
-    assert code == 0 and "15 of 10 requests are there" in out and len(rows_of(output)) == 15
+    assert code == 0 and "15 of 10 requests are done" in out and len(rows_of(output)) == 15
 
 
 def command(*arguments):

@@ -118,7 +118,7 @@ def test_a_prompt_that_leaves_no_position_for_an_answer_is_left_out(folder, tmp_
     long, output = tmp_path / "long.jsonl", tmp_path / "out.jsonl"
     long.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("1?", "a" * 300, "2?")), encoding="utf-8")
     code, out, _ = regenerate(capsys, long, folder, output, *HERE)
-    assert code == 1 and "1 rows were refused and are left out" in out
+    assert code == 1 and "1 rows were refused" in out
     assert [row["row"] for row in rows_of(output)] == [0, 2]
 
 
@@ -214,7 +214,7 @@ def test_responses_of_another_target_or_template_are_not_mixed(what, folder, dat
         tokenizer.save_pretrained(target)
     code, _, error = regenerate(capsys, data, target, output, *HERE, *options)
     assert code == 1 and "out.jsonl was started with " in error and named in error
-    assert "go on with that, or choose another output" in error and output.read_bytes() == before
+    assert "use the same settings, or choose another output" in error and output.read_bytes() == before
     assert regenerate(capsys, data, folder, output, *HERE)[0] == 0
 
 
@@ -440,7 +440,7 @@ def test_wrong_options_are_told_in_one_line(data, tmp_path, capsys):
         (("--temperature", "-1"), "argument --temperature: -1 must be 0"),
         (("--temperature", "inf"), "argument --temperature: inf must be 0"),
         (("--top-p", "2"), "argument --top-p: 2 must be above 0"),
-        (("--mask-token-id", "-7"), "argument --mask-token-id: -7 is no id"),
+        (("--mask-token-id", "-7"), "argument --mask-token-id: -7 is not a token id"),
     ):
         with pytest.raises(SystemExit) as stopped:
             regenerate(capsys, data, tmp_path / "absent", tmp_path / "out.jsonl", *options)
@@ -463,7 +463,7 @@ def test_wrong_options_are_told_in_one_line(data, tmp_path, capsys):
 
 def test_what_changes_nothing_for_a_greedy_target_is_told(folder, data, tmp_path, capsys):
     code, _, error = regenerate(capsys, data, folder, tmp_path / "out.jsonl", "--top-p", "0.5", *HERE)
-    assert code == 1 and "own setting is greedy" in error
+    assert code == 1 and "generation config is greedy" in error
     assert not (tmp_path / "out.jsonl").read_bytes()
 
 

@@ -130,7 +130,7 @@ def test_refused(folder, hub, monkeypatch, tmp_path):
         publish(folder, REPO, facts=FACTS)
     hub.reader = False
     monkeypatch.setattr("dflash_hf.hub.publish.get_token", lambda: None)
-    with pytest.raises(PublishError, match="no token of the Hub"):
+    with pytest.raises(PublishError, match="no Hub token"):
         publish(folder, REPO, facts=FACTS)
     assert hub.commits == [] and contents(folder) == before
 

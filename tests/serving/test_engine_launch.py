@@ -102,7 +102,7 @@ def test_llama_cpp_runs_files(tmp_path, capsys):
         (["--engine", "vllm", "--compile"], 2, "--compile is for --engine transformers"),
         (["--engine", "sglang", "--tree-nodes", "7"], 2, "--tree-nodes is for --engine transformers"),
         (["--engine", "tgi"], 2, "invalid choice: 'tgi'"),
-        (["--port", "70000"], 2, "70000 is no port"),
+        (["--port", "70000"], 2, "70000 is not a port"),
     ],
 )
 def test_words_that_cannot_be_right(more, code, message, world, capsys):

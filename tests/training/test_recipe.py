@@ -114,7 +114,7 @@ def test_no_key_has_two_owners_and_all_are_listed(capsys):
     listed = {line.strip().split("=")[0] for line in key_lines()}
     assert set(ours) | {name for name, one in theirs.items() if one.init} <= listed
     assert main(["train", "--keys"]) == 0
-    assert "  block_size=16  Tokens of a block" in capsys.readouterr().out
+    assert "  block_size=16  Block size of a new drafter" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------------------------------------------- runs
