@@ -65,9 +65,9 @@ class Server:
             command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, errors="replace"
         )
         self.log: list[str] = []
-        if "--force-model" in command:  # upstream's own, which says nothing
+        if "--model-timeout" in command:  # upstream's own, which does not say where it is
             said = dict(itertools.pairwise(command))
-            self.model, self.url = said["--force-model"], f"http://127.0.0.1:{said['--port']}/v1"
+            self.model, self.url = said["serve"], f"http://127.0.0.1:{said['--port']}/v1"
         else:
             self._read()
         threading.Thread(target=lambda: self.log.extend(map(str.rstrip, self.process.stderr)), daemon=True).start()
@@ -262,7 +262,7 @@ def main() -> None:
         with Server([*serve, *draft, "--dtype", "float32"]) as server:
             under_load(server, texts, arguments, say)
     upstream = [sys.executable, "-c", "from transformers.cli.transformers import main; main()", "serve"]
-    upstream += ["--force-model", target, "--device", "cpu", "--dtype", arguments.dtype]
+    upstream += [target, "--model-timeout", "-1", "--device", "cpu", "--dtype", arguments.dtype]
     commands = {
         "transformers serve --continuous-batching": [*upstream, "--continuous-batching", "--port", "8761"]
         + ["--cb-max-memory-percent", "0.1", "--cb-max-batch-tokens", "512"],  # as ours has it; more is no faster
