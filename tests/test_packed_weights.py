@@ -574,3 +574,22 @@ def test_nothing_is_said_of_it(pair, caplog):
     with caplog.at_level(logging.WARNING), packed_weights(*pair):
         decode(pair[0], prompt(5), pair[1])
     assert not caplog.records
+
+
+def test_models_are_packed_by_default_where_their_copies_fit(monkeypatch):
+    from types import SimpleNamespace
+
+    import psutil
+
+    from dflash_hf.pairs import pack
+
+    def free(memory: int, packed=None) -> bool:
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=memory))
+        model = nn.Sequential(nn.Linear(1024, 1024, dtype=torch.float32))
+        done = pack(packed, model, None)
+        assert done == isinstance(model[0], PackedLinear)
+        return done
+
+    assert free(13 * 2**20) and not free(12 * 2**20)
+    assert free(0, packed=True) and not free(2**40, packed=False)
+    assert pack(None, nn.Sequential(nn.Embedding(9, 9))) is False

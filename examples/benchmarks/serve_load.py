@@ -242,7 +242,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="clients for each speed")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the timed servers")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--packed", action="store_true", help="as dflash serve's; the texts compared with are not")
+    parser.add_argument("--no-packed", dest="packed", action="store_false", help="as dflash serve's")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -250,7 +250,7 @@ def main() -> None:
     target, draft = folder_of(arguments.target), ["--draft", arguments.draft]
     prompts = [form.format(subject) for subject in SUBJECTS for form in REQUESTS][: arguments.prompts]
     serve = [sys.executable, "-m", "dflash_hf.cli", "serve", "--target", target, "--port", "0", "--device", "cpu"]
-    serve += ["--threads", str(arguments.threads), *(["--packed"] if arguments.packed else [])]
+    serve += ["--threads", str(arguments.threads), "--packed" if arguments.packed else "--no-packed"]
     lines = []
 
     def say(line: str) -> None:

@@ -148,12 +148,28 @@ def configured_draft(arguments, loading: Loading, device: str | None = None):
     return draft
 
 
-def pack(packed: bool, *models) -> None:
-    """`--packed`: lay out the weights of those models that are there for the CPU."""
-    if packed:
-        from dflash_hf.packed_linear import packed_weights
+def pack(packed: bool | None, *models) -> bool:
+    """
+    `--packed`: lay out the weights of those models that are not `None` for the CPU.
 
-        packed_weights(*(model for model in models if model is not None))
+    Args:
+        packed (`bool`, *optional*): Default: if the models are on a CPU and the copies fit a third of its free memory.
+
+    Returns:
+        `bool`: Whether they are packed now.
+    """
+    import psutil
+
+    from dflash_hf.packed_linear import packable, packed_weights
+
+    models = [model for model in models if model is not None]
+    if packed is None:
+        layers = [module for model in models for module in model.modules() if packable(module)]
+        size = sum(layer.weight.nbytes for layer in layers)
+        packed = 0 < size < psutil.virtual_memory().available / 3
+    if packed:
+        packed_weights(*models)
+    return packed
 
 
 def about_remote_code(what: str, error: ValueError) -> str:

@@ -66,7 +66,7 @@ def run(arguments, echo) -> Outcome:
     tokenizer, draft = pair.tokenizer, pair.draft()
     prompt_ids = _ids(pair, prompt)
     target = pair.target()
-    pack(arguments.packed, target, draft)
+    packed = ", packed" if pack(arguments.packed, target, draft) else ""
     input_ids = torch.tensor([prompt_ids], device=target.device)
     inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
     options = {"max_new_tokens": arguments.max_new_tokens, "return_dict_in_generate": True, **sampling}
@@ -96,7 +96,6 @@ def run(arguments, echo) -> Outcome:
             echo(f"\n{colored_answer(pieces, lengths, wants_color(arguments.color, echo.stream))}")
             if output.draft_sizes:
                 echo.note(f"\n{chosen_line(output.draft_sizes, output.estimated_speedup)}")
-    packed = ", packed" if arguments.packed else ""
     echo.note(f"\n{'target alone' if draft is None else 'with the drafter'}{packed}: {speed}")
     if arguments.compare and draft is not None:
         _, alone, seconds = decode()

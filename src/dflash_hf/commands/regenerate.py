@@ -1,6 +1,6 @@
 """`dflash regenerate`: the target's own responses, in this process or from a server."""
 
-from dflash_hf.commands.shared import add_data, add_examples, add_loading, add_output, add_sampling, add_speed
+from dflash_hf.commands.shared import PACKED, add_data, add_examples, add_loading, add_output, add_sampling, add_speed
 from dflash_hf.terminal import Outcome, UsageError, amount, count, positive, token_id
 
 
@@ -18,7 +18,7 @@ def add_arguments(parser) -> None:
     here = add_loading(parser, title="in this process")
     here.add_argument("--draft", help="a drafter, for speed: a folder or Hub name")
     here.add_argument("--batch-size", type=positive, help="(default: the fastest on this machine, measured)")
-    add_speed(parser, group=here)
+    add_speed(parser, PACKED, group=here)
     there = parser.add_argument_group("from a server")
     there.add_argument("--server", metavar="URL", help="an OpenAI-compatible server, such as http://127.0.0.1:8000")
     there.add_argument("--concurrency", type=positive, default=32, help="parallel requests (default: %(default)s)")

@@ -121,12 +121,19 @@ PACKED = "pack the weights once, for faster CPU inference"
 TREES = "draft trees of N tokens instead of blocks"
 
 
-def add_speed(parser, packed: str = PACKED, trees: str = TREES, group=None) -> None:
-    """Ways to decode faster, wherever a drafter is used; the help of two of them may differ."""
+def add_speed(parser, packed: str | None = None, trees: str = TREES, group=None) -> None:
+    """Ways to decode faster, wherever a drafter is used. With a text for its help, `--packed` is off by default."""
     group = group or parser.add_argument_group("speed")
     group.add_argument("--compile", action="store_true", help="compile the rounds; the first answer waits for it")
     group.add_argument("--tree-nodes", type=positive, metavar="N", help=trees)
-    group.add_argument("--packed", action="store_true", help=packed)
+    if packed is None:
+        group.add_argument(
+            "--packed",
+            action=argparse.BooleanOptionalAction,
+            help="pack the weights for faster CPU inference (default: on a CPU, if memory allows)",
+        )
+    else:
+        group.add_argument("--packed", action="store_true", help=packed)
 
 
 def add_sampling(parser, default: float | None = 0.0, known: str = "0, greedy") -> None:
