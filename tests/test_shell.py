@@ -590,7 +590,7 @@ def test_the_script_for_jobs_brings_its_environment():
 
 
 def test_remedies_name_what_can_be_installed():
-    """`pip install dflash-hf` finds nothing: the package index does not have it yet."""
+    """`pip install dflash-hf` fails: the package is not on PyPI yet."""
     folders = ("src", "modeling", "hub_cards", "examples")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md")]
     for path in [*files, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:

@@ -436,7 +436,7 @@ class DFlashTrainer(Trainer):
         """Forward and backward of the drafter over its blocks: 6 operations for each parameter and token."""
         return 6 * self.model.num_parameters() * inputs["anchors"].numel() * self.draft_config.block_size
 
-    # Training stops at the first number that is none, see `finite`.
+    # Training stops at the first NaN or inf, see `finite`.
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         """As upstream; raises `NotFiniteError` where the loss is not finite."""
