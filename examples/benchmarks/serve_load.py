@@ -3,7 +3,8 @@
 SIGTERM in the middle, and tokens/s beside `transformers serve` with and without its continuous batching, the servers
 asked in turn.
 
-    python examples/benchmarks/serve_load.py --target smollm2 --draft smollm2 [--no-packed] [--tree-nodes N] [--output F]
+    python examples/benchmarks/serve_load.py --target smollm2 --draft smollm2 [--no-packed] [--tree-nodes N]
+        [--output F]
 
 Half of the requests are streamed; of every ten one is abandoned, by turns in the middle of its stream and while it
 waits. Texts are compared in fp32.

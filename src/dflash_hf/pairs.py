@@ -162,13 +162,13 @@ def pack(packed: bool | None, *models) -> bool:
 
     from dflash_hf.packed_linear import packable, packed_weights
 
-    models = [model for model in models if model is not None]
+    present = [model for model in models if model is not None]
     if packed is None:
-        layers = [module for model in models for module in model.modules() if packable(module)]
+        layers = [module for model in present for module in model.modules() if packable(module)]
         size = sum(layer.weight.nbytes for layer in layers)
         packed = 0 < size < psutil.virtual_memory().available / 3
     if packed:
-        packed_weights(*models)
+        packed_weights(*present)
     return packed
 
 
