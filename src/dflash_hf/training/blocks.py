@@ -95,6 +95,7 @@ def build_blocks(
     position_ids: torch.LongTensor | None = None,
     document_ids: torch.LongTensor | None = None,
     anchor_first: bool = False,
+    unbroken: bool = False,
 ) -> Blocks:
     """
     Inputs, positions and labels of the blocks at `anchors`.
@@ -112,6 +113,7 @@ def build_blocks(
         position_ids (`torch.LongTensor`): `[N, S]`. Default: 0, 1, 2, ...
         document_ids (`torch.LongTensor`): `[N, S]` for packed sequences.
         anchor_first (`bool`): As `sample_from_anchor` of the drafter.
+        unbroken (`bool`): Whether a block counts up to its first token that may not be a label, and no further.
     """
     rows, length = input_ids.shape
     num_anchors = anchors.shape[1]
@@ -129,6 +131,8 @@ def build_blocks(
     counted = at(loss_mask).bool() & valid[..., None] & (place < length) & (token > 0)
     if document_ids is not None:
         counted &= at(document_ids) == document_ids.gather(1, anchors)[..., None]
+    if unbroken:
+        counted = counted & (counted | (token == 0)).long().cumprod(-1).bool()
 
     block_ids = input_ids.new_full((rows, num_anchors, block_size), mask_token_id)
     block_ids[..., 0] = input_ids.gather(1, anchors)

@@ -12,6 +12,18 @@ from dflash_hf.terminal import install, is_secret, read_text
 from dflash_hf.training.training_args import DFlashTrainingArguments, key
 
 
+# Fields of the drafter's configuration that make it a drafter of that kind, as it was published, and its loss.
+HEADS = {
+    "dspark": (
+        {"markov_rank": 256, "enable_confidence_head": True, "confidence_head_with_markov": True},
+        {"loss_type": "dspark"},
+    ),
+    "domino": ({"gru_hidden_dim": 1024, "emb_dim": 256, "pure_draft_prefix_len": 1}, {}),
+    "jetspec": ({"is_causal": True}, {"loss_type": "kl"}),
+    "selector": ({"selector_rank": 128, "selector_top_k": 16}, {}),
+}
+
+
 @dataclass
 class RecipeArguments:
     """
@@ -38,6 +50,9 @@ class RecipeArguments:
         "Target layers of a new drafter; default: those of the features, or the paper's rule."
     )
     mask_token_id: int | None = key("Default: the drafter's, or the target's first spare embedding row.")
+    head: str | None = key(
+        "Head of the drafter, and its loss: dspark, domino, jetspec or selector; draft_config and loss_type say more."
+    )
     draft_config: dict = key("Further configuration of a new drafter; a `draft` only takes additional parts.", {})
     peft_config: dict | None = key("Train an adapter on the drafter, such as {peft_type: LORA, r: 16}.", of_run=True)
     data: str | list[str] | None = key("File, files or Hub name of the training data.")
@@ -90,6 +105,8 @@ class RecipeArguments:
             raise ValueError(
                 f"store_rows={self.store_rows} stores rows of data: leave out features, packing, streaming."
             )
+        if self.head not in (None, *HEADS):
+            raise ValueError(f"head={self.head!r} must be one of {', '.join(HEADS)}.")
         for name in ("num_draft_layers", "block_size", "max_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
@@ -139,9 +156,12 @@ def read_recipe(path: str | Path | None, overrides: typing.Sequence[str] = ()) -
             nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
             raise ValueError(f"There is no key {key!r}; did you mean {nearest!r}? `dflash train --keys` lists all.")
         typed[owner][key] = _typed(key, value, _HINTS[owner][key])
-    recipe = RecipeArguments(**typed[RecipeArguments])
+    recipe, arguments = RecipeArguments(**typed[RecipeArguments]), typed[DFlashTrainingArguments]
+    if recipe.head is not None:
+        fields, loss = HEADS[recipe.head]
+        recipe.draft_config, arguments = {**fields, **recipe.draft_config}, {**loss, **arguments}
     recipe.given = frozenset(values)
-    return recipe, typed[DFlashTrainingArguments]
+    return recipe, arguments
 
 
 def key_lines(word: str = "") -> list[str]:

@@ -50,6 +50,10 @@ def make_draft(recipe, target, encoder, say):
 
 def _draft_to_go_on(recipe, say):
     draft = DFlashDraftModel.from_pretrained(recipe.draft, dtype=torch.float32)
+    causal = recipe.draft_config.get("is_causal")
+    if causal not in (None, draft.config.is_causal):
+        say(f"is_causal={causal}: {recipe.draft} was trained with another mask and drafts worse until it has learned")
+        draft = DFlashDraftModel.from_pretrained(recipe.draft, dtype=torch.float32, is_causal=causal)
     config = draft.config
     if recipe.mask_token_id not in (None, config.mask_token_id):
         raise ValueError(

@@ -344,6 +344,7 @@ class DFlashTrainer(Trainer):
             position_ids=inputs.get("position_ids"),
             document_ids=inputs.get("document_ids"),
             anchor_first=self.draft_config.sample_from_anchor,
+            unbroken=self.args.loss_type == "dspark",
         )
 
     def attention_masks(self, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
