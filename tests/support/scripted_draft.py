@@ -82,12 +82,13 @@ class ScriptedDraft(DFlashDraftModel):
     def forward(self, noise_embeds, *args, position_ids=None, **kwargs):
         output, self.unread = super().forward(noise_embeds, *args, position_ids=position_ids, **kwargs), 0
         places = self.places(position_ids, output.last_hidden_state)
-        output.last_hidden_state[:, 1:, :_DIGITS] = self.codes[places.to(self.codes.device)]
+        output.last_hidden_state[:, -places.shape[1] :, :_DIGITS] = self.codes[places.to(self.codes.device)]
         return output
 
     def places(self, position_ids: torch.LongTensor, hidden_states: torch.Tensor) -> torch.LongTensor:
-        """`[R, B - 1]`, where the unknown slots of a block lie in the script, all texts in a row."""
-        columns = position_ids[:, 1 - self.config.block_size :].to(self.rows.device) - self.origin
+        """`[R, B - 1]`, or `[R, B]`: where the script has what the slots of a block predict, all texts in a row."""
+        early = int(self.config.sample_from_anchor)  # then the anchor's own slot predicts, too
+        columns = position_ids[:, 1 - early - self.config.block_size :].to(self.rows.device) - self.origin + early
         width = self.texts.shape[1]
         return self.rows * width + columns.clamp(max=width - 1)
 
