@@ -33,6 +33,8 @@ HALF = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window"
 ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 16, "factor": 4.0}
 SELECTOR = {"selector_rank": 6, "selector_top_k": 5}
 CONVOLUTION = {"conv_kernel_size": 2, "conv_group_size": 4}
+MARKOV = {"markov_rank": 6, "markov_head_type": "vanilla"}
+CONFIDENCE = {"enable_confidence_head": True, "confidence_head_with_markov": True}
 DRAFTERS = {
     "v1": {},
     "reduced vocabulary": {"draft_vocab_size": 9},
@@ -43,6 +45,10 @@ DRAFTERS = {
     "convolution": CONVOLUTION,
     "DFlash 2": {**SELECTOR, **CONVOLUTION},
     "DFlash 2, reduced vocabulary": {**SELECTOR, **CONVOLUTION, "draft_vocab_size": 9},
+    "Markov head": MARKOV,
+    "Markov head, anchor first": {**MARKOV, "sample_from_anchor": True},
+    "Markov head, reduced vocabulary": {**MARKOV, "sample_from_anchor": True, "draft_vocab_size": 9},
+    "Markov head with a confidence": {**MARKOV, **CONFIDENCE, "sample_from_anchor": True},
     "logits": {**SELECTOR, "output_multiplier": 0.3, "final_logit_softcapping": 2.0},
     "yarn": {"rope_parameters": {"rope_type": "yarn", **ROPE}},
     "llama3": {"rope_parameters": {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ROPE}},
@@ -64,6 +70,9 @@ LIMITS = {
     "rope_parameters": {"rope_parameters": {"rope_type": "dynamic", **ROPE}},
     "selector_top_k": {"selector_rank": 6, "selector_top_k": 6},
     "target_layer_ids": {"target_layer_ids": [0, 2, 3]},
+    "markov_head_type": {**MARKOV, "markov_head_type": "gated"},
+    "sample_from_anchor": {"sample_from_anchor": True},
+    "confidence_head_with_markov": {**MARKOV, "enable_confidence_head": True},
 }
 
 
@@ -94,6 +103,9 @@ def made(target, name):
     with torch.no_grad():
         if draft.config.own_mask_embedding:
             draft.mask_embedding.normal_(0, 0.5)
+        for key, parameter in draft.named_parameters():
+            if key.startswith(("markov_head.", "confidence_head.")):
+                parameter += 0.5 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(key)))
         for parameter in (layer.self_attn.attention_sink_bias for layer in draft.layers if "sinks" in name):
             parameter.uniform_(-1, 2)
     return draft
@@ -112,6 +124,17 @@ def test_there_and_back(name, tiny, tiny_file, tmp_path):
     assert before == after
 
 
+def limits_of_head(meaning):
+    """llama.cpp has vanilla Markov heads, whose confidence reads the token before, and no GRU."""
+    if "gru_hidden_dim" in meaning:
+        return {"gru_hidden_dim"}
+    kind = meaning.get("markov_head_type", "vanilla") if "markov_rank" in meaning else None
+    confidence = meaning.get("confidence")  # its width
+    found = {"markov_head_type"} if kind not in (None, "vanilla") or (kind is None and confidence) else set()
+    found |= {"confidence_head_with_markov"} if confidence == layouts.SIZES["hidden_size"] else set()
+    return found | ({"sample_from_anchor"} if kind is None and not confidence and "anchor_first" in meaning else set())
+
+
 @pytest.mark.parametrize("layout", layouts.LAYOUTS)
 def test_every_layout_that_is_read(layout, tiny, tmp_path):
     """Converted, or refused for a limit that `check` names; what llama.cpp's own converter does not know included."""
@@ -126,7 +149,7 @@ def test_every_layout_that_is_read(layout, tiny, tmp_path):
         "gpt-oss": {"attention_bias"},
         "MiMo": {"v_head_dim", "backbone_rotary_base"},
     }
-    assert found == expected.get(layout, set())
+    assert found == expected.get(layout, set()) | limits_of_head(layouts.LAYOUTS[layout][1])
     if found:
         with pytest.raises(ValueError, match=f"cannot be written for llama.cpp: {sorted(found)[-1]}"):
             convert(tmp_path / "draft", tmp_path / "dflash.gguf", to="gguf", target=file)
@@ -338,7 +361,8 @@ def test_llama_cpp_drafts_what_we_draft(name, tiny, tiny_file, tmp_path):
     """Where random drafts are right is theirs alone."""
     file, draft = tmp_path / "dflash-tiny.gguf", made(tiny, name)
     write_gguf(draft, file, tiny_file, dtype="float32")
-    alone, drafted = serve(tiny_file, context=256), serve(tiny_file, file, drafts=3, context=256)
+    kind, drafts = "DSPARK" if draft.config.markov_rank else "DFLASH", draft.config.block_tokens - 1
+    alone, drafted = serve(tiny_file, context=256), serve(tiny_file, file, drafts, context=256, kind=kind)
     accepted = 0
     for seed in range(12):
         prompt = torch.randint(2, 15, (12,), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -354,9 +378,12 @@ def test_llama_cpp_drafts_what_we_draft(name, tiny, tiny_file, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", sorted(set(LIMITS) - {"rope_parameters"}))
+@pytest.mark.parametrize("key", sorted(set(LIMITS) - {"rope_parameters", "markov_head_type"}))
 def test_llama_cpp_really_fails_at_its_limits(key, tiny, tiny_file, tmp_path, monkeypatch):
-    """Written all the same, it stops, or drafts something else; of a table that changes, past the length it had."""
+    """
+    Written all the same, it stops, or drafts something else; of a table that changes, past the length it had. Other
+    Markov heads cannot be written.
+    """
     pytest.importorskip("xllamacpp")
     draft = make_draft(tiny, **{"target_layer_ids": [0, 1, 2], **LIMITS[key]})
     with torch.no_grad():
@@ -389,6 +416,7 @@ REAL = {
     "v1": WHOLE,
     "reduced vocabulary": {"draft_vocab_size": 4096},  # half of the shipped drafter's
     "selector": {**WHOLE, "selector_rank": 32, "selector_top_k": 16},
+    "Markov head": {**WHOLE, **MARKOV, "markov_rank": 32, "sample_from_anchor": True},
     "DFlash 2": {**WHOLE, "selector_rank": 32, "selector_top_k": 16, "conv_kernel_size": 2, "conv_group_size": 16},
     "sliding": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 24, "is_causal": False},
     "sliding, causal": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 24},
@@ -429,9 +457,10 @@ def test_the_real_pair_in_llama_cpp(name, real, tmp_path):
     for key, parameter in draft.named_parameters():  # untrained, but not without effect
         if key not in known:
             parameter.data += torch.randn_like(parameter) * (0.3 if "codebook" in key else 0.02)
-    draft.decoding_config.block_size = config.block_size  # whole blocks are verified, as there
+    draft.decoding_config.block_size = config.block_tokens  # whole blocks are verified, as there
     write_gguf(draft, tmp_path / "dflash.gguf", packaged_gguf())
-    server = serve(packaged_gguf(), tmp_path / "dflash.gguf")
+    kind = "DSPARK" if config.markov_rank else "DFLASH"
+    server = serve(packaged_gguf(), tmp_path / "dflash.gguf", config.block_tokens - 1, kind=kind)
     theirs = ours = 0
     for prompt, text in zip(prompts, texts, strict=True):
         answer, lengths = complete(server, prompt, 24)

@@ -17,13 +17,15 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from dflash_hf.configs import read_config
 from dflash_hf.files import atomic, digest_of
 from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
+from dflash_hf.modeling.head_dflash import Head
+from dflash_hf.modeling.markov_dflash import MarkovHead
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel, DFlashRotaryEmbedding
 from dflash_hf.modeling.selector_dflash import PathSelector
 from dflash_hf.terminal import install
 
 
 ARCH = "dflash"
-FILE_PATTERN = "dflash-*.gguf"
+FILE_PATTERN = "d[fs]*-*.gguf"  # dflash-, or dspark- of drafters with a Markov head
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
 _CONFIG = "dflash_hf.config"
 _TOKENS, _KINDS = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
@@ -63,6 +65,10 @@ _NAMES = {
     "candidate_selector.hidden_projection.weight": "selector_hidden.weight",
     "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
     "candidate_selector.successor_codebook": "selector_successor.weight",
+    "markov_head.markov_w1.weight": "markov_w1.weight",
+    "markov_head.markov_w2.weight": "markov_w2.weight",
+    "confidence_head.proj.weight": "conf_proj.weight",
+    "confidence_head.proj.bias": "conf_proj.bias",
 }
 # Targets whose graph hands out the inputs of its layers, by GGUF's name and transformers', without signs.
 _FEEDING = {
@@ -113,10 +119,15 @@ def limits(config: DFlashDraftConfig, target: dict | None = None) -> Iterator[tu
         yield "hidden_act", f"{config.hidden_act!r} is neither 'silu' nor 'gelu_pytorch_tanh'."
     if rope["rope_type"] in ("dynamic", "longrope"):
         yield "rope_parameters", f"{rope['rope_type']!r} changes with the length; a GGUF file holds one table."
-    if config.has_head and config.head is not PathSelector:
-        yield next(iter(config.head.fields)), f"a {config.head.name} is not written to a GGUF file."
-    elif config.sample_from_anchor:
-        yield "sample_from_anchor", "llama.cpp reads it of DSpark's drafters alone, which are not written."
+    if config.head not in (Head, PathSelector, MarkovHead):
+        yield next(iter(config.head.fields)), f"llama.cpp has no {config.head.name}."
+    elif config.head is MarkovHead and not (config.markov_rank and config.markov_head_type == "vanilla"):
+        kind = f"{config.markov_head_type!r} with markov_rank={config.markov_rank}"
+        yield "markov_head_type", f"{kind} is no 'vanilla' one with a rank, the only one that llama.cpp has."
+    elif config.sample_from_anchor and config.head is not MarkovHead:
+        yield "sample_from_anchor", "llama.cpp reads it of drafters with a Markov head alone."
+    if config.enable_confidence_head and not config.confidence_head_with_markov:
+        yield "confidence_head_with_markov", "llama.cpp's confidence head reads the token before, too."
     top_k = config.selector_top_k
     if top_k is not None and hidden < top_k * (top_k + 1):
         yield "selector_top_k", f"{top_k} needs a hidden_size of {top_k * (top_k + 1)} in llama.cpp, not {hidden}."
@@ -217,6 +228,9 @@ def _write_keys(writer, config: DFlashDraftConfig, tensors: dict, mrope: bool) -
                 writer.add_float32(f"{ARCH}.{key}", value)
         elif value is not None:
             writer.add_uint32(f"{ARCH}.{key}", value)
+    if config.head is MarkovHead:
+        writer.add_bool(f"{ARCH}.sample_from_anchor", config.sample_from_anchor)
+        writer.add_bool(f"{ARCH}.has_confidence_head", config.enable_confidence_head)
     if _is_dflash2(config):  # of a part that does nothing, see `_tensors`
         for key, value in {"conv_kernel_size": 1, "conv_group_size": config.hidden_size, "selector_rank": 1}.items():
             if getattr(config, key) is None:
@@ -445,6 +459,10 @@ def gguf_config(file: str | Path, reader=None) -> dict:
     rotated = get("rope.dimension_count", config["head_dim"])
     if rotated != config["head_dim"]:
         rope["partial_rotary_factor"] = rotated / config["head_dim"]
+    if "markov_w1.weight" in names:
+        config |= {"markov_rank": int(names["markov_w1.weight"].shape[0]), "markov_head_type": "vanilla"}
+        config |= {"sample_from_anchor": get("sample_from_anchor", True), "confidence_head_with_markov": True}
+        config["enable_confidence_head"] = "conf_proj.weight" in names
     return {
         "architectures": ["DFlash2DraftModel" if "selector_rank" in config else "DFlashDraftModel"],
         "model_type": "qwen3",

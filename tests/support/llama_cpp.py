@@ -45,7 +45,7 @@ def write_target(target, path, tokenizer=None):
     return path
 
 
-def serve(target, draft=None, drafts: int = 7, context: int = 1024):
+def serve(target, draft=None, drafts: int = 7, context: int = 1024, kind: str = "DFLASH"):
     """A running `xllamacpp.Server`; it ends with the last reference to it."""
     llama = pytest.importorskip("xllamacpp")
     params = llama.CommonParams()
@@ -54,7 +54,8 @@ def serve(target, draft=None, drafts: int = 7, context: int = 1024):
     params.cache_type_k = params.cache_type_v = f32
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     if draft is not None:
-        params.speculative.types = [llama.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_DFLASH]
+        kinds = llama.common_speculative_type
+        params.speculative.types = [getattr(kinds, f"COMMON_SPECULATIVE_TYPE_DRAFT_{kind}")]
         options = params.speculative.draft
         options.mparams.path, options.n_max = str(draft), drafts
         options.cache_type_k = options.cache_type_v = f32

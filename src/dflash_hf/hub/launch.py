@@ -28,7 +28,8 @@ def launch_command(
     environment: dict[str, str] = {}
     if engine == LLAMA_CPP:
         command = ["llama-server", "-m" if is_gguf(target) else "-hf", target]
-        command += ["-md" if is_gguf(draft) else "-hfd", draft, "--spec-type", "draft-dflash"]
+        kind = "draft-dspark" if dspark else "draft-dflash"
+        command += ["-md" if is_gguf(draft) else "-hfd", draft, "--spec-type", kind]
         command += [
             "--spec-draft-n-max",
             str(config.block_tokens - 1),

@@ -146,8 +146,12 @@ def _lay_gguf(folder: Path, repo: str, target: str | Path | None) -> None:
     file = gguf_in(folder)
     try:
         if target is not None:
-            name = repo.rpartition("/")[2].lower().removeprefix("dflash-")
-            write_gguf(DFlashDraftModel.from_pretrained(folder), folder / f"dflash-{name}.gguf", target)
+            name, draft = (
+                repo.rpartition("/")[2].lower().removeprefix("dflash-"),
+                DFlashDraftModel.from_pretrained(folder),
+            )
+            kind = "dspark" if draft.config.markov_rank else "dflash"
+            write_gguf(draft, folder / f"{kind}-{name}.gguf", target)
         elif file is not None:
             gguf_config(file)
             if file.stat().st_mtime < max(Path(one).stat().st_mtime for one in checkpoint_files(str(folder))):
