@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ def atomic(path: Path) -> Iterator[Path]:
     A path beside `path` to write to, which takes its name when the block ends; after an exception, Ctrl-C included,
     it is gone and `path` is as it was.
     """
-    half = path.with_name(f".{path.name}.half")
+    half = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.half")
     try:
         yield half
         half.replace(path)

@@ -336,4 +336,6 @@ def _seconds(slots: _Slots, tokens: dict) -> float:
 def free_memory(device: torch.device) -> int:
     from accelerate.utils import get_max_memory
 
-    return get_max_memory()[(device.index or 0) if device.type != "cpu" else "cpu"]
+    memory = get_max_memory()
+    name = "cpu" if device.type == "cpu" else device.index or 0
+    return memory[name if name in memory else "mps"]  # which is the main memory

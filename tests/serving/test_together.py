@@ -128,7 +128,21 @@ def test_a_batch_that_fails_in_the_middle_loses_nothing(manager, world, monkeypa
 
     monkeypatch.setattr(ContinuousBatchProcessor, "_generation_step", fails_later)
     assert answers(manager, world, range(3)) == world[4][:3]
-    assert manager.together.failed and len(steps) > 5
+    assert manager.together.failures == 1 and len(steps) > 5
+    monkeypatch.undo()
+    assert answers(manager, world, range(3)) == world[4][:3]
+    assert all("together with others" in line for line in manager.lines[-3:])
+
+
+def test_a_way_that_lost_is_tried_again_later(manager, world, monkeypatch):
+    together = manager.together
+    with together.request(True, False), together.request(True, False):
+        together.note(1, 50, 1.0)
+        together.note(2, 20, 1.0)
+        assert not together.pays(False)
+        now = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now + 301)
+        assert together.pays(False)
 
 
 def test_what_a_batch_cannot_do_is_decoded_alone(manager, world):
@@ -158,14 +172,14 @@ def test_samples_of_a_batch_follow_each_request_s_settings(manager, world):
 
 def test_the_way_that_was_faster_is_taken(world):
     together = Together(world[0])
-    with together.request(False):
+    with together.request(True, False), together.request(False, False):
         assert not together.pays(False)
-        with together.request(False):
+        with together.request(True, False):
             assert together.pays(False)  # not timed yet
             together.note(1, 50, 1.0)
             together.note(2, 20, 1.0)
             assert not together.pays(False)
-            with together.request(False):
+            with together.request(True, False):
                 assert together.pays(False)
                 together.note(3, 20, 1.0)
                 assert together.pays(False)
@@ -176,7 +190,7 @@ def test_a_seed_waits_for_the_batch_that_samples(world):
 
     async def seeded():
         def wait():
-            with together.request(True):
+            with together.request(False, True):
                 order.append("seeded")
                 with together.joining(True) as joins:
                     order.append(joins)

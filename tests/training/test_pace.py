@@ -101,3 +101,15 @@ def test_a_step_that_would_end_too_late_is_not_begun(clock, tmp_path):
 def test_what_contradicts_itself_is_refused(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         DFlashTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], **options)
+
+
+def test_all_processes_keep_the_time_of_the_first(clock, monkeypatch):
+    from types import SimpleNamespace
+
+    from dflash_hf.training import pace
+
+    monkeypatch.setattr(pace, "PartialState", lambda: SimpleNamespace(num_processes=2, device="cpu"))
+    monkeypatch.setattr(pace, "broadcast", lambda times: torch.tensor([19.5, 1.0, 20.0]).to(times))
+    other = Pace(1000.0, warmup=0.1)
+    other(0)
+    assert other.over and other.done == pytest.approx(0.975)

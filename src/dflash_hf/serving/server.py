@@ -27,7 +27,7 @@ from transformers.cli.serving.utils import GenerateManager, _GenerationCancelled
 
 from dflash_hf.pairs import pack
 from dflash_hf.serving.conversation import room_for_answer
-from dflash_hf.serving.together import Together
+from dflash_hf.serving.together import BatchFailed, Together
 from dflash_hf.terminal import one_line
 
 
@@ -297,7 +297,7 @@ class _Request:
         """In a thread of its own, which waits for the inference thread or for a batch."""
         self.streamer = streamer
         try:
-            with self.together.request(self.seed is not None and self.settings.do_sample):
+            with self.together.request(self.kind is not None, self.seed is not None and self.settings.do_sample):
                 while not self.finished:
                     if not (self._joins() and self._in_batch(kwargs)):
                         self.manager.alone(self._drafted, kwargs)
@@ -327,9 +327,8 @@ class _Request:
                 self.put(kwargs["input_ids"])
             try:
                 self.together.decode(self.kind, list(self.ids), self._rest(), self.loop, self.put)
-            except RuntimeError:
-                if not self.together.failed:
-                    raise
+            except BatchFailed:
+                self.kind = None
                 return False
         self.finished = True
         return True
@@ -355,7 +354,8 @@ class _Request:
             self.drafting = False
         self.finished = True
         self.lengths += (getattr(output, "acceptance_lengths", None) or [[]])[0]
-        self.together.note(1, len(self.ids) - before, time.perf_counter() - begun)
+        if not self.together.batched:
+            self.together.note(1, len(self.ids) - before, time.perf_counter() - begun)
 
     def _rest(self):
         """The settings of what is left of the answer."""

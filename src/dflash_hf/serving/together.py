@@ -31,9 +31,15 @@ logger = logging.get_logger(__name__)
 
 # What a batch can do differently for each of its requests: the argument, and the attribute that holds its value.
 _PER_REQUEST = {TemperatureLogitsWarper: "temperature", TopKLogitsWarper: "top_k", TopPLogitsWarper: "top_p"}
+_FAILURES = 3  # after which requests are no longer batched
+_FORGOTTEN = 300.0  # seconds after which a way is timed anew
 _MOST_BATCHES = 2  # each has a cache of its own
 _MEMORY = 0.1  # share of the free memory that such a cache takes
 _CPU_TOKENS = 512  # of one forward; more are no faster there, and upstream keeps logits for all of them
+
+
+class BatchFailed(Exception):
+    """A batch has ended with its requests unfinished."""
 
 
 class Together:
@@ -47,40 +53,50 @@ class Together:
     def __init__(self, model):
         self.model, self.changed = model, threading.Condition()
         self.managers, self.opened = {}, ExitStack()
-        self.failed = not hasattr(model, "init_continuous_batching")
+        self.failures = 0 if hasattr(model, "init_continuous_batching") else _FAILURES
         self.numbers = itertools.count()
-        self.in_flight = self.drawn = self.seeded = 0  # requests: all; batched ones that sample; those with a seed
-        self.rates: dict[int, float] = {}  # tokens a second by requests in flight; 1 for those decoded alone
+        # Requests in flight that a batch could take, those in one, of these those that sample; those with a seed.
+        self.able = self.batched = self.drawn = self.seeded = 0
+        # Tokens a second by requests that are decoded together, or 1 for alone; and when that was found.
+        self.rates: dict[int, tuple[float, float]] = {}
+
+    @property
+    def failed(self) -> bool:
+        """Whether this model has no batches, or no more."""
+        return self.failures >= _FAILURES
 
     @contextmanager
-    def request(self, seeded: bool) -> Iterator[None]:
+    def request(self, able: bool, seeded: bool) -> Iterator[None]:
         """
         Counts a request while it is in flight. One with a seed waits for the batch that samples, and keeps others
         from joining it: they draw from the same generator.
         """
         with self.changed:
-            self.in_flight += 1
+            self.able += able
             self.seeded += seeded
             self.changed.wait_for(lambda: not (seeded and self.drawn))
         try:
             yield
         finally:
             with self.changed:
-                self.in_flight -= 1
+                self.able -= able
                 self.seeded -= seeded
 
     def pays(self, sampled: bool) -> bool:
         """Whether requests are answered faster together now. What has not been timed yet is tried."""
-        number = self.in_flight
+        number = self.able
         if number < 2 or self.failed or (sampled and self.seeded):
             return False
-        return self.rates.get(number, float("inf")) >= self.rates.get(1, 0.0)
+        together, found = self.rates.get(number, (0.0, -_FORGOTTEN))
+        alone, _ = self.rates.get(1, (0.0, 0.0))
+        return together >= alone or time.monotonic() - found > _FORGOTTEN
 
     def note(self, number: int, tokens: int, seconds: float) -> None:
         """Take in an answer of so many tokens, which was one of `number` that were decoded together."""
         if tokens > 1 and seconds > 0:
-            rate = number * tokens / seconds
-            self.rates[number] = 0.7 * self.rates.get(number, rate) + 0.3 * rate
+            rate, now = number * tokens / seconds, time.monotonic()
+            before, found = self.rates.get(number, (rate, now))
+            self.rates[number] = (rate if now - found > _FORGOTTEN else 0.7 * before + 0.3 * rate), now
 
     def kind_of(self, inputs: dict, settings: GenerationConfig) -> tuple | None:
         """What requests of one batch have in common; `None` if a request cannot be in one."""
@@ -99,11 +115,13 @@ class Together:
         """Whether a request may join the batch; it counts as a part of it inside."""
         with self.changed:
             joins = not (sampled and self.seeded)
+            self.batched += joins
             self.drawn += sampled and joins
         try:
             yield joins
         finally:
             with self.changed:
+                self.batched -= joins
                 self.drawn -= sampled and joins
                 self.changed.notify_all()
 
@@ -126,14 +144,14 @@ class Together:
             put (`Callable`): Is given the tokens `[n]` as they come; may raise to end the request.
 
         Raises:
-            `RuntimeError`: the batch has failed; no request is put into one again.
+            `BatchFailed`: the batch has failed; the next request begins another one, until that has happened often.
         """
-        inbox, name, written = queue.SimpleQueue(), f"together-{next(self.numbers)}", 0
-        start, number, done = time.perf_counter(), self.in_flight, False
+        inbox, name, written, done = queue.SimpleQueue(), f"together-{next(self.numbers)}", 0, False
 
         async def listen():
             manager.register_result_handler(name, inbox.put)
 
+        manager = None
         try:
             manager = self._manager(kind, settings)
             asyncio.run_coroutine_threadsafe(listen(), loop).result()
@@ -142,22 +160,25 @@ class Together:
             if not manager.add_request(ids, name, limit, streaming=True, eos_token_id=ends, **varied):
                 raise RuntimeError("it takes no more requests")
         except Exception as error:
-            raise self._failure(error) from error
+            raise self._failure(kind, manager, error) from error
         try:
             while not done:
                 output = inbox.get()
                 if output.error is not None:
-                    raise self._failure(output.error)
+                    raise self._failure(kind, manager, output.error)
                 done = output.is_finished()
                 tokens = output.generated_tokens[written:]
+                if not written:  # from the first one on: a batch, and a prompt, take a while to begin
+                    start, number, first = time.perf_counter(), self.batched, len(tokens)
                 written += len(tokens)
                 if tokens:
                     put(torch.tensor(tokens))
         finally:
             if not done:
                 manager.cancel_request(name)
-        if number == self.in_flight:
-            self.note(number, written, time.perf_counter() - start)
+                manager.output_router.result_handlers.pop(name, None)  # upstream says nothing more of it
+        if number == self.batched:
+            self.note(number, written - first, time.perf_counter() - start)
 
     def _manager(self, kind: tuple, settings: GenerationConfig):
         with self.changed:
@@ -187,11 +208,15 @@ class Together:
                 module.config = configs.get(id(module.config), module.config)
         return twin
 
-    def _failure(self, reason) -> RuntimeError:
-        if not self.failed:
-            logger.warning(f"Requests are answered one by one from now on: continuous batching failed ({reason}).")
-        self.failed = True
-        return RuntimeError(str(reason))
+    def _failure(self, kind: tuple, manager, reason) -> BatchFailed:
+        with self.changed:
+            if self.managers.get(kind) is manager:  # the first of its requests to hear of it
+                self.failures = (
+                    _FAILURES if manager is None else self.failures + 1
+                )
+                self.managers.pop(kind, None)
+                logger.warning(f"Continuous batching failed; its requests go on one by one ({reason}).")
+        return BatchFailed(str(reason))
 
     def stop(self) -> None:
         """End the threads of all batches."""

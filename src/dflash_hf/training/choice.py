@@ -36,6 +36,9 @@ def choose(recipe: RecipeArguments, training: dict, tokenizer, say, resume: str 
         `dict`: What was chosen, for `run.json`.
     """
     if recipe.streaming or int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        if os.environ.get("RANK", "0") == "0" and not recipe.settled:
+            why = "a stream has no length" if recipe.streaming else "there are several processes"
+            say(f"settings          what is not given stays at the paper's, for {why}")
         return {}
     before = Path(resume).resolve().parent / RUN_FILE if resume else None
     if before is not None and before.is_file():

@@ -3,6 +3,9 @@
 import math
 import time
 
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast
 from transformers import TrainerCallback
 
 
@@ -30,10 +33,18 @@ class Pace:
             # Only a step counts as one, not an evaluation between two.
             self.spent, self.usual = self.spent + took, min(took, 2 * self.usual) if self.usual else took
             self.last, self.step = now, step
+            self._agree()
         done = self.done
         if done < self.warmup:
             return max(done / self.warmup, 0.01)
         return 0.5 * (1 + math.cos(math.pi * (done - self.warmup) / (1 - self.warmup)))
+
+    def _agree(self) -> None:
+        """The first process's time is that of all: they learn at one rate, and end with the same step."""
+        state = PartialState()
+        if state.num_processes > 1:
+            times = torch.tensor([self.spent, self.usual, self.seconds], device=state.device)
+            self.spent, self.usual, self.seconds = broadcast(times).tolist()
 
     @property
     def done(self) -> float:

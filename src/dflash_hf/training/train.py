@@ -38,7 +38,8 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     from dflash_hf.training.training_args import DFlashTrainingArguments
 
     # 1. The arguments, with what suits this machine. What is published is the finished drafter, once, with its card.
-    begun_at, folder = Pace.clock(), Path(training["output_dir"])
+    begun_at, folder = Pace.clock(), Path(training["output_dir"]).expanduser()  # as transformers does
+    training = {**training, "output_dir": str(folder)}
     resume = checkpoint_to_resume(folder, training.get("resume_from_checkpoint"), recipe.overwrite_output_dir)
     revision, trusted = recipe.target_revision, recipe.trust_remote_code
     tokenizer = load_tokenizer(recipe.target, recipe.chat_template, revision, trusted)
@@ -154,7 +155,7 @@ def _stored(recipe: RecipeArguments, args, target, draft, encoder, datasets) -> 
             drawn = torch.randperm(len(rows), generator=torch.Generator().manual_seed(args.seed))[:wanted]
             rows = rows.select(sorted(drawn.tolist()))
         folder, layers = Path(args.output_dir, STORED, name), draft.config.target_layer_ids
-        if rows is not None:
+        if rows is not None and args.process_index == 0:  # the others come when it is done
             dtype = str(target.dtype).removeprefix("torch.")
             manifest = describe(target, recipe.target, layers, encoder, dtype, args.reads_states)
             store_features(target, rows, folder, manifest)
