@@ -53,7 +53,7 @@ class CostTable:
 
     def note(self, rows: int, columns: int, size: int, seconds: float) -> None:
         """Keep what a round took that verified `size` drafted tokens of each row."""
-        if self.pinned:
+        if self.pinned or not seconds > 0:  # a coarse clock
             return
         self.new, self.total = self.new + 1, self.total + 1
         sizes = self.samples[rows, self.bucket(columns)]
@@ -75,7 +75,7 @@ class CostTable:
         if self.new > 8 + (self.total - self.new) // 4 and self.key is not None:
             self.new = 0
             places = [(f"{rows} {bucket}", sizes) for (rows, bucket), sizes in list(self.samples.items())]
-            found = {place: {str(n): list(seconds) for n, seconds in sizes.items()} for place, sizes in places}
+            found = {place: {str(n): list(seconds) for n, seconds in list(sizes.items())} for place, sizes in places}
             remember("costs", self.key, found)
 
     def take(self, found) -> bool:
@@ -85,7 +85,7 @@ class CostTable:
             for place, sizes in found.items():
                 rows, bucket = map(int, place.split())
                 for size, seconds in sizes.items():
-                    if not all(isinstance(s, float) and 0 <= s < math.inf for s in seconds) or int(size) < -1:
+                    if not all(isinstance(s, float) and 0 < s < math.inf for s in seconds) or int(size) < -1:
                         return False
                     samples[rows, bucket][int(size)] = deque(seconds, maxlen=SAMPLES)
         except (AttributeError, TypeError, ValueError):
@@ -185,9 +185,12 @@ def table_of(target, draft, compiled: str | bool = False, ahead: int = 1) -> Cos
     kinds = sorted({type(module).__name__ for module in decoder_layers(target)[0].modules()})  # packed, quantised
     shape = [getattr(config, n) for n in ("num_hidden_layers", "hidden_size", "intermediate_size", "draft_vocab_size")]
     threads = torch.get_num_threads() if target.device.type == "cpu" else None
+    weights = sum(parameter.numel() for parameter in draft.parameters())
     how = (
         *kinds,
         *shape,
+        config.head.name,
+        weights,
         adapters_of(draft),
         config.block_size,
         target.dtype,
@@ -200,7 +203,6 @@ def table_of(target, draft, compiled: str | bool = False, ahead: int = 1) -> Cos
     tables = _tables.setdefault(target, {})
     if how in tables:
         return tables[how]
-    weights = sum(parameter.numel() for parameter in draft.parameters())
     head = 0 if config.has_own_head else target.get_output_embeddings().weight.numel()
     of_target = sum(parameter.numel() for parameter in target.parameters())
     key = {
@@ -208,6 +210,7 @@ def table_of(target, draft, compiled: str | bool = False, ahead: int = 1) -> Cos
         "layers": kinds,
         "drafter": f"{type(draft).__name__} of {weights:,} parameters, blocks of {config.block_size}",
         "shape": shape,
+        "head": config.head.name,
         "device": hardware(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
         "threads": threads,

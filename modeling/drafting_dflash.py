@@ -15,6 +15,7 @@ from .tree_dflash import (
     DraftTree,
     Paths,
     beam_tree,
+    bounded,
     chained_paths,
     every_path,
     independent_paths,
@@ -187,7 +188,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         def after(slot: int, state, before: torch.LongTensor):  # [R * w]
             wide = [one[:, slot].repeat_interleave(len(before) // len(anchors), 0) for one in (hidden, ids, logits)]
             query, state = head.step(state, before, wide[0])
-            best, order = head.scores(query, *wide[1:]).log_softmax(dim=-1).topk(paths.top_k, dim=-1)
+            best, order = bounded(head.scores(query, *wide[1:]).log_softmax(dim=-1)).topk(paths.top_k, dim=-1)
             return wide[1].gather(-1, order), best, state
 
         tree = beam_tree(before, head.start(before), after, paths)

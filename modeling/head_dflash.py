@@ -81,11 +81,21 @@ class Head:
         Turn a `config.json` that holds this head's fields in `dflash_config` into what engines read, in place; without
         a head, an anchor-first block is DeepSpec's plain drafter.
         """
+        if config.sample_from_anchor and config.has_head:
+            raise ValueError(
+                f"sample_from_anchor=True with a {cls.name}: no published layout has both; leave it false, or give the "
+                "head a `write` of its own."
+            )
         if config.sample_from_anchor:
             output |= {"architectures": ["Qwen3DSparkModel"], "markov_rank": 0, "enable_confidence_head": False}
             output.setdefault("num_anchors", 512)  # DeepSpec's reader asks for it
         else:
             del output["sample_from_anchor"]
+
+    @classmethod
+    def needs_teacher(cls, config) -> bool:
+        """Whether a part of the head learns only from the target's distribution."""
+        return False
 
     @classmethod
     def check(cls, config) -> None:

@@ -105,6 +105,10 @@ class MarkovHead(Head):
         return {**config, **fields, **said, **layout}
 
     @classmethod
+    def needs_teacher(cls, config) -> bool:
+        return config.enable_confidence_head
+
+    @classmethod
     def check(cls, config) -> None:
         if config.markov_head_type not in TYPES:
             raise ValueError(f"markov_head_type={config.markov_head_type!r} must be one of {', '.join(TYPES)}.")

@@ -29,7 +29,7 @@ from .decoding_config_dflash import DFlashDecodingConfig
 from .generation_dflash import decode
 from .hook_dflash import install_hook
 from .saving_dflash import SavedDrafter
-from .target_dflash import check_pair, raw_embedding, running_device
+from .target_dflash import check_pair, input_device, raw_embedding, running_device
 
 
 class DFlashRotaryEmbedding(Qwen3RotaryEmbedding):
@@ -333,7 +333,7 @@ class DFlashDraftModel(SavedDrafter):
     def embed(self, target, input_ids: torch.LongTensor) -> torch.Tensor:
         """`[..., H]` raw embeddings of a block's tokens: of a table of the drafter's own, else of the target's."""
         if not self.config.has_embed_tokens:
-            return raw_embedding(target, input_ids)
+            return raw_embedding(target, input_ids.to(input_device(target)))
         rows = self.embed_tokens.weight
         return raw_embedding(
             self, input_ids.to(rows.device).clamp(max=len(rows) - 1)

@@ -16,7 +16,7 @@ MOST_BEAMS = 16  # paths kept at each depth if paths have states
 _LEAST, _MOST = -20.0, -1e-3
 
 
-def _bounded(log_probs: torch.Tensor) -> torch.Tensor:
+def bounded(log_probs: torch.Tensor) -> torch.Tensor:
     """Where a drafter gives no numbers, all tokens are unlikely: `topk` would take NaN for the likeliest of all."""
     return log_probs.nan_to_num(_LEAST).clamp(_LEAST, _MOST)
 
@@ -77,7 +77,7 @@ def independent_paths(ids: torch.LongTensor, log_probs: torch.Tensor, paths: Pat
     Returns:
         For each path its last token and its log-probability, both `[R, M]`.
     """
-    each = torch.nn.functional.pad(_bounded(log_probs).flatten(1), (0, 1))  # [R, D * k + 1]
+    each = torch.nn.functional.pad(bounded(log_probs).flatten(1), (0, 1))  # [R, D * k + 1]
     return ids.flatten(1)[:, paths.last], each[:, paths.cells].sum(dim=-1)
 
 
@@ -99,7 +99,7 @@ def chained_paths(ids: torch.LongTensor, first: torch.Tensor, transitions: torch
     tokens, log_probs = [], []
     for slot, level in enumerate(paths.levels):
         scores = first[:, None] if slot == 0 else transitions[:, slot - 1]  # [R, 1 or c, c]
-        best, order = _bounded(scores).topk(top_k, dim=-1)
+        best, order = bounded(scores).topk(top_k, dim=-1)
         places = (paths.last[level] - slot * top_k).expand(rows, -1)  # [R, m], among the likeliest
         if slot > 0:
             parents = (paths.ancestors[level, slot - 1] - paths.levels[slot - 1].start).expand(rows, -1)  # [R, m]
@@ -193,7 +193,7 @@ def beam_tree(anchors: torch.LongTensor, state, after, paths: Paths, width: int 
         ids, log_probs, state = after(slot, state, beam.flatten())
         ways = ids.shape[-1]
         ids = ids.view(rows, -1)  # [R, w * k]
-        totals = (totals[..., None] + log_probs.clamp(_LEAST, _MOST).view(rows, -1, ways)).flatten(1)  # [R, w * k]
+        totals = (totals[..., None] + bounded(log_probs).view(rows, -1, ways)).flatten(1)  # [R, w * k]
         numbers = torch.arange(count, count + ids.shape[1], device=ids.device).expand(rows, -1)
         longer = torch.cat([beginnings.repeat_interleave(ways, dim=1), numbers[..., None]], dim=-1)
         found.append((ids, totals, torch.nn.functional.pad(longer, (0, depth - slot - 1), value=-1)))

@@ -211,9 +211,7 @@ class Together:
     def _failure(self, kind: tuple, manager, reason) -> BatchFailed:
         with self.changed:
             if self.managers.get(kind) is manager:  # the first of its requests to hear of it
-                self.failures = (
-                    _FAILURES if manager is None else self.failures + 1
-                )
+                self.failures = _FAILURES if manager is None else self.failures + 1
                 self.managers.pop(kind, None)
                 logger.warning(f"Continuous batching failed; its requests go on one by one ({reason}).")
         return BatchFailed(str(reason))

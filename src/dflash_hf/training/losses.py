@@ -322,7 +322,8 @@ def scored_losses(
     def of_chunk(chunk, query, gold, states):
         logits, scored = scores(query, head(chunk))  # [chunk, V]
         gold = gold.to(scored.device)
-        wanted = None if states is None else teacher.head(states).to(scored.device)
+        # A target's head may be padded with rows of no token, which a head that scores tokens leaves out.
+        wanted = None if states is None else teacher.head(states)[..., : scored.shape[-1]].to(scored.device)
         values = loss(Rows(scored, logits, gold, wanted, chunk, query, kind))
         wide = scored.detach().to(_wide(scored.dtype))
         nll = functional.cross_entropy(wide, gold, reduction="none")

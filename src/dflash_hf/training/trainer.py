@@ -124,6 +124,11 @@ class DFlashTrainer(Trainer):
             logger.info(f"The drafter's {model.dtype} weights are trained in fp32, with autocast.")
             model.float()
         self.has_head = model.config.has_head
+        if model.config.head.needs_teacher(model.config) and not args.has_teacher:
+            logger.warning(
+                f"Part of the {model.config.head.name} learns from the target's distribution only and is not trained "
+                f"with loss_type={args.loss_type}; use dspark, kl or tv."
+            )
         choose_parameters(model, args.head_only, peft_config)
         if self.has_head and peft_config is None and args.ddp_find_unused_parameters is None:
             # The head is used outside of the wrapped forward, where a search would take it for unused.
