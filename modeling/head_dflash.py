@@ -83,8 +83,8 @@ class Head:
         """
         if config.sample_from_anchor and config.has_head:
             raise ValueError(
-                f"sample_from_anchor=True with a {cls.name}: no published layout has both; leave it false, or give the "
-                "head a `write` of its own."
+                f"sample_from_anchor=True with a {cls.name}: no published layout has both; leave it false, or give "
+                "the head a `write` of its own."
             )
         if config.sample_from_anchor:
             output |= {"architectures": ["Qwen3DSparkModel"], "markov_rank": 0, "enable_confidence_head": False}

@@ -151,7 +151,10 @@ def is_drafter_config(config: dict) -> bool:
     names = config.get("architectures")
     names = names if isinstance(names, list) else []
     names = [*names, config.get("speculators_model_type")]
-    return "dflash_config" in config or any(isinstance(name, str) and _FAMILY.search(name) for name in names)
+    known = {head.architecture for head in HEADS}
+    return "dflash_config" in config or any(
+        isinstance(name, str) and (name in known or _FAMILY.search(name)) for name in names
+    )
 
 
 def canonical_config(config: dict) -> dict:

@@ -403,10 +403,6 @@ class DFlashDraftModel(SavedDrafter):
         for layer in self.layers:
             past_key_values.update(*layer.self_attn.keys_values(context, cos, sin), layer.self_attn.layer_idx)
 
-    def generate(self, *args, **kwargs):
-        """Raises `TypeError`: a drafter drafts for its target, which is what generates."""
-        raise TypeError("A drafter generates nothing alone; call `target.generate(..., assistant_model=draft)`.")
-
     def forward(
         self,
         noise_embeds: torch.Tensor,

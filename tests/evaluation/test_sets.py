@@ -19,6 +19,7 @@ from dflash_hf.data.encode import RowEncoder
 from dflash_hf.evaluation import sets
 from dflash_hf.evaluation.compare import mean_difference
 from dflash_hf.evaluation.journal import JOURNAL_FILE, Journal
+from dflash_hf.evaluation.methods import AUTO
 from dflash_hf.evaluation.prompts import prompts_of_conversations
 from dflash_hf.evaluation.sets import GENERATED, NAMED, conversations, generated_rows
 
@@ -136,6 +137,8 @@ def comparable(path: Path) -> dict:
     for method in report["methods"].values():
         for name in ("tokens_per_second", "speedup", "runs", "warmup_seconds", "speedup_over_packed"):
             method.pop(name)
+    chosen = report["methods"].get(AUTO, {})  # sizes follow from what rounds cost
+    report["methods"][AUTO] = {name: chosen.get(name) for name in ("tokens", "equal")}
     return report
 
 

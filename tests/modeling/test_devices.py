@@ -70,7 +70,15 @@ def pretended(model, device):
     return model
 
 
-@pytest.mark.parametrize("fields", [{}, DFLASH2], ids=["dflash", "dflash 2"])
+HEADS = {
+    "dflash": {},
+    "dflash 2": DFLASH2,
+    "vanilla": {"markov_rank": 6, "enable_confidence_head": True},
+    "rnn": {"markov_rank": 6, "markov_head_type": "rnn"},
+}
+
+
+@pytest.mark.parametrize("fields", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize(("target_device", "draft_device"), PAIRS)
 def test_every_tensor_is_where_it_is_used(target_device, draft_device, fields):
     if torch.cuda.is_available():

@@ -247,9 +247,7 @@ def test_what_newcomers_write_gets_a_sentence(target, draft, tmp_path):
         target.generate(PROMPT, assistant_model=str(tmp_path))
     with pytest.raises(TypeError, match="generates nothing alone; load it with `AutoModel.from_pretrained"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
-    with pytest.raises(TypeError, match="A drafter generates nothing alone; call `target.generate"):
-        draft.generate(PROMPT, assistant_model=target)
-    assert not draft.can_generate()
+    assert not draft.can_generate() and not hasattr(draft, "generate")  # else remote code would be made generative
 
 
 def test_a_dynamically_quantised_target_is_told_why_it_decodes_plainly(target):
