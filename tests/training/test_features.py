@@ -141,7 +141,7 @@ def test_two_runs_do_not_store_into_one_folder(target, tmp_path):
     """Each wrote shards under the names of the other's, and the manifest of whoever was last told of its own."""
     folder = tmp_path / "features"
     with locked(folder):
-        with pytest.raises(ValueError, match="features is being written by another process; wait for it, or end it"):
+        with pytest.raises(ValueError, match="features is being written by another process; wait for it, or stop it"):
             store(target, counting_rows(6), folder)
     store(target, counting_rows(6), folder)
     assert len(StoredFeatures(folder)) == 6 and not list(folder.glob(".*"))
