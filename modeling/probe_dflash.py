@@ -1,18 +1,23 @@
 """What a target can do, found out by trying it once on a few tokens, never from a list of names."""
 
+import hashlib
 import inspect
 import math
+import os
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import torch
-from transformers import DynamicCache
+import transformers
+from transformers import DynamicCache, cache_utils, masking_utils
 from transformers.utils import logging
 
 from .accept_dflash import Draft, Verdict
 from .drafting_dflash import first_positions
 from .isolation_dflash import isolated
 from .recurrent_dflash import ReplaySession, StepSession, moving_modules, recurrent_states
+from .remembered_dflash import recall, remember
 from .sessions_dflash import SlotSession, cache_argument
 from .target_dflash import decoder_layers, input_device
 
@@ -23,6 +28,9 @@ KINDS = (SlotSession, ReplaySession, StepSession)
 # Largest relative error of single and double precision. Rounding stays below the first; between the two lie targets
 # that upstream itself computes a little differently for one token and for several.
 EXACT, CLOSE = 1e-4, 1e-3
+
+# Of a configuration, what does not change what a target can do.
+_OF_THE_CHECKPOINT = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
 
 _known: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 
@@ -54,6 +62,16 @@ class TargetFacts:
     features: dict[int, tuple] = field(default_factory=dict)
     error: float = math.inf
     lasting: bool = True
+
+    @classmethod
+    def remembered(cls, found) -> "TargetFacts | None":
+        """What another process found out, where that is what it is."""
+        try:
+            session_class = next(kind for kind in KINDS if kind.__name__ == found["session_class"])
+            features = {int(layer_id): tuple(shape) for layer_id, shape in found["features"].items()}
+            return cls(**{**found, "session_class": session_class, "features": features})
+        except (AttributeError, KeyError, StopIteration, TypeError, ValueError):
+            return None
 
     def why_plain(self, layer_ids: list[int], mask: torch.Tensor | None) -> str | None:
         """Why a drafter that reads these layers cannot draft for a prompt with this mask, or `None`."""
@@ -95,7 +113,7 @@ class TargetFacts:
 def facts_of(target) -> TargetFacts:
     """
     Find out, once for each target and the code of its forwards, its attention implementation, dtype and mode, and for
-    autocast.
+    autocast. What was found out about such a target by another process is taken from the disk.
 
     A short prompt, a block with rejected tokens, a roll-back and a second block must give the logits, and leave the
     state, that decoding the kept tokens one by one gives. Tried with slots, with slots and replay of the recurrent
@@ -117,13 +135,44 @@ def facts_of(target) -> TargetFacts:
     key += (training, training and target.is_gradient_checkpointing)  # which lets go of the cache
     key += (torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),)
     if key not in known:
-        devices = [] if device.type == "cpu" else [device]
-        with torch.random.fork_rng(devices, enabled=training, device_type="cuda" if not devices else device.type):
-            facts = _found_out(target)
-        if not facts.lasting:
-            return facts
+        on_disk = None if replaced or hooks or training else _key_on_disk(target, key)
+        facts = on_disk and TargetFacts.remembered(recall("targets", on_disk))
+        if not facts:
+            devices = [] if device.type == "cpu" else [device]
+            with torch.random.fork_rng(devices, enabled=training, device_type="cuda" if not devices else device.type):
+                facts = _found_out(target)
+            if not facts.lasting:
+                return facts
+            if on_disk and facts.features:
+                remember("targets", on_disk, {**asdict(facts), "session_class": facts.session_class.__name__})
         known[key] = facts
     return known[key]
+
+
+def _key_on_disk(target, key: tuple) -> dict | None:
+    """
+    By what other processes find what was found out about a target: its modules and configuration, and the files, as
+    they are now, of their code, of what they decode with and of this package. `None` where code comes from no file.
+    """
+    classes = {base for kind in {type(module) for module in target.modules()} for base in kind.__mro__}
+    codes = {*key[2], *key[3], *_codes(*(f for kind in classes for f in vars(kind).values() if inspect.isfunction(f)))}
+    modules = [f"{name}: {type(module).__qualname__}" for name, module in target.named_modules()]
+    config = {name: value for name, value in target.config.to_dict().items() if name not in _OF_THE_CHECKPOINT}
+    try:
+        functions = sorted(f"{code.co_filename}:{code.co_firstlineno}" for code in codes)
+        files = {code.co_filename for code in codes} | {cache_utils.__file__, masking_utils.__file__}
+        files |= {str(path) for path in Path(__file__).parent.glob("*.py")}
+        stamps = [(file, (stat := os.stat(file)).st_size, stat.st_mtime_ns) for file in sorted(files)]
+    except (AttributeError, OSError):
+        return None
+    content = repr((modules, sorted(config.items()), functions, stamps, key[4:], target.device.type))
+    return {
+        "target": f"{type(target).__module__}.{type(target).__qualname__}",
+        "attention": key[0],
+        "dtype": str(key[1]),
+        "versions": [torch.__version__, transformers.__version__],
+        "digest": hashlib.sha256(content.encode()).hexdigest(),
+    }
 
 
 def _codes(*functions) -> tuple:

@@ -13,8 +13,9 @@ from support.pairs import make_draft, make_target
 from support.scripted_draft import scripted
 
 from dflash_hf.cli import main
-from dflash_hf.modeling import cost_dflash, plan_dflash
+from dflash_hf.modeling import cost_dflash, plan_dflash, probe_dflash
 from dflash_hf.modeling.cost_dflash import table_of
+from dflash_hf.modeling.probe_dflash import facts_of
 from dflash_hf.modeling.remembered_dflash import recall, remember, remembered
 
 
@@ -206,3 +207,91 @@ def test_processes_with_one_table_write_one_text(home, pair, tmp_path):
     finally:
         neighbour.kill()
         neighbour.wait()
+
+
+# ------------------------------------------------------------------------------------------------------------- targets
+
+
+@pytest.fixture
+def probes(home, monkeypatch):
+    """How often something was found out by trying, in what would be processes of their own."""
+    made, original = [], probe_dflash._found_out
+
+    def find_out(target):
+        made.append(target)
+        return original(target)
+
+    monkeypatch.setattr(probe_dflash, "_found_out", find_out)
+    return made
+
+
+def facts_in_a_new_process(target):
+    probe_dflash._known.clear()
+    return facts_of(target)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "lfm2"])
+def test_what_a_target_can_do_is_found_out_once_on_a_machine(family, probes):
+    first = facts_in_a_new_process(make_target(family, attn=None))
+    again = facts_in_a_new_process(make_target(family, attn=None, seed=3))
+    assert again == first and len(probes) == 1 and first.features
+    if family == "lfm2":
+        assert first.moving and first.session_class is not probe_dflash.SlotSession
+
+
+def patched(target):
+    def forward(self, *args, **kwargs):
+        return torch.nn.Linear.forward(self, *args, **kwargs)
+
+    kind = type("Patched", (torch.nn.Linear,), {"forward": forward})
+    target.lm_head.__class__ = kind
+
+
+def hooked(target):
+    target.register_forward_pre_hook(lambda module, args: None)
+
+
+def adapted(target):
+    from peft import LoraConfig, inject_adapter_in_model
+
+    inject_adapter_in_model(LoraConfig(target_modules=["q_proj"]), target)
+    target.eval()
+
+
+def from_no_file(target):
+    scope = {"torch": torch}
+    exec("class Nowhere(torch.nn.Linear):\n    def forward(self, x):\n        return super().forward(x)", scope)
+    target.lm_head.__class__ = scope["Nowhere"]
+
+
+@pytest.mark.parametrize("change", [patched, hooked, adapted, from_no_file])
+def test_another_target_is_found_out_about_anew(change, probes):
+    facts_in_a_new_process(make_target())
+    for _ in range(2):
+        target = make_target()
+        change(target)
+        facts_in_a_new_process(target)
+    # What comes from files is remembered too; what a hook or a notebook does is not.
+    assert len(probes) == (2 if change in (patched, adapted) else 3)
+    facts_in_a_new_process(make_target())
+    facts_in_a_new_process(make_target(num_hidden_layers=5))
+    assert probes[-1].config.num_hidden_layers == 5
+
+
+@pytest.mark.parametrize(
+    "found", [None, [], {}, {"name": "x", "session_class": "Other", "features": {}}, "SlotSession"]
+)
+def test_damaged_facts_are_found_out_anew(found, probes):
+    facts = facts_in_a_new_process(make_target())
+    (file,) = remembered("targets")
+    file.write_text(json.dumps({**json.loads(file.read_text()), "found": found}))
+    assert facts_in_a_new_process(make_target()) == facts and len(probes) == 2
+    assert facts_in_a_new_process(make_target()) == facts and len(probes) == 2
+
+
+def test_a_target_that_was_remembered_drafts(probes):
+    target = make_target()
+    facts_in_a_new_process(target)
+    probe_dflash._known.clear()
+    decode(target, make_draft(target))
+    assert len(probes) == 1
