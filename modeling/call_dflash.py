@@ -22,8 +22,6 @@ _OWN_ARGUMENTS |= {"output_attentions", "output_hidden_states", "past_key_values
 _PROMPT_ARGUMENTS = {"mm_token_type_ids", "logits_to_keep", "cache_position"}
 # Settings of other kinds of assistants, and the value of each where the user sets none.
 _OTHER_ASSISTANTS = {
-    "num_assistant_tokens_schedule": "constant",
-    "assistant_confidence_threshold": 0.4,
     "assistant_lookbehind": 10,
     "assistant_ensemble_weight": None,
     "assistant_early_exit": None,

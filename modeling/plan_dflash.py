@@ -74,6 +74,59 @@ class FixedPlan:
         return {}
 
 
+class AssistantPlan:
+    """
+    Blocks as transformers' own assistants draft them: none goes on after a token of which the drafter is less sure
+    than a threshold; by a schedule, the next block is two tokens longer where all were accepted, else one shorter.
+
+    Whether a token is verified depends on those before it alone, so that drafts may be drawn.
+
+    Args:
+        plan (`Plan`): The longest block; a single path of a tree, where the threshold needs probabilities.
+        size (`int`): Drafted tokens of the first block.
+        threshold (`float`): `assistant_confidence_threshold`; 0 for none.
+        schedule (`str`): `num_assistant_tokens_schedule`.
+        paces (`dict`): What is remembered of the drafter; "heuristic" goes on where the call before has ended.
+    """
+
+    def __init__(self, plan: Plan, size: int, threshold: float, schedule: str, paces: dict):
+        self.plan, self.most, self.threshold = plan._replace(cut=self.cut), plan.block - 1, threshold
+        self.paces, self.schedule, self.sizes = paces, schedule, []
+        self.size = paces.get(schedule, size)
+
+    def next(self, text) -> Plan:
+        """The plan of the next round of a text (`Continuation`)."""
+        self.alive, self.room = text.host.alive, min(self.size, self.most, text.tokens_left - 1)
+        self.sizes.append(self.room)
+        return self.plan if self.room else Plan(1)
+
+    def cut(self, draft: Draft) -> Draft:
+        """The beginning of a block; one size for all rows, that of the surest."""
+        if self.threshold:
+            if draft.tree is not None:
+                chances = draft.tree.log_probs.diff(dim=1).exp()  # [R, n - 1]
+            else:
+                ids, probabilities = draft.proposal
+                chances = (probabilities * (ids == draft.tokens[:, 1:, None])).sum(dim=-1)
+            sure = (chances >= self.threshold).long().cumprod(dim=1).sum(dim=1).tolist()
+            longest = max(count for count, alive in zip(sure, self.alive, strict=True) if alive)
+            self.sizes[-1] = min(self.room, 1 + longest)
+        return Draft(draft.tokens, draft.proposal).prefix(1 + self.sizes[-1])
+
+    def learn(self, text, verdict: Verdict) -> None:
+        """The size of the next block."""
+        if self.schedule in _SCHEDULES and self.sizes[-1]:
+            counts = [count for count, alive in zip(text.host.committed, self.alive, strict=True) if alive]
+            whole = min(counts) == self.sizes[-1] + 1
+            self.size = min(self.size + 2, self.most) if whole else max(self.size - 1, 1)
+            if self.schedule == "heuristic":
+                self.paces[self.schedule] = self.size
+
+    def summary(self) -> dict:
+        """For the output: drafted tokens that each round verified."""
+        return {"draft_sizes": self.sizes}
+
+
 class Reliability:
     """
     How often the target takes a token to which the drafter gives a probability, its predecessors being right. Until
@@ -253,7 +306,10 @@ class FastestPlan:
         return None
 
 
-_DEFAULT_ASSISTANT_TOKENS = 20  # of a `GenerationConfig` that does not set them
+# Of a `GenerationConfig` that does not set them.
+_DEFAULT_ASSISTANT_TOKENS, _DEFAULT_THRESHOLD = 20, 0.4
+_SCHEDULES = ("heuristic", "heuristic_transient")
+_OF_ASSISTANTS = ("assistant_confidence_threshold", "num_assistant_tokens_schedule")
 _WIDEST = 16  # drafted tokens of a row that are considered, and of a batch twice as many
 
 
@@ -265,7 +321,8 @@ def planner_of(target, draft, drafter, text, generation_config, trees: bool, who
         target, draft: Target and drafter; `draft.decoding_config` holds the settings.
         drafter (`DFlashCandidateGenerator`): Makes plans.
         text (`Continuation`): What is being written.
-        generation_config (`GenerationConfig`): Its `num_assistant_tokens` set the size of a block too.
+        generation_config (`GenerationConfig`): Its `num_assistant_tokens`, `num_assistant_tokens_schedule` and
+            `assistant_confidence_threshold` set the size of a block too.
         trees (`bool`): Whether the target can verify a tree.
         whole (`bool`): Whether all rounds must keep one shape.
     """
@@ -275,11 +332,23 @@ def planner_of(target, draft, drafter, text, generation_config, trees: bool, who
     limit = trained if unset else max(int(asked), 0) + 1
     # Rows that advance together agree on one path.
     trees = trees and (rows == 1 or text.rules.pace != "together")
+    paces = _paces.setdefault(draft, {})
+    threshold, schedule = (getattr(generation_config, name) for name in _OF_ASSISTANTS)
+    threshold = 0.0 if threshold in (None, _DEFAULT_THRESHOLD) else threshold
+    if threshold or schedule in _SCHEDULES:
+        if not whole and config.tree_nodes is None:
+            longest = config.block_size or trained
+            single = longest - 1 if threshold and not drafter.temperature else 0
+            plan = drafter.plan(longest, single, top_k=1)
+            return AssistantPlan(plan, limit - 1, threshold, schedule, paces)
+        logger.warning_once(
+            f"A DFlash drafter does not follow {' and '.join(_OF_ASSISTANTS)} with tree_nodes, nor in rounds that are "
+            "compiled or run ahead of the host (compile, look_ahead)."
+        )
     if config.is_open and unset and not whole:
         nodes = max(min(_WIDEST, 2 * _WIDEST // rows), 2)
         plan = drafter.plan(trained, nodes) if trees else drafter.plan(trained, trained - 1, top_k=1)
         key = (id(target), rows, generation_config.do_sample, adapters_of(draft))
-        paces = _paces.setdefault(draft, {})
         return FastestPlan(plan, table_of(target, draft), paces, key, target.device)
     nodes = (config.tree_nodes or 0) if trees else 0
     return FixedPlan(drafter.plan(min(config.block_size or trained, limit), nodes), whole)

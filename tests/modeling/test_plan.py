@@ -12,8 +12,10 @@ from support.scripted_draft import scripted
 from transformers import MaxLengthCriteria, StoppingCriteriaList
 
 from dflash_hf.modeling import cost_dflash, plan_dflash
+from dflash_hf.modeling.accept_dflash import Draft, Proposal
 from dflash_hf.modeling.cost_dflash import CostTable
 from dflash_hf.modeling.plan_dflash import FastestPlan, Pace, Reliability
+from dflash_hf.modeling.tree_dflash import DraftTree
 
 
 CPU = torch.device("cpu")
@@ -157,6 +159,80 @@ def test_samples_follow_the_target_at_any_size(small, rows, any_size):
             counts[tuple(text)] += 1
     assert_follows(counts, expected)
     assert len({size for planner in any_size for size in planner.sizes}) >= 3
+
+
+# ------------------------------------------------------------------------------------- transformers' own settings
+
+
+@pytest.mark.parametrize("make", [make_draft, make_draft2])
+def test_a_schedule_is_that_of_transformers(make):
+    target, prompt = make_target(), torch.tensor([[5, 9, 17, 33]])
+    options = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True, "num_assistant_tokens": 2}
+    expected = target.generate(prompt, **options).sequences
+
+    def sizes(draft, schedule):
+        output = target.generate(prompt, **options, assistant_model=draft, num_assistant_tokens_schedule=schedule)
+        assert torch.equal(output.sequences, expected)
+        assert all(n <= size + 1 for n, size in zip(output.acceptance_lengths[0], output.draft_sizes, strict=True))
+        return output.draft_sizes
+
+    right = opened(scripted(make(target, block_size=8), expected, error_rate=0.0))
+    assert sizes(right, "heuristic_transient")[:4] == [2, 4, 6, 7]
+    assert sizes(right, "heuristic_transient")[0] == 2
+    assert sizes(right, "heuristic")[:4] == [2, 4, 6, 7] and sizes(right, "heuristic")[0] == 7
+    wrong = opened(scripted(make(target, block_size=8), expected, error_rate=1.0))
+    assert sizes(wrong, "heuristic")[:4] == [2, 1, 1, 1]
+
+
+def test_no_block_goes_on_after_a_token_of_which_the_drafter_is_not_sure():
+    chances = torch.tensor([[0.9, 0.8, 0.3, 0.9], [0.9, 0.1, 0.9, 0.9], [0.9, 0.9, 0.9, 0.9]])
+    tokens = torch.arange(15).view(3, 5)
+    steps = torch.arange(5).expand(3, 5)
+    logs = torch.nn.functional.pad(chances.log().cumsum(dim=1), (1, 0))
+    tree = DraftTree(tokens, steps, (steps - 1).clamp(min=0), torch.ones(3, 5, 5).tril().bool(), 4, logs)
+    proposal = Proposal(tokens[:, 1:, None], chances[..., None])
+    for draft in (Draft(tokens, tree=tree), Draft(tokens, proposal)):
+        for alive, room, size in (([1, 1, 0], 4, 3), ([0, 1, 0], 4, 2), ([1, 1, 1], 4, 4), ([1, 0, 0], 2, 2)):
+            plan = plan_dflash.AssistantPlan(plan_dflash.Plan(5), 4, 0.5, "constant", {})
+            plan.alive, plan.room, plan.sizes = alive, room, [room]
+            cut = plan.cut(draft)
+            assert cut.tokens.tolist() == tokens[:, : size + 1].tolist() and cut.tree is None
+            assert plan.sizes == [size] and (cut.proposal is None or cut.proposal.ids.shape[1] == size)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "lfm2"])
+@pytest.mark.parametrize("make", [make_draft, make_draft2])
+def test_a_threshold_changes_sizes_and_no_text(family, make):
+    target, (inputs, _) = make_target(family, torch.float64, attn=None), ragged_prompts(3)
+    options = {"max_new_tokens": 20, "do_sample": False}
+    expected, seen = target.generate(**inputs, **options), set()
+    for threshold in (0.02, 0.6, 1.0):
+        more = {"assistant_confidence_threshold": threshold, "return_dict_in_generate": True}
+        output = target.generate(**inputs, **options, **more, assistant_model=opened(make(target, block_size=6)))
+        assert torch.equal(output.sequences, expected)
+        seen.add(max(output.draft_sizes))
+    assert min(seen) == 1 and max(seen) > 1
+
+
+@pytest.mark.parametrize("rows", [1, 200])
+def test_samples_follow_the_target_with_a_threshold_and_drawn_drafts(small, rows):
+    prompt = [3, 1, 4]
+    expected = exact_distribution(small, prompt, 1.0, 0.9)
+    draft, sizes = opened(make_draft(small, block_size=4)), set()
+    draft.decoding_config.draft_temperature = 1.0
+    small.generation_config.assistant_confidence_threshold = 0.15
+    counts, draws = dict.fromkeys(expected, 0), 300 if rows == 1 else 12_000
+    torch.manual_seed(0)
+    try:
+        for _ in range(draws // rows):
+            output = sample(small, draft, prompt, rows, 1.0, 0.9)
+            sizes.update(output.draft_sizes)
+            for text in output.sequences[:, 3:].tolist():
+                counts[tuple(text)] += 1
+    finally:
+        small.generation_config.assistant_confidence_threshold = None
+    assert_follows(counts, expected)
+    assert len(sizes) > 1
 
 
 # --------------------------------------------------------------------------------------------------------- which size
