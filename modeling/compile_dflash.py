@@ -82,7 +82,7 @@ class CompiledRound:
     """
 
     def __init__(self, function: Callable, eagerly: Callable, target, how: str | None, caches):
-        self.eagerly, self.target, self.caches = eagerly, target, caches
+        self.function, self.eagerly, self.target, self.caches = function, eagerly, target, caches
         on_gpu = target.device.type == "cuda"
         how = how or ("reduce-overhead" if on_gpu else "default")
         self.compiled, self.copy = _compiled(function, how, _methods(target))
@@ -90,7 +90,11 @@ class CompiledRound:
         self.graphs: dict[tuple, Callable] = {}
 
     def __call__(self, pair, start, context, plan):
-        key = (*(cache.capacity for cache in self.caches), *plan.key, context.features.shape[1])
+        if not plan.compiled:  # and not in inference mode, whose tensors would take graphs of their own
+            return self.function(pair, start, context, plan)
+        context = context if plan.block > 1 else None  # a round that drafts nothing reads none
+        width = context and context.features.shape[1]
+        key = (*(cache.capacity for cache in self.caches), *plan.key, width)
         if key not in self.graphs:
             return self._first(key, pair, start, context, plan)
         return self._replayed(self.graphs[key], (pair, start, context, plan))

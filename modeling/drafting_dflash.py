@@ -250,6 +250,20 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.read(context)
         return fresh._replace(steps=1)
 
+    def shaped(self, context: Context, width: int | None) -> Context:
+        """
+        The first `width` columns of what a round leaves; `None` for as many as a block has, whatever it verified: the
+        new block covers those past the accepted ones.
+        """
+        missing = 0 if width is not None else self.config.block_tokens - context.features.shape[1]
+        features = torch.nn.functional.pad(context.features, (0, 0, 0, missing)) if missing else context.features
+        return context._replace(features=features[:, :width])
+
+    def caught_up(self, context: Context, start: torch.LongTensor) -> Context:
+        """The context at `start`, in the shape of all others, once what rounds left that drafted nothing is read."""
+        self.read(context)
+        return self.no_features(start, self.config.block_tokens)
+
     def read(self, context: Context) -> None:
         """Write the keys and values of a context into the drafter's cache, without a block."""
         tokens = context.start[:, None] + torch.arange(context.features.shape[1], device=self.device)  # [R, n]

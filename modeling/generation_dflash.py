@@ -17,7 +17,8 @@ from .accept_dflash import Draft, Judge, Verdict
 from .call_dflash import Call, plan_call, warn_of_ignored_settings
 from .compile_dflash import CompiledRound
 from .drafting_dflash import Context
-from .plan_dflash import Plan, planner_of
+from .plan_dflash import Plan
+from .planner_dflash import planner_of
 from .prefill_dflash import Pair, opened_pair
 from .text_dflash import Continuation, Writer
 
@@ -143,23 +144,22 @@ def decode(
     prompt = (input_ids, generation_config, model_kwargs)
     with opened_pair(call, target, draft, continuation, *prompt) as (pair, start):
         drafter, run = pair.drafter, _runner(call, target, pair)
-        whole = bool(call.compile) or continuation.look_ahead > 1  # then all rounds have one shape, the last ones too
         trees = pair.session.rollback_is_free
-        planner = planner_of(target, draft, drafter, continuation, generation_config, trees, whole)
+        planner = planner_of(target, draft, drafter, continuation, generation_config, trees, call.compile)
         context = drafter.no_features(start, draft.config.block_tokens)
         while not continuation.done:
             plan = planner.next(continuation)
             pair.reserve(max(draft.config.block_tokens, plan.size) + context.steps)
+            if planner.whole and context.steps and plan.block > 1:
+                context = drafter.caught_up(context, start)
             verdict, fresh = run(pair, start, context, plan)
             continuation.commit(verdict)
             planner.learn(continuation, verdict)
             start = start + verdict.counts
             if plan.block == 1:
                 context = drafter.follow(context, fresh)
-            elif whole:
-                context = fresh
             else:
-                context = fresh._replace(features=fresh.features[:, : max(continuation.host.committed)])
+                context = drafter.shaped(fresh, None if planner.whole else max(continuation.host.committed))
 
     if streamer is not None:
         streamer.end()

@@ -8,7 +8,6 @@ than `L` times its cost (Dinkelbach's rule for the best ratio of sums), and draf
 drafting, which is a size like any other. Whatever is chosen, the text is the target's own.
 """
 
-import weakref
 from bisect import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ import torch
 from transformers.utils import logging
 
 from .accept_dflash import Draft, Verdict
-from .cost_dflash import CostTable, adapters_of, clock, table_of
+from .cost_dflash import CostTable, clock
 from .tree_dflash import Paths
 
 
@@ -31,6 +30,7 @@ class Plan(NamedTuple):
     block: int  # tokens of a block that are verified, or of the longest path through a tree; the anchor included
     paths: Paths | None = None  # of a tree, among which its nodes are chosen
     cut: Callable[[Draft], Draft] | None = None  # leaves of a draft what is worth verifying
+    compiled: bool = True  # where rounds are
 
     @property
     def nodes(self) -> int:
@@ -74,6 +74,9 @@ class FixedPlan:
         return {}
 
 
+SCHEDULES = ("heuristic", "heuristic_transient")
+
+
 class AssistantPlan:
     """
     Blocks as transformers' own assistants draft them: none goes on after a token of which the drafter is less sure
@@ -88,6 +91,8 @@ class AssistantPlan:
         schedule (`str`): `num_assistant_tokens_schedule`.
         paces (`dict`): What is remembered of the drafter; "heuristic" goes on where the call before has ended.
     """
+
+    whole = False  # rounds of any shape
 
     def __init__(self, plan: Plan, size: int, threshold: float, schedule: str, paces: dict):
         self.plan, self.most, self.threshold = plan._replace(cut=self.cut), plan.block - 1, threshold
@@ -115,7 +120,7 @@ class AssistantPlan:
 
     def learn(self, text, verdict: Verdict) -> None:
         """The size of the next block."""
-        if self.schedule in _SCHEDULES and self.sizes[-1]:
+        if self.schedule in SCHEDULES and self.sizes[-1]:
             counts = [count for count, alive in zip(text.host.committed, self.alive, strict=True) if alive]
             whole = min(counts) == self.sizes[-1] + 1
             self.size = min(self.size + 2, self.most) if whole else max(self.size - 1, 1)
@@ -187,10 +192,6 @@ class Pace:
             self.rest = 2
 
 
-# For each drafter, its pace by target, rows and way of choosing tokens.
-_paces: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
-
-
 class FastestPlan:
     """
     For each round the drafted tokens that are worth verifying: of a tree, or none.
@@ -206,6 +207,7 @@ class FastestPlan:
         device (`torch.device`): Of the target.
     """
 
+    whole = False
     LADDER = (-1, 1, 2, 4, 8, 16)  # sizes that are tried on purpose, to know what they cost; -1 drafts nothing
     ENOUGH = 4  # times that each of them is tried
 
@@ -304,51 +306,3 @@ class FastestPlan:
             if tried < self.ENOUGH and affordable:
                 return size
         return None
-
-
-# Of a `GenerationConfig` that does not set them.
-_DEFAULT_ASSISTANT_TOKENS, _DEFAULT_THRESHOLD = 20, 0.4
-_SCHEDULES = ("heuristic", "heuristic_transient")
-_OF_ASSISTANTS = ("assistant_confidence_threshold", "num_assistant_tokens_schedule")
-_WIDEST = 16  # drafted tokens of a row that are considered, and of a batch twice as many
-
-
-def planner_of(target, draft, drafter, text, generation_config, trees: bool, whole: bool):
-    """
-    The planner of a call, as its settings ask for it: sizes that were set, or the fastest ones.
-
-    Args:
-        target, draft: Target and drafter; `draft.decoding_config` holds the settings.
-        drafter (`DFlashCandidateGenerator`): Makes plans.
-        text (`Continuation`): What is being written.
-        generation_config (`GenerationConfig`): Its `num_assistant_tokens`, `num_assistant_tokens_schedule` and
-            `assistant_confidence_threshold` set the size of a block too.
-        trees (`bool`): Whether the target can verify a tree.
-        whole (`bool`): Whether all rounds must keep one shape.
-    """
-    config, trained, rows = draft.decoding_config, draft.config.block_tokens, len(text.host.alive)
-    asked = generation_config.num_assistant_tokens
-    unset = asked in (None, _DEFAULT_ASSISTANT_TOKENS)
-    limit = trained if unset else max(int(asked), 0) + 1
-    # Rows that advance together agree on one path.
-    trees = trees and (rows == 1 or text.rules.pace != "together")
-    paces = _paces.setdefault(draft, {})
-    threshold, schedule = (getattr(generation_config, name) for name in _OF_ASSISTANTS)
-    threshold = 0.0 if threshold in (None, _DEFAULT_THRESHOLD) else threshold
-    if threshold or schedule in _SCHEDULES:
-        if not whole and config.tree_nodes is None:
-            longest = config.block_size or trained
-            single = longest - 1 if threshold and not drafter.temperature else 0
-            plan = drafter.plan(longest, single, top_k=1)
-            return AssistantPlan(plan, limit - 1, threshold, schedule, paces)
-        logger.warning_once(
-            f"A DFlash drafter does not follow {' and '.join(_OF_ASSISTANTS)} with tree_nodes, nor in rounds that are "
-            "compiled or run ahead of the host (compile, look_ahead)."
-        )
-    if config.is_open and unset and not whole:
-        nodes = max(min(_WIDEST, 2 * _WIDEST // rows), 2)
-        plan = drafter.plan(trained, nodes) if trees else drafter.plan(trained, trained - 1, top_k=1)
-        key = (id(target), rows, generation_config.do_sample, adapters_of(draft))
-        return FastestPlan(plan, table_of(target, draft), paces, key, target.device)
-    nodes = (config.tree_nodes or 0) if trees else 0
-    return FixedPlan(drafter.plan(min(config.block_size or trained, limit), nodes), whole)

@@ -17,6 +17,7 @@ class HostView:
         self.committed = [0] * rows  # tokens of the last round
         self.acceptance_lengths: list[list[int]] = [[] for _ in range(rows)]
         self.pending: list[tuple] = []  # (counts, unfinished, size) of each round since the last `sync`
+        self.looked_at: list[tuple] = []  # (counts, unfinished) of the rounds that the last `sync` has read
         self.prefilled = False
 
     @property
@@ -32,6 +33,7 @@ class HostView:
         """Read the pending rounds, which waits for the device once."""
         facts = torch.stack([torch.stack([counts, unfinished]) for counts, unfinished, _ in self.pending]).tolist()
         self.pending.clear()
+        self.looked_at = facts if self.prefilled else facts[1:]
         for counts, unfinished in facts:
             for row, alive in enumerate(self.alive):
                 if alive and self.prefilled:  # no verification committed the first token

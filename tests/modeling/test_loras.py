@@ -11,7 +11,7 @@ from dflash_hf import DFlashDraftModel
 from dflash_hf.hub.card import CardFacts
 from dflash_hf.hub.publish import publish
 from dflash_hf.modeling.cost_dflash import adapters_of
-from dflash_hf.modeling.plan_dflash import _paces
+from dflash_hf.modeling.planner_dflash import _paces
 from dflash_hf.packed_linear import packed_weights
 from dflash_hf.training.adapters import TARGET_MODULES
 

@@ -5,17 +5,19 @@ import random
 
 import pytest
 import torch
-from support.pairs import make_draft, make_draft2, make_target
+from support.pairs import make_draft, make_draft2, make_target, shallow_pair
 from support.rows import ragged_prompts
 from support.sampling import assert_follows, exact_distribution, sample
 from support.scripted_draft import scripted
+from torch._dynamo.utils import counters
 from transformers import MaxLengthCriteria, StoppingCriteriaList
 
-from dflash_hf.modeling import cost_dflash, plan_dflash
+from dflash_hf.modeling import compile_dflash, cost_dflash, plan_dflash, planner_dflash
 from dflash_hf.modeling.accept_dflash import Draft, Proposal
 from dflash_hf.modeling.cost_dflash import CostTable
+from dflash_hf.modeling.few_plans_dflash import FewPlans, Record
 from dflash_hf.modeling.plan_dflash import FastestPlan, Pace, Reliability
-from dflash_hf.modeling.tree_dflash import DraftTree
+from dflash_hf.modeling.tree_dflash import DraftTree, every_path
 
 
 CPU = torch.device("cpu")
@@ -235,6 +237,97 @@ def test_samples_follow_the_target_with_a_threshold_and_drawn_drafts(small, rows
     assert len(sizes) > 1
 
 
+# ------------------------------------------------------------------------------------ rounds of one shape: few plans
+
+
+@pytest.fixture
+def any_plan(monkeypatch):
+    """For each look of the host another plan, compiled or not, drawn at random."""
+    draws, made, init = random.Random(0), [], FewPlans.__init__
+
+    def remember(self, *args):
+        init(self, *args)
+        made.append(self)
+
+    monkeypatch.setattr(FewPlans, "__init__", remember)
+    monkeypatch.setattr(FewPlans, "_fastest", lambda self: draws.choice(self.plans))
+    monkeypatch.setattr(FewPlans, "EARNED", 3)
+    torch._dynamo.reset()
+    yield made
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("compiled", "ahead"), [("eager", 1), ("eager", 4), (False, 3)])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("make", [make_draft, make_draft2])
+def test_texts_do_not_depend_on_plans(make, family, compiled, ahead, rows, any_plan):
+    target = make_target(family, torch.float64, attn=None, num_hidden_layers=2)
+    inputs, _ = ragged_prompts(rows)
+    expected = target.generate(**inputs, max_new_tokens=50, do_sample=False)
+    draft = make(target, block_size=6, num_hidden_layers=1, target_layer_ids=[0, 1])
+    draft = opened(scripted(draft, expected, error_rate=0.15, ranks=2))
+    draft.decoding_config.compile, draft.decoding_config.look_ahead = compiled, ahead
+    options = {"max_new_tokens": 50, "do_sample": False, "return_dict_in_generate": True}
+    for _ in range(2):
+        output = target.generate(**inputs, **options, assistant_model=draft)
+        assert torch.equal(output.sequences, expected)
+    assert set(any_plan[-1].sizes) <= {plan.size - 1 for plan in any_plan[-1].plans}
+    assert len({size for planner in any_plan for size in planner.sizes}) >= 3
+    assert len(output.draft_sizes) == max(map(len, output.acceptance_lengths))
+    assert max(n for row in output.acceptance_lengths for n in row) > 2
+    assert compile_dflash.is_compilable(target)
+
+
+def test_a_plan_is_compiled_when_it_has_earned_it(any_plan, monkeypatch):
+    target, draft = shallow_pair(block_size=6)
+    monkeypatch.setattr(FewPlans, "EARNED", 10)
+    monkeypatch.setattr(FewPlans, "_fastest", lambda self: self.plans[(0, 3)[len(self.sizes) % 2]])
+    opened(draft).decoding_config.compile = "eager"
+    counters.clear()
+    prompt, graphs = torch.tensor([[5, 9, 17, 33]]), []
+    for _ in range(3):
+        target.generate(prompt, max_new_tokens=14, do_sample=False, assistant_model=draft)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs == [0, 2, 2]
+
+
+def few(costs: dict[int, float], record: Record) -> FewPlans:
+    plans = [plan_dflash.Plan(1), plan_dflash.Plan(8), plan_dflash.Plan(4)]
+    plans += [plan_dflash.Plan(8, every_path(nodes, 7, 4, CPU)) for nodes in (7, 15)]
+    made = FewPlans(plans, CostTable(0.2, 8, CPU), {"key": record}, "key", (1, 9), CPU, False)
+    made.cost = lambda plan: costs.get(plan.size - 1, 1.0)
+    return made
+
+
+def test_the_fastest_of_a_few_plans_is_taken():
+    flat, steep = {7: 1.2, 3: 1.2, 15: 1.2}, {7: 1.8, 3: 1.1, 15: 2.5}
+    new = Record([0.0] * 7, [0.0] * 7)
+    assert few(flat, new)._fastest().nodes == 7, "a tree is tried"
+    tried = Record([0.0] * 7, [0.0] * 7, trees={7: (20.0, 10.0), 15: (40.0, 10.0)})
+    assert few(flat, tried)._fastest().nodes == 15
+    for _ in range(30):
+        tried.note(plan_dflash.Plan(8), [2], [1])
+    tried.trees |= {7: (20.0, 10.0), 15: (22.0, 10.0)}
+    assert few(steep, tried)._fastest().block == 4 and few(steep, tried)._fastest().nodes == 0
+    tried.pace.resting = 3
+    assert few(flat, tried)._fastest().size == 1
+    assert tried.tokens(plan_dflash.Plan(8)) == pytest.approx(2.0, abs=0.1)
+    ended = Record([0.0] * 7, [0.0] * 7)
+    ended.note(plan_dflash.Plan(8), [3, 0], [0, 0])
+    assert ended.reached[:3] == [1.0, 1.0, 0.0] and ended.passed[:3] == [1.0, 1.0, 0.0]
+
+
+def test_blocks_that_do_not_pay_make_way_for_the_target_alone():
+    target, prompt = make_target(), torch.tensor([[5, 9, 17, 33]])
+    draft = opened(make_draft(target, block_size=6))
+    draft.decoding_config.look_ahead = 3
+    options = {"max_new_tokens": 60, "do_sample": False, "return_dict_in_generate": True}
+    output = target.generate(prompt, **options, assistant_model=draft)
+    assert torch.equal(output.sequences, target.generate(prompt, **options).sequences)
+    assert output.draft_sizes.count(0) > len(output.draft_sizes) / 2 and max(output.draft_sizes) > 0
+
+
 # --------------------------------------------------------------------------------------------------------- which size
 
 
@@ -327,7 +420,7 @@ def test_within_a_call_sizes_do_not_follow_a_stopwatch(planners, monkeypatch):
     expected = target.generate(prompt, max_new_tokens=60, do_sample=False)
     sizes = []
     for speed in (1.0, 50.0):
-        plan_dflash._paces.clear()
+        planner_dflash._paces.clear()
         cost_dflash._tables.clear()
         clock = itertools.count()
         monkeypatch.setattr(plan_dflash, "clock", lambda device: next(clock) * speed)  # noqa: B023

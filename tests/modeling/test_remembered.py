@@ -13,7 +13,7 @@ from support.pairs import make_draft, make_target
 from support.scripted_draft import scripted
 
 from dflash_hf.cli import main
-from dflash_hf.modeling import cost_dflash, plan_dflash, probe_dflash
+from dflash_hf.modeling import cost_dflash, planner_dflash, probe_dflash
 from dflash_hf.modeling.cost_dflash import table_of
 from dflash_hf.modeling.probe_dflash import facts_of
 from dflash_hf.modeling.remembered_dflash import recall, remember, remembered
@@ -33,7 +33,7 @@ def home(tmp_path, monkeypatch):
 def new_process() -> None:
     """As far as memory goes."""
     cost_dflash._tables.clear()
-    plan_dflash._paces.clear()
+    planner_dflash._paces.clear()
 
 
 @pytest.fixture

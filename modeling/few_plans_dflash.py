@@ -1,0 +1,139 @@
+"""
+How much a round drafts and verifies where all rounds of a size have one shape, compiled or run ahead of the host: a
+few plans, of which each has a graph of its own, made when the plan has earned it.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from .accept_dflash import Verdict
+from .cost_dflash import CostTable, clock
+from .plan_dflash import Pace, Plan
+
+
+@dataclass
+class Record:
+    """
+    What is remembered of a drafter from call to call: how far its blocks were accepted, what its trees committed.
+    Older rounds count less.
+    """
+
+    reached: list[float]  # blocks whose token `j` was judged, its predecessors being right
+    passed: list[float]  # and that token was accepted
+    trees: dict[int, tuple[float, float]] = field(default_factory=dict)  # by nodes: tokens of each row, rounds
+    used: dict[tuple, int] = field(default_factory=dict)  # rounds of each plan, in all
+    pace: Pace = field(default_factory=Pace)
+
+    def copy(self) -> "Record":
+        return Record([*self.reached], [*self.passed], {**self.trees}, {**self.used}, self.pace.copy())
+
+    def note(self, plan: Plan, counts: list[int], unfinished: list[int]) -> None:
+        """Take in how many tokens of each row a round committed; none of rows that had ended before."""
+        committed = [(count, goes_on) for count, goes_on in zip(counts, unfinished, strict=True) if count]
+        tokens = sum(counts) / len(committed)
+        if plan.nodes:
+            before, rounds = self.trees.get(plan.nodes, (0.0, 0.0))
+            self.trees[plan.nodes] = 0.95 * before + tokens, 0.95 * rounds + 1
+            return
+        for slot in range(plan.block - 1):
+            # The last token of a row that ends says nothing of what was drafted behind it.
+            judged = sum(count > slot + 1 or count == slot + 1 and goes_on for count, goes_on in committed)
+            accepted = sum(count > slot + 1 for count, _ in committed)
+            self.reached[slot] = 0.97 * self.reached[slot] + judged / len(committed)
+            self.passed[slot] = 0.97 * self.passed[slot] + accepted / len(committed)
+
+    def tokens(self, plan: Plan) -> float:
+        """What a round commits of a row: as it did, or as its slots were accepted; of a new tree, a third more."""
+        tokens, rounds = self.trees.get(plan.nodes, (0.0, 0.0))
+        if rounds >= 2:
+            return tokens / rounds
+        expected, chance = 1.0, 1.0
+        for reached, passed in zip(self.reached[: plan.block - 1], self.passed, strict=False):
+            chance *= (passed + 0.6) / (reached + 1.0)
+            expected += chance
+        return 1.3 * expected if plan.nodes else expected
+
+
+class FewPlans:
+    """
+    For each look of the host at what was committed, the fastest of a few plans until the next one.
+
+    As with [`FastestPlan`], sizes follow from costs that are fixed in a call and from what was accepted.
+
+    Args:
+        plans (`list[Plan]`): The first drafts nothing, the second is the one to begin with.
+        table (`CostTable`): What rounds cost here; added to.
+        paces (`dict`): What is remembered of the drafter.
+        key: For rows and a choice of tokens like these.
+        place (`tuple[int, int]`): Rows, and columns of the prompt.
+        device (`torch.device`): Of the target.
+        compiled (`bool`): Whether rounds are compiled.
+    """
+
+    whole = True
+    EARNED = 48  # rounds of a plan before it is compiled; that of the beginning is at once
+    LASTING = 1.05  # times as fast as another a plan must be to take its place
+
+    def __init__(self, plans, table: CostTable, paces: dict, key, place: tuple, device: torch.device, compiled: bool):
+        self.plans, self.table, self.known, self.paces, self.key = plans, table, table.copy(), paces, key
+        self.place, self.device, self.compiled = place, device, compiled
+        slots = max(plan.block for plan in plans) - 1
+        self.record = paces[key].copy() if key in paces else Record([0.0] * slots, [0.0] * slots)
+        self.plan, self.window = plans[1], 0  # rounds of it that the host has not looked at
+        self.timed: set = set()  # plans whose first rounds are over
+        self.sizes: list[int] = []
+        self.total = self.spent = 0.0
+
+    def next(self, text) -> Plan:
+        """The plan of the next round of a text (`Continuation`)."""
+        if not self.window:
+            self.began = clock(self.device)
+            plan = self._fastest()
+            earned = plan.key == self.plans[1].key or self.record.used.get(plan.key, 0) >= self.EARNED
+            self.plan = plan._replace(compiled=earned)
+        self.window += 1
+        self.record.used[self.plan.key] = self.record.used.get(self.plan.key, 0) + 1
+        return self.plan
+
+    def cost(self, plan: Plan) -> float:
+        """Of a round, in rounds that draft nothing."""
+        most = max(plan.size for plan in self.plans) - 1
+        return self.known.curve(*self.place, most)[plan.size - 1] if plan.block > 1 else 1.0
+
+    def _fastest(self) -> Plan:
+        nothing, *drafting = self.plans
+        if self.record.pace.resting > 0:
+            return nothing
+        speeds = {plan.key: self.record.tokens(plan) / self.cost(plan) for plan in drafting}
+        best = max(drafting, key=lambda plan: speeds[plan.key])
+        lasting = self.plan if self.plan.block > 1 else self.plans[1]
+        return best if speeds[best.key] > self.LASTING * speeds[lasting.key] else lasting
+
+    def learn(self, text, verdict: Verdict) -> None:
+        """Take in what the rounds took that the host has looked at, and what they committed."""
+        if text.host.pending:
+            return
+        seconds, plan, pace = clock(self.device) - self.began, self.plan, self.record.pace
+        if plan.compiled or not self.compiled:
+            if plan.key in self.timed:  # the first rounds of a plan may compile
+                self.table.note(*self.place, plan.size - 1 if plan.block > 1 else -1, seconds / self.window)
+            self.timed.add(plan.key)
+        for counts, unfinished in text.host.looked_at:
+            if not any(counts):  # computed in vain
+                continue
+            tokens = sum(counts) / sum(count > 0 for count in counts)
+            self.sizes.append(plan.size - 1)
+            self.total, self.spent = self.total + tokens, self.spent + self.cost(plan)
+            if plan.block > 1:
+                self.record.note(plan, counts, unfinished)
+                pace.note(tokens, self.cost(plan))
+            else:
+                pace.resting = max(pace.resting - 1, 0)
+        self.window = 0
+        self.paces[self.key] = self.record
+
+    def summary(self) -> dict:
+        """What was chosen, for the output."""
+        self.table.keep()
+        return {"draft_sizes": self.sizes, "estimated_speedup": self.total / self.spent if self.sizes else None}

@@ -1,0 +1,74 @@
+"""Who plans the rounds of a call, as its settings ask for it."""
+
+import weakref
+
+from transformers.utils import logging
+
+from .cost_dflash import adapters_of, table_of
+from .few_plans_dflash import FewPlans
+from .plan_dflash import SCHEDULES, AssistantPlan, FastestPlan, FixedPlan, Plan
+
+
+logger = logging.get_logger(__name__)
+
+# For each drafter, what is remembered of it, by target, rows and way of choosing tokens.
+_paces: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
+
+# Of a `GenerationConfig` that does not set them.
+_DEFAULT_ASSISTANT_TOKENS, _DEFAULT_THRESHOLD = 20, 0.4
+_OF_ASSISTANTS = ("assistant_confidence_threshold", "num_assistant_tokens_schedule")
+_WIDEST = 16  # drafted tokens of a row that are considered, and of a batch twice as many
+
+
+def planner_of(target, draft, drafter, text, generation_config, trees: bool, compiled: str | bool):
+    """
+    The planner of a call, as its settings ask for it: sizes that were set, or the fastest ones.
+
+    Args:
+        target, draft: Target and drafter; `draft.decoding_config` holds the settings.
+        drafter (`DFlashCandidateGenerator`): Makes plans.
+        text (`Continuation`): What is being written.
+        generation_config (`GenerationConfig`): Its `num_assistant_tokens`, `num_assistant_tokens_schedule` and
+            `assistant_confidence_threshold` set the size of a block too.
+        trees (`bool`): Whether the target can verify a tree.
+        compiled (`str` or `bool`): How rounds are compiled.
+    """
+    whole = bool(compiled) or text.look_ahead > 1  # then all rounds of a plan have one shape, the last ones too
+    config, trained, rows = draft.decoding_config, draft.config.block_tokens, len(text.host.alive)
+    asked = generation_config.num_assistant_tokens
+    unset = asked in (None, _DEFAULT_ASSISTANT_TOKENS)
+    limit = trained if unset else max(int(asked), 0) + 1
+    # Rows that advance together agree on one path.
+    trees = trees and (rows == 1 or text.rules.pace != "together")
+    paces = _paces.setdefault(draft, {})
+    threshold, schedule = (getattr(generation_config, name) for name in _OF_ASSISTANTS)
+    threshold = 0.0 if threshold in (None, _DEFAULT_THRESHOLD) else threshold
+    if threshold or schedule in SCHEDULES:
+        if not whole and config.tree_nodes is None:
+            longest = config.block_size or trained
+            single = longest - 1 if threshold and not drafter.temperature else 0
+            plan = drafter.plan(longest, single, top_k=1)
+            return AssistantPlan(plan, limit - 1, threshold, schedule, paces)
+        logger.warning_once(
+            f"A DFlash drafter does not follow {' and '.join(_OF_ASSISTANTS)} with tree_nodes, nor in rounds that are "
+            "compiled or run ahead of the host (compile, look_ahead)."
+        )
+    if config.is_open and unset:
+        place, device = (rows, text.writer.prompt_length), target.device
+        key = (id(target), rows, generation_config.do_sample, whole, adapters_of(draft))
+        if whole:
+            table = table_of(target, draft, compiled, text.look_ahead)
+            return FewPlans(_few(drafter, trained, rows, trees), table, paces, key, place, device, bool(compiled))
+        nodes = max(min(_WIDEST, 2 * _WIDEST // rows), 2)
+        plan = drafter.plan(trained, nodes) if trees else drafter.plan(trained, trained - 1, top_k=1)
+        return FastestPlan(plan, table_of(target, draft), paces, key, device)
+    nodes = (config.tree_nodes or 0) if trees else 0
+    return FixedPlan(drafter.plan(min(config.block_size or trained, limit), nodes), whole)
+
+
+def _few(drafter, trained: int, rows: int, trees: bool) -> list[Plan]:
+    """Nothing, the whole block, its first half, and trees of as many tokens as forwards are wide here."""
+    on_cpu = drafter.device.type == "cpu"
+    plans = [Plan(1), drafter.plan(trained), *([Plan((trained + 1) // 2)] if trained > 3 else [])]
+    sizes = {max(most // rows, 3) for most in ((7, 15) if on_cpu else (16, 64))} if trees and trained > 2 else ()
+    return [*plans, *(drafter.plan(trained, nodes) for nodes in sorted(sizes))]
