@@ -16,7 +16,7 @@ class DFlashDecodingConfig:
     With neither `block_size` nor `tree_nodes` each round verifies as much as is fastest: the likeliest tokens of a
     tree, one path, or nothing, in which case the target decodes alone for a while. That follows from what rounds were
     measured to cost on this machine, and from what the target accepts; see `plan_dflash`. Rounds that are compiled, or
-    run ahead of the host, verify whole blocks.
+    run ahead of the host, choose among a few sizes.
 
     Args:
         block_size (`int`, *optional*): Verify the first `block_size` tokens of a drafted block in every round, anchor

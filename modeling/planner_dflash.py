@@ -53,8 +53,9 @@ def planner_of(target, draft, drafter, text, generation_config, trees: bool, com
             f"A DFlash drafter does not follow {' and '.join(_OF_ASSISTANTS)} with tree_nodes, nor in rounds that are "
             "compiled or run ahead of the host (compile, look_ahead)."
         )
-    if config.is_open and unset:
-        place, device = (rows, text.writer.prompt_length), target.device
+    device = target.device
+    if config.is_open and unset and not (whole and device.type != "cpu"):  # there a few plans were never measured
+        place = rows, text.writer.prompt_length
         key = (id(target), rows, generation_config.do_sample, whole, adapters_of(draft))
         if whole:
             table = table_of(target, draft, compiled, text.look_ahead)
@@ -68,7 +69,11 @@ def planner_of(target, draft, drafter, text, generation_config, trees: bool, com
 
 def _few(drafter, trained: int, rows: int, trees: bool) -> list[Plan]:
     """Nothing, the whole block, its first half, and trees of as many tokens as forwards are wide here."""
-    on_cpu = drafter.device.type == "cpu"
     plans = [Plan(1), drafter.plan(trained), *([Plan((trained + 1) // 2)] if trained > 3 else [])]
-    sizes = {max(most // rows, 3) for most in ((7, 15) if on_cpu else (16, 64))} if trees and trained > 2 else ()
-    return [*plans, *(drafter.plan(trained, nodes) for nodes in sorted(sizes))]
+    sizes = tree_sizes(rows, drafter.device.type == "cpu") if trees and trained > 2 else []
+    return [*plans, *(drafter.plan(trained, nodes) for nodes in sizes)]
+
+
+def tree_sizes(rows: int, on_cpu: bool) -> list[int]:
+    """Nodes of the trees among a few plans, for each of so many rows."""
+    return sorted({max(most // rows, 3) for most in ((7, 15) if on_cpu else (16, 64))})

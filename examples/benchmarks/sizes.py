@@ -4,12 +4,14 @@ The plain call against fixed sizes: SmolLM2-135M with its drafter, with nothing 
     python examples/benchmarks/sizes.py [SITUATION ...] [--dtype float32] [--prompts 6] [--output results/sizes.md]
 
 Every way decodes the same prompts in turn, on one thread, both models packed; ratios are over the packed target alone,
-medians of prompts (of batches). Time is that of the thread. The first prompt warms up, and the plain call has measured
-nothing before it: what it tries on purpose to learn what rounds cost is part of its time.
+medians of prompts (of batches). Time is that of the thread. The first prompt warms up. Unless `--known` is given, the
+plain call has measured nothing before it: what it tries on purpose to learn what rounds cost is part of its time. With
+`--known` it begins with what was measured on this machine, as later processes do.
 """
 
 import argparse
 import copy
+import os
 import statistics
 import time
 from pathlib import Path
@@ -24,12 +26,21 @@ from dflash_hf.packed_linear import packed_weights
 SITUATIONS = {
     "one row": (1, 48, {}, False),
     "one row, T = 1": (1, 48, {"do_sample": True, "temperature": 1.0, "top_k": 0}, False),
-    "answers of 8 tokens": (1, 8, {}, False),
+    "answers of 4 tokens": (1, 4, {}, False),
+    "answers of 16 tokens": (1, 16, {}, False),
+    "mixed stream": (1, 32, {}, False),
     "four rows": (4, 32, {}, False),
     "four rows, repetition penalty": (4, 32, {"repetition_penalty": 1.2}, False),
     "eight rows": (8, 24, {}, False),
     "random drafter": (1, 32, {}, True),
 }
+# Prompts of the mixed stream, which take turns with requests.
+OTHERS = [
+    "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
+    "1, 2, 3, 4, 5, 6, 7, 8,",
+    "Die Hauptstadt von Frankreich ist",
+    "qX7#p0v !!zz ~k3 9w_Lr (%",
+]
 WAYS = {
     "target": None,
     "plain call": {},
@@ -39,13 +50,15 @@ WAYS = {
 }
 
 
-def batches(pair, rows: int, count: int):
+def batches(pair, rows: int, count: int, mixed: bool = False):
     tokenizer = pair.tokenizer
     tokenizer.padding_side = "left"
     texts = [
         tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True, tokenize=False)
         for row in requests(rows * count)
     ]
+    if mixed:
+        texts[1::2] = [OTHERS[number % len(OTHERS)] for number in range(len(texts[1::2]))]
     options = {"return_tensors": "pt", "padding": True, "add_special_tokens": False}
     return [tokenizer(texts[first : first + rows], **options) for first in range(0, rows * count, rows)]
 
@@ -74,7 +87,7 @@ def measure(pair, name: str, prompts: int) -> str:
         for parameter in base.parameters():
             torch.nn.init.normal_(parameter.data, std=0.02)
     times, taken = {way: [] for way in WAYS}, {way: [] for way in WAYS}
-    for number, batch in enumerate(batches(pair, rows, prompts + 1)):
+    for number, batch in enumerate(batches(pair, rows, prompts + 1, name == "mixed stream")):
         for way, settings in WAYS.items():
             base.decoding_config.block_size = base.decoding_config.tree_nodes = None
             for field, value in (settings or {}).items():
@@ -95,9 +108,12 @@ def main():
     parser.add_argument("situations", nargs="*", default=list(SITUATIONS), metavar="SITUATION")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--prompts", type=int, default=6)
+    parser.add_argument("--known", action="store_true", help="begin with what rounds were measured to cost here")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if not arguments.known:
+        os.environ["DFLASH_HF_REMEMBER"] = "0"
     pair = load_pair(getattr(torch, arguments.dtype))
     packed_weights(pair.target, pair.draft)
     lines = ["| | " + " | ".join(list(WAYS)[1:]) + " | tau of the plain call |", "|---" * (len(WAYS) + 1) + "|"]
