@@ -469,4 +469,5 @@ def test_the_real_pair_in_llama_cpp(name, real, tmp_path):
         lengths = our_lengths(target, draft, prompt, answer)
         ours += sum(lengths) - len(lengths)
     print(f"{name}: accepted {theirs} there, {ours} here")
-    assert ours > 200 and abs(theirs - ours) <= 0.05 * ours
+    least = 100 if config.markov_rank else 200  # a head of random weights spoils drafts
+    assert ours > least and abs(theirs - ours) <= 0.05 * ours
