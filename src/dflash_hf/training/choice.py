@@ -1,6 +1,5 @@
 """What `dflash train` looks at and says before it begins: settings that were not given, and the time they take."""
 
-import json
 import os
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -13,7 +12,7 @@ from dflash_hf.data.time_left import duration
 from dflash_hf.pairs import Loading, draft_config_of
 from dflash_hf.training.features import FeatureManifest
 from dflash_hf.training.recipe import RecipeArguments
-from dflash_hf.training.run_file import RUN_FILE
+from dflash_hf.training.run_file import read_run
 from dflash_hf.training.settings_for import FEWEST_STEPS, PAPER, Data, Machine, Settings, settings_for
 
 
@@ -40,10 +39,9 @@ def choose(recipe: RecipeArguments, training: dict, tokenizer, say, resume: str 
             why = "a stream has no length" if recipe.streaming else "there are several processes"
             say(f"settings          what is not given stays at the paper's, for {why}")
         return {}
-    before = Path(resume).resolve().parent / RUN_FILE if resume else None
-    if before is not None and before.is_file():
-        chosen = json.loads(before.read_text(encoding="utf-8")).get("chosen", {})
-        return _taken(recipe, training, chosen)
+    before = read_run(Path(resume).resolve().parent) if resume else None
+    if before:
+        return _taken(recipe, training, before["chosen"])
     on_cpu = training.get("use_cpu") or not torch.accelerator.is_available()
     device = torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator()
     machine, data = Machine.here(device, Path(training["output_dir"])), _look(recipe, tokenizer)

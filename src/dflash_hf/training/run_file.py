@@ -127,7 +127,7 @@ def read_run(folder: Path) -> dict | None:
         return None
     try:
         run = json.loads(path.read_text(encoding="utf-8"))
-        return {name: dict(run[name]) for name in ("settings", "files")}
+        return {name: dict(run[name]) for name in ("settings", "files")} | {"chosen": dict(run.get("chosen", {}))}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is damaged ({error!r}); remove it to go on unchecked, or choose another output_dir."
