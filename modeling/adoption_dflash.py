@@ -53,7 +53,7 @@ def adopt(assistant: nn.Module) -> DFlashDraftModel:
         assistant (`nn.Module`): Has `config`, `target_layer_ids`, `block_size` and tensors of a published layout.
 
     Raises:
-        `ValueError`: its tensors are not those that its configuration describes.
+        `ValueError`: its tensors are not those that its configuration describes, or have another order.
     """
     # 1. What the live object says of itself beats its configuration.
     fields = {**assistant.config.to_dict(), "target_layer_ids": list(assistant.target_layer_ids)}
@@ -61,6 +61,12 @@ def adopt(assistant: nn.Module) -> DFlashDraftModel:
     nested = dict(fields.get("dflash_config") or {})
     nested |= {key: fields[key] for key in ("target_layer_ids", "block_size")}
     config = DFlashDraftConfig.from_dict({**fields, "dflash_config": nested})
+    if config.interleaved_rotary:
+        raise ValueError(
+            f"assistant_model, a {type(assistant).__name__}, has rope_is_neox_style=False: its queries and keys would "
+            "be reordered, and an adopted drafter shares its weights. Load it with "
+            "`DFlashDraftModel.from_pretrained(folder)`."
+        )
 
     # 2. Our class of the same tensors.
     tensors = {canonical_name(name): tensor for name, tensor in assistant.state_dict().items()}

@@ -335,7 +335,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         return torch.cat([input_ids, block[:, 1 : 1 + room].to(input_ids.device)], dim=1), None
 
     def update_candidate_strategy(self, input_ids, scores, num_matches):
-        """Nothing to adapt: a block is always drafted whole. (Abstract upstream before 5.20.)"""
+        """Nothing to do: in upstream's loop a block is always drafted whole; ours asks a planner for its sizes."""
 
 
 def padding_of(mask: torch.Tensor | None, rows: int) -> list[int]:

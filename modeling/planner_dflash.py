@@ -11,7 +11,7 @@ from .plan_dflash import SCHEDULES, AssistantPlan, FastestPlan, FixedPlan, Plan
 
 logger = logging.get_logger(__name__)
 
-# For each drafter, what is remembered of it, by target, rows and way of choosing tokens.
+# For each drafter and target, what is remembered of the pair, by rows and way of choosing tokens.
 _paces: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 
 # Of a `GenerationConfig` that does not set them.
@@ -40,7 +40,7 @@ def planner_of(target, draft, drafter, text, generation_config, trees: bool, com
     limit = trained if unset else max(int(asked), 0) + 1
     # Rows that advance together agree on one path.
     trees = trees and (rows == 1 or text.rules.pace != "together")
-    paces = _paces.setdefault(draft, {})
+    paces = _paces.setdefault(draft, weakref.WeakKeyDictionary()).setdefault(target, {})
     threshold, schedule = (getattr(generation_config, name) for name in _OF_ASSISTANTS)
     threshold = 0.0 if threshold in (None, _DEFAULT_THRESHOLD) else threshold
     if threshold or schedule in SCHEDULES:
@@ -56,7 +56,7 @@ def planner_of(target, draft, drafter, text, generation_config, trees: bool, com
     device = target.device
     if config.is_open and unset and not (whole and device.type != "cpu"):  # there a few plans were never measured
         place = rows, text.writer.prompt_length
-        key = (id(target), rows, generation_config.do_sample, whole, adapters_of(draft))
+        key = (rows, generation_config.do_sample, whole, adapters_of(draft))
         if whole:
             table = table_of(target, draft, compiled, text.look_ahead)
             return FewPlans(_few(drafter, trained, rows, trees), table, paces, key, place, device, bool(compiled))

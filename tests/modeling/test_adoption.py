@@ -103,6 +103,13 @@ def test_tensors_that_do_not_fit_are_named(remote):
         make_target().generate(PROMPT, max_new_tokens=3, assistant_model=remote)
 
 
+def test_rotary_pairs_side_by_side_are_refused(remote):
+    """They were taken for halves, and few drafts were accepted: to reorder them would change the object's weights."""
+    remote.config.rope_is_neox_style = False
+    with pytest.raises(ValueError, match="rope_is_neox_style=False.*from_pretrained"):
+        make_target().generate(PROMPT, max_new_tokens=3, assistant_model=remote)
+
+
 def test_a_language_model_from_a_drafters_folder_is_refused(tmp_path):
     write(tmp_path / "draft", "z-lab v1")
     config = Qwen3Config.from_pretrained(tmp_path / "draft")

@@ -95,7 +95,7 @@ def test_the_planner_remembers_each_apart(target, folder):
         lengths(target, draft, block_size=None)
     draft.disable_adapters()
     lengths(target, draft, block_size=None)
-    assert {key[-1] for key in _paces[draft]} == {("chat",), ("code",), ()}
+    assert {key[-1] for key in _paces[draft][target]} == {("chat",), ("code",), ()}
 
 
 def test_of_a_peft_model(target, folder, expected):

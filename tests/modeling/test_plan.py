@@ -1,5 +1,6 @@
 """How much a round drafts and verifies: chosen by what it costs and what is accepted, and never seen in the text."""
 
+import gc
 import itertools
 import random
 
@@ -429,6 +430,18 @@ def test_within_a_call_sizes_do_not_follow_a_stopwatch(planners, monkeypatch):
         target.generate(prompt, max_new_tokens=60, do_sample=False, assistant_model=draft)
         sizes.append(planners[-1].sizes)
     assert sizes[0] == sizes[1] and len(set(sizes[0])) > 2
+
+
+def test_nothing_is_remembered_of_a_target_that_is_gone():
+    """Memory was found by the target's address, where another target may stand next."""
+    draft = opened(make_draft(make_target(), block_size=6))
+    for seed in range(2):
+        target = make_target(seed=seed)
+        target.generate(torch.tensor([[5, 9, 17, 33]]), max_new_tokens=8, do_sample=False, assistant_model=draft)
+        assert list(planner_dflash._paces[draft]) == [target]
+        del target
+        gc.collect()
+    assert not planner_dflash._paces[draft]
 
 
 def test_the_output_tells_what_was_chosen_and_a_drafter_that_does_not_pay_is_named_once(monkeypatch):

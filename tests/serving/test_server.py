@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -160,7 +161,8 @@ def test_what_cannot_be_answered_is_told(server):
         ({"messages": []}, "empty conversation"),
         ({"messages": [{"content": "Say 1"}]}, "KeyError: 'role'"),
         ({"seed": -1, "temperature": 1.0}, "Seed must be between"),
-        ({"stop": 5}, "'int' object is not iterable"),
+        ({"stop": 5}, "stop=5 must be a string or a list of strings"),
+        ({"stop": ["a", 5], "stream": True}, "must be a string or a list of strings"),
         ({"extra_body": {"generation_config": "{"}}, "Expecting property name"),
     ],
     ids=str,
@@ -211,6 +213,10 @@ def test_a_page_may_ask_and_needs_the_key(bench, folder, own, monkeypatch):
         preflight = urllib.request.Request(f"{server.url}/chat/completions", headers=asked, method="OPTIONS")
         with urllib.request.urlopen(preflight) as answer:
             assert answer.status == 200 and answer.headers["access-control-allow-origin"]
+        keyless = urllib.request.Request(f"{server.url}/models", headers={"Origin": "https://a.page"})
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(keyless)
+        assert refused.value.code == 401 and refused.value.headers["access-control-allow-origin"]
 
 
 def test_a_bias_is_a_whole_number_too(server, folder):
@@ -229,14 +235,18 @@ def test_the_model_stays_as_it_was_loaded(server):
     assert '"ready"' in server.client.post(f"{at}/load_model", body={"model": server.model}, cast_to=str)
 
 
-def test_an_error_in_a_stream_is_json():
+def test_an_error_in_a_stream_is_json_and_one_of_ours_is_no_400():
+    from fastapi import HTTPException
+
     from dflash_hf.serving.server import DraftedManager, _Request
 
     class Model:
         config, device = LlamaConfig(max_position_embeddings=64), torch.device("cpu")
 
         def generate(self, **_):
-            raise ValueError('a "quoted" word\nin two lines')
+            raise errors.pop()
+
+    errors = [TypeError("of ours"), *2 * [ValueError('a "quoted" word\nin two lines')]]
 
     async def request():
         settings = GenerationConfig(max_new_tokens=4)
@@ -249,6 +259,9 @@ def test_an_error_in_a_stream_is_json():
     assert json.loads(f'{{"error": "{raised.value}"}}') == {"error": 'a "quoted" word in two lines'}
     with pytest.raises(ValueError, match="quoted"):
         asyncio.run(request()).generate()
+    with pytest.raises(HTTPException) as raised:  # and no 400: the request is right
+        asyncio.run(request()).generate()
+    assert raised.value.status_code == 500 and raised.value.detail == "TypeError: of ours"
 
 
 def test_a_target_that_is_half_written_is_told(folder, tmp_path, capsys):

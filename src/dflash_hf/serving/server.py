@@ -92,6 +92,7 @@ class DraftedServe(Serve):
     def start_server(self) -> None:
         """Complete what `Serve` has built, and run it in this thread, which signals reach."""
         from fastapi import HTTPException
+        from fastapi.middleware import Middleware
 
         models, app = self._model_manager, self.server.config.app
         name = models.process_model_name(self.target)
@@ -111,8 +112,8 @@ class DraftedServe(Serve):
         models.get_gen_models = lambda: [served]  # upstream lists the whole cache, of which it would serve nothing
         app.add_middleware(EndedWithItsClient)
         app.add_exception_handler(HTTPException, _as_openai_does)
-        if self.api_key is not None:
-            app.add_middleware(WithKey, key=self.api_key)
+        if self.api_key is not None:  # last, so that pages can read the refusal
+            app.user_middleware.append(Middleware(WithKey, key=self.api_key))
         host, port = self.at.getsockname()[:2]
 
         def end(*_) -> None:  # before uvicorn listens to signals; and it raises them again when all is done
@@ -192,7 +193,9 @@ def _settings(build: Callable, body: dict, *args, **kwargs):
     temperature = None if body.get("temperature") is None else float(body["temperature"])
     if temperature is not None and not 0 <= temperature < math.inf:
         raise ValueError(f"temperature={temperature:g} must be 0, for greedy decoding, or a positive number.")
-    body["stop"] = body.get("stop") or None  # an empty list stops nothing
+    body["stop"] = stop = body.get("stop") or None  # an empty list stops nothing
+    if stop is not None and not all(isinstance(text, str) for text in (stop if isinstance(stop, list) else [stop])):
+        raise ValueError(f"stop={stop!r} must be a string or a list of strings.")
     body["logit_bias"] = {token: float(bias) for token, bias in (body.get("logit_bias") or {}).items()} or None
     config = build(body, *args, **kwargs)
     config._seed = seed
@@ -295,6 +298,8 @@ class _Request:
 
     def generate(self, streamer=None, **kwargs):
         """In a thread of its own, which waits for the inference thread or for a batch."""
+        from fastapi import HTTPException
+
         self.streamer = streamer
         try:
             with self.together.request(self.kind is not None, self.seed is not None and self.settings.do_sample):
@@ -308,9 +313,11 @@ class _Request:
             raise
         except Exception as error:
             self._log(f"; failed: {one_line(error)}")
-            if streamer is None:
+            if streamer is not None:
+                raise RuntimeError(json.dumps(one_line(error))[1:-1]) from error  # upstream puts it between quotes
+            if isinstance(error, ValueError):  # of what was asked for
                 raise
-            raise RuntimeError(json.dumps(one_line(error))[1:-1]) from error  # upstream puts it between quotes
+            raise HTTPException(500, one_line(f"{type(error).__name__}: {error}")) from error
         self._log(", together with others" if self.batched else "")
         return torch.tensor([self.ids])
 
@@ -392,7 +399,7 @@ class _Request:
 
 class WithKey:
     """
-    Refuses requests without the key, except for `/health` and CORS preflights, which cannot carry it.
+    Refuses requests without the key, except for `/health`.
 
     Args:
         app: The ASGI application around which this one is put.
@@ -403,7 +410,7 @@ class WithKey:
         self.app, self.wanted = app, f"Bearer {key}".encode()
 
     async def __call__(self, scope, receive, send) -> None:
-        if scope["type"] == "http" and scope["method"] != "OPTIONS" and scope["path"] != "/health":
+        if scope["type"] == "http" and scope["path"] != "/health":
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, self.wanted):
                 from fastapi.responses import JSONResponse
