@@ -64,6 +64,7 @@ _OTHER_HEADS = {
     "DFly": "its features are fused layer by layer, and what it drafted corrects its hidden states",
     "DFlare": "its features are fused layer by layer",
     "Beam": "it keeps several paths of a block while it drafts",
+    "JetSpec smoke test": "what adapts it to a target of another width is random; train a drafter for this target",
 }
 # Keys that are no head's field.
 _OTHER_KEYS = {"xpress_rank": "XPress"}
@@ -73,6 +74,7 @@ _OTHER_TENSORS = {
     "refiner_head.": "XPress",
     "hidden_correction.": "DFly",
     "layer_fusion": "DFly",
+    "hidden_dim_adapter.": "JetSpec smoke test",
 }
 
 # Spellings of: slot k of a block predicts the token at anchor + 1 + k.

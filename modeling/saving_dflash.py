@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.integrations.peft import maybe_load_adapters
 
 from .checkpoint_dflash import (
     MASK_EMBEDDING,
@@ -50,7 +51,8 @@ class SavedDrafter(PreTrainedModel):
     ):
         """
         As upstream, from any published layout, and with an error for a tensor that is missing, unexpected or of other
-        shape: a drafter with a random layer still runs, and only a low acceptance length shows it.
+        shape: a drafter with a random layer still runs, and only a low acceptance length shows it. An adapter's folder
+        gives the drafter that it was trained on, with the adapter.
 
         Raises:
             `ValueError`: names the file, and the key or tensor.
@@ -58,6 +60,13 @@ class SavedDrafter(PreTrainedModel):
         """
         name = pretrained_model_name_or_path
         hub = {key: kwargs[key] for key in _HUB_ARGUMENTS if kwargs.get(key) is not None}
+        adapter, base, _ = maybe_load_adapters(name, hub)
+        if base != name:
+            kwargs = {key: value for key, value in kwargs.items() if key not in ("revision", "subfolder")}
+            of_base = {"config": config, "key_mapping": key_mapping, "output_loading_info": True, **kwargs}
+            model, info = cls.from_pretrained(base, *model_args, **of_base)
+            model.load_adapter(adapter, **hub)
+            return (model, info) if output_loading_info else model
         # 1. The configuration, with the fields that the caller changes.
         if not isinstance(config, PreTrainedConfig):
             names = cls.config_class.field_names() - {"dtype"}

@@ -343,6 +343,7 @@ def test_other_heads_are_refused_with_the_reason(tmp_path, name):
         ("refiner_head.proj.weight", "which is refused"),
         ("layer_fusion.weight", "which is refused"),
         ("hidden_correction.proj.weight", "which is refused"),
+        ("hidden_dim_adapter.proj.weight", "which is refused: what adapts it to a target of another width is random"),
     ],
 )
 def test_tensors_of_other_heads_are_refused_with_the_reason(tmp_path, name, reason):
@@ -369,7 +370,12 @@ def test_an_embedding_of_its_own(tmp_path, said, big_target):
     own = {**tensors, "embed_tokens.weight": table}
     save_file(own, tmp_path / "draft" / "model.safetensors", metadata={"format": "pt"})
     if said:
-        file = zlab(has_embed_tokens=True, has_lm_head=False, nested={"sample_from_anchor": False})
+        file = zlab(
+            dflash_config={"mask_token_id": 95, "sample_from_anchor": False},
+            eagle_aux_hidden_state_layer_ids=[1, 3, 4],
+            has_embed_tokens=True,
+            has_lm_head=False,
+        )
         (tmp_path / "draft" / "config.json").write_text(json.dumps(file))
     draft = DFlashDraftModel.from_pretrained(tmp_path / "draft", dtype=torch.float64)
     draft.save_pretrained(tmp_path / "again")

@@ -61,6 +61,13 @@ def expected(target, folder):
     return found
 
 
+def test_an_adapters_folder_is_its_drafter_with_it(target, folder, expected):
+    """There is no config.json in it, and the error was about a missing `target_layer_ids`."""
+    draft, info = DFlashDraftModel.from_pretrained(folder / "adapters" / "code", output_loading_info=True)
+    assert draft.active_adapters() == ["default"] and not info["missing_keys"]
+    assert lengths(target, draft) == expected["code"]
+
+
 @pytest.mark.parametrize("way", ["eager", "compiled", "packed before", "packed after"])
 def test_switched_between_calls(way, target, folder, expected, monkeypatch):
     monkeypatch.setattr("dflash_hf.packed_linear.SMALLEST", 1)

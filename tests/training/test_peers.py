@@ -1,0 +1,206 @@
+"""
+Drafters that other projects' own classes made and saved: here they have the same hidden states, and one step of
+training the same loss and the same gradients.
+"""
+
+import importlib.util
+
+import pytest
+import torch
+from support import peers
+from support.pairs import VOCAB, make_target
+from support.runs import make_trainer
+
+from dflash_hf import DFlashDraftModel
+from dflash_hf.modeling.layouts_dflash import canonical_name
+
+
+pytestmark = pytest.mark.slow
+
+MARKOV = {"markov_rank": 6, "markov_head_type": "vanilla", "enable_confidence_head": True}
+SURE = {**MARKOV, "confidence_head_with_markov": True}
+DOMINO = {"projector_type": "domino", "emb_dim": 7, "gru_hidden_dim": 9, "pure_draft_prefix_len": 1}
+CONV2 = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 6, "selector_top_k": VOCAB}
+WINDOWS = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 5,
+    "use_sliding_window": True,
+}
+DSPARK_LOSS = '{"ce": 0.1, "tv": 1.8}'
+OUR_DSPARK = {"loss_type": "dspark"}
+# What makes the drafter, and with which arguments of the trainer its loss is ours.
+CASES = {
+    "speculators, DFlash": (peers.speculators, {"kind": "dflash"}, {"loss_type": "kl"}),
+    "speculators, DSpark": (peers.speculators, {"kind": "dspark", "loss": DSPARK_LOSS, **SURE}, OUR_DSPARK),
+    "speculators, DSpark, 1+N, gated": (
+        peers.speculators,
+        {"kind": "dspark", "loss": DSPARK_LOSS, "sample_from_anchor": False, **SURE, "markov_head_type": "gated"},
+        OUR_DSPARK,
+    ),
+    "speculators, DSpark, rnn": (
+        peers.speculators,
+        {"kind": "dspark", "loss": DSPARK_LOSS, **SURE, "markov_head_type": "rnn"},
+        OUR_DSPARK,
+    ),
+    # Its training cuts the window at the anchor, which nobody serves: here it is wide, and says what is causal.
+    "speculators, windows": (
+        peers.speculators,
+        {"kind": "dflash", "layers": {**WINDOWS, "sliding_window": 40}},
+        {"loss_type": "kl"},
+    ),
+    "SpecForge, windows": (peers.specforge, {"kind": "dflash", "layers": WINDOWS}, {"loss_type": "ce"}),
+    # Theirs learns to select through the backbone, too: its part of the loss is compared alone, then the rest.
+    **{
+        f"speculators, DFlash 2, {selector}": (
+            peers.speculators,
+            {"kind": "dflash2", "loss": "ce", "selector": selector, **CONV2},
+            {"loss_type": "ce"},
+        )
+        for selector in (1.0, 0.0)
+    },
+    **{
+        f"Automodel, DFlash 2, {selector}": (
+            peers.automodel,
+            {"kind": "dflash2", "selector": selector, **CONV2},
+            {"loss_type": "ce"},
+        )
+        for selector in (1.0, 0.0)
+    },
+    "SpecForge, DFlash": (peers.specforge, {"kind": "dflash"}, {"loss_type": "ce"}),
+    "SpecForge, D-PACE": (peers.specforge, {"kind": "dflash", "loss_type": "dpace"}, {"loss_type": "dpace"}),
+    **{
+        f"SpecForge, Domino, {shift}": (
+            peers.specforge,
+            {"kind": "domino", **DOMINO, "shift_label": shift},
+            {"loss_type": "ce"},
+        )
+        for shift in (True, False)
+    },
+    **{
+        f"SpecForge, DSpark, {form}": (
+            peers.specforge,
+            {"kind": "dspark", "projector_type": "dspark", **SURE, "markov_head_type": form},
+            OUR_DSPARK,
+        )
+        for form in ("vanilla", "gated", "rnn")
+    },
+    "Automodel, DFlash": (peers.automodel, {"kind": "dflash"}, {"loss_type": "ce"}),
+    "Automodel, JetSpec": (
+        peers.automodel,
+        {"kind": "jetspec", "causal": True},
+        {"loss_type": "kl", "loss_decay_gamma": float("inf")},
+    ),
+    **{
+        f"Automodel, Domino, {shift}": (
+            peers.automodel,
+            {"kind": "domino", **DOMINO, "shift_label": shift},
+            {"loss_type": "ce"},
+        )
+        for shift in (True, False)
+    },
+    **{
+        f"Automodel, DSpark, {form}": (peers.automodel_dspark, {"markov_head_type": form}, OUR_DSPARK)
+        for form in ("vanilla", "gated", "rnn")
+    },
+    "ModelOpt, DFlash": (peers.modelopt, {"kind": "dflash"}, {"loss_type": "ce"}),
+    "ModelOpt, causal": (
+        peers.modelopt,
+        {"kind": "dflash", "loss": {"dflash_draft_attention": "causal"}},
+        {"loss_type": "ce"},
+    ),
+    "ModelOpt, windows and sinks": (
+        peers.modelopt,
+        {"kind": "dflash", "loss": {"dflash_swa_window_size": 5, "dflash_attention_sink": True}},
+        {"loss_type": "ce"},
+    ),
+    "ModelOpt, Domino": (
+        peers.modelopt,
+        {"kind": "domino", **DOMINO, "loss": {"dflash_lambda_base_start": 0.75}},
+        {"loss_type": "ce"},
+    ),
+    **{
+        f"ModelOpt, DSpark, {form}": (
+            peers.modelopt,
+            {
+                "kind": "dspark",
+                "markov_rank": 6,
+                "markov_head_type": form,
+                "use_confidence_head": True,
+                "loss": {"dflash_confidence_head_alpha": 1.0},
+            },
+            OUR_DSPARK,
+        )
+        for form in ("vanilla", "gated", "rnn")
+    },
+}
+MODULES = {
+    "speculators": "speculators",
+    "SpecForge": "specforge",
+    "Automodel": "nemo_automodel",
+    "ModelOpt": "modelopt",
+}
+
+
+def watched(monkeypatch, owner, name):
+    """The last answer of a function, as a list that is empty until it is called."""
+    seen, original = [], getattr(owner, name)
+
+    def watch(*args, **kwargs):
+        seen[:] = [original(*args, **kwargs)]
+        return seen[0]
+
+    monkeypatch.setattr(owner, name, watch)
+    return seen
+
+
+def states_of(draft):
+    """What the final norm gives in the last forward."""
+    seen = []
+    draft.norm.register_forward_hook(lambda module, args, output: seen.append(output))
+    return seen
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_step_is_theirs(name, tmp_path, monkeypatch):
+    project = MODULES[name.split(",")[0]]
+    if importlib.util.find_spec(project) is None:
+        pytest.skip(f"{project} is not installed")
+    make, fields, arguments = CASES[name]
+    target = make_target()
+    batch = peers.make_batch(target)
+    torch.manual_seed(0)
+    step = make(target, batch, tmp_path, **fields)
+    drawn, theirs = watched(monkeypatch, *step.anchors), states_of(step.draft)
+    their_loss = step.run()
+    their_loss.backward()
+    anchors, valid = (one.reshape(1, -1) for one in drawn[0])
+
+    draft = DFlashDraftModel.from_pretrained(tmp_path / "draft", dtype=torch.float32)
+    rows = [{"input_ids": batch.ids[0].tolist(), "loss_mask": batch.mask[0].int().tolist()}]
+    arguments = {"loss_decay_gamma": peers.GAMMA, **arguments}
+    if name.startswith("speculators"):
+        arguments["label_source"] = "target"
+    trainer = make_trainer(tmp_path, target, rows, draft.train(), max_steps=4, **arguments)
+    trainer.state.max_steps, trainer.state.global_step = 4, 1
+    ours = states_of(draft)
+    inputs = {**trainer.data_collator(rows), "anchors": anchors, "valid": valid}
+    blocks = trainer.build_blocks(inputs)
+    divisor = None if step.divisor is None else step.divisor(blocks.counted, trainer.slot_weights)
+    loss = trainer.compute_loss(draft, inputs, num_items_in_batch=divisor)
+    loss.backward()
+
+    shape = (-1, peers.BLOCK, 32)
+    torch.testing.assert_close(
+        ours[-1].reshape(shape)[valid[0]], theirs[-1].reshape(shape)[valid[0]], atol=1e-5, rtol=1e-5
+    )
+    selector = fields.get("selector")
+    if selector != 0.0:
+        torch.testing.assert_close(loss, their_loss.float(), atol=1e-5, rtol=1e-5)
+    gradients = {canonical_name(name): one.grad for name, one in step.draft.named_parameters()}
+    for name, parameter in draft.named_parameters():
+        assert parameter.grad.abs().max() > 1e-6, name
+        if selector is not None and name.startswith("candidate_selector") != (selector == 1.0):
+            continue
+        torch.testing.assert_close(
+            parameter.grad, gradients[name], atol=1e-5, rtol=1e-4, msg=lambda said, name=name: f"{name}: {said}"
+        )
