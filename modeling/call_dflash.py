@@ -176,7 +176,7 @@ def usable_cache(target, cache, session_class, implementation: str | None):
 
 def prompt_arguments(target, model_kwargs: dict) -> dict:
     """Arguments of the prompt's forward that a drafter needs otherwise than `generate` gives them."""
-    if "logits_to_keep" in model_kwargs and getattr(target.config.get_text_config(), "num_kv_shared_layers", 0):
+    if "logits_to_keep" in model_kwargs and getattr(target.config.get_text_config(), "num_kv_shared_layers", False):
         # An index, not a count: given a count, Gemma 4 drops all other tokens before the layers that share keys.
         return {"logits_to_keep": torch.tensor([-1])}
     return {}

@@ -430,4 +430,4 @@ def _set_nested_keys(config: DFlashDraftConfig, nested: dict | None) -> None:
 
 
 # Only now: in the body of the class it would be taken for the field's default.
-DFlashDraftConfig.dflash_config = property(_nested_keys, _set_nested_keys)
+DFlashDraftConfig.dflash_config = property(_nested_keys, _set_nested_keys)  # type: ignore[assignment]

@@ -5,8 +5,6 @@ few plans, of which each has a graph of its own, made when the plan has earned i
 
 from dataclasses import dataclass, field
 
-import torch
-
 from .accept_dflash import Verdict
 from .cost_dflash import CostTable, clock
 from .plan_dflash import Pace, Plan
@@ -75,7 +73,7 @@ class FewPlans:
     EARNED = 48  # rounds of a plan before it is compiled; that of the beginning is at once
     LASTING = 1.05  # times as fast as another a plan must be to take its place
 
-    def __init__(self, plans, table: CostTable, paces: dict, key, place: tuple, device: torch.device, compiled: bool):
+    def __init__(self, plans, table: CostTable, paces: dict, key, place: tuple[int, int], device, compiled: bool):
         self.plans, self.table, self.known, self.paces, self.key = plans, table, table.copy(), paces, key
         self.place, self.device, self.compiled = place, device, compiled
         slots = max(plan.block for plan in plans) - 1

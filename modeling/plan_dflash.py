@@ -35,12 +35,12 @@ class Plan(NamedTuple):
     @property
     def nodes(self) -> int:
         """Tokens of a tree besides the anchor; 0 for a block."""
-        return 0 if self.paths is None else self.paths.count
+        return 0 if self.paths is None else self.paths.nodes
 
     @property
     def size(self) -> int:
         """Tokens that are verified at most, the anchor included."""
-        return self.block if self.paths is None else 1 + self.paths.count
+        return self.block if self.paths is None else 1 + self.paths.nodes
 
     @property
     def key(self) -> tuple[int, int]:

@@ -55,7 +55,7 @@ class TargetFacts:
     """
 
     name: str
-    session_class: type | None = None
+    session_class: type[SlotSession] | None = None
     moving: dict[str, int] = field(default_factory=dict)
     pads: bool = True
     counts_columns: bool = False
@@ -124,7 +124,7 @@ def facts_of(target) -> TargetFacts:
     known, device = _known.setdefault(target, {}), input_device(target)
     modules = list(target.modules())
     training = any(module.training for module in modules)
-    key = (target.config._attn_implementation, target.dtype)
+    key: tuple = (target.config._attn_implementation, target.dtype)
     # Wrapped or replaced later, in a module or in its class, it is another target; also by a hook on the whole, which
     # may change its arguments, but not by one on a part, by which adapters come and go.
     replaced = [vars(module)["forward"] for module in modules if "forward" in vars(module)]

@@ -22,9 +22,9 @@ def rebound(value, copies: dict[nn.Module, nn.Module], within: tuple = ()):
         return MethodType(value.__func__, copies.get(value.__self__, value.__self__))
     if isinstance(value, functools.partial):
         args = [copies.get(a, a) if isinstance(a, nn.Module) else a for a in value.args]
-        bound = functools.partial(value.func, *args, **value.keywords)
-        vars(bound).update(vars(value))
-        return bound
+        partial = functools.partial(value.func, *args, **value.keywords)
+        vars(partial).update(vars(value))
+        return partial
     if isinstance(value, FunctionType) and hasattr(value, "_torchdynamo_orig_callable"):  # compiled; see `isolated`
         return rebound(value._torchdynamo_orig_callable, copies, within)
     if isinstance(value, FunctionType) and value.__closure__ and value not in within:

@@ -193,7 +193,7 @@ class RecurrentSlotLayer(SlotLayer, LinearAttentionLayer):
     is_compileable = False
 
     def __init__(self, attention: SlotLayer, recurrent: LinearAttentionLayer):
-        vars(self).update({**vars(recurrent), **vars(attention)})
+        self.__dict__ = {**vars(recurrent), **vars(attention)}
 
     def lazy_initialization(self, *args, **kwargs) -> None:
         """Upstream's convention: two positional arguments for keys and values, keywords for states."""

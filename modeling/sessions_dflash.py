@@ -64,6 +64,7 @@ class SlotSession:
     """
 
     cache_class = SlotCache
+    windows: dict[str | None, tuple[int | None, int | None] | None]  # as [`mask_windows`] gives them
     rollback_is_free = True  # so that rounds can be compiled, and run before the host knows what was accepted
 
     def __init__(self, target, cache, padding, capacity, offset, extra, pool=None):

@@ -58,9 +58,9 @@ class Writer:
         self.next_round = getattr(streamer, "next_round", lambda: None)  # for those that ask where tokens come from
         self.buffer = input_ids  # grows with the text: a limit may be far away
         keep = generation_config.return_dict_in_generate
-        self.scores = () if keep and generation_config.output_scores else None
-        self.raw_logits = () if keep and generation_config.output_logits else None
-        self.hidden_states = () if keep and generation_config.output_hidden_states else None
+        self.scores: tuple | None = () if keep and generation_config.output_scores else None
+        self.raw_logits: tuple | None = () if keep and generation_config.output_logits else None
+        self.hidden_states: tuple | None = () if keep and generation_config.output_hidden_states else None
 
     def reserve(self, generated: int) -> None:
         """Make room for these tokens after the prompt."""

@@ -32,7 +32,7 @@ class Paths(NamedTuple):
     ancestors: torch.LongTensor  # [M, D] the paths that it begins with, itself included; -1 past the end
     levels: tuple[slice, ...]  # D        the paths that end in each slot
     top_k: int
-    count: int  # n, or all that there are
+    nodes: int  # n, or all that there are
 
 
 @functools.lru_cache(maxsize=16)
@@ -44,7 +44,8 @@ def every_path(nodes: int, depth: int, top_k: int, device: torch.device) -> Path
         top_k (`int`): Likely tokens of each, `k`.
         device (`torch.device`): Where they are chosen.
     """
-    found, level, levels = [], [((), (), 1, 0)], []
+    level: list[tuple[tuple[int, ...], tuple[int, ...], int, int]] = [((), (), 1, 0)]
+    found, levels = [], []
     for slot in range(depth):
         longer = []
         for cells, ancestors, alternatives, likelier in level:
@@ -57,15 +58,19 @@ def every_path(nodes: int, depth: int, top_k: int, device: torch.device) -> Path
         levels.append(slice(len(found), len(found) + len(longer)))
         found, level = found + longer, longer
     rest = [depth - len(path[0]) for path in found]
-    cells = [path[0] + (depth * top_k,) * missing for path, missing in zip(found, rest, strict=True)]
-    ancestors = [path[1] + (-1,) * missing for path, missing in zip(found, rest, strict=True)]
-    last = [path[0][-1] for path in found]
+    tables = (
+        [path[0] + (depth * top_k,) * missing for path, missing in zip(found, rest, strict=True)],
+        [path[0][-1] for path in found],
+        [path[1] + (-1,) * missing for path, missing in zip(found, rest, strict=True)],
+    )
     with torch.inference_mode(False):  # for calls in any mode
-        tables = [torch.tensor(table, device=device) for table in (cells, last, ancestors)]
-    return Paths(*tables, levels=tuple(levels), top_k=top_k, count=min(nodes, len(found)))
+        cells, last, ancestors = (torch.tensor(table, device=device) for table in tables)
+    return Paths(cells, last, ancestors, tuple(levels), top_k, min(nodes, len(found)))
 
 
-def independent_paths(ids: torch.LongTensor, log_probs: torch.Tensor, paths: Paths):
+def independent_paths(
+    ids: torch.LongTensor, log_probs: torch.Tensor, paths: Paths
+) -> tuple[torch.LongTensor, torch.Tensor]:
     """
     Where the slots of a block are taken as independent.
 
@@ -81,7 +86,9 @@ def independent_paths(ids: torch.LongTensor, log_probs: torch.Tensor, paths: Pat
     return ids.flatten(1)[:, paths.last], each[:, paths.cells].sum(dim=-1)
 
 
-def chained_paths(ids: torch.LongTensor, first: torch.Tensor, transitions: torch.Tensor, paths: Paths):
+def chained_paths(
+    ids: torch.LongTensor, first: torch.Tensor, transitions: torch.Tensor, paths: Paths
+) -> tuple[torch.LongTensor, torch.Tensor]:
     """
     Where the probabilities of a slot depend on the token before.
 
@@ -95,7 +102,8 @@ def chained_paths(ids: torch.LongTensor, first: torch.Tensor, transitions: torch
         As [`independent_paths`].
     """
     rows, top_k = len(ids), paths.top_k
-    candidates, totals = None, first.new_zeros(rows, 1)
+    candidates: torch.LongTensor | None = None
+    totals = first.new_zeros(rows, 1)
     tokens, log_probs = [], []
     for slot, level in enumerate(paths.levels):
         scores = first[:, None] if slot == 0 else transitions[:, slot - 1]  # [R, 1 or c, c]
@@ -124,8 +132,9 @@ class DraftTree(NamedTuple):
 
     def prefix(self, size: int, depth: int) -> "DraftTree":
         """The tree of its `size` likeliest nodes, the anchor included, of which none stands deeper than `depth`."""
-        tables = (self.tokens, self.depths, self.parents, self.ancestors[:, :, :size])
-        return DraftTree(*(table[:, :size] for table in tables), depth, self.log_probs[:, :size])
+        tables = (self.tokens, self.depths, self.parents, self.ancestors[:, :, :size], self.log_probs)
+        tokens, depths, parents, ancestors, log_probs = (table[:, :size] for table in tables)
+        return DraftTree(tokens, depths, parents, ancestors, depth, log_probs)
 
     def walk(self, tokens: torch.LongTensor) -> tuple[torch.LongTensor, torch.LongTensor]:
         """
@@ -166,7 +175,7 @@ def likeliest_tree(
         paths (`Paths`): Of which `n` are chosen.
     """
     # With a path are chosen all those that it begins with.
-    best, chosen = log_probs.topk(paths.count, dim=-1)  # [R, n], the likeliest first
+    best, chosen = log_probs.topk(paths.nodes, dim=-1)  # [R, n], the likeliest first
     return _joined(anchors, tokens.gather(1, chosen), best, chosen, paths.ancestors[chosen])
 
 
@@ -207,7 +216,7 @@ def beam_tree(anchors: torch.LongTensor, state, after, paths: Paths, width: int 
             state = state[parents.flatten()]
     # 3. The likeliest of all that were found.
     tokens, log_probs, beginnings = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
-    best, chosen = log_probs.topk(min(paths.count, count), dim=-1)  # [R, n]
+    best, chosen = log_probs.topk(min(paths.nodes, count), dim=-1)  # [R, n]
     beginnings = beginnings.gather(1, chosen[..., None].expand(-1, -1, depth))
     return _joined(anchors, tokens.gather(1, chosen), best, chosen, beginnings)
 

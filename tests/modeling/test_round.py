@@ -226,7 +226,7 @@ def test_whatever_changes_inside_a_call_names_a_graph(changed):
 
     def situation(change: str | None):
         drafted, verified = (SimpleNamespace(rows=1, capacity=64 * (1 + (change == who))) for who in CACHES)
-        paths = SimpleNamespace(count=7 if change == "nodes" else 3)
+        paths = SimpleNamespace(nodes=7 if change == "nodes" else 3)
         context = Context(torch.zeros(1, 5 if change == "steps of context" else 4, 2), torch.tensor([0]))
         return (drafted, verified), torch.tensor([0]), context, Plan(6 if change == "block" else 8, paths)
 

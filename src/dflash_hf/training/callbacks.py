@@ -117,9 +117,9 @@ class DecodingCallback(TrainerCallback):
                 outcome[1] = error
             finally:
                 model.train(was_training)
-        text, error = broadcast_object_list(outcome)
-        if error is not None:
-            raise error
+        text, failure = broadcast_object_list(outcome)
+        if failure is not None:
+            raise failure
         return EvalReport.from_json(text)
 
     def latest(self, name: str) -> float | None:

@@ -1,7 +1,6 @@
 """Training stops at the first NaN or inf: steps after it learn nothing, and look like a loss of 0."""
 
 import math
-from collections.abc import Sized
 from pathlib import Path
 
 import torch
@@ -112,9 +111,7 @@ class FiniteGuard:
 
     def _number_of(self, ids: list[int]) -> int | None:
         rows = self.trainer.train_dataset
-        if not isinstance(rows, Sized) or isinstance(
-            parts_of(rows)[0], StoredFeatures
-        ):  # a stream, or what is dear to read
+        if not hasattr(rows, "__len__") or isinstance(parts_of(rows)[0], StoredFeatures):  # a stream; dear to read
             return None
         return next((i for i in range(len(rows)) if list(rows[i]["input_ids"]) == ids), None)
 

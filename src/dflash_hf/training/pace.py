@@ -24,7 +24,9 @@ class Pace:
 
     def __init__(self, seconds: float, warmup: float):
         self.seconds, self.warmup = seconds, warmup
-        self.spent, self.last, self.step, self.usual = 0.0, None, None, 0.0
+        self.spent = self.usual = 0.0
+        self.last: float | None = None
+        self.step: int | None = None
 
     def __call__(self, step: int) -> float:
         if step != self.step:  # asked by each group of parameters

@@ -13,7 +13,7 @@ from dflash_hf.training.training_args import DFlashTrainingArguments, key
 
 
 # Fields of the drafter's configuration that make it a drafter of that kind, as it was published, and its loss.
-HEADS = {
+HEADS: dict[str, tuple[dict, dict]] = {
     "dspark": (
         {"markov_rank": 256, "enable_confidence_head": True, "confidence_head_with_markov": True},
         {"loss_type": "dspark"},
@@ -177,8 +177,7 @@ def key_lines(word: str = "") -> list[str]:
         for one in dataclasses.fields(cls):
             if not one.init or (one.name not in own[cls]) != inherited:
                 continue
-            factory = one.default_factory is not dataclasses.MISSING
-            default = one.default_factory() if factory else one.default
+            default = one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
             default = None if default is dataclasses.MISSING else getattr(default, "value", default)
             help = " ".join(one.metadata.get("help", "").replace("%%", "%").split())
             line = f"  {one.name}={default}  {help}".rstrip()

@@ -159,9 +159,9 @@ def begun(args, run: dict | None, resume: str | None) -> Iterator[None]:
                 _begin(Path(args.output_dir), run, resume)
             except (ValueError, OSError) as error:
                 outcome[0] = error
-        (error,) = broadcast_object_list(outcome)
-        if error is not None:
-            raise error
+        (failure,) = broadcast_object_list(outcome)
+        if failure is not None:
+            raise failure
         yield
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedConfig
 
 from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
 
@@ -226,7 +227,7 @@ class Work:
         keys (`dict`): All keys that matter for them.
     """
 
-    config: object
+    config: PreTrainedConfig
     data: Data
     keys: dict
 

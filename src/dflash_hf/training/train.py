@@ -80,7 +80,7 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
             train_dataset, eval_dataset = _stored(recipe, args, target, draft, encoder, (train_dataset, eval_dataset))
 
     # 5. Training.
-    extra = {} if recipe.peft_config is None else {"peft_config": recipe.peft_config}
+    extra: dict = {} if recipe.peft_config is None else {"peft_config": recipe.peft_config}
     extra["callbacks"] = list(callbacks)
     if recipe.features or recipe.store_rows:
         from dflash_hf.training.offline import DFlashOfflineTrainer as Trainer
@@ -90,7 +90,7 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     if recipe.decode_prompts:
         from dflash_hf.training.callbacks import DecodingCallback
 
-        prompts = {"num_prompts": recipe.decode_prompts, "max_new_tokens": recipe.decode_max_new_tokens}
+        prompts: dict = {"num_prompts": recipe.decode_prompts, "max_new_tokens": recipe.decode_max_new_tokens}
         trainer.add_callback(DecodingCallback(trainer, decode_steps=recipe.decode_steps, **prompts))
     with begun(args, run, resume):
         if resume:

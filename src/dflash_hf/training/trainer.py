@@ -1,7 +1,7 @@
 """`DFlashTrainer`: a Hugging Face `Trainer` for drafters, with the frozen target beside the model."""
 
 import time
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -115,7 +115,7 @@ class DFlashTrainer(Trainer):
         check_fit(model.config, target)
         eval_datasets = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
         for dataset in (train_dataset, *eval_datasets):
-            if isinstance(dataset, Sized):
+            if hasattr(dataset, "__len__"):
                 self.check_examples(dataset)
         if data_collator is None:
             pad_token_id = target.config.get_text_config().pad_token_id
@@ -168,7 +168,8 @@ class DFlashTrainer(Trainer):
             gamma = args.loss_decay_gamma or default_gamma(model.config.block_tokens)
             self.slot_weights = slot_weights(tokens, gamma).to(args.device)  # [T]
         self.train_statistics = self.eval_statistics = self.no_statistics()
-        self.train_tokens, self.clock = torch.zeros((), device=args.device), None
+        self.train_tokens = torch.zeros((), device=args.device)
+        self.clock: float | None = None
         self.pace: Pace | None = None  # of `max_minutes`
         self.reserved_seconds = 0.0  # of these, for what is before and after training
         self.finite, self.saves_aside = FiniteGuard(self), False
@@ -186,7 +187,7 @@ class DFlashTrainer(Trainer):
         warmup = self.args.warmup_steps if self.args.warmup_steps < 1 else 0.04
         seconds = 60 * self.args.max_minutes
         self.pace = Pace(max(seconds - self.reserved_seconds, 0.01 * seconds), warmup)
-        self.lr_scheduler = LambdaLR(self.optimizer if optimizer is None else optimizer, self.pace)
+        self.lr_scheduler: LambdaLR = LambdaLR(self.optimizer if optimizer is None else optimizer, self.pace)
         self.add_callback(StopsInTime(self.pace))
         return self.lr_scheduler
 
@@ -467,7 +468,7 @@ class DFlashTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """As upstream, from a checkpoint that is whole and this drafter's; `True` is the last one that is whole."""
         checkpoint = checkpoint_of(resume_from_checkpoint, self.args.output_dir, self.draft_config)
-        if isinstance(self.train_dataset, Sized) and len(self.train_dataset):
+        if hasattr(self.train_dataset, "__len__") and len(self.train_dataset):
             said = warning_of(self.args, self.draft_config, self.target.config, self.train_dataset[0])
             if said:
                 logger.warning(said)
