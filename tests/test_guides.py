@@ -7,9 +7,12 @@ parsed all the same. Amounts are cut to what a CPU does in seconds.
 """
 
 import json
+import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,13 @@ from dflash_hf.commands.train import overrides_of
 from dflash_hf.training.recipe import read_recipe
 
 
+# Commands are also shown in recipes, results, messages and docstrings.
+SHOWN = [
+    path
+    for pattern in ("examples/recipes/*.yaml", "examples/**/*.md", "src/**/*.py", "modeling/*.py", "examples/**/*.py")
+    for path in sorted(ROOT.glob(pattern))
+    if path not in PAGES and "dflash " in path.read_text(encoding="utf-8")
+]
 PARSED_ONLY = {"find", "serve", "chat"}  # they ask the Hub, or wait for a person; `serve --dry-run` ends by itself
 LESS = {
     "--count": "4",
@@ -168,6 +178,37 @@ def test_the_examples_of_a_command_s_help_are_right(command, tmp_path, monkeypat
     for line in lines:
         for words in commands_in(line):
             parse(words)
+
+
+def test_a_script_s_commands_are_right(tmp_path):
+    """`dflash` only writes down what it is asked, for each way through the script."""
+    log, stub = tmp_path / "log.jsonl", tmp_path / "bin" / "dflash"
+    stub.parent.mkdir()
+    stub.write_text(
+        f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]), file=open({str(log)!r}, 'a'))\n"
+    )
+    stub.chmod(0o755)
+    script = ROOT / "examples" / "smollm2-135m-dflash" / "make.sh"
+    for ways in ({}, {"FRESH_DATA": "9"}):
+        environment = {"PATH": f"{stub.parent}{os.pathsep}{os.environ['PATH']}", **ways}
+        subprocess.run(["bash", script, tmp_path / "work"], env=environment, check=True)
+    commands = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    assert {"prompts", "regenerate", "features", "train", "eval", "publish"} <= {words[0] for words in commands}
+    for words in commands:
+        parse(["dflash", *words])
+
+
+@pytest.mark.parametrize("path", SHOWN, ids=lambda path: path.name)
+def test_the_commands_of_other_files_are_right(path):
+    """A command on lines of its own can be parsed, and options named in passing exist."""
+    text = re.sub(r" *\\\n[# ]*", " ", path.read_text(encoding="utf-8"))
+    for line in re.findall(r"^[# ]*(dflash [a-z0-9]+ .*)", text, re.MULTILINE) if path.suffix != ".py" else ():
+        for words in commands_in(line.replace("max_minutes=M", "max_minutes=3")):
+            parse(words)
+    for command, rest in re.findall(r"(?<![\w-])dflash ([a-z0-9]+)([^`\"'|&\n]*)", text):
+        if command in COMMANDS:
+            known = build_parser(command)[1]._option_string_actions
+            assert set(re.findall(r"(?<!\S)--[a-z][a-z-]*", rest)) <= set(known), command
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -29,7 +29,7 @@ fi
 # Features of four layers and the final states, 5.8 kB a token: 800 tokens a second.
 features=
 for set in $sets "held_out:$here/data/held_out.jsonl.gz"; do
-  dflash features "${set#*:}" --target smollm2 --mask-token-id 16 --target-layer-ids $layers --states \
+  dflash features --data "${set#*:}" --target smollm2 --mask-token-id 16 --target-layer-ids $layers --states \
     --output "$work/features-${set%%:*}"
   [ "${set%%:*}" = held_out ] || features="$features${features:+, }$work/features-${set%%:*}"
 done
