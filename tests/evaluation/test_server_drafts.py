@@ -81,7 +81,7 @@ def test_one_server(tmp_path, capsys):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"drafts": False}, "drafts nothing"),
+        ({"drafts": False}, "does not draft"),
         ({"timings": False}, "reports no timings"),
         ({"status": 404}, 'answers 404: {"error": "no such model"}'),
     ],

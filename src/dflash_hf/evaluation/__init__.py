@@ -1,1 +1,1 @@
-"""What a pair achieves: measures, texts, pictures, and the bench."""
+"""Measuring a pair: decoding side by side, reports as text, and plots."""

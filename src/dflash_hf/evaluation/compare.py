@@ -1,10 +1,10 @@
 """
-Two measurements over the same texts: is the difference of their means more than chance?
+Two measurements over the same texts: is the difference between their means more than chance?
 
-Blocks of one text are not independent, texts are: the unit is the text. With `a` accepted tokens and `n` blocks in a
-text, `mu = sum a / sum n`, and the difference of two measurements over the same prompts has, to first order, the
-contributions `d_i = (a'_i - mu' n'_i) / sum n' - (a_i - mu n_i) / sum n`. Its standard error is the root of
-`M / (M - 1) * sum d_i^2`. Over the same blocks this is the paired one.
+Blocks of one text are not independent but texts are, so the unit is the text. With `a` accepted tokens and `n` blocks
+in a text, `mu = sum a / sum n`. To first order, the difference between two measurements over the same prompts is the
+sum of the contributions `d_i = (a'_i - mu' n'_i) / sum n' - (a_i - mu n_i) / sum n`. Its standard error is the
+square root of `M / (M - 1) * sum d_i^2`. If the blocks are the same too, this is the paired standard error.
 """
 
 import math
@@ -20,7 +20,7 @@ Sums = Sequence[tuple[int, int]]  # of each text: accepted tokens, and blocks
 
 
 def mean_difference(before: Sums, after: Sums) -> tuple[float, float]:
-    """How many more tokens of a block are accepted, and the same in standard errors; zeros where there is no block."""
+    """The gain in accepted tokens per block, and that gain in standard errors; zeros if there are no blocks."""
     means, parts = [], []
     for sums in (before, after):
         total = sum(n for _, n in sums)
@@ -35,7 +35,7 @@ def mean_difference(before: Sums, after: Sums) -> tuple[float, float]:
 
 
 def compare(before: Path, after: Path, echo) -> dict:
-    """Two reports side by side, line by line to `echo`; returns what was compared."""
+    """Compare two reports, line by line to `echo`; returns the figures."""
     first, second = _report(before), _report(after)
     echo(f"{'':30}{'A':>12}{'B':>12}{'B / A':>9}")
     facts: dict = {"tau": [first.tau, second.tau], "methods": {}}

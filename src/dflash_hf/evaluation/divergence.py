@@ -1,18 +1,19 @@
 """
-Whether an answer that is not the target's own differs by rounding alone.
+Whether rounding alone explains an answer that differs from the target's own.
 
-In reduced precision the same logits come out a little different when they are computed another way: one token at a
-time, a block at once, in a batch. So greedy texts part where two tokens are nearly equally likely, in every
-speculative decoder, and in a target alone that is called otherwise. What tells such a near-tie from a fault:
+In reduced precision the same logits come out slightly different when they are computed in another way: one token at a
+time, a whole block, in a batch. So greedy texts diverge where two tokens are nearly equally likely, in every
+speculative decoder and in the target alone when it is called differently. This is how such a near-tie is told from a
+defect:
 
-1. *Rounding*, `r`: the texts of the target alone are run again by the target alone, in several ways. `r` is the
-   greatest change, from one way to another, of the difference of the two best logits, over all positions.
-2. *Gap*, `g`: at the first token that differs, the scores of the target's own forward over the text before it, of the
-   token it chose and of the other, `g = |s(own) - s(other)|`.
+1. *Rounding*, `r`: the target runs its own texts again, in several ways. `r` is the largest change, from one way to
+   another, in the difference between the two best logits, over all positions.
+2. *Gap*, `g`: at the first token that differs, the difference between the target's scores of the two tokens, from its
+   own forward over the text before them: `g = |s(own) - s(other)|`.
 
-The way that chose the other token computed a difference of at most 0, the way of the gap differs from it by no more
-than both differ from the target's plain decoding, so an honest one has `g <= 2 r`. Everything else is wrong: a token
-that rounding cannot have chosen, or a text that ends where the target's does not.
+The computation that chose the other token found a difference of at most 0. The one that measures the gap differs from
+it by at most the sum of what each differs from plain decoding. So a near-tie has `g <= 2 r`. Everything else is wrong:
+a token that rounding cannot have chosen, or a text that ends where the target's does not.
 """
 
 import math
@@ -23,8 +24,8 @@ import torch
 
 
 EQUAL, NEAR_TIE, WRONG = "equal", "differs at a near-tie", "WRONG"
-POSITIONS = 512  # at which rounding is measured
-_SHARE = 0.1  # a way that chooses another token at more places does not round: the target cannot be run so
+POSITIONS = 512  # where rounding is measured
+_SHARE = 0.1  # choosing another token more often than this is not rounding: the target cannot be run in that way
 
 
 @dataclass
@@ -33,10 +34,10 @@ class Divergence:
     The first token of an answer that is not the target's own.
 
     Args:
-        method (`str`), prompt (`int`): Whose answer to what.
+        method (`str`), prompt (`int`): The method, and the index of the prompt.
         position (`int`): In the answer.
-        own, other (`int`): The target's token, and the one that stands there; -1 where a text has ended.
-        gap (`float`, *optional*): Between the scores of the two; `None` where one has none.
+        own, other (`int`): The target's token and the method's; -1 if that text has ended.
+        gap (`float`, *optional*): Difference between their scores; `None` if a text has ended.
         verdict (`str`): `NEAR_TIE` or `WRONG`.
     """
 
@@ -52,13 +53,13 @@ class Divergence:
 @dataclass
 class Rounding:
     """
-    The target against itself.
+    The target compared with itself.
 
     Args:
-        size (`float`): `r` above.
-        positions (`int`), texts (`int`): Where it was measured.
-        own_gaps (`dict[str, list[float]]`): For each way the gap at the first token of a text that it would choose
-            otherwise than decoding token by token; nothing of a text where it would choose none.
+        size (`float`): `r` in the module's docstring.
+        positions (`int`), texts (`int`): Number of positions and texts measured.
+        own_gaps (`dict[str, list[float]]`): For each way of computing, the gap at the first token of each text where
+            it would choose another token than decoding token by token does.
     """
 
     size: float
@@ -79,17 +80,17 @@ def judge(
     target, prompts: Sequence, own: Sequence, others: dict[str, Sequence], block_size: int
 ) -> tuple[list[Divergence], Rounding | None]:
     """
-    Where answers part from the target's own, and whether rounding explains it.
+    Find where answers diverge from the target's own, and whether rounding explains it.
 
     Args:
         target (`PreTrainedModel`): Decodes greedily.
         prompts (`Sequence[Sequence[int]]`): Prompt ids.
         own (`Sequence[Sequence[int]]`): The target's answer to each.
-        others (`dict[str, Sequence[Sequence[int]]]`): Those of each method.
-        block_size (`int`): Tokens that a verification reads at once.
+        others (`dict[str, Sequence[Sequence[int]]]`): The answers of each method.
+        block_size (`int`): Tokens read by one verification.
 
     Returns:
-        The divergences, and the rounding, `None` where there is no divergence.
+        The divergences, and the rounding (`None` if nothing diverges).
     """
     found = [
         Divergence(method, i, *parting)
@@ -99,7 +100,7 @@ def judge(
     ]
     if not found:
         return [], None
-    # Texts that part come first: those positions are the ones that matter.
+    # Texts that diverge come first: their positions matter most.
     order = list(dict.fromkeys([one.prompt for one in found] + list(range(len(prompts)))))
     rounding = measure_rounding(target, [(prompts[i], own[i]) for i in order], block_size)
     gaps: dict[tuple, float | None] = {}
@@ -121,7 +122,7 @@ def _first_difference(own: Sequence[int], other: Sequence[int]) -> tuple[int, in
 
 
 def gap_at(target, text: Sequence[int], own: int, other: int) -> float | None:
-    """How far apart the scores of two next tokens are, after all processors of the target's own configuration."""
+    """The difference between the scores of two next tokens, after the processors of the target's own configuration."""
     if -1 in (own, other):
         return None
     ids = torch.tensor([list(text)], device=target.device)
@@ -134,10 +135,10 @@ def gap_at(target, text: Sequence[int], own: int, other: int) -> float | None:
 
 def measure_rounding(target, texts: Sequence[tuple[Sequence[int], Sequence[int]]], block_size: int) -> Rounding:
     """
-    Run prompts and answers again: token by token, in blocks, whole, and whole in a batch of two.
+    Run prompts and answers again: token by token, in blocks, in one forward, and in one forward with two rows.
 
     Args:
-        texts (`Sequence`): Pairs of prompt and answer ids; as many as give `POSITIONS` tokens.
+        texts (`Sequence`): Pairs of prompt and answer ids; read up to `POSITIONS` tokens.
     """
     rounding = Rounding(0.0, 0, 0, {way: [] for way in ("in blocks", "whole", "in a batch of two")})
     for prompt, answer in texts:
@@ -167,14 +168,15 @@ def measure_rounding(target, texts: Sequence[tuple[Sequence[int], Sequence[int]]
 @torch.no_grad()
 def _two_best(target, ids: torch.Tensor, start: int, step: int | None, chosen: torch.Tensor | None = None):
     """
-    The two best tokens `[n, 2]` before each token of a text from `start` on, and how far apart the logits of `chosen`
-    `[n, 2]`, by default of these two, are, `[n]`; the first row's. The text is read in steps; `None`: at once.
+    For each token of a text from `start` on, the two best tokens `[n, 2]`, and the difference `[n]` between the logits
+    of `chosen` `[n, 2]` (default: of the two best); of the first row. The text is read `step` tokens at a time, or in
+    one forward if `None`.
     """
     last = ids.shape[1] - 1  # nothing follows the last token
     edges = [0, *(range(start, last, step) if step else ()), last]
     cache, best, apart, done = None, [], [], 0
     for begin, end in zip(edges, edges[1:]):
-        first = max(start - 1 - begin, 0)  # tokens of the prompt, but its last, predict nothing of the answer
+        first = max(start - 1 - begin, 0)  # only the prompt's last token predicts one of the answer
         output = target(input_ids=ids[:, begin:end], past_key_values=cache, use_cache=step is not None)
         cache = getattr(output, "past_key_values", None)
         logits = output.logits[0, first:].float()  # [m, V]
@@ -182,7 +184,7 @@ def _two_best(target, ids: torch.Tensor, start: int, step: int | None, chosen: t
         pair = best[-1] if chosen is None else chosen[done : done + len(logits)]
         apart.append(logits.gather(1, pair).diff()[:, 0].neg())
         done += len(logits)
-        if cache is None and end < last:  # it keeps its state elsewhere: read it at once
+        if cache is None and end < last:  # it keeps its state elsewhere: read the text in one forward
             return _two_best(target, ids, start, None, chosen)
     return torch.cat(best), torch.cat(apart)
 

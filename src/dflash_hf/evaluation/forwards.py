@@ -1,4 +1,4 @@
-"""What bare forwards cost: the most that a pair can gain here, whatever decodes with it."""
+"""The cost of bare forwards, which bounds the speed-up of a pair on this machine."""
 
 import statistics
 import time
@@ -12,12 +12,13 @@ from transformers import DynamicCache
 @dataclass
 class Forwards:
     """
-    Seconds of bare forwards, with an ordinary cache; medians.
+    Median seconds of bare forwards with an ordinary cache.
 
     Args:
         one_token (`float`): The target's forward over one token.
         verify (`float`): The target's forward over a block.
-        draft (`float`): The drafter's forward over a block and as many context features, and the head on its slots.
+        draft (`float`): The drafter's forward over a block and an equal number of context features, plus the head on
+            its slots.
     """
 
     one_token: float
@@ -25,7 +26,7 @@ class Forwards:
     draft: float
 
     def attainable(self, tau: float) -> float:
-        """The speed-up that they allow over one-token forwards alone: `tau * t_1 / (t_draft + t_verify)`."""
+        """The highest possible speed-up over one-token forwards: `tau * t_1 / (t_draft + t_verify)`."""
         return tau * self.one_token / (self.draft + self.verify)
 
     def line(self, tau: float, packed: bool) -> str:
@@ -39,7 +40,7 @@ class Forwards:
 
 @torch.no_grad()
 def time_forwards(target, draft, prompt: Sequence[int], context: int, repeats: int = 5) -> Forwards:
-    """The bare forwards at a context of `context` tokens."""
+    """Time bare forwards after `context` tokens."""
     device, size = target.device, draft.config.block_size
     ids = torch.tensor([(list(prompt) * (context // len(prompt) + 2))[:context]], device=device)
     cache, draft_cache = DynamicCache(config=target.config.get_text_config(decoder=True)), DynamicCache()
@@ -59,7 +60,7 @@ def time_forwards(target, draft, prompt: Sequence[int], context: int, repeats: i
         output = draft(noise_embeds=noise, context_hidden_states=features[:, :size], past_key_values=draft_cache)
         draft.draft_logits(output.last_hidden_state[:, 1:], target.get_output_embeddings())
 
-    for _ in range(repeats + 2):  # in turn, so that other load falls on all
+    for _ in range(repeats + 2):  # in turn, so that other load affects all of them
         run("one_token", lambda: target(input_ids=ids[:, :1], past_key_values=cache, use_cache=True), cache, 1)
         run("verify", lambda: target(input_ids=ids[:, :size], past_key_values=cache, use_cache=True), cache, size)
         run("draft", drafting, draft_cache, 2 * size)
@@ -67,7 +68,7 @@ def time_forwards(target, draft, prompt: Sequence[int], context: int, repeats: i
 
 
 def now(device: torch.device) -> float:
-    """The clock, once all that was asked of the device is done."""
+    """The time, after the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

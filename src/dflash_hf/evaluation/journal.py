@@ -12,16 +12,17 @@ JOURNAL_FILE = "eval_records.jsonl"
 
 class Journal(LineFile):
     """
-    A file whose first line says what is evaluated, and each further one what was decoded of a prompt in a run.
+    A file of one evaluation: the first line has its settings, every other line the answers to one prompt in one run.
 
-    As long as the journal lives, no other process writes there.
+    The file stays locked for other processes while the journal exists.
 
     Args:
-        path (`str` or `Path`): The file; made by [`begin`].
-        what (`dict`): What decides the outcome: names, digests of weights, limits.
+        path (`str` or `Path`): The file; created by [`begin`].
+        what (`dict`): Settings that determine the outcome: names, digests of weights, limits.
 
     Raises:
-        `ValueError`: the file is another evaluation's, which says what differs; damaged; or another process's.
+        `ValueError`: the file belongs to an evaluation with other settings (the message names them), is damaged, or is
+            in use by another process.
     """
 
     def __init__(self, path: str | Path, what: dict):
@@ -41,7 +42,7 @@ class Journal(LineFile):
         if changed := differences(before, self.what):
             raise ValueError(
                 f"{self.path} was started with {'; '.join(changed)}: use the same arguments, or delete it to "
-                "begin anew."
+                "start over."
             )
         self.repair()
 
@@ -52,6 +53,6 @@ class Journal(LineFile):
         self.append([{"what": self.what, "prompts": prompts}])
 
     def add(self, run: int, prompt: int, decoded: dict) -> None:
-        """Write what every method made of a prompt."""
+        """Write the answers of all methods to a prompt."""
         self.append([{"run": run, "prompt": prompt, "decoded": decoded}])
         self.records[run, prompt] = decoded

@@ -41,21 +41,22 @@ from dflash_hf.packed_linear import packed_weights
 @dataclass
 class MethodReport:
     """
-    One way of decoding, over all prompts.
+    The figures of one decoding method over all prompts.
 
     Args:
-        tokens_per_second (`float`): Median over the runs, prompt included in the time, not in the tokens.
-        speedup (`float`, *optional*): Median over the runs of the ratio to the target alone in the same run.
-        speedup_over_packed (`float`, *optional*): The same to the target alone, packed, where that was decoded too.
+        tokens_per_second (`float`): Median over the runs; the prompt counts in the time but not in the tokens.
+        speedup (`float`, *optional*): Ratio to the target alone in the same run; median over the runs.
+        speedup_over_packed (`float`, *optional*): Ratio to the packed target alone, if that was measured too.
         runs (`list[float]`): Tokens per second of each run.
         tokens (`int`): New tokens of one run.
-        target_forwards (`int`): Forwards of the target in one run, prompts included.
-        tau (`float`, *optional*): Mean tokens committed per verification, where a drafter of ours has drafted.
-        warmup_seconds (`float`): What the first calls took beyond decoding: compilation, probes, allocation.
-        equal (`int`): Prompts whose output is the target's own, token for token, in every run.
-        draft_sizes (`list[int]`, *optional*): Drafted tokens that each round of the last run verified, where they were
-            chosen.
-        estimated_speedup (`float`, *optional*): By which they were chosen, the mean of the last run's answers.
+        target_forwards (`int`): Forward passes of the target in one run, prompts included.
+        tau (`float`, *optional*): Mean tokens committed per verification, if a DFlash drafter was used.
+        warmup_seconds (`float`): Time of the first calls: compilation, probes, allocation.
+        equal (`int`): Number of prompts whose output equals the target's own, token for token, in every run.
+        draft_sizes (`list[int]`, *optional*): Drafted tokens verified by each round of the last run, if sizes were
+            chosen round by round.
+        estimated_speedup (`float`, *optional*): The estimate that the sizes were chosen by; mean over the answers of
+            the last run.
     """
 
     tokens_per_second: float
@@ -79,17 +80,18 @@ class MethodReport:
 @dataclass
 class EvalReport:
     """
-    What [`evaluate`] measured. All of it can be written as JSON and read back.
+    The result of [`evaluate`]. It can be written as JSON and read back.
 
     Args:
-        methods (`dict[str, MethodReport]`): By name: `"target"`, `"dflash"`, and what else was asked for.
-        acceptance_lengths (`list[list[int]]`): For each prompt the tokens committed by each verification, bonus
-            included, the prompt's own forward excluded.
+        methods (`dict[str, MethodReport]`): Figures by name: `"target"`, `"dflash"`, and any other method.
+        acceptance_lengths (`list[list[int]]`): For each prompt, the tokens committed by each verification; the bonus
+            token is included, the prompt's own forward is not.
         responses (`list[list[int]]`): The target's own answers.
         block_size (`int`): Tokens of a drafted block, the anchor included.
-        setting (`dict`): Hardware threads, versions, data types, limits.
-        divergences (`list[Divergence]`): Where outputs part from the target's own, and whether rounding explains it.
-        rounding (`Rounding`, *optional*): Of the target against itself, where there are any.
+        setting (`dict`): Hardware, threads, versions, dtypes, limits.
+        divergences (`list[Divergence]`): Where outputs diverge from the target's own, and whether rounding explains
+            it.
+        rounding (`Rounding`, *optional*): The target compared with itself, if anything diverged.
     """
 
     methods: dict[str, MethodReport]
@@ -111,12 +113,12 @@ class EvalReport:
 
     @property
     def tau(self) -> float:
-        """Mean tokens committed per verification, bonus included: over all verifications."""
+        """Mean tokens committed per verification, bonus included, over all verifications."""
         return statistics.fmean(self.verifications or [0.0])
 
     @property
     def tau_per_response(self) -> float:
-        """The mean over responses of each response's mean: the reference's figure."""
+        """The mean over responses of each response's mean, as the reference implementation reports it."""
         return statistics.fmean([statistics.fmean(lengths) for lengths in self.acceptance_lengths if lengths] or [0.0])
 
     @property
@@ -130,7 +132,7 @@ class EvalReport:
 
     @property
     def lossless(self) -> bool:
-        """Whether every output with the drafter is the target's own."""
+        """Whether every output with the drafter equals the target's own."""
         return self.methods[DFLASH].equal == self.num_prompts
 
     def verdict(self, method: str = DFLASH) -> str:
@@ -139,11 +141,11 @@ class EvalReport:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether an output with the drafter, decoded in any way, has a token that rounding does not explain."""
+        """Whether any output with the drafter has a token that rounding does not explain."""
         return any(self.verdict(method) == WRONG for method in self.methods if method in DRAFTED)
 
     def to_json(self) -> str:
-        """The report as JSON, with the derived figures under `summary` for those who read the file."""
+        """The report as JSON; `summary` has the derived figures, for people who read the file."""
         summary = {
             "tau": self.tau,
             "tau_per_response": self.tau_per_response,
@@ -190,30 +192,34 @@ def evaluate(
     Decode every prompt greedily, one at a time, by each method in turn, `runs` times.
 
     The methods alternate prompt by prompt and change their order from run to run, so that other load on the machine
-    falls on all of them. Each is warmed up, a compiled one on every prompt. Weights are packed while the
-    clock stands. Threads are left as they are, and named in the report.
+    affects all of them. Each is warmed up first, compiled methods on every prompt. Packing weights is not timed. The
+    number of threads is not changed; the report names it.
 
     Args:
         target, draft (`PreTrainedModel`): The pair.
         prompts (`Sequence[Sequence[int]]`): Prompt ids.
-        max_new_tokens (`int`): Longest answer.
+        max_new_tokens (`int`): Maximum length of an answer.
         runs (`int`): Timed repetitions; the medians are reported.
-        methods (`Sequence[str]`): `"target"` and `"dflash"`, and any of `DRAFTED`, `"target_packed"` and
-            `"prompt_lookup"` if wanted. A packed one needs `"target_packed"` beside it: what packing brings alone.
+        methods (`Sequence[str]`): `"target"` and `"dflash"`, plus any of `DRAFTED`, `"target_packed"` and
+            `"prompt_lookup"`. Packed methods need `"target_packed"`, which shows the gain of packing alone.
         progress: Wraps the iteration over runs and prompts.
-        others (`dict`, *optional*): Further ways of decoding: name, and arguments of `generate` or a function from
-            prompt ids to answer ids.
-        journal ([`~dflash_hf.evaluation.journal.Journal`], *optional*): What was decoded before, and is not again.
+        others (`dict`, *optional*): Further methods by name: arguments of `generate`, or a function from prompt ids to
+            answer ids.
+        journal ([`~dflash_hf.evaluation.journal.Journal`], *optional*): Keeps answers, so that an interrupted
+            evaluation can be resumed.
         tree_nodes (`int`): Tokens of a draft tree, for the methods that draft trees.
 
     Returns:
         [`EvalReport`].
 
     Raises:
-        `ValueError`: no prompts, no runs, or a method that does not exist or is needed for comparison and missing.
+        `ValueError`: there are no prompts or runs, a method is unknown, or one that others are compared with is
+            missing.
     """
     if not prompts or any(len(prompt) == 0 for prompt in prompts):
-        raise ValueError(f"prompts holds {len(prompts)} prompts, one of them empty or none at all; pass token ids.")
+        raise ValueError(
+            f"prompts holds {len(prompts)} prompts and must hold at least one, none of them empty; pass token ids."
+        )
     if runs < 1:
         raise ValueError(f"runs={runs} must be at least 1.")
     known = {*METHODS, *DRAFTED, TARGET_PACKED}
@@ -229,13 +235,13 @@ def evaluate(
     decoder = _Decoder(target, draft, max_new_tokens, ways)
     target.eval()
     draft.eval()
-    # 1. Warm up: the first calls of a method compile, probe and allocate, and again for each size of a compiled one,
-    # which comes last: others may leave hooks on the target, for which it would be compiled again.
+    # 1. Warm up: the first calls compile, probe and allocate; compiled methods do so for each size. They come last:
+    # other methods may leave hooks on the target, and it would be compiled again.
     warmup = {}
     for method in sorted(methods, key=lambda name: name in COMPILED_METHODS):
         first = prompts if method in COMPILED_METHODS else prompts[:1]
         warmup[method] = sum(decoder(method, prompt).seconds for prompt in first)
-    # 2. Alternate. `decoded[run][method]` gets one entry from each prompt.
+    # 2. Alternate. `decoded[run][method]` gets one entry per prompt.
     decoded: list[dict[str, list[_Decoded]]] = [{method: [] for method in methods} for _ in range(runs)]
     with out_of_sight():
         for run, index in progress([(run, index) for run in range(runs) for index in range(len(prompts))]):
@@ -246,7 +252,7 @@ def evaluate(
                 decoded[run][method].append(one)
             if journal is not None and known is None:
                 journal.add(run, index, {method: asdict(decoded[run][method][-1]) for method in methods})
-    # 3. Medians; ratios are taken inside a run, where the load was the same.
+    # 3. Medians. Ratios are taken within a run, where the load was the same.
     answers = [one.ids for one in decoded[-1][TARGET]]
     outputs = {method: [_unlike(decoded, method, i) for i in range(len(prompts))] for method in methods}
     divergences, rounding = judge(target, prompts, answers, outputs, draft.config.block_tokens)
@@ -286,7 +292,7 @@ class _Decoded:
 
 
 class _Decoder:
-    """Decodes a prompt by a method, and takes the time."""
+    """Decodes a prompt by a method and measures the time."""
 
     def __init__(self, target, draft, max_new_tokens: int, ways: dict):
         self.target, self.draft, self.max_new_tokens = target, draft, max_new_tokens
@@ -299,7 +305,7 @@ class _Decoder:
 
     def __call__(self, method: str, prompt: Sequence[int]) -> _Decoded:
         way = self.arguments[method]
-        # A hook would be compiled, too; without a drafter a compiled target makes one forward for each token.
+        # A hook would be compiled too; without a drafter, a compiled target makes one forward per token.
         counts = method not in DRAFTED and not callable(way) and "cache_implementation" not in way
         with (
             _count_forwards(self.target) if counts else contextlib.nullcontext([0]) as count,
@@ -308,7 +314,7 @@ class _Decoder:
             start = now(self.target.device)
             ids, output = (way(prompt), None) if callable(way) else self._generate(prompt, way)
             seconds = now(self.target.device) - start
-        lengths = list((getattr(output, "acceptance_lengths", None) or [[]])[0])  # where a drafter of ours has drafted
+        lengths = list((getattr(output, "acceptance_lengths", None) or [[]])[0])  # if a DFlash drafter was used
         forwards = 1 + len(lengths) if method in DRAFTED else count[0] or len(ids)
         chosen = [getattr(output, name, None) for name in ("draft_sizes", "estimated_speedup")]
         return _Decoded(ids, seconds, forwards, lengths, *chosen)
@@ -327,7 +333,7 @@ class _Decoder:
 
 
 def _unlike(decoded: list[dict[str, list[_Decoded]]], method: str, index: int) -> list[int]:
-    """A method's answer to a prompt; of its runs one that is not the target's own, if there is any."""
+    """A method's answer to a prompt; if any run differs from the target's own answer, the first that does."""
     own = decoded[-1][TARGET][index].ids
     answers = [run[method][index].ids for run in decoded]
     return next((ids for ids in answers if ids != own), own)
@@ -362,26 +368,26 @@ def _method_report(decoded: list[dict[str, list[_Decoded]]], method: str, warmup
 
 
 def variant(draft, **changes):
-    """The same drafter, not copied, with changes to its `decoding_config`."""
+    """The drafter with changes to its `decoding_config`; its weights are shared."""
     twin = copy.copy(draft)
     twin.decoding_config = replace(draft.decoding_config, **changes)
     return twin
 
 
 def in_blocks(draft):
-    """The same drafter in blocks of the trained size, if no other was set: so acceptance lengths can be compared."""
+    """The drafter with its trained block size, unless another is set, so that acceptance lengths can be compared."""
     return variant(draft, block_size=draft.decoding_config.block_size or draft.config.block_tokens)
 
 
 def ways_of(draft, tree_nodes: int = TREE_NODES) -> dict:
-    """The drafter in each of the ways of `OURS`, by their names."""
+    """The drafter set up for each method of `OURS`, by name."""
     whole = in_blocks(draft)
     return {name: variant(whole, **way.changes(tree_nodes)) for name, way in OURS.items()}
 
 
 @contextlib.contextmanager
 def out_of_sight():
-    """Objects that are there now, such as what compilers leave, cost the garbage collector no time in this context."""
+    """The garbage collector spends no time on objects that exist already, such as those of compilers."""
     gc.collect()
     gc.freeze()
     try:
@@ -392,7 +398,7 @@ def out_of_sight():
 
 @contextlib.contextmanager
 def _count_forwards(target):
-    """A list whose one entry counts the target's forwards."""
+    """A list with one entry, the number of the target's forward passes."""
     count = [0]
 
     def add_one(module, args):

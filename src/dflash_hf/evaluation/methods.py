@@ -1,4 +1,4 @@
-"""The ways of decoding that are measured side by side, by their names. Light: the command line's help reads it."""
+"""Names of the decoding methods that are compared. Imports no torch: the command line's help reads it."""
 
 from dataclasses import dataclass
 from itertools import product
@@ -7,7 +7,10 @@ from itertools import product
 TARGET, TARGET_PACKED, PROMPT_LOOKUP = "target", "target_packed", "prompt_lookup"
 DFLASH, TREE, COMPILED, PACKED = "dflash", "dflash_tree", "dflash_compiled", "dflash_packed"
 TREE_PACKED, TREE_COMPILED_PACKED = f"{TREE}_packed", f"{TREE}_compiled_packed"
-AUTO, AUTO_PACKED = "dflash_auto", "dflash_auto_packed"  # the drafter as it is: sizes are chosen where none is set
+AUTO, AUTO_PACKED = (
+    "dflash_auto",
+    "dflash_auto_packed",
+)  # with unchanged settings: sizes are chosen unless they are set
 METHODS = (TARGET, DFLASH, PROMPT_LOOKUP)
 TREE_NODES = 15
 LOOKUP_TOKENS = 10  # candidates of prompt lookup
@@ -15,7 +18,7 @@ LOOKUP_TOKENS = 10  # candidates of prompt lookup
 
 @dataclass(frozen=True)
 class Way:
-    """A way of decoding with a drafter: what is switched on."""
+    """A method of decoding with a drafter: the features that are switched on."""
 
     tree: bool
     compiled: bool
@@ -25,7 +28,7 @@ class Way:
         return "_".join([DFLASH, *[name for name, switch in vars(self).items() if switch]])
 
     def changes(self, tree_nodes: int = TREE_NODES) -> dict:
-        """To the drafter's `decoding_config`."""
+        """Changes to the drafter's `decoding_config`."""
         return ({"tree_nodes": tree_nodes} if self.tree else {}) | ({"compile": True} if self.compiled else {})
 
 

@@ -1,4 +1,4 @@
-"""The picture of a report: speed, acceptance, and one answer as it was committed."""
+"""The plot of a report: speed, acceptance, and one answer coloured by verification."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ _OTHER_COLOR = "#6b7fb3"
 # Blocks of one answer alternate between two greens; the target's own tokens are grey.
 _BLOCK_COLORS = ("#bfe5d2", "#8fd0b0")
 _OWN_COLOR = "#dfe1e5"
-_COLUMNS = 118  # letters in a line of an answer
+_COLUMNS = 118  # characters per line of an answer
 
 
 def plot_report(
@@ -26,12 +26,12 @@ def plot_report(
     sample: tuple[str, Sequence[str], Sequence[int]] | None = None,
 ) -> Path:
     """
-    Draw a report as PNG.
+    Draw a report as a PNG file.
 
     Args:
         report (`EvalReport`): What to draw.
-        path (`str` or `Path`): File to write.
-        title (`str`): Above the picture.
+        path (`str` or `Path`): Output file.
+        title (`str`): Title of the figure.
         sample (`tuple`, *optional*): A prompt's text, the texts of its answer's tokens, and its `acceptance_lengths`.
 
     Returns:
@@ -46,7 +46,7 @@ def plot_report(
     except ImportError as error:
         raise ImportError(f"Pictures need matplotlib: {install('plots')}.") from error
 
-    # A figure of its own canvas: the user's backend and open figures are left alone.
+    # With its own canvas: the user's backend and open figures are not touched.
     lines = _lines_of(sample[1], sample[2]) if sample else []
     text = 0.75 + 0.27 * len(lines) if sample else 0.0  # inches
     chart = max(3.2, 0.9 + 0.36 * len(report.methods))
@@ -71,7 +71,7 @@ def plot_report(
 
 
 def headline(report: EvalReport) -> str:
-    """The best speed-up over the fairest baseline, and tau, for a title."""
+    """The best speed-up over the fairest baseline and tau, as a title."""
     ours = [method for name, method in report.methods.items() if name in DRAFTED]
     if TARGET_PACKED in report.methods:
         speed = f"{max(method.speedup_over_packed for method in ours):.2f}x over the packed target"
@@ -133,7 +133,7 @@ def _draw_lengths(axes, report: EvalReport) -> None:
 
 
 def _lines_of(pieces: Sequence[str], lengths: Sequence[int]) -> list[list[tuple[str, str]]]:
-    """The answer in lines of at most `_COLUMNS` letters: its tokens, each with the colour of its verification."""
+    """The answer in lines of at most `_COLUMNS` characters: its tokens, each with the colour of its verification."""
     lines: list[list[tuple[str, str]]] = [[]]
     for piece, source in zip(pieces, origins(lengths, len(pieces))):
         if sum(len(one) for one, _ in lines[-1]) + len(piece) > _COLUMNS:
@@ -143,7 +143,7 @@ def _lines_of(pieces: Sequence[str], lengths: Sequence[int]) -> list[list[tuple[
 
 
 def _draw_sample(axes, prompt: str, lines: list[list[tuple[str, str]]], tokens: int, verifications: int) -> None:
-    """The answer as running text, each token on the colour of the verification that committed it."""
+    """The answer as running text; the background of each token shows the verification that committed it."""
     axes.set_axis_off()
     axes.set_xlim(0, _COLUMNS)
     axes.set_ylim(len(lines) - 0.4, -0.6)
@@ -157,7 +157,7 @@ def _draw_sample(axes, prompt: str, lines: list[list[tuple[str, str]]], tokens: 
         x = 0
         for piece, color in line:
             axes.add_patch(_rectangle(x, y - 0.42, len(piece), color))
-            for offset, letter in enumerate(piece):  # letter by letter: the grid does not depend on the font's width
+            for offset, letter in enumerate(piece):  # one by one: the grid does not depend on the font's width
                 place, shown = x + offset + 0.5, letter.replace("$", r"\$")
                 axes.text(place, y, shown, ha="center", va="center", family="monospace", fontsize=8.2)
             x += len(piece)

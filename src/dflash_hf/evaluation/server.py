@@ -1,9 +1,9 @@
 """
-`dflash eval --server`: what becomes of the drafts of a running server, as it reports them itself.
+`dflash eval --server`: acceptance and speed of a running server, from the counts that it reports.
 
-llama.cpp's server sends its counts with every token (`timings.draft_n`, `draft_n_accepted`), so the tokens that each
-verification commits are known, and the report is one like any other. With a second server that serves the target
-alone, answers are compared and the speed-up is known as well.
+llama.cpp's server sends its counts with every token (`timings.draft_n`, `draft_n_accepted`), which give the
+tokens that each verification commits, so the report is the usual one. With a second server for the target alone,
+answers are compared and the speed-up is measured as well.
 """
 
 import json
@@ -26,13 +26,13 @@ from dflash_hf.terminal import Outcome, UsageError, template_arguments
 @dataclass
 class Answer:
     """
-    What a server said, and how.
+    An answer of a server.
 
     Args:
         text (`str`): The answer.
         tokens (`int`): Its length.
-        seconds (`float`): Prompt included, by the server's clock.
-        lengths (`list[int]`): Tokens that each verification committed.
+        seconds (`float`): Time by the server's clock, prompt included.
+        lengths (`list[int]`): Tokens committed by each verification.
         drafted (`int`): Tokens of the longest draft.
     """
 
@@ -45,15 +45,15 @@ class Answer:
 
 def ask(server: str, messages: list[dict], options: dict) -> Answer:
     """
-    One greedy answer, streamed.
+    Stream one greedy answer.
 
     Raises:
-        `ServerError`: the server does not answer, refuses, or reports no timings.
+        `ServerError`: the server does not answer, rejects the request, or reports no timings.
     """
     body = {"messages": messages, "stream": True, "temperature": 0, "timings_per_token": True, **options}
-    # With a part of the prompt kept from an earlier request llama.cpp rounds otherwise, and its own texts differ.
+    # If llama.cpp reuses part of a prompt from its cache, it rounds differently and its own texts differ.
     body["cache_prompt"] = False
-    text, timings, accepted = "", {}, {0: 0}  # by the tokens drafted so far, those accepted so far
+    text, timings, accepted = "", {}, {0: 0}  # tokens drafted so far -> tokens accepted so far
     for event in _events(f"{server}/v1/chat/completions", body):
         for choice in event.get("choices") or ():
             delta = choice.get("delta") or {}
@@ -62,7 +62,9 @@ def ask(server: str, messages: list[dict], options: dict) -> Answer:
             timings = event["timings"]
             accepted[timings.get("draft_n", 0)] = timings.get("draft_n_accepted", 0)
     if "predicted_n" not in timings:
-        raise ServerError(f"{server} reports no timings; llama.cpp's server does, others count elsewhere.")
+        raise ServerError(
+            f"{server} reports no timings. Only llama.cpp's server does; other servers have metrics of their own."
+        )
     drafted = sorted(accepted)
     steps = list(zip(drafted, drafted[1:]))
     lengths = [1 + accepted[after] - accepted[before] for before, after in steps]
@@ -83,24 +85,24 @@ def _events(url: str, body: dict) -> Iterable[dict]:
     except urllib.error.HTTPError as error:
         detail = error.read().decode(errors="replace").strip()[:200]
         raise ServerError(f"{url} answers {error.code}: {detail}.") from error
-    except (OSError, ValueError) as error:  # refused, reset, timed out, cut off, or no JSON
-        raise ServerError(f"{url} does not answer as it should ({error}); is the server running?") from error
+    except (OSError, ValueError) as error:  # refused, reset, timed out, cut off, or not JSON
+        raise ServerError(f"{url} gave no usable answer ({error}); is the server running?") from error
 
 
 def measure(
     server: str, alone: str | None, said: Sequence[Sequence[dict]], options: dict, progress=iter
 ) -> EvalReport:
     """
-    Ask a server, and one that serves the target alone, in turn.
+    Ask a server and, in turn, one that serves the target alone.
 
     Args:
         server, alone (`str`): Addresses; the second may be `None`.
-        said (`Sequence[Sequence[dict]]`): Of each conversation its messages; an answer follows each of the user's that
-            has none.
+        said (`Sequence[Sequence[dict]]`): The messages of each conversation; every user message without an answer gets
+            one.
         options (`dict`): Further fields of each request, such as `max_tokens`.
 
     Raises:
-        `ServerError`: a server is gone, or drafts nothing.
+        `ServerError`: a server cannot be reached, or does not draft.
     """
     found: list[tuple[Answer, Answer | None]] = []
     for messages in progress(said):
@@ -113,7 +115,7 @@ def measure(
                 asked.append({"role": "assistant", "content": one[0].text})
     drafted, others = [one for one, _ in found], [other for _, other in found if other is not None]
     if not any(one.drafted for one in drafted):
-        raise ServerError(f"{server} drafts nothing: start it with a drafter, as `dflash serve --engine` does.")
+        raise ServerError(f"{server} does not draft: start it with a drafter, as `dflash serve --engine` does.")
 
     def method(answers: list[Answer], speedup: float | None, equal: int) -> MethodReport:
         speed, tokens = _speed(answers), sum(one.tokens for one in answers)
@@ -161,7 +163,7 @@ def run(arguments, echo) -> Outcome:
     verifications = len(report.verifications)
     echo(f"tau               {report.tau:.2f} tokens per verification over {verifications} verifications")
     echo("slot accepted, %  " + " ".join(f"{100 * share:.0f}" for share in report.acceptance_by_position))
-    echo(f"tokens/s          {ours.tokens_per_second:.1f}, {report.num_prompts} answers, prompts' time included")
+    echo(f"tokens/s          {ours.tokens_per_second:.1f}, {report.num_prompts} answers, prompts included in the time")
     if ours.speedup is not None:
         echo(f"alone             {report.methods[TARGET].tokens_per_second:.1f} tokens/s: {ours.speedup:.2f}x")
         echo(f"equal             {ours.equal} of {report.num_prompts} texts are those of the target alone")

@@ -1,4 +1,4 @@
-"""A report and an answer as text for a terminal."""
+"""Reports and answers as text for a terminal."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -31,11 +31,12 @@ def origins(lengths: Sequence[int], total: int) -> list[int]:
 
     Args:
         lengths (`Sequence[int]`): Tokens committed by each verification, bonus included.
-        total (`int`): Tokens of the answer, the first one, from the prompt's forward, included.
+        total (`int`): Tokens of the answer, including the first, which comes from the prompt's forward.
 
     Returns:
-        `list[int]`: 0 for a token of the target itself (the first, and each bonus), else the number of the
-        verification that accepted it, counted from 1.
+        `list[int]`: 0 for the target's own tokens (the first, and each bonus); otherwise the number of the
+            verification
+        that accepted the token, counted from 1.
     """
     sources = [0]
     for number, length in enumerate(lengths, start=1):
@@ -45,10 +46,10 @@ def origins(lengths: Sequence[int], total: int) -> list[int]:
 
 def chosen_line(sizes: Sequence[int], speedup: float | None) -> str:
     """
-    What a drafter chose to verify, round by round.
+    The draft sizes that were chosen, round by round.
 
     Args:
-        sizes (`Sequence[int]`): Drafted tokens of each round: `draft_sizes` of an output, or of several.
+        sizes (`Sequence[int]`): Drafted tokens of each round: `draft_sizes` of one or more outputs.
         speedup (`float`, *optional*): The `estimated_speedup`.
     """
     counts = ", ".join(f"{size or 'none'} in {rounds}" for size, rounds in sorted(Counter(sizes).items()))
@@ -57,8 +58,8 @@ def chosen_line(sizes: Sequence[int], speedup: float | None) -> str:
 
 
 def summary_lines(report: EvalReport) -> list[str]:
-    """The table of a report and what stands under it."""
-    packed = TARGET_PACKED in report.methods  # what packing brings alone: no speed-up is shown without it
+    """The table of a report, and the lines below it."""
+    packed = TARGET_PACKED in report.methods  # shows the gain of packing alone
     lines = [
         f"{'':30}{'tokens/s':>9}{'slowest-fastest':>17}{'speed-up':>10}"
         + (f"{'over packed':>12}" if packed else "")
@@ -89,7 +90,7 @@ def summary_lines(report: EvalReport) -> list[str]:
         f"{m.warmup_seconds:.0f} s {LABELS[name]}" for name, m in report.methods.items() if name in COMPILED_METHODS
     ]
     if warm:
-        lines.append(f"compiling         {', '.join(warm)}, once; the next run reads it")
+        lines.append(f"compiling         {', '.join(warm)}, once; the next run reuses it")
     ours = {
         name: method.speedup_over_packed or method.speedup
         for name, method in report.methods.items()
@@ -116,7 +117,7 @@ def _tree_lines(report: EvalReport) -> list[str]:
 
 
 def _divergence_lines(report: EvalReport) -> list[str]:
-    """How the outputs that are not the target's own differ from it."""
+    """How outputs differ from the target's own."""
     lines = []
     for method in report.methods:
         found = [one for one in report.divergences if one.method == method]
@@ -136,16 +137,16 @@ def _divergence_lines(report: EvalReport) -> list[str]:
 
 
 def shade(source: int) -> int:
-    """The colour of an origin, for a terminal: none for the target itself, else by turns one of two greens."""
+    """The terminal colour of an origin: none for the target itself, otherwise one of two alternating greens."""
     return 0 if source == 0 else 32 if source % 2 else 92
 
 
 def token_texts(tokenizer, ids: Sequence[int]) -> list[str]:
     """
-    The text that each token adds to those before it; together they are the answer. A character that takes several
-    tokens comes with the last of them.
+    The text that each token adds; together they are the answer. A character of several tokens belongs to the last of
+    them.
     """
-    texts, first, done = [], 0, 0  # tokens from `first` on are decoded together, those before `done` are told
+    texts, first, done = [], 0, 0  # tokens from `first` on are decoded together; those before `done` are in `texts`
     for end in range(1, len(ids) + 1):
         before, text = tokenizer.decode(ids[first:done]), tokenizer.decode(ids[first:end])
         if text.endswith("\ufffd") and end < len(ids):
@@ -157,7 +158,7 @@ def token_texts(tokenizer, ids: Sequence[int]) -> list[str]:
 
 
 def colored_answer(pieces: list[str], lengths: list[int], color: bool) -> str:
-    """An answer's text; accepted draft tokens are green, one shade for each verification, or in brackets."""
+    """An answer's text, with accepted draft tokens in green, alternating by verification, or in brackets."""
     text, previous = "", 0
     for piece, source in zip(pieces, origins(lengths, len(pieces)), strict=True):
         if color:
