@@ -66,6 +66,7 @@ def main() -> int:
             copy(path)
     notebook(ROOT / "examples" / "how_dflash_works.ipynb")
     reference()
+    shutil.copy(PAGES.parent / "site.css", PAGES)
     with (PAGES.parent / "mkdocs.yml").open(encoding="utf-8") as file:
         settings = file.read()
     built = PAGES.parent / ".mkdocs.yml"
@@ -90,6 +91,8 @@ def copy(path: Path) -> None:
             shutil.copy(linked, other)
     if text.startswith("---\n"):  # the front matter of a model card
         text = text.split("---\n", 2)[2]
+    if path == ROOT / "README.md":  # alone in its section
+        text = "---\nhide: [navigation]\n---\n" + text
     goal.write_text(text.replace("how_dflash_works.ipynb", "how_dflash_works.md"), encoding="utf-8")
 
 
