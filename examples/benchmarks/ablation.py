@@ -91,23 +91,25 @@ SELECTORS = {
 
 def measure(name: str, seed: int, arguments) -> dict:
     """Train one variant and read off its figures."""
-    keys = {
-        **({**SELECTOR, **SELECTORS[name], "draft": arguments.draft} if arguments.draft else BASE | VARIANTS[name]),
-        **{"target": str(smollm2_folder()), "target_dtype": "bfloat16", "mask_token_id": 16, "seed": seed},
-        **{"features": arguments.features, "eval_features": arguments.eval_features[0], "use_cpu": True},
-        **{"max_minutes": arguments.seconds / 60, "per_device_eval_batch_size": 16, "logging_steps": 5},
-        **{"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "loss_chunk_size": 512},
-    }
+    keys = SELECTOR | SELECTORS[name] | {"draft": arguments.draft} if arguments.draft else BASE | VARIANTS[name]
     with tempfile.TemporaryDirectory() as folder:
-        given = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
-        recipe, training = read_recipe(None, [*given, f"output_dir={folder}"])
-        trainer = train(recipe, training)
-        figures = trainer.evaluate()
+        figures = trained(keys, arguments.features, arguments.eval_features, folder, arguments.seconds, seed)
+    return {"name": name, "seed": seed, "seconds": arguments.seconds, **figures}
+
+
+def trained(keys: dict, features: list[str], eval_features: list[str], folder: str, seconds: float, seed: int) -> dict:
+    """Train a drafter into a folder; its figures, teacher-forced on `eval_features`."""
+    keys = {
+        **{"target": str(smollm2_folder()), "target_dtype": "bfloat16", "mask_token_id": 16, "seed": seed, **keys},
+        **{"features": features, "eval_features": eval_features[0], "use_cpu": True, "max_minutes": seconds / 60},
+        **{"per_device_eval_batch_size": 16, "logging_steps": 5, "loss_chunk_size": 512},
+        **{"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "output_dir": folder},
+    }
+    recipe, training = read_recipe(None, [f"{key}={json.dumps(value)}" for key, value in keys.items()])
+    trainer = train(recipe, training)
+    figures = trainer.evaluate()
     log = [line for line in trainer.state.log_history if "simulated_tau" in line]
     return {
-        "name": name,
-        "seed": seed,
-        "seconds": arguments.seconds,
         "first_loss": round(float(log[0]["loss"]), 3),
         "train_tau": round(statistics.mean(line["simulated_tau"] for line in log[-8:]), 3),
         "tau": round(figures["eval_simulated_tau"], 4),

@@ -20,6 +20,7 @@ from dflash_hf.commands.train import _publish
 from dflash_hf.training.pace import Pace
 from dflash_hf.training.recipe import RecipeArguments, key_lines, read_recipe
 from dflash_hf.training.settings_for import Machine
+from dflash_hf.training.train import train as train_recipe
 
 
 pytest.importorskip("yaml")
@@ -314,6 +315,17 @@ def test_a_plain_run_chooses_and_keeps_to_its_time(steady, folder, data, tmp_pat
     (last,) = sorted(output.glob("checkpoint-*"), key=lambda one: int(one.name.split("-")[1]))[-1:]
     assert main([*command, "max_minutes=0.05", f"resume_from_checkpoint={last}"]) == 0
     assert f"going on from {last}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("head", ["dspark", "domino", "selector"])
+def test_a_finished_drafter_in_half_precision_is_evaluated(head, folder, data, tmp_path):
+    """Saved in bf16, which mixed precision does not compute in: the head met states in fp32."""
+    sizes = {"dspark": "markov_rank: 8, markov_head_type: rnn", "domino": "gru_hidden_dim: 8, emb_dim: 8"}
+    config = f"draft_config={{{sizes.get(head, 'selector_rank: 8')}, intermediate_size: 32}}"
+    given = [f"target={folder}", f"data={data}", f"eval_data={data}", f"output_dir={tmp_path / 'out'}"]
+    given += [*(one for one in TINY if "draft_config" not in one), f"head={head}", config, "bf16=true", "use_cpu=true"]
+    trainer = train_recipe(*read_recipe(None, given))
+    assert trainer.draft.dtype == torch.bfloat16 and trainer.evaluate()["eval_loss"] > 0
 
 
 def test_what_is_said_and_what_a_file_says_is_not_chosen(steady, folder, data, tmp_path, capsys):

@@ -227,7 +227,7 @@ class DFlashTrainer(Trainer):
             context_hidden_states=features.to(self.model.dtype),
             attention_mask=self.attention_masks(inputs),
             position_ids=blocks.position_ids,
-        ).last_hidden_state  # [N, A*B, H]
+        ).last_hidden_state.to(self.model.dtype)  # [N, A*B, H]; mixed precision gives fp32
 
         # 4. Token losses through the target's head, chunk by chunk, then the weighted sum of each sequence.
         hidden = by_token(hidden, self.draft_config.block_size, self.draft_config.sample_from_anchor)  # [N, A, T, H]

