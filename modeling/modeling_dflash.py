@@ -310,6 +310,10 @@ class DFlashDraftModel(SavedDrafter):
         install_hook()
         self.post_init()
 
+    def _initialize_weights(self, module, is_custom_code: bool = False):
+        """Of other code than its own upstream skips modules without parameters of their own, such as a head's."""
+        super()._initialize_weights(module)
+
     @torch.no_grad()
     def _init_weights(self, module):
         super()._init_weights(module)

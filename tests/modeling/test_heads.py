@@ -24,6 +24,7 @@ from dflash_hf.modeling.drafting_dflash import DFlashCandidateGenerator
 from dflash_hf.modeling.head_dflash import Head
 from dflash_hf.modeling.layouts_dflash import is_drafter_config
 from dflash_hf.modeling.tree_dflash import beam_tree, every_path
+from dflash_hf.training.start import with_parts
 
 
 CPU = torch.device("cpu")
@@ -275,7 +276,7 @@ def test_every_slot_of_an_anchor_first_block_is_drafted(make, monkeypatch):
     assert set(output.acceptance_lengths[0][:-1]) == {drafts + 1}
 
 
-@pytest.mark.parametrize("make", [recurrent, vanilla, late])
+@pytest.mark.parametrize("make", [recurrent, vanilla, rnn, late, pytest.param(domino, marks=pytest.mark.slow)])
 def test_samples_follow_the_target(make):
     target = small_target()
     draft = make(target)
@@ -292,14 +293,38 @@ def test_samples_follow_the_target(make):
     assert_follows(counts, expected)
 
 
-@pytest.mark.parametrize("make", [recurrent, gated, rnn, domino])
-def test_a_fresh_head_drafts_as_without(make):
+FRESH = {
+    "recurrent": SIZES,
+    "selector": {"selector_rank": 6, "selector_top_k": 5},
+    "vanilla": {"markov_rank": 6, **SURE},
+    "gated": {"markov_rank": 6, "markov_head_type": "gated"},
+    "rnn": {"markov_rank": 6, "markov_head_type": "rnn"},
+    "confidence alone": {"enable_confidence_head": True},
+    "Domino": {"gru_hidden_dim": 9, "emb_dim": 7, "pure_draft_prefix_len": 1},
+}
+
+
+@pytest.mark.parametrize("fields", FRESH.values(), ids=FRESH)
+@torch.no_grad()
+def test_a_head_added_fresh_changes_no_bit(fields):
+    """Of what is drafted: the hidden states, the scores of tokens, and what is accepted."""
     target = make_target()
-    plain, fresh = make_draft(target), make(target, trained=False)
-    fresh.load_state_dict(plain.state_dict(), strict=False)
-    inputs, _ = ragged_prompts(3)
+    plain = make_draft(target)
+    fresh = with_parts(plain, fields)
+    assert fresh.config.head is not plain.config.head
+    inputs = torch.randn(2, 4, 32), torch.randn(2, 9, 96)
+    states = [draft.eval()(*inputs).last_hidden_state for draft in (plain, fresh)]
+    assert torch.equal(*states)
+    generators = [DFlashCandidateGenerator(draft, target) for draft in (plain, fresh)]
+    anchors = torch.tensor([5, 9])
+    assert torch.equal(*(one.walk(anchors, states[0], temperature=0.0)[0] for one in generators))
+    torch.manual_seed(0)
+    block, drawn = generators[1].walk(anchors, states[0], temperature=1.0)
+    logits = plain.draft_logits(states[0], target.lm_head).gather(-1, drawn.ids.expand_as(drawn.probabilities))
+    assert torch.equal(drawn.probabilities, logits.softmax(-1)) and block.shape == (2, 5)
+    prompts, _ = ragged_prompts(3)
     options = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
-    ours, theirs = (target.generate(**inputs, **options, assistant_model=draft) for draft in (fresh, plain))
+    ours, theirs = (target.generate(**prompts, **options, assistant_model=draft) for draft in (fresh, plain))
     assert ours.acceptance_lengths == theirs.acceptance_lengths
 
 
