@@ -10,7 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from .layouts_dflash import UnknownHeadError, canonical_name, is_left_out, refuse_other_tensors
+from .head_dflash import UnknownHeadError
+from .layouts_dflash import canonical_name, is_left_out, refuse_other_tensors
 
 
 # A mask embedding beside the weights (MiMo): the one other file that is read, by torch's restricted loader. Engines

@@ -44,6 +44,7 @@ class DominoHead(Head):
     name = "Domino head"
     family = "Domino"
     architecture = "DFlashDraftModel"  # by which SGLang finds it
+    speculators_model_type = None  # what it calls "domino" fuses features layer by layer, as DFlare does
     sizes = ("gru_hidden_dim", "emb_dim")
     fields = {**dict.fromkeys(sizes), "pure_draft_prefix_len": 0}
     order = Head.MANY

@@ -19,6 +19,10 @@ import torch
 from torch import nn
 
 
+class UnknownHeadError(ValueError):
+    """A drafter whose head, or whose way of drafting, this package does not know."""
+
+
 class Head:
     """
     How the tokens of a block are chosen; this one takes the likeliest of each slot.
@@ -31,6 +35,7 @@ class Head:
         family (`str`): What others call drafters with this head, as in `layouts_dflash`, where they are refused
             unless a head is of that family.
         architecture (`str`): In the `architectures` of a drafter's `config.json`.
+        speculators_model_type (`str`): Of drafters with this head that speculators writes; `None` where it has none.
         fields (`dict`): Fields of the configuration, nested in `dflash_config` of a file, and their defaults. A
             drafter has the head where the first of them is set.
         sizes (`tuple[str]`): Those of its fields that are sizes: positive integers, or 0 for none; all, or none.
@@ -50,6 +55,7 @@ class Head:
     name = "argmax"
     family = "DFlash"
     architecture = "DFlashDraftModel"
+    speculators_model_type: str | None = "dflash"
     fields: dict = {}
     sizes: tuple[str, ...] = ()
     tensor_names: dict[str, str] = {}
@@ -91,6 +97,11 @@ class Head:
             output.setdefault("num_anchors", 512)  # DeepSpec's reader asks for it
         else:
             del output["sample_from_anchor"]
+
+    @classmethod
+    def method(cls, config) -> str:
+        """What engines call drafting with it: `"dflash"` or `"dspark"`."""
+        return "dspark" if config.sample_from_anchor and not config.has_head else "dflash"
 
     @classmethod
     def needs_teacher(cls, config) -> bool:

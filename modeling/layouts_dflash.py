@@ -12,12 +12,13 @@ from typing import NamedTuple
 from transformers import CONFIG_MAPPING
 from transformers.utils import logging
 
+from .head_dflash import Head, UnknownHeadError
 from .heads_dflash import HEADS
 
 
 logger = logging.get_logger(__name__)
-# In `architectures`, or in `speculators_model_type`: drafters of this family, those that are refused included.
-_FAMILY = re.compile("dflash|dfly|dflare|dspark|domino|lilicorr|xpress|MuseGlimmerAssistantModel", re.IGNORECASE)
+# In `architectures`, or in `speculators_model_type`: drafters without a head of `HEADS`, refused ones included.
+_FAMILIES = "dflash|dfly|dflare|lilicorr|xpress|MuseGlimmerAssistantModel"
 _MUSE = {
     "hidden_size": 6656,
     "intermediate_size": 19968,
@@ -53,7 +54,6 @@ _LAYER_KEYS = (
     "max_position_embeddings",
     "attention_bias",
 )
-_SPECULATORS_DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 
 # Heads that draft in another way, by family; those of `HEADS` are read. A key that is set or the start of a tensor's
 # name gives one away.
@@ -91,10 +91,6 @@ _TENSOR_NAMES = {
 }
 # Recomputed, not loaded.
 _ROTARY = r"(?:^|\.)rotary_emb\."
-
-
-class UnknownHeadError(ValueError):
-    """A drafter whose head, or whose way of drafting, this package does not know."""
 
 
 class Dialect(NamedTuple):
@@ -153,10 +149,8 @@ def is_drafter_config(config: dict) -> bool:
     names = config.get("architectures")
     names = names if isinstance(names, list) else []
     names = [*names, config.get("speculators_model_type")]
-    known = {head.architecture for head in HEADS}
-    return "dflash_config" in config or any(
-        isinstance(name, str) and (name in known or _FAMILY.search(name)) for name in names
-    )
+    families = re.compile("|".join((_FAMILIES, *(head.family for head in HEADS))), re.IGNORECASE)
+    return "dflash_config" in config or any(isinstance(name, str) and families.search(name) for name in names)
 
 
 def canonical_config(config: dict) -> dict:
@@ -215,9 +209,9 @@ def is_left_out(name: str, source_layout: str | None, own_head: bool) -> bool:
     """
     if re.search(_ROTARY, name):
         return True
-    if source_layout in ("speculators", "dspark") and not own_head and name in ("lm_head.weight", "d2t"):
-        return True
-    return source_layout in DIALECTS and re.search(DIALECTS[source_layout].copies, name) is not None
+    if source_layout not in DIALECTS or (own_head and name in ("lm_head.weight", "d2t")):
+        return False
+    return re.search(DIALECTS[source_layout].copies, name) is not None
 
 
 def refuse_other_tensors(names) -> None:
@@ -250,16 +244,11 @@ def _refuse_other_heads(config: dict) -> None:
             raise UnknownHeadError(
                 f"{named[0]} is a {head} drafter, not a DFlash one: {reason}. It cannot be loaded here."
             )
-    kinds = ("dflash", *(family.lower() for family in read if family != "Domino"))  # theirs fuses features, as DFlare
+    heads: list[type[Head]] = [Head, *HEADS]
+    kinds = [head.speculators_model_type for head in heads if head.speculators_model_type]
     if kind and kind not in kinds:
         raise UnknownHeadError(
             f"speculators_model_type={kind!r} is not a DFlash drafter; it must be {' or '.join(map(repr, kinds))}."
-        )
-    bundled = [key for key in config if key.startswith("dspark_")]
-    if bundled:
-        raise UnknownHeadError(
-            f"{bundled[0]}={config[bundled[0]]!r} is of a DSpark drafter inside its target's checkpoint, which cannot "
-            "be loaded here; load one that was published by itself."
         )
     if both.get("use_gemma_norm", False):
         raise ValueError("use_gemma_norm=True is not supported; drafters of this family have use_gemma_norm=False.")
@@ -281,7 +270,7 @@ def _from_speculators(config: dict) -> dict:
         del result["rope_theta"]
     kind = config.pop("speculators_model_type", "dflash")
     if kind == "dflash2":
-        result |= _SPECULATORS_DFLASH2
+        result |= {"conv_kernel_size": 2, "conv_group_size": 16}
     # There sliding layers are causal in the block unless this says otherwise; full layers never are.
     if config.pop("sliding_window_non_causal", kind == "dflash2"):
         result["is_causal"] = False
@@ -386,7 +375,7 @@ DIALECTS = {
     "speculators": Dialect(
         lambda config: "speculators_model_type" in config or "transformer_layer_config" in config,
         _from_speculators,
-        r"^(?:embed_tokens\.|verifier_|t2d$)",
+        r"^(?:embed_tokens\.|lm_head\.weight$|verifier_|t2d$|d2t$)",
     ),
     "muse": Dialect(lambda config: config.get("architectures") == ["MuseGlimmerAssistantModel"], _from_muse),
     "torchspec": Dialect(
@@ -394,10 +383,10 @@ DIALECTS = {
         _from_torchspec,
         r"^embed_tokens\.",
     ),
-    "dspark": Dialect(
-        lambda config: config.get("source_layout") == "dspark",  # as its head has read it
+    "with copies": Dialect(
+        lambda config: config.get("source_layout") == "with copies",  # as its head has read it
         lambda config: config if "rope_dim" in (config.get("rope_parameters") or {}) else _whole_heads(config),
-        r"^(?:embed_tokens\.|t2d$)",
+        r"^(?:embed_tokens\.|lm_head\.weight$|t2d$|d2t$)",
     ),
     "automodel": Dialect(lambda config: "Qwen3DFlash" in str(config.get("architectures")), _whole_heads),
 }

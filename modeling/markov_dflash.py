@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import initialization as init
 
-from .head_dflash import Head
+from .head_dflash import Head, UnknownHeadError
 
 
 TYPES = ("vanilla", "gated", "rnn")
@@ -54,6 +54,7 @@ class MarkovHead(Head):
     name = "Markov head"
     family = "DSpark"
     architecture = "Qwen3DSparkModel"
+    speculators_model_type = "dspark"
     sizes = ("markov_rank",)
     fields = {
         "markov_rank": None,
@@ -77,6 +78,12 @@ class MarkovHead(Head):
     @classmethod
     def read(cls, config: dict) -> dict:
         """DSpark's dialects: flat (DeepSpec, Automodel), nested (SpecForge, ModelOpt), speculators'."""
+        bundled = [key for key in config if key.startswith("dspark_")]
+        if bundled:
+            raise UnknownHeadError(
+                f"{bundled[0]}={config[bundled[0]]!r} is of a DSpark drafter inside its target's checkpoint, which "
+                "cannot be loaded here; load one that was published by itself."
+            )
         nested = config.get("dflash_config")
         nested = nested if isinstance(nested, dict) else {}
         both, kind = {**config, **nested}, str(config.get("speculators_model_type") or "")
@@ -101,8 +108,12 @@ class MarkovHead(Head):
             config = {**config, "dflash_config": {k: v for k, v in nested.items() if k not in others}}
         config = {key: value for key, value in config.items() if key not in others}
         # Without a table of its own the drafter's embedding is a copy of the target's.
-        layout = {} if both.get("has_embed_tokens") else {"source_layout": "dspark"}
+        layout = {} if both.get("has_embed_tokens") else {"source_layout": "with copies"}
         return {**config, **fields, **said, **layout}
+
+    @classmethod
+    def method(cls, config) -> str:
+        return "dspark"
 
     @classmethod
     def needs_teacher(cls, config) -> bool:

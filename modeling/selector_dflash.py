@@ -34,6 +34,7 @@ class PathSelector(Head):
     name = "path selector"
     family = "DFlash2"
     architecture = "DFlash2DraftModel"
+    speculators_model_type = "dflash2"
     sizes = ("selector_rank", "selector_top_k")
     fields = dict.fromkeys(sizes)
     tensor_names = {  # z-lab's own code, of a drafter that it did not load
@@ -42,6 +43,12 @@ class PathSelector(Head):
     }
     order = 1
     samples = True
+
+    @classmethod
+    def read(cls, config: dict) -> dict:
+        """speculators leaves out its defaults."""
+        spoken = config.get("speculators_model_type") == cls.speculators_model_type
+        return {"selector_rank": 256, "selector_top_k": 16, **config} if spoken else config
 
     @classmethod
     def check(cls, config) -> None:

@@ -16,6 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dflash_hf.configs import read_config
 from dflash_hf.files import atomic, digest_of
+from dflash_hf.modeling.checks_dflash import CONVOLUTION_KEYS
 from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
 from dflash_hf.modeling.head_dflash import Head
 from dflash_hf.modeling.markov_dflash import MarkovHead
@@ -46,10 +47,22 @@ _KEYS = {
     "logit_scale": "output_multiplier",
     "final_logit_softcapping": "final_logit_softcapping",
     "block_size": "block_size",
-    "conv_kernel_size": "conv_kernel_size",
-    "conv_group_size": "conv_group_size",
-    "selector_rank": "selector_rank",
-    "selector_top_k": "selector_top_k",
+    **{key: key for key in (*CONVOLUTION_KEYS, *PathSelector.sizes)},
+}
+# The heads that llama.cpp has, and what it calls their tensors.
+_HEADS: dict[type[Head], dict[str, str]] = {
+    Head: {},
+    PathSelector: {
+        "candidate_selector.hidden_projection.weight": "selector_hidden.weight",
+        "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+        "candidate_selector.successor_codebook": "selector_successor.weight",
+    },
+    MarkovHead: {
+        "markov_head.markov_w1.weight": "markov_w1.weight",
+        "markov_head.markov_w2.weight": "markov_w2.weight",
+        "confidence_head.proj.weight": "conf_proj.weight",
+        "confidence_head.proj.bias": "conf_proj.bias",
+    },
 }
 # What `gguf` has no names for. Those of a layer stand without their `layers.N.`.
 _NAMES = {
@@ -62,13 +75,7 @@ _NAMES = {
     "attention_conv.kernel_projection.weight": "attn_conv_proj.weight",
     "mlp_conv.base_kernel": "ffn_conv_base",
     "mlp_conv.kernel_projection.weight": "ffn_conv_proj.weight",
-    "candidate_selector.hidden_projection.weight": "selector_hidden.weight",
-    "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
-    "candidate_selector.successor_codebook": "selector_successor.weight",
-    "markov_head.markov_w1.weight": "markov_w1.weight",
-    "markov_head.markov_w2.weight": "markov_w2.weight",
-    "confidence_head.proj.weight": "conf_proj.weight",
-    "confidence_head.proj.bias": "conf_proj.bias",
+    **{ours: theirs for names in _HEADS.values() for ours, theirs in names.items()},
 }
 # Targets whose graph hands out the inputs of its layers, by GGUF's name and transformers', without signs.
 _FEEDING = {
@@ -119,7 +126,7 @@ def limits(config: DFlashDraftConfig, target: dict | None = None) -> Iterator[tu
         yield "hidden_act", f"{config.hidden_act!r} is neither 'silu' nor 'gelu_pytorch_tanh'."
     if rope["rope_type"] in ("dynamic", "longrope"):
         yield "rope_parameters", f"{rope['rope_type']!r} changes with the length; a GGUF file holds one table."
-    if config.head not in (Head, PathSelector, MarkovHead):
+    if config.head not in _HEADS:
         yield next(iter(config.head.fields)), f"llama.cpp has no {config.head.name}."
     elif config.head is MarkovHead and not (config.markov_rank and config.markov_head_type == "vanilla"):
         kind = f"{config.markov_head_type!r} with markov_rank={config.markov_rank}"
@@ -232,11 +239,9 @@ def _write_keys(writer, config: DFlashDraftConfig, tensors: dict, mrope: bool) -
         writer.add_bool(f"{ARCH}.sample_from_anchor", config.sample_from_anchor)
         writer.add_bool(f"{ARCH}.has_confidence_head", config.enable_confidence_head)
     if _is_dflash2(config):  # of a part that does nothing, see `_tensors`
-        for key, value in {"conv_kernel_size": 1, "conv_group_size": config.hidden_size, "selector_rank": 1}.items():
+        for key in (*CONVOLUTION_KEYS, *PathSelector.sizes):
             if getattr(config, key) is None:
-                writer.add_uint32(f"{ARCH}.{key}", value)
-        if config.selector_top_k is None:
-            writer.add_uint32(f"{ARCH}.selector_top_k", 1)
+                writer.add_uint32(f"{ARCH}.{key}", config.hidden_size if key == "conv_group_size" else 1)
     writer.add_array(f"{ARCH}.target_layers", [i + 1 for i in config.target_layer_ids])  # whose inputs these are
     writer.add_bool(f"{ARCH}.attention.causal", config.layer_is_causal(0))
     sliding = [kind == "sliding_attention" for kind in config.layer_types]
@@ -265,7 +270,7 @@ def _rope_factors(config: DFlashDraftConfig) -> tuple[torch.Tensor, float]:
 
 def _is_dflash2(config: DFlashDraftConfig) -> bool:
     """Whether llama.cpp takes the drafter for a DFlash 2, of which it knows both parts or none."""
-    return config.conv_kernel_size is not None or config.selector_rank is not None
+    return config.conv_kernel_size is not None or config.head is PathSelector
 
 
 def _tensors(draft: DFlashDraftModel, target, revision: str | None) -> dict[str, torch.Tensor]:
@@ -288,7 +293,7 @@ def _tensors(draft: DFlashDraftModel, target, revision: str | None) -> dict[str,
         for i, part in [(i, part) for i in range(config.num_hidden_layers) for part in ("attn", "ffn")]:
             tensors[f"blk.{i}.{part}_conv_base"] = torch.ones(2, 1, config.hidden_size)
             tensors[f"blk.{i}.{part}_conv_proj.weight"] = torch.zeros(2, config.hidden_size)
-    if _is_dflash2(config) and config.selector_rank is None:
+    if _is_dflash2(config) and config.head is not PathSelector:
         tensors["selector_hidden.weight"] = torch.zeros(1, config.hidden_size)
         for part in ("predecessor", "successor"):
             tensors[f"selector_{part}.weight"] = torch.zeros(config.vocab_size, 1)
@@ -464,7 +469,7 @@ def gguf_config(file: str | Path, reader=None) -> dict:
         config |= {"sample_from_anchor": get("sample_from_anchor", True), "confidence_head_with_markov": True}
         config["enable_confidence_head"] = "conf_proj.weight" in names
     return {
-        "architectures": ["DFlash2DraftModel" if "selector_rank" in config else "DFlashDraftModel"],
+        "architectures": [(PathSelector if PathSelector.is_set(config.get) else Head).architecture],
         "model_type": "qwen3",
         **config,
         "target_layer_ids": [i - 1 for i in get("target_layers", [])],

@@ -20,8 +20,9 @@ from dflash_hf.hub.remote import local_folder
 from dflash_hf.hub.safety_rules import SAFETY_RULES
 from dflash_hf.modeling.checkpoint_dflash import checkpoint_files, read_header
 from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
+from dflash_hf.modeling.head_dflash import UnknownHeadError
 from dflash_hf.modeling.heads_dflash import HEADS
-from dflash_hf.modeling.layouts_dflash import UnknownHeadError, canonical_config
+from dflash_hf.modeling.layouts_dflash import canonical_config
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.names import ENGINES, LLAMA_CPP, READERS, SERVERS
 from dflash_hf.terminal import one_line

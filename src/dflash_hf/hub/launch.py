@@ -3,7 +3,6 @@
 import json
 
 from dflash_hf.gguf_format import is_gguf
-from dflash_hf.modeling.markov_dflash import MarkovHead
 from dflash_hf.names import LLAMA_CPP
 from dflash_hf.pairs import Loading
 
@@ -24,19 +23,14 @@ def launch_command(
         `tuple[dict[str, str], list[str]]`: What the environment must hold, and the command.
     """
     loading = loading or Loading()
-    dspark = config.head is MarkovHead or (config.sample_from_anchor and not config.has_head)
     environment: dict[str, str] = {}
+    method = config.head.method(config)
     if engine == LLAMA_CPP:
         command = ["llama-server", "-m" if is_gguf(target) else "-hf", target]
-        kind = "draft-dspark" if dspark else "draft-dflash"
-        command += ["-md" if is_gguf(draft) else "-hfd", draft, "--spec-type", kind]
-        command += [
-            "--spec-draft-n-max",
-            str(config.block_tokens - 1),
-        ]  # its default of 3 would waste the block's rest
+        command += ["-md" if is_gguf(draft) else "-hfd", draft, "--spec-type", f"draft-{method}"]
+        command += ["--spec-draft-n-max", str(config.block_tokens - 1)]  # its default is 3, whatever the block
         return environment, command + (["--chat-template-kwargs", json.dumps(template)] if template else [])
     if engine == "vllm":
-        method = "dspark" if dspark else "dflash"
         speculative = {"method": method, "model": draft, "num_speculative_tokens": config.block_tokens - 1}
         if loading.draft_revision:
             speculative["revision"] = loading.draft_revision
@@ -47,16 +41,11 @@ def launch_command(
             command += ["--default-chat-template-kwargs", json.dumps(template)]
     else:
         command = ["python", "-m", "sglang.launch_server", "--model-path", target]
-        command += [
-            "--speculative-algorithm",
-            "DSPARK" if dspark else "DFLASH",
-            "--speculative-draft-model-path",
-            draft,
-        ]
-        if dspark:
-            command += ["--speculative-dspark-block-size", str(config.block_tokens - 1)]
-        else:
+        command += ["--speculative-algorithm", method.upper(), "--speculative-draft-model-path", draft]
+        if method == "dflash":
             command += ["--speculative-num-draft-tokens", str(config.block_tokens)]
+        else:
+            command += [f"--speculative-{method}-block-size", str(config.block_tokens - 1)]
         if loading.draft_revision:
             command += ["--speculative-draft-model-revision", loading.draft_revision]
     if loading.dtype != "auto":

@@ -150,8 +150,7 @@ def _lay_gguf(folder: Path, repo: str, target: str | Path | None) -> None:
                 repo.rpartition("/")[2].lower().removeprefix("dflash-"),
                 DFlashDraftModel.from_pretrained(folder),
             )
-            kind = "dspark" if draft.config.markov_rank else "dflash"
-            write_gguf(draft, folder / f"{kind}-{name}.gguf", target)
+            write_gguf(draft, folder / f"{draft.config.head.method(draft.config)}-{name}.gguf", target)
         elif file is not None:
             gguf_config(file)
             if file.stat().st_mtime < max(Path(one).stat().st_mtime for one in checkpoint_files(str(folder))):

@@ -7,9 +7,10 @@ lost, mostly in silence.
 from collections.abc import Iterator
 
 from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
+from dflash_hf.modeling.selector_dflash import PathSelector
 
 
-_READ_BY_Z_LAB = ("selector_rank", "conv_kernel_size", "input_embedding_scale", "hidden_act")
+_READ_BY_Z_LAB = (*PathSelector.fields, "conv_kernel_size", "input_embedding_scale", "hidden_act")
 
 
 def unread(config: DFlashDraftConfig, engine: str) -> Iterator[tuple[str, str]]:
@@ -22,11 +23,8 @@ def unread(config: DFlashDraftConfig, engine: str) -> Iterator[tuple[str, str]]:
     """
     rope = config.rope_parameters
     plain = {
+        **config.head.fields,
         "draft_vocab_size": None,
-        "selector_rank": None,
-        "markov_rank": None,
-        "enable_confidence_head": False,
-        "gru_hidden_dim": None,
         "sample_from_anchor": False,
         "conv_kernel_size": None,
         "attention_sink_bias": False,
@@ -45,7 +43,7 @@ def unread(config: DFlashDraftConfig, engine: str) -> Iterator[tuple[str, str]]:
         yield "backbone_rotary_base", "is not read: context and block are rotated by one base."
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         yield "partial_rotary_factor", f"{rope['partial_rotary_factor']} is not read: whole heads are rotated."
-    if engine == "z-lab" and (config.selector_rank is None) != (config.conv_kernel_size is None):
+    if engine == "z-lab" and (config.head is PathSelector) != (config.conv_kernel_size is not None):
         yield "architectures", "DFlash2DraftModel has both a path selector and a convolution there; it stops."
     sliding = [kind == "sliding_attention" for kind in config.layer_types]
     causal = [config.layer_is_causal(i) for i in range(config.num_hidden_layers)]
