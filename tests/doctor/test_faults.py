@@ -2,7 +2,8 @@
 
 import pytest
 from support.chat_pair import OFF, requests
-from support.faults import FAULTS, causal, other_target
+from support.faults import FAULTS, causal, ids_one_down, ids_one_up, other_target
+from support.tiny_chat import END, START
 
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.doctor.diagnosis import diagnose
@@ -25,6 +26,8 @@ def test_on_the_good_pair_nothing_is_named(case):
     assert found.decoded.accepted == found.forced.accepted and sum(found.decoded.blocks) > 30
     assert "none of these" in "\n".join(found.lines())
     assert found.facts()["cause"] is None
+    # A mask token that the target writes or reads would be taken for a token.
+    assert not [one.name for one in found.tried if one.name.startswith((f"mask id {END} ", f"mask id {START} "))]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
@@ -33,6 +36,16 @@ def test_each_fault_is_named(fault, case, tmp_path):
     found = diagnose(case)
     assert found.cause is not None and found.cause.key == FAULTS[fault], "\n".join(found.lines())
     assert found.lines()[-1].endswith(found.cause.remedy)
+
+
+@pytest.mark.parametrize("fault", [ids_one_up, ids_one_down], ids=lambda fault: fault.__name__)
+def test_of_a_few_prompts_a_suspicion_is_named_and_how_many_prompts_settle_it(fault, case, tmp_path):
+    case.rows = case.rows[:16]
+    fault(case, folder=tmp_path)
+    found = diagnose(case)
+    cause, remedy = found.lines()[-2:]
+    assert "layer ids one" in cause or found.cause.key == FAULTS[fault], "\n".join(found.lines())
+    assert found.cause or "standard errors" in cause and "--prompts" in remedy
 
 
 def test_a_target_that_reads_nothing_any_more_is_told_from_other_ids_by_its_base(case):

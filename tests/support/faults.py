@@ -56,6 +56,15 @@ def causal(case, **_):
     case.draft = changed_draft(case.draft, {"is_causal": True})
 
 
+def blocks_twice_as_long(case, **_):
+    case.draft = changed_draft(case.draft, {"block_size": 2 * case.draft.config.block_size})
+
+
+def untrained(case, **_):
+    """As good as a drafter of another target of the same shape."""
+    case.draft = type(case.draft)(case.draft.config).eval()
+
+
 def anchor_first(case, folder):
     """Weights of another layout; only a drafter that can be trained in seconds."""
     case.draft = train_chat_draft(case.target, case.encoder.tokenizer, folder, AnchorFirstTrainer)
@@ -114,6 +123,8 @@ FAULTS = {
     ids_one_down: "layers_up",
     wrong_mask: "mask",
     causal: "causal",
+    blocks_twice_as_long: "block_size",
+    untrained: "target",
     anchor_first: "anchor_first",
     scaled_embedding: "embedding",
     replaced_head: "head",

@@ -1,4 +1,4 @@
-"""All experiments on a pair, and what they say together."""
+"""All experiments on a pair, and the conclusion from them."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -10,25 +10,36 @@ from dflash_hf.data.encode import digests_of_tokenizer
 from dflash_hf.doctor.experiments import Case, Experiment, experiments
 from dflash_hf.doctor.measure import Change, Counts, Text, measure
 from dflash_hf.doctor.texts import surprise
-from dflash_hf.doctor.verdict import accepts_more, difference, is_better, likeliest, likelihood
+from dflash_hf.doctor.verdict import (
+    FEWER,
+    LEAST_NATS,
+    SIGNIFICANT,
+    SUSPICIOUS,
+    accepts_more,
+    difference,
+    is_better,
+    likeliest,
+    likelihood,
+)
 from dflash_hf.evaluation.measure import in_blocks
 
 
-DECODED = 8  # prompts that are decoded
+DECODED = 8  # number of prompts that are decoded
+HARDLY = 1.15  # tau of a drafter that was trained for minutes, or for another target
 
 
 @dataclass
 class Diagnosis:
     """
-    What was found.
+    The result of [`diagnose`].
 
     Args:
-        as_given (`Counts`): Teacher-forced, of the pair as it is.
-        decoded, forced (`Counts`): What decoding accepted, and teacher-forced the same blocks.
-        tried (`list[Experiment]`), counts (`list[Counts]`): The experiments, and what was counted.
+        as_given (`Counts`): Teacher-forced counts of the unchanged pair.
+        decoded, forced (`Counts`): Counts of decoding, and teacher-forced counts of the same blocks.
+        tried (`list[Experiment]`), counts (`list[Counts]`): The experiments and their counts.
         cause (`Experiment`, *optional*): The likeliest cause.
-        surprise, guess (`float`): Nats that a token of the prompts costs the target, and a guess among all.
-        unlike (`list[str]`): `tokenizer` and `template`, where they are not those that the drafter's training saw.
+        surprise, guess (`float`): The target's loss on the prompts, in nats per token, and that of a uniform guess.
+        unlike (`list[str]`): `tokenizer` and `template`, if they differ from those of the drafter's training.
     """
 
     as_given: Counts
@@ -42,18 +53,18 @@ class Diagnosis:
     unlike: list[str]
 
     def lines(self) -> list[str]:
-        """For a terminal."""
+        """Lines for a terminal."""
         texts = sum(n > 0 for n in self.as_given.blocks)
         lines = [
             f"as it is          tau {self.as_given.tau:.2f}, teacher-forced, over {sum(self.as_given.blocks)} blocks "
-            f"of {texts} texts of the target's own",
-            f"slot accepted, %  {_percent(self.as_given.acceptance)}, where all before are",
+            f"of {texts} texts by the target",
+            f"slot accepted, %  {_percent(self.as_given.acceptance)}, if all before it are",
             f"slot correct, %   {_percent(self.as_given.accuracy)}",
             f"decoding          tau {self.decoded.tau:.2f}; teacher-forced, the same blocks {self.forced.tau:.2f}"
             if sum(self.decoded.blocks)
-            else "decoding          drafts nothing: this target decodes plainly, see the warning above",
-            f"prompts           cost the target {self.surprise:.2f} nats a token; a guess costs {self.guess:.2f}",
-            *[f"noticed           the {what} is unlike that of the drafter's training" for what in self.unlike],
+            else "decoding          without drafts: see the warning above",
+            f"prompts           cost the target {self.surprise:.2f} nats per token; guessing costs {self.guess:.2f}",
+            *[f"noticed           the {what} differs from that of the drafter's training" for what in self.unlike],
             "",
             f"{'tried':44}{'tau':>6}{'change':>9}{'std. errors':>13}{'nats':>8}{'std. errors':>13}",
         ]
@@ -65,21 +76,33 @@ class Diagnosis:
             gain, errors = difference(before, counts)
             mark = "  <- likeliest cause" if one is self.cause else "  better" if self.better(one, counts) else ""
             figures = f"{one.name:44}{counts.tau:6.2f}{gain:+9.2f}{errors:+13.1f}"
-            if one.change.texts is None and before.nats:  # of other texts, likelihoods say nothing
+            if one.change.texts is None and before.nats:  # likelihoods of other texts say nothing
                 figures += "{:+8.2f}{:+13.1f}".format(*likelihood(before, counts))
             lines.append(f"{figures:93}{mark}".rstrip())
         lines.append("")
         if self.cause is None:
+            if (nearest := self.nearest()) is not None:
+                one, errors = nearest
+                more = math.ceil(texts * (SIGNIFICANT / errors) ** 2 / 8) * 8
+                return [
+                    *lines,
+                    f"likeliest cause   perhaps {one.name}, by {errors:.1f} standard errors; it takes {SIGNIFICANT} "
+                    "to rule out chance",
+                    f"remedy            measure again with --prompts {more} or more",
+                ]
+            changed = " and ".join(self.unlike)
             return [
                 *lines,
-                "likeliest cause   none of these: no change is better by more than chance. What is accepted is what "
-                "the drafter has learned;",
-                "                  more of the target's own answers and more training raise it.",
+                "likeliest cause   none of these: no change is better by more than chance. "
+                + (f"But the {changed} changed after training;" if changed else "The drafter has learned no more;"),
+                f"                  use the {changed} of training, or train with the new one."
+                if changed
+                else "                  more of the target's own answers and more training raise acceptance.",
             ]
         return [*lines, f"likeliest cause   {self.cause.cause}", f"remedy            {self.cause.remedy}"]
 
     def before(self, one: Experiment) -> Counts:
-        """What an experiment is compared with."""
+        """The counts that an experiment is compared with."""
         return self.decoded if one.key == "decoding" else self.as_given
 
     def better(self, one: Experiment, counts: Counts) -> bool:
@@ -87,8 +110,20 @@ class Diagnosis:
         same = one.change.texts is None
         return is_better(before, counts, same) if before.nats else accepts_more(before, counts, same)
 
+    def nearest(self) -> tuple[Experiment, float] | None:
+        """The change that comes nearest to a cause, in standard errors; `None` if all are far from it."""
+        found = [(0.0, 0)]
+        for i, (one, counts) in enumerate(zip(self.tried, self.counts, strict=True)):
+            gain, errors = difference(self.before(one), counts)
+            if one.change.texts is None and self.before(one).nats and errors > FEWER:
+                gain, errors = max((gain, errors), likelihood(self.before(one), counts), key=lambda pair: pair[1])
+            if gain >= LEAST_NATS:
+                found.append((errors, i))
+        errors, i = max(found)
+        return (self.tried[i], errors) if errors >= SUSPICIOUS else None
+
     def facts(self) -> dict:
-        """For `--json`."""
+        """The data for `--json`."""
         tried = []
         for one, counts in zip(self.tried, self.counts, strict=True):
             before = self.before(one)
@@ -116,10 +151,10 @@ def _percent(shares: list[float]) -> str:
 
 def diagnose(case: Case, progress: Callable[[Iterable], Iterable] = iter) -> Diagnosis:
     """
-    Try everything on a pair.
+    Run all experiments on a pair.
 
     Raises:
-        `ValueError`: the target's answers are too short to draft in.
+        `ValueError`: the target's answers are too short for drafts.
     """
     answered = sum(text is not None for text in case.texts)
     if answered < 2:
@@ -127,19 +162,19 @@ def diagnose(case: Case, progress: Callable[[Iterable], Iterable] = iter) -> Dia
             f"Two answers of more than a token or two are needed, and {len(case.rows)} prompt(s) gave {answered}; "
             "give more with --data."
         )
-    # 1. Everything but decoding: one list of changes, the pair as it is first.
+    # 1. All experiments but decoding; the unchanged pair comes first.
     tried = experiments(case)
     changes = [one.change for one in tried]
     as_given, *counts = measure(case.target, case.draft, case.texts, [Change(), *changes], progress)
-    # 2. Decoding against the same drafts, teacher-forced; and whether the target can read its prompts.
+    # 2. Decoding against teacher forcing, and whether the target can read its prompts.
     decoded, forced = decoding(case)
     nats = surprise(case.target, case.prompts)
     guess = math.log(case.target.get_input_embeddings().weight.shape[0])
     trained_with = case.draft.config.dflash_config.get("trained_with", {})
     unlike = differing(trained_with, digests_of_tokenizer(case.encoder.tokenizer))
-    # 3. The explanation: what spoils everything else, then what decoding alone loses, then the best change.
+    # 3. The cause: unreadable prompts, then a loss in decoding alone, then the best change.
     cause = None
-    if nats > guess:  # it cannot read them: other ids than those that it knows, or a target that is damaged
+    if nats > guess:  # it cannot read them: wrong ids, or a damaged target
         damaged = case.base is not None and surprise(case.base, case.prompts) < guess
         cause = [one for one in tried if one.key == ("base" if damaged else "tokenizer")][-1]
     elif accepts_more(decoded, forced, same_blocks=True):
@@ -149,18 +184,22 @@ def diagnose(case: Case, progress: Callable[[Iterable], Iterable] = iter) -> Dia
     else:
         best = likeliest(as_given, counts, [change.texts is None for change in changes])
         cause = None if best is None else tried[best]
+        if max(as_given.tau, 1.0 if best is None else counts[best].tau) < HARDLY:
+            cause = _hardly_anything(case)
+            tried.append(cause)
+            counts.append(as_given)
     return Diagnosis(as_given, decoded, forced, tried, counts, cause, nats, guess, unlike)
 
 
 def differing(before: dict, now: dict) -> list[str]:
-    """The names under which both have something, and not the same."""
+    """The names whose values differ."""
     return [name for name in ("tokenizer", "template") if name in before and before[name] != now[name]]
 
 
 def decoding(case: Case) -> tuple[Counts, Counts]:
     """
-    What decoding accepts, and what the same drafter does teacher-forced at the anchors where decoding drafted; in fp32
-    they are equal, block by block. The last block of a text, which its end cuts short, is left out.
+    Counts of decoding, and teacher-forced counts at the same anchors; in fp32 they are equal, block by block. The last
+    block of each text is left out: the end of the text cuts it short.
     """
     decoded, texts = Counts(), []
     for text, prompt in zip(case.texts, case.prompts, strict=True):
@@ -184,12 +223,22 @@ def decoding(case: Case) -> tuple[Counts, Counts]:
     return decoded, measure(case.target, case.draft, texts, [Change()])[0]
 
 
+def _hardly_anything(case: Case) -> Experiment:
+    return Experiment(
+        "target",
+        "nothing changed",
+        Change(),
+        "hardly any draft is accepted: the drafter was trained for another target, or hardly at all",
+        case.train_again(),
+    )
+
+
 def _decoding_is_worse(case: Case) -> Experiment:
     names = case.names
     return Experiment(
         "decoding",
-        "teacher-forced in place of decoding",
+        "teacher forcing instead of decoding",
         Change(),
-        "decoding accepts less than the same blocks, teacher-forced: a fault of decoding, or of its precision",
+        "decoding accepts less than teacher forcing does in the same blocks: a defect, or low precision",
         f"dflash eval --target {names['target']} --draft {names['draft']} --data prompts.jsonl --dtype float32",
     )

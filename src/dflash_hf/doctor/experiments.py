@@ -1,7 +1,7 @@
 """
-What may be wrong with a pair, each as one small change of it. A new suspicion is a new entry of a list here.
+Possible causes of low acceptance, each tested by one small change. A new suspicion is a new function here.
 
-Entries stand in the order in which they are believed where several gain alike: those that change least come first.
+If several changes gain about the same, the first in the list is the cause: the smallest changes come first.
 """
 
 import json
@@ -17,6 +17,7 @@ from dflash_hf.data.encode import RowEncoder
 from dflash_hf.doctor.measure import Change
 from dflash_hf.doctor.texts import Writer, encoded
 from dflash_hf.modeling.target_dflash import text_depth
+from dflash_hf.responses import eos_ids
 from dflash_hf.target import spare_token_id
 
 
@@ -27,16 +28,17 @@ MOST_MASKS = 8
 @dataclass
 class Case:
     """
-    A pair, and what it is measured on.
+    A pair and the prompts to measure it on.
 
     Args:
         target, draft: The pair.
-        writer (`Writer`): Writes the target's texts.
-        rows (`list[dict]`): What the target is asked.
+        writer (`Writer`): Generates the target's texts.
+        rows (`list[dict]`): Rows with prompts.
         encoder (`RowEncoder`, *optional*): Tokenizer and arguments of the chat template, as the pair is used.
-        base (`PreTrainedModel`, *optional*): What the drafter was trained for, where the target was made from it.
-        tokenizers (`dict`): Others to try, by where they come from.
-        names (`dict[str, str]`): `target`, `draft` and `base` as they are written in a remedy.
+        base (`PreTrainedModel`, *optional*): The model that the target was made from, if the drafter was trained for
+            it.
+        tokenizers (`dict`): Other tokenizers to try, by origin.
+        names (`dict[str, str]`): Names of `target`, `draft` and `base` in remedies.
     """
 
     target: object
@@ -57,7 +59,7 @@ class Case:
         return self.writer.answered(self.prompts)
 
     def remedy_in_config(self, changes: str) -> str:
-        """A line for the shell that changes the drafter's `config.json`: assignments to its configuration `c`."""
+        """A shell command that changes the drafter's `config.json` by assignments to its configuration `c`."""
         name = self.names["draft"]
         folder, download = name, ""
         if not Path(name).expanduser().exists():
@@ -67,7 +69,7 @@ class Case:
         return f'{download}python -c "{load}; {changes}; c.save_pretrained({folder!r})"'
 
     def train_again(self) -> str:
-        """The lines that train a drafter for this very target."""
+        """The commands that train a drafter for this target."""
         target = self.names["target"]
         return (
             f"dflash prompts --target {target} --count 10000 --output prompts.jsonl && "
@@ -83,10 +85,10 @@ class Experiment:
 
     Args:
         key (`str`): For programs.
-        name (`str`): What is changed, for people.
-        change (`Change`): The same for [`~dflash_hf.doctor.measure.measure`].
-        cause (`str`): What is wrong if it helps.
-        remedy (`str`): What to do then, as a line for the shell.
+        name (`str`): Description of the change.
+        change (`Change`): The change for [`~dflash_hf.doctor.measure.measure`].
+        cause (`str`): The problem, if the change helps.
+        remedy (`str`): What to do then, as a shell command.
     """
 
     key: str
@@ -97,7 +99,7 @@ class Experiment:
 
 
 def experiments(case: Case) -> list[Experiment]:
-    """All that can be tried on a pair."""
+    """All experiments for a pair."""
     families = (masks, layers, blocks, embeddings, heads, ropes, windows, dtypes, templates, tokenizers, bases)
     return [experiment for family in families for experiment in family(case)]
 
@@ -108,29 +110,31 @@ def _in_config(case: Case, key: str, name: str, cause: str, **fields) -> Experim
 
 
 def masks(case: Case) -> Iterator[Experiment]:
-    """Another token in the unknown slots: the natural ones, and the tokenizer's special ones."""
+    """Another mask token: the usual ones and the tokenizer's special ones, except those in the texts."""
     config, tokenizer = case.draft.config, case.encoder.tokenizer
     if config.own_mask_embedding:
         return
     rows = case.target.get_input_embeddings().weight.shape[0]
+    read = {token for text in case.texts if text is not None for token in text.input_ids[0].tolist()}
+    read |= eos_ids(case.target.generation_config)
     names = {spare_token_id(case.target, tokenizer): "first spare row", rows - 1: "last row"}
     for name in ("mask", "pad", "unk", "eos", "bos"):
         names.setdefault(getattr(tokenizer, f"{name}_token_id", None), f"{name} token")
     for token_id, token in sorted(tokenizer.added_tokens_decoder.items(), reverse=True)[:MOST_MASKS]:
         names.setdefault(token_id, str(token))
     for token_id, name in names.items():
-        if token_id is not None and 0 <= token_id < rows and token_id != config.mask_token_id:
+        if token_id is not None and 0 <= token_id < rows and token_id not in {config.mask_token_id, *read}:
             yield _in_config(
                 case,
                 "mask",
                 f"mask id {token_id} ({name})",
-                f"mask_token_id={config.mask_token_id} is not the token that stood in the unknown slots in training",
+                f"mask_token_id={config.mask_token_id} is not the mask token of training",
                 mask_token_id=token_id,
             )
 
 
 def layers(case: Case) -> Iterator[Experiment]:
-    """Features of the layers one up and one down: how others count them."""
+    """Features of the layers one above and one below: others count from 1."""
     ids, depth = case.draft.config.target_layer_ids, text_depth(case.target.config)
     for key, step, word in (("layers_down", -1, "down"), ("layers_up", 1, "up")):
         moved = [i + step for i in ids]
@@ -139,34 +143,37 @@ def layers(case: Case) -> Iterator[Experiment]:
                 case,
                 key,
                 f"layer ids one {word}, {moved}",
-                f"target_layer_ids={ids} name other layers than those of training: they are counted from 0, and id i "
-                "is the output of layer i",
+                f"target_layer_ids={ids} are not the layers of training: they count from 0, and id i is the output "
+                "of layer i",
                 target_layer_ids=moved,
             )
 
 
 def blocks(case: Case) -> Iterator[Experiment]:
-    """How a block is read: causal or not, anchor-first or not."""
+    """How a block is read: its size, causal or not, anchor-first or not."""
     config = case.draft.config
     causal = [config.layer_is_causal(i) for i in range(config.num_hidden_layers)]
     for wanted, name in ((True, "causal blocks"), (False, "bidirectional blocks")):
         if any(one != wanted for one in causal):
-            cause = f"is_causal={config.is_causal} is not how the drafter was trained to see its own block"
+            cause = f"is_causal={config.is_causal} is not the attention mask of training"
             yield _in_config(case, "causal", name, cause, is_causal=wanted)
+    for size in (config.block_size // 2, config.block_size * 2):
+        if size > 1:
+            cause = f"block_size={config.block_size} is not the size of the blocks in training"
+            yield _in_config(case, "block_size", f"blocks of {size}", cause, block_size=size)
     yield Experiment(
         "anchor_first",
         "anchor-first blocks",
         Change(shift=1),
-        "the weights are anchor-first: slot k drafts the token at anchor + 1 + k, in DFlash's layout the one at "
-        "anchor + k",
-        case.train_again() + "  # or serve it by an engine that reads sample_from_anchor",
+        "the weights are anchor-first: slot k drafts the token at anchor + 1 + k; in DFlash's layout it is anchor + k",
+        case.train_again() + "  # or serve it with an engine that supports sample_from_anchor",
     )
 
 
 def embeddings(case: Case) -> Iterator[Experiment]:
     """The block's embeddings, raw or scaled."""
     config, target = case.draft.config, case.target.config.get_text_config()
-    scales = {"raw": 1.0, "times the root of the width": config.hidden_size**0.5}
+    scales = {"raw": 1.0, "times the square root of the width": config.hidden_size**0.5}
     for name in ("embedding_multiplier", "scale_emb", "emb_scale"):
         if isinstance(getattr(target, name, None), int | float):
             scales["scaled as the target's"] = float(getattr(target, name))
@@ -176,7 +183,7 @@ def embeddings(case: Case) -> Iterator[Experiment]:
                 case,
                 "embedding",
                 f"embedding {name}",
-                f"input_embedding_scale={config.input_embedding_scale:g} is not that of training",
+                f"input_embedding_scale={config.input_embedding_scale:g} is not the scale of training",
                 input_embedding_scale=round(scale, 4),
             )
 
@@ -193,7 +200,7 @@ class _CutHead(nn.Module):
 
 
 def heads(case: Case) -> Iterator[Experiment]:
-    """Another head for the drafts: the embedding's rows, or as many as the drafter knows."""
+    """Another head for the drafts: the embedding, or only the rows that the drafter knows."""
     head, embedding = case.target.get_output_embeddings(), case.target.get_input_embeddings()
     known, rows = case.draft.config.vocab_size, embedding.weight.shape[0]
     if case.draft.config.has_own_head:
@@ -203,8 +210,8 @@ def heads(case: Case) -> Iterator[Experiment]:
             "head",
             "the embedding as head",
             Change(head=_CutHead(embedding, rows)),
-            "the target's head is not the one that the drafter was trained with, which was its embedding: it was "
-            "replaced, or a norm was multiplied into it",
+            "the target's head is no longer its embedding, as in the drafter's training: it was replaced, or a norm "
+            "was folded into it",
             case.train_again(),
         )
     if known is not None and known < head.weight.shape[0]:
@@ -212,7 +219,7 @@ def heads(case: Case) -> Iterator[Experiment]:
             "head_rows",
             f"the head's first {known} rows",
             Change(head=_CutHead(head, known)),
-            f"the target's head was given {head.weight.shape[0] - known} more rows than the drafter knows",
+            f"the target's head has {head.weight.shape[0] - known} more rows than the drafter knows",
             f'python -c "from transformers import AutoModelForCausalLM as M; m = M.from_pretrained('
             f"{case.names['target']!r}, dtype='auto'); m.resize_token_embeddings({known}); "
             f'm.save_pretrained({case.names["target"] + "-resized"!r})"',
@@ -220,25 +227,27 @@ def heads(case: Case) -> Iterator[Experiment]:
 
 
 def ropes(case: Case) -> Iterator[Experiment]:
-    """Rotary tables: the target's own, the default that a lost one falls back to, one for block and context."""
+    """Rotary embeddings: the target's own, the default, and the same one for block and context."""
     config, own = case.draft.config, case.draft.config.rope_parameters
     fresh = type(config).for_target(case.target.config, 0, target_layer_ids=config.target_layer_ids).rope_parameters
     plain = {"rope_type": "default", "rope_theta": 10_000.0}
     for name, rope in (("the target's", fresh), ("with base 10000", plain)):
         if rope and any(rope.get(key) != own.get(key) for key in ("rope_type", "rope_theta", "factor")):
-            cause = f"the drafter's rotary embedding, {json.dumps(own)}, is not that of its training"
+            cause = f"the drafter's rotary embedding, {json.dumps(own)}, is not the one of training"
             yield _in_config(case, "rope", f"rotary embedding {name}", cause, rope_parameters=rope)
     if config.backbone_rotary_base is not None:
-        cause = f"backbone_rotary_base={config.backbone_rotary_base:g} turns the context otherwise than in training"
+        cause = (
+            f"backbone_rotary_base={config.backbone_rotary_base:g} is not the rotary base of training for the context"
+        )
         yield _in_config(case, "rope", "one rotary base", cause, backbone_rotary_base=None)
     elif fresh and fresh.get("rope_theta") != own.get("rope_theta"):
-        cause = "the context's keys are turned by another base than in training"
+        cause = "the rotary base of the context's keys is not the one of training"
         base = fresh["rope_theta"]
-        yield _in_config(case, "rope", f"context turned by {base:g}", cause, backbone_rotary_base=base)
+        yield _in_config(case, "rope", f"context with base {base:g}", cause, backbone_rotary_base=base)
 
 
 def windows(case: Case) -> Iterator[Experiment]:
-    """The context cut to a window, and no window."""
+    """Windows over the context, and no window."""
     config = case.draft.config
     longest = max((text.input_ids.shape[1] for text in case.texts if text is not None), default=0)
     causal = config.layer_is_causal(0)
@@ -247,7 +256,7 @@ def windows(case: Case) -> Iterator[Experiment]:
             case,
             "window",
             "no window",
-            f"layer_types and sliding_window={config.sliding_window} hide context that training showed",
+            f"layer_types and sliding_window={config.sliding_window} hide context that was visible in training",
             layer_types=["full_attention"] * config.num_hidden_layers,
             is_causal=causal,
         )
@@ -257,7 +266,7 @@ def windows(case: Case) -> Iterator[Experiment]:
                 case,
                 "window",
                 f"context of {window} tokens",
-                "the drafter is lost in contexts longer than those of its training",
+                "the drafter fails in contexts longer than in training",
                 layer_types=["sliding_attention"] * config.num_hidden_layers,
                 sliding_window=window,
                 is_causal=causal,
@@ -271,7 +280,7 @@ def dtypes(case: Case) -> Iterator[Experiment]:
             "dtype",
             "drafter in float32",
             Change(dtype=torch.float32),
-            f"the drafter does not work in {str(case.draft.dtype).removeprefix('torch.')}",
+            f"the drafter loses accuracy in {str(case.draft.dtype).removeprefix('torch.')}",
             f"dflash generate --target {case.names['target']} --draft {case.names['draft']} --dtype float32",
         )
 
@@ -284,7 +293,7 @@ def templates(case: Case) -> Iterator[Experiment]:
         return
     tried = [case.prompts]
     switch = next((name for name in ("enable_thinking", "thinking") if name in str(template)), None)
-    for value, name in ((False, "thinking off"), (True, "thinking on"), (None, "thinking unsaid")):
+    for value, name in ((False, "thinking off"), (True, "thinking on"), (None, "thinking not set")):
         wanted = {key: one for key, one in now.items() if key != switch} | (
             {switch: value} if value is not None else {}
         )
@@ -295,8 +304,7 @@ def templates(case: Case) -> Iterator[Experiment]:
                 "thinking",
                 name,
                 Change(texts=partial(case.writer.answered, prompts)),
-                f"the drafter was not trained with chat_template_kwargs={json.dumps(now)}: it drafts a mode that it "
-                "hardly knows",
+                f"the drafter was not trained with chat_template_kwargs={json.dumps(now)}, but in another mode",
                 case.remedy_in_config(f"c.dflash_config['chat_template_kwargs'] = {wanted!r}"),
             )
     prompts = encoded(case.encoder, case.rows, raw=True)
@@ -305,13 +313,13 @@ def templates(case: Case) -> Iterator[Experiment]:
             "raw",
             "without the chat template",
             Change(texts=partial(case.writer.answered, prompts)),
-            "the drafter was trained without the chat template, or the template is not that of the target",
+            "the drafter was trained without the chat template, or it is not the target's template",
             f"dflash eval --target {case.names['target']} --draft {case.names['draft']} --data prompts.jsonl --raw",
         )
 
 
 def tokenizers(case: Case) -> Iterator[Experiment]:
-    """Other tokenizers, where there are any, and none at all: text that the target begins by itself."""
+    """Other tokenizers, if there are any, and no tokenizer: text that the target starts itself."""
     cause = "the tokenizer or chat template is not the one that the target and its drafter were trained with"
     for origin, tokenizer in (case.tokenizers or {}).items():
         prompts = encoded(replace(case.encoder, tokenizer=tokenizer), case.rows)
@@ -334,20 +342,18 @@ def tokenizers(case: Case) -> Iterator[Experiment]:
 
 
 def bases(case: Case) -> Iterator[Experiment]:
-    """Parts of the model that the target was made from, and all of it."""
+    """Parts of the model that the target was made from, and the whole model."""
     base = case.base
     if base is None:
         return
     name = case.names["base"]
     again = case.train_again()
     if not case.draft.config.has_own_head:
-        cause = "the target's head is not that of its base, with which the drafter was trained"
+        cause = "the target's head differs from its base's, with which the drafter was trained"
         yield Experiment("head", "head of the base", Change(head=base.get_output_embeddings()), cause, again)
-    cause = "the target's embedding is not that of its base, with which the drafter was trained"
+    cause = "the target's embedding differs from its base's, with which the drafter was trained"
     yield Experiment("embedding_weights", "embedding of the base", Change(embedding=base), cause, again)
-    cause = (
-        "the target's layers, quantised or trained further, are no longer those that the drafter was trained to read"
-    )
+    cause = "the target's layers have changed since the drafter was trained, by quantisation or further training"
     yield Experiment("base", "features of the base", Change(features=base), cause, again)
     whole = Change(features=base, embedding=base, head=base.get_output_embeddings())
     yield Experiment("base", "features, embedding and head of the base", whole, cause, again)
@@ -356,6 +362,6 @@ def bases(case: Case) -> Iterator[Experiment]:
         "base",
         "the base itself, on its own text",
         replace(whole, texts=partial(writer.answered, case.prompts)),
-        f"the drafter fits {name}, and no longer what was made of it",
+        f"the drafter fits {name}, and no longer the model made from it",
         again,
     )

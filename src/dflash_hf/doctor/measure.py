@@ -1,10 +1,10 @@
 """
 Teacher-forced acceptance under small changes, over the same blocks.
 
-A text is fixed, and in it the anchors. Of each anchor the drafter fills one block, given the target's features of the
-text before it, and the accepted prefix is counted: what verification would accept there, were the text the target's
-own; and the text's tokens are weighed: how likely the drafter holds them. A change is measured by doing both again;
-where it concerns the drafter alone, on features computed once.
+Texts and anchors are fixed. At each anchor the drafter fills one block, given the target's features of the text before
+it. Counted are the accepted prefix (what verification would accept if the target had written the text) and the
+drafter's log-probability of the text's tokens. A change is measured by counting again; if it affects the drafter
+alone, on the same features.
 """
 
 import copy
@@ -26,7 +26,7 @@ from dflash_hf.training.start import draft_ids
 @dataclass
 class Text:
     """
-    A prompt and its answer, and the anchors of the blocks that are drafted in it.
+    A prompt with its answer, and the anchors of the blocks to draft.
 
     Args:
         input_ids (`torch.LongTensor`): `[1, S]`.
@@ -38,11 +38,11 @@ class Text:
 
     @classmethod
     def of(cls, prompt: Sequence[int], answer: Sequence[int], block_size: int, anchors: int, seed: int = 0):
-        """Anchors drawn in the answer, if possible those whose block it fills; `None` of one that is too short."""
+        """Draw anchors in the answer, if possible with whole blocks; `None` if the answer is too short."""
         ids = torch.tensor([[*prompt, *answer]])
         mask = (torch.arange(ids.shape[1]) >= len(prompt)).long()[None]
         whole = mask.clone()
-        whole[:, max(ids.shape[1] - block_size + 2, len(prompt) + 2) :] = 0  # an anchor wants its next token, too
+        whole[:, max(ids.shape[1] - block_size + 2, len(prompt) + 2) :] = 0  # the token after an anchor is needed too
         for eligible in (whole, mask):
             places, valid = sample_anchors(eligible, anchors, torch.Generator().manual_seed(seed))
             if valid.any():
@@ -53,16 +53,16 @@ class Text:
 @dataclass
 class Change:
     """
-    What one measurement does otherwise than the pair as it is given.
+    A change to the pair.
 
     Args:
         config (`dict`): Fields of the drafter's configuration.
-        features (`PreTrainedModel`, *optional*): The model whose layers are read, in place of the target.
-        embedding (`PreTrainedModel`, *optional*): The model whose embedding fills the block.
-        head (`nn.Module`, *optional*): The head of the drafts.
-        shift (`int`): 1 reads the blocks anchor-first, where the drafter is not, and the other way round.
-        dtype (`torch.dtype`, *optional*): Of the drafter.
-        texts (`Callable`, *optional*): Makes other texts; called when they are needed.
+        features (`PreTrainedModel`, *optional*): Model to read features from.
+        embedding (`PreTrainedModel`, *optional*): Model whose embedding is used.
+        head (`nn.Module`, *optional*): Head to draft with.
+        shift (`int`): 1 switches between anchor-first blocks and DFlash's.
+        dtype (`torch.dtype`, *optional*): The drafter's dtype.
+        texts (`Callable`, *optional*): Returns other texts; called when they are needed.
     """
 
     config: dict = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Change:
 
 
 def changed_draft(draft: DFlashDraftModel, fields: dict, dtype: torch.dtype | None = None) -> DFlashDraftModel:
-    """The same drafter under another configuration; of its weights nothing is copied, unless `dtype` is another."""
+    """The drafter with another configuration; its weights are shared unless `dtype` differs."""
     if not fields and dtype in (None, draft.dtype):
         return draft
     config = copy.deepcopy(draft.config)
@@ -87,15 +87,16 @@ def changed_draft(draft: DFlashDraftModel, fields: dict, dtype: torch.dtype | No
 @torch.no_grad()
 def hits(target, draft: DFlashDraftModel, text: Text, features: torch.Tensor, change: Change):
     """
-    Which drafted tokens are the text's, block by block, and how likely the text's tokens are to the drafter.
+    Which drafted tokens match the text, block by block, and the drafter's log-probabilities of the text's tokens.
 
     Args:
-        draft (`DFlashDraftModel`): Of [`changed_draft`].
-        features (`torch.Tensor`): `[1, S, L*H]`, of the layers that the drafter reads.
+        draft (`DFlashDraftModel`): The result of [`changed_draft`].
+        features (`torch.Tensor`): `[1, S, L*H]`, from the layers that the drafter reads.
 
     Returns:
-        `correct` and `counted`, `torch.BoolTensor` `[A, B-1]`, of slots 1..B-1; the end of the text counts nothing.
-        `nats`, `torch.Tensor` `[A, B-1]`, log-probabilities; 0 of what is not counted or cannot be drafted.
+        `correct` and `counted`, `torch.BoolTensor` `[A, B-1]`, for slots 1..B-1; slots past the end of the text are
+        not counted. `nats`, `torch.Tensor` `[A, B-1]`, log-probabilities; 0 if a token is not counted or cannot be
+        drafted.
     """
     config, device = draft.config, features.device
     ids, anchors = text.input_ids.to(device), text.anchors.to(device)
@@ -127,19 +128,20 @@ def hits(target, draft: DFlashDraftModel, text: Text, features: torch.Tensor, ch
 @dataclass
 class Counts:
     """
-    Of one measurement, for each text.
+    The counts of one measurement, text by text.
 
     Args:
         accepted (`list[int]`): Drafted tokens that verification would accept, over the blocks of the text.
-        blocks (`list[int]`): Blocks.
-        nats (`list[float]`): Log-probability of the text's tokens, over its blocks; none where tokens were decoded.
+        blocks (`list[int]`): Number of blocks.
+        nats (`list[list[float]]`): Log-probability of the text's tokens in each slot, summed over its blocks; empty
+            if tokens were decoded.
         slots (`torch.Tensor`): `[4, B-1]`, over all texts: of slots 1..B-1 the tokens counted, correct, reached (all
             before are correct) and accepted.
     """
 
     accepted: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
-    nats: list[float] = field(default_factory=list)
+    nats: list[list[float]] = field(default_factory=list)
     slots: torch.Tensor | float = 0.0
 
     def add(self, correct: torch.BoolTensor, counted: torch.BoolTensor, nats: torch.Tensor) -> None:
@@ -147,28 +149,28 @@ class Counts:
         kept = slots[3]
         self.accepted.append(int(kept.sum()))
         self.blocks.append(len(kept))
-        self.nats.append(nats.sum().item())
+        self.nats.append(nats.sum(0).tolist())
         self.slots = self.slots + slots.sum(1).cpu().float()
 
     def nothing(self) -> None:
-        """There is no text of this prompt."""
+        """Count a prompt without a text."""
         self.accepted.append(0)
         self.blocks.append(0)
-        self.nats.append(0.0)
+        self.nats.append([])
 
     @property
     def tau(self) -> float:
-        """The mean over all blocks of the accepted prefix, plus the bonus token."""
+        """Mean accepted prefix over all blocks, plus the bonus token."""
         return 1 + sum(self.accepted) / max(sum(self.blocks), 1)
 
     @property
     def accuracy(self) -> list[float]:
-        """The share of correct tokens, slot by slot."""
+        """Share of correct tokens, by slot."""
         return (self.slots[1] / self.slots[0].clamp(min=1)).tolist()
 
     @property
     def acceptance(self) -> list[float]:
-        """The same where all slots before are right."""
+        """Share of correct tokens where all slots before are correct, by slot."""
         return (self.slots[3] / self.slots[2].clamp(min=1)).tolist()
 
 
@@ -180,15 +182,15 @@ def measure(
     progress: Callable[[Iterable], Iterable] = iter,
 ) -> list[Counts]:
     """
-    Count under every change. A target reads a text once, however many changes there are.
+    Count with each change. A target reads each text once.
 
     Args:
-        texts (`list[Text]`): Of one prompt each; of changes that make their own, text `i` is still of prompt `i`.
+        texts (`list[Text]`): One per prompt; texts that a change makes correspond to the same prompts.
     """
     twins = [changed_draft(draft, change.config, change.dtype) for change in changes]
     own = [texts if change.texts is None else change.texts() for change in changes]
     counts = [Counts() for _ in changes]
-    # Who reads which texts, and which changes that serves.
+    # Changes by texts, and by the model that reads them.
     readers: dict[tuple[int, int], list[int]] = {}
     for number, change in enumerate(changes):
         readers.setdefault((id(own[number]), id(change.features or target)), []).append(number)

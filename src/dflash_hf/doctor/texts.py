@@ -1,4 +1,4 @@
-"""Texts of the target's own: what blocks are drafted in, prompted in one way or another."""
+"""Texts by the target, in which blocks are drafted."""
 
 import copy
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from dflash_hf.target import generate_responses
 
 class Writer:
     """
-    Writes texts: a prompt, and the greedy answer of a target. What was written once is not written again.
+    Generates texts: prompts with greedy answers of a target. Texts are cached.
 
     Args:
-        target (`PreTrainedModel`): Who answers.
-        block_size (`int`): Of the drafter.
-        max_new_tokens (`int`): Longest answer.
-        anchors (`int`): Blocks of a text.
-        batch_size (`int`): Answers written at once.
+        target (`PreTrainedModel`): The target.
+        block_size (`int`): The drafter's block size.
+        max_new_tokens (`int`): Maximum length of an answer.
+        anchors (`int`): Blocks per text.
+        batch_size (`int`): Answers generated together.
     """
 
     def __init__(self, target, block_size: int, max_new_tokens: int = 128, anchors: int = 16, batch_size: int = 8):
@@ -30,11 +30,11 @@ class Writer:
         self.written: dict[str, list] = {}
 
     def of(self, other) -> "Writer":
-        """The same for another target."""
+        """A writer with the same settings for another target."""
         return Writer(other, self.block_size, self.max_new_tokens, self.anchors, self.batch_size)
 
     def answered(self, prompts: Sequence[Sequence[int]]) -> list[Text | None]:
-        """A text for each prompt; `None` for one that is empty, or answered by a single token."""
+        """A text for each prompt; `None` if the prompt is empty or the answer a single token."""
         asked = digest_of([list(prompt) for prompt in prompts])
         if asked not in self.written:
             self.written[asked] = self._answered(prompts)
@@ -55,8 +55,8 @@ class Writer:
 
     def free(self, count: int, seed: int = 0) -> list[Text | None]:
         """
-        Texts that no tokenizer had a part in: the target begins them itself, after its first token, by sampling a
-        quarter of them, and goes on greedily.
+        Texts without a tokenizer: after its first token the target samples a quarter of each text, and continues
+        greedily.
         """
         config = self.target.generation_config
         first = next((one for one in (config.bos_token_id, config.eos_token_id) if one is not None), None)
@@ -66,7 +66,7 @@ class Writer:
         start = max(self.max_new_tokens // 4, 2)
         with torch.random.fork_rng(devices=[self.target.device] if self.target.device.type == "cuda" else []):
             torch.manual_seed(seed)
-            begun = self.target.generate(
+            start_ids = self.target.generate(
                 torch.full((count, 1), first, device=self.target.device),
                 attention_mask=torch.ones(count, 1, dtype=torch.long, device=self.target.device),
                 do_sample=True,
@@ -76,12 +76,12 @@ class Writer:
                 min_new_tokens=start,
                 max_new_tokens=start,
             )
-        return self.answered(begun.tolist())
+        return self.answered(start_ids.tolist())
 
 
 @torch.no_grad()
 def surprise(target, prompts: Sequence[Sequence[int]]) -> float:
-    """Nats for each token of the prompts but their first, for the target; a guess among all tokens costs `ln V`."""
+    """The target's loss in nats per token of the prompts, without their first; a uniform guess costs `ln V`."""
     total = count = 0
     rows = target.get_input_embeddings().weight.shape[0]
     for prompt in prompts:
@@ -94,10 +94,10 @@ def surprise(target, prompts: Sequence[Sequence[int]]) -> float:
 
 def encoded(encoder: RowEncoder, rows: Sequence[dict], raw: bool = False) -> list[list[int]]:
     """
-    The ids of what the target is asked; of a row that the template refuses, none.
+    The ids of the prompts; empty if the template rejects a row.
 
     Raises:
-        `ValueError`: a row without a prompt; names it.
+        `ValueError`: a row has no prompt; the message names it.
     """
     prompts = []
     for index, row in enumerate(rows):

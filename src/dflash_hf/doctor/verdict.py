@@ -1,9 +1,9 @@
 """
-Which change makes a difference, and which one explains it best.
+Which changes help, and which one is the cause.
 
-A change is better where more tokens are accepted. Of the same blocks it is also better where the target's own text
-becomes likelier to the drafter and no fewer tokens are accepted: every token of a block says how likely it was, for
-acceptance only the first mistake counts. Likelihoods show in a few texts what acceptance shows in hundreds.
+A change is better if more tokens are accepted. On the same blocks it is also better if the drafter's likelihood of the
+target's text rises and no fewer tokens are accepted. Every token of a block contributes to the likelihood, only the
+first mistake to acceptance, so that likelihoods need a tenth of the texts.
 """
 
 from collections.abc import Sequence
@@ -12,45 +12,51 @@ from dflash_hf.doctor.measure import Counts
 from dflash_hf.evaluation.compare import mean_difference
 
 
-SIGNIFICANT = 3.5  # standard errors: of 40 changes that do nothing, in 24 texts, one seems to help in 1 of 25 cases
+SIGNIFICANT = 3.5  # standard errors: with 40 useless changes and 24 texts, 1 of 25 diagnoses is wrong
+SUSPICIOUS = 2.7  # standard errors after which more texts are worth their time
 GAIN, GAIN_OF_OTHER_TEXT = 1.03, 1.4  # times the accepted tokens; texts differ in how predictable they are
-LEAST, LEAST_NATS = 0.05, 0.1  # accepted tokens of a block, and what is gained in the likelihood of its text
-FEWER = -1.0  # standard errors: not fewer, but for chance
-ALIKE = 0.9  # of the best gain: then the first in the list, which changes least, is the explanation
+LEAST, LEAST_OF_OTHER_TEXT = 0.05, 0.5  # accepted tokens per block
+LEAST_NATS = 0.1  # log-probability per block
+FEWER = -1.0  # standard errors: no fewer, apart from chance
+ALIKE = 0.9  # share of the best gain at which the first in the list, the smallest change, is the cause
 
 
 def difference(before: Counts, after: Counts) -> tuple[float, float]:
-    """How many more tokens of a block are accepted, and in standard errors."""
+    """The gain in accepted tokens per block, and in standard errors."""
     return mean_difference(*(list(zip(one.accepted, one.blocks, strict=True)) for one in (before, after)))
 
 
 def likelihood(before: Counts, after: Counts) -> tuple[float, float]:
-    """By how many nats the text of a block is likelier, and in standard errors; of the same texts."""
-    return mean_difference(*(list(zip(one.nats, one.blocks, strict=True)) for one in (before, after)))
+    """The gain in log-probability per block over the same texts, in nats and in standard errors; of common slots."""
+    pair = (before, after)
+    slots = min((len(nats) for one in pair for nats in one.nats if nats), default=0)
+    return mean_difference(
+        *([(sum(nats[:slots]), n) for nats, n in zip(one.nats, one.blocks, strict=True)] for one in pair)
+    )
 
 
 def accepts_more(before: Counts, after: Counts, same_blocks: bool) -> bool:
-    """Whether more is accepted, by more than chance and by more than is worth naming."""
+    """Whether the gain in accepted tokens is significant and large enough to matter."""
     gain, errors = difference(before, after)
-    share = GAIN if same_blocks else GAIN_OF_OTHER_TEXT
-    return errors >= SIGNIFICANT and gain >= max(LEAST, (share - 1) * (before.tau - 1))
+    share, least = (GAIN, LEAST) if same_blocks else (GAIN_OF_OTHER_TEXT, LEAST_OF_OTHER_TEXT)
+    return errors >= SIGNIFICANT and gain >= max(least, (share - 1) * (before.tau - 1))
 
 
 def is_likelier(before: Counts, after: Counts) -> bool:
-    """Whether the same texts are likelier, by more than chance, and no less of them is accepted."""
+    """Whether the same texts are significantly likelier, with no fewer accepted tokens."""
     gain, errors = likelihood(before, after)
     return errors >= SIGNIFICANT and gain >= LEAST_NATS and difference(before, after)[1] >= FEWER
 
 
 def is_better(before: Counts, after: Counts, same_blocks: bool) -> bool:
-    """Whether a change is better by more than chance, and by more than is worth naming."""
+    """Whether a change is significantly better."""
     return accepts_more(before, after, same_blocks) or (same_blocks and is_likelier(before, after))
 
 
 def likeliest(before: Counts, after: Sequence[Counts], same_blocks: Sequence[bool]) -> int | None:
     """
-    The number of the first change that gains about as much as the best: in accepted tokens, and where no change gains
-    any, in likelihood. `None` where none is better.
+    Index of the first change with about the best gain in accepted tokens, or, if there is none, in likelihood; `None`
+    if no change is better.
     """
     pairs = list(zip(after, same_blocks, strict=True))
     more = {i: difference(before, one)[0] for i, (one, same) in enumerate(pairs) if accepts_more(before, one, same)}
