@@ -256,7 +256,7 @@ def test_a_target_with_code_of_its_own_needs_trust(world, tmp_path, told):
         (["train", f"target={own}", f"data={rows}", f"output_dir={work}", *short], "trust_remote_code=true"),
     ):
         code, line = told(*words)
-        assert code == 1 and "code of its own" in line and trust in line, line
+        assert code == 1 and "custom code" in line and trust in line, line
         code, line = told(*words, trust)
         assert code == 0, line
 

@@ -67,7 +67,7 @@ def load_target(name: str, loading: Loading, device=None, form: str = "--{} {}",
         options: Further ones of `from_pretrained`.
 
     Raises:
-        `ValueError`: it needs code of its own, or its weights are damaged.
+        `ValueError`: it needs custom code, or its weights are damaged.
         `ImportError`: it needs a quantisation library that is not there.
     """
     from safetensors import SafetensorError
@@ -173,7 +173,7 @@ def pack(packed: bool | None, *models) -> bool:
 
 
 def about_remote_code(what: str, error: ValueError) -> str:
-    """What to do about a model with code of its own; any other error stays as it is."""
+    """What to do about a model with custom code; other errors are returned unchanged."""
     if "trust_remote_code" not in str(error):
         return str(error)
-    return f"{what} comes with code of its own: read that code, and if you trust it {TRUST}."
+    return f"{what} has custom code: read it, and if you trust it {TRUST}."

@@ -126,7 +126,10 @@ def test_ids_with_a_mask_or_labels():
         ({"input_ids": [5, 6, 7], "labels": [-100, -100, -100]}, "labels supervise none"),
         ({"input_ids": [5, 6, 7], "loss_mask": [1, 1, 1]}, "all ones"),
         ({"input_ids": [5, 6, 7], "labels": [-100, 7, 7]}, r"labels\[1\]=7 is not input_ids\[1\]=6"),
-        ({"input_ids": [5, 6, 99], "loss_mask": [0, 1, 1]}, "Token 99 lies outside the target's embedding of 50"),
+        (
+            {"input_ids": [5, 6, 99], "loss_mask": [0, 1, 1]},
+            "Token 99 is outside the target's embedding, which has 50",
+        ),
         ({"text": "Hi"}, r"only \['text'\]; give `messages`"),
         ({"prompt": "Hi", "completion": None}, r"only \['prompt'\]"),
     ],

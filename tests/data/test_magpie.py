@@ -86,7 +86,7 @@ def test_the_user_s_turn_is_found():
             "{% for m in messages %}{{ m.content | length }}: {{ m.content }}{% endfor %}",
             "depends on its text: .*'3: '",
         ),
-        ("{{ raise_exception('No system role.') }}", r"refuses .*\(No system role"),
+        ("{{ raise_exception('No system role.') }}", r"rejects .*\(No system role"),
     ],
 )
 def test_templates_without_such_a_turn_are_refused(template, message):
@@ -125,13 +125,13 @@ def test_flaws():
     assert found("如何用电脑学习一种新的语言并且记住它的词汇？") is None
     assert found("Hi there") == found("a b " * 500) == "too short or too long"
     assert found("What is the \x1b[31m red one?") == found("What is \ufffd this word?") == "not printable"
-    assert found("+-+-+-+- ??? ... x = 1") == "mostly signs"
+    assert found("+-+-+-+- ??? ... x = 1") == "mostly punctuation"
     assert found("the same words again and " * 6) == "repeats itself"
 
 
 def test_settings_are_checked():
     for wrong, message in (
-        ({"kinds": ["chat", "poem"]}, "'poem' is unknown; choose of chat, code"),
+        ({"kinds": ["chat", "poem"]}, "'poem' is unknown; choose from chat, code"),
         ({"begin": [" "]}, "'' is empty"),
         ({"temperature": 0.0}, "temperature=0.0 must be above 0"),
         ({"top_p": 0.0}, "top_p=0.0 must be above 0"),

@@ -406,8 +406,8 @@ def test_a_server_that_dies_leaves_what_is_finished(data, tmp_path, capsys, quic
     [
         ((401, "no key"), "answers 401: no key; set OPENAI_API_KEY."),
         ((404, "no model"), "does it serve the model 'served' there?"),
-        ((200, "<html>"), "something else than a chat completion"),
-        ((200, "{}"), "something else than a chat completion"),
+        ((200, "<html>"), "did not return a chat completion"),
+        ((200, "{}"), "did not return a chat completion"),
     ],
 )
 def test_a_server_that_refuses_everything_is_not_asked_again(answer, message, data, tmp_path, capsys, quick):

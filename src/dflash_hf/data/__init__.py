@@ -1,1 +1,1 @@
-"""Prompts and answers: from files, the Hub and the target itself to ids with a loss mask."""
+"""Prompts and answers, from files, the Hub or the target itself, as ids with a loss mask."""

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 
 
 _TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)  # busy, starting or overloaded
-_OF_THE_ROW = (400, 413, 422)  # another conversation may well be answered
+_OF_THE_ROW = (400, 413, 422)  # other conversations may be answered
 
 
 class ServerError(OSError):
-    """The server is gone, or refuses every request; says what to do."""
+    """The server cannot be reached, or rejects every request; the message has the remedy."""
 
 
 class RequestRefused(ValueError):
-    """The server refuses this conversation; its message says why."""
+    """The server rejects this conversation; the message has the reason."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class ChatClient:
     The key of `OPENAI_API_KEY` is sent if it is set.
 
     Raises:
-        `ValueError`: the address is none.
+        `ValueError`: the address is invalid.
     """
 
     url: str
@@ -56,11 +56,11 @@ class ChatClient:
 
     def answer(self, messages: list[dict], tools: list | None = None) -> dict:
         """
-        The first choice of an answer, with `message` and `finish_reason`.
+        Request an answer; returns its first choice, with `message` and `finish_reason`.
 
         Raises:
-            `RequestRefused`: for this conversation.
-            `ServerError`: for all of them.
+            `RequestRefused`: this conversation is rejected.
+            `ServerError`: every conversation would be.
         """
         body = {"model": self.model, "messages": messages, **({"tools": tools} if tools else {}), **self.options}
         headers = {"Content-Type": "application/json"}
@@ -81,7 +81,7 @@ class ChatClient:
                     raise ServerError(f"{self.url} answers {error.code}: {detail}; {remedy}.") from error
                 reason = f"answers {error.code}: {detail}"
             except (KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
-                raise ServerError(f"{self.url} answers with something else than a chat completion.") from error
+                raise ServerError(f"{self.url} did not return a chat completion.") from error
             except (OSError, http.client.HTTPException) as error:  # refused, reset, timed out, cut off
                 reason = f"does not answer ({getattr(error, 'reason', None) or error or type(error).__name__})"
             if attempt < self.retries:
@@ -94,10 +94,10 @@ def in_parallel(ask: Callable, items: Iterable[tuple], concurrency: int) -> Iter
     Call `ask(item[1])` for each `item` in threads, `concurrency` at a time.
 
     Yields:
-        `(item, result)` in the order of completion; a `RequestRefused` in place of its result.
+        `(item, result)` in the order of completion; the result may be a `RequestRefused`.
 
     Raises:
-        What `ask` raised first otherwise; calls under way are abandoned.
+        The first other exception of `ask`; running calls are abandoned.
     """
     todo, done = queue.SimpleQueue(), queue.SimpleQueue()
 

@@ -1,4 +1,4 @@
-"""Which texts are worth keeping: none that is nearly another, none that has a flaw."""
+"""Filters for texts: near-duplicates, and cheap signs of bad quality."""
 
 import re
 from collections import defaultdict
@@ -9,8 +9,8 @@ _NEAR = 7  # tenths
 
 class DistinctTexts:
     """
-    Texts of which no two are nearly equal: the Jaccard similarity of their word 3-grams (those of both over those of
-    either), without case and punctuation, stays below 0.7. Texts of less than three words are compared whole.
+    Texts without near-duplicates: the Jaccard similarity of their word 3-grams (shared over all), without case and
+    punctuation, is below 0.7. Texts of fewer than three words are compared as a whole.
     """
 
     def __init__(self):
@@ -18,10 +18,10 @@ class DistinctTexts:
         self._by_gram: dict[tuple, list[int]] = defaultdict(list)
 
     def add(self, text: str) -> bool:
-        """Take a text in, unless one like it is there; whether it was taken."""
+        """Add a text unless a similar one is there; returns whether it was added."""
         words = re.findall(r"\w+", text.casefold())
         grams = frozenset(zip(words, words[1:], words[2:], strict=False)) or frozenset([tuple(words)])
-        # Two sets that share enough share one of these: were all their common ones among the rest, too few would be.
+        # Two sets that share enough share at least one of these: the rest alone would be too few.
         enough = -(-_NEAR * len(grams) // 10)
         rarest = sorted(grams, key=lambda gram: (len(self._by_gram.get(gram, ())), gram))[: len(grams) - enough + 1]
         for number in {number for gram in rarest for number in self._by_gram.get(gram, ())}:
@@ -36,13 +36,13 @@ class DistinctTexts:
 
 
 def flaw(text: str, min_chars: int, max_chars: int) -> str | None:
-    """Why a text is no request worth an answer, by cheap signs, or `None`."""
+    """Why a text is not a useful request, or `None`."""
     if not min_chars <= len(text) <= max_chars:
         return "too short or too long"
     if not all(char.isprintable() or char in "\n\t" for char in text) or "\ufffd" in text:
         return "not printable"
     if sum(char.isalnum() for char in text) < 0.5 * len(text):
-        return "mostly signs"
+        return "mostly punctuation"
     words = text.split()
     grams = list(zip(words, words[1:], words[2:], strict=False))
     if len(set(grams)) < 0.6 * len(grams):

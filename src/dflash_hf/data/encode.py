@@ -1,11 +1,10 @@
 """
-A row of a dataset becomes ids and a loss mask: which tokens the target wrote, and which it was given.
+Rows of a dataset as ids and a loss mask, which is 1 on the tokens that the target wrote.
 
-Conversations go through the tokenizer's chat template. A template that marks its assistant's tokens with
-`{% generation %}` is taken at its word. For any other, each assistant turn is rendered as it is served: the messages
-before it with the generation prompt, whose ids must begin the ids of the same messages with the turn; what follows is
-the turn. Where later messages change how earlier turns are rendered (templates that drop old reasoning), every turn
-becomes an example of its own, again as it is served.
+Conversations go through the tokenizer's chat template. If the template marks assistant tokens with `{% generation %}`,
+the mask follows it. Otherwise each assistant turn is rendered as in serving: the messages before it, with the
+generation prompt, must be a prefix of the same messages with the turn; the rest is the turn. If later messages change
+how earlier turns are rendered (templates that drop old reasoning), every turn becomes an example of its own.
 """
 
 import json
@@ -27,12 +26,12 @@ _IGNORED_LABEL = -100  # of transformers' losses
 TEMPLATE_SECONDS = 20.0  # for one conversation, which takes milliseconds
 _ENDLESS = (
     f"The chat template has not finished one conversation after {TEMPLATE_SECONDS:.0f} s: its loops do not end; give "
-    "another with --chat-template."
+    "another template with --chat-template."
 )
 
 
 class UnusableRow(ValueError):
-    """A row that is left out; its message is the reason, the same for all rows of a kind, so that they are counted."""
+    """A row that is left out. The message is the reason; equal reasons are counted together."""
 
 
 @dataclass
@@ -41,13 +40,13 @@ class RowEncoder:
     Turns a row into examples.
 
     Args:
-        tokenizer (`PreTrainedTokenizerBase`): The target's. Not needed for rows of ids.
-        max_length (`int`, *optional*): Tokens beyond it are cut off at the end.
+        tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer; not needed for rows of ids.
+        max_length (`int`, *optional*): Maximum number of tokens; the end is cut off.
         chat_template_kwargs (`dict`): Arguments of the chat template, e.g. `{"enable_thinking": False}`.
-        mask_token_id (`int`, *optional*): The drafter's mask token, which no row may hold: there it would stand both
-            for itself and for an unknown token.
-        vocab_size (`int`, *optional*): Rows of the target's embedding, which no id may exceed.
-        positions (`int`, *optional*): Tokens that the target reads: a prompt of as many leaves none to its answer.
+        mask_token_id (`int`, *optional*): The drafter's mask token. Rows that contain it are left out: it would mean
+            both itself and an unknown token.
+        vocab_size (`int`, *optional*): Number of rows of the target's embedding; larger ids are an error.
+        positions (`int`, *optional*): Maximum sequence length of the target; prompts of that length are left out.
     """
 
     tokenizer: object = None
@@ -59,16 +58,16 @@ class RowEncoder:
 
     def __call__(self, row: Mapping) -> list[dict]:
         """
-        The examples of a row: one, or one for each assistant turn, see above. Of `messages` all assistant turns are
-        learned, but not those among the first `given`, where the row says so; `response_ids` beside them are the ids
-        that the target answered, as it wrote them, and alone are learned.
+        The examples of a row: one, or one for each assistant turn, see above. All assistant turns of `messages` are
+        supervised, except among the first `given` messages. If the row has `response_ids`, the exact ids of the
+        target's answer, only these are supervised.
 
         Returns:
-            `list[dict]`: With `input_ids` and `loss_mask`, two lists of one length.
+            `list[dict]`: With `input_ids` and `loss_mask`, two lists of equal length.
 
         Raises:
-            `UnusableRow`: it is left out, for a reason that others may share.
-            `ValueError`: the dataset or the template is not what it should be.
+            `UnusableRow`: the row is left out.
+            `ValueError`: the dataset or the template is invalid.
         """
         row = without_none(row)
         if "input_ids" in row:
@@ -94,7 +93,7 @@ class RowEncoder:
         return [self._checked(ids, mask) for ids, mask in examples]
 
     def _checked(self, ids: list[int], mask: list[int]) -> dict:
-        """Cut to length; refuse what would teach nothing, or something wrong."""
+        """Cut to length; reject examples that would teach nothing, or something wrong."""
         if ids and all(mask):
             raise ValueError(
                 f"The loss mask is all ones ({len(ids)} tokens): the prompt would be learned as well. Mask it with 0 "
@@ -103,8 +102,8 @@ class RowEncoder:
             )
         if self.vocab_size is not None and max(ids, default=0) >= self.vocab_size:
             raise ValueError(
-                f"Token {max(ids)} lies outside the target's embedding of {self.vocab_size} rows; the data was made "
-                "with another tokenizer."
+                f"Token {max(ids)} is outside the target's embedding, which has {self.vocab_size} rows; the data was "
+                "made with another tokenizer."
             )
         if self.mask_token_id is not None and self.mask_token_id in ids:
             raise UnusableRow(f"it holds the mask token {self.mask_token_id}")
@@ -123,7 +122,7 @@ class RowEncoder:
         return ids, [0] * len(start) + [1] * (len(ids) - len(start))
 
     def _conversation(self, messages: Sequence[Mapping], given: int, tools) -> list[tuple[list[int], list[int]]]:
-        """`given`: of that many messages no token is supervised, whoever wrote them."""
+        """No token of the first `given` messages is supervised."""
         last = max((i for i, one in enumerate(messages) if one.get("role") == "assistant"), default=-1)
         messages = messages[: last + 1]
         if last < given:
@@ -187,7 +186,7 @@ class RowEncoder:
             raise UnusableRow(f"the chat template refuses it ({error})") from error
 
     def _without_inserted(self, ids: list[int], mask: list[int], messages: Sequence[Mapping]) -> list[int]:
-        """The mask without empty thoughts that the template put before a turn."""
+        """The mask without the empty thoughts that the template inserts before a turn."""
         turns = [one for one in messages if one.get("role") == "assistant"]
         runs = [list(run) for value, run in groupby(range(len(mask)), key=mask.__getitem__) if value]
         everything = {"content": " ".join(map(_text_of, turns))}
@@ -199,23 +198,23 @@ class RowEncoder:
         return mask
 
     def _inserted(self, ids: list[int], message: Mapping) -> int:
-        """Tokens at the start of a turn that are an empty thought which the message itself does not hold."""
+        """Length of an empty thought at the start of a turn that is not part of the message itself."""
         match = _EMPTY_THOUGHT.match(self._decode(ids[:64]))
         if not match or f"<{match[1]}>" in _text_of(message):
             return 0
-        # A token that also holds the answer's beginning is the target's.
+        # A token that also contains the start of the answer is the target's.
         counts = range(min(len(ids), 64), 0, -1)
         return next((count for count in counts if _EMPTY_THOUGHT.fullmatch(self._decode(ids[:count]))), 0)
 
     def _end(self, ids: list[int], begin: int) -> int:
-        """Where a turn ends: white space after its last special token is the template's, the target has stopped."""
+        """Where a turn ends: whitespace after its last special token belongs to the template."""
         end = len(ids)
         while end > begin and not self._decode(ids[end - 1 : end]).strip():
             end -= 1
         return end if end > begin and ids[end - 1] in self.tokenizer.added_tokens_decoder else len(ids)
 
     def _without_end(self, ids: list[int], mask: list[int]) -> None:
-        """The target was cut off: the end of its turn is the template's."""
+        """The answer was cut off, so the end of its turn belongs to the template."""
         last = len(mask) - 1 - mask[::-1].index(1) if 1 in mask else 0
         if ids[last] in self.tokenizer.added_tokens_decoder:
             mask[last] = 0
@@ -225,7 +224,7 @@ class RowEncoder:
 
 
 def without_none(value):
-    """A row, or a part of one, without what it does not have: Arrow tables have every key in every message."""
+    """A row, or a part of it, without keys that are `None`: Arrow tables have every key in every message."""
     if isinstance(value, Mapping):
         return {key: without_none(one) for key, one in value.items() if one is not None}
     if isinstance(value, list) and value and isinstance(value[0], Mapping):
@@ -235,10 +234,10 @@ def without_none(value):
 
 def tools_of(row: Mapping) -> list | None:
     """
-    The tools of a row: a list, or JSON text, which keeps tools of different kinds apart in a table.
+    The tools of a row: a list, or JSON text, since tables cannot hold tools of different schemas.
 
     Raises:
-        `ValueError`: neither.
+        `ValueError`: `tools` is neither.
     """
     tools = row.get("tools")
     if isinstance(tools, str):
@@ -252,7 +251,7 @@ def tools_of(row: Mapping) -> list | None:
 
 
 def _for_template(message: Mapping) -> Mapping:
-    """A message with the arguments of its tool calls as mappings, as servers hand them to the template."""
+    """A message with the arguments of its tool calls as mappings, as servers pass them to the template."""
     if not message.get("tool_calls"):
         return message
     calls = []
@@ -275,14 +274,14 @@ def given_ids(row: Mapping) -> list[int]:
 
 
 def digests_of_tokenizer(tokenizer) -> dict[str, str]:
-    """Digests of a tokenizer's chat `template` and of its vocabulary (`tokenizer`); of none, those of nothing."""
+    """Digests of a tokenizer's chat `template` and vocabulary (`tokenizer`); without a tokenizer, of empty ones."""
     template = "" if tokenizer is None else str(tokenizer.chat_template or "")
     vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
     return {"template": digest_of(template), "tokenizer": digest_of(vocabulary)}
 
 
 def _mask_of_ids(row: Mapping) -> list[int]:
-    """The loss mask of a row of ids; `labels` stand at their own position, without a shift, and are -100 elsewhere."""
+    """The loss mask of a row of ids; `labels` are not shifted, and -100 where they are ignored."""
     ids = list(row["input_ids"])
     if "loss_mask" in row:
         name, values = "loss_mask", list(row["loss_mask"])
@@ -291,9 +290,7 @@ def _mask_of_ids(row: Mapping) -> list[int]:
         name, values = "labels", list(row["labels"])
         mask = [int(value != _IGNORED_LABEL) for value in values]
     else:
-        raise ValueError(
-            "`input_ids` need a `loss_mask` (1 on the response) or `labels` (-100 elsewhere) beside them."
-        )
+        raise ValueError("`input_ids` need a `loss_mask` (1 on the response) or `labels` (-100 elsewhere).")
     if len(values) != len(ids):
         raise ValueError(f"There are {len(ids)} input_ids but {len(values)} {name}; give one for each token.")
     if not any(mask):
@@ -302,8 +299,8 @@ def _mask_of_ids(row: Mapping) -> list[int]:
         wrong = next((i for i in range(len(ids)) if mask[i] and values[i] != ids[i]), None)
         if wrong is not None:
             raise ValueError(
-                f"labels[{wrong}]={values[wrong]} is not input_ids[{wrong}]={ids[wrong]}: labels must stand at their "
-                "own position, as in transformers, not one earlier."
+                f"labels[{wrong}]={values[wrong]} is not input_ids[{wrong}]={ids[wrong]}: labels must not be shifted, "
+                "as in transformers."
             )
     return mask
 

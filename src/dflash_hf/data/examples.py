@@ -6,19 +6,19 @@ from dataclasses import dataclass
 import torch
 
 
-_OPEN_ROWS = 64  # of `pack`: enough to fill rows to about 99 %, few enough to search for each example
+_OPEN_ROWS = 64  # in `pack`: enough to fill rows to about 99 %, few enough to search
 
 
 def make_example(prompt_ids: Sequence[int], response_ids: Sequence[int], max_length: int | None = None) -> dict:
     """
-    One training example: the prompt is context only, the response is supervised.
+    Make a training example: the prompt is context only, the response is supervised.
 
     Args:
         prompt_ids, response_ids (`Sequence[int]`): Ids under the target's tokenizer and chat template.
-        max_length (`int`): Tokens beyond it are cut off at the end.
+        max_length (`int`): Maximum number of tokens; the end is cut off.
 
     Raises:
-        `ValueError`: nothing of the response is left.
+        `ValueError`: no token of the response is left.
     """
     input_ids = [*prompt_ids, *response_ids][:max_length]
     loss_mask = ([0] * len(prompt_ids) + [1] * len(response_ids))[:max_length]
@@ -32,13 +32,13 @@ def make_example(prompt_ids: Sequence[int], response_ids: Sequence[int], max_len
 
 def check_examples(dataset) -> None:
     """
-    Read a dataset once and refuse rows that cannot be trained on; a drafter that learns from nothing fails silently.
+    Read a dataset once and reject rows that cannot be trained on: training on nothing would fail silently.
 
     Args:
         dataset (`Sequence[dict]`): Rows with `input_ids` and `loss_mask`.
 
     Raises:
-        `ValueError`: a row misses a column, its two lists differ in length, or its loss mask is all zeros.
+        `ValueError`: a row lacks a column, its two lists differ in length, or its loss mask is all zeros.
     """
     for index in range(len(dataset)):
         example = dataset[index]
@@ -62,13 +62,13 @@ def check_examples(dataset) -> None:
 
 def pack(examples: Iterable[dict], max_length: int) -> Iterator[dict]:
     """
-    Join examples into rows of at most `max_length` tokens, without splitting any, so that little is padding.
+    Join whole examples into rows of at most `max_length` tokens, so that little padding is needed.
 
     Each example goes into the fullest open row that has room for it; 64 rows are open at a time.
 
     Args:
         examples (`Iterable[dict]`): With `input_ids` and `loss_mask`.
-        max_length (`int`): Tokens of a row. A longer example gets a row of its own.
+        max_length (`int`): Maximum number of tokens per row. A longer example gets a row of its own.
 
     Yields:
         `dict`: `input_ids`, `loss_mask` and `document_ids`, which count the examples of a row from 0.

@@ -1,10 +1,10 @@
 """
-Requests written by the target itself, so that a drafter can be trained without a data set; `dflash prompts`.
+Requests written by the target itself, to train a drafter without a dataset; `dflash prompts`.
 
-An aligned model that is given its chat template up to where the user's text begins goes on with a user's text (Magpie,
-https://arxiv.org/abs/2406.08464). Samples are numbered. Each has a seed of its own and is judged against all that was
-kept before, in order, so that a file grows to the same bytes however often its making is interrupted, and whatever the
-batch size (but for rounding, in half precision).
+Given its chat template up to the start of the user's text, an aligned model continues with a user's text (Magpie,
+https://arxiv.org/abs/2406.08464). Samples are numbered. Each has its own seed and is compared, in order, with all
+requests kept before, so that the file is the same after any interruption and for any batch size (except for rounding,
+in half precision).
 """
 
 import itertools
@@ -22,11 +22,11 @@ from dflash_hf.data.user_turn import UserTurn
 from dflash_hf.responses import eos_ids, responses
 
 
-_PATIENCE = 512  # samples in a row without a new request, after which there will hardly be one
+_PATIENCE = 512  # give up after this many samples without a new request
 
 
 class Sample(NamedTuple):
-    """What the target said in the user's place, and what it is worth: a `row`, or a `reason` to leave it out."""
+    """Text that the target wrote as the user: a `row`, or a `reason` to leave it out."""
 
     row: dict | None
     reason: str | None
@@ -37,20 +37,20 @@ def generate_prompts(
     target, tokenizer, count: int, settings: PromptSettings | None = None, batch_size: int | None = None
 ) -> list[dict]:
     """
-    Requests that a chat model writes itself, nearly equal ones once.
+    Requests that a chat model writes itself, without near-duplicates.
 
     Args:
         target (`PreTrainedModel`), tokenizer (`PreTrainedTokenizerBase`): A chat model and its tokenizer.
-        count (`int`): Requests wanted.
+        count (`int`): Number of requests.
         settings (`PromptSettings`): Default: chat, T = 1, top-p 0.95.
-        batch_size (`int`, *optional*): Samples that are taken together, for speed alone.
+        batch_size (`int`, *optional*): Samples that are generated together; affects speed only.
 
     Returns:
-        `list[dict]`: Rows with `kind` and `prompt`, or `messages` where a system prompt was given; also `row`, and
-        `sample`, which of the samples it was.
+        `list[dict]`: Rows with `kind` and `prompt` (`messages` if there is a system prompt), `row`, and `sample`, the
+        number of the sample.
 
     Raises:
-        `ValueError`: the chat template has no beginning of a user's turn, or hardly any sample is a new request.
+        `ValueError`: the chat template has no recognisable user turn, or too few samples are new requests.
     """
     samples = judged_samples(target, tokenizer, count, settings or PromptSettings(), batch_size)
     return [sample.row for sample in samples if sample.row]
@@ -59,7 +59,7 @@ def generate_prompts(
 def judged_samples(
     target, tokenizer, count: int, settings: PromptSettings, batch_size: int | None = None, before: Sequence[dict] = ()
 ) -> Iterator[Sample]:
-    """The samples of [`generate_prompts`] one by one, going on behind the rows `before` that earlier calls gave."""
+    """The samples of [`generate_prompts`], one by one, continuing after the rows `before` of earlier calls."""
     if len(before) >= count:
         return
     turn, seen = UserTurn.of(tokenizer, settings.system, settings.chat_template_kwargs), DistinctTexts()
@@ -90,7 +90,7 @@ def judged_samples(
 
 
 def _sampled(target, tokenizer, turn: UserTurn, settings: PromptSettings, first: int, batch_size: int | None):
-    """Number and ids of what the target says in the user's place, in order."""
+    """Number and ids of each text that the target writes as the user, in order."""
     config = GenerationConfig(
         do_sample=True,
         temperature=settings.temperature,
@@ -111,7 +111,7 @@ def _sampled(target, tokenizer, turn: UserTurn, settings: PromptSettings, first:
 
 
 def prompt_ids(tokenizer, turn: UserTurn, begin: str) -> list[int]:
-    """The ids that a request is sampled after: the chat template up to the user's text, and its first words."""
+    """The prompt of a sample: the chat template up to the user's text, and the text's first words."""
     return tokenizer(turn.before + begin, add_special_tokens=False)["input_ids"]
 
 
@@ -121,10 +121,10 @@ def _stops(target, tokenizer, turn: UserTurn) -> set[int]:
 
 
 def _request(tokenizer, turn: UserTurn, target, begin: str, response: list[int]) -> tuple[str, str | None]:
-    """The text of a sample, and why it is none that a user would have sent."""
+    """The text of a sample, and the reason if it is not a request that a user would send."""
     ended = response[-1] in _stops(target, tokenizer, turn)
     ids, start = response[: len(response) - ended], prompt_ids(tokenizer, turn, begin)
-    # Decoded behind the prompt: some tokenizers drop the space before a first word.
+    # Decoded after the prompt: some tokenizers drop the space before a first word.
     text = _decode(tokenizer, [*start, *ids])[len(_decode(tokenizer, start)) :]
     if turn.stop_id(tokenizer) is None and turn.behind.strip():
         text, found, _ = text.partition(turn.behind.strip())
@@ -135,7 +135,7 @@ def _request(tokenizer, turn: UserTurn, target, begin: str, response: list[int])
     elif {id for id, token in tokenizer.added_tokens_decoder.items() if token.special} & set(ids):
         reason = "holds a special token"
     elif not text.strip():
-        reason = "nothing behind its beginning"
+        reason = "nothing after its beginning"
     return (begin + text).strip(), reason
 
 
@@ -156,10 +156,10 @@ def _text_of(row: dict) -> str:
 
 def rows_of_file(path: Path) -> list[dict]:
     """
-    The requests that a file holds.
+    The requests in a file.
 
     Raises:
-        `ValueError`: a line is no request of `dflash prompts`; names it.
+        `ValueError`: a line is not a request of `dflash prompts`; the message names it.
     """
     with path.open(encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines]

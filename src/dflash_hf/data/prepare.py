@@ -1,4 +1,4 @@
-"""From a dataset to training examples, with a count of everything that was left out."""
+"""Training examples from a dataset, with a count of the rows that were left out."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -22,12 +22,12 @@ _PROBED = 64  # rows of a stream that are encoded before training starts
 @dataclass
 class DataReport:
     """
-    What became of the rows of a dataset.
+    Counts of the rows of a dataset and of the examples made from them.
 
     Args:
         rows (`int`): Rows read.
-        examples (`int`): Examples made of them; more than rows where each turn of a conversation is one.
-        tokens, supervised (`int`): Tokens of the examples, and those that are learned.
+        examples (`int`): Examples made from them; a conversation may give one per turn.
+        tokens, supervised (`int`): Tokens of the examples, and supervised ones.
         longest (`int`): Tokens of the longest example.
         dropped (`dict[str, int]`): Rows left out, by reason.
     """
@@ -40,7 +40,7 @@ class DataReport:
     dropped: dict[str, int] = field(default_factory=dict)
 
     def add(self, examples: list[dict], reason: str | None) -> None:
-        """Count what became of one row."""
+        """Count one row."""
         self.rows += 1
         if reason:
             self.dropped[reason] = self.dropped.get(reason, 0) + 1
@@ -54,10 +54,10 @@ class DataReport:
     def check(self) -> None:
         """
         Raises:
-            `ValueError`: nothing is left to train on.
+            `ValueError`: there is nothing to train on.
         """
         if self.rows == 0:
-            raise ValueError("The dataset holds no row.")
+            raise ValueError("The dataset has no rows.")
         if self.examples == 0:
             reasons = "; ".join(f"{count} because {reason}" for reason, count in self.dropped.items())
             raise ValueError(f"None of {self.rows} rows can be trained on: {reasons}.")
@@ -84,20 +84,21 @@ def prepare_dataset(rows, encoder: RowEncoder, packing: bool = False, num_proc: 
 
     Args:
         rows (`datasets.Dataset` or `datasets.IterableDataset`): See [`~dflash_hf.data.sources.load_rows`].
-        encoder (`RowEncoder`): Makes examples of rows.
+        encoder (`RowEncoder`): Makes examples from rows.
         packing (`bool`): Join examples into rows of `encoder.max_length` tokens, within 1000 examples at a time.
-        num_proc (`int`): Processes; not for a stream.
+        num_proc (`int`): Number of processes; not for streams.
 
     Returns:
-        The dataset with `input_ids` and `loss_mask`, and a [`DataReport`]; of a stream it counts the first 64 rows.
+        The dataset with `input_ids` and `loss_mask`, and a [`DataReport`], which counts only the first 64 rows of a
+        stream.
 
     Raises:
-        `ValueError`: a row is not what it should be, or none can be trained on; names the row.
+        `ValueError`: a row is invalid (the message names it), or no row can be trained on.
     """
     from datasets import Features, IterableDataset, Sequence, Value
 
     if packing and encoder.max_length is None:
-        raise ValueError("packing=True needs max_length, the tokens of a row.")
+        raise ValueError("packing=True needs max_length, the length of a row.")
     features = {"input_ids": Sequence(Value("int32")), "loss_mask": Sequence(Value("int8"))}
     packed_features = Features({**features, "document_ids": Sequence(Value("int32"))})
     report = DataReport()
@@ -175,7 +176,7 @@ def _pack_batch(max_length: int, batch: dict) -> dict:
 
 
 def colored_example(example: dict, tokenizer, color: bool, longest_run: int = 120) -> str:
-    """The text of an example; supervised tokens are green, or in brackets. Long stretches lose their middle."""
+    """The text of an example, with supervised tokens in green or in brackets; long runs are shortened."""
     ids, mask = example["input_ids"], example["loss_mask"]
     text, start = "", 0
     while start < len(ids):
@@ -202,11 +203,11 @@ def load_tokenizer(
     trust_remote_code: bool = False,
 ):
     """
-    A tokenizer, with another chat template if one is given.
+    Load a tokenizer, optionally with another chat template.
 
     Raises:
-        `OSError`: there is no such folder or repository.
-        `ValueError`: it holds no tokenizer, or one with code of its own.
+        `OSError`: the folder or repository does not exist.
+        `ValueError`: it has no tokenizer, or a tokenizer with custom code.
     """
     from transformers import AutoTokenizer
 
@@ -219,7 +220,7 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main", **options)
     except (ValueError, OSError, ImportError) as error:
         if "trust_remote_code" in str(error):
-            raise ValueError(f"The tokenizer of {name} has code of its own; if you trust it {TRUST}.") from error
+            raise ValueError(f"The tokenizer of {name} has custom code; if you trust it {TRUST}.") from error
         if folder.is_dir():
             raise ValueError(
                 f"{name} holds no tokenizer that can be read; save the target's there with "

@@ -1,11 +1,11 @@
-"""What kinds of requests there are, and how they are sampled."""
+"""Kinds of requests, and how they are sampled."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
-# First words of a turn, by kind; no space at the end, for tokens begin with theirs. Left alone, chat models seldom ask
-# for code or sums.
+# First words of a turn, by kind, without a trailing space, since tokens start with one. Without them, chat models
+# seldom ask for code or arithmetic.
 KINDS = {
     "chat": ("",),
     "code": (
@@ -66,21 +66,21 @@ KINDS = {
 @dataclass(frozen=True)
 class PromptSettings:
     """
-    How requests are sampled, and which are kept. Equal settings give equal requests.
+    How requests are sampled and filtered. Equal settings give equal requests.
 
     Args:
-        kinds (`Sequence[str]`): Kinds of [`KINDS`] in turn; one that is named twice is sampled twice as often.
+        kinds (`Sequence[str]`): Kinds of [`KINDS`], in turn; a kind given twice is sampled twice as often.
             Default: `chat`, or none if `begin` is given.
         begin (`Sequence[str]`): First words of further requests, of the kind `begin`.
-        system (`str`, *optional*): A system prompt, sampled under and kept in the rows. Default: the template's own.
-        temperature, top_p (`float`): Of the samples.
-        max_new_tokens (`int`): Tokens of the longest request; unfinished ones are left out.
-        min_chars, max_chars (`int`): Length of a request that is kept.
-        seed (`int`): Of all samples; each has its own.
+        system (`str`, *optional*): A system prompt, also kept in the rows. Default: the template's own.
+        temperature, top_p (`float`): Sampling parameters.
+        max_new_tokens (`int`): Maximum number of tokens; unfinished requests are left out.
+        min_chars, max_chars (`int`): Allowed length of a request.
+        seed (`int`): Seed of all samples, from which each gets its own.
         chat_template_kwargs (`dict`): Arguments of the chat template.
 
     Raises:
-        `ValueError`: an unknown kind, or a number out of its range.
+        `ValueError`: a kind is unknown, or a number is out of range.
     """
 
     kinds: Sequence[str] = ()
@@ -97,7 +97,7 @@ class PromptSettings:
     def __post_init__(self):
         for kind in self.kinds:
             if kind not in KINDS:
-                raise ValueError(f"kinds: {kind!r} is unknown; choose of {', '.join(KINDS)}, or give `begin`.")
+                raise ValueError(f"kinds: {kind!r} is unknown; choose from {', '.join(KINDS)}, or give `begin`.")
         if any(not text.strip() for text in self.begin):
             raise ValueError("begin: '' is empty; leave it out, since kinds=('chat',) starts with nothing.")
         if not self.temperature > 0:
@@ -113,7 +113,7 @@ class PromptSettings:
             raise ValueError(f"min_chars={self.min_chars} must not exceed max_chars={self.max_chars}.")
 
     def of_sample(self, number: int) -> tuple[str, str]:
-        """Kind and first words of a sample: the kinds in turn, and of each kind its beginnings in turn."""
+        """Kind and first words of a sample: kinds in turn, and within a kind its first words in turn."""
         kinds = [*self.kinds, *(["begin"] if self.begin else [])] or ["chat"]
         kind = kinds[number % len(kinds)]
         beginnings = self.begin if kind == "begin" else KINDS[kind]

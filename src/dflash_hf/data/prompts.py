@@ -1,4 +1,4 @@
-"""What a target is asked: the prompt of a row and its ids, and the arguments of the chat template."""
+"""The prompt of a row, its ids, and the arguments of the chat template."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -13,9 +13,8 @@ Prompt = str | list[dict]
 
 def prompt_of(row: Mapping, as_chat: bool) -> Prompt:
     """
-    What the target is asked: the messages before the last assistant turn, or those up to the last user's if that
-    comes later; `prompt`, as a user's message where it is text and `as_chat`. Arguments of tool calls are JSON text,
-    as servers want them and files keep them best.
+    The prompt of a row: its messages without assistant turns at the end; or `prompt`, as a user message if it is text
+    and `as_chat`. Arguments of tool calls become JSON text, which servers expect and files can hold.
 
     Raises:
         `ValueError`: the row has neither column.
@@ -34,15 +33,15 @@ def prompt_of(row: Mapping, as_chat: bool) -> Prompt:
 
 def ids_of_prompt(encoder: RowEncoder, prompt: Prompt, tools: list | None = None) -> list[int]:
     """
-    The ids of what [`prompt_of`] gives; none of an empty prompt.
+    The ids of a prompt of [`prompt_of`]; empty for an empty prompt.
 
     Raises:
-        `UnusableRow`: the template refuses it, or the target has no position left for an answer.
+        `UnusableRow`: the template rejects it, or it leaves no room for an answer.
     """
     if isinstance(prompt, str):
         ids = encoder.tokenizer(prompt)["input_ids"]
     else:
-        encoder.template(tools)  # there is one, or an error that says so
+        encoder.template(tools)  # raises if there is none
         ids = encoder.render(prompt, tools, add_generation_prompt=True) if prompt else []
     if encoder.positions is not None and len(ids) >= encoder.positions:
         raise UnusableRow(f"its prompt fills all {encoder.positions:,} positions of the target")
@@ -51,22 +50,22 @@ def ids_of_prompt(encoder: RowEncoder, prompt: Prompt, tools: list | None = None
 
 def prompt_ids(encoder: RowEncoder, row: Mapping, raw: bool = False) -> list[int]:
     """
-    What the target is given of a row; it answers by itself.
+    The prompt of a row as ids.
 
     Args:
         encoder (`RowEncoder`): Tokenizer and chat template.
-        row (`Mapping`): With `messages`, of which the last answer is dropped; `prompt`, text or messages; or
-            `input_ids`, up to the first supervised one.
-        raw (`bool`): Text is no user's message but the beginning of the target's own text.
+        row (`Mapping`): With `messages`, whose last answer is dropped; `prompt`, text or messages; or `input_ids`,
+            which are cut before the first supervised token.
+        raw (`bool`): Treat text as the beginning of the target's own text, not as a user message.
 
     Raises:
-        `ValueError`: no such column, or an empty prompt.
+        `ValueError`: the row has no such column, or its prompt is empty.
     """
     row = without_none(row)
     if "input_ids" in row:
         ids = given_ids(row)
     else:
-        # Beside a completion in text a prompt is text: that is how training reads such a row.
+        # With a `completion`, a text prompt is plain text: training reads such rows in the same way.
         as_chat = not raw and "completion" not in row and bool(encoder.tokenizer.chat_template)
         ids = ids_of_prompt(encoder, prompt_of(row, as_chat), tools_of(row))
     if not ids:
@@ -95,15 +94,14 @@ def template_kwargs(
     say: Callable[[str], None] = lambda line: None,
 ) -> dict:
     """
-    The arguments of the chat template: those that are given, else those that the data were made with, else those that
-    the drafter was trained with.
+    The arguments of the chat template: as given; otherwise as the data was made; otherwise as the drafter was trained.
 
     Args:
-        given (`dict`, *optional*): What the user says.
-        data: File or files to train on; `dflash regenerate` leaves its settings beside what it writes.
+        given (`dict`, *optional*): The user's choice.
+        data: File or files to train on; `dflash regenerate` writes its settings next to its output.
         stored (`dict[str, dict]`): Arguments of other inputs, such as stored features, by name.
-        draft_config (`DFlashDraftConfig`, *optional*): A drafter's, which keeps those of its training.
-        say: Is told which were taken, if there are any.
+        draft_config (`DFlashDraftConfig`, *optional*): A drafter's configuration, which has those of its training.
+        say: Called with a line about the arguments that are used, if there are any.
 
     Raises:
         `ValueError`: an input was made with other arguments.
@@ -125,7 +123,7 @@ def template_kwargs(
         if kwargs != wanted:
             raise ValueError(
                 f"{name} was made with chat_template_kwargs={kwargs}, not {wanted}; acceptance is low in a mode "
-                "that it was not trained in. Make the data again, or leave these arguments out."
+                "that the drafter was not trained in. Make the data again, or leave these arguments out."
             )
     if given is not None or wanted:
         say(f"arguments of the chat template: {json.dumps(wanted)}, {source}")

@@ -17,10 +17,10 @@ logger = logging.get_logger(__name__)
 
 def response_row(index: int, prompt: Prompt, tools: list | None, answer: dict, finish_reason: str) -> dict:
     """
-    A line of the output: a row that [`~dflash_hf.data.encode.RowEncoder`] reads.
+    An output row, as [`~dflash_hf.data.encode.RowEncoder`] reads it.
 
     Args:
-        prompt, tools: What was asked, see [`~dflash_hf.data.prompts.prompt_of`].
+        prompt, tools: See [`~dflash_hf.data.prompts.prompt_of`].
         answer (`dict`): The assistant's message.
     """
     if isinstance(prompt, str):
@@ -28,7 +28,7 @@ def response_row(index: int, prompt: Prompt, tools: list | None, answer: dict, f
     else:
         row = {"messages": [*prompt, answer], "given": len(prompt)}  # earlier answers are not this target's
     if tools:
-        row["tools"] = json.dumps(tools, ensure_ascii=False)  # as text: a table would merge tools of different kinds
+        row["tools"] = json.dumps(tools, ensure_ascii=False)  # as text: a table would merge different schemas
     return {"row": index, **row, "finish_reason": finish_reason}
 
 
@@ -44,20 +44,21 @@ def generate_rows(
     seed: int = 0,
 ) -> Iterator[list[dict]]:
     """
-    Responses of a target in this process as they finish; long prompts first, so that memory runs out early or never.
+    Yield responses of a target in this process as they finish, long prompts first, so that memory runs out early or
+    never.
 
-    The rows hold `input_ids` and `loss_mask` too: exactly what the target read and wrote, without tokenizing again.
+    The rows also have `input_ids` and `loss_mask`: the exact tokens, so that nothing is tokenized again.
 
     Args:
         target (`PreTrainedModel`): The target.
         encoder (`RowEncoder`): Its tokenizer, and the mask token, which is suppressed.
         prompts (`dict`): Prompt and tools by row number.
-        ids (`dict`): Their ids.
-        max_new_tokens (`int`): Longest response.
+        ids (`dict`): Prompt ids by row number.
+        max_new_tokens (`int`): Maximum length of a response.
         batch_size (`int`, *optional*): Rows that decode together.
-        draft (`DFlashDraftModel`, *optional*): Speeds it up; the responses stay the target's own.
+        draft (`DFlashDraftModel`, *optional*): Makes decoding faster; the responses stay the target's own.
         generation_config (`GenerationConfig`): Default: the target's.
-        seed (`int`): Of samples; each row has its own.
+        seed (`int`): Seed of sampling, from which each row gets its own.
     """
     config = without_token(generation_config or target.generation_config, encoder.mask_token_id)
     order = sorted(ids.items(), key=lambda one: -len(one[1]))
@@ -72,7 +73,7 @@ def generate_rows(
 
 
 def usable_ids(encoder: RowEncoder, prompts: dict[int, tuple[Prompt, list | None]]) -> dict[int, list[int]]:
-    """The ids of prompts; those that are empty, or that the template refuses, are left out."""
+    """The ids of prompts, without empty ones and those that the template rejects."""
     ids = {}
     for index, (prompt, tools) in prompts.items():
         try:
@@ -86,7 +87,7 @@ def usable_ids(encoder: RowEncoder, prompts: dict[int, tuple[Prompt, list | None
 
 
 def ask_rows(server: ChatClient, prompts: dict, concurrency: int) -> Iterator[list[dict]]:
-    """Responses of a server, one by one; an empty list for one that it refuses."""
+    """Responses of a server, one by one; an empty list for a rejected conversation."""
     answers = in_parallel(lambda question: server.answer(*question), prompts.items(), concurrency)
     for (index, question), choice in answers:
         if isinstance(choice, RequestRefused):

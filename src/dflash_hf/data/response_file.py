@@ -16,7 +16,7 @@ class LineFile:
     A JSON Lines file with one writer. A line is there whole or not at all: [`repair`] cuts off what a kill has left.
 
     Args:
-        path (`Path`): The file; made if there is none.
+        path (`Path`): The file; created if it does not exist.
 
     Raises:
         `ValueError`: another process writes it.
@@ -56,12 +56,12 @@ class LineFile:
 
 class ResponseFile(LineFile):
     """
-    Responses by the number of their row. Opening it repairs a half-written last line and reads what is finished.
+    Responses by row number. Opening the file repairs a half-written last line and reads the finished rows.
 
-    Beside it lies `NAME.settings.json`: how the responses were made. Others are not mixed with them.
+    `NAME.settings.json`, next to it, has the settings of the responses; other settings are rejected.
 
     Args:
-        path (`Path`): The file; made if there is none.
+        path (`Path`): The file; created if it does not exist.
         settings (`dict`): What must be equal for the responses to belong together.
 
     Attributes:
@@ -79,7 +79,7 @@ class ResponseFile(LineFile):
         try:
             self.settings = self._settings_before()
             self._read()
-            self.settle(settings)  # writes beside a file that is a response file, and no other
+            self.settle(settings)  # only next to a valid response file
             self.repaired = self.repair()
         except BaseException:
             self.close()
@@ -98,10 +98,10 @@ class ResponseFile(LineFile):
 
     def settle(self, settings: dict) -> None:
         """
-        Add settings that are known only now.
+        Add settings that were not known before.
 
         Raises:
-            `ValueError`: the file was started with others; names them.
+            `ValueError`: the file was started with other settings; the message names them.
         """
         settings = json.loads(json.dumps(settings))
         if others := differences(self.settings, settings):
@@ -130,5 +130,5 @@ class ResponseFile(LineFile):
 
 
 def question_in(row: Mapping) -> list:
-    """What a response answers: prompt and tools."""
+    """The prompt and tools that a response belongs to."""
     return [row["prompt"] if "prompt" in row else row["messages"][:-1], tools_of(row)]

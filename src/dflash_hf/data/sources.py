@@ -9,7 +9,7 @@ from pathlib import Path
 from dflash_hf.terminal import install, not_utf8
 
 
-_SECONDS = 10.0  # for the one question to the Hub
+_SECONDS = 10.0  # timeout of the request to the Hub
 _LOADERS = {
     **dict.fromkeys((".jsonl", ".jsonl.gz", ".ndjson", ".json"), "json"),
     **{".parquet": "parquet", ".csv": "csv", ".tsv": "csv"},
@@ -27,18 +27,18 @@ def load_rows(
     The rows of a dataset.
 
     Args:
-        data: A file (`.jsonl`, also packed as `.jsonl.gz`, `.json`, `.parquet`, `.csv`) or several of one kind, a
-            folder that `save_to_disk` wrote, or the name of a dataset on the Hub.
-        split (`str`): Default: `"train"`, or the only one there is; also `"train[:1%]"`, when not streaming.
-        streaming (`bool`): Read rows as they are needed; there is no length then.
+        data: A file (`.jsonl`, `.jsonl.gz`, `.json`, `.parquet`, `.csv`) or several of one kind, a folder written by
+            `save_to_disk`, or the name of a dataset on the Hub.
+        split (`str`): Default: `"train"`, or the only split; also `"train[:1%]"`, unless streaming.
+        streaming (`bool`): Read rows as they are needed; the dataset then has no length.
         name, revision (`str`): Configuration and commit of a dataset on the Hub.
 
     Returns:
         `datasets.Dataset`, or `datasets.IterableDataset` when streaming.
 
     Raises:
-        `ValueError`: an empty, damaged or unknown file, or no such split.
-        `OSError`: no such file, or the Hub cannot be reached.
+        `ValueError`: a file is empty, damaged or of an unknown kind, or the split does not exist.
+        `OSError`: a file does not exist, or the Hub cannot be reached.
         `ImportError`: `datasets` is not installed.
     """
     try:
@@ -48,7 +48,7 @@ def load_rows(
 
     paths = [Path(one).expanduser() for one in ([data] if isinstance(data, str | Path) else data)]
     if not paths:
-        raise ValueError("data is empty; name a file or a dataset of the Hub.")
+        raise ValueError("data is empty; name a file or a dataset on the Hub.")
     kinds = {_LOADERS.get(_suffix(path)) for path in paths}
     if len(paths) == 1 and paths[0].is_dir():
         return _of_folder(datasets, paths[0], split, streaming)
@@ -72,15 +72,15 @@ def load_rows(
         rows = datasets.load_dataset(kind, data_files=files, split=split or "train", streaming=streaming, **options)
     except OSError:
         raise
-    except Exception as error:  # of datasets, pyarrow and pandas
+    except Exception as error:  # from datasets, pyarrow or pandas
         raise ValueError(f"data={_names(paths)} cannot be read as {kind}: {error.__cause__ or error}.") from error
     if not streaming and len(rows) == 0:
-        raise ValueError(f"data={_names(paths)} holds no row.")
+        raise ValueError(f"data={_names(paths)} has no rows.")
     return rows
 
 
 def _suffix(path: Path) -> str:
-    """The ending of a file's name; of a packed one with what it was before."""
+    """The suffix of a file name, with the one before `.gz`."""
     return "".join(path.suffixes[-2:] if path.suffix.lower() == ".gz" else path.suffixes[-1:]).lower()
 
 
@@ -89,12 +89,12 @@ def _names(paths: list[Path]) -> str:
 
 
 def _looks_local(name: str) -> bool:
-    """Whether a name that is no file was meant to be one."""
+    """Whether a name that does not exist looks like a path."""
     return name.count("/") > 1 or name.startswith((".", "/", "~")) or Path(name).suffix.lower() in (".txt", ".gz")
 
 
 def _check_json(path: Path) -> None:
-    """Name the line that is not JSON; the loader names bytes of a chunk."""
+    """Raise with the number of the line that is not JSON; the loader would name bytes of a chunk."""
     if path.suffix.lower() == ".json":
         return
     with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as lines:
@@ -116,7 +116,7 @@ def _check_json(path: Path) -> None:
 
 
 def _text_columns(datasets, path: Path) -> dict:
-    """Options that keep a table's cells as they are written: `5.` is no number, and `NA` no missing one."""
+    """Options that read all cells of a table as text: `5.` is not a number, nor `NA` a missing value."""
     separator = "\t" if path.suffix.lower() == ".tsv" else ","
     with path.open(encoding="utf-8-sig", newline="") as file:
         names = next(csv.reader(file, delimiter=separator))
@@ -145,14 +145,14 @@ def _of_hub(datasets, repo: str, split: str | None, streaming: bool, name: str |
         return _choose_split(datasets.load_dataset(repo, **options), None, repo)
     except (ValueError, ImportError):
         raise
-    except Exception as error:  # of datasets, huggingface_hub and whichever HTTP library they use
+    except Exception as error:  # from datasets, huggingface_hub or their HTTP library
         raise OSError(
             f"{where} could not be loaded from the Hub, and there is no file of that name: {error}"
         ) from error
 
 
 def _ask_once(datasets, repo: str, revision: str | None) -> None:
-    """Whether the Hub has a dataset, before `datasets` asks again and again; what lies in its cache needs no Hub."""
+    """Fail early if the Hub does not have a dataset, instead of the retries of `datasets`; cached ones need no Hub."""
     from huggingface_hub import HfApi, constants
 
     cached = Path(datasets.config.HF_DATASETS_CACHE) / repo.replace("/", "___")

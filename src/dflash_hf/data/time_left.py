@@ -1,4 +1,4 @@
-"""How long it will take until all rows have their text: said before, and once it can be told better."""
+"""Estimates of the time until all rows have their text: before the start, and after the first batch."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -13,13 +13,13 @@ def rows_at_a_time(
     given: int | None, target, config: GenerationConfig, length: int, texts: int
 ) -> tuple[int, float | None]:
     """
-    How many rows should decode together, and the tokens that they give a second: as many as are given, else those that
-    are fastest here, which is measured; `None` where batches are not always full, so that it cannot be.
+    The number of rows to decode together (as given, otherwise the fastest, which is measured), and their tokens per
+    second (`None` if batches are not always full, so that it cannot be measured).
 
     Args:
-        target (`PreTrainedModel`), config (`GenerationConfig`): What decodes, and how.
-        length (`int`): Tokens of a usual row.
-        texts (`int`): How many are wanted: a batch that is seldom full is slow.
+        target (`PreTrainedModel`), config (`GenerationConfig`): The model and its generation settings.
+        length (`int`): Tokens of a typical row.
+        texts (`int`): Number of texts wanted: a batch that is seldom full is slow.
     """
     if not decodes_in_slots(target, config):
         return given or PLAIN_ROWS, None
@@ -28,22 +28,23 @@ def rows_at_a_time(
 
 class TimeLeft:
     """
-    A progress bar with the tokens of a second, and a line that says how long the rest will take as soon as a batch of
-    texts has ended.
+    A progress bar with tokens per second, and a line with the remaining time once the first batch of texts has ended.
 
     Args:
-        unit (`str`): What is counted.
-        total, done (`int`): How many are wanted, and were there before.
-        rows (`int`): Texts that are written at a time.
-        say: Is told.
-        full (`bool`): A text that has ended is followed by the next at once; else when the whole batch has ended.
+        unit (`str`): The unit of the progress bar.
+        total, done (`int`): Number of texts wanted, and finished before.
+        rows (`int`): Texts that are written together.
+        say: Called with the line.
+        full (`bool`): Whether a finished text is replaced immediately, not only when the whole batch has ended.
     """
 
     def __init__(self, unit: str, total: int, done: int, rows: int, say: Callable[[str], None], full: bool = True):
         self.bar = logging.tqdm(total=total, initial=done, unit=unit)
         self.wanted, self.rows, self.say = total - done, rows, say
-        self.batches = 1.5 if full else 1.0  # when as many have ended as a batch holds; the others are half written
-        self.begun, self.ended, self.kept, self.tokens = time.monotonic(), 0, 0, 0
+        self.batches = (
+            1.5 if full else 1.0
+        )  # written when as many texts as a batch holds have ended; the others are half finished
+        self.start, self.ended, self.kept, self.tokens = time.monotonic(), 0, 0, 0
 
     def __enter__(self) -> "TimeLeft":
         return self
@@ -52,9 +53,9 @@ class TimeLeft:
         self.bar.close()
 
     def count(self, kept: int, tokens: int) -> None:
-        """One more text has ended, which gave so many rows, of so many tokens."""
+        """Count a finished text: the rows and tokens that it gave."""
         self.ended, self.kept, self.tokens = self.ended + 1, self.kept + kept, self.tokens + tokens
-        seconds = time.monotonic() - self.begun
+        seconds = time.monotonic() - self.start
         self.bar.set_postfix_str(f"{self.tokens / seconds:,.0f} tokens/s", refresh=False)
         self.bar.update(kept)
         if self.ended == self.rows and self.kept and self.wanted > 2 * self.kept:
@@ -63,22 +64,22 @@ class TimeLeft:
 
 def telling(items: Iterable, total: int, say: Callable[[str], None], done: int = 0) -> Iterator:
     """
-    Items, so many in all, that take about as long each; after a twentieth, `say` is told how long the rest takes.
+    Iterate over `total` items of similar duration; after a twentieth of them, `say` the remaining time.
 
     Args:
-        done (`int`): Of the first so many the outcome is known, and they take no time.
+        done (`int`): Number of items at the start that take no time, since their outcome is known.
     """
-    begun, heard = time.monotonic(), done + max(3, (total - done) // 20)
+    start, report_at = time.monotonic(), done + max(3, (total - done) // 20)
     for number, item in enumerate(items):
         if number == done:
-            begun = time.monotonic()
-        if number == heard and total > heard + 3:
-            say(f"about {duration((time.monotonic() - begun) / (number - done) * (total - number))} to go")
+            start = time.monotonic()
+        if number == report_at and total > report_at + 3:
+            say(f"about {duration((time.monotonic() - start) / (number - done) * (total - number))} to go")
         yield item
 
 
 def duration(seconds: float) -> str:
-    """A time as people say it."""
+    """A duration for people."""
     if seconds < 90:
         return f"{max(seconds, 0):.0f} s"
     hours, minutes = divmod(round(seconds / 60), 60)

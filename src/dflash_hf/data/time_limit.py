@@ -1,4 +1,4 @@
-"""A limit for what a foreign template computes: Jinja has loops, and templates come from anywhere."""
+"""A time limit for chat templates: Jinja has loops, and templates come from anywhere."""
 
 import signal
 import threading
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 @contextmanager
 def time_limit(seconds: float, message: str) -> Iterator[None]:
     """
-    End the block after so many seconds of the processor. In threads other than the main one, and where the system has
-    no timer, there is no limit.
+    End the block after this many seconds of CPU time. There is no limit outside the main thread, or if the system has
+    no timer.
 
     Raises:
         `TimeoutError`: with the message.

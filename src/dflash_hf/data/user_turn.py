@@ -1,4 +1,4 @@
-"""Where in a chat template a user's text begins, and where it ends."""
+"""Where a user's text begins and ends in a chat template."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ _SENTINEL = "Xq7"  # plain letters: a template may trim or escape anything else
 
 @dataclass(frozen=True)
 class UserTurn:
-    """What a chat template puts before a user's text, and behind it."""
+    """The text that a chat template puts before and after a user's text."""
 
     before: str
     behind: str
@@ -16,10 +16,10 @@ class UserTurn:
     @classmethod
     def of(cls, tokenizer, system: str | None = None, chat_template_kwargs: dict | None = None) -> "UserTurn":
         """
-        Find a user's turn by rendering a conversation with a text that can be recognised.
+        Find the user's turn by rendering a conversation with a recognisable text.
 
         Raises:
-            `ValueError`: there is no chat template, or none that puts its words around the text as it is.
+            `ValueError`: there is no chat template, or it changes the text.
         """
         from jinja2 import TemplateError
 
@@ -37,14 +37,14 @@ class UserTurn:
                 rendered = tokenizer.apply_chat_template(messages, **options)
             except TemplateError as error:
                 raise ValueError(
-                    f"The chat template refuses {messages} ({error}); leave out `system`, or give the "
+                    f"The chat template rejects {messages} ({error}); leave out `system`, or give the "
                     "tokenizer another chat template."
                 ) from error
             before, found, behind = rendered.partition(text)
             if not found or text in behind or not before.strip():
                 raise ValueError(
                     f"The chat template has no beginning of a user's turn: {text!r} was rendered as {rendered!r}, not "
-                    "once and behind words of the template's own. Give the tokenizer another chat template."
+                    "once and after text of the template. Give the tokenizer another chat template."
                 )
             turns.add(cls(before, behind))
         if len(turns) > 1:
@@ -55,7 +55,7 @@ class UserTurn:
         return turns.pop()
 
     def stop_id(self, tokenizer) -> int | None:
-        """The token that ends a user's turn, or `None` where it ends with plain text."""
+        """The token that ends a user's turn, or `None` if it ends with plain text."""
         ids = tokenizer(self.behind, add_special_tokens=False)["input_ids"]
         special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         return ids[0] if ids and ids[0] in special else None
