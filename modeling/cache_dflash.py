@@ -246,6 +246,13 @@ def holds_nothing(layer) -> bool:
     return not isinstance(layer, CacheLayerMixin | LinearAttentionCacheLayerMixin)
 
 
+def cached_columns(cache) -> int:
+    """Columns that a cache holds before the prompt; recurrent layers alone do not tell, and their prompt is whole."""
+    if cache is None:
+        return 0
+    return cache.get_seq_length() if any(isinstance(layer, CacheLayerMixin) for layer in cache.layers) else 0
+
+
 def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A float mask from a boolean one: eager attention would *add* a boolean mask as 0 and 1, silently."""
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(

@@ -1,25 +1,18 @@
 """What one call of `generate` asks for, settled once, before the prompt is read."""
 
-import inspect
 from dataclasses import dataclass
 
 import torch
-from transformers import DynamicCache
 from transformers.generation import MaxLengthCriteria
-from transformers.generation import utils as generation_utils
 from transformers.utils import logging
 
+from .cache_dflash import cached_columns
 from .compile_dflash import is_compilable
 from .probe_dflash import TargetFacts, facts_of
-from .sessions_dflash import cache_argument, cached_columns
 
 
 logger = logging.get_logger(__name__)
 
-# Arguments that a round sets itself, and those that only the prompt has.
-_OWN_ARGUMENTS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "use_cache"}
-_OWN_ARGUMENTS |= {"output_attentions", "output_hidden_states", "past_key_values", "cache_params"}
-_PROMPT_ARGUMENTS = {"mm_token_type_ids", "logits_to_keep", "cache_position"}
 # Settings of other kinds of assistants, and the value of each where the user sets none.
 _OTHER_ASSISTANTS = {
     "assistant_lookbehind": 10,
@@ -35,6 +28,7 @@ class Call:
     One call of `generate` with a drafter.
 
     Args:
+        target (`PreTrainedModel`), draft (`DFlashDraftModel`): Both models, which other calls may be running too.
         facts (`TargetFacts`, *optional*): What is known of the target.
         plain_reason (`str`, *optional*): Why this call decodes without the drafter, if it does.
         rows (`int`): Of the prompt.
@@ -46,6 +40,8 @@ class Call:
         look_ahead (`int`): Rounds that are started before the host reads what they committed.
     """
 
+    target: torch.nn.Module
+    draft: torch.nn.Module
     facts: TargetFacts | None
     plain_reason: str | None
     rows: int
@@ -72,20 +68,15 @@ def plan_call(target, draft, input_ids, stopping_criteria, generation_config, mo
 
     embeds = model_kwargs.get("inputs_embeds")
     new = input_ids.shape[1] if embeds is None else max(input_ids.shape[1], embeds.shape[1])
-    past = cached_columns(model_kwargs.get(cache_argument(target)))
-    mask = model_kwargs.get("attention_mask")
-    columns = max(past + new if mask is None or mask.dim() != 2 else mask.shape[1], new)
     # A criterion of the caller's takes the place of the configuration's limit.
     limits = [criterion.max_length for criterion in stopping_criteria if isinstance(criterion, MaxLengthCriteria)]
     max_new = max(min(limits, default=generation_config.max_length) - input_ids.shape[1], 1)
 
     reason = _reason_before_probing(generation_config, model_kwargs, synced_gpus)
     facts = None if reason else facts_of(target)
-    reason = (
-        reason
-        or facts.why_plain(draft.config.target_layer_ids, mask)
-        or _rope_reason(target, model_kwargs, past, columns, max_new)
-    )
+    reason = reason or facts.why_plain(draft.config.target_layer_ids, model_kwargs.get("attention_mask"))
+    past = 0 if reason else cached_columns(model_kwargs.get(facts.cache_name))
+    reason = reason or _rope_reason(target.config.get_text_config(decoder=True), model_kwargs, past, new, max_new)
     if reason is not None and generators is not None:
         raise ValueError(f"decoding_config.generators cannot be followed: {reason}; set it to None to decode plainly.")
 
@@ -93,6 +84,8 @@ def plan_call(target, draft, input_ids, stopping_criteria, generation_config, mo
     listing = generation_config.return_dict_in_generate and generation_config.output_hidden_states
     compilable = free and not listing and generators is None and is_compilable(target)
     return Call(
+        target=target,
+        draft=draft,
         facts=facts,
         plain_reason=reason,
         rows=len(input_ids),
@@ -129,15 +122,15 @@ def _reason_before_probing(generation_config, model_kwargs, synced_gpus: bool) -
     return None
 
 
-def _rope_reason(target, model_kwargs, past: int, columns: int, max_new: int) -> str | None:
+def _rope_reason(text, model_kwargs, past: int, new: int, max_new: int) -> str | None:
     """Why rotary frequencies that depend on the length of the text rule out drafting, if they do."""
-    text = target.config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
     layers = [rope, *(value for value in rope.values() if isinstance(value, dict))]
     kinds = {parameters.get("rope_type"): parameters for parameters in layers}
     if not kinds.keys() & {"longrope", "dynamic"}:
         return None
-    positions = model_kwargs.get("position_ids")
+    positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
+    columns = max(past + new if mask is None else mask.shape[1], new)
     length = columns if positions is None else int(positions.max()) + 1
     if "dynamic" in kinds and length + max_new >= text.max_position_embeddings:
         return (
@@ -149,56 +142,6 @@ def _rope_reason(target, model_kwargs, past: int, columns: int, max_new: int) ->
         if (past or length) <= threshold < length + max_new:
             return f"the text may cross {threshold} tokens, where its rotary frequencies change"
     return None
-
-
-def usable_cache(target, cache, session_class, implementation: str | None):
-    """
-    The cache to prefill: the one that `generate` made, or a dynamic one in place of a static one, since the slots of
-    a drafted call have fixed shapes anyway.
-
-    Raises:
-        `ValueError`: the tokens of the cache cannot be moved into slots: it is quantised, offloaded, or a static one
-            that the caller passed.
-    """
-    if session_class.takes(cache) and not cache.offloading:
-        return cache
-    from_caller = getattr(cache, "_is_user_defined", False)
-    if cache.is_compileable and not from_caller and not cache.offloading:
-        return DynamicCache(config=target.config.get_text_config(decoder=True))
-    argument = "past_key_values is" if from_caller else f"cache_implementation={implementation!r} makes"
-    kind = f"a {type(cache).__name__} of {type(cache.layers[0]).__name__}" if cache.layers else type(cache).__name__
-    raise ValueError(
-        f"{argument} {kind}{', offloaded to the CPU' * cache.offloading}, which a drafter cannot decode with: pass a "
-        "`DynamicCache` that is not offloaded, leave `past_key_values` and `cache_implementation` out, or drop "
-        "`assistant_model`."
-    )
-
-
-def prompt_arguments(target, model_kwargs: dict) -> dict:
-    """Arguments of the prompt's forward that a drafter needs otherwise than `generate` gives them."""
-    if "logits_to_keep" in model_kwargs and getattr(target.config.get_text_config(), "num_kv_shared_layers", False):
-        # An index, not a count: given a count, Gemma 4 drops all other tokens before the layers that share keys.
-        return {"logits_to_keep": torch.tensor([-1])}
-    return {}
-
-
-def extra_arguments(target, generation_config, model_kwargs: dict) -> dict:
-    """
-    Arguments of `generate` that every forward of the target gets, such as adapter names or a request for hidden
-    states; see `block_arguments`.
-    """
-    accepted = inspect.signature(target.forward).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
-    skip = _OWN_ARGUMENTS | _PROMPT_ARGUMENTS
-    prompt_only = getattr(generation_utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ())
-    extra = {
-        key: value[:, -1:] if key == "token_type_ids" and value is not None else value
-        for key, value in model_kwargs.items()
-        if key not in skip and key not in prompt_only and (takes_any or key in accepted)
-    }
-    if generation_config.return_dict_in_generate and generation_config.output_hidden_states:
-        extra["output_hidden_states"] = generation_config.output_hidden_states
-    return extra
 
 
 def draft_temperature(draft, generation_config) -> float:

@@ -89,7 +89,7 @@ def one_round(
     return verdict, Context(verdict.along(features), start)
 
 
-def _runner(call: Call, target, pair: Pair):
+def _runner(call: Call, pair: Pair):
     """
     [`one_round`] in its cheapest form: as a whole where acceptance needs nothing but tensors, else its two forwards.
     """
@@ -99,7 +99,7 @@ def _runner(call: Call, target, pair: Pair):
     run = torch.inference_mode()(piece) if pair.session.rollback_is_free else piece
     if call.compile:
         how = None if call.compile is True else call.compile
-        run = CompiledRound(piece, run, target, how, (pair.drafter.cache, pair.session.cache))
+        run = CompiledRound(piece, run, call.target, how, (pair.drafter.cache, pair.session.cache))
     return run if by_tensors else functools.partial(one_round, forwards=run)
 
 
@@ -142,10 +142,9 @@ def decode(
     continuation = Continuation(input_ids, judge, writer, call.max_new, call.look_ahead)
     # 1. Prefill as the target does it; on the way, the features of the prompt become the drafter's context.
     prompt = (input_ids, generation_config, model_kwargs)
-    with opened_pair(call, target, draft, continuation, *prompt) as (pair, start):
-        drafter, run = pair.drafter, _runner(call, target, pair)
-        trees = pair.session.rollback_is_free
-        planner = planner_of(target, draft, drafter, continuation, generation_config, trees, call.compile)
+    with opened_pair(call, continuation, *prompt) as (pair, start):
+        drafter, run = pair.drafter, _runner(call, pair)
+        planner = planner_of(call, pair, generation_config)
         context = drafter.no_features(start, draft.config.block_tokens)
         while not continuation.done:
             plan = planner.next(continuation)

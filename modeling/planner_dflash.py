@@ -20,26 +20,24 @@ _OF_ASSISTANTS = ("assistant_confidence_threshold", "num_assistant_tokens_schedu
 _WIDEST = 16  # drafted tokens of a row that are considered, and of a batch twice as many
 
 
-def planner_of(target, draft, drafter, text, generation_config, trees: bool, compiled: str | bool):
+def planner_of(call, pair, generation_config):
     """
     The planner of a call, as its settings ask for it: sizes that were set, or the fastest ones.
 
     Args:
-        target, draft: Target and drafter; `draft.decoding_config` holds the settings.
-        drafter (`DFlashCandidateGenerator`): Makes plans.
-        text (`Continuation`): What is being written.
+        call (`Call`): Both models; `draft.decoding_config` holds the settings.
+        pair (`Pair`): The parts of this call.
         generation_config (`GenerationConfig`): Its `num_assistant_tokens`, `num_assistant_tokens_schedule` and
             `assistant_confidence_threshold` set the size of a block too.
-        trees (`bool`): Whether the target can verify a tree.
-        compiled (`str` or `bool`): How rounds are compiled.
     """
-    whole = bool(compiled) or text.look_ahead > 1  # then all rounds of a plan have one shape, the last ones too
+    target, draft, drafter, text = call.target, call.draft, pair.drafter, pair.continuation
+    whole = bool(call.compile) or text.look_ahead > 1  # then all rounds of a plan have one shape, the last ones too
     config, trained, rows = draft.decoding_config, draft.config.block_tokens, len(text.host.alive)
     asked = generation_config.num_assistant_tokens
     unset = asked in (None, _DEFAULT_ASSISTANT_TOKENS)
     limit = trained if unset else max(int(asked), 0) + 1
-    # Rows that advance together agree on one path.
-    trees = trees and (rows == 1 or text.rules.pace != "together")
+    # Rows that advance together agree on one path; states in a row cannot follow several.
+    trees = pair.session.rollback_is_free and (rows == 1 or text.rules.pace != "together")
     paces = _paces.setdefault(draft, weakref.WeakKeyDictionary()).setdefault(target, {})
     threshold, schedule = (getattr(generation_config, name) for name in _OF_ASSISTANTS)
     threshold = 0.0 if threshold in (None, _DEFAULT_THRESHOLD) else threshold
@@ -55,14 +53,13 @@ def planner_of(target, draft, drafter, text, generation_config, trees: bool, com
         )
     device = target.device
     if config.is_open and unset and not (whole and device.type != "cpu"):  # there a few plans were never measured
-        place = rows, text.writer.prompt_length
-        key = (rows, generation_config.do_sample, whole, adapters_of(draft))
+        place, key = (rows, text.writer.prompt_length), (rows, generation_config.do_sample, whole, adapters_of(draft))
+        table = table_of(target, draft, call.compile, text.look_ahead)
         if whole:
-            table = table_of(target, draft, compiled, text.look_ahead)
-            return FewPlans(_few(drafter, trained, rows, trees), table, paces, key, place, device, bool(compiled))
+            return FewPlans(_few(drafter, trained, rows, trees), table, paces, key, place, device, bool(call.compile))
         nodes = max(min(_WIDEST, 2 * _WIDEST // rows), 2)
         plan = drafter.plan(trained, nodes) if trees else drafter.plan(trained, trained - 1, top_k=1)
-        return FastestPlan(plan, table_of(target, draft), paces, key, device)
+        return FastestPlan(plan, table, paces, key, device)
     nodes = (config.tree_nodes or 0) if trees else 0
     return FixedPlan(drafter.plan(min(config.block_size or trained, limit), nodes), whole)
 

@@ -1,19 +1,28 @@
 """From a prompt to the parts that rounds work with: the target reads it as it always does, the drafter on the way."""
 
+import inspect
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from transformers import Cache
+from transformers.generation import utils as generation_utils
 
-from .call_dflash import Call, extra_arguments, prompt_arguments, usable_cache
+from .cache_dflash import cached_columns
+from .call_dflash import Call
 from .compile_dflash import slots_of
 from .drafting_dflash import DFlashCandidateGenerator, first_positions, padding_of
 from .isolation_dflash import isolated
-from .sessions_dflash import SlotSession, cache_argument, filled_columns
-from .target_dflash import FeatureTap, decoder_layers
+from .sessions_dflash import SlotSession
+from .target_dflash import FeatureTap, decoder_layers, empty_cache
 from .text_dflash import Continuation
+
+
+# Arguments that a round sets itself, and those that only the prompt has.
+_OWN_ARGUMENTS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "use_cache"}
+_OWN_ARGUMENTS |= {"output_attentions", "output_hidden_states", "past_key_values", "cache_params"}
+_PROMPT_ARGUMENTS = {"mm_token_type_ids", "logits_to_keep", "cache_position"}
 
 
 class Models(NamedTuple):
@@ -54,7 +63,7 @@ class Pair:
 
 
 @contextmanager
-def models_of(call: Call, target, draft):
+def models_of(call: Call):
     """
     The two models of a call, and a tap on the target's layers. Hooks and switches go onto copies of the modules: other
     calls may be running both models.
@@ -62,6 +71,7 @@ def models_of(call: Call, target, draft):
     Yields:
         [`Models`]
     """
+    target, draft = call.target, call.draft
     with ExitStack() as opened:
         layers, layer_ids = decoder_layers(target), draft.config.target_layer_ids
         watched = [layers[max(i, 0)] for i in layer_ids] + [target.get_submodule(name) for name in call.facts.moving]
@@ -76,8 +86,10 @@ def models_of(call: Call, target, draft):
 
 def prefill(call: Call, models: Models, input_ids, generation_config, model_kwargs) -> Prefilled:
     """Run the prompt through the target as it does it itself; its features become the drafter's context."""
-    target, drafter, name = models.target, models.drafter, cache_argument(models.target)
-    model_kwargs |= prompt_arguments(target, model_kwargs)
+    target, drafter, name = models.target, models.drafter, call.facts.cache_name
+    if "logits_to_keep" in model_kwargs and getattr(target.config.get_text_config(), "num_kv_shared_layers", False):
+        # An index, not a count: given a count, Gemma 4 drops all other tokens before the layers that share keys.
+        model_kwargs["logits_to_keep"] = torch.tensor([-1])
     padding, positions = padding_of(model_kwargs.get("attention_mask"), call.rows), []
     watch = target.register_forward_pre_hook(
         lambda _, args, kwargs: positions.append(kwargs.get("position_ids")), with_kwargs=True
@@ -86,32 +98,30 @@ def prefill(call: Call, models: Models, input_ids, generation_config, model_kwar
     watch.remove()
     models.tap.consume = None
     cache = outputs.get(name, model_kwargs[name])  # Phi-3 starts a new one where a long prompt takes other frequencies
-    columns = filled_columns(target, cache, call.past, drafter.absorbed)
+    columns = filled_columns(call, cache, drafter.absorbed)
     offset = first_positions(positions[-1], columns, padding, drafter.device, call.facts.counts_columns)
     logits = outputs.logits[:, -1:].to(drafter.device, copy=True)  # a copy: the rest can be freed
     return Prefilled(logits, cache, columns, padding, offset, outputs.get("hidden_states"))
 
 
 @contextmanager
-def opened_pair(call: Call, target, draft, continuation: Continuation, input_ids, generation_config, model_kwargs):
+def opened_pair(call: Call, continuation: Continuation, input_ids, generation_config, model_kwargs):
     """
     Prefill, and open what the rounds work with on what this leaves; in the end the caller's cache is written back.
 
     Yields:
         [`Pair`], and the indices of the first anchors `[R]`.
     """
-    name = cache_argument(target)
-    given = model_kwargs[name] = usable_cache(
-        target, model_kwargs[name], call.facts.session_class, generation_config.cache_implementation
-    )
+    name = call.facts.cache_name
+    given = model_kwargs[name] = usable_cache(call, model_kwargs[name], generation_config.cache_implementation)
     keep_cache = generation_config.return_dict_in_generate or getattr(given, "_is_user_defined", False)
-    with models_of(call, target, draft) as models:
+    with models_of(call) as models:
         drafter, (draft_pool, pool) = models.drafter, models.pools
         prompt = prefill(call, models, input_ids, generation_config, model_kwargs)
         columns, padding, offset = prompt.columns, prompt.padding, prompt.offset
-        room = columns + draft.config.block_tokens + (0 if call.compile else min(call.max_new, 256))  # grows
+        room = columns + call.draft.config.block_tokens + (0 if call.compile else min(call.max_new, 256))  # grows
         drafter.open(padding, columns, room, offset, draft_pool)
-        extra = extra_arguments(target, generation_config, model_kwargs)
+        extra = extra_arguments(call.target, generation_config, model_kwargs)
         session = call.facts.open_session(models.target, prompt.cache, padding, room, offset, extra, pool)
         session.end_at(columns + call.max_new - 1)
         pair = Pair(drafter, session, models.tap, continuation, columns)
@@ -125,3 +135,62 @@ def opened_pair(call: Call, target, draft, continuation: Continuation, input_ids
                 pair.cache = session.close(columns + max(continuation.longest - 1, 0))
             for holder in (drafter.cache, session):
                 holder.clear()
+
+
+def usable_cache(call: Call, cache, implementation: str | None):
+    """
+    The cache to prefill: the one that `generate` made, or a dynamic one in place of a static one, since the slots of
+    a drafted call have fixed shapes anyway.
+
+    Raises:
+        `ValueError`: the tokens of the cache cannot be moved into slots: it is quantised, offloaded, or a static one
+            that the caller passed.
+    """
+    if call.facts.session_class.takes(cache) and not cache.offloading:
+        return cache
+    from_caller = getattr(cache, "_is_user_defined", False)
+    if cache.is_compileable and not from_caller and not cache.offloading:
+        return empty_cache(call.target)
+    argument = "past_key_values is" if from_caller else f"cache_implementation={implementation!r} makes"
+    kind = f"a {type(cache).__name__} of {type(cache.layers[0]).__name__}" if cache.layers else type(cache).__name__
+    raise ValueError(
+        f"{argument} {kind}{', offloaded to the CPU' * cache.offloading}, which a drafter cannot decode with: pass a "
+        "`DynamicCache` that is not offloaded, leave `past_key_values` and `cache_implementation` out, or drop "
+        "`assistant_model`."
+    )
+
+
+def extra_arguments(target, generation_config, model_kwargs: dict) -> dict:
+    """
+    Arguments of `generate` that every forward of the target gets, such as adapter names or a request for hidden
+    states; see `block_arguments`.
+    """
+    accepted = inspect.signature(target.forward).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+    skip = _OWN_ARGUMENTS | _PROMPT_ARGUMENTS
+    prompt_only = getattr(generation_utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ())
+    extra = {
+        key: value[:, -1:] if key == "token_type_ids" and value is not None else value
+        for key, value in model_kwargs.items()
+        if key not in skip and key not in prompt_only and (takes_any or key in accepted)
+    }
+    if generation_config.return_dict_in_generate and generation_config.output_hidden_states:
+        extra["output_hidden_states"] = generation_config.output_hidden_states
+    return extra
+
+
+def filled_columns(call: Call, cache, absorbed: int) -> int:
+    """
+    Columns that a cache holds after a prompt of `absorbed` columns: those, with the columns that it held before or, if
+    the target started a new one, without.
+
+    Raises:
+        `ValueError`: it holds another number.
+    """
+    columns = cached_columns(cache) or absorbed
+    if columns not in (absorbed, call.past + absorbed):
+        raise ValueError(
+            f"The cache of {call.facts.name} holds {columns} tokens after {call.past} earlier ones and a prompt of "
+            f"{absorbed}, so a drafter cannot tell its tokens apart: call `generate` without `assistant_model`."
+        )
+    return columns

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import DynamicCache, cache_utils, masking_utils
+from transformers import cache_utils, masking_utils
 from transformers.utils import logging
 
 from .accept_dflash import Draft, Verdict
@@ -18,8 +18,8 @@ from .drafting_dflash import first_positions
 from .isolation_dflash import isolated
 from .recurrent_dflash import ReplaySession, StepSession, moving_modules, recurrent_states
 from .remembered_dflash import recall, remember
-from .sessions_dflash import SlotSession, cache_argument
-from .target_dflash import decoder_layers, input_device
+from .sessions_dflash import SlotSession
+from .target_dflash import cache_argument, decoder_layers, empty_cache, input_device, try_out
 
 
 logger = logging.get_logger(__name__)
@@ -50,6 +50,7 @@ class TargetFacts:
         features (`dict[int, tuple]`): Shapes of its decoder layers' outputs, without those of layers that it skips, or
             that are not reached in copies of the modules.
         error (`float`): The largest relative error after rolling back, of the best way.
+        cache_name (`str`): The name under which its forward takes a cache.
         lasting (`bool`): Whether they hold for the next call too: not where the target alone could not be run on two
             rows, as it cannot while hooks of this call give adapters to another number of rows.
     """
@@ -61,6 +62,7 @@ class TargetFacts:
     counts_columns: bool = False
     features: dict[int, tuple] = field(default_factory=dict)
     error: float = math.inf
+    cache_name: str = "past_key_values"
     lasting: bool = True
 
     @classmethod
@@ -192,7 +194,7 @@ def probe_rollback(target) -> type | None:
 
 
 def _found_out(target) -> TargetFacts:
-    facts, errors = TargetFacts(type(target).__name__), {}
+    facts, errors = TargetFacts(type(target).__name__, cache_name=cache_argument(target)), {}
     for kind in KINDS:
         try:
             facts.moving = {} if kind is SlotSession else facts.moving or moving_modules(target)
@@ -238,7 +240,7 @@ def _error(target, facts: TargetFacts, padding: int) -> float:
             expected, states = _decoded(own, tokens, mask, kept.tolist())  # [2, 9, V]
             if padding and not bool(expected.isfinite().all()):
                 return 0.0  # upstream gives no numbers for padded rows: there is nothing to be equal to
-            cache = _empty_cache(own)
+            cache = empty_cache(own)
             positions = _fed(own, tokens[:, :5], mask[:, :5], cache)[1]
             if not facts.session_class.takes(cache):
                 return float("inf")
@@ -272,10 +274,6 @@ def _verified(session, block, start, kept) -> torch.Tensor:
     return logits
 
 
-def _empty_cache(target) -> DynamicCache:
-    return DynamicCache(config=target.config.get_text_config(decoder=True))
-
-
 def _fed(target, tokens, mask, cache, count: int | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Logits and positions of a forward over the last `count` of `tokens` `[2, S]`, as in `generate`; default: all."""
     arguments = {cache_argument(target): cache, "use_cache": True}
@@ -292,7 +290,7 @@ def _fed(target, tokens, mask, cache, count: int | None = None) -> tuple[torch.T
 
 def _decoded(target, tokens, mask, kept: list[int]):
     """Logits after each token from the sixth on, fed one by one as `generate` does, and what each row held when."""
-    cache, logits, states = _empty_cache(target), [], {}
+    cache, logits, states = empty_cache(target), [], {}
     _fed(target, tokens[:, :5], mask[:, :5], cache)
     for step in range(1, tokens.shape[1] - 4):
         logits.append(_fed(target, tokens[:, : 5 + step], mask[:, : 5 + step], cache, count=1)[0])
@@ -324,6 +322,5 @@ def _features(target) -> dict[int, tuple]:
                 shapes[layer_id] = tuple((output if isinstance(output, torch.Tensor) else output[0]).shape)
 
             layer.register_forward_hook(see)
-        ids = torch.ones(2, 3, dtype=torch.long, device=input_device(target))
-        own(input_ids=ids, use_cache=True, **{cache_argument(target): _empty_cache(target)})
+        try_out(own)
     return shapes

@@ -8,7 +8,7 @@ in slots, as in any other target. Every row keeps its own length.
 import copy
 
 import torch
-from transformers import DynamicCache, cache_utils
+from transformers import cache_utils
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -20,8 +20,8 @@ from transformers.cache_utils import (
 from .accept_dflash import Draft, Verdict
 from .cache_dflash import SlotCache, SlotLayer
 from .isolation_dflash import isolated
-from .sessions_dflash import SlotSession, cache_argument
-from .target_dflash import input_device
+from .sessions_dflash import SlotSession
+from .target_dflash import empty_cache, try_out
 
 
 # Layers whose shape is fixed, or whose tokens cannot be moved. Before there was quantisation to 8 bits, the class of
@@ -167,7 +167,7 @@ def moving_modules(target) -> dict[str, int]:
     Names of the innermost modules that move a recurrent state, each with the index of the layer whose state it moves;
     found by watching a short forward.
     """
-    cache, running, found = DynamicCache(config=target.config.get_text_config(decoder=True)), [], {}
+    cache, running, found = empty_cache(target), [], {}
 
     def watched(update):
         def watch(states, layer_idx, *args, **kwargs):
@@ -182,8 +182,7 @@ def moving_modules(target) -> dict[str, int]:
         for name, module in own.named_modules():
             module.register_forward_pre_hook(lambda *_, name=name: running.append(name))
             module.register_forward_hook(lambda *_: running.pop() and None)
-        ids = torch.ones(2, 3, dtype=torch.long, device=input_device(target))
-        own(input_ids=ids, use_cache=True, **{cache_argument(target): cache})
+        try_out(own, cache)
     return found
 
 

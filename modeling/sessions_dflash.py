@@ -5,48 +5,12 @@ A session is opened on the cache that the prompt left behind. `verify` runs one 
 is token number `start` of its row; `commit` drops what was rejected; `close` gives the cache back as `generate` does.
 """
 
-import inspect
-
 import torch
 from transformers import masking_utils
-from transformers.cache_utils import CacheLayerMixin
 
 from .accept_dflash import Draft, Verdict
 from .cache_dflash import SlotCache, can_adopt, slot_mask
-from .target_dflash import input_device
-
-
-_CACHES = ("past_key_values", "cache_params")
-
-
-def cache_argument(target) -> str:
-    """The name under which a target's forward takes its cache."""
-    accepted = inspect.signature(target.forward).parameters
-    return next((name for name in _CACHES if name in accepted), _CACHES[0])
-
-
-def cached_columns(cache) -> int:
-    """Columns that a cache holds before the prompt; recurrent layers alone do not tell, and their prompt is whole."""
-    if cache is None:
-        return 0
-    return cache.get_seq_length() if any(isinstance(layer, CacheLayerMixin) for layer in cache.layers) else 0
-
-
-def filled_columns(target, cache, past: int, absorbed: int) -> int:
-    """
-    Columns that a cache holds after a prompt of `absorbed` columns, of which it held `past` before, or none of them
-    where the target started a new one.
-
-    Raises:
-        `ValueError`: it holds another number.
-    """
-    columns = cached_columns(cache) or absorbed
-    if columns not in (absorbed, past + absorbed):
-        raise ValueError(
-            f"The cache of {type(target).__name__} holds {columns} tokens after {past} earlier ones and a prompt of "
-            f"{absorbed}, so a drafter cannot tell its tokens apart: call `generate` without `assistant_model`."
-        )
-    return columns
+from .target_dflash import cache_argument, input_device
 
 
 class SlotSession:

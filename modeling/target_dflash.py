@@ -1,9 +1,11 @@
 """What a drafter needs of a frozen target: its layers' outputs, its raw embedding table, its head."""
 
 import contextlib
+import inspect
 
 import torch
 from torch import nn
+from transformers import DynamicCache
 
 
 def text_depth(target_config) -> int:
@@ -39,6 +41,24 @@ def running_device(module: nn.Module) -> torch.device:
 def input_device(target) -> torch.device:
     """Where a target takes token ids."""
     return running_device(target.get_input_embeddings())
+
+
+def cache_argument(target) -> str:
+    """The name under which a target's forward takes its cache."""
+    accepted = inspect.signature(target.forward).parameters
+    return next((name for name in ("past_key_values", "cache_params") if name in accepted), "past_key_values")
+
+
+def empty_cache(target) -> DynamicCache:
+    """A cache as `generate` makes it where nothing else is asked for."""
+    return DynamicCache(config=target.config.get_text_config(decoder=True))
+
+
+@torch.no_grad()
+def try_out(target, cache=None) -> None:
+    """A short forward, to see what happens in it."""
+    ids = torch.ones(2, 3, dtype=torch.long, device=input_device(target))
+    target(input_ids=ids, use_cache=True, **{cache_argument(target): empty_cache(target) if cache is None else cache})
 
 
 def raw_embedding(target, input_ids: torch.LongTensor) -> torch.Tensor:

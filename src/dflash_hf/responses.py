@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 import torch
-from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.utils import logging
 
 from dflash_hf.modeling.accept_dflash import Draft
 from dflash_hf.modeling.cache_dflash import SlotCache, SlotLayer
 from dflash_hf.modeling.probe_dflash import facts_of
-from dflash_hf.modeling.sessions_dflash import SlotSession, cache_argument
-from dflash_hf.modeling.target_dflash import input_device
+from dflash_hf.modeling.sessions_dflash import SlotSession
+from dflash_hf.modeling.target_dflash import cache_argument, empty_cache, input_device
 
 
 logger = logging.get_logger(__name__)
@@ -170,11 +170,8 @@ class _Slots:
         accepted = inspect.signature(target.forward).parameters
         self.last_only = {"logits_to_keep": torch.tensor([-1])} if "logits_to_keep" in accepted else {}
         offset = torch.zeros(rows, 1, dtype=torch.long, device=self.device)
-        self.session = SlotSession(target, self._empty(), [0] * rows, 1, offset, {})
+        self.session = SlotSession(target, empty_cache(target), [0] * rows, 1, offset, {})
         self.known: dict[tuple, tuple[SlotCache, torch.Tensor]] = {}
-
-    def _empty(self) -> DynamicCache:
-        return DynamicCache(config=self.target.config.get_text_config(decoder=True))
 
     def read(self, place: int, ids: Sequence[int]) -> torch.Tensor:
         """Put a prompt into a place; the logits `[1, V]` behind it. Alone, it needs no padding."""
@@ -195,7 +192,7 @@ class _Slots:
         if ids not in self.known:
             if sum(map(len, self.known)) + len(ids) > _REMEMBERED:
                 self.known.clear()
-            cache, tokens = self._empty(), torch.tensor([ids], device=self.device)
+            cache, tokens = empty_cache(self.target), torch.tensor([ids], device=self.device)
             arguments = {cache_argument(self.target): cache, "use_cache": True, **self.last_only}
             positions = torch.arange(len(ids), device=self.device)[None]
             logits = self.target(input_ids=tokens, position_ids=positions, **arguments).logits[:, -1]
