@@ -5,20 +5,7 @@ from pathlib import Path
 
 from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import add_examples, add_loading, add_output, add_pair, add_threads
-from dflash_hf.evaluation.methods import (
-    AUTO,
-    AUTO_PACKED,
-    COMPILED,
-    DFLASH,
-    DRAFTED,
-    PACKED,
-    PACKED_METHODS,
-    PROMPT_LOOKUP,
-    TARGET,
-    TARGET_PACKED,
-    TREE,
-    TREE_NODES,
-)
+from dflash_hf.evaluation import methods as ways
 from dflash_hf.names import DTYPES
 from dflash_hf.terminal import (
     Outcome,
@@ -28,12 +15,6 @@ from dflash_hf.terminal import (
     output_folder,
     positive,
 )
-
-
-STATIC, ASSISTANT = "target_static", "assistant"
-METHODS = (TARGET, TARGET_PACKED, *DRAFTED, STATIC, PROMPT_LOOKUP)
-ON_CPU = (TARGET, TARGET_PACKED, AUTO, AUTO_PACKED, DFLASH, PACKED, TREE, COMPILED, PROMPT_LOOKUP)
-ELSEWHERE = tuple(name for name in ON_CPU if name not in PACKED_METHODS)
 
 
 def add_arguments(parser) -> None:
@@ -48,10 +29,10 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--methods",
         metavar="A,B,...",
-        help=f"{','.join(METHODS)} (default: {','.join(ON_CPU)}; on a GPU none that is packed)",
+        help=f"{','.join(ways.BENCH)} (default: {','.join(ways.BENCH_ON_CPU)}; on a GPU none that is packed)",
     )
     parser.add_argument(
-        "--tree-nodes", type=positive, default=TREE_NODES, help="tokens of a draft tree (default: %(default)s)"
+        "--tree-nodes", type=positive, default=ways.TREE_NODES, help="tokens of a draft tree (default: %(default)s)"
     )
     parser.add_argument("--assistant", help="also time a small autoregressive model as the assistant")
     add_threads(parser)
@@ -68,9 +49,9 @@ def add_arguments(parser) -> None:
 def run(arguments, echo) -> Outcome:
     """`echo` the table, write it; 1 where an output of ours is WRONG, see `divergence`."""
     methods = None if arguments.methods is None else arguments.methods.split(",")
-    if unknown := set(methods or ()) - set(METHODS):
+    if unknown := set(methods or ()) - set(ways.BENCH):
         raise UsageError(
-            f"--methods {arguments.methods} names {sorted(unknown)[0]}; choose from {', '.join(METHODS)}."
+            f"--methods {arguments.methods} names {sorted(unknown)[0]}; choose from {', '.join(ways.BENCH)}."
         )
     if arguments.dtype == "auto":
         raise UsageError(f"--dtype auto: times are of one dtype; choose {', '.join(DTYPES)}.")
@@ -84,10 +65,10 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.pairs import Loading, load_target
 
     target, draft, prompts = load(arguments)
-    methods = methods or (ON_CPU if target.device.type == "cpu" else ELSEWHERE)
-    others = {STATIC: {"cache_implementation": "static"}} if STATIC in methods else {}
+    methods = methods or (ways.BENCH_ON_CPU if target.device.type == "cpu" else ways.BENCH_ELSEWHERE)
+    others = {ways.STATIC: {"cache_implementation": "static"}} if ways.STATIC in methods else {}
     if arguments.assistant is not None:
-        others[ASSISTANT] = {
+        others[ways.ASSISTANT] = {
             "assistant_model": load_target(arguments.assistant, Loading(arguments.dtype), target.device)
         }
     report = evaluate(
@@ -104,7 +85,7 @@ def run(arguments, echo) -> Outcome:
     prompt, answer = max(zip(prompts, report.responses, strict=True), key=lambda pair: len(pair[1]))
     context, forwards = len(prompt) + 3 * len(answer) // 4, {}
     for packed in (False, True):
-        if not packed or PACKED_METHODS & set(methods):
+        if not packed or ways.PACKED_METHODS & set(methods):
             with packed_weights(target, draft) if packed else contextlib.nullcontext():
                 forwards[packed] = time_forwards(target, draft, prompt, context)
     lines = summary_lines(report) + [timed.line(report.tau, packed) for packed, timed in forwards.items()]

@@ -1,22 +1,8 @@
 """`dflash chat`: a conversation in the terminal."""
 
 from dflash_hf.commands.pair import NamedPair, take_default
-from dflash_hf.commands.shared import (
-    add_examples,
-    add_loading,
-    add_pair,
-    add_sampling,
-    add_speed,
-    add_threads,
-    sampling_options,
-)
-from dflash_hf.terminal import (
-    Outcome,
-    add_color,
-    add_template_arguments,
-    positive,
-    wants_color,
-)
+from dflash_hf.commands.shared import add_answering, add_examples, add_pair, sampling_options
+from dflash_hf.terminal import Outcome, wants_color
 
 
 AGAIN = "the same command starts a new conversation"
@@ -24,13 +10,7 @@ AGAIN = "the same command starts a new conversation"
 
 def add_arguments(parser) -> None:
     add_pair(parser, default=True)
-    add_template_arguments(parser)
-    parser.add_argument("--max-new-tokens", type=positive, default=512, help="of each answer (default: %(default)s)")
-    add_sampling(parser)
-    add_threads(parser)
-    add_color(parser, "accepted draft tokens")
-    add_loading(parser)
-    add_speed(parser)
+    add_answering(parser, "of each answer ")
     add_examples(
         parser,
         "dflash chat",

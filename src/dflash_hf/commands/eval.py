@@ -5,18 +5,7 @@ from pathlib import Path
 
 from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import add_examples, add_loading, add_output, add_pair, add_speed, add_threads
-from dflash_hf.evaluation.methods import (
-    AUTO,
-    AUTO_PACKED,
-    DFLASH,
-    PACKED,
-    PROMPT_LOOKUP,
-    TARGET,
-    TARGET_PACKED,
-    TREE,
-    TREE_NODES,
-    TREE_PACKED,
-)
+from dflash_hf.evaluation.methods import TREE_NODES, methods_of_eval
 from dflash_hf.evaluation.sets import GENERATED, NAMED, NEW_TOKENS
 from dflash_hf.terminal import (
     Outcome,
@@ -118,11 +107,7 @@ def _measure(arguments):
     encoder = pair.encoder(kwargs)
     named = NAMED.get(arguments.data)
     max_new_tokens = arguments.max_new_tokens or (NEW_TOKENS if named else 256)
-    methods = [
-        *([TARGET, TARGET_PACKED, DFLASH, PACKED, AUTO, AUTO_PACKED] if arguments.packed else [TARGET, DFLASH, AUTO]),
-        *(([TREE, TREE_PACKED] if arguments.packed else [TREE]) if arguments.tree_nodes else []),
-        *([PROMPT_LOOKUP] if arguments.prompt_lookup else []),
-    ]
+    methods = methods_of_eval(arguments.packed, bool(arguments.tree_nodes), arguments.prompt_lookup)
     # What is asked is read before anything large is loaded.
     prompts = said = None
     if arguments.data in (*NAMED, *GENERATED):

@@ -3,41 +3,19 @@
 import time
 
 from dflash_hf.commands.pair import NamedPair, take_default
-from dflash_hf.commands.shared import (
-    add_examples,
-    add_loading,
-    add_pair,
-    add_sampling,
-    add_speed,
-    add_threads,
-    sampling_options,
-)
-from dflash_hf.terminal import (
-    Outcome,
-    UsageError,
-    add_color,
-    add_template_arguments,
-    positive,
-    stdin_lines,
-    wants_color,
-)
+from dflash_hf.commands.shared import add_answering, add_examples, add_pair, sampling_options
+from dflash_hf.terminal import Outcome, UsageError, stdin_lines, wants_color
 
 
 def add_arguments(parser) -> None:
     add_pair(parser, default=True)
     parser.add_argument("--prompt", required=True, help="the user's message; - reads it from standard input")
     parser.add_argument("--raw", action="store_true", help="use the prompt as it is, without the chat template")
-    add_template_arguments(parser)
-    parser.add_argument("--max-new-tokens", type=positive, default=512, help="(default: %(default)s)")
-    add_sampling(parser)
-    add_threads(parser)
     parser.add_argument(
         "--show-drafts", action="store_true", help="print the text again with accepted draft tokens marked"
     )
     parser.add_argument("--compare", action="store_true", help="also decode with the target alone")
-    add_color(parser, "accepted draft tokens")
-    add_loading(parser)
-    add_speed(parser)
+    add_answering(parser)
     add_examples(
         parser,
         'dflash generate --prompt "What is a cache?" --show-drafts',

@@ -59,9 +59,8 @@ def shipped() -> dict[str, Path]:
     from dflash_hf import examples
 
     folder = Path(examples.__file__).parent
-    found = [*folder.glob("recipes/*.yaml"), *folder.glob("recipes/*.jsonl")]
-    found += [*folder.glob("accelerate/*.yaml"), *folder.glob("*.py")]
-    return {path.name: path for path in sorted(found, key=lambda path: path.suffix) if path.name != "__init__.py"}
+    found = [path for kind in ("[!_]*.py", "recipes/*", "accelerate/*") for path in sorted(folder.glob(kind))]
+    return {path.name: path for path in found if path.suffix in (".py", ".jsonl", ".yaml")}
 
 
 def _summary(path: Path) -> str:

@@ -1,7 +1,8 @@
 """`dflash regenerate`: the target's own responses, in this process or from a server."""
 
-from dflash_hf.commands.shared import PACKED, add_data, add_examples, add_loading, add_output, add_sampling, add_speed
-from dflash_hf.terminal import Outcome, UsageError, amount, count, positive, token_id
+from dflash_hf.commands import shared
+from dflash_hf.commands.shared import add_data, add_examples, add_loading, add_output, add_sampling
+from dflash_hf.terminal import Outcome, amount, count, positive, token_id
 
 
 AGAIN = "the same command continues with the rows that are missing"
@@ -18,7 +19,7 @@ def add_arguments(parser) -> None:
     here = add_loading(parser, title="in this process")
     here.add_argument("--draft", help="a drafter, for speed: a folder or Hub name")
     here.add_argument("--batch-size", type=positive, help="(default: the fastest on this machine, measured)")
-    add_speed(parser, PACKED, group=here)
+    shared.add_speed(parser, shared.PACKED, group=here)
     there = parser.add_argument_group("from a server")
     there.add_argument("--server", metavar="URL", help="an OpenAI-compatible server, such as http://127.0.0.1:8000")
     there.add_argument("--concurrency", type=positive, default=32, help="parallel requests (default: %(default)s)")
@@ -118,10 +119,7 @@ def _check(arguments) -> dict:
     if arguments.server and any(getattr(arguments, name) for name in ours):
         options = ", ".join(f"--{name.replace('_', '-')}" for name in ours)
         raise ValueError(f"--server takes conversations and decodes itself: leave out {options}.")
-    if arguments.temperature == 0 and arguments.top_p is not None:
-        raise UsageError(f"--top-p {arguments.top_p} has no effect at --temperature 0; raise it, or leave one out.")
-    if arguments.temperature == 0 and arguments.draft_temperature:
-        raise UsageError("--draft-temperature has no effect at --temperature 0; raise it, or leave one out.")
+    shared.check_sampling(arguments)
     if arguments.server:
         return {}
     config = check_names(arguments.target, arguments.draft, Loading.of(arguments))

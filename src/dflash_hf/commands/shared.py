@@ -5,6 +5,7 @@ import argparse
 from dflash_hf.names import DTYPES
 from dflash_hf.terminal import (
     UsageError,
+    add_color,
     add_template_arguments,
     amount,
     count,
@@ -153,23 +154,38 @@ def add_draft_temperature(parser) -> None:
     )
 
 
+def check_sampling(arguments) -> None:
+    """
+    Raises:
+        `UsageError`: a nucleus or drawn drafts without a temperature.
+    """
+    for option, value in (("--top-p", arguments.top_p), ("--draft-temperature", arguments.draft_temperature)):
+        if value and arguments.temperature == 0:
+            raise UsageError(f"{option} {value:g} has no effect in greedy decoding; add --temperature, such as 1.")
+
+
 def sampling_options(arguments) -> dict:
     """
     What [`add_sampling`] was given, as arguments of `generate`.
 
     Raises:
-        `UsageError`: a nucleus or drawn drafts without a temperature.
+        `UsageError`: as [`check_sampling`].
     """
-    if arguments.top_p is not None and not arguments.temperature:
-        raise UsageError(f"--top-p {arguments.top_p} has no effect in greedy decoding; add --temperature, such as 1.")
-    if arguments.draft_temperature and not arguments.temperature:
-        raise UsageError(
-            f"--draft-temperature {arguments.draft_temperature:g} has no effect in greedy decoding; add "
-            "--temperature, such as 1."
-        )
+    check_sampling(arguments)
     if not arguments.temperature:
         return {"do_sample": False}
     return {"do_sample": True, "temperature": arguments.temperature, "top_p": arguments.top_p or 1.0}
+
+
+def add_answering(parser, tokens: str = "") -> None:
+    """What `generate` and `chat` share: the template, how an answer is sampled, and how the models are loaded."""
+    add_template_arguments(parser)
+    parser.add_argument("--max-new-tokens", type=positive, default=512, help=f"{tokens}(default: %(default)s)")
+    add_sampling(parser)
+    add_threads(parser)
+    add_color(parser, "accepted draft tokens")
+    add_loading(parser)
+    add_speed(parser)
 
 
 def add_data(parser) -> None:

@@ -25,6 +25,14 @@ class RequestRefused(ValueError):
     """The server rejects this conversation; the message has the reason."""
 
 
+def post(url: str, body: dict, timeout: float = 600.0):
+    """The response to a request of JSON, with the key of `OPENAI_API_KEY` if it is set."""
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get("OPENAI_API_KEY"):
+        headers["Authorization"] = f"Bearer {key}"
+    return urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=timeout)
+
+
 @dataclass
 class ChatClient:
     """
@@ -36,8 +44,6 @@ class ChatClient:
         options (`dict`): Further fields of each request, such as `max_tokens`.
         retries (`int`): Attempts after the first; waits 1, 2, 4, ... seconds, at most 30.
         timeout (`float`): Seconds for one answer.
-
-    The key of `OPENAI_API_KEY` is sent if it is set.
 
     Raises:
         `ValueError`: the address is invalid.
@@ -63,13 +69,9 @@ class ChatClient:
             `ServerError`: every conversation would be.
         """
         body = {"model": self.model, "messages": messages, **({"tools": tools} if tools else {}), **self.options}
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
         for attempt in range(self.retries + 1):
             try:
-                request = urllib.request.Request(self.url, json.dumps(body).encode(), headers)
-                with urllib.request.urlopen(request, timeout=self.timeout) as response:
+                with post(self.url, body, self.timeout) as response:
                     return json.load(response)["choices"][0]
             except urllib.error.HTTPError as error:
                 detail = error.read().decode(errors="replace").strip()[:300]

@@ -22,16 +22,9 @@ from transformers.utils import logging
 
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
+from dflash_hf.evaluation import methods as ways
 from dflash_hf.evaluation.measure import EvalReport
 from dflash_hf.evaluation.measure import evaluate as decode_side_by_side
-from dflash_hf.evaluation.methods import (
-    DFLASH,
-    PROMPT_LOOKUP,
-    TARGET,
-    TARGET_PACKED,
-    TREE_COMPILED_PACKED,
-    TREE_PACKED,
-)
 from dflash_hf.evaluation.plots import headline, plot_report
 from dflash_hf.evaluation.text import colored_answer, summary_lines, token_texts
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
@@ -112,7 +105,7 @@ def run_demo(
     rows = requests(num_prompts)
     encoder = RowEncoder(pair.tokenizer)
     prompts = [prompt_ids(encoder, row) for row in rows]
-    compiled = [TREE_COMPILED_PACKED] if has_compiler() else []  # one graph to wait for, not two
+    compiled = [ways.TREE_COMPILED_PACKED] if has_compiler() else []  # one graph to wait for, not two
     dtype = str(pair.target.dtype).removeprefix("torch.")
     say(
         f"compare   {num_prompts} requests, greedy, {max_new_tokens} tokens at most, {dtype}, "
@@ -125,7 +118,7 @@ def run_demo(
         prompts,
         max_new_tokens,
         runs,
-        [TARGET, TARGET_PACKED, PROMPT_LOOKUP, DFLASH, TREE_PACKED, *compiled],
+        [ways.TARGET, ways.TARGET_PACKED, ways.PROMPT_LOOKUP, ways.DFLASH, ways.TREE_PACKED, *compiled],
         progress=lambda rounds: logging.tqdm(rounds, desc="compare", disable=None, leave=False),
     )
     request, pieces, lengths = sample_of(pair, rows, report)

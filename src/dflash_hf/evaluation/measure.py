@@ -13,26 +13,11 @@ from pathlib import Path
 import torch
 import transformers
 
+from dflash_hf.evaluation import methods as ways
 from dflash_hf.evaluation.divergence import WRONG, Divergence, Rounding, judge
 from dflash_hf.evaluation.divergence import summary as worst_verdict
 from dflash_hf.evaluation.forwards import now
 from dflash_hf.evaluation.journal import Journal
-from dflash_hf.evaluation.methods import (
-    AUTO,
-    AUTO_PACKED,
-    COMPILED_METHODS,
-    DFLASH,
-    DRAFTED,
-    LOOKUP_TOKENS,
-    METHODS,
-    OURS,
-    PACKED_METHODS,
-    PROMPT_LOOKUP,
-    TARGET,
-    TARGET_PACKED,
-    TREE_METHODS,
-    TREE_NODES,
-)
 from dflash_hf.modeling.cost_dflash import hardware
 from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.packed_linear import packed_weights
@@ -133,16 +118,16 @@ class EvalReport:
     @property
     def lossless(self) -> bool:
         """Whether every output with the drafter equals the target's own."""
-        return self.methods[DFLASH].equal == self.num_prompts
+        return self.methods[ways.DFLASH].equal == self.num_prompts
 
-    def verdict(self, method: str = DFLASH) -> str:
+    def verdict(self, method: str = ways.DFLASH) -> str:
         """`"equal"`, `"differs at a near-tie"` or `"WRONG"`; only the last is an alarm."""
         return worst_verdict(self.divergences, method)
 
     @property
     def is_wrong(self) -> bool:
         """Whether any output with the drafter has a token that rounding does not explain."""
-        return any(self.verdict(method) == WRONG for method in self.methods if method in DRAFTED)
+        return any(self.verdict(method) == WRONG for method in self.methods if method in ways.DRAFTED)
 
     def to_json(self) -> str:
         """The report as JSON; `summary` has the derived figures, for people who read the file."""
@@ -150,7 +135,7 @@ class EvalReport:
             "tau": self.tau,
             "tau_per_response": self.tau_per_response,
             "acceptance_by_position": self.acceptance_by_position,
-            "speedup": self.methods[DFLASH].speedup,
+            "speedup": self.methods[ways.DFLASH].speedup,
             "lossless": self.lossless,
             "verdict": self.verdict(),
             "prompts": self.num_prompts,
@@ -182,11 +167,11 @@ def evaluate(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int = 256,
     runs: int = 3,
-    methods: Sequence[str] = METHODS,
+    methods: Sequence[str] = ways.METHODS,
     progress: Callable[[Iterable], Iterable] = iter,
     others: dict[str, dict | Callable] | None = None,
     journal: Journal | None = None,
-    tree_nodes: int = TREE_NODES,
+    tree_nodes: int = ways.TREE_NODES,
 ) -> EvalReport:
     """
     Decode every prompt greedily, one at a time, by each method in turn, `runs` times.
@@ -222,24 +207,24 @@ def evaluate(
         )
     if runs < 1:
         raise ValueError(f"runs={runs} must be at least 1.")
-    known = {*METHODS, *DRAFTED, TARGET_PACKED}
+    known = {*ways.METHODS, *ways.DRAFTED, ways.TARGET_PACKED}
     if unknown := set(methods) - known:
         raise ValueError(f"methods={list(methods)} names {sorted(unknown)}; choose from {sorted(known)}.")
-    needed = {TARGET, DFLASH} | ({TARGET_PACKED} if PACKED_METHODS & set(methods) else set())
+    needed = {ways.TARGET, ways.DFLASH} | ({ways.TARGET_PACKED} if ways.PACKED_METHODS & set(methods) else set())
     if missing := needed - set(methods):
         raise ValueError(f"methods={list(methods)} lacks {sorted(missing)}, which the others are compared with.")
 
     methods = (*methods, *(others or {}))
-    drafters = ways_of(draft, tree_nodes) | dict.fromkeys((AUTO, AUTO_PACKED), draft)
-    ways = {**{name: {"assistant_model": drafter} for name, drafter in drafters.items()}, **(others or {})}
-    decoder = _Decoder(target, draft, max_new_tokens, ways)
+    drafters = ways_of(draft, tree_nodes) | dict.fromkeys((ways.AUTO, ways.AUTO_PACKED), draft)
+    arguments = {**{name: {"assistant_model": drafter} for name, drafter in drafters.items()}, **(others or {})}
+    decoder = _Decoder(target, draft, max_new_tokens, arguments)
     target.eval()
     draft.eval()
     # 1. Warm up: the first calls compile, probe and allocate; compiled methods do so for each size. They come last:
     # other methods may leave hooks on the target, and it would be compiled again.
     warmup = {}
-    for method in sorted(methods, key=lambda name: name in COMPILED_METHODS):
-        first = prompts if method in COMPILED_METHODS else prompts[:1]
+    for method in sorted(methods, key=lambda name: name in ways.COMPILED_METHODS):
+        first = prompts if method in ways.COMPILED_METHODS else prompts[:1]
         warmup[method] = sum(decoder(method, prompt).seconds for prompt in first)
     # 2. Alternate. `decoded[run][method]` gets one entry per prompt.
     decoded: list[dict[str, list[_Decoded]]] = [{method: [] for method in methods} for _ in range(runs)]
@@ -253,12 +238,12 @@ def evaluate(
             if journal is not None and known is None:
                 journal.add(run, index, {method: asdict(decoded[run][method][-1]) for method in methods})
     # 3. Medians. Ratios are taken within a run, where the load was the same.
-    answers = [one.ids for one in decoded[-1][TARGET]]
+    answers = [one.ids for one in decoded[-1][ways.TARGET]]
     outputs = {method: [_unlike(decoded, method, i) for i in range(len(prompts))] for method in methods}
     divergences, rounding = judge(target, prompts, answers, outputs, draft.config.block_tokens)
     return EvalReport(
         methods={method: _method_report(decoded, method, warmup[method]) for method in methods},
-        acceptance_lengths=[one.acceptance_lengths for one in decoded[-1][DFLASH]],
+        acceptance_lengths=[one.acceptance_lengths for one in decoded[-1][ways.DFLASH]],
         responses=answers,
         block_size=draft.config.block_tokens,
         setting={
@@ -269,8 +254,8 @@ def evaluate(
             "draft_dtype": str(draft.dtype).removeprefix("torch."),
             "max_new_tokens": max_new_tokens,
             "runs": runs,
-            "prompt_lookup_num_tokens": LOOKUP_TOKENS,
-            **({"tree_nodes": tree_nodes} if any(way in methods for way in TREE_METHODS) else {}),
+            "prompt_lookup_num_tokens": ways.LOOKUP_TOKENS,
+            **({"tree_nodes": tree_nodes} if ways.TREE_METHODS & set(methods) else {}),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
@@ -294,28 +279,28 @@ class _Decoded:
 class _Decoder:
     """Decodes a prompt by a method and measures the time."""
 
-    def __init__(self, target, draft, max_new_tokens: int, ways: dict):
+    def __init__(self, target, draft, max_new_tokens: int, arguments: dict):
         self.target, self.draft, self.max_new_tokens = target, draft, max_new_tokens
         self.arguments = {
-            TARGET: {},
-            TARGET_PACKED: {},
-            PROMPT_LOOKUP: {"prompt_lookup_num_tokens": LOOKUP_TOKENS},
-            **ways,
+            ways.TARGET: {},
+            ways.TARGET_PACKED: {},
+            ways.PROMPT_LOOKUP: {"prompt_lookup_num_tokens": ways.LOOKUP_TOKENS},
+            **arguments,
         }
 
     def __call__(self, method: str, prompt: Sequence[int]) -> _Decoded:
         way = self.arguments[method]
         # A hook would be compiled too; without a drafter, a compiled target makes one forward per token.
-        counts = method not in DRAFTED and not callable(way) and "cache_implementation" not in way
+        counts = method not in ways.DRAFTED and not callable(way) and "cache_implementation" not in way
         with (
             _count_forwards(self.target) if counts else contextlib.nullcontext([0]) as count,
-            packed_weights(self.target, self.draft) if method in PACKED_METHODS else contextlib.nullcontext(),
+            packed_weights(self.target, self.draft) if method in ways.PACKED_METHODS else contextlib.nullcontext(),
         ):
             start = now(self.target.device)
             ids, output = (way(prompt), None) if callable(way) else self._generate(prompt, way)
             seconds = now(self.target.device) - start
         lengths = list((getattr(output, "acceptance_lengths", None) or [[]])[0])  # if a DFlash drafter was used
-        forwards = 1 + len(lengths) if method in DRAFTED else count[0] or len(ids)
+        forwards = 1 + len(lengths) if method in ways.DRAFTED else count[0] or len(ids)
         chosen = [getattr(output, name, None) for name in ("draft_sizes", "estimated_speedup")]
         return _Decoded(ids, seconds, forwards, lengths, *chosen)
 
@@ -334,7 +319,7 @@ class _Decoder:
 
 def _unlike(decoded: list[dict[str, list[_Decoded]]], method: str, index: int) -> list[int]:
     """A method's answer to a prompt; if any run differs from the target's own answer, the first that does."""
-    own = decoded[-1][TARGET][index].ids
+    own = decoded[-1][ways.TARGET][index].ids
     answers = [run[method][index].ids for run in decoded]
     return next((ids for ids in answers if ids != own), own)
 
@@ -346,7 +331,7 @@ def _method_report(decoded: list[dict[str, list[_Decoded]]], method: str, warmup
     def speedup(base: str) -> float:
         return statistics.median(own / other for own, other in zip(speeds(method), speeds(base), strict=True))
 
-    pairs = [zip(run[method], run[TARGET], strict=True) for run in decoded]
+    pairs = [zip(run[method], run[ways.TARGET], strict=True) for run in decoded]
     last = decoded[-1][method]
     lengths = [length for one in last for length in one.acceptance_lengths]
     sizes = [size for one in last for size in one.draft_sizes or ()]
@@ -354,13 +339,13 @@ def _method_report(decoded: list[dict[str, list[_Decoded]]], method: str, warmup
     equal = [all(same) for same in zip(*([own.ids == base.ids for own, base in one] for one in pairs), strict=True)]
     return MethodReport(
         tokens_per_second=statistics.median(speeds(method)),
-        speedup=speedup(TARGET),
+        speedup=speedup(ways.TARGET),
         runs=speeds(method),
         tokens=sum(len(one.ids) for one in last),
         target_forwards=sum(one.forwards for one in last),
         equal=sum(equal),
         warmup_seconds=warmup_seconds,
-        speedup_over_packed=speedup(TARGET_PACKED) if TARGET_PACKED in decoded[-1] else None,
+        speedup_over_packed=speedup(ways.TARGET_PACKED) if ways.TARGET_PACKED in decoded[-1] else None,
         tau=statistics.fmean(lengths) if lengths else None,
         draft_sizes=sizes or None,
         estimated_speedup=statistics.fmean(estimates) if estimates else None,
@@ -379,10 +364,10 @@ def in_blocks(draft):
     return variant(draft, block_size=draft.decoding_config.block_size or draft.config.block_tokens)
 
 
-def ways_of(draft, tree_nodes: int = TREE_NODES) -> dict:
+def ways_of(draft, tree_nodes: int = ways.TREE_NODES) -> dict:
     """The drafter set up for each method of `OURS`, by name."""
     whole = in_blocks(draft)
-    return {name: variant(whole, **way.changes(tree_nodes)) for name, way in OURS.items()}
+    return {name: variant(whole, **way.changes(tree_nodes)) for name, way in ways.OURS.items()}
 
 
 @contextlib.contextmanager

@@ -7,14 +7,12 @@ answers are compared and the speed-up is measured as well.
 """
 
 import json
-import os
 import urllib.error
-import urllib.request
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from dflash_hf.data.chat_client import ServerError
+from dflash_hf.data.chat_client import ServerError, post
 from dflash_hf.data.prompts import prompt_of
 from dflash_hf.evaluation.measure import EvalReport, MethodReport
 from dflash_hf.evaluation.methods import DFLASH, TARGET
@@ -73,12 +71,8 @@ def ask(server: str, messages: list[dict], options: dict) -> Answer:
 
 
 def _events(url: str, body: dict) -> Iterable[dict]:
-    headers = {"Content-Type": "application/json"}
-    if key := os.environ.get("OPENAI_API_KEY"):
-        headers["Authorization"] = f"Bearer {key}"
     try:
-        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=600) as stream:
+        with post(url, body) as stream:
             for line in stream:
                 if line.startswith(b"data: {"):
                     yield json.loads(line[6:])

@@ -3,26 +3,15 @@
 from collections import Counter
 from collections.abc import Sequence
 
+from dflash_hf.evaluation import methods as ways
 from dflash_hf.evaluation.divergence import NEAR_TIE, WRONG
 from dflash_hf.evaluation.measure import EvalReport
-from dflash_hf.evaluation.methods import (
-    AUTO,
-    AUTO_PACKED,
-    COMPILED_METHODS,
-    DFLASH,
-    DRAFTED,
-    OURS,
-    PROMPT_LOOKUP,
-    TARGET,
-    TARGET_PACKED,
-    TREE_METHODS,
-)
 
 
-LABELS = {method: "same, " + method.removeprefix(f"{DFLASH}_").replace("_", ", ") for method in OURS}
-LABELS |= {TARGET: "target alone", TARGET_PACKED: "target alone, packed"}
-LABELS |= {DFLASH: "with the drafter", PROMPT_LOOKUP: "prompt lookup"}
-LABELS |= {AUTO: "same, sizes chosen", AUTO_PACKED: "same, sizes chosen, packed"}
+LABELS = {method: "same, " + method.removeprefix(f"{ways.DFLASH}_").replace("_", ", ") for method in ways.OURS}
+LABELS |= {ways.TARGET: "target alone", ways.TARGET_PACKED: "target alone, packed"}
+LABELS |= {ways.DFLASH: "with the drafter", ways.PROMPT_LOOKUP: "prompt lookup"}
+LABELS |= {ways.AUTO: "same, sizes chosen", ways.AUTO_PACKED: "same, sizes chosen, packed"}
 
 
 def origins(lengths: Sequence[int], total: int) -> list[int]:
@@ -59,7 +48,7 @@ def chosen_line(sizes: Sequence[int], speedup: float | None) -> str:
 
 def summary_lines(report: EvalReport) -> list[str]:
     """The table of a report, and the lines below it."""
-    packed = TARGET_PACKED in report.methods  # shows the gain of packing alone
+    packed = ways.TARGET_PACKED in report.methods  # shows the gain of packing alone
     lines = [
         f"{'':30}{'tokens/s':>9}{'slowest-fastest':>17}{'speed-up':>10}"
         + (f"{'over packed':>12}" if packed else "")
@@ -74,7 +63,7 @@ def summary_lines(report: EvalReport) -> list[str]:
         )
     if packed:
         lines += ["", "speed-up          over the target alone; over packed: over the target alone, packed"]
-    for name in (AUTO, AUTO_PACKED):
+    for name in (ways.AUTO, ways.AUTO_PACKED):
         if (auto := report.methods.get(name)) is not None and auto.draft_sizes:
             lines += ["", f"{LABELS[name]}: {chosen_line(auto.draft_sizes, auto.estimated_speedup)}"]
     lines += [
@@ -86,15 +75,14 @@ def summary_lines(report: EvalReport) -> list[str]:
         _lossless_line(report),
         *_divergence_lines(report),
     ]
-    warm = [
-        f"{m.warmup_seconds:.0f} s {LABELS[name]}" for name, m in report.methods.items() if name in COMPILED_METHODS
-    ]
+    compiled = [name for name in report.methods if name in ways.COMPILED_METHODS]
+    warm = [f"{report.methods[name].warmup_seconds:.0f} s {LABELS[name]}" for name in compiled]
     if warm:
         lines.append(f"compiling         {', '.join(warm)}, once; the next run reuses it")
     ours = {
         name: method.speedup_over_packed or method.speedup
         for name, method in report.methods.items()
-        if name in DRAFTED
+        if name in ways.DRAFTED
     }
     best = max(ours, key=lambda name: ours[name])
     if ours[best] < 1:
@@ -103,7 +91,7 @@ def summary_lines(report: EvalReport) -> list[str]:
 
 
 def _lossless_line(report: EvalReport) -> str:
-    equal, found = report.methods[DFLASH].equal, [one for one in report.divergences if one.method == DFLASH]
+    equal, found = report.methods[ways.DFLASH].equal, [one for one in report.divergences if one.method == ways.DFLASH]
     wrong = len({one.prompt for one in found if one.verdict == WRONG})
     ties, count = report.num_prompts - equal - wrong, f"{wrong} {WRONG}" if wrong else "no output is wrong"
     told = f"lossless          {count}: {equal} of {report.num_prompts} outputs equal the target's own"
@@ -111,7 +99,8 @@ def _lossless_line(report: EvalReport) -> str:
 
 
 def _tree_lines(report: EvalReport) -> list[str]:
-    taus = [method.tau for name, method in report.methods.items() if name in TREE_METHODS and method.tau is not None]
+    taus = [report.methods[name].tau for name in report.methods if name in ways.TREE_METHODS]
+    taus = [tau for tau in taus if tau is not None]
     nodes = report.setting.get("tree_nodes")
     return [f"tau, draft trees  {taus[0]:.2f} with trees of {nodes} tokens"] if taus else []
 

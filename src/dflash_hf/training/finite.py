@@ -4,10 +4,10 @@ import math
 from pathlib import Path
 
 import torch
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from dflash_hf.terminal import DetailedError
 from dflash_hf.training.features import StoredFeatures, parts_of
+from dflash_hf.training.whole import checkpoints_of
 from dflash_hf.weights import check_finite_weights, is_finite
 
 
@@ -70,8 +70,6 @@ class FiniteGuard:
         for name, parameter in trainer.draft.named_parameters():
             if not is_finite([parameter]):
                 return f"{name} of the drafter is not finite already", "Begin with weights that are.", ""
-        alone = trainer.accelerator.num_processes == 1  # else a forward would wait for the other processes
-        rows = []
         for inputs in self.of_this_step:
             inputs = trainer._prepare_inputs(inputs)
             features = trainer.read_target(inputs)[0]  # [N, S, L*H_t]
@@ -85,18 +83,11 @@ class FiniteGuard:
                     "Load the target in bfloat16 or float32 (target_dtype), or store its features so.",
                     self._named(inputs, wrong.any(1)),
                 )
-            guilty = torch.ones(len(features), dtype=torch.bool)
-            if alone:
-                with torch.no_grad(), trainer.compute_loss_context_manager():
-                    _, outputs = trainer.compute_loss(trainer.model, inputs, return_outputs=True)
-                found = ~outputs["statistics"].isfinite().all(-1)
-                guilty = found if found.any() else guilty
-            rows.append(self._named(inputs, guilty))
         remedy = (
             f"Lower learning_rate={trainer.args.learning_rate}, or warm up longer, or take bf16 in place of fp16; a "
             "checkpoint given as the model to start from (`draft=` of `dflash train`) may go on with other settings."
         )
-        return "The target's features are finite, so the drafter overflows", remedy, "".join(rows)
+        return "The target's features are finite, so the drafter overflows", remedy, ""
 
     def _named(self, inputs: dict, guilty: torch.Tensor) -> str:
         """Rows of a batch by their number in the training data, or by how they begin."""
@@ -118,13 +109,14 @@ class FiniteGuard:
 
 def last_good_checkpoint(folder: Path) -> Path | None:
     """The latest checkpoint of a run whose weights are finite."""
-    found = [path for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.split("-")[-1].isdigit()]
-    for checkpoint in sorted(found, key=lambda path: -int(path.name.split("-")[-1])):
-        try:
-            check_finite_weights(checkpoint)
-        except ValueError:
-            continue
-        except OSError:  # an adapter, or weights in the parts of several processes
-            pass
-        return checkpoint
-    return None
+    return next((checkpoint for checkpoint in checkpoints_of(folder) if _is_good(checkpoint)), None)
+
+
+def _is_good(checkpoint: Path) -> bool:
+    try:
+        check_finite_weights(checkpoint)
+    except ValueError:
+        return False
+    except OSError:  # an adapter, or weights in the parts of several processes
+        pass
+    return True
