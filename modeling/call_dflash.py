@@ -1,8 +1,5 @@
 """What one call of `generate` asks for, settled once, before the prompt is read."""
 
-from dataclasses import dataclass
-
-import torch
 from transformers.generation import MaxLengthCriteria
 from transformers.utils import logging
 
@@ -22,13 +19,15 @@ _OTHER_ASSISTANTS = {
 }
 
 
-@dataclass
 class Call:
     """
-    One call of `generate` with a drafter.
+    One call of `generate` with a drafter: what it works on, and what it does, settled before the prompt is read.
 
     Args:
         target (`PreTrainedModel`), draft (`DFlashDraftModel`): Both models, which other calls may be running too.
+        input_ids, stopping_criteria, generation_config, model_kwargs, synced_gpus: As in `GenerationMixin._sample`.
+
+    Attributes:
         facts (`TargetFacts`, *optional*): What is known of the target.
         plain_reason (`str`, *optional*): Why this call decodes without the drafter, if it does.
         rows (`int`): Of the prompt.
@@ -38,64 +37,65 @@ class Call:
         generators (`list[torch.Generator]`, *optional*): One for each sampled row.
         compile (`str` or `bool`): As in [`DFlashDecodingConfig`]; `False` where rounds cannot be compiled.
         look_ahead (`int`): Rounds that are started before the host reads what they committed.
-    """
-
-    target: torch.nn.Module
-    draft: torch.nn.Module
-    facts: TargetFacts | None
-    plain_reason: str | None
-    rows: int
-    past: int
-    max_new: int
-    temperature: float
-    generators: list[torch.Generator] | None
-    compile: str | bool
-    look_ahead: int
-
-
-def plan_call(target, draft, input_ids, stopping_criteria, generation_config, model_kwargs, synced_gpus: bool) -> Call:
-    """
-    Settle what this call does.
+        lists_hidden_states (`bool`): Whether the caller asks for the hidden states of each token.
 
     Raises:
         `ValueError`: a setting of the drafter cannot be followed.
     """
-    config = draft.decoding_config
-    config.check(draft.config.block_tokens)
-    generators = config.generators if generation_config.do_sample else None
-    if generators is not None:
-        config.check_generators(len(input_ids), input_ids.device)
 
-    embeds = model_kwargs.get("inputs_embeds")
-    new = input_ids.shape[1] if embeds is None else max(input_ids.shape[1], embeds.shape[1])
-    # A criterion of the caller's takes the place of the configuration's limit.
-    limits = [criterion.max_length for criterion in stopping_criteria if isinstance(criterion, MaxLengthCriteria)]
-    max_new = max(min(limits, default=generation_config.max_length) - input_ids.shape[1], 1)
+    facts: TargetFacts | None
 
-    reason = _reason_before_probing(generation_config, model_kwargs, synced_gpus)
-    facts = None if reason else facts_of(target)
-    reason = reason or facts.why_plain(draft.config.target_layer_ids, model_kwargs.get("attention_mask"))
-    past = 0 if reason else cached_columns(model_kwargs.get(facts.cache_name))
-    reason = reason or _rope_reason(target.config.get_text_config(decoder=True), model_kwargs, past, new, max_new)
-    if reason is not None and generators is not None:
-        raise ValueError(f"decoding_config.generators cannot be followed: {reason}; set it to None to decode plainly.")
+    def __init__(self, target, draft, input_ids, stopping_criteria, generation_config, model_kwargs, synced_gpus):
+        self.target, self.draft, self.rows = target, draft, len(input_ids)
+        self.input_ids, self.generation_config, self.model_kwargs = input_ids, generation_config, model_kwargs
+        config = draft.decoding_config
+        config.check(draft.config.block_tokens)
+        self.generators = config.generators if generation_config.do_sample else None
+        if self.generators is not None:
+            config.check_generators(len(input_ids), input_ids.device)
+        # A criterion of the caller's takes the place of the configuration's limit.
+        limits = [criterion.max_length for criterion in stopping_criteria if isinstance(criterion, MaxLengthCriteria)]
+        self.max_new = max(min(limits, default=generation_config.max_length) - input_ids.shape[1], 1)
+        self.temperature = draft_temperature(draft, generation_config)
+        self.lists_hidden_states = generation_config.return_dict_in_generate and generation_config.output_hidden_states
 
-    free = facts is not None and facts.session_class is not None and facts.session_class.rollback_is_free
-    listing = generation_config.return_dict_in_generate and generation_config.output_hidden_states
-    compilable = free and not listing and generators is None and is_compilable(target)
-    return Call(
-        target=target,
-        draft=draft,
-        facts=facts,
-        plain_reason=reason,
-        rows=len(input_ids),
-        past=past,
-        max_new=max_new,
-        temperature=draft_temperature(draft, generation_config),
-        generators=generators,
-        compile=config.compile if compilable else False,
-        look_ahead=config.rounds_ahead(input_ids.device) if free else 1,
-    )
+        reason = _reason_before_probing(generation_config, model_kwargs, synced_gpus)
+        self.facts = facts = None if reason else facts_of(target)
+        reason = reason or facts.why_plain(draft.config.target_layer_ids, model_kwargs.get("attention_mask"))
+        self.past = 0 if reason else cached_columns(model_kwargs.get(facts.cache_name))
+        self.plain_reason = reason = reason or self._rope_reason()
+        if reason is not None and self.generators is not None:
+            raise ValueError(
+                f"decoding_config.generators cannot be followed: {reason}; set it to None to decode plainly."
+            )
+        free = reason is None and facts.session_class.rollback_is_free
+        compilable = free and not self.lists_hidden_states and self.generators is None and is_compilable(target)
+        self.compile = config.compile if compilable else False
+        self.look_ahead = config.rounds_ahead(input_ids.device) if free else 1
+
+    def _rope_reason(self) -> str | None:
+        """Why rotary frequencies that depend on the length of the text rule out drafting, if they do."""
+        text = self.target.config.get_text_config(decoder=True)
+        rope = getattr(text, "rope_parameters", None) or {}
+        layers = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+        kinds = {parameters.get("rope_type"): parameters for parameters in layers}
+        if not kinds.keys() & {"longrope", "dynamic"}:
+            return None
+        names = ("position_ids", "attention_mask", "inputs_embeds")
+        positions, mask, embeds = map(self.model_kwargs.get, names)
+        new = max(self.input_ids.shape[1], 0 if embeds is None else embeds.shape[1])
+        columns = max(self.past + new if mask is None else mask.shape[1], new)
+        length = columns if positions is None else int(positions.max()) + 1
+        if "dynamic" in kinds and length + self.max_new >= text.max_position_embeddings:
+            return (
+                f"the text may reach {text.max_position_embeddings} tokens, from where its rotary frequencies depend "
+                "on its length"
+            )
+        if "longrope" in kinds:
+            threshold = kinds["longrope"]["original_max_position_embeddings"]
+            if (self.past or length) <= threshold < length + self.max_new:
+                return f"the text may cross {threshold} tokens, where its rotary frequencies change"
+        return None
 
 
 def warn_of_ignored_settings(generation_config) -> None:
@@ -119,28 +119,6 @@ def _reason_before_probing(generation_config, model_kwargs, synced_gpus: bool) -
         return "attention_mask leaves out tokens that are not padding on the left"
     if generation_config.return_dict_in_generate and generation_config.output_attentions:
         return "attentions of each token are asked for"
-    return None
-
-
-def _rope_reason(text, model_kwargs, past: int, new: int, max_new: int) -> str | None:
-    """Why rotary frequencies that depend on the length of the text rule out drafting, if they do."""
-    rope = getattr(text, "rope_parameters", None) or {}
-    layers = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    kinds = {parameters.get("rope_type"): parameters for parameters in layers}
-    if not kinds.keys() & {"longrope", "dynamic"}:
-        return None
-    positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
-    columns = max(past + new if mask is None else mask.shape[1], new)
-    length = columns if positions is None else int(positions.max()) + 1
-    if "dynamic" in kinds and length + max_new >= text.max_position_embeddings:
-        return (
-            f"the text may reach {text.max_position_embeddings} tokens, from where its rotary frequencies depend on "
-            "its length"
-        )
-    if "longrope" in kinds:
-        threshold = kinds["longrope"]["original_max_position_embeddings"]
-        if (past or length) <= threshold < length + max_new:
-            return f"the text may cross {threshold} tokens, where its rotary frequencies change"
     return None
 
 

@@ -14,7 +14,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
 from .accept_dflash import Draft, Judge, Verdict
-from .call_dflash import Call, plan_call, warn_of_ignored_settings
+from .call_dflash import Call, warn_of_ignored_settings
 from .compile_dflash import CompiledRound
 from .drafting_dflash import Context
 from .plan_dflash import Plan
@@ -128,7 +128,7 @@ def decode(
         `torch.LongTensor` `[R, S]` or [`DFlashGenerateOutput`].
     """
     rules = (logits_processor, stopping_criteria, generation_config)
-    call = plan_call(target, draft, input_ids, stopping_criteria, generation_config, model_kwargs, synced_gpus)
+    call = Call(target, draft, input_ids, stopping_criteria, generation_config, model_kwargs, synced_gpus)
     warn_of_ignored_settings(generation_config)
     if call.plain_reason is not None:
         logger.warning_once(f"Decoding without the drafter: {call.plain_reason}.")
@@ -141,10 +141,9 @@ def decode(
     writer = Writer(input_ids, judge.pad, generation_config, streamer)
     continuation = Continuation(input_ids, judge, writer, call.max_new, call.look_ahead)
     # 1. Prefill as the target does it; on the way, the features of the prompt become the drafter's context.
-    prompt = (input_ids, generation_config, model_kwargs)
-    with opened_pair(call, continuation, *prompt) as (pair, start):
+    with opened_pair(call, continuation) as (pair, start):
         drafter, run = pair.drafter, _runner(call, pair)
-        planner = planner_of(call, pair, generation_config)
+        planner = planner_of(call, pair)
         context = drafter.no_features(start, draft.config.block_tokens)
         while not continuation.done:
             plan = planner.next(continuation)

@@ -20,17 +20,18 @@ _OF_ASSISTANTS = ("assistant_confidence_threshold", "num_assistant_tokens_schedu
 _WIDEST = 16  # drafted tokens of a row that are considered, and of a batch twice as many
 
 
-def planner_of(call, pair, generation_config):
+def planner_of(call, pair):
     """
     The planner of a call, as its settings ask for it: sizes that were set, or the fastest ones.
 
     Args:
-        call (`Call`): Both models; `draft.decoding_config` holds the settings.
-        pair (`Pair`): The parts of this call.
-        generation_config (`GenerationConfig`): Its `num_assistant_tokens`, `num_assistant_tokens_schedule` and
-            `assistant_confidence_threshold` set the size of a block too.
+        call (`Call`): The call; `draft.decoding_config` holds the settings. Of its generation configuration
+            `num_assistant_tokens`, `num_assistant_tokens_schedule` and `assistant_confidence_threshold` set the size
+            of a block too.
+        pair (`Pair`): Its parts.
     """
     target, draft, drafter, text = call.target, call.draft, pair.drafter, pair.continuation
+    generation_config = call.generation_config
     whole = bool(call.compile) or text.look_ahead > 1  # then all rounds of a plan have one shape, the last ones too
     config, trained, rows = draft.decoding_config, draft.config.block_tokens, len(text.host.alive)
     asked = generation_config.num_assistant_tokens

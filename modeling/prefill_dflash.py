@@ -84,9 +84,9 @@ def models_of(call: Call):
         yield Models(own, drafter, tap, pools)
 
 
-def prefill(call: Call, models: Models, input_ids, generation_config, model_kwargs) -> Prefilled:
+def prefill(call: Call, models: Models) -> Prefilled:
     """Run the prompt through the target as it does it itself; its features become the drafter's context."""
-    target, drafter, name = models.target, models.drafter, call.facts.cache_name
+    target, drafter, model_kwargs, name = models.target, models.drafter, call.model_kwargs, call.facts.cache_name
     if "logits_to_keep" in model_kwargs and getattr(target.config.get_text_config(), "num_kv_shared_layers", False):
         # An index, not a count: given a count, Gemma 4 drops all other tokens before the layers that share keys.
         model_kwargs["logits_to_keep"] = torch.tensor([-1])
@@ -94,7 +94,7 @@ def prefill(call: Call, models: Models, input_ids, generation_config, model_kwar
     watch = target.register_forward_pre_hook(
         lambda _, args, kwargs: positions.append(kwargs.get("position_ids")), with_kwargs=True
     )
-    outputs = target._prefill(input_ids, generation_config, model_kwargs)
+    outputs = target._prefill(call.input_ids, call.generation_config, model_kwargs)
     watch.remove()
     models.tap.consume = None
     cache = outputs.get(name, model_kwargs[name])  # Phi-3 starts a new one where a long prompt takes other frequencies
@@ -105,23 +105,22 @@ def prefill(call: Call, models: Models, input_ids, generation_config, model_kwar
 
 
 @contextmanager
-def opened_pair(call: Call, continuation: Continuation, input_ids, generation_config, model_kwargs):
+def opened_pair(call: Call, continuation: Continuation):
     """
     Prefill, and open what the rounds work with on what this leaves; in the end the caller's cache is written back.
 
     Yields:
         [`Pair`], and the indices of the first anchors `[R]`.
     """
-    name = call.facts.cache_name
-    given = model_kwargs[name] = usable_cache(call, model_kwargs[name], generation_config.cache_implementation)
-    keep_cache = generation_config.return_dict_in_generate or getattr(given, "_is_user_defined", False)
+    given = call.model_kwargs[call.facts.cache_name] = usable_cache(call)
+    keep_cache = call.generation_config.return_dict_in_generate or getattr(given, "_is_user_defined", False)
     with models_of(call) as models:
         drafter, (draft_pool, pool) = models.drafter, models.pools
-        prompt = prefill(call, models, input_ids, generation_config, model_kwargs)
+        prompt = prefill(call, models)
         columns, padding, offset = prompt.columns, prompt.padding, prompt.offset
         room = columns + call.draft.config.block_tokens + (0 if call.compile else min(call.max_new, 256))  # grows
         drafter.open(padding, columns, room, offset, draft_pool)
-        extra = extra_arguments(call.target, generation_config, model_kwargs)
+        extra = extra_arguments(call)
         session = call.facts.open_session(models.target, prompt.cache, padding, room, offset, extra, pool)
         session.end_at(columns + call.max_new - 1)
         pair = Pair(drafter, session, models.tap, continuation, columns)
@@ -137,7 +136,7 @@ def opened_pair(call: Call, continuation: Continuation, input_ids, generation_co
                 holder.clear()
 
 
-def usable_cache(call: Call, cache, implementation: str | None):
+def usable_cache(call: Call):
     """
     The cache to prefill: the one that `generate` made, or a dynamic one in place of a static one, since the slots of
     a drafted call have fixed shapes anyway.
@@ -146,11 +145,13 @@ def usable_cache(call: Call, cache, implementation: str | None):
         `ValueError`: the tokens of the cache cannot be moved into slots: it is quantised, offloaded, or a static one
             that the caller passed.
     """
+    cache = call.model_kwargs[call.facts.cache_name]
     if call.facts.session_class.takes(cache) and not cache.offloading:
         return cache
     from_caller = getattr(cache, "_is_user_defined", False)
     if cache.is_compileable and not from_caller and not cache.offloading:
         return empty_cache(call.target)
+    implementation = call.generation_config.cache_implementation
     argument = "past_key_values is" if from_caller else f"cache_implementation={implementation!r} makes"
     kind = f"a {type(cache).__name__} of {type(cache.layers[0]).__name__}" if cache.layers else type(cache).__name__
     raise ValueError(
@@ -160,22 +161,22 @@ def usable_cache(call: Call, cache, implementation: str | None):
     )
 
 
-def extra_arguments(target, generation_config, model_kwargs: dict) -> dict:
+def extra_arguments(call: Call) -> dict:
     """
     Arguments of `generate` that every forward of the target gets, such as adapter names or a request for hidden
     states; see `block_arguments`.
     """
-    accepted = inspect.signature(target.forward).parameters
+    accepted = inspect.signature(call.target.forward).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
     skip = _OWN_ARGUMENTS | _PROMPT_ARGUMENTS
     prompt_only = getattr(generation_utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ())
     extra = {
         key: value[:, -1:] if key == "token_type_ids" and value is not None else value
-        for key, value in model_kwargs.items()
+        for key, value in call.model_kwargs.items()
         if key not in skip and key not in prompt_only and (takes_any or key in accepted)
     }
-    if generation_config.return_dict_in_generate and generation_config.output_hidden_states:
-        extra["output_hidden_states"] = generation_config.output_hidden_states
+    if call.lists_hidden_states:
+        extra["output_hidden_states"] = call.generation_config.output_hidden_states
     return extra
 
 

@@ -142,7 +142,7 @@ def facts_of(target) -> TargetFacts:
         if not facts:
             devices = [] if device.type == "cpu" else [device]
             with torch.random.fork_rng(devices, enabled=training, device_type="cuda" if not devices else device.type):
-                facts = _found_out(target)
+                facts = _Trial(target).found()
             if not facts.lasting:
                 return facts
             if on_disk and facts.features:
@@ -188,83 +188,106 @@ def _codes(*functions) -> tuple:
     return tuple(codes)
 
 
-def probe_rollback(target) -> type | None:
-    """How the cache of a target is rolled back; see [`TargetFacts`]."""
-    return facts_of(target).session_class
+class _Trial:
+    """
+    Finds out what a target can do, by running it on a few tokens.
 
+    Args:
+        target (`PreTrainedModel`): Watched in copies of its modules, so that it may be in use meanwhile.
+    """
 
-def _found_out(target) -> TargetFacts:
-    facts, errors = TargetFacts(type(target).__name__, cache_name=cache_argument(target)), {}
-    for kind in KINDS:
-        try:
-            facts.moving = {} if kind is SlotSession else facts.moving or moving_modules(target)
-        except Exception as error:  # a target may fail in any way at all here and below
-            logger.debug("%s: no modules that move a state: %s", facts.name, error)
-            break
-        if kind is not SlotSession and not facts.moving:
-            break
-        facts.session_class = kind
-        errors[kind] = _error(target, facts, padding=0)
-        if errors[kind] < EXACT:
-            break
-    best = min(errors, key=errors.get)
-    facts.session_class, facts.error = best if errors[best] < CLOSE else None, errors[best]
-    if facts.session_class is None:
+    def __init__(self, target):
+        self.target, self.device = target, input_device(target)
+        self.facts = TargetFacts(type(target).__name__, cache_name=cache_argument(target))
+
+    def found(self) -> TargetFacts:
+        """The best way to roll back, and what it takes."""
+        target, facts, errors = self.target, self.facts, {}
+        for kind in KINDS:
+            try:
+                facts.moving = {} if kind is SlotSession else facts.moving or moving_modules(target)
+            except Exception as error:  # a target may fail in any way at all here and below
+                logger.debug("%s: no modules that move a state: %s", facts.name, error)
+                break
+            if kind is not SlotSession and not facts.moving:
+                break
+            facts.session_class = kind
+            errors[kind] = self.error(padding=0)
+            if errors[kind] < EXACT:
+                break
+        best = min(errors, key=errors.get)
+        facts.session_class, facts.error = best if errors[best] < CLOSE else None, errors[best]
+        if facts.session_class is None:
+            return facts
+        # A row with padding, and where a target is given no positions, which ones it takes itself.
+        for facts.counts_columns in (False, True):
+            facts.pads = self.error(padding=2) < CLOSE
+            if facts.pads or "position_ids" in inspect.signature(target.forward).parameters:
+                break
+        facts.features = self.features()
         return facts
-    # A row with padding, and where a target is given no positions, which ones it takes itself.
-    for facts.counts_columns in (False, True):
-        facts.pads = _error(target, facts, padding=2) < CLOSE
-        if facts.pads or "position_ids" in inspect.signature(target.forward).parameters:
-            break
-    facts.features = _features(target)
-    return facts
 
-
-def _error(target, facts: TargetFacts, padding: int) -> float:
-    """
-    The largest relative error of logits and states after rolling back two rows, which keep different numbers of
-    tokens; the second row begins with so much padding.
-    """
-    vocab_size = target.config.get_text_config().vocab_size
-    device = input_device(target)
-    tokens = torch.arange(3, 31, device=device).view(2, 14) * 7 % max(vocab_size - 1, 2)  # no random numbers drawn
-    mask = torch.ones_like(tokens)
-    mask[1, :padding] = 0
-    block, kept = tokens[:, 5:10].clone(), torch.tensor([2, 3], device=device)
-    for row, count in enumerate(kept.tolist()):
-        block[row, count:] += 1  # rejected
-    expected = None
-    try:
-        watched = [target.get_submodule(name) for name in facts.moving]
-        with isolated(target, watched) as own:
-            expected, states = _decoded(own, tokens, mask, kept.tolist())  # [2, 9, V]
-            if padding and not bool(expected.isfinite().all()):
-                return 0.0  # upstream gives no numbers for padded rows: there is nothing to be equal to
-            cache = empty_cache(own)
-            positions = _fed(own, tokens[:, :5], mask[:, :5], cache)[1]
-            if not facts.session_class.takes(cache):
-                return float("inf")
-            padded = torch.tensor([0, padding], device=device)
-            offset = first_positions(positions, 5, padded.tolist(), device, facts.counts_columns)
-            session = facts.open_session(own, cache, padded.tolist(), 32, offset, {})
-            start = 5 - padded
-            first = _verified(session, block, start, kept)
-            errors = [
-                _relative_error(a[row].flatten(), b.flatten())
-                for row in range(2)
-                for a, b in zip(recurrent_states(session.cache.layers), states[row], strict=True)
-            ]
-            start = start + kept
-            rest = tokens.gather(1, (start + padded)[:, None] + torch.arange(6, device=device))  # [2, 6]
-            second = _verified(session, rest, start, torch.full_like(kept, 6))
+    def error(self, padding: int) -> float:
+        """
+        The largest relative error of logits and states after rolling back two rows, which keep different numbers of
+        tokens; the second row begins with so much padding.
+        """
+        target, facts, device = self.target, self.facts, self.device
+        vocab_size = target.config.get_text_config().vocab_size
+        tokens = torch.arange(3, 31, device=device).view(2, 14) * 7 % max(vocab_size - 1, 2)  # no random numbers drawn
+        mask = torch.ones_like(tokens)
+        mask[1, :padding] = 0
+        block, kept = tokens[:, 5:10].clone(), torch.tensor([2, 3], device=device)
         for row, count in enumerate(kept.tolist()):
-            ours = torch.cat([first[row, :count], second[row]])
-            errors.append(_relative_error(ours, expected[row, : len(ours)]))
-        return max(errors)
-    except Exception as error:
-        facts.lasting = facts.lasting and (padding > 0 or expected is not None)
-        logger.debug("%s cannot roll back with %s: %s", facts.name, facts.session_class.__name__, error)
-        return float("inf")
+            block[row, count:] += 1  # rejected
+        expected = None
+        try:
+            watched = [target.get_submodule(name) for name in facts.moving]
+            with isolated(target, watched) as own:
+                expected, states = _decoded(own, tokens, mask, kept.tolist())  # [2, 9, V]
+                if padding and not bool(expected.isfinite().all()):
+                    return 0.0  # upstream gives no numbers for padded rows: there is nothing to be equal to
+                cache = empty_cache(own)
+                positions = _fed(own, tokens[:, :5], mask[:, :5], cache)[1]
+                if not facts.session_class.takes(cache):
+                    return float("inf")
+                padded = torch.tensor([0, padding], device=device)
+                offset = first_positions(positions, 5, padded.tolist(), device, facts.counts_columns)
+                session = facts.open_session(own, cache, padded.tolist(), 32, offset, {})
+                start = 5 - padded
+                first = _verified(session, block, start, kept)
+                errors = [
+                    _relative_error(a[row].flatten(), b.flatten())
+                    for row in range(2)
+                    for a, b in zip(recurrent_states(session.cache.layers), states[row], strict=True)
+                ]
+                start = start + kept
+                rest = tokens.gather(1, (start + padded)[:, None] + torch.arange(6, device=device))  # [2, 6]
+                second = _verified(session, rest, start, torch.full_like(kept, 6))
+            for row, count in enumerate(kept.tolist()):
+                ours = torch.cat([first[row, :count], second[row]])
+                errors.append(_relative_error(ours, expected[row, : len(ours)]))
+            return max(errors)
+        except Exception as error:
+            facts.lasting = facts.lasting and (padding > 0 or expected is not None)
+            logger.debug("%s cannot roll back with %s: %s", facts.name, facts.session_class.__name__, error)
+            return float("inf")
+
+    def features(self) -> dict[int, tuple]:
+        """The shape of each decoder layer's output in a short forward over text."""
+        try:
+            layers, shapes = decoder_layers(self.target), {}
+        except ValueError:  # HRM-Text runs two stacks in cycles
+            return {}
+        with isolated(self.target, layers) as own:
+            for layer_id, layer in enumerate(decoder_layers(own)):
+
+                def see(module, args, output, layer_id=layer_id):
+                    shapes[layer_id] = tuple((output if isinstance(output, torch.Tensor) else output[0]).shape)
+
+                layer.register_forward_hook(see)
+            try_out(own)
+        return shapes
 
 
 def _verified(session, block, start, kept) -> torch.Tensor:
@@ -307,20 +330,3 @@ def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
         return float(difference.nan_to_num(float("inf")).max())
     # Half precision: rounding moves single positions (an expert chosen otherwise), a wrong state moves all of them.
     return 0.0 if difference.median() < 0.1 else float("inf")
-
-
-def _features(target) -> dict[int, tuple]:
-    """The shape of each decoder layer's output in a short forward over text."""
-    try:
-        layers, shapes = decoder_layers(target), {}
-    except ValueError:  # HRM-Text runs two stacks in cycles
-        return {}
-    with isolated(target, layers) as own:
-        for layer_id, layer in enumerate(decoder_layers(own)):
-
-            def see(module, args, output, layer_id=layer_id):
-                shapes[layer_id] = tuple((output if isinstance(output, torch.Tensor) else output[0]).shape)
-
-            layer.register_forward_hook(see)
-        try_out(own)
-    return shapes

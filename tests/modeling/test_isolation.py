@@ -182,9 +182,9 @@ def test_a_hook_that_drops_the_positions_later(name):
 
 def test_a_wrapper_that_comes_and_goes_is_tried_out_once(monkeypatch):
     """A wrapper of the same code is the same target: what a call costs that is timed, and then not."""
-    target, tried, found_out = make_target(), [], probe_dflash._found_out
+    target, tried, found = make_target(), [], probe_dflash._Trial.found
     draft = drafter(target)
-    monkeypatch.setattr(probe_dflash, "_found_out", lambda *args: tried.append(1) or found_out(*args))
+    monkeypatch.setattr(probe_dflash._Trial, "found", lambda trial: tried.append(1) or found(trial))
     for _ in range(3):
         drafted(target, draft)
         target.forward = in_a_closure(target)

@@ -9,7 +9,7 @@ from support.rows import ragged_prompts
 from support.scripted_draft import scripted
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from dflash_hf.modeling.probe_dflash import probe_rollback
+from dflash_hf.modeling.probe_dflash import facts_of
 from dflash_hf.modeling.recurrent_dflash import ReplaySession
 from dflash_hf.modeling.sessions_dflash import SlotSession
 
@@ -30,7 +30,7 @@ def test_families_are_lossless(family, attn):
         (torch.float64, 5, 16),
     ):
         target = make_target(family, dtype, attn)
-        assert probe_rollback(target) is (ReplaySession if family == "qwen3_next" else SlotSession)
+        assert facts_of(target).session_class is (ReplaySession if family == "qwen3_next" else SlotSession)
         inputs, _ = ragged_prompts(rows)
         expected = target.generate(**inputs, max_new_tokens=40, do_sample=False)
         assert len(set(expected[:, 11:].flatten().tolist())) > 12, "a constant text proves nothing"

@@ -7,7 +7,7 @@ from support.pairs import COMMON, VOCAB, make_draft
 from support.scripted_draft import scripted
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
-from dflash_hf.modeling.probe_dflash import probe_rollback
+from dflash_hf.modeling.probe_dflash import facts_of
 from dflash_hf.modeling.recurrent_dflash import ReplaySession
 from dflash_hf.modeling.sessions_dflash import SlotSession
 
@@ -161,7 +161,7 @@ def picture(name, rows: int) -> dict:
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_with_text_and_with_an_image(name):
     target = make_wrapper(name)
-    assert probe_rollback(target) is (ReplaySession if name == "qwen3_5" else SlotSession)
+    assert facts_of(target).session_class is (ReplaySession if name == "qwen3_5" else SlotSession)
     draft = make_draft(target)
     options = {"max_new_tokens": 30, "do_sample": False}
     if name == "gemma4":  # the text of a random one is a single token, again and again

@@ -215,13 +215,13 @@ def test_processes_with_one_table_write_one_text(home, pair, tmp_path):
 @pytest.fixture
 def probes(home, monkeypatch):
     """How often something was found out by trying, in what would be processes of their own."""
-    made, original = [], probe_dflash._found_out
+    made, original = [], probe_dflash._Trial.found
 
-    def find_out(target):
-        made.append(target)
-        return original(target)
+    def found(trial):
+        made.append(trial.target)
+        return original(trial)
 
-    monkeypatch.setattr(probe_dflash, "_found_out", find_out)
+    monkeypatch.setattr(probe_dflash._Trial, "found", found)
     return made
 
 

@@ -9,7 +9,7 @@ from support.pairs import make_draft, make_target
 from support.rows import ragged_prompts
 from support.scripted_draft import scripted
 
-from dflash_hf.modeling.probe_dflash import probe_rollback
+from dflash_hf.modeling.probe_dflash import facts_of
 from dflash_hf.modeling.recurrent_dflash import ReplaySession, StepSession
 from dflash_hf.modeling.sessions_dflash import SlotSession
 
@@ -29,7 +29,7 @@ def test_more_families_are_lossless(family):
     seen = Counter()
     for dtype, rows, block_size in ((torch.float32, 1, 8), (torch.float64, 4, 8), (torch.float32, 4, 5)):
         target = make_target(family, dtype, attn=None)
-        assert probe_rollback(target) is KINDS[family]
+        assert facts_of(target).session_class is KINDS[family]
         inputs, _ = ragged_prompts(rows)
         expected = target.generate(**inputs, max_new_tokens=30, do_sample=False)
         draft = scripted(make_draft(target, block_size), expected, error_rate=0.15)
@@ -65,14 +65,14 @@ def test_a_wrong_state_is_noticed(monkeypatch):
     """The probe takes no way of rolling back that leaves the rejected tokens in the state."""
     for kind in (ReplaySession, StepSession):
         monkeypatch.setattr(kind.tape_class, "_go_back", lambda self, size, count: None)
-    assert probe_rollback(make_target("qwen3_5_text")) is None
+    assert facts_of(make_target("qwen3_5_text")).session_class is None
 
 
 @pytest.mark.parametrize("family", families.NONE)
 def test_targets_with_a_cache_of_their_own_decode_alone(family, caplog):
     """No cache that can be rolled back: the text is the target's, and a sentence says why."""
     target = make_target(family, attn=None)
-    assert probe_rollback(target) is None
+    assert facts_of(target).session_class is None
     inputs, _ = ragged_prompts(1)
     expected = target.generate(**inputs, max_new_tokens=20, do_sample=False)
     draft = make_draft(target)
