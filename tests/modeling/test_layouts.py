@@ -443,6 +443,8 @@ def test_the_embedding_as_a_feature(compiled, big_target):
     file = zlab(dflash_config={"mask_token_id": 95}, aux_hidden_state_layer_ids=[0, 3, 5], num_target_layers=8)
     config = DFlashDraftConfig.from_dict(file)
     assert config.target_layer_ids == [-1, 2, 4]
+    deepspec = {**automodel_dspark(), "target_layer_ids": [-1, 2, 4], "num_target_layers": 8}
+    assert DFlashDraftConfig.from_dict(deepspec).target_layer_ids == [-1, 2, 4]
     ids = torch.randint(0, 95, (2, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), FeatureTap(big_target, [-1, 2, 4]) as tap:
         states = big_target(ids, output_hidden_states=True).hidden_states

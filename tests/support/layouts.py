@@ -167,6 +167,23 @@ LAYOUTS = {
         {},
         {},
     ),
+    "z-lab mixed layers, without the flag that Qwen3 asks for": (
+        zlab(layer_types=MIXED, sliding_window=4),
+        {"layer_types": MIXED, "sliding_window": 4},
+        {},
+        {},
+    ),
+    "what is nested beats the top": (
+        zlab(
+            nested={"input_embedding_scale": 5.5, "final_logit_softcapping": 3.0, "block_size": 5},
+            input_embedding_scale=2.0,
+            final_logit_softcapping=0.0,
+            block_size=7,
+        ),
+        {"input_embedding_scale": 5.5, "final_logit_softcapping": 3.0},
+        {},
+        {},
+    ),
     "z-lab causal nested": (zlab(nested={"causal": True}), {"is_causal": True}, {}, {}),
     "z-lab DFlash 2": (
         zlab(

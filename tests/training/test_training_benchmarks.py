@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 
 FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks"
@@ -30,6 +31,14 @@ def test_the_benchmark_of_a_gpu_runs_without_one(monkeypatch, capsys):
     depth = 6
     target = 2 * depth * layer * 96 + depth * 4 * 64 * 96 * 97 / 2
     assert result["tflop_per_step"]["target"] * 1e12 == pytest.approx(target)
+
+
+def test_what_a_signal_foresees():
+    script, random = load("confidence"), torch.Generator().manual_seed(0)
+    taken = (torch.rand(400, generator=random) < 0.5).float()
+    noise = torch.randn(400, 1, generator=random)
+    right = torch.cat([noise, 8 * taken[:, None] - 4], dim=1)
+    assert script.foreseen(right, taken) < 0.05 < 0.65 < script.foreseen(noise, taken) < 0.75
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the kernel's figures")

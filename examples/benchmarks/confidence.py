@@ -1,0 +1,83 @@
+"""
+What a confidence head adds to the drafter's own probabilities: how well each of them foresees whether the target takes
+a drafted token at temperature 0. Teacher-forced, over slots whose predecessors are right, from stored features.
+
+    python examples/benchmarks/confidence.py --draft DRAFT --features FEATURES
+"""
+
+import argparse
+from functools import partial
+
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits as cross_entropy
+
+from dflash_hf.pairs import loaded
+from dflash_hf.smollm2 import smollm2_folder
+from dflash_hf.training.features import StoredFeatures
+from dflash_hf.training.offline import DFlashOfflineTrainer
+from dflash_hf.training.training_args import DFlashTrainingArguments
+
+
+class Observer(DFlashOfflineTrainer):
+    """Keeps, of every slot that is reached: the drafter's probability, the confidence, whether the token is taken."""
+
+    def head_losses(self, hidden, labels, counted, before, teacher):
+        draft = self.draft
+        head, known = draft.config.head(draft, partial(draft.embed, self.target)), counted & (labels >= 0)
+        queries = head.forced(before, hidden, known)
+        ids, logits = head.candidates(self.draft_head(hidden[known]))
+        log_probs = head.scores(queries, ids, logits).log_softmax(-1)  # [M, V]
+        wanted = teacher.head(teacher.states[teacher.rows[known]])[..., : log_probs.shape[-1]]
+        chosen = log_probs.argmax(-1)
+        right = torch.zeros_like(counted).masked_scatter(known, chosen == labels[known])
+        reached = torch.nn.functional.pad(right[..., 1:-1].int().cumprod(-1), (2, 0), value=1).bool()[known]
+        said = torch.logit(log_probs.amax(-1).exp().clamp(1e-6, 1 - 1e-6))
+        seen = torch.stack([said, queries[:, head.width].float(), chosen == wanted.argmax(-1)], dim=1)
+        self.seen = seen[reached]
+        return super().head_losses(hidden, labels, counted, before, teacher)
+
+
+def foreseen(signals: torch.Tensor, taken: torch.Tensor) -> float:
+    """Cross-entropy in nats over the second half, of a logistic regression that was fitted to the first."""
+    half, inputs = len(taken) // 2, torch.cat([signals, torch.ones(len(taken), 1)], dim=1)
+    weight = torch.zeros(inputs.shape[1], requires_grad=True)
+    optimizer = torch.optim.LBFGS([weight], max_iter=100)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = cross_entropy(inputs[:half] @ weight, taken[:half])
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return cross_entropy(inputs[half:] @ weight.detach(), taken[half:]).item()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", help="default: SmolLM2-135M-Instruct")
+    parser.add_argument("--draft", required=True, help="a drafter with a confidence head")
+    parser.add_argument("--features", required=True, help="held-out features with final states")
+    parser.add_argument("--output", default="confidence_run", help="the trainer's folder, which stays empty")
+    args = parser.parse_args()
+    draft, target = loaded(args.draft, args.target or str(smollm2_folder()))
+    rows = StoredFeatures(args.features, draft.config.target_layer_ids, states=True)
+    settings = DFlashTrainingArguments(args.output, num_anchors=48, use_cpu=True, loss_type="kl", report_to=[])
+    observer, found = Observer(draft.float().eval(), target, settings, rows), []
+    with torch.no_grad():
+        for row in rows:
+            batch = observer.data_collator([row])
+            observer.draw_anchors(batch, step=0)
+            observer.compute_loss(draft, batch)
+            found.append(observer.seen)
+    seen = torch.cat(found)
+    signals, taken = seen[:, :2], seen[:, 2]
+    print(f"{len(taken)} tokens, {taken.mean():.1%} taken; cross-entropy of what is foreseen, in nats:")
+    print(f"neither     {foreseen(signals[:, :0], taken):.4f}")
+    print(f"probability {foreseen(signals[:, :1], taken):.4f}")
+    print(f"confidence  {foreseen(signals[:, 1:], taken):.4f}")
+    print(f"both        {foreseen(signals, taken):.4f}")
+
+
+if __name__ == "__main__":
+    main()
