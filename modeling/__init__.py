@@ -1,1 +1,1 @@
-"""The files that lie beside a drafter's weights on the Hub; they run alone on torch and transformers."""
+"""The files next to a drafter's weights on the Hub; they need only torch and transformers."""

@@ -1,4 +1,6 @@
-"""Which drafted tokens stay: the target's own choice at each position, compared with the draft. Nothing is written."""
+"""
+Which drafted tokens are accepted: the target's own choice at each position, compared with the draft. Writes nothing.
+"""
 
 import copy
 from typing import NamedTuple
@@ -68,7 +70,7 @@ class Draft(NamedTuple):
     tree: DraftTree | None = None  # of which the tokens are the nodes
 
     def prefix(self, size: int) -> "Draft":
-        """The first `size` tokens of a block; a tree as it is."""
+        """The first `size` tokens of a block; a tree is unchanged."""
         if self.tree is not None or size == self.tokens.shape[1]:
             return self
         proposal = None if self.proposal is None else self.proposal.at(0, size - 1)
@@ -103,7 +105,7 @@ class Draft(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What stays of a draft, in nothing but tensors, so that a compiled round can return it."""
+    """The accepted part of a draft, as tensors only, so that a compiled round can return it."""
 
     tokens: torch.LongTensor  # [R, n]    the target's own token after each token of the accepted path
     counts: torch.LongTensor  # [R]       how many are committed, the bonus token included; 0 for finished rows
@@ -112,14 +114,14 @@ class Verdict(NamedTuple):
     path: torch.LongTensor | None = None  # [R, n]  of a tree, the accepted nodes
 
     def along(self, features: torch.Tensor) -> torch.Tensor:
-        """From the features `[R, n, F]` of all drafted tokens, those of the accepted path."""
+        """The features of the accepted path, from the features `[R, n, F]` of all drafted tokens."""
         if self.path is None:
             return features
         return features.gather(1, self.path[..., None].expand(-1, -1, features.shape[-1]))
 
 
 def draw(probabilities: torch.Tensor, generators: list[torch.Generator] | None = None) -> torch.LongTensor:
-    """Draw one token `[R, n]` from each distribution `[R, n, k]`, each row by its own generator if there are any."""
+    """Draw one token `[R, n]` from each distribution `[R, n, k]`; each row has its own generator, if any."""
     if generators is None:
         return torch.multinomial(probabilities.flatten(0, 1), num_samples=1).view(probabilities.shape[:2])
     rows = zip(probabilities, generators, strict=True)
@@ -134,7 +136,8 @@ def sample_tokens(
     generators: list[torch.Generator] | None = None,
 ) -> torch.LongTensor:
     """
-    The target's own sample after each token of a block, drawn to equal the drafted token as often as possible.
+    The target's own sample after each token of a block, drawn so that it equals the drafted token as often as
+    possible.
 
     With `p = softmax(scores)` a drafted token `x ~ q` is kept with probability `min(1, p(x) / q(x))`; if it is not,
     the sample comes from `norm(max(p - q, 0))`, which gives `x` no weight. Either way it follows `p` (Leviathan
@@ -171,7 +174,7 @@ def sample_tokens(
 
 
 class RowState(NamedTuple):
-    """Where the rows of a text stand."""
+    """The state of the rows of a text."""
 
     unfinished: torch.BoolTensor  # [R]
     left: torch.LongTensor  # [R]  tokens that each row may still get
@@ -179,7 +182,7 @@ class RowState(NamedTuple):
 
 
 def _of_row(processor, row: int):
-    """A row-wise processor as one row of the batch meets it alone."""
+    """A row-wise processor, restricted to one row of the batch."""
     ignored = getattr(processor, "prompt_ignore_length", None)
     if torch.is_tensor(ignored):  # [R], the padding of each row
         processor = copy.copy(processor)

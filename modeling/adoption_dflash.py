@@ -1,6 +1,6 @@
 """
-Assistants that are no drafters of ours: a live object of the published remote class is adopted, without copying a
-weight; a language model that was built from a drafter's folder by mistake is refused.
+Assistants of other classes: an object of the published remote class is adopted without copying weights; a language
+model that was loaded from a drafter's folder by mistake is rejected.
 """
 
 import weakref
@@ -19,7 +19,7 @@ _adopted: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()  # foreign o
 
 def adopted(assistant) -> DFlashDraftModel | None:
     """
-    Our drafter of a foreign DFlash object's tensors; `None` when the object is no drafter at all.
+    A drafter with the tensors of a foreign DFlash object; `None` if the object is not a drafter.
 
     Raises:
         `ValueError`: the object was built from a drafter's folder, but is not a drafter; says how to load one.
@@ -47,7 +47,7 @@ def adopted(assistant) -> DFlashDraftModel | None:
 
 def adopt(assistant: nn.Module) -> DFlashDraftModel:
     """
-    A drafter of our class whose parameters share the memory of a foreign DFlash object's.
+    A [`DFlashDraftModel`] that shares the memory of a foreign DFlash object's parameters.
 
     Args:
         assistant (`nn.Module`): Has `config`, `target_layer_ids`, `block_size` and tensors of a published layout.
@@ -79,7 +79,7 @@ def adopt(assistant: nn.Module) -> DFlashDraftModel:
 
 def of_tensors(config: DFlashDraftConfig, tensors: dict[str, torch.Tensor]) -> DFlashDraftModel:
     """
-    A frozen drafter of these tensors, of which none is copied.
+    A frozen drafter with these tensors, which are not copied.
 
     Raises:
         `RuntimeError`: they are not those of `config`.

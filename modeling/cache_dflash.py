@@ -1,6 +1,6 @@
 """
-The slot cache: every row starts at slot 0, new keys are scattered to the slots of their tokens, rolling back is
-keeping a smaller length. Nothing is copied, nothing changes shape, every row has its own length.
+The slot cache: every row starts at slot 0, new keys are scattered to the slots of their tokens, and rolling back keeps
+a smaller length. Nothing is copied, shapes do not change, and every row has its own length.
 """
 
 import torch
@@ -156,7 +156,7 @@ class SlotCache(Cache):
         self.slots = slots
 
     def move(self, source: torch.LongTensor, goal: torch.LongTensor) -> None:
-        """Copy what slots `[R, n]` of each row hold to others, of which none is a later one's source."""
+        """Copy slots `[R, n]` of each row to others, none of which is the source of a later copy."""
         for layer in self.layers:
             if isinstance(layer, SlotLayer) and layer.is_initialized:
                 layer.move(source, goal)
@@ -180,7 +180,7 @@ class SlotCache(Cache):
 
     @property
     def trash(self) -> int:
-        """The slot for tokens that no query may ever see, such as padding."""
+        """The slot for tokens that no query may see, such as padding."""
         return self.capacity - 1
 
     @classmethod
@@ -236,13 +236,13 @@ class SlotCache(Cache):
 
 
 def can_adopt(cache: Cache) -> bool:
-    """Whether every layer of a cache is empty or an ordinary or sliding-window one, whose tokens can live in slots."""
+    """Whether every layer of a cache is empty, or ordinary or sliding-window, so that its tokens fit into slots."""
     ordinary = (DynamicLayer, DynamicSlidingWindowLayer)
     return all(type(layer) in ordinary or holds_nothing(layer) for layer in cache.layers)
 
 
 def holds_nothing(layer) -> bool:
-    """Whether a layer of a cache only stands for one that has nothing to keep, or shares the keys of another."""
+    """Whether a layer of a cache holds nothing, or shares the keys of another layer."""
     return not isinstance(layer, CacheLayerMixin | LinearAttentionCacheLayerMixin)
 
 

@@ -99,7 +99,7 @@ class Call:
 
 
 def warn_of_ignored_settings(generation_config) -> None:
-    """Warn once of settings that only other kinds of assistants follow."""
+    """Warn once about settings that only other kinds of assistants support."""
     ignored = {name: getattr(generation_config, name, None) for name in _OTHER_ASSISTANTS}
     ignored = {k: v for k, v in ignored.items() if v is not None and v != _OTHER_ASSISTANTS[k]}
     if ignored:

@@ -1,6 +1,6 @@
 """
-What a checkpoint holds, read from the headers of its safetensors files before anything is loaded: damaged files and
-tensors that do not belong to the configuration are refused with their names, and nothing is allocated for them.
+What a checkpoint holds, read from the headers of its safetensors files before anything is loaded: damaged files, and
+tensors that do not belong to the configuration, are rejected by name before memory is allocated.
 """
 
 import json
@@ -73,7 +73,7 @@ def checkpoint_files(name_or_path: str, variant: str | None = None, **hub_argume
 
 def read_mask_embedding(name_or_path: str, config, **hub_arguments) -> torch.Tensor | None:
     """
-    The drafter's own mask embedding `[H]`, where a folder or repository holds one beside the weights.
+    The drafter's own mask embedding `[H]`, if a folder or repository has one next to the weights.
 
     Raises:
         `ValueError`: it is damaged, of another width, or for another token.
@@ -96,7 +96,7 @@ def read_mask_embedding(name_or_path: str, config, **hub_arguments) -> torch.Ten
 
 def write_mask_embedding(folder: str, embedding: torch.Tensor | None, mask_token_id: int) -> None:
     """
-    Write the drafter's own mask embedding `[H]` beside the weights, as engines read it.
+    Write the drafter's own mask embedding `[H]` next to the weights, as engines expect it.
 
     Args:
         folder (`str`): Where the drafter is saved.
@@ -127,7 +127,7 @@ def read_header(path: str) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def has_own_table(files: list[str], config, names: dict[str, str]) -> bool:
-    """Whether a checkpoint holds token embeddings that are no copy of the target's: engines use such a table too."""
+    """Whether a checkpoint has token embeddings other than the target's; engines use them too."""
     name = "embed_tokens.weight"
     if config.vocab_size is None or is_left_out(name, config.source_layout, config.has_own_head):
         return False
@@ -138,7 +138,7 @@ def check_checkpoint(
     files: list[str], model_class, config, names: dict[str, str], beside: tuple[str, ...] = ()
 ) -> None:
     """
-    Hold the tensors of a checkpoint against the model that a configuration describes.
+    Compare the tensors of a checkpoint with the model that a configuration describes.
 
     Args:
         files (`list[str]`): Its safetensors files.

@@ -51,12 +51,12 @@ CONVOLUTION_KEYS = ("conv_kernel_size", "conv_group_size")
 
 
 def part_keys() -> tuple[str, ...]:
-    """Fields of the parts that a drafter may have beyond its layers: DFlash 2's convolution, and a head."""
+    """Fields of a drafter's optional parts: DFlash 2's convolution, and a head."""
     return (*CONVOLUTION_KEYS, *head_fields())
 
 
 def parts_by_sizes() -> tuple[tuple[str, ...], ...]:
-    """The sizes of each of these parts; in a file 0, the engines' way of saying none."""
+    """The sizes of each of these parts; 0 in a file means none, as engines write it."""
     return (CONVOLUTION_KEYS, *(head.sizes for head in HEADS))
 
 

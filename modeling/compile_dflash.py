@@ -1,5 +1,5 @@
 """
-The compiled form of a round: one graph of fixed shape for each bucket of slots, made once and used for every prompt.
+Compiled rounds: one graph of fixed shape for each bucket of slots, compiled once and used for every prompt.
 """
 
 import contextlib
@@ -26,13 +26,13 @@ _uncompilable: "weakref.WeakSet" = weakref.WeakSet()
 
 
 def is_compilable(target) -> bool:
-    """Whether the rounds of a target may be compiled: none has failed to so far."""
+    """Whether the rounds of a target may be compiled: so far, none has failed to compile."""
     return target not in _uncompilable
 
 
 @contextlib.contextmanager
 def slots_of(model):
-    """Borrow slots for one call: those that a finished call has left, or new ones."""
+    """Borrow slots for one call: those of a finished call, or new ones."""
     idle = _pools.setdefault(model, [])
     try:
         pool = idle.pop()
@@ -128,7 +128,7 @@ class CompiledRound:
             return output
 
     def _graph(self, args) -> Callable | None:
-        """The graph that has just run, without its guards; `None` where this version of PyTorch does not show it."""
+        """The graph that has just run, without its guards; `None` if this version of PyTorch does not expose it."""
         entries = getattr(torch._dynamo.eval_frame, "_debug_get_cache_entry_list", None)
         if entries is None:
             return None

@@ -282,7 +282,7 @@ class DFlashDraftConfig(PreTrainedConfig):
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
-        """As upstream; a drafter's folder says `model_type: qwen3`, which is no reason to warn."""
+        """As upstream, without a warning about `model_type: qwen3` in a drafter's folder."""
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         return {**config_dict, "model_type": cls.model_type}, kwargs
 
@@ -326,12 +326,12 @@ class DFlashDraftConfig(PreTrainedConfig):
 
     @property
     def head(self) -> type[Head]:
-        """What turns hidden states into tokens: the class of the drafter's head."""
+        """The class of the drafter's head, which turns hidden states into tokens."""
         return head_of(self)
 
     @property
     def has_head(self) -> bool:
-        """Whether something chooses the tokens of a block besides the draft logits."""
+        """Whether anything but the draft logits chooses the tokens of a block."""
         return self.head is not Head
 
     @property
@@ -351,7 +351,7 @@ class DFlashDraftConfig(PreTrainedConfig):
         return self.layer_types[layer_idx] == "sliding_attention"
 
     def by_layer_type(self, make) -> dict:
-        """`{layer_type: make(window, is_causal)}`, of what all layers of a type share, such as masks."""
+        """`{layer_type: make(window, is_causal)}`, for values that all layers of a type share, such as masks."""
         made = {}
         for layer_idx, layer_type in enumerate(self.layer_types):
             if layer_type not in made:
@@ -385,7 +385,7 @@ class DFlashDraftConfig(PreTrainedConfig):
         return output
 
     def to_diff_dict(self) -> dict:
-        """What `config.json` holds: also the names that readers before transformers 5 know."""
+        """The content of `config.json`, with the names that transformers 4 expects too."""
         output = super().to_diff_dict()
         if output.get("dtype") is not None:
             output["torch_dtype"] = output["dtype"]
@@ -409,8 +409,8 @@ def _written_nested() -> dict:
 
 def _nested_keys(config: DFlashDraftConfig) -> dict:
     """
-    `dflash_config` whole: SGLang takes the object that remote code makes and reads these keys nowhere else. What is a
-    field says what the field says; the rest is kept as it came, and may be changed in place.
+    The complete `dflash_config`: SGLang uses the object that remote code creates, and reads these keys only here. Keys
+    with a field have the field's value; the others are kept unchanged, and may be changed in place.
     """
     nested = config.__dict__["dflash_config"]
     nested |= {key: getattr(config, key) for key in ("block_size", "mask_token_id", "target_layer_ids")}

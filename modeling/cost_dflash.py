@@ -1,4 +1,4 @@
-"""The cost of rounds on this machine: measured in rounds that run anyway, and fixed during a call."""
+"""The cost of rounds on this machine, measured in rounds that run anyway and constant during a call."""
 
 import contextlib
 import copy
@@ -48,11 +48,11 @@ class CostTable:
 
     @staticmethod
     def bucket(columns: int) -> int:
-        """Lengths of a text that cost about the same."""
+        """The bucket of a text's length; lengths in a bucket cost about the same."""
         return max(columns, 256).bit_length()
 
     def note(self, rows: int, columns: int, size: int, seconds: float) -> None:
-        """Keep what a round took that verified `size` drafted tokens of each row."""
+        """Record the time of a round that verified `size` drafted tokens of each row."""
         if self.pinned or not seconds > 0:  # a coarse clock
             return
         self.new, self.total = self.new + 1, self.total + 1
@@ -60,18 +60,18 @@ class CostTable:
         sizes[size] = deque([*sizes.get(size, ()), seconds], maxlen=SAMPLES)  # a new one: others may be reading
 
     def count(self, rows: int, columns: int, size: int) -> int:
-        """How often it was measured; of a table that is pinned, as often as can be."""
+        """The number of measurements; the maximum in a pinned table."""
         return SAMPLES if self.pinned else len(self.samples.get((rows, self.bucket(columns)), {}).get(size, ()))
 
     def copy(self) -> "CostTable":
-        """What is known now, which stays as it is."""
+        """A copy that later measurements do not change."""
         other = copy.copy(self)
         other.curves = {}
         other.samples = defaultdict(dict, {key: dict(sizes) for key, sizes in list(self.samples.items())})
         return other
 
     def keep(self) -> None:
-        """On disk, for later processes; the more is known, the more rarely."""
+        """Save for later processes, more rarely the more is known."""
         if self.new > 8 + (self.total - self.new) // 4 and self.key is not None:
             self.new = 0
             places = [(f"{rows} {bucket}", sizes) for (rows, bucket), sizes in list(self.samples.items())]
@@ -79,7 +79,7 @@ class CostTable:
             remember("costs", self.key, found)
 
     def take(self, found) -> bool:
-        """Take over what `keep` wrote, if that is what it is."""
+        """Load what `keep` wrote; returns whether it is valid."""
         samples = defaultdict(dict)
         try:
             for place, sizes in found.items():
@@ -130,7 +130,7 @@ class CostTable:
 
 
 def _typical(seconds) -> float:
-    """Of several times the lower quartile: other work on the machine makes rounds slower, never faster."""
+    """The lower quartile of several times: other load makes rounds slower, never faster."""
     return sorted(seconds)[len(seconds) // 4]
 
 
@@ -141,7 +141,7 @@ def _between(places: list[int], values: dict[int, float], n: int, default: float
 
 
 def _line(places: list[int], values: dict[int, float], n: int) -> float:
-    """Linear between the places next to `n`."""
+    """Linear interpolation at `n`."""
     right = bisect_left(places, n)
     if places[right] == n:
         return values[n]
@@ -162,7 +162,7 @@ def hardware(device: torch.device) -> str:
 
 
 def clock(device: torch.device) -> float:
-    """Seconds; on one thread of a CPU those that this thread has worked, whatever else the machine does."""
+    """Seconds; on one CPU thread, its CPU time, which does not depend on other load."""
     return time.thread_time() if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter()
 
 
@@ -174,9 +174,9 @@ def adapters_of(draft) -> tuple:
 
 def table_of(target, draft, compiled: str | bool = False, ahead: int = 1) -> CostTable:
     """
-    What rounds of a pair cost here: on this device, in this precision and layout of weights, with these threads,
-    compiled or not, so many rounds ahead of the host. Of earlier processes, or pinned to what a file says
-    (`decoding_config.costs`, or the environment variable `DFLASH_HF_COSTS`).
+    The cost table of a pair: for its device, dtype, weight layout, threads, compilation and rounds ahead of the host.
+    From earlier processes, or pinned to the content of a file (`decoding_config.costs`, or the environment variable
+    `DFLASH_HF_COSTS`).
 
     Raises:
         `ValueError`: that file does not hold costs.

@@ -1,5 +1,5 @@
 """
-`target.generate(**inputs, custom_generate="<drafter>", trust_remote_code=True)`: decode with a drafter by its name.
+`target.generate(**inputs, custom_generate="<drafter>", trust_remote_code=True)`: decode with a drafter given by name.
 
 A saved drafter holds this file twice: beside its model, so that it is never lost on re-saving, and as
 `custom_generate/generate.py`, where `generate` looks for it. There nothing else of the folder can be imported.
@@ -26,7 +26,7 @@ def generate(
     **kwargs,
 ):
     """
-    What `generate` runs for `custom_generate="<drafter>"`: load the drafter once for each target, then decode with it.
+    The entry point of `custom_generate="<drafter>"`: load the drafter once for each target, then decode with it.
 
     `generate` does not hand over the name it was given; it is read from the calling frame. Where that fails, pass the
     name as `assistant_model` as well.
@@ -83,7 +83,7 @@ def asked_for() -> str:
 
 
 def _last_change(name: str) -> int | None:
-    """When a local folder changed last, so that a drafter trained on is loaded again; `None` for a repository."""
+    """The time of the last change of a local folder, to reload a retrained drafter; `None` for a repository."""
     if not os.path.isdir(name):
         return None
     return max(entry.stat().st_mtime_ns for entry in os.scandir(name))

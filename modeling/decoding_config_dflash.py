@@ -66,7 +66,7 @@ class DFlashDecodingConfig:
 
     @property
     def is_open(self) -> bool:
-        """Whether nothing was asked for that fixes how much a round drafts."""
+        """Whether no setting fixes how much a round drafts."""
         return self.block_size is None and self.tree_nodes is None and not self.draft_temperature
 
     def rounds_ahead(self, device: torch.device) -> int:

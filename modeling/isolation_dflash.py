@@ -94,8 +94,9 @@ def _copied(module: nn.Module, watched: set, seen: dict) -> nn.Module:
 
 def _told(module: nn.Module, copy: nn.Module, was: dict, kind: str, number: int, hook: Callable):
     """
-    A hook of a module as its copy calls it: it is told the module on which it was registered, for it may know modules
-    by their identity, finds and leaves there what it would find and leave, and is called no more once it is removed.
+    A hook of a module as its copy calls it: it receives the module on which it was registered, since it may know
+    modules by their identity, finds and leaves there what it would find and leave, and is called no more once it is
+    removed.
     """
 
     def call(_, *args, **kwargs):

@@ -96,7 +96,7 @@ _ROTARY = r"(?:^|\.)rotary_emb\."
 class Dialect(NamedTuple):
     """How one project writes a drafter, where that is not the published layout."""
 
-    tells: Callable[[dict], bool]  # whether a `config.json` is of it
+    tells: Callable[[dict], bool]  # whether a `config.json` is in this dialect
     read: Callable[[dict], dict]  # its keys, as they are published
     copies: str = "$^"  # tensors (a regular expression) that are copies of the target's, which are not loaded
 
@@ -370,7 +370,7 @@ def _whole_heads(config: dict) -> dict:
     return whole
 
 
-# The first that tells a file reads it.
+# The first dialect that recognises a file reads it.
 DIALECTS = {
     "speculators": Dialect(
         lambda config: "speculators_model_type" in config or "transformer_layer_config" in config,

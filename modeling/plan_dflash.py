@@ -79,7 +79,7 @@ SCHEDULES = ("heuristic", "heuristic_transient")
 
 class AssistantPlan:
     """
-    Blocks as transformers' own assistants draft them: none goes on after a token of which the drafter is less sure
+    Blocks as transformers' own assistants draft them: a block ends after a token of which the drafter is less sure
     than a threshold; by a schedule, the next block is two tokens longer where all were accepted, else one shorter.
 
     Whether a token is verified depends on those before it alone, so that drafts may be drawn.
@@ -89,7 +89,7 @@ class AssistantPlan:
         size (`int`): Drafted tokens of the first block.
         threshold (`float`): `assistant_confidence_threshold`; 0 for none.
         schedule (`str`): `num_assistant_tokens_schedule`.
-        paces (`dict`): What is remembered of the drafter; "heuristic" goes on where the call before has ended.
+        paces (`dict`): What is remembered of the drafter; "heuristic" continues where the previous call ended.
     """
 
     whole = False  # rounds of any shape
@@ -172,7 +172,7 @@ class Pace:
     cost: float = 0.0  # of these rounds, in rounds that draft nothing
     resting: int = 0  # rounds to come that draft nothing
     rest: int = 2  # how many they are next time
-    told: bool = False  # whether somebody was told that it does not pay
+    told: bool = False  # whether a warning said that drafting does not pay off
 
     def copy(self) -> "Pace":
         return replace(self, reliability=self.reliability.copy())

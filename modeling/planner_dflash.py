@@ -73,5 +73,5 @@ def _few(drafter, trained: int, rows: int, trees: bool) -> list[Plan]:
 
 
 def tree_sizes(rows: int, on_cpu: bool) -> list[int]:
-    """Nodes of the trees among a few plans, for each of so many rows."""
+    """Tree sizes of a few plans, for each number of rows."""
     return sorted({max(most // rows, 3) for most in ((7, 15) if on_cpu else (16, 64))})

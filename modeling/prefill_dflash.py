@@ -1,4 +1,4 @@
-"""From a prompt to the parts that rounds work with: the target reads it as it always does, the drafter on the way."""
+"""Prefill: the target reads the prompt as usual, the drafter its features; sets up what rounds need."""
 
 import inspect
 from contextlib import ExitStack, contextmanager
@@ -26,7 +26,7 @@ _PROMPT_ARGUMENTS = {"mm_token_type_ids", "logits_to_keep", "cache_position"}
 
 
 class Models(NamedTuple):
-    """Both models as one call runs them, which no other call sees."""
+    """Both models, isolated from other calls."""
 
     target: torch.nn.Module
     drafter: DFlashCandidateGenerator
@@ -35,7 +35,7 @@ class Models(NamedTuple):
 
 
 class Prefilled(NamedTuple):
-    """What the target's forward over a prompt leaves."""
+    """The result of the target's forward over a prompt."""
 
     logits: torch.Tensor  # [R, 1, V], after the last token
     cache: Cache
@@ -85,7 +85,7 @@ def models_of(call: Call):
 
 
 def prefill(call: Call, models: Models) -> Prefilled:
-    """Run the prompt through the target as it does it itself; its features become the drafter's context."""
+    """Run the prompt through the target as usual; its features become the drafter's context."""
     target, drafter, model_kwargs, name = models.target, models.drafter, call.model_kwargs, call.facts.cache_name
     if "logits_to_keep" in model_kwargs and getattr(target.config.get_text_config(), "num_kv_shared_layers", False):
         # An index, not a count: given a count, Gemma 4 drops all other tokens before the layers that share keys.
@@ -107,7 +107,7 @@ def prefill(call: Call, models: Models) -> Prefilled:
 @contextmanager
 def opened_pair(call: Call, continuation: Continuation):
     """
-    Prefill, and open what the rounds work with on what this leaves; in the end the caller's cache is written back.
+    Prefill and set up everything that rounds need; at the end, the caller's cache is written back.
 
     Yields:
         [`Pair`], and the indices of the first anchors `[R]`.

@@ -1,4 +1,4 @@
-"""What a target can do, found out by trying it once on a few tokens, never from a list of names."""
+"""What a target supports, found by trying it once on a few tokens, never from a list of names."""
 
 import hashlib
 import inspect
@@ -38,7 +38,7 @@ _known: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 @dataclass
 class TargetFacts:
     """
-    What is known of a target.
+    What a target supports.
 
     Args:
         name (`str`): Of its class.
@@ -67,7 +67,7 @@ class TargetFacts:
 
     @classmethod
     def remembered(cls, found) -> "TargetFacts | None":
-        """What another process found out, where that is what it is."""
+        """The facts that another process stored; `None` if they are invalid."""
         try:
             session_class = next(kind for kind in KINDS if kind.__name__ == found["session_class"])
             features = {int(layer_id): tuple(shape) for layer_id, shape in found["features"].items()}
@@ -105,7 +105,7 @@ class TargetFacts:
         return None
 
     def open_session(self, target, *args):
-        """A session of its kind; the arguments are those of [`SlotSession`]."""
+        """Open a session; the arguments are those of [`SlotSession`]."""
         if self.session_class is SlotSession:
             return SlotSession(target, *args)
         return self.session_class(target, *args, moving=self.moving)
@@ -114,8 +114,8 @@ class TargetFacts:
 @torch.no_grad()
 def facts_of(target) -> TargetFacts:
     """
-    Find out, once for each target and the code of its forwards, its attention implementation, dtype and mode, and for
-    autocast. What was found out about such a target by another process is taken from the disk.
+    Probe a target, once for each combination of forward code, attention implementation, dtype, mode and autocast.
+    Results of other processes are read from disk.
 
     A short prompt, a block with rejected tokens, a roll-back and a second block must give the logits, and leave the
     state, that decoding the kept tokens one by one gives. Tried with slots, with slots and replay of the recurrent
@@ -178,7 +178,7 @@ def _key_on_disk(target, key: tuple) -> dict | None:
 
 
 def _codes(*functions) -> tuple:
-    """What functions run, those included that they say they wrap; a code keeps no model alive, as a closure would."""
+    """The code of functions and of those that they wrap; unlike a closure, code keeps no model alive."""
     codes = []
     for function in functions:
         while function is not None:
@@ -230,7 +230,7 @@ class _Trial:
     def error(self, padding: int) -> float:
         """
         The largest relative error of logits and states after rolling back two rows, which keep different numbers of
-        tokens; the second row begins with so much padding.
+        tokens; the second row begins with padding.
         """
         target, facts, device = self.target, self.facts, self.device
         vocab_size = target.config.get_text_config().vocab_size

@@ -1,6 +1,6 @@
 """
 Forwards that were replaced, seen from a copy of their module: accelerate's, and those that users wrap, hold the
-original as a method, in a partial or in their closure. What they call of a copied module is to be called of its copy.
+original as a method, in a partial or in their closure. Calls to a copied module are redirected to its copy.
 """
 
 import functools
@@ -11,7 +11,7 @@ from torch import nn
 
 def rebound(value, copies: dict[nn.Module, nn.Module], within: tuple = ()):
     """
-    An attribute of a module as its copy has it; the value itself where nothing in it calls a copied module.
+    An attribute of a module, bound to its copy; the value itself if it calls no copied module.
 
     Args:
         value: Anything; methods, partials and functions are looked into.
@@ -37,7 +37,7 @@ def rebound(value, copies: dict[nn.Module, nn.Module], within: tuple = ()):
 
 
 def _rebound_cell(cell: CellType, copies: dict, within: tuple) -> CellType:
-    """The cell itself, which may be written to, where nothing in it is rebound."""
+    """A rebound cell; the cell itself, which may be written to, if there is nothing to rebind."""
     try:
         value = cell.cell_contents
     except ValueError:  # empty

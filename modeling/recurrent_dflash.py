@@ -1,5 +1,5 @@
 """
-Rolling back recurrent targets: a state cannot be cropped, so it is put back and moved again over the accepted tokens.
+Rolling back recurrent targets: a state cannot be cropped, so it is restored and advanced over the accepted tokens.
 
 Of the target only the modules that move a state run again, on inputs taped in the verification; attention layers live
 in slots, as in any other target. Every row keeps its own length.
@@ -31,7 +31,7 @@ _FIXED = (StaticLayer, getattr(cache_utils, "BaseQuantizedLayer", cache_utils.Qu
 
 class StateTape:
     """
-    What a verification did to the recurrent states of a cache, so that a part of it can be taken back.
+    A record of what a verification did to the recurrent states of a cache, so that part of it can be undone.
 
     Args:
         cache (`Cache`): The cache that the target is called with.
@@ -51,7 +51,7 @@ class StateTape:
         return recurrent_states(self.layers)
 
     def start(self, size: int) -> None:
-        """Remember the states, and tape what the modules are given from now on: a forward over `size` tokens."""
+        """Store the states, and record the modules' inputs in the next forward, over `size` tokens."""
         if self.saved:
             _copy(self.saved, self.states)
         else:
@@ -64,7 +64,7 @@ class StateTape:
 
     def rewind(self, size: int, kept: list[int]) -> None:
         """
-        Leave each row's states as they are after the first `kept[row]` of the `size` taped tokens.
+        Set each row's states to those after the first `kept[row]` of the `size` recorded tokens.
 
         Rows that keep equally many move together: one pass for each number below `size`.
         """
@@ -96,8 +96,8 @@ class StateTape:
 
 class StepTape(StateTape):
     """
-    For modules that forget their state when they are given several tokens: here they are given one after the other,
-    and the states in between are kept, so that going back moves nothing again.
+    For modules that lose their state when they receive several tokens: they receive one at a time, and the states in
+    between are kept, so that rolling back recomputes nothing.
     """
 
     def start(self, size: int) -> None:
@@ -152,7 +152,7 @@ def _copy(into: list[torch.Tensor], states: list[torch.Tensor]) -> None:
 
 
 def _tokens(value, size: int, start: int, stop: int):
-    """Of what a module is given for `size` tokens, `[R, size, ...]`, the part of tokens `start..stop - 1`."""
+    """The part for tokens `start..stop - 1` of a module's inputs for `size` tokens, `[R, size, ...]`."""
     if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == size:
         return value[:, start:stop]
     if isinstance(value, tuple):
@@ -164,8 +164,8 @@ def _tokens(value, size: int, start: int, stop: int):
 
 def moving_modules(target) -> dict[str, int]:
     """
-    Names of the innermost modules that move a recurrent state, each with the index of the layer whose state it moves;
-    found by watching a short forward.
+    Names of the innermost modules that update a recurrent state, each with the index of its layer; found by watching a
+    short forward.
     """
     cache, running, found = empty_cache(target), [], {}
 
@@ -187,7 +187,7 @@ def moving_modules(target) -> dict[str, int]:
 
 
 class RecurrentSlotLayer(SlotLayer, LinearAttentionLayer):
-    """A layer with recurrent states and with keys in slots; the states are those of the layer it stands for."""
+    """A layer with recurrent states and with keys in slots; the states are those of the original layer."""
 
     is_compileable = False
 
@@ -200,7 +200,7 @@ class RecurrentSlotLayer(SlotLayer, LinearAttentionLayer):
 
 
 class HybridSlotCache(SlotCache):
-    """A slot cache whose recurrent layers, and layers that hold nothing, are those of the cache it was made from."""
+    """A slot cache that shares recurrent layers, and layers that hold nothing, with the cache it was made from."""
 
     @classmethod
     def adopt(cls, cache: Cache, padding: list[int], capacity: int, pool: dict | None = None) -> "HybridSlotCache":
@@ -228,7 +228,7 @@ def _attention_alone(cache: Cache) -> Cache:
 
 class ReplaySession(SlotSession):
     """
-    A target with recurrent layers, whose states are put back and moved again over the accepted tokens.
+    A target with recurrent layers, whose states are restored and advanced over the accepted tokens.
 
     Args:
         moving (`dict[str, int]`): As [`moving_modules`] gives it; the modules of that name belong to the caller alone.

@@ -1,5 +1,5 @@
 """
-What was found out on this machine, kept on disk for the next process: what rounds cost, how a target is rolled back.
+Results for this machine, kept on disk for later processes: the cost of rounds, how a target is rolled back.
 
 Small JSON files in `$DFLASH_HF_HOME`, else `$XDG_CACHE_HOME/dflash_hf`, else `~/.cache/dflash_hf`; each names what it
 belongs to. They save time and nothing else: a file that is missing, damaged or of something else is as good as none,
@@ -27,7 +27,7 @@ def _path(kind: str, key: dict) -> Path:
 
 
 def read(path: Path) -> dict | None:
-    """What a file holds, `{"key": ..., "found": ...}`; `None` where it is not there or not whole."""
+    """The content of a file, `{"key": ..., "found": ...}`; `None` if it is missing or incomplete."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         content = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(content, dict) and {"key", "found"} <= content.keys():
@@ -36,7 +36,7 @@ def read(path: Path) -> dict | None:
 
 
 def recall(kind: str, key: dict):
-    """What was found out about `key`, or `None`."""
+    """The stored result for `key`, or `None`."""
     if os.environ.get("DFLASH_HF_REMEMBER") == "0":
         return None
     with contextlib.suppress(RuntimeError):  # there is no home
@@ -47,7 +47,7 @@ def recall(kind: str, key: dict):
 
 
 def remember(kind: str, key: dict, found) -> None:
-    """Keep it for later processes, whole or not at all."""
+    """Store a result for later processes, atomically."""
     if os.environ.get("DFLASH_HF_REMEMBER") == "0":
         return
     with contextlib.suppress(OSError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Loading a drafter from any published layout, and saving it in one, with the code beside the weights."""
+"""Loading a drafter from any published layout, and saving it in one layout, with its code."""
 
 import copy
 import shutil
@@ -27,7 +27,7 @@ _HUB_ARGUMENTS = (
 
 
 class SavedDrafter(PreTrainedModel):
-    """A model that is loaded and saved as drafters are."""
+    """Loading and saving of drafters."""
 
     # Checked by name before loading; not worth a second report.
     _keys_to_ignore_on_load_unexpected = [

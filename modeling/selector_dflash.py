@@ -9,7 +9,7 @@ from .head_dflash import Head
 
 class CandidateSelector(nn.Module):
     """
-    Its parameters: codebooks `A` of predecessors and `C` of successors, and the projection `W`.
+    Parameters of the selector: codebooks `A` of predecessors and `C` of successors, and the projection `W`.
 
     Args:
         config (`DFlashDraftConfig`): `selector_rank`, `vocab_size` of the target.

@@ -1,5 +1,5 @@
 """
-How a target checks a block and goes back to the accepted length, with its cache in slots.
+How a target verifies a block and rolls back to the accepted length, with its cache in slots.
 
 A session is opened on the cache that the prompt left behind. `verify` runs one forward over a block whose first token
 is token number `start` of its row; `commit` drops what was rejected; `close` gives the cache back as `generate` does.
@@ -70,7 +70,7 @@ class SlotSession:
         )
 
     def commit(self, start: torch.LongTensor, verdict: Verdict) -> None:
-        """Keep the accepted tokens: those of a path through a tree move together, the others are written over."""
+        """Keep the accepted tokens: those of a path through a tree are moved together, the others overwritten."""
         if verdict.path is not None:
             behind = torch.arange(verdict.path.shape[1], device=start.device)
             self.cache.move(start[:, None] + verdict.path, start[:, None] + behind)
@@ -80,15 +80,15 @@ class SlotSession:
         return self.cache.release(self.source, self.padding, columns)
 
     def clear(self) -> None:
-        """Let go of what a session holds besides the caller's cache."""
+        """Release everything but the caller's cache."""
         self.cache.clear()
 
 
 def mask_windows(target) -> dict[str | None, tuple[int | None, int | None] | None]:
     """
-    The masks a target wants, as upstream hands them over for static caches: `{None: ...}` when one mask serves all
+    The masks that a target needs, as upstream passes them for static caches: `{None: ...}` when one mask serves all
     layers, else one entry for each layer type; each with its window and chunk length in tokens, `None` for recurrent
-    layers, whose mask would tell padding, of which a block has none.
+    layers, whose mask would mark padding, which blocks do not have.
 
     Raises:
         `ValueError`: a layer type whose rule is not known here.

@@ -1,4 +1,4 @@
-"""What a drafter needs of a frozen target: its layers' outputs, its raw embedding table, its head."""
+"""What a drafter needs from a frozen target: its layers' outputs, its raw embedding table, its head."""
 
 import contextlib
 import inspect
@@ -39,7 +39,7 @@ def running_device(module: nn.Module) -> torch.device:
 
 
 def input_device(target) -> torch.device:
-    """Where a target takes token ids."""
+    """The device on which a target expects token ids."""
     return running_device(target.get_input_embeddings())
 
 
@@ -135,7 +135,7 @@ class FeatureTap:
 
 def check_pair(target, draft_config) -> None:
     """
-    Whether a drafter belongs to a target, as far as shapes tell.
+    Check that a drafter fits a target, as far as shapes can show.
 
     Raises:
         `ValueError`: names what differs, both values and the remedy.

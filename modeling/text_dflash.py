@@ -1,4 +1,4 @@
-"""The text being written: the prompt, the committed tokens, what the host knows of them, and who is shown them."""
+"""The text being written: the prompt, the committed tokens, the host's view of them, and streaming."""
 
 import torch
 
@@ -7,8 +7,8 @@ from .accept_dflash import Draft, Judge, RowState, Verdict
 
 class HostView:
     """
-    What the host knows of the rows: how long they are, and which are unfinished, as of its last `sync`. One `sync`
-    reads all the rounds that were committed since the one before.
+    The host's view of the rows at its last `sync`: their lengths, and which are unfinished. A `sync` reads all rounds
+    committed since the previous one.
     """
 
     def __init__(self, rows: int):
@@ -63,7 +63,7 @@ class Writer:
         self.hidden_states: tuple | None = () if keep and generation_config.output_hidden_states else None
 
     def reserve(self, generated: int) -> None:
-        """Make room for these tokens after the prompt."""
+        """Make room for `generated` tokens after the prompt."""
         needed = self.prompt_length + generated
         if needed > self.buffer.shape[1]:
             more = max(needed, self.buffer.shape[1] * 3 // 2) - self.buffer.shape[1]
@@ -72,7 +72,7 @@ class Writer:
                 self.buffer = torch.cat([self.buffer, room], dim=1)
 
     def write(self, generated: torch.LongTensor, verdict: Verdict) -> None:
-        """A block is written whole, behind `generated` `[R]` tokens; the next one overwrites what was rejected."""
+        """Write a whole block after `generated` `[R]` tokens; the next block overwrites rejected ones."""
         steps = torch.arange(verdict.tokens.shape[1], device=self.buffer.device)
         places = (self.prompt_length + generated)[:, None] + steps  # [R, n]
         self.buffer.scatter_(1, places, torch.where(steps < verdict.counts[:, None], verdict.tokens, self.pad))
@@ -84,7 +84,7 @@ class Writer:
             self.streamer.put(tokens.cpu())
 
     def note(self, scores: torch.Tensor, raw: torch.Tensor, hidden_states: tuple | None) -> None:
-        """Keep what belongs to a token, as far as it is asked for."""
+        """Keep a token's scores, logits and hidden states, if requested."""
         if self.scores is not None:
             self.scores += (scores,)
         if self.raw_logits is not None:

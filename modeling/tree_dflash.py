@@ -1,6 +1,6 @@
 """
-Draft trees (DDTree, arXiv 2604.12989): of all paths through the likely tokens of each slot the likeliest are verified
-in one forward. What the target says after each node decides which path is accepted, so the text is the target's own.
+Draft trees (DDTree, arXiv 2604.12989): of all paths through the likely tokens of each slot, the likeliest are verified
+in one forward. The target's choice after each node decides which path is accepted, so the text is the target's own.
 """
 
 import functools
@@ -17,7 +17,7 @@ _LEAST, _MOST = -20.0, -1e-3
 
 
 def bounded(log_probs: torch.Tensor) -> torch.Tensor:
-    """Where a drafter gives no numbers, all tokens are unlikely: `topk` would take NaN for the likeliest of all."""
+    """Treat NaN as unlikely: `topk` would take it for the likeliest."""
     return log_probs.nan_to_num(_LEAST).clamp(_LEAST, _MOST)
 
 
@@ -39,9 +39,9 @@ class Paths(NamedTuple):
 def every_path(nodes: int, depth: int, top_k: int, device: torch.device) -> Paths:
     """
     Args:
-        nodes (`int`): How many paths are to be chosen, `n`.
+        nodes (`int`): Number of paths to choose, `n`.
         depth (`int`): Slots, `D`.
-        top_k (`int`): Likely tokens of each, `k`.
+        top_k (`int`): Likely tokens per slot, `k`.
         device (`torch.device`): Where they are chosen.
     """
     level: list[tuple[tuple[int, ...], tuple[int, ...], int, int]] = [((), (), 1, 0)]
@@ -72,7 +72,7 @@ def independent_paths(
     ids: torch.LongTensor, log_probs: torch.Tensor, paths: Paths
 ) -> tuple[torch.LongTensor, torch.Tensor]:
     """
-    Where the slots of a block are taken as independent.
+    Log-probabilities of paths if slots are independent.
 
     Args:
         ids (`torch.LongTensor`): `[R, D, k]`, the likeliest tokens of each slot, the likeliest first.
@@ -90,7 +90,7 @@ def chained_paths(
     ids: torch.LongTensor, first: torch.Tensor, transitions: torch.Tensor, paths: Paths
 ) -> tuple[torch.LongTensor, torch.Tensor]:
     """
-    Where the probabilities of a slot depend on the token before.
+    Log-probabilities of paths if the probabilities of a slot depend on the token before.
 
     Args:
         ids (`torch.LongTensor`): `[R, D, c]`, candidates of each slot.
@@ -131,7 +131,7 @@ class DraftTree(NamedTuple):
     log_probs: torch.Tensor  # [R, n + 1]    of the path to a node, less than that of the path to its parent
 
     def prefix(self, size: int, depth: int) -> "DraftTree":
-        """The tree of its `size` likeliest nodes, the anchor included, of which none stands deeper than `depth`."""
+        """The tree of its `size` likeliest nodes, the anchor included, none deeper than `depth`."""
         tables = (self.tokens, self.depths, self.parents, self.ancestors[:, :, :size], self.log_probs)
         tokens, depths, parents, ancestors, log_probs = (table[:, :size] for table in tables)
         return DraftTree(tokens, depths, parents, ancestors, depth, log_probs)
@@ -166,7 +166,7 @@ def likeliest_tree(
     anchors: torch.LongTensor, tokens: torch.LongTensor, log_probs: torch.Tensor, paths: Paths
 ) -> DraftTree:
     """
-    The tree of the likeliest paths, which is what a best-first search finds.
+    The tree of the likeliest paths, the result of a best-first search.
 
     Args:
         anchors (`torch.LongTensor`): `[R]`.
@@ -181,9 +181,9 @@ def likeliest_tree(
 
 def beam_tree(anchors: torch.LongTensor, state, after, paths: Paths, width: int = MOST_BEAMS) -> DraftTree:
     """
-    Where the probabilities of a slot depend on all tokens before it: at each depth the likeliest paths go on, all in
-    one batch, and of all that were found on the way the likeliest are the tree (DARTree, arXiv 2608.13524). As wide as
-    the tree has nodes, a beam finds what a best-first search finds.
+    Where the probabilities of a slot depend on all tokens before it: at each depth the likeliest paths are extended in
+    one batch, and the likeliest of all paths found are the tree (DARTree, arXiv 2608.13524). A beam as wide as the
+    tree has nodes finds the same tree as a best-first search.
 
     Args:
         anchors (`torch.LongTensor`): `[R]`.

@@ -365,7 +365,7 @@ def test_a_checkpoint_that_was_cut_off_is_named(tmp_path):
     check_whole(folder)
     content = (folder / "optimizer.pt").read_bytes()
     (folder / "optimizer.pt").write_bytes(content[: len(content) // 2])
-    with pytest.raises(ValueError, match=r"checkpoint-4/optimizer.pt is cut off .* go on from .*checkpoint-2"):
+    with pytest.raises(ValueError, match=r"checkpoint-4/optimizer.pt is cut off .* resume from .*checkpoint-2"):
         check_whole(folder)
     with pytest.raises(FileNotFoundError, match="there is no such folder"):
         check_whole(tmp_path / "checkpoint-9")

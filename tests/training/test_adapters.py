@@ -124,7 +124,7 @@ def test_an_adapter_leaves_a_path_selector_as_it_is_and_says_so(target, tmp_path
     draft = make_draft(target, block_size=BLOCK, selector_rank=4, selector_top_k=4)
     trainer = adapted_trainer(tmp_path, target, {"r": 2}, draft)
     assert not any(one.requires_grad for one in trainer.draft.candidate_selector.parameters())
-    assert said == ["peft_config trains an adapter: the path selector itself stays as it is."]
+    assert said == ["peft_config trains an adapter: the path selector itself is not trained."]
 
 
 def test_an_adapter_on_an_adapter_is_refused(target, tmp_path):

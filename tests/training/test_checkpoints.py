@@ -71,7 +71,7 @@ def test_a_checkpoint_that_is_not_as_it_was_saved_is_refused(name, two):
     flipped = [content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :] for at in range(7, size, size // 9)]
     for damaged in [content[:length] for length in sorted(lengths)] + flipped:
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"checkpoint-2/.* is (cut|missing).* go on from .*checkpoint-1 "):
+        with pytest.raises(ValueError, match=r"checkpoint-2/.* is (cut|missing).* resume from .*checkpoint-1 "):
             check_whole(two / "checkpoint-2")
         assert last_whole_checkpoint(two) == str(two / "checkpoint-1")
     if name != "files.json":  # without which a checkpoint is of another trainer

@@ -175,7 +175,7 @@ def test_the_demo_recipe_from_data_to_a_drafter_that_decodes(folder, data, tmp_p
 
     # Another mode than the drafter's, further training, and going on from a checkpoint.
     code, out, error = train(capsys, folder, output, *options, kwargs, "resume_from_checkpoint=auto", "max_steps=3")
-    assert code == 0 and "going on from" in out and "checkpoint-2" in out
+    assert code == 0 and "resuming from" in out and "checkpoint-2" in out
     code, out, _ = train(capsys, folder, tmp_path / "more", f"data={data}", f"draft={output}")
     assert code == 0
     more = DFlashDraftConfig.from_pretrained(tmp_path / "more")
@@ -314,7 +314,7 @@ def test_a_plain_run_chooses_and_keeps_to_its_time(steady, folder, data, tmp_pat
     # It goes on with what was chosen, on whatever machine.
     (last,) = sorted(output.glob("checkpoint-*"), key=lambda one: int(one.name.split("-")[1]))[-1:]
     assert main([*command, "max_minutes=0.05", f"resume_from_checkpoint={last}"]) == 0
-    assert f"going on from {last}" in capsys.readouterr().out
+    assert f"resuming from {last}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("head", ["dspark", "domino", "selector"])

@@ -127,7 +127,7 @@ def test_what_does_not_matter_may_differ(used, target, tmp_path, capsys, monkeyp
     more = ("resume_from_checkpoint=auto", "max_steps=3", "logging_steps=3", "save_steps=3")
     monkeypatch.setattr(run_file, "digest_of_file", lambda path: pytest.fail(f"read {path} again"))
     code, out, error = run(capsys, command, *more)
-    assert code == 0 and "going on from" in out, error
+    assert code == 0 and "resuming from" in out, error
     monkeypatch.undo()
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     moved = data.rename(tmp_path / "moved.jsonl")
@@ -151,7 +151,7 @@ def test_resuming_looks_where_the_checkpoint_lies(tmp_path):
         checkpoint_to_resume(a, str(a / "checkpoint-3"), False)
     (tmp_path / "done").mkdir()
     (tmp_path / "done" / "model.safetensors").touch()
-    with pytest.raises(ValueError, match="holds no checkpoint to go on from, but a finished drafter"):
+    with pytest.raises(ValueError, match="holds no checkpoint to resume from, but a finished drafter"):
         checkpoint_to_resume(tmp_path / "done", "auto", False)
 
 

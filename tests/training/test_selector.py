@@ -289,4 +289,4 @@ def test_a_recipe_adds_a_selector_to_a_trained_drafter(tmp_path, capsys):
     recipe.draft_config = {"intermediate_size": 48, "selecter_rank": 8, **SELECTOR}
     train(recipe, again)
     noted = [line for line in capsys.readouterr().err.splitlines() if "draft_config" in line]
-    assert noted == [f"draft_config.selecter_rank=8 is for a fresh drafter: {recipe.draft} stays as it is"]
+    assert noted == [f"draft_config.selecter_rank=8 is for a fresh drafter: {recipe.draft} is not changed"]

@@ -253,7 +253,7 @@ def missing_code(folder: str | Path) -> dict[str, Path]:
 
 
 def template_path() -> Path:
-    """Where the template lies: in the package `dflash_hf.hub_cards`."""
+    """The template's location, in the package `dflash_hf.hub_cards`."""
     from dflash_hf import hub_cards
 
     return Path(hub_cards.__file__).parent / TEMPLATE

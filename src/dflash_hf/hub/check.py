@@ -48,7 +48,7 @@ def check(
         target (`str`, `Path`, `dict` or `PreTrainedConfig`, *optional*): The target's configuration, its folder, its
             `config.json`, its GGUF file or its repository: width, depth and vocabulary are compared as well.
         revision (`str`, *optional*): Branch, tag or commit of the drafter's repository.
-        subfolder (`str`): Where in folder or repository the drafter lies.
+        subfolder (`str`): The drafter's subfolder in the folder or repository.
         weights (`bool`): Read every tensor of a local folder too: are all numbers finite?
 
     Returns:

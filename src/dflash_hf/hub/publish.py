@@ -234,7 +234,7 @@ def _code(folder: Path, auto_map) -> set[str]:
 
 
 def _real_file(folder: Path, path: Path) -> Path:
-    """A file that lies in the folder: a link may lead to anything on this machine."""
+    """Whether a file is in the folder: links may lead to anything on this machine."""
     real = path.resolve()
     if not real.is_file() or not real.is_relative_to(folder.resolve()):
         name = path.relative_to(folder)

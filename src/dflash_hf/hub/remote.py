@@ -23,17 +23,17 @@ def local_folder(
     name: str | Path, revision: str | None = None, subfolder: str = "", token: str | None = None
 ) -> Iterator[Path]:
     """
-    A folder as it is, or a stand-in of a repository in a temporary folder, whose safetensors files have the header and
+    A local folder, or a stand-in for a repository in a temporary folder, whose safetensors files have the header and
     the size of the real ones but, being sparse, take no space.
 
     Args:
         name (`str` or `Path`): A local folder, or the id of a repository on the Hub.
         revision (`str`, *optional*): Branch, tag or commit of the repository.
-        subfolder (`str`): Where in it the drafter lies.
+        subfolder (`str`): The drafter's subfolder.
         token (`str`, *optional*): Of the Hub. Default: the one of `hf auth login` or `HF_TOKEN`.
 
     Raises:
-        `ValueError`: it could be a repository, but is none that can be read.
+        `ValueError`: it may be a repository, but cannot be read.
     """
     if Path(name).is_dir() or not _is_repo_id(str(name)):
         yield Path(name) / subfolder

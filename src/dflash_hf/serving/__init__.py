@@ -1,1 +1,1 @@
-"""What people do with a pair: a server, a chat."""
+"""Using a pair: a server and a chat."""

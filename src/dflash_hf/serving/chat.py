@@ -15,7 +15,7 @@ HELP = """/draft off  answer without the drafter; /draft on uses it again
 /reset      start a new conversation
 /help       show this list
 Ctrl-C stops an answer, Ctrl-D exits."""
-# Beside the text, without wrapping, and back to where the text goes on; then the rest of the line is cleared.
+# To the right of the text, without wrapping, and back to where the text continues; then clear the rest of the line.
 _ASIDE, _BACK, _CLEAR = "\x1b7\x1b[?7l  \x1b[0;2m", "\x1b[0m\x1b[?7h\x1b8", "\x1b[K"
 
 

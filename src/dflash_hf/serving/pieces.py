@@ -9,14 +9,14 @@ from transformers.generation.streamers import BaseStreamer
 
 class PieceStreamer(BaseStreamer):
     """
-    A streamer that tells accepted tokens from the target's own, as `dflash_hf.evaluation.text.origins` does of a
-    finished answer. `generate` hands tokens over one by one, and a drafter of ours says when those of another
-    verification begin (`next_round`); the last one of each comes from the target itself.
+    A streamer that separates accepted tokens from the target's own, as `dflash_hf.evaluation.text.origins` does for a
+    finished answer. `generate` passes tokens one by one, and a DFlash drafter calls `next_round` before those of each
+    verification; the last token of each comes from the target itself.
 
     Args:
-        tokenizer (`PreTrainedTokenizerBase`): The target's.
-        write (`Callable[[str, int], None]`): Is given each piece of text and its source: 0 for the target itself, else
-            the number of the verification that accepted it, counted from 1.
+        tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer.
+        write (`Callable[[str, int], None]`): Called with each piece of text and its source: 0 for the target itself,
+            else the number of the verification that accepted it, counted from 1.
 
     Attributes:
         tokens (`int`), rounds (`int`), seconds (`float`): Of the answer so far; `seconds` from the prompt on.
@@ -57,11 +57,11 @@ class PieceStreamer(BaseStreamer):
         self._last = time.perf_counter()
         if self.rounds:
             self._round += tokens
-        else:  # the first one, or nobody drafts
+        else:  # the first token, or no drafter
             self._piece(tokens, 0)
 
     def next_round(self) -> None:
-        """What comes now was committed by another verification."""
+        """The next tokens were committed by another verification."""
         self._flush()
         self.rounds += 1
 

@@ -128,7 +128,7 @@ class DraftedServe(Serve):
 
     async def _answer(self, handle: Callable, body: dict, request_id: str):
         """
-        As upstream's; a client is told what is wrong with its request, where upstream fails without a word or answers
+        As upstream's, but with an error message for invalid requests, where upstream fails silently or answers
         another one.
         """
         from fastapi import HTTPException
@@ -252,9 +252,9 @@ class DraftedManager(GenerateManager):
         return future
 
     def async_submit(self, fn, *args, **kwargs):
-        """As upstream's; the thread may set its result, or an error, when nobody waits for it any more."""
+        """As upstream's; the thread may set its result, or an error, when nothing awaits it any more."""
         future = asyncio.wrap_future(self.submit(fn, *args, **kwargs))
-        future.add_done_callback(asyncio.Future.exception)  # which asyncio would print if nobody asks
+        future.add_done_callback(asyncio.Future.exception)  # which asyncio would print if it is never retrieved
         return asyncio.shield(future)
 
     def stop(self) -> None:
@@ -262,7 +262,7 @@ class DraftedManager(GenerateManager):
 
 
 class _Moved(Exception):
-    """A request goes on in a batch."""
+    """A request continues in a batch."""
 
 
 class _Request:
@@ -365,13 +365,16 @@ class _Request:
             self.together.note(1, len(self.ids) - before, time.perf_counter() - begun)
 
     def _rest(self):
-        """The settings of what is left of the answer."""
+        """The settings for the rest of the answer."""
         rest = copy.copy(self.settings)
         rest.max_new_tokens = self.settings.max_new_tokens - (len(self.ids) - self.prompt)
         return rest
 
     def put(self, value: torch.Tensor) -> None:
-        """A streamer for all requests: one that nobody waits for ends here, and one that a batch is faster for."""
+        """
+        A streamer for all requests: requests without a client end here, and so do requests for which a batch is
+        faster.
+        """
         if self.gone.is_set():
             raise _GenerationCancelled
         if self.repeats:  # the prompt of a second call

@@ -32,7 +32,7 @@ logger = logging.get_logger(__name__)
 # What a batch can do differently for each of its requests: the argument, and the attribute that holds its value.
 _PER_REQUEST = {TemperatureLogitsWarper: "temperature", TopKLogitsWarper: "top_k", TopPLogitsWarper: "top_p"}
 _FAILURES = 3  # after which requests are no longer batched
-_FORGOTTEN = 300.0  # seconds after which a way is timed anew
+_FORGOTTEN = 300.0  # seconds after which a way is timed again
 _MOST_BATCHES = 2  # each has a cache of its own
 _MEMORY = 0.1  # share of the free memory that such a cache takes
 _CPU_TOKENS = 512  # of one forward; more are no faster there, and upstream keeps logits for all of them
@@ -92,7 +92,7 @@ class Together:
         return together >= alone or time.monotonic() - found > _FORGOTTEN
 
     def note(self, number: int, tokens: int, seconds: float) -> None:
-        """Take in an answer of so many tokens, which was one of `number` that were decoded together."""
+        """Record an answer of `tokens` tokens, one of `number` that were decoded together."""
         if tokens > 1 and seconds > 0:
             rate, now = number * tokens / seconds, time.monotonic()
             before, found = self.rates.get(number, (rate, now))
@@ -213,7 +213,7 @@ class Together:
             if self.managers.get(kind) is manager:  # the first of its requests to hear of it
                 self.failures = _FAILURES if manager is None else self.failures + 1
                 self.managers.pop(kind, None)
-                logger.warning(f"Continuous batching failed; its requests go on one by one ({reason}).")
+                logger.warning(f"Continuous batching failed; its requests continue one by one ({reason}).")
         return BatchFailed(str(reason))
 
     def stop(self) -> None:

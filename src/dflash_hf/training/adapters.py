@@ -24,7 +24,7 @@ def add_adapter(draft: DFlashDraftModel, peft_config):
 
     Raises:
         `ImportError`: peft is not installed.
-        `ValueError`: the drafter has an adapter already, or the configuration is not one.
+        `ValueError`: the drafter has an adapter already, or the configuration is invalid.
     """
     try:
         import peft
@@ -33,7 +33,7 @@ def add_adapter(draft: DFlashDraftModel, peft_config):
     if not isinstance(draft, DFlashDraftModel):
         raise ValueError(
             f"peft_config puts an adapter on a DFlashDraftModel, but model is a {type(draft).__name__}: merge its "
-            "adapter first (`model.merge_and_unload()`), or leave peft_config out to go on training it."
+            "adapter first (`model.merge_and_unload()`), or leave peft_config out to continue training it."
         )
     if isinstance(peft_config, dict):
         try:
@@ -57,7 +57,7 @@ def is_adapted(model) -> bool:
 
 def merged(model) -> DFlashDraftModel:
     """
-    A plain drafter with the adapter of a `PeftModel` added to its weights; the model is left as it is.
+    A plain drafter with the adapter of a `PeftModel` merged into its weights; the `PeftModel` is unchanged.
 
     `merged(trainer.model).save_pretrained(folder)` writes what every engine serves.
     """

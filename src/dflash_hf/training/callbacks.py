@@ -17,17 +17,17 @@ logger = logging.get_logger(__name__)
 
 class DecodingCallback(TrainerCallback):
     """
-    Decodes a few prompts with the drafter as it is, at each evaluation and every `decode_steps` steps, and logs `tau`,
+    Decodes a few prompts with the current drafter, at each evaluation and every `decode_steps` steps, and logs `tau`,
     `speedup` and `lossless` (the share of outputs that are the target's own). At an evaluation they are also metrics
     (`eval_tau`, ...), so that `metric_for_best_model="tau"` with `load_best_model_at_end=True` keeps the best drafter;
     its report is saved beside the weights.
 
         trainer.add_callback(DecodingCallback(trainer, prompts))
 
-    The first process decodes, the others wait for its figures. The speed-up is that of the drafter as it is trained;
-    `dflash eval` measures it as it is served.
+    The first process decodes, the others wait for its figures. The speed-up is measured in the dtype of training;
+    `dflash eval` measures it as in serving.
 
-    Simulated tau is teacher-forced, so a defect that only decoding has does not lower it: a warning tells when the
+    Simulated tau is teacher-forced, so a defect of decoding alone does not lower it: there is a warning if the
     tokens accepted beyond the target's own, `tau - 1`, differ from the simulated ones by more than a factor of
     `max_ratio` and by more than 0.2 tokens.
 
@@ -72,7 +72,7 @@ class DecodingCallback(TrainerCallback):
         if self.decode_steps and state.global_step % self.decode_steps == 0:
             should_log = control.should_log
             self.log_figures("")
-            control.should_log = should_log  # a line was written, but it is not the one of the training loss
+            control.should_log = should_log  # the line of the training loss is still to be written
 
     def on_evaluate(self, args, state, control, metrics, **kwargs):
         metrics.update(self.log_figures("eval_"))
@@ -91,7 +91,7 @@ class DecodingCallback(TrainerCallback):
             logger.warning(
                 f"At step {self.trainer.state.global_step} decoding commits {report.tau:.2f} tokens per verification, "
                 f"but training simulates {simulated:.2f}. If the data is the target's own text, its chat template "
-                "included, then training and decoding do not draft alike."
+                "included, then training and decoding draft differently."
             )
         if report.is_wrong:
             logger.warning(
@@ -113,7 +113,7 @@ class DecodingCallback(TrainerCallback):
             try:
                 report = evaluate(target, model, self.prompts, self.max_new_tokens, runs=1, methods=(TARGET, DFLASH))
                 outcome[0] = report.to_json()
-            except Exception as error:  # the others wait: tell them
+            except Exception as error:  # the others wait for it
                 outcome[1] = error
             finally:
                 model.train(was_training)
@@ -128,7 +128,7 @@ class DecodingCallback(TrainerCallback):
 
 
 def parted(tau: float, simulated: float, max_ratio: float) -> bool:
-    """Whether real and simulated tau differ by more than noise and the difference of their texts explain."""
+    """Whether real and simulated tau differ by more than noise and different texts explain."""
     low, high = sorted((tau - 1, simulated - 1))
     return high > max_ratio * low and high - low > 0.2
 

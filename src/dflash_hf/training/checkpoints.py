@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there, and resuming that asks what they were trained for."""
+"""Checkpoints that are written atomically, and checked before a run resumes."""
 
 import shutil
 from pathlib import Path
@@ -48,7 +48,7 @@ def checkpoint_of(resume: str | bool | None, output_dir: str, draft_config) -> s
 
 
 def clear_aside(trainer, run_dir: Path) -> None:
-    """Remove what a killed process left of a checkpoint."""
+    """Remove an incomplete checkpoint of a killed process."""
     if trainer.is_local_process_zero():
         shutil.rmtree(run_dir / UNFINISHED, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
@@ -56,7 +56,7 @@ def clear_aside(trainer, run_dir: Path) -> None:
 
 def finish_checkpoint(trainer, run_dir: Path) -> Path:
     """
-    Make what all processes have written aside a checkpoint: a process that is killed in the middle leaves the one
+    Turn the files that all processes have written into a checkpoint: a process that is killed meanwhile leaves the one
     before it as the last one.
     """
     name, aside = f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}", run_dir / UNFINISHED
@@ -73,7 +73,7 @@ def finish_checkpoint(trainer, run_dir: Path) -> Path:
         trainer.state.save_to_json(str(aside / name / _STATE_FILE))
         _rename(aside / name, run_dir / name)
     trainer.accelerator.wait_for_everyone()
-    if trainer.is_local_process_zero() and (aside / name).exists():  # a node with a disk of its own
+    if trainer.is_local_process_zero() and (aside / name).exists():  # a node with its own disk
         _rename(aside / name, run_dir / name)
     return run_dir / name
 
@@ -81,7 +81,7 @@ def finish_checkpoint(trainer, run_dir: Path) -> Path:
 def _rename(source: Path, final: Path) -> None:
     seal(source)
     replaced = source.with_name("replaced")
-    if final.exists():  # from a run that went on from an earlier checkpoint
+    if final.exists():  # from a run that resumed at an earlier checkpoint
         final.rename(replaced)
     source.rename(final)
     shutil.rmtree(source.parent)

@@ -1,4 +1,4 @@
-"""What `dflash train` looks at and says before it begins: settings that were not given, and the time they take."""
+"""What `dflash train` reports before it starts: the settings it chooses, and the time they take."""
 
 import os
 from dataclasses import asdict, fields
@@ -22,17 +22,17 @@ _IN_RECIPE = {one.name for one in fields(RecipeArguments)}
 
 def choose(recipe: RecipeArguments, training: dict, tokenizer, say, resume: str | None = None) -> dict:
     """
-    Complete a recipe, in place, by what suits this machine, its data and its time. One that was read from a file is
-    taken as it stands; a run that goes on keeps what was chosen when it began.
+    Complete a recipe, in place, for this machine, its data and its time. Recipes from files are not changed; a resumed
+    run keeps its choices.
 
     Args:
-        recipe, training: Of [`~dflash_hf.training.recipe.read_recipe`].
-        tokenizer: The target's.
-        say: Is told each choice, and how many steps they leave.
-        resume (`str`, *optional*): The checkpoint that the run goes on from.
+        recipe, training: The result of [`~dflash_hf.training.recipe.read_recipe`].
+        tokenizer: The target's tokenizer.
+        say: Called with each choice, and with the number of steps.
+        resume (`str`, *optional*): The checkpoint to resume from.
 
     Returns:
-        `dict`: What was chosen, for `run.json`.
+        `dict`: The choices, for `run.json`.
     """
     if recipe.streaming or int(os.environ.get("WORLD_SIZE", 1)) > 1:
         if os.environ.get("RANK", "0") == "0" and not recipe.settled:
@@ -58,7 +58,7 @@ def choose(recipe: RecipeArguments, training: dict, tokenizer, say, resume: str 
 
 
 def time_lines(found: Settings, minutes: float | None, rows: int) -> list[str]:
-    """How many steps a run will make, how long they take, and what such a run reached."""
+    """The number of steps of a run, the time they take, and what a similar run reached."""
     whole = f"{minutes:g} min" if minutes else f"about {duration(found.seconds)}"
     first = f"{duration(found.feature_seconds)} for features, " if found.feature_seconds else ""
     of = f" {found.rows:,} of" if found.rows < rows else ""
@@ -72,12 +72,14 @@ def time_lines(found: Settings, minutes: float | None, rows: int) -> list[str]:
             "time, more threads or an accelerator, or smaller settings"
         )
     elif found.reached:
-        lines.append(f"                  such a run of SmolLM2-135M reached tau {found.reached:.1f} on new text")
+        lines.append(f"                  a similar run of SmolLM2-135M reached tau {found.reached:.1f} on new text")
     return lines
 
 
 def _given(recipe: RecipeArguments, training: dict) -> dict:
-    """All keys that are settled, with what a drafter to go on from, and a recipe of a file, settle."""
+    """
+    All keys that are not to be chosen: given ones, those of a drafter to continue from, and all of a recipe file.
+    """
     keys = {**asdict(recipe), **training}
     if not recipe.settled:
         keys = {key: value for key, value in keys.items() if key in recipe.given}
@@ -114,7 +116,7 @@ def _config_of(recipe: RecipeArguments):
 
 
 def _look(recipe: RecipeArguments, tokenizer) -> Data:
-    """How many rows there are, and the tokens of some of them."""
+    """The number of rows, and the tokens of some of them."""
     if recipe.features:
         folders = [recipe.features] if isinstance(recipe.features, str) else recipe.features
         manifests = [FeatureManifest.load(Path(folder)) for folder in folders]
@@ -127,7 +129,7 @@ def _look(recipe: RecipeArguments, tokenizer) -> Data:
     for index in range(0, len(rows), max(len(rows) // _LOOKED_AT, 1)):
         try:
             examples += encoder(rows[index])
-        except ValueError:  # it is said when all are read
+        except ValueError:  # reported when all rows are read
             continue
     if not examples:
         return Data(len(rows), recipe.max_length / 2, recipe.max_length / 4)

@@ -34,7 +34,7 @@ VERIFIED = "verified.json"  # sizes and times of shards whose hash was found rig
 @dataclass
 class FeatureManifest:
     """
-    What stored features were made of; two sets with one manifest, shards aside, are the same.
+    The origin of stored features; sets whose manifests differ only in shards are equal.
 
     Args:
         target (`str`): Name or folder of the target.
@@ -71,7 +71,7 @@ class FeatureManifest:
 
     @property
     def token_bytes(self) -> int:
-        """What a token takes on disk."""
+        """Bytes per token on disk."""
         width = self.width + (self.width // len(self.layer_ids) if self.states else 0)
         return width * getattr(torch, self.dtype).itemsize + 8 + 1
 
@@ -87,7 +87,7 @@ class FeatureManifest:
     def load(cls, folder: Path) -> "FeatureManifest":
         """
         Raises:
-            `ValueError`: there is none, or it is damaged.
+            `ValueError`: the manifest is missing or damaged.
         """
         path = folder / MANIFEST
         if not path.is_file():
@@ -100,7 +100,7 @@ class FeatureManifest:
     def check_same(self, other: "FeatureManifest", folder: Path, remedy: str) -> None:
         """
         Raises:
-            `ValueError`: names everything in which the two differ. Where the target was found does not count.
+            `ValueError`: the manifests differ; the message names all differences. The target's location is ignored.
         """
         where = {"shards", "target", "revision"}
         wanted = {name: value for name, value in asdict(other).items() if name not in where}
@@ -109,7 +109,9 @@ class FeatureManifest:
 
 
 def drop_layers(target, device: torch.device):
-    """Keep a target's embedding and head on `device` and free its layers, which stored features make superfluous."""
+    """
+    Keep a target's embedding and head on `device` and free its layers, which are not needed with stored features.
+    """
     decoder_layers(target).to("meta")
     target.get_input_embeddings().to(device)
     target.get_output_embeddings().to(device)
@@ -118,7 +120,7 @@ def drop_layers(target, device: torch.device):
 
 
 def describe(target, name: str, layer_ids: list[int], encoder, dtype: str, states: bool = False) -> FeatureManifest:
-    """The manifest of features that are about to be stored, without data and shards."""
+    """The manifest of features to store, without data and shards."""
     digests = digests_of_tokenizer(encoder.tokenizer)
     return FeatureManifest(
         target=name,
@@ -145,7 +147,7 @@ def store_features(
     say: Callable[[str], None] = lambda line: None,
 ) -> FeatureManifest:
     """
-    Store the features of every token of a dataset, or go on where an earlier call was ended.
+    Store the features of every token of a dataset, or continue where an earlier call ended.
 
     Args:
         target (`PreTrainedModel`): The frozen target.
@@ -154,7 +156,7 @@ def store_features(
         manifest (`FeatureManifest`): Of [`describe`].
         batch_size (`int`): Examples of one forward.
         shard_bytes (`int`): Size of a shard; an interruption costs at most one.
-        say: Is told the size before anything is computed.
+        say: Called with the size before anything is computed.
 
     Raises:
         `ValueError`: the folder holds other features, another process is storing there, the disk has no room, or
@@ -171,15 +173,15 @@ def _store(target, examples, folder: Path, manifest, batch_size: int, shard_byte
     manifest.data, lengths = _digest_of_data(examples)
     manifest.examples, manifest.tokens = len(lengths), sum(lengths)
     if (folder / MANIFEST).exists():
-        begun = FeatureManifest.load(folder)
-        begun.check_same(manifest, folder, "choose another output, or remove this one")
-        manifest.shards = begun.shards
+        stored_before = FeatureManifest.load(folder)
+        stored_before.check_same(manifest, folder, "choose another output, or remove this one")
+        manifest.shards = stored_before.shards
         for shard in manifest.shards:
             _check_size(folder, shard)
     for half in folder.glob(".*.half"):
         half.unlink()
 
-    # 1. What it will take, before anything is computed.
+    # 1. The size, before anything is computed.
     token_bytes = manifest.token_bytes
     done = sum(shard["tokens"] for shard in manifest.shards)
     needed, free = (manifest.tokens - done) * token_bytes, shutil.disk_usage(folder).free
@@ -246,7 +248,7 @@ def _shard(target, rows, first, manifest, batch_size, on_tokens) -> dict[str, to
 
 
 def _check_finite(stored: torch.Tensor, computed: torch.Tensor, row: int, manifest: FeatureManifest) -> None:
-    """Refuse `[S, L*H]` that hold inf or NaN: a drafter that reads one becomes NaN altogether."""
+    """Reject features `[S, L*H]` with inf or NaN: training on them would make all weights NaN."""
     wrong = ~stored.isfinite().all(0)  # [L*H]
     if not wrong.any():
         return
@@ -265,7 +267,7 @@ def _check_finite(stored: torch.Tensor, computed: torch.Tensor, row: int, manife
 class StoredFeatures(torch.utils.data.Dataset):
     """
     Stored features as a dataset of rows `input_ids` `[S]`, `loss_mask` `[S]`, `features` `[S, L*H]` and, if wanted,
-    `states` `[S, H]`; only the row that is asked for is read.
+    `states` `[S, H]`; only the requested row is read.
 
     Args:
         folder (`str` or `Path`): What [`store_features`] wrote.
@@ -346,7 +348,7 @@ class StoredFeatures(torch.utils.data.Dataset):
         return torch.cat([stored[place, start : start + width] for start in starts], dim=1)
 
     def __getstate__(self):
-        return {**self.__dict__, "files": {}}  # open files stay in their process
+        return {**self.__dict__, "files": {}}  # open files are not passed to other processes
 
 
 def stored(folders: str | Path | Sequence[str | Path], layer_ids: list[int] | None = None, states: bool = False):
@@ -357,7 +359,7 @@ def stored(folders: str | Path | Sequence[str | Path], layer_ids: list[int] | No
 
 
 def parts_of(dataset) -> list:
-    """The datasets that one was joined of; itself, if it was not."""
+    """The parts of a concatenated dataset; otherwise the dataset itself."""
     return dataset.datasets if isinstance(dataset, torch.utils.data.ConcatDataset) else [dataset]
 
 

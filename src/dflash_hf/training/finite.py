@@ -1,4 +1,4 @@
-"""Training stops at the first NaN or inf: steps after it learn nothing, and look like a loss of 0."""
+"""Stops training at the first NaN or inf: later steps would learn nothing, with an apparent loss of 0."""
 
 import math
 from pathlib import Path
@@ -15,14 +15,14 @@ _SHOWN = 8  # rows, and ids of a row
 
 
 class NotFiniteError(DetailedError):
-    """A loss, gradient or weight is inf or NaN; says where, probably why, and what to go on from."""
+    """A loss, gradient or weight is inf or NaN; the message has the place, the probable cause, and how to continue."""
 
 
 class FiniteGuard:
     """
-    Looks at every loss, every gradient and all weights that a trainer saves.
+    Checks every loss, every gradient and all weights that a trainer saves.
 
-    Upstream looks at every loss too, and logs an average in place of what is no number. Gradients that a scaler of
+    Upstream checks losses too, but logs an average instead of NaN. Gradients that a scaler of
     fp16 skips are part of its search for a scale; they are let through.
 
     Args:
@@ -65,11 +65,11 @@ class FiniteGuard:
         return NotFiniteError(f"Step {self.trainer.state.global_step + 1}: {what}. {cause}{rows}. {again} {remedy}")
 
     def _cause(self) -> tuple[str, str, str]:
-        """What is not finite to begin with, what helps, and in which rows; read again, for this is the end."""
+        """The first cause, the remedy and the rows; computed again, since training ends here."""
         trainer = self.trainer
         for name, parameter in trainer.draft.named_parameters():
             if not is_finite([parameter]):
-                return f"{name} of the drafter is not finite already", "Begin with weights that are.", ""
+                return f"{name} of the drafter is not finite already", "Start from finite weights.", ""
         for inputs in self.of_this_step:
             inputs = trainer._prepare_inputs(inputs)
             features = trainer.read_target(inputs)[0]  # [N, S, L*H_t]
@@ -85,12 +85,12 @@ class FiniteGuard:
                 )
         remedy = (
             f"Lower learning_rate={trainer.args.learning_rate}, or warm up longer, or take bf16 in place of fp16; a "
-            "checkpoint given as the model to start from (`draft=` of `dflash train`) may go on with other settings."
+            "checkpoint given as the model to start from (`draft=` of `dflash train`) may use other settings."
         )
         return "The target's features are finite, so the drafter overflows", remedy, ""
 
     def _named(self, inputs: dict, guilty: torch.Tensor) -> str:
-        """Rows of a batch by their number in the training data, or by how they begin."""
+        """Rows of a batch, by number in the training data or by their first ids."""
         names = []
         for place in guilty.nonzero().flatten().tolist()[:_SHOWN]:
             length = int(inputs["attention_mask"][place].sum())
@@ -102,7 +102,7 @@ class FiniteGuard:
 
     def _number_of(self, ids: list[int]) -> int | None:
         rows = self.trainer.train_dataset
-        if not hasattr(rows, "__len__") or isinstance(parts_of(rows)[0], StoredFeatures):  # a stream; dear to read
+        if not hasattr(rows, "__len__") or isinstance(parts_of(rows)[0], StoredFeatures):  # a stream, or slow to read
             return None
         return next((i for i in range(len(rows)) if list(rows[i]["input_ids"]) == ids), None)
 

@@ -29,7 +29,7 @@ class Candidates:
 
 @dataclass
 class TokenLosses:
-    """What one pass through the head tells about every token."""
+    """The results of one pass through the head, for every token."""
 
     values: torch.Tensor  # [...]  negative log-likelihood or divergence, differentiable; 0 where not known
     nll: torch.Tensor  # [...]  negative log-likelihood of the label, without gradient; 0 where not known
@@ -265,10 +265,10 @@ def selected(
     losses: TokenLosses, scores: Callable[[Candidates], torch.Tensor], labels: torch.LongTensor
 ) -> TokenLosses:
     """
-    What is drafted where a head chooses among the likely tokens of a slot, given the true tokens before.
+    Losses of a head that chooses among the likely tokens of a slot, given the true tokens before.
 
-    The head is pulled to the teacher's probabilities, or to the label, among its candidates; a label that is none of
-    them teaches it nothing. Its loss is added to that of the slot by itself.
+    The head is pulled to the teacher's probabilities, or to the label, among its candidates; a label that is not a
+    candidate has no effect. Its loss is added to the slot's own loss.
 
     Args:
         losses (`TokenLosses`): `[...]`, with candidates.
@@ -303,12 +303,12 @@ def scored_losses(
     teacher: Teacher | None = None,
 ) -> TokenLosses:
     """
-    What is drafted where a head scores all tokens, given the true tokens before. Logits are computed chunk by chunk,
-    and again in the backward pass, since parameters of the head stand behind them.
+    Losses of a head that scores all tokens, given the true tokens before. Logits are computed chunk by chunk,
+    and again in the backward pass, since they depend on parameters of the head.
 
     Args:
         hidden (`torch.Tensor`): `[..., H]`.
-        queries (`torch.Tensor`): `[M, q]`, what the head says of the known tokens before it sees the vocabulary.
+        queries (`torch.Tensor`): `[M, q]`, the head's queries for the known tokens.
         head (`Callable`): The target's head, `[M, H] -> [M, V]`.
         scores (`Callable`): From queries and logits `[M, V]`, both as the drafter's head takes them: logits, scores.
         loss (`Callable`): `[M]`, of [`Rows`].

@@ -32,7 +32,7 @@ class DFlashOfflineTrainer(DFlashTrainer):
             several of them as a `ConcatDataset`. With states where the loss needs the target's distribution.
 
     Raises:
-        `ValueError`: the features are those of another target or other layers, or lack the states.
+        `ValueError`: the features belong to another target or other layers, or lack the states.
     """
 
     def __init__(self, model, target, args=None, train_dataset=None, eval_dataset=None, data_collator=None, **kwargs):
@@ -55,16 +55,16 @@ class DFlashOfflineTrainer(DFlashTrainer):
         """Stored features were checked when they were stored; reading them all again would take hours."""
 
     def check_target(self, target) -> None:
-        """Its logits were looked at when its states were stored."""
+        """The states were checked when they were stored."""
 
     def run_target(self, inputs) -> TargetOutput:
-        """What it made of the batch."""
+        """The stored output of the target for the batch."""
         return TargetOutput(inputs["features"], inputs.get("states"))
 
 
 def check_features(dataset, draft_config, target) -> None:
     """
-    Whether stored features belong to a drafter and its target.
+    Check that stored features fit a drafter and its target.
 
     Raises:
         `ValueError`: names what differs, and the remedy.

@@ -1,4 +1,4 @@
-"""The learning rate of a run that ends by the clock: `max_minutes`."""
+"""The learning rate of a run with a time limit: `max_minutes`."""
 
 import math
 import time
@@ -29,10 +29,10 @@ class Pace:
         self.step: int | None = None
 
     def __call__(self, step: int) -> float:
-        if step != self.step:  # asked by each group of parameters
+        if step != self.step:  # called for each parameter group
             now = type(self).clock()
             took = 0.0 if self.last is None else now - self.last
-            # Only a step counts as one, not an evaluation between two.
+            # An evaluation between two steps is not a step.
             self.spent, self.usual = self.spent + took, min(took, 2 * self.usual) if self.usual else took
             self.last, self.step = now, step
             self._agree()
@@ -42,7 +42,7 @@ class Pace:
         return 0.5 * (1 + math.cos(math.pi * (done - self.warmup) / (1 - self.warmup)))
 
     def _agree(self) -> None:
-        """The first process's time is that of all: they learn at one rate, and end with the same step."""
+        """All processes use the time of the first: they share the learning rate and the last step."""
         state = PartialState()
         if state.num_processes > 1:
             times = torch.tensor([self.spent, self.usual, self.seconds], device=state.device)
@@ -50,7 +50,7 @@ class Pace:
 
     @property
     def done(self) -> float:
-        """The share of the time that was spent."""
+        """The share of the time that has passed."""
         return min(self.spent / self.seconds, 1.0)
 
     @property
@@ -59,12 +59,12 @@ class Pace:
         return self.spent + self.usual > self.seconds
 
     def skip(self) -> None:
-        """What was before, such as the time since another process saved a checkpoint, does not count."""
+        """Exclude the time until now, such as the time since a checkpoint was saved."""
         self.last = type(self).clock()
 
 
 class StopsInTime(TrainerCallback):
-    """Ends training when the time of a [`Pace`] is over; until then nobody knows how many steps it will be."""
+    """Ends training when the time of a [`Pace`] is over; the number of steps is not known before."""
 
     def __init__(self, pace: Pace):
         self.pace = pace

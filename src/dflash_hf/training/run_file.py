@@ -45,7 +45,7 @@ def checkpoint_to_resume(folder: Path, resume: str | None, overwrite: bool) -> s
     Args:
         folder (`Path`): Its `output_dir`.
         resume (`str`, *optional*): `"auto"`, the folder's last whole checkpoint if there is one; or a checkpoint.
-        overwrite (`bool`): Begin anew in a folder that has been used.
+        overwrite (`bool`): Start over in a folder that has been used.
 
     Raises:
         `ValueError`: the folder has been used, and neither is said; or both are.
@@ -64,7 +64,7 @@ def checkpoint_to_resume(folder: Path, resume: str | None, overwrite: bool) -> s
         last = last_whole_checkpoint(folder)
     elsewhere = last is None or Path(last).resolve().parent != folder.resolve()
     if found and elsewhere and not overwrite:
-        why = f"no checkpoint to go on from, but {found}" if resume == "auto" else found
+        why = f"no checkpoint to resume from, but {found}" if resume == "auto" else found
         raise ValueError(
             f"output_dir={str(folder)} holds {why}. Go on with resume_from_checkpoint=auto where there is a "
             "checkpoint, replace it with overwrite_output_dir=true, or choose another output_dir."
@@ -81,8 +81,8 @@ def describe_run(recipe, args, target, draft, encoder, dataset, resume: str | No
         target, draft: As they are loaded, or fresh.
         encoder (`RowEncoder`): Tokenizer, and the arguments of its template.
         dataset: What is trained on.
-        resume (`str`, *optional*): The checkpoint to go on from: digests of files whose size and time are the same are
-            taken from its `run.json`.
+        resume (`str`, *optional*): The checkpoint to resume from: digests of files whose size and time are the same
+            are taken from its `run.json`.
 
     Returns:
         `dict`: `settings`, which must stay, and the digests of the data's `files`.
@@ -130,12 +130,12 @@ def read_run(folder: Path) -> dict | None:
         return {name: dict(run[name]) for name in ("settings", "files")} | {"chosen": dict(run.get("chosen", {}))}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} is damaged ({error!r}); remove it to go on unchecked, or choose another output_dir."
+            f"{path} is damaged ({error!r}); remove it to continue unchecked, or choose another output_dir."
         ) from error
 
 
 @contextmanager
-def begun(args, run: dict | None, resume: str | None) -> Iterator[None]:
+def run_in(args, run: dict | None, resume: str | None) -> Iterator[None]:
     """
     Train in a folder alone, with `run.json` in it. A new run removes the checkpoints that lie there, so that none of
     them is ever taken for its own; a finished drafter stays until the new one is. The first process holds the folder,
@@ -144,7 +144,7 @@ def begun(args, run: dict | None, resume: str | None) -> Iterator[None]:
     Args:
         args (`DFlashTrainingArguments`): Name the `output_dir`.
         run (`dict`): Of [`describe_run`]; `None` in other processes than the first.
-        resume (`str`, *optional*): The checkpoint to go on from.
+        resume (`str`, *optional*): The checkpoint to resume from.
 
     Raises:
         `ValueError`: the checkpoint is of a run with other settings; names each with both values.
@@ -168,10 +168,10 @@ def begun(args, run: dict | None, resume: str | None) -> Iterator[None]:
 def _begin(folder: Path, run: dict, resume: str | None) -> None:
     before = read_run(Path(resume).resolve().parent) if resume else None
     if resume and not before:
-        logger.warning(f"There is no {RUN_FILE} beside {resume}: whether it was trained alike is not known.")
+        logger.warning(f"There is no {RUN_FILE} next to {resume}: its settings cannot be compared.")
     if before and (others := differences(before["settings"], run["settings"])):
         raise DetailedError(
-            f"{resume} was trained with {'; '.join(others)}. Go on with what it was trained with, begin anew with "
+            f"{resume} was trained with {'; '.join(others)}. Resume with the same settings, start over with "
             "overwrite_output_dir=true, or choose another output_dir."
         )
     if not resume:
@@ -181,14 +181,14 @@ def _begin(folder: Path, run: dict, resume: str | None) -> None:
 
 
 def _digests_of_data(recipe, known: dict) -> dict[str, list]:
-    """Size, time and digest of each local file; nothing of what is on the Hub, or of stored features."""
+    """Size, time and digest of each local file; nothing for datasets on the Hub or stored features."""
     names = [recipe.data] if isinstance(recipe.data, str) else recipe.data or []
     found = {}
     for path in map(Path, names):
         files = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
         for file in files:
             if file.is_file():
-                there, status = digest_of(str(file.resolve())), file.stat()  # nobody else need know the path
+                there, status = digest_of(str(file.resolve())), file.stat()  # the path is private
                 stamp = [status.st_size, status.st_mtime_ns]
                 same = known.get(there, [])[:2] == stamp
                 found[there] = [*stamp, known[there][2] if same else digest_of_file(file)]

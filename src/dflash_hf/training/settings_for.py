@@ -27,7 +27,7 @@ _ON_GPU = ((16, 512, 8), (16, 256, 8), (16, 128, 8), (16, 64, 8), (16, 32, 8))
 _SMALL = {"num_draft_layers": 2, "loss_type": "dpace", "learning_rate": 1e-3}
 _LARGEST_DRAFT_VOCABULARY = 8192
 _FEATURES_SHARE = 1 / 3  # of the time at most
-_ENDS_SHARE = 0.05  # of the time: what is loaded before, and saved behind
+_ENDS_SHARE = 0.05  # share of the time for loading and saving
 # What a step reaches of the operations of a product of matrices: it also adds, masks and moves.
 _EFFICIENCY = {"half": 0.35, "full": 0.8, "forward": 0.55}
 _SMALL_STEP, _LONG_STEP = 2e12, 20.0  # operations of which nothing is said, seconds of which something is
@@ -108,7 +108,7 @@ class Settings:
         step_seconds, feature_seconds (`float`): Of one step; of the features that are stored before.
         rows (`int`): That are trained on.
         passes (`float`): Over them.
-        known (`bool`): Whether they are those of a CPU, which were tried out.
+        known (`bool`): Whether they are the settings for CPUs, which were measured.
     """
 
     values: dict
@@ -286,7 +286,7 @@ class Work:
 
 def warning_of(args, draft_config, target_config, row: dict) -> str | None:
     """
-    What is said of a `DFlashTrainer` on a CPU whose steps would take tens of seconds, as those of the paper do.
+    The warning for a `DFlashTrainer` on a CPU whose steps take tens of seconds, as with the paper's settings.
 
     Args:
         args (`DFlashTrainingArguments`), draft_config, target_config (`PreTrainedConfig`): Its own.
@@ -341,7 +341,7 @@ def _operations(device: torch.device, dtype: torch.dtype) -> float:
     left, right = torch.ones(rows, width, **options), torch.ones(width, width, **options)
     seconds = []
     for _ in range(6):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         (left @ right)[0, 0].item()  # waits
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - start)
     return 2 * rows * width * width / statistics.median(seconds[1:])

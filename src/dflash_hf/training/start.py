@@ -1,11 +1,11 @@
 """
-What a drafter begins with: layers of its target, the tokens that it may draft, and a head or another part on one that
-was trained without.
+How a drafter starts: from layers of its target, with a reduced vocabulary, or with a head or another part added to a
+trained drafter.
 
-A drafter of random weights spends most of a short run on learning what the target knows: what its features mean, and
-how a state becomes a token. Layers of the target, its final norm, and one of its features passed on as it is are a
-better place to begin. A drafter that is small beside its target's head spends most of its time there; over the few
-thousand tokens that its target really writes, the head costs a fraction (FR-Spec, arXiv 2502.14856).
+A drafter with random weights spends most of a short run on learning what the target knows: what its features mean, and
+how a state becomes a token. Layers of the target, its final norm, and one of its features passed on unchanged are a
+better start. A small drafter spends most of its time in the target's head; restricted to the few thousand tokens that
+the target really writes, the head costs a fraction (FR-Spec, arXiv 2502.14856).
 """
 
 from pathlib import Path
@@ -26,8 +26,8 @@ from dflash_hf.training.features import FeatureManifest
 
 def make_draft(recipe, target, encoder, say):
     """
-    The drafter that a recipe trains, a fresh one or one to go on from. Its configuration keeps the arguments of the
-    chat template, and `encoder` reads rows as it does.
+    The drafter that a recipe trains: a fresh drafter, or one to continue from. Its configuration gets the arguments of
+    the chat template, and `encoder` the settings of the drafter.
     """
     folders = [recipe.features] if isinstance(recipe.features, str) else recipe.features or []
     manifests = {folder: FeatureManifest.load(Path(folder)) for folder in folders}
@@ -63,7 +63,7 @@ def _draft_to_go_on(recipe, say):
     parts = {key: value for key, value in recipe.draft_config.items() if key in part_keys()}
     for key, value in recipe.draft_config.items():
         if key not in parts and getattr(config, key, None) != value:
-            say(f"draft_config.{key}={value} is for a fresh drafter: {recipe.draft} stays as it is")
+            say(f"draft_config.{key}={value} is for a fresh drafter: {recipe.draft} is not changed")
     return with_parts(draft, parts) if parts else draft
 
 
@@ -152,7 +152,7 @@ def with_parts(draft, fields: dict):
         fields (`dict`): Of the configuration, all those of the new parts.
 
     Returns:
-        `DFlashDraftModel`: Of the same weights and dtype, with fresh ones for what is new.
+        `DFlashDraftModel`: With the same weights and dtype, and fresh weights for new parts.
 
     Raises:
         `ValueError`: another field, or a part that it has, in another size.

@@ -22,7 +22,7 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
 
     Args:
         recipe, training: Of [`~dflash_hf.training.recipe.read_recipe`].
-        echo: Is told the counts of the data, by the main process.
+        echo: Called with the counts of the data, in the main process.
         callbacks (`Sequence[TrainerCallback]`): More of them.
 
     Returns:
@@ -33,12 +33,12 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     from dflash_hf.data.encode import RowEncoder
     from dflash_hf.data.prepare import load_tokenizer
     from dflash_hf.training.choice import choose
-    from dflash_hf.training.run_file import begun, checkpoint_to_resume, describe_run
+    from dflash_hf.training.run_file import checkpoint_to_resume, describe_run, run_in
     from dflash_hf.training.start import choose_vocabulary, make_draft
     from dflash_hf.training.training_args import DFlashTrainingArguments
 
     # 1. The arguments, with what suits this machine. What is published is the finished drafter, once, with its card.
-    begun_at, folder = Pace.clock(), Path(training["output_dir"]).expanduser()  # as transformers does
+    start, folder = Pace.clock(), Path(training["output_dir"]).expanduser()  # as transformers does
     training = {**training, "output_dir": str(folder)}
     resume = checkpoint_to_resume(folder, training.get("resume_from_checkpoint"), recipe.overwrite_output_dir)
     revision, trusted = recipe.target_revision, recipe.trust_remote_code
@@ -92,11 +92,11 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
 
         prompts: dict = {"num_prompts": recipe.decode_prompts, "max_new_tokens": recipe.decode_max_new_tokens}
         trainer.add_callback(DecodingCallback(trainer, decode_steps=recipe.decode_steps, **prompts))
-    with begun(args, run, resume):
+    with run_in(args, run, resume):
         if resume:
-            say(f"going on from {resume}")
+            say(f"resuming from {resume}")
         saving = 2.0 + 4 * trainer.draft.num_parameters() / 1e8
-        trainer.reserved_seconds = Pace.clock() - begun_at + saving
+        trainer.reserved_seconds = Pace.clock() - start + saving
         trainer.train(resume_from_checkpoint=resume)
         if recipe.peft_config is None:
             _save_finished(trainer)
@@ -104,7 +104,7 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
             _save_adapted(trainer)
     if args.process_index == 0:
         shutil.rmtree(folder / STORED, ignore_errors=True)
-    say(f"trained           {trainer.state.global_step:,} steps, {duration(Pace.clock() - begun_at)} in all")
+    say(f"trained           {trainer.state.global_step:,} steps, {duration(Pace.clock() - start)} in all")
     return trainer
 
 
@@ -121,7 +121,7 @@ def leave_group() -> None:
 
 
 def _save_finished(trainer) -> None:
-    """The drafter; one that was trained in half precision in that, which is what it computed with."""
+    """The drafter, in half precision if it was trained in it."""
     draft, args = trainer.draft, trainer.args
     half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     plain = not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)

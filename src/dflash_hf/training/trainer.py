@@ -70,16 +70,16 @@ class DFlashTrainer(Trainer):
     """
     Trains a drafter against a frozen target.
 
-    The target hangs on the trainer, not under the model, so that no checkpoint ever holds it. Besides Trainer's
-    figures each log line holds `accuracy`, `accuracy_k` of each slot, `acceptance_k` (the same where all slots before
-    are right), `simulated_tau`: the mean over all sampled blocks of the accepted prefix plus the bonus token,
-    teacher-forced (with a head also `simulated_tau_argmax`, of the likeliest token of each slot by itself),
-    and `tokens_per_second` of all processes, without evaluations. A terminal shows them as a table.
+    The target belongs to the trainer, not to the model, so that checkpoints do not contain it. Besides `Trainer`'s
+    figures, each log line has `accuracy`, `accuracy_k` of each slot, `acceptance_k` (the same if all slots before are
+    correct), `simulated_tau`: the mean over all sampled blocks of the accepted prefix plus the bonus token,
+    teacher-forced (with a head also `simulated_tau_argmax`, of the likeliest token of each slot by itself), and
+    `tokens_per_second` of all processes, without evaluations. A terminal shows them as a table.
     [`~dflash_hf.training.callbacks.DecodingCallback`] measures the real tau.
 
     Args:
         model (`DFlashDraftModel` or `str`): The drafter, or its folder or name on the Hub.
-        target (`PreTrainedModel` or `str`): Its target, with head, likewise; frozen here.
+        target (`PreTrainedModel` or `str`): Its target, or its folder or name; with a head; frozen here.
         args (`DFlashTrainingArguments`): Default: the paper's recipe.
         train_dataset, eval_dataset: Rows with `input_ids` and `loss_mask`, see
             [`~dflash_hf.data.examples.make_example`].
@@ -89,8 +89,8 @@ class DFlashTrainer(Trainer):
         kwargs: Any other argument of `Trainer`.
 
     Attributes:
-        eval_report ([`~dflash_hf.evaluation.measure.EvalReport`], *optional*): What was measured by decoding with the
-            weights as they are now. It is dropped when they change.
+        eval_report ([`~dflash_hf.evaluation.measure.EvalReport`], *optional*): The result of decoding with the current
+            weights; dropped when they change.
 
     Raises:
         `ValueError`: drafter and target do not fit, or a dataset has rows that cannot be trained on.
@@ -433,7 +433,7 @@ class DFlashTrainer(Trainer):
 
     @contextmanager
     def off_the_clock(self) -> Iterator[None]:
-        """What is done meanwhile is no training, and does not count in `tokens_per_second`."""
+        """Time in this context does not count in `tokens_per_second`."""
         start = time.perf_counter()
         yield
         if self.clock is not None:
@@ -457,7 +457,7 @@ class DFlashTrainer(Trainer):
         return grad_norm
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
-        """As upstream, with the facts of the card; weights that are not finite raise, and what lies there stays."""
+        """As upstream, with the facts of the card; weights that are not finite raise, and existing files stay."""
         self.finite.check_weights()
         super().save_model(output_dir, _internal_call)
         if self.args.should_save:
@@ -568,7 +568,7 @@ def choose_parameters(model, head_only: bool, peft_config) -> None:
                 "`model.requires_grad_(True)`, or set head_only=True again."
             )
     elif modules:
-        logger.warning(f"peft_config trains an adapter: the {head.name} itself stays as it is.")
+        logger.warning(f"peft_config trains an adapter: the {head.name} itself is not trained.")
 
 
 def uses_flex(choice: str, config, device: torch.device) -> bool:

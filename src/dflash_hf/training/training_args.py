@@ -45,7 +45,7 @@ class DFlashTrainingArguments(TrainingArguments):
         loss_decay_gamma (`float`): Slot `k` weighs `exp(-(k - 1) / gamma)`; `inf` weighs all alike. Default: by block
             size, see [`~dflash_hf.training.losses.default_gamma`]. D-PACE does not use it.
         dpace_alpha (`float`): How far D-PACE smooths the drafter's probabilities towards 1.
-        head_only (`bool`): Train the drafter's head alone, such as DFlash 2's path selector; the rest stays as it is.
+        head_only (`bool`): Train the drafter's head alone, such as DFlash 2's path selector; the rest is frozen.
         loss_chunk_size (`int`): Tokens whose logits exist at a time.
         max_minutes (`float`): Length of the training, with warm-up and cosine decay over time instead of steps;
             replaces `num_train_epochs` and `lr_scheduler_type`; not with `max_steps`. Evaluations count.

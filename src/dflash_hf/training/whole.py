@@ -1,4 +1,4 @@
-"""Whether the files of a checkpoint are whole, asked before the target is run rather than told by torch's reader."""
+"""Checks that the files of a checkpoint are complete, before the target is run."""
 
 import json
 import zipfile
@@ -38,13 +38,13 @@ def check_whole(checkpoint: str | Path) -> None:
         raise FileNotFoundError(f"resume_from_checkpoint={checkpoint}: there is no such folder.")
     if (damage := _damage(folder)) is not None:
         earlier = next((one for one in checkpoints_of(folder.parent) if _number(one) < _number(folder)), None)
-        remedy = f"go on from {earlier} (resume_from_checkpoint={earlier})" if earlier else "start the run anew"
+        remedy = f"resume from {earlier} (resume_from_checkpoint={earlier})" if earlier else "start the run over"
         raise ValueError(f"{damage}: remove {folder}, and {remedy}.")
 
 
 def last_whole_checkpoint(folder: Path) -> str | None:
     """
-    The last checkpoint of a run that is whole; a warning names what is wrong with those after it.
+    The last complete checkpoint of a run; warns about later ones that are damaged.
 
     Raises:
         `ValueError`: there are checkpoints, and none is whole; names a file.
@@ -56,7 +56,7 @@ def last_whole_checkpoint(folder: Path) -> str | None:
         logger.warning(f"{damage}: looking at the checkpoint before it.")
     if damage is not None:
         raise ValueError(
-            f"{damage}, and no other checkpoint is whole: start the run anew (overwrite_output_dir=true)."
+            f"{damage}, and no other checkpoint is whole: start the run over (overwrite_output_dir=true)."
         )
     return None
 
