@@ -116,7 +116,7 @@ def test_going_on_with_other_settings_is_refused_and_each_is_named(used, target,
         ("max_length=32", "max_length=64, not 32"),
     ):
         code, _, error = run(capsys, command, resume, option)
-        assert code == 1 and named in error and "Go on with what it was trained with" in error, option
+        assert code == 1 and named in error and "Resume with the same settings" in error, option
         assert "overwrite_output_dir=true" in error
     assert contents(output) == before
 
