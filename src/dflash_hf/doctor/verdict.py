@@ -13,7 +13,7 @@ from dflash_hf.evaluation.compare import mean_difference
 
 
 SIGNIFICANT = 3.5  # standard errors: with 40 useless changes and 24 texts, 1 of 25 diagnoses is wrong
-SUSPICIOUS = 2.7  # standard errors after which more texts are worth their time
+SUSPICIOUS = 2.4  # standard errors after which more texts are worth their time
 GAIN, GAIN_OF_OTHER_TEXT = 1.03, 1.4  # times the accepted tokens; texts differ in how predictable they are
 LEAST, LEAST_OF_OTHER_TEXT = 0.05, 0.5  # accepted tokens per block
 LEAST_NATS = 0.1  # log-probability per block
