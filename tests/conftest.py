@@ -1,5 +1,6 @@
 """A tiny target and its drafter."""
 
+import gc
 import importlib.util
 import os
 
@@ -19,6 +20,12 @@ os.environ["DFLASH_HF_REMEMBER"] = "0"  # a test finds out for itself, and leave
 def pytest_collection_modifyitems(items):
     """Tests of a real model come first: of two workers one runs them, and unpacks the weights, once."""
     items.sort(key=lambda item: item.get_closest_marker("real") is None)
+
+
+def pytest_collection_finish():
+    """Hundreds of thousands of imported objects stay to the end; the garbage collector need not look at them again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -135,12 +135,18 @@ def limits_of_head(meaning):
     return found | ({"sample_from_anchor"} if kind is None and not confidence and "anchor_first" in meaning else set())
 
 
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Targets of four and of eight layers."""
+    folder = tmp_path_factory.mktemp("targets")
+    return {n: write_target(make_target(num_hidden_layers=n), folder / f"{n}.gguf") for n in (4, 8)}
+
+
 @pytest.mark.parametrize("layout", layouts.LAYOUTS)
-def test_every_layout_that_is_read(layout, tiny, tmp_path):
+def test_every_layout_that_is_read(layout, files, tmp_path):
     """Converted, or refused for a limit that `check` names; what llama.cpp's own converter does not know included."""
     layouts.write(tmp_path / "draft", layout)
-    file = tmp_path / "target.gguf"
-    write_target(make_target(num_hidden_layers=8 if "default rule" in layout else 4), file)
+    file = files[8 if "default rule" in layout else 4]
     found = {one.key for one in check(tmp_path / "draft", ["llama.cpp"])}
     expected = {
         "z-lab mixed layers": {"is_causal"},

@@ -8,7 +8,7 @@ from scipy.stats import chisquare
 from support.pairs import SWITCHES, VOCAB, make_draft, make_draft2, make_target, shallow_pair
 from support.reference import convolve
 from support.rows import ragged_prompts
-from support.sampling import assert_follows, exact_distribution
+from support.sampling import STEPS, assert_follows, exact_distribution, small_target
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.modeling.accept_dflash import Proposal, sample_tokens
@@ -274,10 +274,7 @@ ALONE = [
 @pytest.mark.parametrize(("kind", "rows"), [*((kind, 250) for kind in DRAWING), *ALONE])
 def test_texts_follow_the_target(kind, rows):
     """Chi-square of whole texts of three tokens over a vocabulary of eight, with real drafts."""
-    vocab_size, steps = 8, 3
-    target = make_target(vocab_size=vocab_size, bos_token_id=None, pad_token_id=0)
-    with torch.no_grad():
-        target.lm_head.weight.mul_(0.3)
+    target = small_target()
     switches, temperature = DRAWING[kind]
     draft = (make_draft2 if "selector_rank" in switches else make_draft)(target, **switches)
     if "draft_vocab_size" in switches:
@@ -293,7 +290,7 @@ def test_texts_follow_the_target(kind, rows):
     for _ in range(draws // rows):
         output = target.generate(
             torch.tensor([prompt] * rows),
-            max_new_tokens=steps,
+            max_new_tokens=STEPS,
             do_sample=True,
             temperature=0.9,
             top_k=0,
@@ -309,9 +306,7 @@ def test_texts_follow_the_target(kind, rows):
 
 def test_step_by_step_rows_follow_the_target_too():
     """A processor that keeps state forces one call for each token; drawn drafts are judged there by the same rule."""
-    target = make_target(vocab_size=8, bos_token_id=None, pad_token_id=0)
-    with torch.no_grad():
-        target.lm_head.weight.mul_(0.3)
+    target = small_target()
     draft = make_draft2(target)
     expected = exact_distribution(target, [3, 1, 4], 1.0, 1.0)
     counts = dict.fromkeys(expected, 0)

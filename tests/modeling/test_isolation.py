@@ -141,9 +141,15 @@ class Calling:
         return self.original(*args, **kwargs)
 
 
-@pytest.mark.parametrize("way", [in_a_closure, in_a_global, in_a_default, Calling])
-@pytest.mark.parametrize("name", ["", "model", "model.layers.1"])
-@pytest.mark.parametrize("first", [False, True])
+# Each way in each place, each of both before the first call and after it.
+REPLACED = [
+    (name, way, (i + j) % 2 == 0)
+    for i, way in enumerate((in_a_closure, in_a_global, in_a_default, Calling))
+    for j, name in enumerate(("", "model", "model.layers.1"))
+]
+
+
+@pytest.mark.parametrize(("name", "way", "first"), REPLACED)
 def test_forwards_that_were_replaced_without_a_word(name, way, first):
     """
     What was known of a target was known of its forward: without `functools.wraps` it takes no positions, and counts

@@ -204,7 +204,7 @@ ANY = settings(
 
 
 @given(cases())
-@settings(ANY, max_examples=200)
+@settings(ANY, max_examples=100)
 def some_cases(case):
     check(case)
 

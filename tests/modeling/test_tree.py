@@ -279,9 +279,15 @@ def make_domino(target, **fields):
     return make_draft(target, gru_hidden_dim=9, emb_dim=7, **fields)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("where", ["all", "slots", "a token"])
-@pytest.mark.parametrize("make", [make_draft, make_draft2, make_markov, make_domino])
+# Each drafter with each place, each of both with both values.
+NO_NUMBERS = [
+    (make, where, math.nan if (i + j) % 2 else math.inf)
+    for i, make in enumerate((make_draft, make_draft2, make_markov, make_domino))
+    for j, where in enumerate(("all", "slots", "a token"))
+]
+
+
+@pytest.mark.parametrize(("make", "where", "value"), NO_NUMBERS)
 def test_drafts_of_no_numbers_change_no_text(make, where, value, target):
     """A drafter in half precision may overflow; the target is healthy."""
     inputs, _ = ragged_prompts(3)
@@ -339,7 +345,7 @@ def test_samples_follow_the_target(small, rows, temperature, top_p):
     likely = torch.tensor([[*prompt, *max(expected, key=expected.get), 0]] * rows)
     draft = make_draft(small, block_size=4)
     draft.decoding_config.tree_nodes = 9
-    counts, accepted, draws = dict.fromkeys(expected, 0), set(), 1000 if rows == 1 else 12_000
+    counts, accepted, draws = dict.fromkeys(expected, 0), set(), 300 if rows == 1 else 12_000
     torch.manual_seed(0)
     for number in range(draws // rows):
         draft = scripted(draft, likely, error_rate=0.2, ranks=3, seed=number)
@@ -386,11 +392,10 @@ def test_token_by_token_the_same_way_is_taken(target):
     assert lengths[0] == lengths[1] and max(lengths[0]) > 3
 
 
-@pytest.mark.parametrize("nodes", [5, 20])
-def test_compiled_rounds_draft_trees(nodes):
+def test_compiled_rounds_draft_trees():
     torch._dynamo.reset()
     target, draft = shallow_pair()
-    draft.decoding_config.compile, draft.decoding_config.tree_nodes = "aot_eager", nodes
+    draft.decoding_config.compile, draft.decoding_config.tree_nodes = "aot_eager", 12
     for length in (5, 40):
         prompt = (torch.arange(length) * 7 % 90 + 2)[None]
         expected = target.generate(prompt, max_new_tokens=20, do_sample=False)

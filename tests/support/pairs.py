@@ -105,7 +105,8 @@ def make_target(family: str = "qwen3", dtype=torch.float32, attn: str | None = "
 def make_draft(target, block_size: int = 4, seed: int = 1, num_hidden_layers: int = 2, **overrides):
     """A random drafter for a target, which verifies whole blocks: left alone it would rest, for it saves nothing."""
     torch.manual_seed(seed)
-    fields = {"target_layer_ids": [0, 2, 3], "intermediate_size": 48, **overrides}
+    read = [0, 2, 3] if target.config.get_text_config().num_hidden_layers > 3 else [0, 1]
+    fields = {"target_layer_ids": read, "intermediate_size": 48, **overrides}
     config = DFlashDraftConfig.for_target(
         target.config,
         target.config.get_text_config().vocab_size - 1,
@@ -138,4 +139,4 @@ def make_draft2(target, trained=True, **overrides):
 def shallow_pair(make=make_draft, **overrides):
     """A target of two layers and a drafter of one, for a compiler, to which every layer costs a second."""
     target = make_target(num_hidden_layers=2)
-    return target, make(target, num_hidden_layers=1, target_layer_ids=[0, 1], **overrides)
+    return target, make(target, num_hidden_layers=1, **overrides)
