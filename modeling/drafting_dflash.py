@@ -302,7 +302,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         return hidden[:, first : first + self.config.block_tokens - 1]
 
     def _masks(self, slots: torch.Tensor) -> dict[str, torch.Tensor]:
-        def mask(window: int | None, causal: bool) -> torch.Tensor:
+        def mask(window, causal: bool) -> torch.Tensor:  # `int | None` is not traced by torch 2.8 on Python 3.10
             last_seen = slots if causal else slots[:, -1:].expand_as(slots)
             return slot_mask(slots, last_seen, self.cache.view, window, None, self.draft_dtype).to(self.draft_device)
 

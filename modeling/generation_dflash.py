@@ -57,7 +57,7 @@ def draft_and_verify(pair: Pair, start: torch.LongTensor, context: Context, plan
     if plan.block == 1:
         draft = Draft(continuation.last[:, None])
     else:
-        draft = drafter.propose(plan, continuation.last, start, *context[:2])
+        draft = drafter.propose(plan, continuation.last, start, context.features, context.start)
         draft = continuation.padded(draft if plan.cut is None else plan.cut(draft))
     output = session.verify(draft, start)
     hidden_states = output.hidden_states if continuation.lists_hidden_states else None

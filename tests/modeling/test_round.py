@@ -216,7 +216,12 @@ def shapes(pair, start, context, plan):
     drafted, verified = pair
     steps = context.features.shape[1]
     return (
-        start + drafted.capacity + 10**3 * verified.capacity + 10**6 * plan.block + 10**9 * plan.nodes + 10**12 * steps
+        start
+        + drafted.capacity
+        + 10**3 * verified.capacity
+        + 10**6 * plan.block
+        + 10**9 * plan.paths.nodes
+        + 10**12 * steps
     )
 
 

@@ -210,6 +210,18 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({"commitUrl": f"http://{self.headers['Host']}/{repo}/commit/{sha}", "commitOid": sha})
 
 
+class Session:
+    """huggingface_hub 1 has cards judged by huggingface.co, whatever the endpoint is."""
+
+    def __init__(self, address):
+        self.address = address
+
+    def post(self, url, **more):
+        from huggingface_hub import get_session
+
+        return get_session().post(url.replace("https://huggingface.co", self.address), **more)
+
+
 @contextmanager
 def stand_in(monkeypatch):
     """Run a [`Hub`] and send huggingface_hub there."""
@@ -229,6 +241,7 @@ def stand_in(monkeypatch):
         monkeypatch.setattr("transformers.utils.hub._hf_api", None, raising=False)  # keeps the first address it used
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr("huggingface_hub.repocard.get_session", lambda: Session(address))
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)  # between retries
         close_session()

@@ -1,0 +1,63 @@
+"""What we rely on in transformers and torch, by name: what a release moves fails here first."""
+
+import inspect
+from pkgutil import resolve_name
+
+import pytest
+from transformers.utils.import_utils import is_serve_available
+
+
+# Wrapped, overridden, or called by position.
+SIGNATURES = {
+    "transformers:GenerationMixin._validate_generation_mode": "generation_mode generation_config "
+    "generation_mode_kwargs",
+    "transformers:GenerationMixin._assisted_decoding": "input_ids logits_processor stopping_criteria "
+    "generation_config synced_gpus streamer inputs_tensor assistant_model assistant_tokenizer tokenizer model_kwargs",
+    "transformers:GenerationMixin._prefill": "input_ids generation_config model_kwargs is_first_iteration",
+    "transformers:GenerationMixin._sample": "input_ids logits_processor stopping_criteria generation_config "
+    "synced_gpus streamer model_kwargs",
+    "transformers:PreTrainedModel._get_files_timestamps": "working_dir",
+    "transformers:Trainer._get_grad_norm": "model grad_norm",
+    "transformers:Trainer._save_checkpoint": "model trial",
+    "transformers:Trainer._get_output_dir": "trial",
+    "transformers:Trainer._push_from_checkpoint": "checkpoint_folder",
+    "transformers.pipelines.base:load_assistant_model": "model assistant_model assistant_tokenizer",
+}
+SERVING = {
+    "transformers.cli.serve:Serve.start_server": "",
+    "transformers.cli.serving.utils:GenerateManager.generate_streaming": "model processor inputs gen_config "
+    "request_id response_parser",
+    "transformers.cli.serving.utils:GenerateManager.generate_non_streaming": "model processor inputs gen_config "
+    "request_id",
+    "transformers.cli.serving.utils:BaseHandler._build_generation_config": "body model_generation_config use_cb",
+}
+# Read, called by keyword, or replaced.
+NAMES = [
+    "transformers:AutoConfig.from_pretrained",
+    "transformers.generation.utils:MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL",
+    "transformers.cache_utils:DynamicLayer",
+    "transformers.cache_utils:DynamicSlidingWindowLayer",
+    "torch.nn:Module._compiled_call_impl",
+    "torch._dynamo:mark_static_address",
+    "torch._dynamo.convert_frame:compile_lock",
+    "torch._dynamo.eval_frame:_debug_get_cache_entry_list",
+    "torch._dynamo:config.recompile_limit",
+    "torch._dynamo:config.accumulated_recompile_limit",
+    "torch._dynamo:config.skip_nnmodule_hook_guards",
+    "torch:ops.mkldnn._linear_pointwise",
+    "torch:ops.mkldnn._reorder_linear_weight",
+    "torch.optim.optimizer:register_optimizer_step_post_hook",
+]
+
+
+@pytest.mark.parametrize("name", [*SIGNATURES, *SERVING])
+def test_canary_signature(name):
+    if name in SERVING and not is_serve_available():
+        pytest.skip("serving needs `pip install '.[serving]'`")
+    found = [parameter for parameter in inspect.signature(resolve_name(name)).parameters if parameter != "self"]
+    assert found == {**SIGNATURES, **SERVING}[name].split()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_canary_name(name):
+    resolve_name(name)  # raises where it is gone
