@@ -228,8 +228,7 @@ def test_texts_are_the_target_s(make, settings):
     assert torch.equal(target.generate(**inputs, **options, assistant_model=draft), expected)
 
 
-@pytest.mark.parametrize("make", [recurrent, vanilla, rnn, late])
-@pytest.mark.parametrize("nodes", [None, 12])
+@pytest.mark.parametrize(("make", "nodes"), [(recurrent, None), (vanilla, 12), (rnn, None), (late, 12)])
 def test_compiled_texts_are_the_target_s(make, nodes, caplog):
     torch._dynamo.reset()
     target, draft = shallow_pair(make)

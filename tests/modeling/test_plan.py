@@ -160,7 +160,7 @@ def test_samples_follow_the_target_at_any_size(small, rows, any_size):
     expected = exact_distribution(small, prompt, 1.0, 0.9)
     likely = torch.tensor([[*prompt, *max(expected, key=expected.get), 0]] * rows)
     draft = opened(make_draft(small, block_size=4))
-    counts, draws = dict.fromkeys(expected, 0), 300 if rows == 1 else 12_000
+    counts, draws = dict.fromkeys(expected, 0), 500 if rows == 1 else 12_000
     torch.manual_seed(0)
     for number in range(draws // rows):
         output = sample(small, scripted(draft, likely, error_rate=0.2, seed=number), prompt, rows, 1.0, 0.9)
@@ -230,7 +230,7 @@ def test_samples_follow_the_target_with_a_threshold_and_drawn_drafts(small, rows
     draft, sizes = opened(make_draft(small, block_size=4)), set()
     draft.decoding_config.draft_temperature = 1.0
     small.generation_config.assistant_confidence_threshold = 0.15
-    counts, draws = dict.fromkeys(expected, 0), 300 if rows == 1 else 12_000
+    counts, draws = dict.fromkeys(expected, 0), 500 if rows == 1 else 12_000
     torch.manual_seed(0)
     try:
         for _ in range(draws // rows):
@@ -264,12 +264,10 @@ def any_plan(monkeypatch):
     torch._dynamo.reset()
 
 
-# A compiled case takes ten seconds. Each drafter is here on each family, each of them with rounds ahead and without.
+# A compiled case takes ten seconds: two of them have every value of every argument.
 COMPILED = {
     (make_draft, "qwen3", "eager", 1, 3),
-    (make_draft, "gemma3", "eager", 4, 1),
-    (make_draft2, "qwen3", "eager", 4, 1),
-    (make_draft2, "gemma3", "eager", 1, 3),
+    (make_draft2, "gemma3", "eager", 4, 1),
 }
 CASES = itertools.product((make_draft, make_draft2), ("qwen3", "gemma3"), (False, "eager"), (1, 3, 4), (1, 3))
 CASES = [case for case in CASES if (case[3] == 3) == (not case[2])]
