@@ -108,7 +108,7 @@ class CostTable:
         drafting = self.drafting * self._forward(rows * self.block_size)
         expected = [drafting + self._forward(rows * (n + 1)) for n in range(most + 1)]
         plain = self._forward(rows)
-        known = {n: _typical(s) for n, s in self._nearest(rows, columns).items() if len(s) > 2}
+        known = self._nearest(rows, columns)
         if not known:
             return [value / plain for value in expected]
         measured = {n: t / (plain if n == -1 else expected[min(n, most)]) for n, t in known.items()}
@@ -119,10 +119,14 @@ class CostTable:
             curve[n] = max(curve[n], curve[n - 1])
         return [value / (plain * measured.get(-1, scale)) for value in curve]
 
-    def _nearest(self, rows: int, columns: int) -> dict:
-        bucket = self.bucket(columns)
-        near = sorted((abs(b - bucket), b) for r, b in self.samples if r == rows)
-        return self.samples[rows, near[0][1]] if near else {}
+    def _nearest(self, rows: int, columns: int) -> dict[int, float]:
+        """Typical seconds by size, of the nearest length at which something is known."""
+        bucket, found = self.bucket(columns), {}
+        for (of, length), sizes in self.samples.items():
+            if of == rows:
+                found[length] = {n: _typical(seconds) for n, seconds in sizes.items() if len(seconds) > 2}
+        near = sorted((abs(length - bucket), length) for length, known in found.items() if known)
+        return found[near[0][1]] if near else {}
 
     def _forward(self, tokens: int) -> float:
         sizes = list(self.forwards)

