@@ -150,6 +150,7 @@ def test_every_layout_that_is_read(layout, files, tmp_path):
     found = {one.key for one in check(tmp_path / "draft", ["llama.cpp"])}
     expected = {
         "z-lab mixed layers": {"is_causal"},
+        "z-lab mixed layers, without the flag that Qwen3 asks for": {"is_causal"},
         "speculators, sliding": {"is_causal"},
         "Gemma-4": {"is_causal"},
         "gpt-oss": {"attention_bias"},
