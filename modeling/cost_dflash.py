@@ -121,12 +121,12 @@ class CostTable:
 
     def _nearest(self, rows: int, columns: int) -> dict[int, float]:
         """Typical seconds by size, of the nearest length at which something is known."""
-        bucket, found = self.bucket(columns), {}
-        for (of, length), sizes in self.samples.items():
-            if of == rows:
-                found[length] = {n: _typical(seconds) for n, seconds in sizes.items() if len(seconds) > 2}
-        near = sorted((abs(length - bucket), length) for length, known in found.items() if known)
-        return found[near[0][1]] if near else {}
+        bucket = self.bucket(columns)
+        for _, length in sorted((abs(length - bucket), length) for of, length in self.samples if of == rows):
+            sizes = self.samples[rows, length].items()
+            if known := {n: _typical(seconds) for n, seconds in sizes if len(seconds) > 2}:
+                return known
+        return {}
 
     def _forward(self, tokens: int) -> float:
         sizes = list(self.forwards)

@@ -22,6 +22,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash_hf import cli
+from dflash_hf.evaluation.measure import EvalReport
 from dflash_hf.evaluation.methods import AUTO_PACKED
 from dflash_hf.evaluation.report import REPORT_FILE
 from dflash_hf.files import atomic
@@ -115,10 +116,9 @@ def main() -> None:
         if not (report / REPORT_FILE).exists():
             counts = ("--prompts", 24, "--max-new-tokens", 96, "--runs", 1, "--threads", 1, "--packed")
             dflash("eval", "--target", target, "--draft", folder, "--data", held_out, *counts, "--output", report)
-        found = json.loads((report / REPORT_FILE).read_text())
-        packed = found["methods"][AUTO_PACKED]
-        tau = sum(map(sum, found["acceptance_lengths"])) / sum(map(len, found["acceptance_lengths"]))
-        lines.append(f"| {name} | {tau:.2f} | {packed['speedup']:.2f}x | {packed['speedup_over_packed']:.2f}x |")
+        found = EvalReport.from_json((report / REPORT_FILE).read_text(encoding="utf-8"))
+        packed = found.methods[AUTO_PACKED]
+        lines.append(f"| {name} | {found.tau:.2f} | {packed.speedup:.2f}x | {packed.speedup_over_packed:.2f}x |")
     RESULT.write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 

@@ -37,29 +37,19 @@ RESULTS = Path(__file__).parent / "results" / "heads"
 SHARED = {"per_device_train_batch_size": 4, "num_anchors": 32, "bf16": True, "loss_type": "dpace_kl"}
 WHOLE = {"learning_rate": 5e-4}  # the drafter and its head
 ALONE = {"learning_rate": 2e-3, "head_only": True}  # the head alone
-CONVOLUTION = {"conv_kernel_size": 2, "conv_group_size": 16}
-
-
-def markov(kind: str) -> dict:
-    confidence = {"enable_confidence_head": True, "confidence_head_with_markov": True}
-    return {"draft_config": {"markov_rank": 256, "markov_head_type": kind, **confidence}}
-
-
-DOMINO = {"draft_config": {"gru_hidden_dim": 1024, "emb_dim": 256, "pure_draft_prefix_len": 1}}
-SELECTOR = {"draft_config": {"selector_rank": 128, "selector_top_k": 16}}
 ADDED = {  # to a trained drafter
     "goes on": WHOLE,
     "goes on, decaying weights": {**WHOLE, "loss_type": "ce"},
     "goes on, D-PACE": {**WHOLE, "loss_type": "dpace"},
     "goes on, KL": {**WHOLE, "loss_type": "kl"},
-    "convolution": {**WHOLE, "draft_config": CONVOLUTION},
-    "JetSpec (causal)": {**WHOLE, "draft_config": {"is_causal": True}},
-    "path selector": ALONE | SELECTOR,
-    "DSpark, vanilla": ALONE | markov("vanilla"),
-    "DSpark, gated": ALONE | markov("gated"),
-    "DSpark, rnn": ALONE | markov("rnn"),
-    "DSpark, vanilla, its own loss": ALONE | markov("vanilla") | {"loss_type": "dspark"},
-    "Domino": ALONE | DOMINO,
+    "convolution": {**WHOLE, "draft_config": {"conv_kernel_size": 2, "conv_group_size": 16}},
+    "JetSpec (causal)": {**WHOLE, "head": "jetspec"},
+    "path selector": {**ALONE, "head": "selector"},
+    "DSpark, vanilla": {**ALONE, "head": "dspark"},
+    "DSpark, gated": {**ALONE, "head": "dspark", "draft_config": {"markov_head_type": "gated"}},
+    "DSpark, rnn": {**ALONE, "head": "dspark", "draft_config": {"markov_head_type": "rnn"}},
+    "DSpark, vanilla, its own loss": {**ALONE, "head": "dspark", "loss_type": "dspark"},
+    "Domino": {**ALONE, "head": "domino"},
 }
 WAYS = {  # of decoding; the sizes of the first are chosen round by round
     "plain call": ({}, {}),
@@ -115,7 +105,6 @@ def prompts_of(pair: DemoPair, count: int) -> dict[str, list[list[int]]]:
 
 def decode_all(arguments) -> None:
     """Each request: the target alone, then each drafter in each way; tokens, rounds, CPU seconds."""
-    pair, prompts = None, {}
     found = {(line["name"], line["seed"]): line["minutes"] for line in lines_of("trained.jsonl")}
     drafts = {"as it was": drafter_folder()}
     for (name, seed), minutes in found.items():
@@ -127,18 +116,19 @@ def decode_all(arguments) -> None:
     models = {
         name: DFlashDraftModel.from_pretrained(folder, dtype=torch.bfloat16).eval() for name, folder in drafts.items()
     }
+    # Once: what is learned of a drafter from call to call is kept with the object.
+    ready = {(name, way): variant(models[name], **changes) for name in models for way, (changes, _) in WAYS.items()}
     known = {(line["set"], line["prompt"], line["name"], line["way"]) for line in lines_of("decoded.jsonl")}
     with packed_weights(pair.target, *models.values()):
         for number in range(arguments.prompts):
             for kind, rows in prompts.items():
-                for way, (changes, options) in WAYS.items():
+                for way, (_, options) in WAYS.items():
                     missing = [name for name in models if (kind, number, name, way) not in known]
                     if not missing or number >= len(rows):
                         continue
                     alone = timed(pair, rows[number], options, None, arguments.max_new_tokens)
                     for name in missing:
-                        draft = variant(models[name], **changes)
-                        line = timed(pair, rows[number], options, draft, arguments.max_new_tokens)
+                        line = timed(pair, rows[number], options, ready[name, way], arguments.max_new_tokens)
                         place = {"set": kind, "prompt": number, "name": name, "way": way}
                         append("decoded.jsonl", place | line | {"speedup": alone["seconds"] / line["seconds"]})
 

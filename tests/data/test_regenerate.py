@@ -448,14 +448,14 @@ def test_wrong_options_are_told_in_one_line(data, tmp_path, capsys):
     code, _, error = regenerate(
         capsys, data, tmp_path / "absent", tmp_path / "out.jsonl", "--temperature", "0", "--top-p", "0.9"
     )
-    assert code == 2 and "has no effect in greedy decoding" in error
+    assert code == 2 and "--top-p 0.9 has no effect in greedy decoding" in error
     for options in (("--compile",), ("--tree-nodes", "3"), ("--draft-temperature", "1")):
         options = ("--server", "http://127.0.0.1:1", *options)
         code, _, error = regenerate(capsys, data, tmp_path / "absent", tmp_path / "out.jsonl", *options)
         assert code == 1 and "decodes itself: leave out" in error
     options = ("--temperature", "0", "--draft-temperature", "1")
     code, _, error = regenerate(capsys, data, tmp_path / "absent", tmp_path / "out.jsonl", *options)
-    assert code == 2 and "has no effect in greedy decoding" in error
+    assert code == 2 and "--draft-temperature 1 has no effect in greedy decoding" in error
     code, _, error = regenerate(capsys, data, tmp_path / "absent", tmp_path / "out.jsonl")
     assert code == 1 and "there is no such folder" in error
     assert not (tmp_path / "out.jsonl").exists()

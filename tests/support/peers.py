@@ -54,6 +54,12 @@ def _qwen3(target, **more):
     return type(target.config)(**fields)
 
 
+def _step(trainer, draft, target, **more):
+    """Of SpecForge's and Automodel's trainers, which are made alike."""
+    models = draft, target.lm_head, target.get_input_embeddings()
+    return trainer(*models, VOCAB - 1, BLOCK, attention_backend="sdpa", **more)
+
+
 def speculators(target, batch, folder, kind, loss='{"kl_div": 1.0}', layers=None, selector=1.0, **fields):
     from speculators.losses import eager, resolve_loss_config
     from speculators.model import SpeculatorModel
@@ -113,16 +119,7 @@ def specforge(target, batch, folder, kind, layers=None, **fields):
     draft.save_pretrained(folder / "draft")
     more = {"shift_label": fields["shift_label"]} if kind == "domino" else {}
     more |= {} if loss_type is None else {"loss_type": loss_type}
-    step = trainer(
-        draft,
-        target.lm_head,
-        target.get_input_embeddings(),
-        VOCAB - 1,
-        BLOCK,
-        attention_backend="sdpa",
-        loss_decay_gamma=GAMMA,
-        **more,
-    )
+    step = _step(trainer, draft, target, loss_decay_gamma=GAMMA, **more)
     last = {"dflash": (), "domino": (0.75,), "dspark": (batch.states,)}[kind]
     divisor = None if loss_type is None else (lambda counted, weights: torch.tensor(1.0))  # of the sequences
     return Step(
@@ -165,15 +162,7 @@ def automodel(target, batch, folder, kind, selector=1.0, **fields):
     }[kind]
     if kind == "domino":
         more = {**more, "shift_label": fields["shift_label"]}
-    step = trainer(
-        draft,
-        target.lm_head,
-        target.get_input_embeddings(),
-        VOCAB - 1,
-        BLOCK,
-        attention_backend="sdpa",
-        **more,
-    )
+    step = _step(trainer, draft, target, **more)
     last = {"domino": (0.75,), "jetspec": (batch.logits,)}.get(kind, ())
     run = lambda: step(batch.ids, batch.features, batch.mask, *last).loss  # noqa: E731
     return Step(draft, run, (step, "_sample_anchor_positions"))

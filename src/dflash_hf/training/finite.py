@@ -70,6 +70,8 @@ class FiniteGuard:
         for name, parameter in trainer.draft.named_parameters():
             if not is_finite([parameter]):
                 return f"{name} of the drafter is not finite already", "Start from finite weights.", ""
+        alone = trainer.accelerator.num_processes == 1  # else a forward would wait for the other processes
+        rows = []
         for inputs in self.of_this_step:
             inputs = trainer._prepare_inputs(inputs)
             features = trainer.read_target(inputs)[0]  # [N, S, L*H_t]
@@ -83,11 +85,18 @@ class FiniteGuard:
                     "Load the target in bfloat16 or float32 (target_dtype), or store its features so.",
                     self._named(inputs, wrong.any(1)),
                 )
+            guilty = torch.ones(len(features), dtype=torch.bool)
+            if alone:
+                with torch.no_grad(), trainer.compute_loss_context_manager():
+                    _, outputs = trainer.compute_loss(trainer.model, inputs, return_outputs=True)
+                found = ~outputs["statistics"].isfinite().all(-1)
+                guilty = found if found.any() else guilty
+            rows.append(self._named(inputs, guilty))
         remedy = (
             f"Lower learning_rate={trainer.args.learning_rate}, or warm up longer, or take bf16 in place of fp16; a "
             "checkpoint given as the model to start from (`draft=` of `dflash train`) may use other settings."
         )
-        return "The target's features are finite, so the drafter overflows", remedy, ""
+        return "The target's features are finite, so the drafter overflows", remedy, "".join(rows)
 
     def _named(self, inputs: dict, guilty: torch.Tensor) -> str:
         """Rows of a batch, by number in the training data or by their first ids."""
