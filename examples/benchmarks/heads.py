@@ -31,10 +31,11 @@ from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.packed_linear import packed_weights
 from dflash_hf.smollm2 import drafter_folder
 from dflash_hf.training.pace import Pace
+from dflash_hf.training.settings_for import Machine
 
 
 RESULTS = Path(__file__).parent / "results" / "heads"
-SHARED = {"per_device_train_batch_size": 4, "num_anchors": 32, "bf16": True, "loss_type": "dpace_kl"}
+SHARED = {"per_device_train_batch_size": 4, "num_anchors": 32, "loss_type": "dpace_kl"}
 WHOLE = {"learning_rate": 5e-4}  # the drafter and its head
 ALONE = {"learning_rate": 2e-3, "head_only": True}  # the head alone
 ADDED = {  # to a trained drafter
@@ -79,12 +80,13 @@ def folder_of(work: Path, name: str, minutes: float, seed: int) -> Path:
 def train_all(arguments) -> None:
     Pace.clock = staticmethod(time.process_time)
     known = {(line["name"], line["minutes"], line["seed"]) for line in lines_of("trained.jsonl")}
+    shared = SHARED | {"bf16": Machine.here(torch.device("cpu"), Path()).halves}
     for seed in range(arguments.seeds):
         for name in arguments.only or ADDED:
             if (name, arguments.minutes, seed) in known:
                 continue
             folder = folder_of(arguments.work, name, arguments.minutes, seed)
-            keys = SHARED | ADDED[name] | {"draft": str(arguments.draft), "overwrite_output_dir": True}
+            keys = shared | ADDED[name] | {"draft": str(arguments.draft), "overwrite_output_dir": True}
             given = arguments.features, arguments.eval_features
             figures = trained(keys, *given, str(folder), 60 * arguments.minutes, seed)
             append("trained.jsonl", {"name": name, "minutes": arguments.minutes, "seed": seed, **figures})
