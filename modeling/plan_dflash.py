@@ -12,6 +12,7 @@ import math
 from bisect import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from statistics import NormalDist
 from typing import NamedTuple
 
 import torch
@@ -200,6 +201,35 @@ class Pace:
             self.tokens, self.cost = 0.4 * self.tokens, 0.4 * self.cost  # they decide anew
 
 
+class SlowestRow:
+    """
+    Tokens of a round of a batch, which is done when its slowest row is.
+
+    After `k` rounds whose counts have a standard deviation of `s`, the slowest of several equal rows lags behind by
+    `z * s / sqrt(k)` tokens per round: far at first, hardly at the end of a long text. So a part of that is added to
+    what the slowest row got so far, and what it will lag behind at the end is taken off.
+    """
+
+    def __init__(self, rows: int):
+        self.rounds, self.got = 0, [0] * rows
+        self.seen, self.total, self.squares = 0, 0, 0
+        self.z = NormalDist().inv_cdf((rows - 0.375) / (rows + 0.25))  # of the largest of so many (Blom)
+        self.trust = max(0.5 - 1 / rows, 0.0)  # that rows are equal: the fewer, the less is known
+
+    def after(self, counts: list[int], alive: list[bool], left: int) -> float:
+        """Tokens of a round, after one that committed `counts`; `left` tokens may come."""
+        self.rounds += 1
+        for row, count in enumerate(counts):
+            if alive[row]:
+                self.got[row] += count
+                self.seen, self.total, self.squares = self.seen + 1, self.total + count, self.squares + count**2
+        mean = self.total / self.seen
+        lag = self.z * max(self.squares / self.seen - mean**2, 0.0) ** 0.5
+        got = min(got for got, goes_on in zip(self.got, alive, strict=True) if goes_on)
+        pace = min(got / self.rounds + self.trust * lag / self.rounds**0.5, mean)
+        return pace / (1 + lag / ((got + left) * pace) ** 0.5)
+
+
 class FastestPlan:
     """
     For each round the drafted tokens that are worth verifying: of a tree, or none.
@@ -216,7 +246,7 @@ class FastestPlan:
     """
 
     whole = False
-    LADDER = (1, 2, 4, 8, 16)  # sizes that are preferred a little, until it is known what they cost
+    LADDER = (1, 2, 4, 8, 16, 32, 64)  # sizes that are preferred a little, until it is known what they cost
     ENOUGH = 3  # times that each of them is tried, and a round that drafts nothing
 
     def __init__(self, plan: Plan, table: CostTable, paces: dict, key: tuple, device: torch.device):
@@ -225,6 +255,7 @@ class FastestPlan:
         self.sizes: list[int] = []  # drafted tokens that each round verified
         self.tokens = self.spent = 0.0  # committed for each row; what that cost, in rounds that draft nothing
         self.tried: dict[int, int] = {}  # rounds of this call by size, -1 for those that drafted nothing
+        self.slowest: SlowestRow | None = None  # of rounds that drafted
         self.judged: list[tuple] = []  # of the round under way and each row: parents and chances of its nodes
 
     def next(self, text) -> Plan:
@@ -234,6 +265,7 @@ class FastestPlan:
         self.place = len(self.alive), text.writer.prompt_length + host.longest
         self.costs = self.known.curve(*self.place, self.widest.nodes)
         if not self.sizes:
+            self.slowest = SlowestRow(len(self.alive))
             self.pace.begin(self.costs[min(2, self.widest.nodes)])
         self.forced = self._to_try()
         rests = self.forced is None and self.pace.resting > 0
@@ -284,7 +316,10 @@ class FastestPlan:
                     if parents[node] in judged:
                         self.pace.reliability.note(chances[node], node in taken)
         # Of one row, what is expected tells as much as what was accepted, and varies less.
-        self.pace.note(0.25 * tokens + 0.75 * self.expected if sum(self.alive) == 1 else tokens, cost)
+        paced = 0.25 * tokens + 0.75 * self.expected
+        if len(counts) > 1:
+            paced = self.slowest.after(counts, self.alive, self.left)
+        self.pace.note(paced, cost)
 
     def summary(self) -> dict:
         """The choices, for the output. A call that mostly decodes without drafts logs the reason once."""

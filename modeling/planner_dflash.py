@@ -17,7 +17,6 @@ _paces: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 # Of a `GenerationConfig` that does not set them.
 _DEFAULT_ASSISTANT_TOKENS, _DEFAULT_THRESHOLD = 20, 0.4
 _OF_ASSISTANTS = ("assistant_confidence_threshold", "num_assistant_tokens_schedule")
-_WIDEST = 16  # drafted tokens of a row that are considered, and of a batch twice as many
 
 
 def planner_of(call, pair):
@@ -58,7 +57,7 @@ def planner_of(call, pair):
         table = table_of(target, draft, call.compile, text.look_ahead)
         if whole:
             return FewPlans(_few(drafter, trained, rows, trees), table, paces, key, place, device, bool(call.compile))
-        nodes = max(min(_WIDEST, 2 * _WIDEST // rows), 2)
+        nodes = widest_tree(rows, device.type == "cpu")
         plan = drafter.plan(trained, nodes) if trees else drafter.plan(trained, trained - 1, top_k=1)
         return FastestPlan(plan, table, paces, key, device)
     nodes = (config.tree_nodes or 0) if trees else 0
@@ -70,6 +69,11 @@ def _few(drafter, trained: int, rows: int, trees: bool) -> list[Plan]:
     plans = [Plan(1), drafter.plan(trained), *([Plan((trained + 1) // 2)] if trained > 3 else [])]
     sizes = tree_sizes(rows, drafter.device.type == "cpu") if trees and trained > 2 else []
     return [*plans, *(drafter.plan(trained, nodes) for nodes in sizes)]
+
+
+def widest_tree(rows: int, on_cpu: bool) -> int:
+    """Drafted tokens of a row that are considered: fewer in a batch, more where wide forwards are cheap."""
+    return max(min(16, 32 // rows), 2) if on_cpu else max(min(64, 512 // rows), 15)
 
 
 def tree_sizes(rows: int, on_cpu: bool) -> list[int]:

@@ -4,6 +4,7 @@ import functools
 import gc
 import itertools
 import random
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -19,8 +20,8 @@ from dflash_hf.modeling import compile_dflash, cost_dflash, plan_dflash, planner
 from dflash_hf.modeling.accept_dflash import Draft, Proposal
 from dflash_hf.modeling.cost_dflash import CostTable
 from dflash_hf.modeling.few_plans_dflash import FewPlans, Record
-from dflash_hf.modeling.plan_dflash import FastestPlan, Pace, Reliability
-from dflash_hf.modeling.tree_dflash import DraftTree, every_path
+from dflash_hf.modeling.plan_dflash import FastestPlan, Pace, Reliability, SlowestRow
+from dflash_hf.modeling.tree_dflash import DraftTree, every_path, likeliest_tree
 
 
 CPU = torch.device("cpu")
@@ -56,6 +57,12 @@ def any_size(monkeypatch, planners):
 
     monkeypatch.setattr(FastestPlan, "_to_try", to_try)
     return planners
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 64, 500])
+def test_batches_consider_whole_blocks_where_wide_forwards_are_cheap(rows):
+    assert planner_dflash.widest_tree(rows, on_cpu=False) >= 15
+    assert 2 <= planner_dflash.widest_tree(rows, on_cpu=True) <= max(32 // rows, 2)
 
 
 FAMILIES = ["qwen3", "gemma3", "gpt2", "lfm2", "qwen3_next"]
@@ -543,3 +550,48 @@ def test_sizes_that_were_set_are_kept(planners):
     assert not planners
     target.generate(prompt, max_new_tokens=9, assistant_model=opened(draft))
     assert len(planners) == 1
+
+
+@pytest.mark.parametrize("rows", [8, 64])
+@pytest.mark.parametrize("slow", [False, True], ids=["equal", "one-slow"])
+def test_pace_of_the_slowest_row(rows, slow):
+    """Over all rounds of a text: of equal rows it is known early; of one slow row, in the end."""
+    draws, left = random.Random(rows), 300
+    slowest, got, estimates = SlowestRow(rows), [0] * rows, []
+    while min(got) < left:
+        counts = [1 if slow and row == 0 else draws.choice((1, 1, 2, 4, 8, 9)) for row in range(rows)]
+        estimates.append(slowest.after(counts, [one < left for one in got], left - min(got)))
+        got = [one + count for one, count in zip(got, counts, strict=True)]
+    true = left / len(estimates)
+    if slow:
+        assert true == 1 and estimates[200] < 1.15 and estimates == sorted(estimates, reverse=True)
+    else:
+        assert min(estimates) > 0.45 * true and abs(estimates[40] / true - 1) < 0.25
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_large_batches_draft_from_their_first_call_where_that_pays(rows):
+    """Half of all slots are right, and a round that drafts costs 1.2 of one that does not."""
+    draws, table = random.Random(0), CostTable(0.1, 8, CPU)
+    table.samples[rows, table.bucket(100)] = {-1: [1.0] * 3, **{size: [1.2] * 3 for size in range(8)}}
+    host, most = types.SimpleNamespace(alive=[True] * rows, longest=0, committed=[]), 120
+    text = types.SimpleNamespace(host=host, tokens_left=most, writer=types.SimpleNamespace(prompt_length=60))
+    plan = planner_dflash.Plan(8, every_path(7, 7, 1, CPU))
+    planner = FastestPlan(plan, table, {}, (rows,), CPU)
+    got = [0] * rows
+    while any(host.alive):
+        drafted, counts = planner.next(text), [1] * rows
+        if drafted.block > 1:
+            tree = likeliest_tree(
+                torch.zeros(rows, dtype=torch.long),
+                torch.arange(1, 8).expand(rows, 7),
+                torch.full((rows, 7), 0.5).log().cumsum(1),
+                plan.paths,
+            )
+            size = drafted.cut(Draft(tree.tokens, tree=tree)).tokens.shape[1]
+            counts = [1 + next((i for i in range(size - 1) if draws.random() > 0.5), size - 1) for _ in range(rows)]
+        counts = [min(count, most - done) for count, done in zip(counts, got, strict=True)]
+        got = [done + count for done, count in zip(got, counts, strict=True)]
+        host.committed, host.alive, text.tokens_left = counts, [done < most for done in got], most - min(got)
+        planner.learn(text, types.SimpleNamespace(path=None))
+    assert sum(size > 0 for size in planner.sizes) > 0.8 * len(planner.sizes)

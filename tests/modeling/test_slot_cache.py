@@ -1,5 +1,7 @@
 """The slot cache by itself: writes, order of writes, masks, growth, and the way from and to an ordinary cache."""
 
+import itertools
+
 import pytest
 import torch
 from support.pairs import make_draft, make_target
@@ -33,6 +35,28 @@ def test_rows_keep_their_own_places():
     keys, _ = cache.update(states(2, 3), states(2, 3), 0)
     assert keys[0, 0, :8, 0].tolist() == [0, 1, 2, 0, 0, 0, 0, 0]
     assert keys[1, 0, :8, 0].tolist() == [0, 0, 0, 0, 0, 1000, 1001, 1002]
+
+
+def test_layers_of_other_heads_and_widths_share_slots():
+    cache, slots = SlotCache(3, 20), torch.tensor([[0, 4], [7, 2], [3, 9]])
+    source, goal = torch.tensor([[4, 0], [2, 2], [9, 3]]), torch.tensor([[5, 6], [11, 12], [0, 1]])
+    cache.reserve(13)
+    cache.place(slots)
+    for layer, (heads, width, of_values) in enumerate(((2, 4, 4), (5, 3, 6), (1, 8, 2))):
+        written = torch.randn(3, heads, 2, width), torch.randn(3, heads, 2, of_values)
+        read = cache.update(*written, layer)
+        for states, new in zip(read, written, strict=True):
+            expected = torch.zeros_like(states)
+            for row, head, token in itertools.product(range(3), range(heads), range(2)):
+                expected[row, head, slots[row, token]] = new[row, head, token]
+            assert torch.equal(states, expected)
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+    cache.move(source, goal)
+    for layer, old in zip(cache.layers, before, strict=True):
+        for states, expected in zip((layer.keys, layer.values), old, strict=True):
+            for row, token in itertools.product(range(3), range(2)):
+                expected[row, :, goal[row, token]] = expected[row, :, source[row, token]].clone()
+            assert torch.equal(states, expected)
 
 
 def test_growing_keeps_what_is_there():

@@ -1,0 +1,252 @@
+"""
+The sizes that the plain call would choose on a GPU, and what they bring: Qwen3-8B and its drafter of five layers and
+blocks of 16, on a simulated H100 or H200.
+
+    python examples/benchmarks/simulated_gpu.py
+
+The planner is the package's own, with the costs of rounds pinned. Simulated are:
+
+- costs: a forward takes as long as reading its weights and keys at 80 % of the data sheet's bandwidth or, if that is
+  longer, its operations at 60 % of the dense bf16 peak, with tokens in tiles of 64 (flat up to there, steps after); no
+  less than dispatching its kernels one by one (6 us each; 1 us in a CUDA graph). Kernels are counted in rounds of a
+  model with as many layers, as PyTorch dispatches them.
+- acceptance: a slot's likeliest token is right with a chance drawn for each slot, so that a block of 16 commits 6.5
+  tokens (the paper's average for this target), the next seven with what makes a tree of 64 commit 7.5 (public figures
+  of DDTree: 6.5 for blocks, 7.26, 7.48, 8.08 for trees of 32, 64, 128). Slots are independent, and the drafter's
+  probabilities are these chances.
+
+Times are sums of costs, not measurements of a GPU.
+"""
+
+import argparse
+import random
+import statistics
+from collections import deque
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from random_pairs import SHAPES, random_pair
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dflash_hf.modeling.accept_dflash import Draft, Verdict
+from dflash_hf.modeling.cost_dflash import CostTable
+from dflash_hf.modeling.plan_dflash import FastestPlan, Plan
+from dflash_hf.modeling.planner_dflash import widest_tree
+from dflash_hf.modeling.tree_dflash import TOP_K, every_path, independent_paths, likeliest_tree
+
+
+RESULT = Path(__file__).parent / "results" / "simulated_gpu.md"
+GPUS = {
+    "H100": (3.35e12, 989e12),
+    "H200": (4.8e12, 989e12),
+}  # data sheets: bytes, dense bf16 operations per second
+SHAPE, BLOCK, TEXT, NEW = "qwen3-8b", 16, 1024, 512
+ROWS = (1, 8, 64)
+SIZES = (-1, 0, 1, 2, 4, 7, 11, 15, 16, 23, 31, 47, 64, 95, 127)
+VIEWS = {"view", "_unsafe_view", "t", "transpose", "expand", "slice", "select", "unsqueeze", "squeeze", "permute"}
+VIEWS |= {"detach", "alias", "split", "split_with_sizes", "chunk", "as_strided", "unbind", "unflatten", "flatten"}
+NO_KERNEL = VIEWS | {"reshape", "expand_as", "to"}  # of what inference mode does not take apart
+
+
+class Kernels(TorchDispatchMode):
+    """Counts what is dispatched, views left out."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.overloadpacket.__name__ not in NO_KERNEL
+        return function(*args, **(kwargs or {}))
+
+
+def kernels() -> dict[str, float]:
+    """Of a round without drafts, with a block, and with a tree: a tiny model of as many layers."""
+    shape = SHAPES["tiny"]
+    SHAPES["deep"] = {**shape, "target": {**shape["target"], "num_hidden_layers": 36}, "draft_layers": 5}
+    target, draft, prompts = random_pair("deep", torch.float32, "cpu", 1)
+    ids, found = torch.tensor(prompts), {}
+    settings = {"alone": None, "nothing": {"block_size": 1}, "block": {"block_size": 8}, "tree": {"tree_nodes": 15}}
+    for name, setting in settings.items():
+        for field in ("block_size", "tree_nodes"):
+            setattr(draft.decoding_config, field, (setting or {}).get(field))
+        counts = []
+        options = {"assistant_model": None if setting is None else draft, "return_dict_in_generate": True}
+        target.generate(ids, max_new_tokens=4, do_sample=False, **options)  # what is found out once
+        for new in (2, 34):
+            with Kernels() as mode:
+                output = target.generate(ids, max_new_tokens=new, do_sample=False, **options)
+            rounds = new if setting is None else len(output.acceptance_lengths[0])
+            counts.append((mode.count, rounds))
+        (few, first), (many, last) = counts
+        found[name] = (many - few) / (last - first)
+    return found
+
+
+class Costs:
+    """Seconds of rounds on a simulated GPU."""
+
+    def __init__(self, bandwidth: float, peak: float, launches: dict[str, float], launch: float):
+        target, layers = SHAPES[SHAPE]["target"], SHAPES[SHAPE]["draft_layers"]
+        hidden, heads = target["hidden_size"], target["num_attention_heads"] + 2 * target["num_key_value_heads"]
+        attention = hidden * target["head_dim"] * (heads + target["num_attention_heads"])
+        layer = attention + 3 * hidden * target["intermediate_size"]
+        head = hidden * target["vocab_size"]
+        self.target, self.drafter = target["num_hidden_layers"] * layer + head, layers * layer + head
+        self.keys = 4 * target["num_hidden_layers"] * target["num_key_value_heads"] * target["head_dim"] * TEXT
+        self.bandwidth, self.peak, self.launches, self.launch = 0.8 * bandwidth, 0.6 * peak, launches, launch
+
+    def forward(self, weights: float, tokens: int, rows: int) -> float:
+        """Of `tokens` in all, of so many rows."""
+        tiles = -(-tokens // 64) * 64
+        return max((2 * weights + rows * self.keys) / self.bandwidth, 2 * weights * tiles / self.peak)
+
+    def round(self, rows: int, size: int, kind: str | None = None) -> float:
+        """That verifies `size` drafted tokens; -1 drafts nothing."""
+        kind = kind or ("nothing" if size < 0 else "tree")
+        seconds = self.forward(self.target, rows * (max(size, 0) + 1), rows)
+        if size >= 0:
+            seconds += self.forward(self.drafter, rows * BLOCK, 0)
+        least = self.launches[kind] * self.launch
+        return seconds + least if self.launch < 2e-6 else max(seconds, least)
+
+
+class World:
+    """A drafter's probabilities, and what the target says."""
+
+    def __init__(self, sure: float, others: float, rows: int):
+        self.sure, self.others, self.rows, self.draws = sure, others, rows, random.Random(0)
+
+    def slots(self) -> torch.Tensor:
+        """`[R, D, k]`, chances of the candidates of each slot."""
+        certain, draws = self.sure, self.draws
+        first = [[0.99 if draws.random() < certain else draws.uniform(0.2, 0.95) for _ in range(BLOCK - 1)]
+                 for _ in range(self.rows)]  # fmt: skip
+        first = torch.tensor(first, dtype=torch.float64)
+        shares = self.others * 0.5 ** torch.arange(1, TOP_K, dtype=torch.float64)
+        return torch.cat([first[..., None], (1 - first)[..., None] * shares], dim=-1)
+
+    def truth(self, chances: torch.Tensor) -> torch.Tensor:
+        """`[R, D]`, the candidate that the target takes in each slot; -1 for another token."""
+        draws = torch.tensor([[self.draws.random() for _ in range(BLOCK - 1)] for _ in range(self.rows)])
+        place = (draws[..., None] >= chances.cumsum(-1)).sum(-1)
+        return torch.where(place < TOP_K, place, -1)
+
+
+def drafted(world: World, plan: Plan):
+    """A draft of each row, and how far the target agrees with it: lengths, and of a tree the accepted path."""
+    chances, ids = world.slots(), torch.arange(TOP_K).expand(world.rows, BLOCK - 1, TOP_K)
+    truth = torch.nn.functional.pad(world.truth(chances), (0, 1), value=-1)  # [R, D + 1]
+    anchors = torch.zeros(world.rows, dtype=torch.long)
+    if plan.paths is None:
+        draft = Draft(anchors[:, None].expand(-1, plan.block))
+    else:
+        tree = likeliest_tree(anchors, *independent_paths(ids, chances.log(), plan.paths), plan.paths)
+        draft = Draft(tree.tokens, tree=tree)
+        draft = plan.cut(draft) if plan.cut else draft
+    depths = torch.arange(draft.tokens.shape[1]).expand(world.rows, -1) if draft.tree is None else draft.tree.depths
+    return draft, *draft.walk(truth.gather(1, depths.minimum(torch.tensor(BLOCK - 1))))[1:]
+
+
+def tau(plan: Plan, *world: float) -> float:
+    """What a round of a plan commits."""
+    rows = World(*world, 50)
+    return statistics.fmean(float(drafted(rows, plan)[1].double().mean()) for _ in range(40))
+
+
+def solved(function, goal: float) -> float:
+    """Where a rising function of 0 to 1 reaches `goal`."""
+    low, high = 0.0, 1.0
+    for _ in range(8):
+        middle = (low + high) / 2
+        low, high = (middle, high) if function(middle) < goal else (low, middle)
+    return (low + high) / 2
+
+
+def decode(costs, rows: int, sure: float, others: float, planned) -> dict:
+    """Rounds of `NEW` tokens for each row, planned by a planner or of a fixed size."""
+    world, left = World(sure, others, rows), [NEW] * rows
+    spent, sizes, tokens, plain = 0.0, [], 0.0, 0
+    host = SimpleNamespace(alive=[True] * rows, longest=0, committed=[])
+    text = SimpleNamespace(host=host, tokens_left=NEW, writer=SimpleNamespace(prompt_length=TEXT))
+    while any(host.alive):
+        plan = planned.next(text) if isinstance(planned, FastestPlan) else planned
+        size, counts, path = plan.size - 1 if plan.block > 1 else -1, torch.ones(rows, dtype=torch.long), None
+        if plan.block > 1:
+            draft, counts, path = drafted(world, plan)
+            size = draft.tokens.shape[1] - 1
+        kind = "nothing" if size < 0 else "tree" if path is not None else "block"
+        spent += costs.round(rows, size, kind)
+        counts = [min(count, rest) for count, rest in zip(counts.tolist(), left, strict=True)]
+        drafting, unfinished = sum(host.alive), [rest > count for rest, count in zip(left, counts, strict=True)]
+        left = [rest - count for rest, count in zip(left, counts, strict=True)]
+        if size >= 0:
+            sizes.append(size)
+            tokens += sum(counts) / drafting
+        else:
+            plain += 1
+        host.committed, host.alive, text.tokens_left = counts, unfinished, max(left)
+        host.longest = NEW - min(left)
+        if isinstance(planned, FastestPlan):
+            planned.learn(text, Verdict(None, None, None, None, path))
+    return {"seconds": spent, "sizes": sizes, "tau": tokens / max(len(sizes), 1), "plain": plain}
+
+
+def planner(costs: Costs, rows: int, paces: dict) -> FastestPlan:
+    """The planner of a call on that machine."""
+    device = torch.device("cuda")
+    nodes = widest_tree(rows, on_cpu=False)
+    table = CostTable(costs.drafter / costs.target, BLOCK, device)
+    bucket = table.bucket(TEXT)
+    table.samples[rows, bucket] = {n: deque([costs.round(rows, n)] * 3) for n in SIZES if n <= nodes}
+    table.pinned = True
+    plan = Plan(BLOCK, every_path(nodes, BLOCK - 1, TOP_K, torch.device("cpu")))
+    return FastestPlan(plan, table, paces, (rows,), torch.device("cpu"))
+
+
+def table() -> list[str]:
+    launches = kernels()
+    block, tree = Plan(BLOCK), Plan(BLOCK, every_path(64, BLOCK - 1, TOP_K, torch.device("cpu")))
+    sure = solved(lambda sure: tau(block, sure, 0.0), 6.5)
+    others = solved(lambda others: tau(tree, sure, others), 7.5)
+    world = sure, others
+    lines = [
+        "# The plain call on a simulated GPU",
+        "",
+        __doc__.split("\n\n")[0].strip().replace("\n", " "),
+        f"`python examples/benchmarks/simulated_gpu.py` says how. A block of 16 commits "
+        f"{tau(block, *world):.2f} tokens, a tree of 64 {tau(tree, *world):.2f}.",
+        f"Kernels of a round: {launches['alone']:.0f} in `generate` without a drafter, {launches['nothing']:.0f} "
+        f"where nothing is drafted, {launches['block']:.0f} with a block, {launches['tree']:.0f} with a tree.",
+        "",
+        "| GPU | rounds | rows | nothing drafted, ms | block of 16, ms | over the target alone | chosen: over "
+        "the target alone | over a block of 16 | tokens verified, median (quartiles) | tau | rounds without drafts |",
+        "|---" * 11 + "|",
+    ]
+    for gpu, (bandwidth, peak) in GPUS.items():
+        for how, launch in (("eager", 6e-6), ("graphs", 1e-6)):
+            costs = Costs(bandwidth, peak, launches, launch)
+            for rows in ROWS:
+                alone = NEW * costs.round(rows, -1, "alone")
+                fixed = decode(costs, rows, *world, block)
+                paces: dict = {}
+                for _ in range(3):  # calls, the last of which is shown
+                    found = decode(costs, rows, *world, planner(costs, rows, paces))
+                sizes = found["sizes"] or [0]
+                quarters = statistics.quantiles(sizes, n=4) if len(sizes) > 1 else sizes * 3
+                cells = [gpu, how, rows, f"{1e3 * costs.round(rows, -1):.2f}"]
+                cells += [f"{1e3 * costs.round(rows, BLOCK - 1, 'block'):.2f}", f"{alone / fixed['seconds']:.2f}x"]
+                cells += [f"{alone / found['seconds']:.2f}x", f"{fixed['seconds'] / found['seconds']:.2f}x"]
+                cells += [f"{quarters[1]:.0f} ({quarters[0]:.0f}-{quarters[2]:.0f})", f"{found['tau']:.2f}"]
+                lines.append(f"| {' | '.join(map(str, cells))} | {found['plain']} |")
+                print(lines[-1], flush=True)
+    return lines
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    torch.manual_seed(0)
+    RESULT.write_text("\n".join(table()) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
