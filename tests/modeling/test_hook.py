@@ -226,4 +226,4 @@ def test_what_newcomers_write_gets_a_sentence(target, draft, tmp_path):
 def test_a_dynamically_quantised_target_is_told_why_it_decodes_plainly(target):
     """It read that its cache cannot be rolled back; its logits depend on how many tokens are computed together."""
     quantised = torch.ao.quantization.quantize_dynamic(target, {torch.nn.Linear}, dtype=torch.qint8)
-    assert "computes other logits for several tokens than for one" in facts_of(quantised).why_plain([0], None)
+    assert "computes different logits for several tokens than for one" in facts_of(quantised).why_plain([0], None)
