@@ -203,7 +203,7 @@ def test_features_of_something_else_are_refused_in_training(target, stored, tmp_
         (
             make_draft(target, target_layer_ids=[0, 1, 3]),
             target,
-            r"reads target_layer_ids=\[0, 2, 3\], but the drafter target_layer_ids=\[0, 1, 3\]",
+            r"reads target_layer_ids=\[0, 2, 3\], but the drafter reads target_layer_ids=\[0, 1, 3\]",
         ),
         (make_draft(target), make_target(seed=5), "holds features of some/target with weights.ends="),
         (make_draft(target, dflash_config={"chat_template_kwargs": {"a": 1}}), target, "chat_template_kwargs={}, not"),

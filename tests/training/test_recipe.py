@@ -81,7 +81,7 @@ def test_values_are_typed_like_the_arguments():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["blok_size=8"], "no key 'blok_size'; did you mean 'block_size'"),
+        (["blok_size=8"], "Unknown key 'blok_size'; did you mean 'block_size'"),
         (["learning_rat=1"], "did you mean 'learning_rate'"),
         (["block_size=many"], "block_size='many' must be of type int"),
         (["block_size=2.5"], "block_size=2.5 must be of type int"),
@@ -97,7 +97,7 @@ def test_values_are_typed_like_the_arguments():
         (["data=null"], "A run needs data or features, but neither is given"),
         (["target=null"], "target is not given"),
         (["data=null", "features=f", "packing=true"], "leave out packing"),
-        (["data=null", "features=f", "decode_prompts=2"], "decode_prompts need the target's layers"),
+        (["data=null", "features=f", "decode_prompts=2"], "decode_prompts needs the target's layers"),
         (["streaming=true", "num_proc=2"], "leave out num_proc"),
         (["streaming=true", "draft_vocab_size=9"], "draft_vocab_size counts the tokens of all rows"),
         (["draft=d", "init_layers=[1]"], "init_layers is for a fresh drafter, but draft='d' is given"),
@@ -367,7 +367,7 @@ def test_targets_without_a_spare_row_need_a_mask_token(data, tmp_path, capsys):
     make_target(vocab_size=259).save_pretrained(tmp_path / "full")
     make_tokenizer(CHATML).save_pretrained(tmp_path / "full")
     code, _, error = train(capsys, tmp_path / "full", tmp_path / "drafter", f"data={data}")
-    assert code == 1 and "has no spare row in its embedding for the mask token; set mask_token_id" in error
+    assert code == 1 and "has no spare embedding row for the mask token; set mask_token_id" in error
 
 
 @pytest.mark.slow

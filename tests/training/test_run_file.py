@@ -71,7 +71,7 @@ def test_a_used_folder_is_not_overwritten(used, capsys):
     output, command, _ = used
     before = contents(output)
     code, _, error = run(capsys, command)
-    assert code == 1 and "holds a finished drafter and checkpoint-2. Go on with resume_from_checkpoint=auto" in error
+    assert code == 1 and "holds a finished drafter and checkpoint-2. Resume with resume_from_checkpoint=auto" in error
     assert "overwrite_output_dir=true" in error and "another output_dir" in error
     code, _, error = run(capsys, command, "resume_from_checkpoint=auto", "overwrite_output_dir=true")
     assert code == 1 and "contradict each other" in error
