@@ -531,13 +531,13 @@ def test_drafters_are_found_by_what_they_name_as_base_model(told, monkeypatch):
         code, text = told("find", "someone/nobody")
         assert code == 0 and "`dflash train` makes one" in text
         code, line = told("find", "a/b/c")
-        assert code == 1 and "is not the name of a repository" in line
+        assert code == 1 and "is not a repository name" in line
 
 
 def test_find_asks_once(told, monkeypatch):
     """Offline it showed raw retries for 23 s."""
     code, line = told("find", "someone/target")
-    assert code == 1 and "switched off by HF_HUB_OFFLINE" in line
+    assert code == 1 and "disabled by HF_HUB_OFFLINE" in line
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # the discard port: closed
     monkeypatch.setattr("huggingface_hub.HfApi.list_models", lambda *args, **options: pytest.fail("asked again"))

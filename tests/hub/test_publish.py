@@ -161,7 +161,7 @@ def test_a_folder_gets_what_the_hub_would(folder, tmp_path):
 
 
 def test_what_must_not_be_published(folder):
-    with pytest.raises(PublishError, match="is not the id of a repository"):
+    with pytest.raises(PublishError, match="is not a repository id"):
         publish(folder, "a/b/c", dry_run=True, facts=FACTS)
     with pytest.raises(PublishError, match="write base_model into"):
         publish(folder, REPO, dry_run=True)
@@ -273,7 +273,7 @@ def test_only_code_that_is_the_drafters_is_uploaded(folder):
     [
         (
             {"auto_map": {"AutoModel": "evil/code--modeling.Model"}},
-            "AutoModel is code of another repository",
+            "AutoModel is code from another repository",
         ),
         ({"auto_map": {"AutoModel": "../x.Model"}}, "not a file and a class"),
         ({"quantization_config": {"quant_method": "magic"}}, "quantization_config: quant_method 'magic' is unknown"),
@@ -310,7 +310,7 @@ def test_the_hub_itself_validates_the_card_before_anything_is_made(folder, hub, 
         raise ValueError("invalid license")
 
     monkeypatch.setattr(ModelCard, "validate", refuse)
-    with pytest.raises(PublishError, match="the Hub refused it .invalid license"):
+    with pytest.raises(PublishError, match="the Hub rejected it .invalid license"):
         publish(folder, REPO, facts=FACTS)
     assert hub.files == {}
 
