@@ -511,9 +511,9 @@ def test_recipes_are_listed_shown_and_copied(told, tmp_path):
     code, _ = told("recipes", "copy", "demo.yaml", tmp_path)
     assert code == 0 and (tmp_path / "demo.yaml").is_file()
     code, line = told("recipes", "copy", "demo.yaml", tmp_path)
-    assert code == 1 and "exists; name another file" in line
+    assert code == 1 and "exists; choose another file" in line
     code, line = told("recipes", "show", "nothing")
-    assert code == 1 and "There is no recipe 'nothing'; there are" in line
+    assert code == 1 and "Unknown recipe 'nothing'; choose from" in line
 
 
 def test_drafters_are_found_by_what_they_name_as_base_model(told, monkeypatch):
@@ -529,7 +529,7 @@ def test_drafters_are_found_by_what_they_name_as_base_model(told, monkeypatch):
         code, text = told("find", "someone/target")
         assert code == 0 and [line.split()[1] for line in text.splitlines()] == ["b/target-DFlash", "a/few"]
         code, text = told("find", "someone/nobody")
-        assert code == 0 and "`dflash train` makes one" in text
+        assert code == 0 and "train one with `dflash train`" in text
         code, line = told("find", "a/b/c")
         assert code == 1 and "is not a repository name" in line
 

@@ -225,7 +225,7 @@ def test_the_command(folder, hub, capsys):
     slower = {"target": MethodReport(9.0, 1.0, [9.0], 9, 9, 1), "dflash": MethodReport(5.0, 0.56, [5.0], 9, 9, 1)}
     EvalReport(slower, [[1]], [[1]], 8).save(folder / "eval_report.json")
     main(["publish", str(folder), REPO, "--dry-run", "--base-model", "someone/target"])
-    assert "the target is slower than alone: 0.56x" in capsys.readouterr().err
+    assert "this drafter slows the target down: 0.56x" in capsys.readouterr().err
     (folder / "eval_report.json").unlink()
     code, text = call(REPO, "--private", "--base-model", "someone/target")
     assert code == 0 and text.splitlines()[-1].endswith(f"/commit/{hub.sha()}") and hub.private == {REPO: True}

@@ -90,7 +90,7 @@ def test_llama_cpp_runs_files(tmp_path, capsys):
     assert "another target's" in capsys.readouterr().err
     assert main([*words, str(file), "--dtype", "bf16"]) == 2
     assert main([*words[:-2], str(tmp_path), "--draft", str(file)]) == 2
-    assert "llama.cpp runs the target's .gguf file" in capsys.readouterr().err
+    assert "llama.cpp runs .gguf files; name the target's .gguf file" in capsys.readouterr().err
     assert main([*words[:-2], str(file), "--draft", str(file)]) == 1
     assert "is a drafter; name the GGUF file of the target" in capsys.readouterr().err
 
@@ -116,6 +116,6 @@ def test_words_that_cannot_be_right(more, code, message, world, capsys):
 def test_an_engine_that_is_not_there(world, capsys, monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert main(serve(world, "--engine", "vllm")) == 1
-    assert "--engine vllm is not installed here" in capsys.readouterr().err
+    assert "--engine vllm is not installed (" in capsys.readouterr().err
     assert main(["serve", "--target", str(world / "target"), "--engine", "vllm"]) == 2
     assert "needs --draft" in capsys.readouterr().err

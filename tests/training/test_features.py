@@ -281,7 +281,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert StoredFeatures(tmp_path / "other").manifest.chat_template_kwargs == {"enable_thinking": False}
     notes.unlink()
     for options, message in (
-        (("--target-layer-ids", "0", "4"), "--target-layer-ids [0, 4] must be distinct layers of the target's 0 to 3"),
+        (("--target-layer-ids", "0", "4"), "--target-layer-ids [0, 4] must be distinct layers of the target, 0 to 3"),
         (("--target-layer-ids", "0", "1"), "was stored with layer_ids=[0, 2], not [0, 1]"),
         ((), "was stored with layer_ids=[0, 2], not [2]; width=64, not 32"),
     ):

@@ -264,7 +264,7 @@ def test_what_is_wrong_is_told_in_one_line(folder, data, tmp_path, capsys):
         ([good], {"config": tmp_path / "broken.yaml"}, "broken.yaml is not YAML"),
         (["data=absent.jsonl"], {}, "there is no such file"),
         ([good, "blok_size=1"], {}, "did you mean 'block_size'"),
-        ([good, "output_dir=null"], {}, "There is no output"),
+        ([good, "output_dir=null"], {}, "No output folder is given"),
         ([good, "push_to_hub=true"], {}, "push_to_hub=True needs hub_model_id"),
         ([good, "streaming=true", "max_steps=-1"], {}, "streaming=True has no length; set max_steps"),
         ([good, "mask_token_id=2"], {}, "12 because it holds the mask token 2"),
@@ -274,7 +274,7 @@ def test_what_is_wrong_is_told_in_one_line(folder, data, tmp_path, capsys):
         code, _, error = train(capsys, folder, output, *overrides, **options)
         assert code == 1 and message in error and error.startswith("dflash train: "), (message, error)
     assert main(["train", f"target={folder}", good]) == 1
-    assert "There is no output" in capsys.readouterr().err
+    assert "No output folder is given" in capsys.readouterr().err
     assert not output.exists()
 
 
