@@ -63,7 +63,7 @@ def generate(world, *more, target="target", draft="draft"):
     [
         (["--dtype", "flot"], 2, "'flot' is not one of auto, float32"),
         (["--device", "cuda:9"], 1, "--device cuda:9: this machine has"),
-        (["--device", "gpu"], 2, "'gpu' is not a device; say cpu, cuda"),
+        (["--device", "gpu"], 2, "'gpu' is not a device; use cpu, cuda"),
         (["--top-p", "2"], 2, "2 must be above 0"),
         (["--top-p", "0.9"], 2, "has no effect in greedy decoding; add --temperature"),
         (["--temperature", "inf"], 2, "inf must be 0"),
@@ -94,7 +94,7 @@ def test_drafts_are_shown_where_there_is_a_drafter(world, told):
         ({"draft": "absent"}, "there is no such folder"),
         ({"target": "draft", "draft": "target"}, "target and drafter are swapped"),
         ({"draft": "target"}, "is not a DFlash drafter but"),
-        ({"target": "bare"}, "has no tokenizer; save the target's beside"),
+        ({"target": "bare"}, "has no tokenizer; save the target's tokenizer next to"),
         ({"draft": "deep"}, "config.json is nested too deeply"),
         ({"draft": "half"}, "model.safetensors"),
         ({"target": "torn"}, "torn: its safetensors are damaged or only half written"),

@@ -218,7 +218,7 @@ def test_what_newcomers_write_gets_a_sentence(target, draft, tmp_path):
     draft.save_pretrained(tmp_path)
     with pytest.raises(TypeError, match="is a name; `generate` takes a model, so load the drafter: `AutoModel"):
         target.generate(PROMPT, assistant_model=str(tmp_path))
-    with pytest.raises(TypeError, match="generates nothing alone; load it with `AutoModel.from_pretrained"):
+    with pytest.raises(TypeError, match="cannot generate on its own; load it with `AutoModel.from_pretrained"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
     assert not draft.can_generate() and not hasattr(draft, "generate")  # else remote code would be made generative
 

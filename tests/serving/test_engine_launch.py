@@ -87,7 +87,7 @@ def test_llama_cpp_runs_files(tmp_path, capsys):
     # Another target's, and what llama.cpp does not take.
     other = str(write_target(make_target(vocab_size=16, num_hidden_layers=3), tmp_path / "other.gguf"))
     assert main([*words[:-2], other, "--draft", str(file)]) == 1
-    assert "another target's" in capsys.readouterr().err
+    assert "belongs to another target" in capsys.readouterr().err
     assert main([*words, str(file), "--dtype", "bf16"]) == 2
     assert main([*words[:-2], str(tmp_path), "--draft", str(file)]) == 2
     assert "llama.cpp runs .gguf files; name the target's .gguf file" in capsys.readouterr().err

@@ -138,7 +138,7 @@ def test_what_cannot_be_answered_is_told(server):
         chat.create(model="another", messages=messages)
     for stream in (False, True):
         with pytest.raises(
-            openai.BadRequestError, match="The prompt has 3.. tokens; prompt and answer together may have 256"
+            openai.BadRequestError, match="The prompt has 3.. tokens; prompt and answer together may have at most 256"
         ):
             chat.create(model=server.model, messages=[{"role": "user", "content": "1" * 300}], stream=stream)
     # As many tokens as there is room for, where more are asked for.
