@@ -1,7 +1,7 @@
 """
 `target.generate(**inputs, custom_generate="<drafter>", trust_remote_code=True)`: decode with a drafter given by name.
 
-A saved drafter holds this file twice: beside its model, so that it is never lost on re-saving, and as
+A saved drafter holds this file twice: next to its model, so that it is never lost on re-saving, and as
 `custom_generate/generate.py`, where `generate` looks for it. There nothing else of the folder can be imported.
 """
 

@@ -145,7 +145,7 @@ def test_resuming_looks_where_the_checkpoint_lies(tmp_path):
     assert checkpoint_to_resume(tmp_path / "new", "auto", False) is None
     assert checkpoint_to_resume(tmp_path / "new", str(a / "checkpoint-2"), False) == str(a / "checkpoint-2")
     assert checkpoint_to_resume(a, None, True) is None
-    with pytest.raises(ValueError, match="holds checkpoint-4. Go on"):
+    with pytest.raises(ValueError, match="holds checkpoint-4. Resume with"):
         checkpoint_to_resume(b, str(a / "checkpoint-2"), False)
     with pytest.raises(ValueError, match="there is no such folder"):
         checkpoint_to_resume(a, str(a / "checkpoint-3"), False)

@@ -51,7 +51,7 @@ def run(arguments, echo) -> Outcome:
     methods = None if arguments.methods is None else arguments.methods.split(",")
     if unknown := set(methods or ()) - set(ways.BENCH):
         raise UsageError(
-            f"--methods {arguments.methods} has unknown {sorted(unknown)[0]}; choose from {', '.join(ways.BENCH)}."
+            f"--methods {arguments.methods} names {sorted(unknown)[0]}; choose from {', '.join(ways.BENCH)}."
         )
     if arguments.dtype == "auto":
         raise UsageError(f"--dtype auto: timings need a fixed dtype; choose {', '.join(DTYPES)}.")

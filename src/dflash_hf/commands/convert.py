@@ -17,7 +17,7 @@ def add_arguments(parser) -> None:
     known = f"{', '.join(DTYPES)}; in GGUF files {Q8} too (default: unchanged)"
     parser.add_argument("--dtype", type=dtype, choices=(*DTYPES, Q8), metavar="DTYPE", help=known)
     parser.add_argument("--share-head", action="store_true", help="replace a reduced vocabulary by the target's head")
-    parser.add_argument("--config", type=readable_file, help="config.json of a .pt file (default: beside it)")
+    parser.add_argument("--config", type=readable_file, help="config.json of a .pt file (default: next to it)")
     add_revision(parser, of="the drafter's repository")
     add_examples(
         parser,

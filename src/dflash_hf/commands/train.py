@@ -115,7 +115,7 @@ def _check_before(recipe, training: dict) -> None:
     for name in [wanted] if isinstance(wanted, str) else wanted:
         if name not in known:
             raise ValueError(
-                f"report_to={name} is not installed or unknown: `pip install {name}`, or set report_to=none."
+                f"report_to={name} is not installed, or unknown: `pip install {name}`, or set report_to=none."
             )
 
 

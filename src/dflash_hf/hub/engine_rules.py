@@ -194,7 +194,7 @@ def _rope(drafter: Drafter) -> Iterator[Finding]:
         yield Finding("warning", SERVERS, "rope_theta", message)
     kinds = [table.get("rope_type", table.get("type", "default")) for table in (rope, scaling) if table]
     if any(kind != kinds[0] for kind in kinds) and scaling:
-        message = f"is {kinds[0]!r} in rope_parameters, but {kinds[1]!r} in rope_scaling; write one value in both."
+        message = f"has rope_type {kinds[1]!r}, but rope_parameters has {kinds[0]!r}; write one value in both."
         yield Finding("error", ENGINES, "rope_scaling", message)
     if "yarn" in kinds and not scaling:
         message = "is missing next to rope_parameters; readers before transformers 5 lose YaRN. Write both."
