@@ -180,7 +180,9 @@ def test_weights_that_are_not_finite_stay_here(folder, target):
     draft = make_draft(target, target_layer_ids=[0, 1, 2])
     draft.fc.weight.data[0, 0] = float("nan")
     draft.save_pretrained(folder)
-    with pytest.raises(PublishError, match="weights: 1 of [0-9,]+ weights are not finite .* in fc.weight: it cannot draft"):
+    with pytest.raises(
+        PublishError, match="weights: 1 of [0-9,]+ weights are not finite .* in fc.weight: it cannot draft"
+    ):
         publish(folder, REPO, dry_run=True)
 
 
