@@ -17,7 +17,7 @@ from transformers.generation import (
 from .tree_dflash import DraftTree
 
 
-# Processors that look at the scores of one position alone, so that one call serves all rows and positions.
+# Processors that read the scores of one position only, so that one call serves all rows and positions.
 _POSITIONWISE = (
     logits_process.TemperatureLogitsWarper,
     logits_process.TopKLogitsWarper,
@@ -30,8 +30,8 @@ _POSITIONWISE = (
     logits_process.InfNanRemoveLogitsProcessor,
     logits_process.SuppressTokensLogitsProcessor,
 )
-# Processors and criteria that judge each row by its own text alone, and keep no state: a row that is ahead of the
-# others gets from them, alone, what it would get among them.
+# Stateless processors and criteria that judge each row by its own text only: called with one row that is ahead of the
+# others, they return what they would return for it within the batch.
 _ROWWISE = (
     *_POSITIONWISE,
     logits_process.MinLengthLogitsProcessor,
@@ -50,8 +50,8 @@ _COUNTED = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria)
 
 class Proposal(NamedTuple):
     """
-    The distribution `q` of each slot, from which the drafter drew the tokens of a block. A drafter that takes the
-    likeliest tokens has no proposal: its `q` is one-hot.
+    The distribution `q` of each slot, from which the drafter drew the tokens of a block. A greedy drafter has no
+    proposal: its `q` is one-hot.
     """
 
     ids: torch.LongTensor  # [R, n, k]      the only tokens to which `q` gives a probability
@@ -67,7 +67,7 @@ class Draft(NamedTuple):
 
     tokens: torch.LongTensor  # [R, n]  the anchor first
     proposal: Proposal | None = None  # what the tokens of a block were drawn from, if they were drawn
-    tree: DraftTree | None = None  # of which the tokens are the nodes
+    tree: DraftTree | None = None  # whose nodes are the tokens
 
     def prefix(self, size: int) -> "Draft":
         """The first `size` tokens of a block; a tree is unchanged."""
@@ -83,7 +83,7 @@ class Draft(NamedTuple):
 
     def walk(self, tokens: torch.LongTensor):
         """
-        How far the target agrees with the draft; `tokens` `[R, n]` are the target's own after each drafted token.
+        How far the target agrees with the draft; `tokens` `[R, n]` are its own tokens after each drafted one.
 
         Returns:
             The target's tokens along the accepted path `[R, n]`; the length of the path, anchor included, `[R]`; and,
@@ -108,10 +108,10 @@ class Verdict(NamedTuple):
     """The accepted part of a draft, as tensors only, so that a compiled round can return it."""
 
     tokens: torch.LongTensor  # [R, n]    the target's own token after each token of the accepted path
-    counts: torch.LongTensor  # [R]       how many are committed, the bonus token included; 0 for finished rows
+    counts: torch.LongTensor  # [R]       number of tokens committed, bonus token included; 0 for finished rows
     last: torch.LongTensor  # [R]         the last committed token, from which the next block starts
     unfinished: torch.BoolTensor  # [R]
-    path: torch.LongTensor | None = None  # [R, n]  of a tree, the accepted nodes
+    path: torch.LongTensor | None = None  # [R, n]  the accepted nodes of a tree
 
     def along(self, features: torch.Tensor) -> torch.Tensor:
         """The features of the accepted path, from the features `[R, n, F]` of all drafted tokens."""
@@ -121,7 +121,7 @@ class Verdict(NamedTuple):
 
 
 def likeliest(scores: torch.Tensor) -> torch.LongTensor:
-    """`argmax` over the vocabulary, the first of equals; on a CPU in bfloat16 it takes four times as long."""
+    """As `argmax` over the vocabulary, the first of ties; on a CPU in bfloat16 `argmax` takes four times as long."""
     return scores.max(dim=-1).indices
 
 
@@ -144,9 +144,9 @@ def sample_tokens(
     The target's own sample after each token of a block, drawn so that it equals the drafted token as often as
     possible.
 
-    With `p = softmax(scores)` a drafted token `x ~ q` is kept with probability `min(1, p(x) / q(x))`; if it is not,
-    the sample comes from `norm(max(p - q, 0))`, which gives `x` no weight. Either way it follows `p` (Leviathan
-    et al., 2211.17192). Without a proposal `q` is one-hot, and the same rule is a plain sample of `p`.
+    With `p = softmax(scores)`, a drafted token `x ~ q` is kept with probability `min(1, p(x) / q(x))`; otherwise the
+    sample comes from `norm(max(p - q, 0))`, which gives `x` no weight. Either way it follows `p` (Leviathan et al.,
+    2211.17192). Without a proposal `q` is one-hot, and the rule reduces to a plain sample of `p`.
 
     Args:
         scores (`torch.Tensor`): `[R, n, V]` processed scores of the target.
@@ -173,7 +173,7 @@ def sample_tokens(
 
     residual = p.clone()
     residual[:, :judged].scatter_add_(-1, proposal.ids, -q).clamp_(min=0)
-    residual = torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, p)  # p == q, where nothing is rejected
+    residual = torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, p)  # where p == q nothing is rejected
     own = draw(residual, generators)
     return torch.cat([torch.where(keep, drafted, own[:, :judged]), own[:, judged:]], dim=1)
 
@@ -182,8 +182,8 @@ class RowState(NamedTuple):
     """The state of the rows of a text."""
 
     unfinished: torch.BoolTensor  # [R]
-    left: torch.LongTensor  # [R]  tokens that each row may still get
-    last: torch.LongTensor | None  # [R]  the last committed token, from which the next block starts; at first `None`
+    left: torch.LongTensor  # [R]  tokens that each row may still generate
+    last: torch.LongTensor | None  # [R]  last committed token, where the next block starts; initially `None`
 
 
 def _of_row(processor, row: int):
@@ -197,21 +197,20 @@ def _of_row(processor, row: int):
 
 class Judge:
     """
-    The rules of one call: what the target chooses after each token, and where a row ends. It keeps no state.
+    The rules of one call: which token the target chooses after each token, and where a row ends. Stateless.
 
-    Its `pace` says how rows advance. *At once*: all positions are judged in one call, and each row advances at its own
-    pace. This takes processors that look at the scores of one position alone, and the standard criteria. *Row by row*:
-    processors and criteria are called for each committed token of each row, with exactly the prefix that plain
-    decoding would show them. This takes those that judge each row by itself. *Together*: they are called once for each
-    committed token of all rows, which advance together. This serves any processor and criterion, also those that keep
-    state. The text is the same.
+    Its `pace` says how rows advance; the text is the same. *At once*: all positions are judged in one call, and each
+    row advances at its own pace. Needs processors that read the scores of one position only, and standard criteria.
+    *Row by row*: processors and criteria are called for each committed token of each row, with exactly the prefix of
+    plain decoding. Needs processors and criteria that judge each row by itself. *Together*: they are called once per
+    committed token for all rows, which advance together. Serves any processor and criterion, even stateful ones.
 
     Args:
-        rows (`int`): Of the batch.
+        rows (`int`): Rows of the batch.
         logits_processor, stopping_criteria, generation_config: As in `GenerationMixin._sample`.
-        streamed (`bool`): Whether a streamer is shown the tokens of all rows.
-        generators (`list[torch.Generator]`, *optional*): One for each row, to sample with. Each committed token takes
-            one draw, so that a row's text depends on its own generator alone, unless drafts are drawn too.
+        streamed (`bool`): Whether a streamer receives the tokens of all rows.
+        generators (`list[torch.Generator]`, *optional*): One per row, to sample with. Each committed token takes one
+            draw, so that a row's text depends on its own generator only, unless drafts are drawn too.
     """
 
     def __init__(self, rows, logits_processor, stopping_criteria, generation_config, streamed=False, generators=None):
@@ -231,12 +230,12 @@ class Judge:
         rowwise &= all(type(c) in (*_COUNTED, StopStringCriteria) for c in stopping_criteria)
         if listed or (streamed and rows > 1):
             self.pace = "together"
-        # One row is sampled token by token, so that a seed gives the text that it gives without a drafter.
+        # A single row is sampled token by token, so that a seed gives the same text as without a drafter.
         elif positionwise and counted and generators is None and not (rows == 1 and self.do_sample):
             self.pace = "at once"
         else:
             self.pace = "row by row" if rowwise or rows == 1 else "together"
-        # Those that judge the rows of a group, which begins with this row.
+        # The processors of each group of rows, by the group's first row.
         self.processors = [logits_processor] * rows
         if self.pace == "row by row" and rows > 1:
             of_rows = [[_of_row(p, row) for p in logits_processor] for row in range(rows)]
@@ -247,14 +246,14 @@ class Judge:
         """
         Args:
             draft (`Draft`, *optional*): `[R, n]` tokens; `None` after the prompt.
-            logits (`torch.Tensor`): `[R, n, V]`, the target's after each of these tokens.
-            state (`RowState`): Before these tokens.
+            logits (`torch.Tensor`): `[R, n, V]`, the target's logits after each of these tokens.
+            state (`RowState`): The rows' state before these tokens.
         """
         rows, size, vocab_size = logits.shape
         # 1. The target's own token after each drafted one.
         scores = logits.reshape(rows * size, vocab_size)
         if scores.dtype == torch.float64:
-            scores = scores.float()  # plain decoding rounds before it chooses
+            scores = scores.float()  # plain decoding rounds before choosing
         if self.do_sample or len(self.processor):
             scores = self.processor(None, scores.float())
         if self.do_sample:
@@ -262,7 +261,7 @@ class Judge:
             tokens = sample_tokens(scores.view(rows, size, vocab_size), *drafted)
         else:
             tokens = likeliest(scores).view(rows, size)
-        # 2. The longest path that agrees with them, and where on it a row ends.
+        # 2. The longest path that agrees with them, and where the row ends on it.
         counts, path = torch.ones(rows, dtype=torch.long, device=tokens.device), None
         if draft is not None:
             tokens, counts, path = draft.walk(tokens)
@@ -283,12 +282,12 @@ class Judge:
         The target's next token of some rows.
 
         Args:
-            prefix (`torch.LongTensor`): `[r, S]`, their text, the prompt included.
+            prefix (`torch.LongTensor`): `[r, S]`, the text of these rows, prompt included.
             logits (`torch.Tensor`): `[r, V]`, in fp32.
             unfinished (`torch.BoolTensor`): `[r]`.
-            draft (`Draft`, *optional*): Of all rows; if it was drawn, its token `step + 1` is the one to judge.
-            step (`int`): Tokens committed in this round.
-            rows (`slice`): Which rows these are.
+            draft (`Draft`, *optional*): The draft of all rows; if it was drawn, its token `step + 1` is judged.
+            step (`int`): Tokens committed so far in this round.
+            rows (`slice`): The indices of these rows.
 
         Returns:
             The tokens `[r]`, and the processed scores `[r, V]`.

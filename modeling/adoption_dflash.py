@@ -14,7 +14,7 @@ from .modeling_dflash import DFlashDraftModel
 
 
 _PARTS = ("fc", "hidden_norm", "layers", "norm", "target_layer_ids", "block_size")
-_adopted: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()  # foreign object -> our drafter of its tensors
+_adopted: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()  # foreign object -> our drafter with its tensors
 
 
 def adopted(assistant) -> DFlashDraftModel | None:
@@ -53,9 +53,9 @@ def adopt(assistant: nn.Module) -> DFlashDraftModel:
         assistant (`nn.Module`): Has `config`, `target_layer_ids`, `block_size` and tensors of a published layout.
 
     Raises:
-        `ValueError`: its tensors are not those that its configuration describes, or have another order.
+        `ValueError`: its tensors do not match its configuration, or are ordered differently.
     """
-    # 1. What the live object says of itself beats its configuration.
+    # 1. Attributes of the live object override its configuration.
     fields = {**assistant.config.to_dict(), "target_layer_ids": list(assistant.target_layer_ids)}
     fields["block_size"] = int(assistant.block_size)
     nested = dict(fields.get("dflash_config") or {})
@@ -63,12 +63,12 @@ def adopt(assistant: nn.Module) -> DFlashDraftModel:
     config = DFlashDraftConfig.from_dict({**fields, "dflash_config": nested})
     if config.interleaved_rotary:
         raise ValueError(
-            f"assistant_model, a {type(assistant).__name__}, has rope_is_neox_style=False: its queries and keys would "
-            "be reordered, and an adopted drafter shares its weights. Load it with "
+            f"assistant_model, a {type(assistant).__name__}, has rope_is_neox_style=False: its query and key weights "
+            "must be permuted, but an adopted drafter shares them. Load it with "
             "`DFlashDraftModel.from_pretrained(folder)`."
         )
 
-    # 2. Our class of the same tensors.
+    # 2. Our class with the same tensors.
     tensors = {canonical_name(name): tensor for name, tensor in assistant.state_dict().items()}
     kept = {name: tensor for name, tensor in tensors.items() if not is_left_out(name, None, config.has_own_head)}
     try:
@@ -82,7 +82,7 @@ def of_tensors(config: DFlashDraftConfig, tensors: dict[str, torch.Tensor]) -> D
     A frozen drafter with these tensors, which are not copied.
 
     Raises:
-        `RuntimeError`: they are not those of `config`.
+        `RuntimeError`: they do not match `config`.
     """
     with torch.device("meta"):
         draft = DFlashDraftModel(config)

@@ -1,6 +1,6 @@
 """
-The slot cache: every row starts at slot 0, new keys are scattered to the slots of their tokens, and rolling back keeps
-a smaller length. Nothing is copied, shapes do not change, and every row has its own length.
+The slot cache: every row starts at slot 0, new keys are written to the slots of their tokens, and rolling back just
+keeps a smaller length. Nothing is copied, shapes do not change, and every row has its own length.
 """
 
 import torch
@@ -16,14 +16,14 @@ from .tree_dflash import DraftTree
 
 
 SLOTS_PER_STEP = 64  # the view handed to attention is the used length rounded up to this
-SMALLEST_BUCKET = 256  # where every shape is compiled: capacities, and with them views, are powers of two from here on
+SMALLEST_BUCKET = 256  # for compiled rounds: capacities, and therefore views, are powers of two from here on
 
 
 class Places:
     """
-    The slots `[R, n]` of tokens, found in buffers `[R, heads, capacity, head_dim]` by one index over the first three
-    dimensions together. The index is made once for all layers, and copying by it is faster than `scatter_`: thirty
-    times as fast on a CPU in bfloat16.
+    The slots `[R, n]` of tokens in buffers `[R, heads, capacity, head_dim]`, as one flat index over the first three
+    dimensions. The index is built once for all layers, and copying with it is faster than `scatter_`: 30x on a CPU in
+    bfloat16.
     """
 
     def __init__(self, slots: torch.LongTensor):
@@ -35,7 +35,7 @@ class Places:
         return buffer.view(-1, buffer.shape[3]).index_select(0, self._index(buffer))
 
     def write(self, buffer: torch.Tensor, states: torch.Tensor) -> None:
-        """Write states `[R, heads, n, head_dim]`, or as [`read`] gives them, to these slots."""
+        """Write states `[R, heads, n, head_dim]`, or in the shape that [`read`] returns, to these slots."""
         states = states.to(buffer.dtype).reshape(-1, buffer.shape[3])  # autocast mixes dtypes
         buffer.view(-1, buffer.shape[3]).index_copy_(0, self._index(buffer), states)
 
@@ -49,7 +49,7 @@ class Places:
 
 
 class SlotLayer(CacheLayerMixin):
-    """Keys and values `[R, heads, capacity, head_dim]` of one layer; rows are written at the cache's current slots."""
+    """Keys and values `[R, heads, capacity, head_dim]` of one layer, written at the cache's current slots."""
 
     is_sliding = False
 
@@ -63,7 +63,7 @@ class SlotLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def adopt(self, layer: CacheLayerMixin, padding: list[int], columns: int) -> None:
-        """Move `columns` left-padded columns of a layer here: first its keys, which are let go, then its values."""
+        """Move `columns` left-padded columns of a layer here: first its keys, which are freed, then its values."""
         self.dtype, self.device = layer.keys.dtype, layer.keys.device
         first = columns - layer.keys.shape[2]  # a sliding layer has dropped the columns before its window
         for name in ("keys", "values"):
@@ -82,7 +82,7 @@ class SlotLayer(CacheLayerMixin):
         pool, key = self.cache.pool, (self.cache.layers.index(self), name, shape, like.dtype, like.device)
         if pool is not None and key in pool:
             return pool[key].zero_()
-        with torch.inference_mode(False):  # or it could not be written to outside of that mode
+        with torch.inference_mode(False):  # otherwise it could not be written outside of inference mode
             buffer = torch.zeros(shape, dtype=like.dtype, device=like.device)
         if pool is not None:
             torch._dynamo.mark_static_address(buffer)
@@ -93,7 +93,7 @@ class SlotLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start = 0
-        # One write after the other: a later group may cover slots of an earlier one.
+        # In order: a later group may overwrite slots of an earlier one.
         for group in self.cache.groups:
             stop = start + group.slots.shape[1]
             group.write(self.keys, key_states[:, :, start:stop])
@@ -131,15 +131,15 @@ class SlotCache(Cache):
     """
     A cache of `rows` x `capacity` slots, in which slot `i` of a row holds its `i`-th token.
 
-    `reserve` makes room for a forward, `place` says where its tokens go, and the mask of that forward who sees what. A
-    length is all that a caller keeps, so rolling back to it costs nothing.
+    `reserve` makes room for a forward, `place` sets where its tokens go, and the forward's mask sets what each query
+    sees. A caller keeps nothing but a length, so rolling back is free.
 
     Args:
         rows (`int`): Batch rows.
-        capacity (`int`): Slots of each row to begin with; `reserve` grows them when they run out. The last one is
-            never seen: tokens to be dropped are written there.
-        pool (`dict`, *optional*): Where buffers outlive the cache, for compiled rounds, which are made for one place
-            in memory and one shape: with it capacities are powers of two, and attention sees all slots.
+        capacity (`int`): Initial slots per row; `reserve` grows them when they run out. The last slot is never
+            attended to: tokens to be dropped are written there.
+        pool (`dict`, *optional*): Keeps buffers beyond the life of the cache, for compiled rounds, which are bound to
+            fixed addresses and shapes: with it capacities are powers of two, and attention sees all slots.
     """
 
     def __init__(self, rows: int, capacity: int, pool: dict | None = None):
@@ -151,13 +151,13 @@ class SlotCache(Cache):
 
     def reserve(self, used: int) -> None:
         """
-        Make room for a forward in which no row sees a slot at or past `used`, and choose how many slots attention is
-        given: the used ones rounded up or, where every shape is compiled, all.
+        Make room for a forward in which no row sees a slot at or past `used`, and set how many slots attention gets:
+        the used ones rounded up or, for compiled rounds, all.
         """
         if used >= self.capacity:
             self.capacity = self._fitting(max(used, self.capacity * 9 // 8))
             for layer in self.layers:
-                if isinstance(layer, SlotLayer):  # the recurrent layers of a hybrid have nothing to grow
+                if isinstance(layer, SlotLayer):  # recurrent layers of a hybrid do not grow
                     layer.grow()
         self.view = self.capacity if self.pool is not None else min(_round_up(used), self.capacity)
 
@@ -166,20 +166,19 @@ class SlotCache(Cache):
         Set the slots of the tokens of the next forward.
 
         Args:
-            slots (`torch.LongTensor`): One or more groups `[R, n]`, written one after the other in the order of the
-                new tokens.
+            slots (`torch.LongTensor`): One or more groups `[R, n]`, written in order, in the order of the new tokens.
         """
         self.groups = tuple(map(Places, slots))
 
     def move(self, source: torch.LongTensor, goal: torch.LongTensor) -> None:
-        """Copy slots `[R, n]` of each row to others, none of which is the source of a later copy."""
+        """Copy slots `[R, n]` of each row to others; no goal may be the source of a later copy."""
         places = Places(source), Places(goal)
         for layer in self.layers:
             if isinstance(layer, SlotLayer) and layer.is_initialized:
                 layer.move(*places)
 
     def _fitting(self, slots: int) -> int:
-        """A capacity for these slots and the slot that is never attended to."""
+        """A capacity for `slots` plus the slot that is never attended to."""
         if self.pool is None:
             return _round_up(slots + 1)
         return max(SMALLEST_BUCKET, 1 << slots.bit_length())
@@ -205,7 +204,7 @@ class SlotCache(Cache):
         """
         Move a prefilled, left-padded cache into slots, so that every row starts at slot 0.
 
-        The prompt is held once: keys and values of the source are let go as soon as they have moved, until `release`.
+        The prompt is held once: keys and values of the source are freed as soon as they have moved, until `release`.
 
         Args:
             cache (`Cache`): Dynamic and sliding-window layers only; see `can_adopt`.
@@ -221,18 +220,18 @@ class SlotCache(Cache):
                 continue
             moved = SlotLayer(slots)
             slots.layers.append(moved)
-            if layer.is_initialized:  # others share the keys of another layer
+            if layer.is_initialized:  # otherwise it shares the keys of another layer
                 moved.adopt(layer, padding, columns)
         return slots
 
     def clear(self) -> None:
-        """Release all slots immediately: layers and cache refer to each other and would wait for the collector."""
+        """Free all slots now: layers and cache refer to each other and would wait for the garbage collector."""
         self.layers.clear()
 
     def release(self, cache: Cache, padding: list[int], columns: int) -> Cache:
         """
-        Write the slots back into the cache they were adopted from: `columns` left-padded columns, an ordinary cache
-        that continues the conversation with or without a drafter. The slots are released on the way.
+        Write the slots back into the cache they were adopted from, as `columns` left-padded columns: an ordinary cache
+        that continues the conversation with or without a drafter. The slots are freed on the way.
         """
         for source, layer in zip(self.layers, cache.layers, strict=True):
             if holds_nothing(source) or not source.is_initialized:
@@ -253,7 +252,7 @@ class SlotCache(Cache):
 
 
 def can_adopt(cache: Cache) -> bool:
-    """Whether every layer of a cache is empty, or ordinary or sliding-window, so that its tokens fit into slots."""
+    """Whether every layer of a cache is empty, ordinary or sliding-window, so that its tokens fit into slots."""
     ordinary = (DynamicLayer, DynamicSlidingWindowLayer)
     return all(type(layer) in ordinary or holds_nothing(layer) for layer in cache.layers)
 
@@ -264,14 +263,14 @@ def holds_nothing(layer) -> bool:
 
 
 def cached_columns(cache) -> int:
-    """Columns that a cache holds before the prompt; recurrent layers alone do not tell, and their prompt is whole."""
+    """Columns that a cache holds before the prompt; 0 if all layers are recurrent, which do not count them."""
     if cache is None:
         return 0
     return cache.get_seq_length() if any(isinstance(layer, CacheLayerMixin) for layer in cache.layers) else 0
 
 
 def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A float mask from a boolean one: eager attention would *add* a boolean mask as 0 and 1, silently."""
+    """A float mask from a boolean one: eager attention would silently *add* a boolean mask as 0 and 1."""
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
         ~visible, torch.finfo(dtype).min
     )
@@ -294,9 +293,9 @@ def slot_mask(
         last_seen (`torch.LongTensor`): `[R, n]`, the last slot each query sees: its own slot for a causal layer.
         view (`int`): Slots handed to attention.
         window (`int`, *optional*): A key is seen when `query slot - key slot < window`.
-        chunk (`int`, *optional*): A key is seen in the query's own chunk of that many slots only.
+        chunk (`int`, *optional*): A key is seen only within the query's own chunk of that many slots.
         dtype (`torch.dtype`): A floating dtype. Eager attention adds the mask; a boolean one would be added as 0, 1.
-        tree (`DraftTree`, *optional*): What stands at `slots`, in place of a text: there a query sees its ancestors,
+        tree (`DraftTree`, *optional*): The tree at `slots`, instead of a sequence: there a query sees its ancestors,
             and windows and chunks count depths.
 
     Returns:

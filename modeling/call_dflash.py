@@ -1,4 +1,4 @@
-"""What one call of `generate` asks for, settled once, before the prompt is read."""
+"""The settings of one call of `generate`, determined once, before the prompt is read."""
 
 from transformers.generation import MaxLengthCriteria
 from transformers.utils import logging
@@ -10,7 +10,7 @@ from .probe_dflash import TargetFacts, facts_of
 
 logger = logging.get_logger(__name__)
 
-# Settings of other kinds of assistants, and the value of each where the user sets none.
+# Settings of other kinds of assistants, and their values if the user does not set them.
 _OTHER_ASSISTANTS = {
     "assistant_lookbehind": 10,
     "assistant_ensemble_weight": None,
@@ -21,26 +21,26 @@ _OTHER_ASSISTANTS = {
 
 class Call:
     """
-    One call of `generate` with a drafter: what it works on, and what it does, settled before the prompt is read.
+    One call of `generate` with a drafter: its inputs and settings, determined before the prompt is read.
 
     Args:
-        target (`PreTrainedModel`), draft (`DFlashDraftModel`): Both models, which other calls may be running too.
+        target (`PreTrainedModel`), draft (`DFlashDraftModel`): Both models, which other calls may be using too.
         input_ids, stopping_criteria, generation_config, model_kwargs, synced_gpus: As in `GenerationMixin._sample`.
 
     Attributes:
-        facts (`TargetFacts`, *optional*): What is known of the target.
+        facts (`TargetFacts`, *optional*): What the target supports.
         plain_reason (`str`, *optional*): Why this call decodes without the drafter, if it does.
-        rows (`int`): Of the prompt.
-        past (`int`): Columns of the prompt that a cache holds already, padding included.
-        max_new (`int`): The most tokens to generate.
-        temperature (`float`): At which drafts are drawn; 0 takes the likeliest tokens.
-        generators (`list[torch.Generator]`, *optional*): One for each sampled row.
-        compile (`str` or `bool`): As in [`DFlashDecodingConfig`]; `False` where rounds cannot be compiled.
+        rows (`int`): Rows of the prompt.
+        past (`int`): Columns of the prompt that a cache already holds, padding included.
+        max_new (`int`): Maximum number of tokens to generate.
+        temperature (`float`): Temperature at which drafts are drawn; 0 takes the likeliest tokens.
+        generators (`list[torch.Generator]`, *optional*): One per sampled row.
+        compile (`str` or `bool`): As in [`DFlashDecodingConfig`]; `False` if rounds cannot be compiled.
         look_ahead (`int`): Rounds that are started before the host reads what they committed.
-        lists_hidden_states (`bool`): Whether the caller asks for the hidden states of each token.
+        lists_hidden_states (`bool`): Whether the caller requests the hidden states of each token.
 
     Raises:
-        `ValueError`: a setting of the drafter cannot be followed.
+        `ValueError`: a setting of the drafter cannot be applied.
     """
 
     facts: TargetFacts | None
@@ -53,7 +53,7 @@ class Call:
         self.generators = config.generators if generation_config.do_sample else None
         if self.generators is not None:
             config.check_generators(len(input_ids), input_ids.device)
-        # A criterion of the caller's takes the place of the configuration's limit.
+        # A criterion of the caller replaces the configuration's limit.
         limits = [criterion.max_length for criterion in stopping_criteria if isinstance(criterion, MaxLengthCriteria)]
         self.max_new = max(min(limits, default=generation_config.max_length) - input_ids.shape[1], 1)
         self.temperature = draft_temperature(draft, generation_config)
@@ -65,9 +65,7 @@ class Call:
         self.past = 0 if reason else cached_columns(model_kwargs.get(facts.cache_name))
         self.plain_reason = reason = reason or self._rope_reason()
         if reason is not None and self.generators is not None:
-            raise ValueError(
-                f"decoding_config.generators cannot be followed: {reason}; set it to None to decode plainly."
-            )
+            raise ValueError(f"decoding_config.generators cannot be used: {reason}; set it to None to decode plainly.")
         free = reason is None and facts.session_class.rollback_is_free
         compilable = free and not self.lists_hidden_states and self.generators is None and is_compilable(target)
         self.compile = config.compile if compilable else False
@@ -88,8 +86,8 @@ class Call:
         length = columns if positions is None else int(positions.max()) + 1
         if "dynamic" in kinds and length + self.max_new >= text.max_position_embeddings:
             return (
-                f"the text may reach {text.max_position_embeddings} tokens, from where its rotary frequencies depend "
-                "on its length"
+                f"the text may reach {text.max_position_embeddings} tokens, beyond which its rotary frequencies "
+                "depend on its length"
             )
         if "longrope" in kinds:
             threshold = kinds["longrope"]["original_max_position_embeddings"]
@@ -104,7 +102,7 @@ def warn_of_ignored_settings(generation_config) -> None:
     ignored = {k: v for k, v in ignored.items() if v is not None and v != _OTHER_ASSISTANTS[k]}
     if ignored:
         settings = ", ".join(f"{name}={value!r}" for name, value in ignored.items())
-        logger.warning_once(f"A DFlash drafter does not follow {settings}; see `draft.decoding_config` for its own.")
+        logger.warning_once(f"A DFlash drafter ignores {settings}; see `draft.decoding_config` for its own settings.")
 
 
 def _reason_before_probing(generation_config, model_kwargs, synced_gpus: bool) -> str | None:
@@ -118,7 +116,7 @@ def _reason_before_probing(generation_config, model_kwargs, synced_gpus: bool) -
     if mask is not None and (mask.dim() != 2 or bool((mask.long().diff(dim=1) < 0).any())):
         return "attention_mask leaves out tokens that are not padding on the left"
     if generation_config.return_dict_in_generate and generation_config.output_attentions:
-        return "attentions of each token are asked for"
+        return "attentions of each token are requested"
     return None
 
 

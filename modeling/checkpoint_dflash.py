@@ -1,6 +1,6 @@
 """
-What a checkpoint holds, read from the headers of its safetensors files before anything is loaded: damaged files, and
-tensors that do not belong to the configuration, are rejected by name before memory is allocated.
+A checkpoint's contents, read from the headers of its safetensors files before anything is loaded: damaged files, and
+tensors that do not match the configuration, are rejected by name before memory is allocated.
 """
 
 import json
@@ -14,20 +14,20 @@ from .head_dflash import UnknownHeadError
 from .layouts_dflash import canonical_name, is_left_out, refuse_other_tensors
 
 
-# A mask embedding beside the weights (MiMo): the one other file that is read, by torch's restricted loader. Engines
-# know this file only and skip a tensor of that name.
+# A mask embedding next to the weights (MiMo): the only other file that is read, by torch's restricted loader. Engines
+# read only this file and skip a tensor of that name.
 MASK_EMBEDDING = "mask_embedding.pt"
 _WEIGHTS = ("F64", "F32", "F16", "BF16")
 
 
 def checkpoint_files(name_or_path: str, variant: str | None = None, **hub_arguments) -> list[str]:
     """
-    The safetensors files of a folder or a repository, downloaded if need be.
+    The safetensors files of a folder or repository, downloaded if necessary.
 
     Args:
         name_or_path (`str`): Folder or repository.
         variant (`str`, *optional*): As in `from_pretrained`.
-        hub_arguments: `subfolder`, `revision`, `token`, `cache_dir` and their like, as `cached_file` takes them.
+        hub_arguments: `subfolder`, `revision`, `token`, `cache_dir` and the like, as in `cached_file`.
 
     Raises:
         `OSError`: there are none, or a shard is missing.
@@ -48,10 +48,10 @@ def checkpoint_files(name_or_path: str, variant: str | None = None, **hub_argume
     if index is None:
         if find("converter.safetensors") is not None:
             raise UnknownHeadError(
-                f"{name_or_path} is a JetSpec++ drafter, which is not supported: adapters of a target."
+                f"{name_or_path} is a JetSpec++ drafter, which is not supported: it consists of adapters for a target."
             )
         raise OSError(
-            f"{name_or_path} holds no {SAFE_WEIGHTS_NAME} and no {SAFE_WEIGHTS_INDEX_NAME}. Only safetensors are "
+            f"{name_or_path} holds neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}. Only safetensors are "
             "read; convert other files with `dflash convert`."
         )
     try:
@@ -64,7 +64,7 @@ def checkpoint_files(name_or_path: str, variant: str | None = None, **hub_argume
     files = []
     for name in names:
         if not isinstance(name, str) or name != os.path.basename(name) or not name.endswith(".safetensors"):
-            raise ValueError(f"{index} names {name!r}, which is not a safetensors file beside it.")
+            raise ValueError(f"{index} names {name!r}, which is not a safetensors file next to it.")
         files.append(find(name))
         if files[-1] is None:
             raise OSError(f"{index} names {name}, which is missing; download it again.")
@@ -76,7 +76,7 @@ def read_mask_embedding(name_or_path: str, config, **hub_arguments) -> torch.Ten
     The drafter's own mask embedding `[H]`, if a folder or repository has one next to the weights.
 
     Raises:
-        `ValueError`: it is damaged, of another width, or for another token.
+        `ValueError`: it is damaged, of the wrong width, or for another token.
     """
     path = cached_file(name_or_path, MASK_EMBEDDING, _raise_exceptions_for_missing_entries=False, **hub_arguments)
     if path is None:
@@ -84,7 +84,7 @@ def read_mask_embedding(name_or_path: str, config, **hub_arguments) -> torch.Ten
     try:
         stored = torch.load(path, map_location="cpu", weights_only=True)
         embedding, token = stored["embedding"].reshape(-1), int(stored.get("mask_token_id", config.mask_token_id))
-    except Exception as error:  # torch's loader fails in many ways on a file that is not one
+    except Exception as error:  # torch's loader fails in many ways on other files
         raise ValueError(f"{path} must hold {{'embedding', 'mask_token_id'}}: {error!r}") from error
     if embedding.shape != (config.hidden_size,) or not embedding.is_floating_point() or token != config.mask_token_id:
         raise ValueError(
@@ -100,8 +100,8 @@ def write_mask_embedding(folder: str, embedding: torch.Tensor | None, mask_token
 
     Args:
         folder (`str`): Where the drafter is saved.
-        embedding (`torch.Tensor`, *optional*): `[H]`. `None`: the drafter has none, and a file that an earlier one
-            left is removed, which engines would put in place of the target's embedding.
+        embedding (`torch.Tensor`, *optional*): `[H]`. `None`: the drafter has none, and an older file is removed,
+            which engines would use instead of the target's embedding.
         mask_token_id (`int`): The token it stands for.
     """
     path = os.path.join(folder, MASK_EMBEDDING)
@@ -116,13 +116,13 @@ def read_header(path: str) -> dict[str, tuple[str, tuple[int, ...]]]:
     Names, dtypes and shapes of the tensors of a safetensors file.
 
     Raises:
-        `ValueError`: the file is cut short or damaged; names it.
+        `ValueError`: the file is truncated or damaged; names it.
     """
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}
             return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
-    except (SafetensorError, OverflowError) as error:  # holes, overlaps, other lengths and forged headers
+    except (SafetensorError, OverflowError) as error:  # holes, overlaps, wrong lengths and forged headers
         raise ValueError(f"{path} is damaged: {error}; download or write it again.") from error
 
 
@@ -142,14 +142,14 @@ def check_checkpoint(
 
     Args:
         files (`list[str]`): Its safetensors files.
-        model_class, config: What is to be built.
-        names (`dict[str, str]`): Renamings of tensors, as `key_mapping` of `from_pretrained` takes them.
-        beside (`tuple[str]`): Tensors that are kept elsewhere.
+        model_class, config: The model to build.
+        names (`dict[str, str]`): Renamings of tensors, as in `key_mapping` of `from_pretrained`.
+        beside (`tuple[str]`): Tensors that are stored elsewhere.
 
     Raises:
-        `ValueError`: names the tensor that is missing, unexpected, there twice, or of another shape or dtype.
+        `ValueError`: names the tensor that is missing, unexpected, duplicated, or of the wrong shape or dtype.
     """
-    # 1. What the files hold, by published names.
+    # 1. The files' tensors, by published names.
     found, sources = {}, {}
     for path in files:
         tensors = read_header(path)
@@ -165,7 +165,7 @@ def check_checkpoint(
                 raise ValueError(f"{path}: tensors {sources[canonical]} and {name} are both {canonical}; remove one.")
             found[canonical], sources[canonical] = tensors[name], name
 
-    # 2. What the model wants. A wrong number of layers is found first, before that many layers are built.
+    # 2. The model's tensors. A wrong number of layers is detected first, before that many layers are built.
     layers = {name.split(".")[1] for name in found if name.startswith("layers.")}
     where = files[0] if len(files) == 1 else os.path.dirname(files[0])
     if len(layers) < config.num_hidden_layers:
@@ -190,8 +190,8 @@ def check_checkpoint(
         if keys:
             raise ValueError(
                 f"{where}: {problem}: {', '.join(keys[:5])} ({len(keys)} in all). The weights do not belong to this "
-                "config.json; load a drafter whose tensors carry the published names and the shapes that its "
-                "config.json gives."
+                "config.json; load a drafter whose tensors have the published names and the shapes given by its "
+                "config.json."
             )
     for name in found:
         tensor = wanted[name]

@@ -10,10 +10,10 @@ from .heads_dflash import HEADS, head_fields
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
-# Bounds that no drafter comes near; a wrong size must not become an allocation.
+# Bounds far above any real drafter; a wrong size must not become an allocation.
 _MOST_LAYERS = 1024
 _LARGEST_SIZE = 2**24
-_LARGEST_NUMBER = 1e18  # of thetas, factors and scales; an integer of any length is not a number that torch takes
+_LARGEST_NUMBER = 1e18  # for thetas, factors and scales; torch does not take integers of arbitrary size
 _SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -51,7 +51,7 @@ CONVOLUTION_KEYS = ("conv_kernel_size", "conv_group_size")
 
 
 def part_keys() -> tuple[str, ...]:
-    """Fields of a drafter's optional parts: DFlash 2's convolution, and a head."""
+    """Fields of a drafter's optional parts: DFlash 2's convolution and a head."""
     return (*CONVOLUTION_KEYS, *head_fields())
 
 
@@ -100,7 +100,7 @@ def check_numbers(config):
         if value is not None and not isinstance(value, bool):
             raise ValueError(f"{key}={value!r} must be true or false; correct it in the drafter's config.json.")
     if config.hidden_act not in ACT2FN:
-        raise ValueError(f"hidden_act={config.hidden_act!r} is not an activation that transformers has.")
+        raise ValueError(f"hidden_act={config.hidden_act!r} is not an activation of transformers.")
     dtype = str(config.dtype).removeprefix("torch.")
     if config.dtype is not None and dtype not in _DTYPES:
         raise ValueError(f"dtype={config.dtype!r} must be one of {_DTYPES}.")
@@ -126,14 +126,14 @@ def check_parts(config):
     value = config.draft_vocab_size
     if value is not None and (config.vocab_size is None or value > config.vocab_size):
         raise ValueError(
-            f"draft_vocab_size={value} needs a vocab_size of at least that, not {config.vocab_size}: what the drafter "
-            "has for a token is found by the target's ids."
+            f"draft_vocab_size={value} needs a vocab_size of at least that, not {config.vocab_size}: draft tokens are "
+            "looked up by the target's ids."
         )
     heads = [head for head in HEADS if head.is_set(lambda field: getattr(config, field))]
     if len(heads) > 1:
         raise ValueError(
             f"{' and '.join(next(iter(head.fields)) for head in heads)} are set, but a drafter has one head: "
-            f"{heads[0].name} or {heads[1].name}; leave the other's fields out."
+            f"{heads[0].name} or {heads[1].name}; remove the fields of the other."
         )
     for head in heads:
         head.check(config)
@@ -153,20 +153,20 @@ def check_rope(config):
         raise ValueError(f"rope_theta={rope.get('rope_theta')!r} must be a positive number.")
     if rope.get("rope_type") not in ("default", *ROPE_INIT_FUNCTIONS):
         raise ValueError(f"rope_type={rope.get('rope_type')!r} must be one of {['default', *ROPE_INIT_FUNCTIONS]}.")
-    if "rope_dim" in rope:  # the trained width, where other fields were copied from the target
+    if "rope_dim" in rope:  # the trained width; other fields may be copied from the target
         rope["partial_rotary_factor"] = rope.pop("rope_dim") / config.head_dim
     part = rope.get("partial_rotary_factor", 1.0)
     if not _is_positive(part) or part > 1 or int(config.head_dim * part) % 2 or int(config.head_dim * part) == 0:
         raise ValueError(
             f"partial_rotary_factor={part!r} must rotate an even number of the head_dim={config.head_dim} channels."
         )
-    if part != 1.0:  # engines look for it first; the factor alone is lost on SGLang under transformers 5.23
+    if part != 1.0:  # engines read it first; SGLang under transformers 5.23 drops the factor alone
         rope["rope_dim"] = int(config.head_dim * part)
     if rope["rope_type"] != "default":
         try:
             table, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device="cpu")
             usable = bool(table.isfinite().all()) and math.isfinite(scale)
-        except Exception as error:  # upstream's functions check nothing and fail in many ways
+        except Exception as error:  # upstream's functions validate nothing and fail in many ways
             raise ValueError(f"rope_parameters={rope} give no rotary table: {error!r}; correct them.") from error
         if not usable:
             raise ValueError(f"rope_parameters={rope} give a rotary table that is not finite; correct them.")
@@ -185,7 +185,7 @@ def check_layers(config):
         )
     if "sliding_attention" in config.layer_types and config.sliding_window is None:
         raise ValueError(
-            f"sliding_window=None, but layer_types={config.layer_types} holds sliding layers; set `sliding_window` to "
+            f"sliding_window=None, but layer_types={config.layer_types} has sliding layers; set `sliding_window` to "
             "the number of keys they see."
         )
     ids = config.target_layer_ids

@@ -20,13 +20,13 @@ logger = logging.get_logger(__name__)
 _CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 _MODES = ("default", "max-autotune-no-cudagraphs", *_CUDA_GRAPHS)
 
-# For each model, the slots that finished calls have left; and the targets whose rounds could not be compiled.
+# For each model, the slots that finished calls returned; and the targets whose rounds could not be compiled.
 _pools: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 _uncompilable: "weakref.WeakSet" = weakref.WeakSet()
 
 
 def is_compilable(target) -> bool:
-    """Whether the rounds of a target may be compiled: so far, none has failed to compile."""
+    """Whether the rounds of a target may be compiled: none has failed to compile so far."""
     return target not in _uncompilable
 
 
@@ -46,8 +46,8 @@ def slots_of(model):
 
 def _methods(target) -> frozenset[weakref.ref]:
     """
-    What the classes of a target's modules define: graphs guard hooks and attributes of each module, but not these.
-    Dynamo itself replaces the two methods that are left out.
+    The methods of a target's module classes: graphs guard hooks and attributes of each module, but not these. The two
+    methods that are left out are replaced by Dynamo itself.
     """
     classes = {base for kind in {type(module) for module in target.modules()} for base in kind.__mro__}
     methods = {value for base in classes for value in vars(base).values() if isinstance(value, types.FunctionType)}
@@ -57,8 +57,8 @@ def _methods(target) -> frozenset[weakref.ref]:
 @functools.cache
 def _compiled(function: Callable, how: str, methods: frozenset) -> tuple[Callable, Callable]:
     """
-    A compiled function, and the copy of the function to whose code its graphs belong. Pairs with the same `methods`
-    share it; there is one graph for each pair, bucket, number of rows and way of drafting.
+    A compiled function, and the copy of the function whose code owns its graphs. Pairs with the same `methods` share
+    it; there is one graph per pair, bucket, number of rows and drafting method.
     """
     code = function.__code__.replace()
     copy = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
@@ -70,15 +70,15 @@ class CompiledRound:
     """
     A round as one graph; if it cannot be compiled, it runs eagerly, with one warning.
 
-    Nothing that a graph depends on changes in one call but the capacities of the caches and the plan of a round. Both
-    name a graph, whose guards are checked once.
+    Within a call, a graph depends on nothing that changes but the capacities of the caches and the plan of a round.
+    Both identify a graph, whose guards are checked once.
 
     Args:
         function (`callable`): The round, or a part of it.
-        eagerly (`callable`): The same without compilation.
+        eagerly (`callable`): The same function without compilation.
         target (`PreTrainedModel`): The target that the round verifies with.
-        how (`str`, *optional*): A mode or a backend of `torch.compile`. Default: its own, with CUDA graphs on a GPU.
-        caches (sequence of `SlotCache`): The caches whose capacities count.
+        how (`str`, *optional*): A mode or backend of `torch.compile`. Default: torch's, with CUDA graphs on a GPU.
+        caches (sequence of `SlotCache`): The caches whose capacities identify a graph.
     """
 
     def __init__(self, function: Callable, eagerly: Callable, target, how: str | None, caches):
@@ -90,7 +90,7 @@ class CompiledRound:
         self.graphs: dict[tuple, Callable] = {}
 
     def __call__(self, pair, start, context, plan):
-        if not plan.compiled:  # and not in inference mode, whose tensors would take graphs of their own
+        if not plan.compiled:  # and not in inference mode, whose tensors would need separate graphs
             return self.function(pair, start, context, plan)
         context = context if plan.block > 1 else None  # a round that drafts nothing reads none
         width = context and context.features.shape[1]
@@ -114,8 +114,8 @@ class CompiledRound:
                 self.graphs[key] = graph
             return output
         except Exception as error:
-            # The round can simply run again, since it writes the same slots. An error that has nothing to do with
-            # compilation is raised again by the eager round.
+            # The round can simply run again, since it writes the same slots. An error unrelated to compilation is
+            # raised again by the eager round.
             self.graphs[key], self.graphs_replay = self.eagerly, False
             output = self.eagerly(*args)
             if isinstance(error, torch._dynamo.exc.TorchDynamoException):  # it would fail in every call

@@ -43,11 +43,11 @@ _NESTED_KEYS = {
     "has_embed_tokens": "has_embed_tokens",
 }
 _FIELD_OF = {**_NESTED_KEYS, "causal": "is_causal", "causal_head": "is_causal", "use_swa": "layer_types"}
-# Of those, and of the heads' fields, the ones that engines read nested only are written when they say something.
+# Of these and the heads' fields, those that engines read only nested are written only if they differ from the default.
 _WRITTEN_TWICE = (
     *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "swa_window_size", "has_embed_tokens"),
 )
-# Keys of a file that would choose other files, code or a way of running; those are for the caller to say.
+# Keys of a file that would select other files, code or execution options; only the caller may set these.
 _IGNORED = (
     *("model_type", "num_labels", "transformers_weights", "attn_implementation", "experts_implementation"),
     *("fusion_config", "distributed_config"),
@@ -59,37 +59,36 @@ class DFlashDraftConfig(PreTrainedConfig):
     Configuration of a [`DFlashDraftModel`].
 
     Args:
-        block_size (`int`, defaults to 16): Slots of a block, that of the known anchor included.
+        block_size (`int`, defaults to 16): Slots of a block, including that of the known anchor.
         sample_from_anchor (`bool`): Whether slot `k` of a block predicts the token at `anchor + 1 + k`, the anchor's
-            own slot included (DSpark), and not the one at `anchor + k`.
+            own slot included (DSpark), instead of the token at `anchor + k`.
         mask_token_id (`int`): Id whose embedding fills the unknown slots; must lie inside the target's embedding.
-        target_layer_ids (`list[int]`): Id `i` means the output of the target's decoder layer `i`, -1 what the first
-            one reads. Default: the paper's rule for `num_target_layers` and `num_hidden_layers`.
+        target_layer_ids (`list[int]`): Id `i` means the output of the target's decoder layer `i`, -1 the input of the
+            first. Default: the paper's rule for `num_target_layers` and `num_hidden_layers`.
         num_target_layers (`int`): Depth of the target.
         target_hidden_size (`int`): Width of one target feature. Default: `hidden_size`.
         layer_types (`list[str]`): `"full_attention"` or `"sliding_attention"` for each draft layer.
         sliding_window (`int`): Keys that a query of a sliding layer sees, itself included.
         is_causal (`bool`): Causality *inside* the block for all layers. Absent: sliding layers are causal, full layers
             bidirectional.
-        draft_vocab_size (`int`): Size of a reduced vocabulary, over which the drafter then has a head of its own.
+        draft_vocab_size (`int`): Size of a reduced vocabulary, for which the drafter has its own head.
         conv_kernel_size, conv_group_size (`int`): DFlash 2's convolution around every sublayer: taps, and channels
             that share a dynamic kernel. Absent: no convolution.
-        selector_rank, selector_top_k (`int`): DFlash 2's path selector, see [`PathSelector`]. Absent: no selector. The
-            fields of a head are described, checked and given defaults in its own file.
+        selector_rank, selector_top_k (`int`): DFlash 2's path selector, see [`PathSelector`]. Absent: no selector. A
+            head's fields are documented, checked and given defaults in its own file.
         output_multiplier, final_logit_softcapping (`float`): Draft logits are `cap * tanh(logits * multiplier / cap)`.
         input_embedding_scale (`float`): Multiplies the target's raw embeddings of a block.
-        attention_sink_bias (`bool`): A learned logit for each head that takes part in the softmax alone.
+        attention_sink_bias (`bool`): A learned logit per attention head that takes part in the softmax only.
         attention_value_scale (`float`): Multiplies the values.
         v_head_dim (`int`): Size of a head's values. Default: `head_dim`.
-        backbone_rotary_base (`float`): Rotary base of the context's keys. Default: that of the block.
-        own_mask_embedding (`bool`): The mask's embedding is the drafter's own, not the target's.
-        has_embed_tokens (`bool`): So are the embeddings of all tokens, in a table over the target's vocabulary.
-        dflash_config (`dict`): The nested form of the keys above, as engines read it; the fields decide what it says.
-            Unknown keys in it are kept for re-saving. JetSpec's `causal_head: true` is another name of
-            `is_causal: true`.
+        backbone_rotary_base (`float`): Rotary base of the context's keys. Default: the block's rotary base.
+        own_mask_embedding (`bool`): Whether the drafter has its own mask embedding instead of the target's.
+        has_embed_tokens (`bool`): Whether the drafter has its own embedding table over the target's vocabulary.
+        dflash_config (`dict`): The nested form of the keys above, as engines read it; derived from the fields.
+            Unknown keys are kept for re-saving. JetSpec's `causal_head: true` is another name for `is_causal: true`.
 
-    A part of each head is rotated when `rope_parameters` holds `partial_rotary_factor`, or `rope_dim`, its channels.
-    The remaining arguments are those of Qwen3. Saved files name `model_type: qwen3`, which inference engines know.
+    Heads are rotated partially if `rope_parameters` has `partial_rotary_factor`, or `rope_dim`, in channels. The
+    remaining arguments are those of Qwen3. Saved files have `model_type: qwen3`, which inference engines know.
 
     Raises:
         `ValueError`: names key, value and remedy.
@@ -98,7 +97,7 @@ class DFlashDraftConfig(PreTrainedConfig):
     model_type = "dflash"
     has_no_defaults_at_init = True
     default_theta = 10_000.0
-    ignore_keys_at_rope_validation = {"rope_dim"}  # of the engines, beside upstream's `partial_rotary_factor`
+    ignore_keys_at_rope_validation = {"rope_dim"}  # the engines' key, next to upstream's `partial_rotary_factor`
     base_model_fsdp_plan = {"layers.*": "free_full_weight", "norm": "keep_full_weight"}
 
     vocab_size: int | None = None
@@ -139,7 +138,7 @@ class DFlashDraftConfig(PreTrainedConfig):
     has_embed_tokens: bool = False
     dflash_config: dict | None = None
     source_layout: str | None = None
-    interleaved_rotary: bool = False  # of a file, whose rows are permuted when they are loaded
+    interleaved_rotary: bool = False  # layout of the file; rows are permuted on loading
     tie_word_embeddings: bool = False
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -166,7 +165,7 @@ class DFlashDraftConfig(PreTrainedConfig):
         elif causal not in (None, self.is_causal):
             logger.warning_once(
                 f"is_causal={self.is_causal} and dflash_config.causal={causal} contradict each other: both say "
-                "whether every layer is causal inside the block. is_causal is taken, as engines do; if few drafts are "
+                "whether every layer is causal inside the block. is_causal wins, as in the engines; if few drafts are "
                 f"accepted, load the drafter with `is_causal={causal}`."
             )
         if nested.get("causal_head"):
@@ -203,7 +202,7 @@ class DFlashDraftConfig(PreTrainedConfig):
             slides = use_swa is None and self.use_sliding_window and self.sliding_window
             self.layer_types = [LAYER_TYPES[bool(slides) and i >= first] for i in range(self.num_hidden_layers)]
         if use_swa and "sliding_attention" not in self.layer_types:
-            # Forces the window on every layer, full ones included, which stay bidirectional in the block.
+            # Forces the window on every layer, even full ones, which stay bidirectional in the block.
             self.layer_types = ["sliding_attention"] * self.num_hidden_layers
             self.is_causal = bool(self.is_causal)
         if self.target_layer_ids is None and self.num_target_layers is not None:
@@ -219,19 +218,19 @@ class DFlashDraftConfig(PreTrainedConfig):
     @classmethod
     def for_target(cls, target_config, mask_token_id: int, num_hidden_layers: int = 5, block_size: int = 16, **kwargs):
         """
-        A fresh drafter's configuration for a target: its width, vocabulary, rotary embedding and length, Qwen3-style
-        layers.
+        A fresh drafter's configuration for a target: the target's width, vocabulary, rotary embedding and length, and
+        Qwen3-style layers.
 
         Args:
-            target_config (`PreTrainedConfig`): Configuration of the target; of a multimodal one, its text part.
+            target_config (`PreTrainedConfig`): Configuration of the target; of a multimodal target, its text part.
             mask_token_id (`int`): An id inside the target's embedding that its text never uses.
             num_hidden_layers (`int`): Draft layers.
             block_size (`int`): Tokens of a block, anchor included.
-            kwargs: Any other field of the configuration, e.g. `target_layer_ids`. Default of these: the paper's rule,
-                for as many layers of the target as the drafter has, or as fit.
+            kwargs: Any other field of the configuration, e.g. `target_layer_ids`. Default of the latter: the paper's
+                rule, for as many target layers as the drafter has layers, or as fit.
 
         Raises:
-            `ValueError`: the target's embedding and head, of which a drafter shares both, have different widths.
+            `ValueError`: the target's embedding and head, both shared by a drafter, have different widths.
         """
         text = target_config.get_text_config()
         width = getattr(text, "embedding_size", None) or getattr(text, "word_embed_proj_dim", None) or text.hidden_size
@@ -239,23 +238,23 @@ class DFlashDraftConfig(PreTrainedConfig):
         if narrow != wide:
             raise ValueError(
                 f"{type(text).__name__} has input_embedding_size={narrow} and output_embedding_size={wide}, but a "
-                "drafter shares the target's embedding and its head, in one width: such a target can have no drafter."
+                "drafter shares the target's embedding and head, in one width: this target cannot have a drafter."
             )
         rope = copy.deepcopy(getattr(text, "rope_parameters", None)) or {}
-        # Tables by layer type (Gemma): the drafter takes that of the full-attention layers, if these rotate at all.
+        # Tables by layer type (Gemma): the drafter uses that of the full-attention layers, if they rotate at all.
         tables = [table for table in rope.values() if isinstance(table, dict)]
         rope = rope.get("full_attention") or (tables[0] if tables else rope)
         if rope.get("partial_rotary_factor") is not None or rope.get("rope_type") not in (None, "default"):
             plain = {"rope_type": "default", "rope_theta": rope.get("rope_theta", cls.default_theta)}
             rope = plain if rope.get("rope_type") not in ("yarn", "llama3", "linear") else rope
             rope.pop("partial_rotary_factor", None)
-        # Layers of several shapes (Gemma 4): the drafter takes that of the first.
+        # Layers of several shapes (Gemma 4): the drafter uses the shape of the first.
         layer = (getattr(text, "per_layer_config", None) or [text])[0]
         heads = getattr(layer, "num_attention_heads", None) or max(text.hidden_size // 128, 1)
         head_dim = getattr(layer, "head_dim", None) or text.hidden_size // heads
         inner = getattr(layer, "intermediate_size", None) or 3 * width
         length = getattr(text, "max_position_embeddings", 0)
-        ids = {  # of a wrapper, beside its text configuration
+        ids = {  # in a wrapper, next to its text configuration
             name: next((getattr(c, name) for c in (text, target_config) if getattr(c, name, None) is not None), None)
             for name in ("bos_token_id", "eos_token_id", "pad_token_id")
         }
@@ -263,7 +262,7 @@ class DFlashDraftConfig(PreTrainedConfig):
             "vocab_size": text.vocab_size,
             "hidden_size": width,
             "target_hidden_size": text.hidden_size,
-            "intermediate_size": inner[0] if isinstance(inner, list) else inner,  # Gemma 3n has one for each layer
+            "intermediate_size": inner[0] if isinstance(inner, list) else inner,  # Gemma 3n has one per layer
             "num_attention_heads": heads,
             "num_key_value_heads": getattr(layer, "num_key_value_heads", None) or heads,
             "head_dim": head_dim,
@@ -292,8 +291,8 @@ class DFlashDraftConfig(PreTrainedConfig):
         As upstream, from any published layout.
 
         Raises:
-            `ValueError`: names the file, and what is wrong in it.
-            `OSError`: no such file, or not JSON.
+            `ValueError`: names the file and the problem.
+            `OSError`: the file is missing or not JSON.
         """
         try:
             return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
@@ -307,13 +306,13 @@ class DFlashDraftConfig(PreTrainedConfig):
         """As upstream, from any published layout; see `layouts_dflash`."""
         canonical = canonical_config({**config_dict, "model_type": config_dict.get("model_type", cls.model_type)})
         names = cls.field_names()
-        # What the caller says wins over the file, its nested form included.
+        # The caller's arguments override the file, including its nested form.
         changes = {key: kwargs.pop(key) for key in list(kwargs) if key in names and key != "dtype"}
         if isinstance(nested := canonical.get("dflash_config"), dict):
             field_of = {**_FIELD_OF, **_nested_fields()}
             canonical["dflash_config"] = {k: v for k, v in nested.items() if field_of.get(k) not in changes}
         canonical |= changes
-        # Nor may a file choose what stands behind a method's name.
+        # Nor may a file replace a method.
         known = {
             key: value for key, value in canonical.items() if key in (*names, "rope_scaling") or not hasattr(cls, key)
         }
@@ -326,7 +325,7 @@ class DFlashDraftConfig(PreTrainedConfig):
 
     @property
     def head(self) -> type[Head]:
-        """The class of the drafter's head, which turns hidden states into tokens."""
+        """Class of the drafter's head, which turns hidden states into tokens."""
         return head_of(self)
 
     @property
@@ -336,12 +335,12 @@ class DFlashDraftConfig(PreTrainedConfig):
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of a drafted block, the anchor included; what one forward of the target verifies at most."""
+        """Tokens of a drafted block, anchor included: the most that one forward of the target verifies."""
         return self.block_size + (self.sample_from_anchor and self.head.drafts_last_slot)
 
     @property
     def has_own_head(self) -> bool:
-        """Whether the drafter has a head of its own, over a reduced vocabulary."""
+        """Whether the drafter has its own head, over a reduced vocabulary."""
         return self.draft_vocab_size is not None
 
     def layer_is_causal(self, layer_idx: int) -> bool:
@@ -351,7 +350,7 @@ class DFlashDraftConfig(PreTrainedConfig):
         return self.layer_types[layer_idx] == "sliding_attention"
 
     def by_layer_type(self, make) -> dict:
-        """`{layer_type: make(window, is_causal)}`, for values that all layers of a type share, such as masks."""
+        """`{layer_type: make(window, is_causal)}`, for values shared by all layers of a type, such as masks."""
         made = {}
         for layer_idx, layer_type in enumerate(self.layer_types):
             if layer_type not in made:
@@ -360,7 +359,7 @@ class DFlashDraftConfig(PreTrainedConfig):
         return made
 
     def to_dict(self) -> dict:
-        """The written form: nested and top-level keys, two rotary spellings, a model type that engines know."""
+        """The written form: nested and top-level keys, both rotary spellings, a model type that engines know."""
         output = super().to_dict()
         output["model_type"] = "qwen3"
         plain = not self.has_head and self.conv_kernel_size is not None
@@ -375,9 +374,9 @@ class DFlashDraftConfig(PreTrainedConfig):
         for key, default in (("draft_vocab_size", None), ("v_head_dim", self.head_dim), ("has_embed_tokens", False)):
             if output[key] in (None, default):
                 del output[key]
-        # Qwen3Config drops the window of a reader that does not find this flag.
+        # Without this flag Qwen3Config drops the window.
         output["use_sliding_window"] = "sliding_attention" in self.layer_types
-        # No `rope_scaling`: it is another name of `rope_parameters` now, and vLLM sets these keys one after the other.
+        # No `rope_scaling`: it is now an alias of `rope_parameters`, and vLLM sets these keys one after the other.
         if self.rope_parameters:
             output["rope_theta"] = self.rope_parameters["rope_theta"]
             if "partial_rotary_factor" in self.rope_parameters:
@@ -397,12 +396,12 @@ class DFlashDraftConfig(PreTrainedConfig):
 
 
 def _nested_fields() -> dict[str, str]:
-    """All keys of `dflash_config` that are fields, and the fields."""
+    """All keys of `dflash_config` that have a field, and that field."""
     return {**_NESTED_KEYS, **{field: field for field in head_fields()}}
 
 
 def _written_nested() -> dict:
-    """The fields that are written in `dflash_config` alone, and their defaults."""
+    """The fields that are written only in `dflash_config`, and their defaults."""
     own = [key for key in _NESTED_KEYS if key not in _WRITTEN_TWICE]
     return {key: getattr(DFlashDraftConfig, key) for key in own} | head_fields()
 
@@ -410,7 +409,7 @@ def _written_nested() -> dict:
 def _nested_keys(config: DFlashDraftConfig) -> dict:
     """
     The complete `dflash_config`: SGLang uses the object that remote code creates, and reads these keys only here. Keys
-    with a field have the field's value; the others are kept unchanged, and may be changed in place.
+    with a field have the field's value; others are kept as they are, and may be changed in place.
     """
     nested = config.__dict__["dflash_config"]
     nested |= {key: getattr(config, key) for key in ("block_size", "mask_token_id", "target_layer_ids")}
@@ -429,5 +428,5 @@ def _set_nested_keys(config: DFlashDraftConfig, nested: dict | None) -> None:
     config.__dict__["dflash_config"] = {} if nested is None else nested
 
 
-# Only now: in the body of the class it would be taken for the field's default.
+# Set here because in the class body it would become the field's default.
 DFlashDraftConfig.dflash_config = property(_nested_keys, _set_nested_keys)  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""The cost of rounds on this machine, measured in rounds that run anyway and constant during a call."""
+"""The cost of rounds on this machine: measured during normal rounds, constant during a call."""
 
 import contextlib
 import copy
@@ -18,33 +18,33 @@ from .remembered_dflash import read, recall, remember
 from .target_dflash import decoder_layers
 
 
-# For each target what rounds cost, by all that changes it.
+# For each target, the cost of rounds by everything that affects it.
 _tables: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 
-SAMPLES = 24  # kept of each size; older ones are forgotten
-# The cost of a forward pass over N tokens, in passes over one: assumed of a machine before it is measured.
+SAMPLES = 24  # kept per size; older ones are dropped
+# The cost of a forward pass over N tokens, in passes over one token: assumed until it is measured.
 _CPU = {1: 1.0, 4: 1.1, 8: 1.3, 16: 1.7, 32: 2.7, 64: 4.6}
 _GPU = {1: 1.0, 64: 1.05, 128: 1.3, 256: 2.2, 512: 4.2}
 
 
 class CostTable:
     """
-    Seconds of a round by rows, length of the text and the number of tokens that it verifies for each row.
+    Seconds per round, by rows, length of the text and number of tokens verified per row.
 
     Args:
-        drafting (`float`): Weights of the drafter and its head, in weights of the target: what a forward of it costs
-            before it was measured.
-        block_size (`int`): Tokens of such a forward, of each row.
-        device (`torch.device`): Of the target.
-        key (`dict`, *optional*): Whose costs these are, by which later processes find them.
+        drafting (`float`): Weights of the drafter and its head relative to the target's: the assumed cost of a drafter
+            forward until it is measured.
+        block_size (`int`): Tokens per row of such a forward.
+        device (`torch.device`): The target's device.
+        key (`dict`, *optional*): Identifies the pair and machine, so that later processes find these costs.
     """
 
     def __init__(self, drafting: float, block_size: int, device: torch.device, key: dict | None = None):
         self.drafting, self.block_size, self.key = drafting, block_size, key
-        self.pinned, self.new, self.total = False, 0, 0  # samples: since they were last kept on disk, and in all
+        self.pinned, self.new, self.total = False, 0, 0  # samples: since they were last saved, and in total
         self.forwards = _CPU if device.type == "cpu" else _GPU
-        self.curves: dict[tuple, list[float]] = {}  # of a copy, which learns nothing more
-        self.samples: dict[tuple, dict] = defaultdict(dict)  # (rows, bucket) -> {size: seconds}; -1 drafts nothing
+        self.curves: dict[tuple, list[float]] = {}  # cached in copies, which no longer learn
+        self.samples: dict[tuple, dict] = defaultdict(dict)  # (rows, bucket) -> {size: seconds}; -1: no draft
 
     @staticmethod
     def bucket(columns: int) -> int:
@@ -57,21 +57,21 @@ class CostTable:
             return
         self.new, self.total = self.new + 1, self.total + 1
         sizes = self.samples[rows, self.bucket(columns)]
-        sizes[size] = deque([*sizes.get(size, ()), seconds], maxlen=SAMPLES)  # a new one: others may be reading
+        sizes[size] = deque([*sizes.get(size, ()), seconds], maxlen=SAMPLES)  # new: others may be reading
 
     def count(self, rows: int, columns: int, size: int) -> int:
         """The number of measurements; the maximum in a pinned table."""
         return SAMPLES if self.pinned else len(self.samples.get((rows, self.bucket(columns)), {}).get(size, ()))
 
     def copy(self) -> "CostTable":
-        """A copy that later measurements do not change."""
+        """A copy that later measurements do not affect."""
         other = copy.copy(self)
         other.curves = {}
         other.samples = defaultdict(dict, {key: dict(sizes) for key, sizes in list(self.samples.items())})
         return other
 
     def keep(self) -> None:
-        """Save for later processes, more rarely the more is known."""
+        """Save for later processes, less often as samples accumulate."""
         if self.new > 8 + (self.total - self.new) // 4 and self.key is not None:
             self.new = 0
             places = [(f"{rows} {bucket}", sizes) for (rows, bucket), sizes in list(self.samples.items())]
@@ -95,9 +95,9 @@ class CostTable:
 
     def curve(self, rows: int, columns: int, most: int) -> list[float]:
         """
-        Costs of rounds that draft a block and verify 0, 1, ... `most` of its tokens, in rounds that draft nothing:
-        measured where enough is known, in between and beyond after the shape that is expected, and never less for
-        more tokens.
+        Costs of rounds that draft a block and verify 0, 1, ... `most` of its tokens, in units of a round without a
+        draft: measured if there are enough samples, otherwise interpolated and extrapolated along the expected shape;
+        never decreasing.
         """
         key = rows, self.bucket(columns), most
         if key not in self.curves:
@@ -120,7 +120,7 @@ class CostTable:
         return [value / (plain * measured.get(-1, scale)) for value in curve]
 
     def _nearest(self, rows: int, columns: int) -> dict[int, float]:
-        """Typical seconds by size, of the nearest length at which something is known."""
+        """Typical seconds by size, at the nearest length with samples."""
         bucket = self.bucket(columns)
         for _, length in sorted((abs(length - bucket), length) for of, length in self.samples if of == rows):
             sizes = self.samples[rows, length].items()
@@ -134,7 +134,7 @@ class CostTable:
 
 
 def _typical(seconds) -> float:
-    """The lower quartile of several times: other load makes rounds slower, never faster."""
+    """The lower quartile: other load makes rounds slower, never faster."""
     return sorted(seconds)[len(seconds) // 4]
 
 
@@ -166,7 +166,7 @@ def hardware(device: torch.device) -> str:
 
 
 def clock(device: torch.device) -> float:
-    """Seconds; on one CPU thread, its CPU time, which does not depend on other load."""
+    """Seconds; with a single CPU thread its CPU time, which does not depend on other load."""
     return time.thread_time() if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter()
 
 
@@ -179,11 +179,11 @@ def adapters_of(draft) -> tuple:
 def table_of(target, draft, compiled: str | bool = False, ahead: int = 1) -> CostTable:
     """
     The cost table of a pair: for its device, dtype, weight layout, threads, compilation and rounds ahead of the host.
-    From earlier processes, or pinned to the content of a file (`decoding_config.costs`, or the environment variable
-    `DFLASH_HF_COSTS`).
+    Loaded from earlier processes, or pinned to the content of a file (`decoding_config.costs`, or the environment
+    variable `DFLASH_HF_COSTS`).
 
     Raises:
-        `ValueError`: that file does not hold costs.
+        `ValueError`: the file does not hold costs.
     """
     config, pinned = draft.config, draft.decoding_config.costs or os.environ.get("DFLASH_HF_COSTS")
     kinds = sorted({type(module).__name__ for module in decoder_layers(target)[0].modules()})  # packed, quantised

@@ -1,7 +1,7 @@
 """
 `target.generate(**inputs, custom_generate="<drafter>", trust_remote_code=True)`: decode with a drafter given by name.
 
-A saved drafter holds this file twice: beside its model, so that it is never lost on re-saving, and as
+A saved drafter holds this file twice: next to its model, so that it is never lost on re-saving, and as
 `custom_generate/generate.py`, where `generate` looks for it. There nothing else of the folder can be imported.
 """
 
@@ -12,7 +12,7 @@ import weakref
 from transformers import AutoModel
 
 
-_loaded = weakref.WeakKeyDictionary()  # target -> (what was asked for, its drafter), for as long as the target lives
+_loaded = weakref.WeakKeyDictionary()  # target -> (the request, its drafter), as long as the target lives
 
 
 def generate(
@@ -28,7 +28,7 @@ def generate(
     """
     The entry point of `custom_generate="<drafter>"`: load the drafter once for each target, then decode with it.
 
-    `generate` does not hand over the name it was given; it is read from the calling frame. Where that fails, pass the
+    `generate` does not pass on the name it was given, so it is read from the calling frame. If that fails, pass the
     name as `assistant_model` as well.
 
     Args:
@@ -41,7 +41,7 @@ def generate(
         What `model.generate(assistant_model=draft)` returns.
 
     Raises:
-        `ValueError`: the name is not known, or is not that of a DFlash drafter.
+        `ValueError`: the name is unknown, or does not name a DFlash drafter.
     """
     if assistant_model is None or isinstance(assistant_model, str | os.PathLike):
         name = str(assistant_model or asked_for())
@@ -60,7 +60,7 @@ def generate(
             )
             if not hasattr(draft, "dflash_decode"):
                 raise ValueError(
-                    f"{name} holds a {type(draft).__name__}, which is no DFlash drafter; name a drafter's folder or "
+                    f"{name} holds a {type(draft).__name__}, not a DFlash drafter; name a drafter's folder or "
                     "repository in `custom_generate` or `assistant_model`."
                 )
             _loaded[model] = (wanted, draft.to(model.device).eval())
@@ -69,7 +69,7 @@ def generate(
 
 
 def asked_for() -> str:
-    """The `custom_generate` argument of the `generate` that is running."""
+    """The `custom_generate` argument of the running `generate`."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_locals.get("custom_generate")
@@ -83,7 +83,7 @@ def asked_for() -> str:
 
 
 def _last_change(name: str) -> int | None:
-    """The time of the last change of a local folder, to reload a retrained drafter; `None` for a repository."""
+    """When a local folder last changed, to reload a retrained drafter; `None` for a repository."""
     if not os.path.isdir(name):
         return None
     return max(entry.stat().st_mtime_ns for entry in os.scandir(name))

@@ -13,39 +13,39 @@ class DFlashDecodingConfig:
     """
     How a drafter decodes; lives on `draft.decoding_config`.
 
-    With neither `block_size` nor `tree_nodes` each round verifies as much as is fastest: the likeliest tokens of a
-    tree, one path, or nothing, in which case the target decodes alone for a while. That follows from what rounds were
-    measured to cost on this machine, and from what the target accepts; see `plan_dflash`. Rounds that are compiled, or
-    run ahead of the host, choose among a few sizes.
+    With neither `block_size` nor `tree_nodes`, each round verifies as much as is fastest: the likeliest tokens of a
+    tree, a single path, or nothing, in which case the target decodes alone for a while. The choice follows from the
+    measured cost of rounds on this machine and from what the target accepts; see `plan_dflash`. Rounds that are
+    compiled, or run ahead of the host, choose among a few sizes.
 
     Args:
         block_size (`int`, *optional*): Verify the first `block_size` tokens of a drafted block in every round, anchor
             included. The block is always drafted at the trained size.
         draft_temperature (`float`, *optional*): Temperature at which drafts are drawn when the target samples; 0 takes
-            the likeliest tokens. Default: 0 where sizes are chosen in each round; else that of `generate` for a
-            drafter whose head says so, such as a path selector, and 0 for others.
-        tree_nodes (`int`, *optional*): Draft a tree of N tokens, the likeliest paths through the likely
-            tokens of each slot (DDTree, arXiv 2604.12989), and verify it with one forward. More tokens are accepted;
-            a forward over more tokens costs more, least where memory is the limit. Single blocks are drafted for
-            targets with recurrent layers and where rows must advance in step. Trees hold the likeliest tokens: nothing
-            is drawn.
+            the likeliest tokens. Default: 0 if sizes are chosen in each round; otherwise the temperature of `generate`
+            for drafters whose head requests it, such as a path selector, and 0 for others.
+        tree_nodes (`int`, *optional*): Draft a tree of N tokens, the likeliest paths through the likely tokens of each
+            slot (DDTree, arXiv 2604.12989), and verify it with one forward. More tokens are accepted; a forward over
+            more tokens costs more, least if it is memory-bound. Targets with recurrent layers, and rows that must
+            advance in step, get single blocks. Trees hold the likeliest tokens: nothing is drawn.
         compile (`bool` or `str`): Compile draft, verification and acceptance as one graph of fixed shape, for each
-            bucket of 256, 512, 1024, ... slots; a string names a mode or a backend of `torch.compile`. The first use
-            of a bucket takes a while, and the slots stay in memory for the next call; calls at the same time have
-            slots of their own. Not compiled are rounds of targets with recurrent layers, those whose hidden states are
-            asked for, and those that draw by `generators`.
-        look_ahead (`int`, *optional*): Rounds that are started before the host looks at what they committed. At the
-            end of a text up to so many less one are computed in vain. Default: 1 on a CPU, else 4. Always 1 where each
-            token is asked for as it comes: with a streamer, a time limit, processors and criteria that read the text,
-            scores, one sampled row, `generators`; and for targets with recurrent layers.
-        generators (`list[torch.Generator]`, *optional*): Where the target samples, one for each row, those of
-            `num_return_sequences` included. Each token of a row is then one draw of its generator, and a row's text is
-            the one that its generator gives for its prompt alone. Drafts that are drawn
-            too (`draft_temperature`) are drawn by the same generators: then equal calls give equal texts, but a row's
-            draws depend on how far the batch has come. Default: torch's own generator for all rows.
-        costs (`str`, *optional*): A file of what rounds cost, of those that `dflash env` lists, by which sizes are
-            chosen; nothing is measured then. With it, a prompt and a seed give the same text in every process, in half
-            precision too. Default: the environment variable `DFLASH_HF_COSTS`, else what this machine was measured at.
+            bucket of 256, 512, 1024, ... slots; a string names a mode or backend of `torch.compile`. The first use of
+            a bucket takes a while, and the slots stay in memory for the next call; concurrent calls have separate
+            slots. Not compiled: targets with recurrent layers, calls that return hidden states, and calls with
+            `generators`.
+        look_ahead (`int`, *optional*): Number of rounds started before the host reads what they committed. At the end
+            of a text up to `look_ahead - 1` rounds are wasted. Default: 1 on a CPU, else 4. Always 1 if each token is
+            needed immediately: with a streamer, a time limit, processors and criteria that read the text, scores, one
+            sampled row, `generators`; and for targets with recurrent layers.
+        generators (`list[torch.Generator]`, *optional*): If the target samples, one generator per row, including those
+            of `num_return_sequences`. Each token of a row then takes one draw of its generator, and a row's text is
+            what its generator gives for its prompt alone. If drafts are drawn too (`draft_temperature`), they use the
+            same generators: equal calls give equal texts, but a row's draws depend on how far the batch has come.
+            Default: torch's global generator for all rows.
+        costs (`str`, *optional*): A file with the cost of rounds, one of those listed by `dflash env`, from which
+            sizes are chosen; nothing is measured then. With it, a prompt and a seed give the same text in every
+            process, even in half precision. Default: the environment variable `DFLASH_HF_COSTS`, else the costs
+            measured on this machine.
     """
 
     block_size: int | None = None
@@ -79,7 +79,7 @@ class DFlashDecodingConfig:
             trained (`int`): The block size of the drafter.
 
         Raises:
-            `ValueError`: a field that no drafter of that block size can follow.
+            `ValueError`: a field is invalid for a drafter of that block size.
         """
         if not (self.block_size is None or _is_count(self.block_size) and self.block_size <= trained):
             raise ValueError(
@@ -99,7 +99,7 @@ class DFlashDecodingConfig:
             )
         if nodes is not None and temperature:
             raise ValueError(
-                f"decoding_config.tree_nodes={nodes} holds the likeliest tokens, so that none are drawn at "
+                f"decoding_config.tree_nodes={nodes} drafts the likeliest tokens, so none can be drawn at "
                 f"draft_temperature={temperature}: set one of them to None."
             )
         if not (self.look_ahead is None or _is_count(self.look_ahead)):
@@ -110,17 +110,17 @@ class DFlashDecodingConfig:
     def check_generators(self, rows: int, device: torch.device) -> None:
         """
         Args:
-            rows (`int`): Rows of a batch to sample.
-            device (`torch.device`): Where they are sampled.
+            rows (`int`): Number of rows to sample.
+            device (`torch.device`): Device on which they are sampled.
 
         Raises:
-            `ValueError`: there is not one generator for each row, on that device.
+            `ValueError`: there is not one generator per row, on that device.
         """
         given = self.generators
         if len(given) != rows or len(set(map(id, given))) != rows:
             raise ValueError(
                 f"decoding_config.generators holds {len(set(map(id, given)))} generators, but {rows} rows are sampled "
-                "(num_return_sequences of each prompt): pass a generator of its own for each row, or None."
+                "(num_return_sequences of each prompt): pass a separate generator for each row, or None."
             )
         elsewhere = {str(generator.device) for generator in given if generator.device != device}
         if elsewhere:

@@ -8,7 +8,7 @@ from .head_dflash import Head
 
 
 class PrefixGRU(nn.Module):
-    """One step of a GRU of one layer without biases; a module of torch's own cannot be compiled."""
+    """One step of a single-layer GRU without biases; torch's own module cannot be compiled."""
 
     def __init__(self, config):
         super().__init__()
@@ -35,7 +35,7 @@ class Correction(nn.Sequential):
 class DominoHead(Head):
     """
     `S = U + E2 SiLU(E1 [h; g])`, with `g` the state of a GRU over the target's embeddings of the anchor and of the
-    tokens drafted after it. The first `pure_draft_prefix_len` drafted slots have their draft logits `U` alone.
+    tokens drafted after it. The first `pure_draft_prefix_len` drafted slots use their draft logits `U` only.
 
     At initialisation `E2` is zero, so that the walk is the argmax of every slot. `gru_hidden_dim` is the width of the
     GRU, `emb_dim` that of the correction.
@@ -43,8 +43,8 @@ class DominoHead(Head):
 
     name = "Domino head"
     family = "Domino"
-    architecture = "DFlashDraftModel"  # by which SGLang finds it
-    speculators_model_type = None  # what it calls "domino" fuses features layer by layer, as DFlare does
+    architecture = "DFlashDraftModel"  # SGLang finds it by this name
+    speculators_model_type = None  # speculators' "domino" fuses features layer by layer, as DFlare does
     sizes = ("gru_hidden_dim", "emb_dim")
     fields = {**dict.fromkeys(sizes), "pure_draft_prefix_len": 0}
     order = Head.MANY
@@ -53,7 +53,7 @@ class DominoHead(Head):
 
     @classmethod
     def read(cls, config: dict) -> dict:
-        """The files of SpecForge, Automodel and ModelOpt, which differ in the name of their architecture."""
+        """The files of SpecForge, Automodel and ModelOpt, which differ in the architecture's name."""
         nested = config.get("dflash_config")
         nested = nested if isinstance(nested, dict) else {}
         both = {**config, **nested}
@@ -64,7 +64,7 @@ class DominoHead(Head):
             if both.get(key) is None:
                 raise ValueError(
                     f"{spelling} is missing from a Domino drafter's dflash_config: trainers have different defaults "
-                    "for it, so write the one that it was trained with."
+                    "for it, so set the value that it was trained with."
                 )
         return {key: value for key, value in config.items() if key not in cls.fields} | {
             **{key: both[key] for key in cls.fields},
@@ -83,7 +83,7 @@ class DominoHead(Head):
 
     @classmethod
     def nested(cls, config) -> dict:
-        """As SGLang asks for it: the keys whose defaults differ are always there."""
+        """As SGLang requires: keys whose defaults differ are always written."""
         return {
             "projector_type": "domino",
             "shift_label": config.sample_from_anchor,
@@ -109,10 +109,10 @@ class DominoHead(Head):
                 init.uniform_(parameter, -bound, bound)
 
     def candidates(self, logits: torch.Tensor) -> tuple[torch.LongTensor, torch.Tensor]:
-        return super().candidates(logits[..., : self.draft.embed_proj[2].out_features])  # a head may be padded
+        return super().candidates(logits[..., : self.draft.embed_proj[2].out_features])  # may have padding rows
 
     def start(self, anchors: torch.LongTensor) -> torch.Tensor:
-        """The GRU's state and, last, how many slots were drafted: `[R, G + 1]`."""
+        """The GRU's state, followed by the number of slots drafted: `[R, G + 1]`."""
         weight = self.draft.prefix_gru.weight_hh_l0
         return torch.zeros(len(anchors), weight.shape[1] + 1, dtype=weight.dtype, device=weight.device)
 
@@ -121,7 +121,7 @@ class DominoHead(Head):
         memory, drafted = state[:, :-1], state[:, -1:]
         memory = self.draft.prefix_gru(self.embed(before).to(hidden), memory.to(hidden.dtype))
         query = act(first(torch.cat([hidden, memory], dim=-1)))  # [R, emb_dim]
-        # Without a query `E2` adds nothing.
+        # With a zero query `E2` adds nothing.
         query = query * (drafted >= self.config.pure_draft_prefix_len)
         return query, torch.cat([memory, drafted.to(memory.dtype) + 1], dim=-1)
 

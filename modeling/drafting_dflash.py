@@ -23,16 +23,16 @@ from .tree_dflash import (
 )
 
 
-TOKENS_AT_ONCE = 2048  # of a prompt, from features to the drafter's context: bounds what lives in between
-STEPS_AT_ONCE = 32  # of a text that is written without drafts
+TOKENS_AT_ONCE = 2048  # prompt tokens projected to the drafter's context at a time: bounds memory
+STEPS_AT_ONCE = 32  # undrafted rounds whose features are read together
 
 
 class Context(NamedTuple):
     """Features of the target that the drafter has not read yet."""
 
     features: torch.Tensor  # [R, n, L * H]
-    start: torch.LongTensor  # [R]  index in its row of the first of these tokens
-    steps: int = 0  # how many rounds they come from that drafted nothing; 0: from one that verified a draft
+    start: torch.LongTensor  # [R]  index of the first of these tokens in its row
+    steps: int = 0  # rounds without a draft that they come from; 0: a round that verified a draft
 
 
 class DFlashCandidateGenerator(CandidateGenerator):
@@ -44,8 +44,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
         draft (`DFlashDraftModel`): The drafter.
         target (`PreTrainedModel`): The target, for its embedding and head.
         max_length (`int`): Longest row, prompt included; for upstream's loop.
-        generators (`list[torch.Generator]`, *optional*): One for each row, to draw drafts with.
-        temperature (`float`): At which `propose` draws the tokens of a block; 0 takes the likeliest.
+        generators (`list[torch.Generator]`, *optional*): One per row, to draw drafts with.
+        temperature (`float`): Temperature at which `propose` draws the tokens of a block; 0 is greedy.
     """
 
     requires_model_outputs = True
@@ -57,7 +57,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.head = target.get_output_embeddings()
         self.slot_head = self.config.head(draft, partial(draft.embed, target))
         self.device = input_device(target)
-        # A model finds these by walking through its parameters, which takes longer than a small layer.
+        # A model walks through its parameters to find these, which takes longer than a small layer.
         self.draft_device, self.draft_dtype, self.target_dtype = draft.device, draft.dtype, target.dtype
         self.max_length, self.generators, self.temperature = max_length, generators, temperature
         self.noise = torch.full((1, self.config.block_size - 1), self.config.mask_token_id, device=self.device)
@@ -66,35 +66,35 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
     @property
     def absorbed(self) -> int:
-        """Columns of the prompt that were absorbed."""
+        """Columns of the prompt absorbed so far."""
         return sum(context.shape[1] for context in self.contexts)
 
     def open(
         self, padding: list[int], columns: int, room: int, offset: torch.Tensor, pool: dict | None = None
     ) -> None:
         """
-        Make room for a prompt, and write what was absorbed of it into the drafter's cache.
+        Make room for a prompt, and write its absorbed columns into the drafter's cache.
 
         Args:
             padding (`list[int]`): Padding columns at the start of each row.
-            columns (`int`): Of the prompt, those of a prefilled cache included, whose features were never seen.
-            room (`int`): Slots of a row to begin with.
+            columns (`int`): Columns of the prompt and of a prefilled cache, whose features were never seen.
+            room (`int`): Initial slots per row.
             offset (`torch.LongTensor`): `[R, 1]` or `[axes, R, 1]`, position of a row's first token.
             pool (`dict`, *optional*): As for [`SlotCache`].
         """
         self.padding = torch.tensor(padding, device=self.device)[:, None]  # [R, 1]
         past = columns - self.absorbed
         self.first = (past - self.padding).clamp(min=0)  # [R, 1], the token that sits in slot 0
-        self.offset = offset if offset.dim() == 2 else offset[0]  # distances alone matter here
+        self.offset = offset if offset.dim() == 2 else offset[0]  # only distances matter here
         self.cache = SlotCache(len(padding), room, pool)
         self._write_context(past)
 
     def absorb(self, *features: torch.Tensor) -> None:
         """
-        Take the features of the prompt's next columns, `[R, C, L * H]`, or one layer's `[R, C, H]` after the other.
+        Take the features of the prompt's next columns: `[R, C, L * H]`, or `[R, C, H]` for each layer.
 
-        They become keys and values in `open`, when the target's forward is over: until then a token takes one hidden
-        state, of which every layer of the drafter makes keys and values.
+        They become keys and values in `open`, after the target's forward: until then each token takes the memory of
+        one hidden state instead of every drafter layer's keys and values.
         """
         step = max(TOKENS_AT_ONCE // features[0].shape[0], 1)
         for pieces in zip(*(layer.split(step, dim=1) for layer in features), strict=True):
@@ -106,7 +106,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         while self.contexts:
             context = self.contexts.pop(0)
             columns = torch.arange(first, first + context.shape[1], device=self.device)
-            tokens = columns - self.padding  # [R, n], the number of each token in its row; padding is negative
+            tokens = columns - self.padding  # [R, n], the index of each token in its row; padding is negative
             slots = torch.where(tokens < 0, self.cache.trash, tokens - self.first)
             first += context.shape[1]
             self.cache.place(slots)
@@ -115,8 +115,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
     def plan(self, block: int, nodes: int = 0, top_k: int = TOP_K) -> Plan:
         """
-        What a round may be asked for: to verify the first `block` tokens of a block, anchor included, or a tree of
-        `nodes` tokens besides the anchor, through the `top_k` likeliest of as many slots.
+        A plan for one round: verify the first `block` tokens of a block, anchor included, or a tree of `nodes` tokens
+        besides the anchor, over the `top_k` likeliest tokens of the block's slots.
         """
         if not nodes or block == 1:
             return Plan(block)
@@ -124,7 +124,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         return Plan(block, every_path(nodes, block - 1, top_k, self.device))
 
     def propose(self, plan: Plan, anchors, start, features, features_start) -> Draft:
-        """What a plan asks for; a block is drafted at the trained size. The other arguments are those of [`draft`]."""
+        """Draft according to a plan; a block is drafted at the trained size. Other arguments as in [`draft`]."""
         context = (anchors, start, features, features_start)
         if plan.paths is not None:
             tree = self.tree(plan.paths, *context)
@@ -139,14 +139,14 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
         Args:
             anchors (`torch.LongTensor`): `[R]`, the last committed token of each row.
-            start (`torch.LongTensor`): `[R]`, the number of that token in its row.
+            start (`torch.LongTensor`): `[R]`, the index of that token in its row.
             features (`torch.Tensor`, *optional*): `[R, n, L * H]`, features of the block verified last, rejected
-                tokens included: their slots are covered by the new block. Default: `no_features`.
-            features_start (`torch.LongTensor`, *optional*): `[R]`, the number of the first of them.
+                tokens included: the new block overwrites their slots. Default: `no_features`.
+            features_start (`torch.LongTensor`, *optional*): `[R]`, the index of the first of them.
 
         Returns:
-            `torch.LongTensor` `[R, n + 1]`: the anchor, and of each slot that drafts the token that the drafter's
-            head holds for the likeliest after those before it.
+            `torch.LongTensor` `[R, n + 1]`: the anchor, and for each drafting slot the token that the drafter's head
+            ranks highest, given the previous ones.
         """
         hidden = self._hidden_states(anchors, start, features, features_start)
         return self.walk(anchors, hidden, temperature=0.0)[0]
@@ -156,7 +156,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         As [`draft`], but every token is drawn from the drafter's own distribution at `temperature`.
 
         Returns:
-            `torch.LongTensor` `[R, n + 1]` and the [`Proposal`] its tokens were drawn from, for the rejection rule.
+            `torch.LongTensor` `[R, n + 1]`, and the [`Proposal`] its tokens were drawn from, for rejection sampling.
         """
         hidden = self._hidden_states(anchors, start, features, features_start)
         return self.walk(anchors, hidden, temperature)
@@ -165,7 +165,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         """As [`draft`], but the likeliest `paths` through the likely tokens of each slot; see [`plan`]."""
         head = self.slot_head
         hidden = self._hidden_states(anchors, start, features, features_start)[:, : len(paths.levels)]
-        # 1. Slots that do not depend on each other.
+        # 1. Independent slots.
         if head.order == 0:
             logits = self.draft_model.draft_logits(hidden, self.head)  # [R, D, V]
             best, ids = logits.topk(paths.top_k, dim=-1)
@@ -173,7 +173,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
             ids, log_probs = self.draft_model.target_ids(ids).to(self.device), log_probs.to(self.device)
             return likeliest_tree(anchors, *independent_paths(ids, log_probs, paths), paths)
 
-        # 2. Given the token before: after each candidate of the slot before, in one call.
+        # 2. Scores that depend on the previous token: all pairs of candidates in one call.
         ids, logits = self._candidates(hidden)  # [R, D, c]
         before = anchors.to(self.draft_device)
         if head.order == 1 and head.top_k is not None:
@@ -184,7 +184,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
             first, later = (scores.log_softmax(dim=-1).to(self.device) for scores in (first, later))
             return likeliest_tree(anchors, *chained_paths(ids.to(self.device), first, later, paths), paths)
 
-        # 3. On more than a table can hold: a beam, of which every path carries its state.
+        # 3. Scores that depend on more than a table can hold: a beam whose paths each carry a state.
         def after(slot: int, state, before: torch.LongTensor):  # [R * w]
             wide = [one[:, slot].repeat_interleave(len(before) // len(anchors), 0) for one in (hidden, ids, logits)]
             query, state = head.step(state, before, wide[0])
@@ -195,7 +195,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         return tree._replace(**{k: one.to(self.device) for k, one in tree._asdict().items() if k != "depth"})
 
     def _candidates(self, hidden: torch.Tensor) -> tuple[torch.LongTensor, torch.Tensor]:
-        """The likely tokens of each slot, by themselves, as the target numbers them; and their logits."""
+        """The candidates of each slot, as the target's ids, and their draft logits."""
         ids, logits = self.slot_head.candidates(self.draft_model.draft_logits(hidden, self.head))  # [R, n, k]
         ids, logits = (one.to(self.draft_device) for one in (self.draft_model.target_ids(ids), logits))
         return ids.expand_as(logits), logits
@@ -210,16 +210,16 @@ class DFlashCandidateGenerator(CandidateGenerator):
             temperature (`float`): 0 takes the likeliest token of each slot.
 
         Returns:
-            `torch.LongTensor` `[R, n + 1]` and the [`Proposal`] they were drawn from, `None` at temperature 0.
+            `torch.LongTensor` `[R, n + 1]`, and the [`Proposal`] they were drawn from, `None` at temperature 0.
         """
         head = self.slot_head
-        # 1. Slots that do not depend on each other are drafted together.
+        # 1. Independent slots are drafted together.
         if head.order == 0 and temperature == 0:
             tokens = likeliest(self.draft_model.draft_logits(hidden, self.head))  # [R, n]
             tokens = self.draft_model.target_ids(tokens)
             return torch.cat([anchors[:, None], tokens.to(self.device)], dim=1), None
 
-        # 2. One token for each slot, given those before.
+        # 2. One token per slot, given the previous ones.
         ids, logits = self._candidates(hidden)  # [R, n, k]
         before = anchors.to(self.draft_device)
         state, chosen, probabilities = head.start(before), [], []
@@ -229,7 +229,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
             if temperature == 0:
                 choice = score.argmax(dim=-1, keepdim=True)
             else:
-                # Of a slot for which the drafter gives no numbers, any token.
+                # If the drafter's scores of a slot are NaN: uniform.
                 probabilities.append((score / temperature).softmax(dim=-1).nan_to_num(1 / score.shape[-1]))  # [R, k]
                 choice = draw(probabilities[-1][:, None], self.generators)  # [R, 1]
             before = ids[:, slot].gather(-1, choice)[:, 0]  # [R]
@@ -242,8 +242,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
     def follow(self, context: Context, fresh: Context) -> Context:
         """
-        The context of two rounds, of which the second drafted nothing: kept together for a while, since to read a
-        token alone costs as much as to read many.
+        Join the contexts of two rounds, of which the second drafted nothing: reading one token costs as much as
+        reading many, so they are collected for a while.
         """
         if 0 < context.steps < STEPS_AT_ONCE:
             return Context(torch.cat([context.features, fresh.features], dim=1), context.start, context.steps + 1)
@@ -252,15 +252,15 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
     def shaped(self, context: Context, width: int | None) -> Context:
         """
-        The first `width` columns of what a round leaves; `None` for as many as a block has, whatever it verified: the
-        new block covers those past the accepted ones.
+        The first `width` columns of the context that a round leaves. `None`: as many as a block has, whatever it
+        verified; the new block overwrites those past the accepted ones.
         """
         missing = 0 if width is not None else self.config.block_tokens - context.features.shape[1]
         features = torch.nn.functional.pad(context.features, (0, 0, 0, missing)) if missing else context.features
         return context._replace(features=features[:, :width])
 
     def caught_up(self, context: Context, start: torch.LongTensor) -> Context:
-        """The context at `start`, in the shape of all others, once what rounds left that drafted nothing is read."""
+        """Read what rounds without a draft left, and return an empty context at `start` in the usual shape."""
         self.read(context)
         return self.no_features(start, self.config.block_tokens)
 
@@ -273,8 +273,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
     def no_features(self, start: torch.LongTensor, size: int) -> Context:
         """
-        The context of a first round, where no block was verified before: `size` rows of zeros at the slots of the new
-        block, which covers them. So all rounds have the same shapes.
+        The context of a first round, where no block was verified before: `size` columns of zeros at the slots of the
+        new block, which overwrites them. So all rounds have the same shapes.
         """
         width = self.draft_model.fc.in_features
         zeros = torch.zeros(len(start), size, width, dtype=self.target_dtype, device=self.device)
@@ -285,7 +285,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         if features is None:
             features, features_start, _ = self.no_features(start, self.config.block_tokens)
         before = features_start[:, None] + torch.arange(features.shape[1], device=self.device)  # [R, n]
-        block = start[:, None] + torch.arange(size, device=self.device)  # [R, B], token numbers
+        block = start[:, None] + torch.arange(size, device=self.device)  # [R, B], token indices
         before_slots, slots = before - self.first, block - self.first
         self.cache.place(before_slots, slots)
 
@@ -297,12 +297,12 @@ class DFlashCandidateGenerator(CandidateGenerator):
             position_ids=self._to_draft(torch.cat([before, block], dim=1) + self.offset),
             past_key_values=self.cache,
         ).last_hidden_state
-        # Slot 0 is the anchor's: it predicts the next token, or nothing.
+        # Slot 0 is the anchor's: it predicts the next token or nothing.
         first = 0 if self.config.sample_from_anchor else 1
         return hidden[:, first : first + self.config.block_tokens - 1]
 
     def _masks(self, slots: torch.Tensor) -> dict[str, torch.Tensor]:
-        def mask(window, causal: bool) -> torch.Tensor:  # `int | None` is not traced by torch 2.8 on Python 3.10
+        def mask(window, causal: bool) -> torch.Tensor:  # torch 2.8 cannot trace `int | None` on Python 3.10
             last_seen = slots if causal else slots[:, -1:].expand_as(slots)
             return slot_mask(slots, last_seen, self.cache.view, window, None, self.draft_dtype).to(self.draft_device)
 
@@ -335,7 +335,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         return torch.cat([input_ids, block[:, 1 : 1 + room].to(input_ids.device)], dim=1), None
 
     def update_candidate_strategy(self, input_ids, scores, num_matches):
-        """Nothing to do: in upstream's loop a block is always drafted whole; ours asks a planner for its sizes."""
+        """Nothing to do: upstream's loop always drafts whole blocks; ours asks a planner for sizes."""
 
 
 def padding_of(mask: torch.Tensor | None, rows: int) -> list[int]:
@@ -348,11 +348,11 @@ def first_positions(positions, columns: int, padding: list[int], device, counts_
     The position of the first token of each row, `[R, 1]`, or `[axes, R, 1]` where positions have several axes.
 
     Args:
-        positions (`torch.LongTensor`, *optional*): `[..., R, n]`, what the prompt's last forward was given. They are
-            counted back from the last one as if all of the prompt were text, which images are not.
-        columns (`int`): Of the prompt, padding included.
+        positions (`torch.LongTensor`, *optional*): `[..., R, n]`, the positions of the prompt's last forward. Counted
+            back from the last one as if the prompt were text only; images break that rule.
+        columns (`int`): Columns of the prompt, padding included.
         padding (`list[int]`): Padding columns at the start of each row.
-        counts_columns (`bool`): Whether a target that is given no positions counts columns, padding included.
+        counts_columns (`bool`): Whether the target, if given no positions, counts columns, padding included.
     """
     pads = torch.tensor(padding, device=device)
     if positions is None:

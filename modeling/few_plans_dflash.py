@@ -1,6 +1,6 @@
 """
-How much a round drafts and verifies where all rounds of a size have one shape, compiled or run ahead of the host: a
-few plans, of which each has a graph of its own, made when the plan has earned it.
+How much a round drafts and verifies if all rounds of a size have one shape, compiled or run ahead of the host: a few
+plans, each with its own graph, compiled once the plan has been used enough.
 """
 
 from dataclasses import dataclass, field
@@ -13,21 +13,21 @@ from .plan_dflash import Pace, Plan
 @dataclass
 class Record:
     """
-    What is remembered of a drafter from call to call: how far its blocks were accepted, what its trees committed.
-    Older rounds count less.
+    A drafter's statistics, kept between calls: how far its blocks were accepted, what its trees committed. Older
+    rounds count less.
     """
 
-    reached: list[float]  # blocks whose token `j` was judged, its predecessors being right
-    passed: list[float]  # and that token was accepted
-    trees: dict[int, tuple[float, float]] = field(default_factory=dict)  # by nodes: tokens of each row, rounds
-    used: dict[tuple, int] = field(default_factory=dict)  # rounds of each plan, in all
+    reached: list[float]  # blocks whose token `j` was judged, all its predecessors being accepted
+    passed: list[float]  # of those, blocks whose token `j` was accepted
+    trees: dict[int, tuple[float, float]] = field(default_factory=dict)  # by nodes: tokens per row, rounds
+    used: dict[tuple, int] = field(default_factory=dict)  # total rounds of each plan
     pace: Pace = field(default_factory=Pace)
 
     def copy(self) -> "Record":
         return Record([*self.reached], [*self.passed], {**self.trees}, {**self.used}, self.pace.copy())
 
     def note(self, plan: Plan, counts: list[int], unfinished: list[int]) -> None:
-        """Take in how many tokens of each row a round committed; none of rows that had ended before."""
+        """Record how many tokens a round committed in each row; 0 for rows that had ended before."""
         committed = [(count, goes_on) for count, goes_on in zip(counts, unfinished, strict=True) if count]
         tokens = sum(counts) / len(committed)
         if plan.nodes:
@@ -35,14 +35,14 @@ class Record:
             self.trees[plan.nodes] = 0.95 * before + tokens, 0.95 * rounds + 1
             return
         for slot in range(plan.block - 1):
-            # The last token of a row that ends says nothing of what was drafted behind it.
+            # The last token of a row that ends says nothing about the tokens drafted after it.
             judged = sum(count > slot + 1 or count == slot + 1 and goes_on for count, goes_on in committed)
             accepted = sum(count > slot + 1 for count, _ in committed)
             self.reached[slot] = 0.97 * self.reached[slot] + judged / len(committed)
             self.passed[slot] = 0.97 * self.passed[slot] + accepted / len(committed)
 
     def tokens(self, plan: Plan) -> float:
-        """What a round commits of a row: as it did, or as its slots were accepted; of a new tree, a third more."""
+        """Expected tokens per row of a round, from past rounds or its slots' acceptance; for a new tree, 1/3 more."""
         tokens, rounds = self.trees.get(plan.nodes, (0.0, 0.0))
         if rounds >= 2:
             return tokens / rounds
@@ -55,30 +55,30 @@ class Record:
 
 class FewPlans:
     """
-    For each look of the host at what was committed, the fastest of a few plans until the next one.
+    At each sync of the host, the fastest of a few plans until the next sync.
 
-    As with [`FastestPlan`], sizes follow from costs that are fixed in a call and from what was accepted.
+    As with [`FastestPlan`], sizes follow from costs that are fixed during a call and from what was accepted.
 
     Args:
-        plans (`list[Plan]`): The first drafts nothing, the second is the one to begin with.
-        table (`CostTable`): What rounds cost here; added to.
-        paces (`dict`): What is remembered of the drafter.
-        key: For rows and a choice of tokens like these.
+        plans (`list[Plan]`): The first drafts nothing, the second is the initial plan.
+        table (`CostTable`): The cost of rounds on this machine; extended.
+        paces (`dict`): The drafter's statistics.
+        key: Their key, for this number of rows and decoding mode.
         place (`tuple[int, int]`): Rows, and columns of the prompt.
-        device (`torch.device`): Of the target.
+        device (`torch.device`): The target's device.
         compiled (`bool`): Whether rounds are compiled.
     """
 
     whole = True
-    EARNED = 48  # rounds of a plan before it is compiled; that of the beginning is at once
-    LASTING = 1.05  # times as fast as another a plan must be to take its place
+    EARNED = 48  # rounds of a plan before it is compiled; the initial plan is compiled immediately
+    LASTING = 1.05  # minimum speed of a plan, relative to the current one, to replace it
 
     def __init__(self, plans, table: CostTable, paces: dict, key, place: tuple[int, int], device, compiled: bool):
         self.plans, self.table, self.known, self.paces, self.key = plans, table, table.copy(), paces, key
         self.place, self.device, self.compiled = place, device, compiled
         slots = max(plan.block for plan in plans) - 1
         self.record = paces[key].copy() if key in paces else Record([0.0] * slots, [0.0] * slots)
-        self.plan, self.window = plans[1], 0  # rounds of it that the host has not looked at
+        self.plan, self.window = plans[1], 0  # rounds of this plan since the last sync
         self.timed: set = set()  # plans whose first rounds are over
         self.sizes: list[int] = []
         self.total = self.spent = 0.0
@@ -95,7 +95,7 @@ class FewPlans:
         return self.plan
 
     def cost(self, plan: Plan) -> float:
-        """Of a round, in rounds that draft nothing."""
+        """Cost of a round, in units of a round without a draft."""
         most = max(plan.size for plan in self.plans) - 1
         return self.known.curve(*self.place, most)[plan.size - 1] if plan.block > 1 else 1.0
 
@@ -109,7 +109,7 @@ class FewPlans:
         return best if speeds[best.key] > self.LASTING * speeds[lasting.key] else lasting
 
     def learn(self, text, verdict: Verdict) -> None:
-        """Take in what the rounds took that the host has looked at, and what they committed."""
+        """After a sync, record how long the rounds took and what they committed."""
         if text.host.pending:
             return
         seconds, plan, pace = clock(self.device) - self.began, self.plan, self.record.pace
@@ -118,7 +118,7 @@ class FewPlans:
                 self.table.note(*self.place, plan.size - 1 if plan.block > 1 else -1, seconds / self.window)
             self.timed.add(plan.key)
         for counts, unfinished in text.host.looked_at:
-            if not any(counts):  # computed in vain
+            if not any(counts):  # wasted
                 continue
             tokens = sum(counts) / sum(count > 0 for count in counts)
             self.sizes.append(plan.size - 1)
@@ -132,6 +132,6 @@ class FewPlans:
         self.paces[self.key] = self.record
 
     def summary(self) -> dict:
-        """What was chosen, for the output."""
+        """The choices, for the output."""
         self.table.keep()
         return {"draft_sizes": self.sizes, "estimated_speedup": self.total / self.spent if self.sizes else None}

@@ -30,11 +30,11 @@ logger = logging.get_logger(__name__)
 class DFlashGenerateOutput(GenerateDecoderOnlyOutput):
     """
     `GenerateDecoderOnlyOutput` with `acceptance_lengths` (`list[list[int]]`): for each row the tokens committed by
-    each verification, bonus included. The first token of a row comes from the prompt's forward and is not counted.
+    each verification, bonus token included. The first token of a row comes from the prompt's forward, so is excluded.
 
-    Where sizes were chosen, not set: `draft_sizes` (`list[int]`), the drafted tokens that each round verified in every
-    row, and `estimated_speedup` (`float`), the speed of these rounds over that of the target alone, by what was
-    accepted and by the costs that they were chosen by.
+    If sizes were chosen, not set: `draft_sizes` (`list[int]`), the number of drafted tokens that each round verified
+    in every row, and `estimated_speedup` (`float`), the speed of these rounds over that of the target alone, from what
+    was accepted and the costs that sizes were chosen by.
     """
 
     acceptance_lengths: list[list[int]] | None = None
@@ -48,7 +48,7 @@ class Verified(NamedTuple):
     draft: Draft
     logits: torch.Tensor  # [R, n, V]
     features: torch.Tensor  # [R, n, L * H]
-    hidden_states: tuple | None  # [R, n, H] of each layer, if the caller asks for them
+    hidden_states: tuple | None  # [R, n, H] of each layer, if requested
 
 
 def draft_and_verify(pair: Pair, start: torch.LongTensor, context: Context, plan: Plan) -> Verified:
@@ -78,11 +78,11 @@ def one_round(
         forwards (`callable`): [`draft_and_verify`], or its compiled form.
 
     Returns:
-        [`Verdict`] and what this round adds to the context.
+        [`Verdict`], and what this round adds to the context.
     """
     # 2. Draft a block for each row, and 3. verify it with one forward of the target.
     draft, logits, features, hidden_states = forwards(pair, start, context, plan)
-    # 4. Accept what the target agrees with, and one token of its own.
+    # 4. Accept the tokens that the target agrees with, plus one token of its own.
     verdict = pair.continuation.judge(draft, logits, hidden_states)
     # 5. Commit: the accepted tokens stay; everything after them will be overwritten.
     pair.session.commit(start, verdict)
@@ -91,11 +91,11 @@ def one_round(
 
 def _runner(call: Call, pair: Pair):
     """
-    [`one_round`] in its cheapest form: as a whole where acceptance needs nothing but tensors, else its two forwards.
+    [`one_round`] in its cheapest form: compiled as a whole if acceptance needs only tensors, else its two forwards.
     """
     by_tensors = pair.continuation.rules.by_tensors
     piece = one_round if by_tensors else draft_and_verify
-    # Inference mode dispatches fastest, but tensors that it creates in a cache could not be written to later.
+    # Inference mode dispatches fastest, but tensors that it creates in a cache could not be modified later.
     run = torch.inference_mode()(piece) if pair.session.rollback_is_free else piece
     if call.compile:
         how = None if call.compile is True else call.compile
@@ -121,8 +121,8 @@ def decode(
     """
     Generate with `target`, drafted by `draft`; the arguments are those of `GenerationMixin._assisted_decoding`.
 
-    The output is what `target` generates alone: the same tokens when greedy, the same distribution when sampled (and,
-    for one row, the same sample for the same seed).
+    The output is what `target` generates alone: the same tokens if greedy, the same distribution if sampled (and, for
+    one row, the same sample for the same seed).
 
     Returns:
         `torch.LongTensor` `[R, S]` or [`DFlashGenerateOutput`].
@@ -140,7 +140,7 @@ def decode(
     judge = Judge(call.rows, *rules, streamer is not None, call.generators)
     writer = Writer(input_ids, judge.pad, generation_config, streamer)
     continuation = Continuation(input_ids, judge, writer, call.max_new, call.look_ahead)
-    # 1. Prefill as the target does it; on the way, the features of the prompt become the drafter's context.
+    # 1. Prefill as the target does; along the way, the prompt's features become the drafter's context.
     with opened_pair(call, continuation) as (pair, start):
         drafter, run = pair.drafter, _runner(call, pair)
         planner = planner_of(call, pair)

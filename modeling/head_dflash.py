@@ -1,16 +1,16 @@
 """
-What turns the hidden states of a block's slots into tokens: the contract of a head, which by itself is the argmax of
+Heads turn the hidden states of a block's slots into tokens. This is their contract; the base class takes the argmax of
 every slot.
 
 One parallel pass of the drafter gives the hidden state `h_k` of every slot. A head then goes through the slots from
-left to right. With `U_k` the draft logits of a slot, `x_{k-1}` the token before it:
+left to right. With `U_k` the draft logits of a slot, `x_{k-1}` the previous token:
 
     query_k, state = step(state, x_{k-1}, h_k)     what the past says about the slot, without the vocabulary
     S_k            = scores(query_k, ids, U_k)     over all tokens, or over the candidates of the slot
 
-The token is the argmax of `S_k`, or is drawn from its softmax. In training the tokens before are known, so that `step`
-runs over whole blocks first, and `scores` chunk by chunk behind the target's frozen head, whose logits are never all
-there at once.
+The token is the argmax of `S_k`, or is drawn from its softmax. In training the previous tokens are known, so that
+`step` runs over whole blocks first, and `scores` chunk by chunk after the target's frozen head, whose logits are never
+in memory all at once.
 """
 
 import math
@@ -20,34 +20,34 @@ from torch import nn
 
 
 class UnknownHeadError(ValueError):
-    """A drafter whose head, or whose way of drafting, this package does not know."""
+    """A drafter whose head, or drafting method, this package does not know."""
 
 
 class Head:
     """
     How the tokens of a block are chosen; this one takes the likeliest of each slot.
 
-    A head is a view on a drafter: its modules are the drafter's, under the names that are published. Everything that
-    is said of a head is said in its class; `HEADS` of `heads_dflash` lists the classes.
+    A head is a view on a drafter: its modules are the drafter's, under their published names. Everything about a head
+    is in its class; `HEADS` of `heads_dflash` lists the classes.
 
     Class attributes:
-        name (`str`): In messages.
-        family (`str`): What others call drafters with this head, as in `layouts_dflash`, where they are refused
-            unless a head is of that family.
-        architecture (`str`): In the `architectures` of a drafter's `config.json`.
-        speculators_model_type (`str`): Of drafters with this head that speculators writes; `None` where it has none.
+        name (`str`): Name in messages.
+        family (`str`): What others call drafters with this head, as in `layouts_dflash`, which rejects families
+            without a head.
+        architecture (`str`): Name in the `architectures` of a drafter's `config.json`.
+        speculators_model_type (`str`): Type under which speculators writes this head; `None` if it does not.
         fields (`dict`): Fields of the configuration, nested in `dflash_config` of a file, and their defaults. A
-            drafter has the head where the first of them is set.
-        sizes (`tuple[str]`): Those of its fields that are sizes: positive integers, or 0 for none; all, or none.
+            drafter has this head if the first of them is set.
+        sizes (`tuple[str]`): The fields that are sizes: positive integers, or 0 for none; all set, or none.
         tensor_names (`dict[str, str]`): Other names of its tensors, regular expressions as in `layouts_dflash`.
-        order (`int`): How many tokens before a slot its scores depend on: 0; 1, without a state; or `MANY`. Of an
-            instance: a head may have several forms.
-        samples (`bool`): Whether drafts are drawn where the target samples, unless `draft_temperature` says otherwise.
+        order (`int`): Number of previous tokens that a slot's scores depend on: 0; 1, without a state; or `MANY`. An
+            instance may override it: a head may have several forms.
+        samples (`bool`): Whether drafts are drawn if the target samples, unless `draft_temperature` says otherwise.
         drafts_last_slot (`bool`): Whether the last slot of an anchor-first block is drafted, or only trained.
 
     Args:
         draft (`DFlashDraftModel`): The drafter.
-        embed (`Callable`): The raw embeddings `[..., H]` of the target's tokens `[...]`, which blocks are made of.
+        embed (`Callable`): The raw embeddings `[..., H]` of the target's tokens `[...]`, from which blocks are built.
     """
 
     MANY = math.inf
@@ -73,45 +73,45 @@ class Head:
 
     @classmethod
     def read(cls, config: dict) -> dict:
-        """A `config.json` with this head's fields, from any spelling that is published."""
+        """A `config.json` with this head's fields, from any published spelling."""
         return config
 
     @classmethod
     def nested(cls, config) -> dict:
-        """What its `dflash_config` says beyond its fields."""
+        """Entries of its `dflash_config` beyond its fields."""
         return {}
 
     @classmethod
     def write(cls, output: dict, config) -> None:
         """
-        Turn a `config.json` that holds this head's fields in `dflash_config` into what engines read, in place; without
-        a head, an anchor-first block is DeepSpec's plain drafter.
+        Turn a `config.json` with this head's fields in `dflash_config` into what engines read, in place; without a
+        head, an anchor-first block is DeepSpec's plain drafter.
         """
         if config.sample_from_anchor and config.has_head:
             raise ValueError(
                 f"sample_from_anchor=True with a {cls.name}: no published layout has both; leave it false, or give "
-                "the head a `write` of its own."
+                "the head its own `write`."
             )
         if config.sample_from_anchor:
             output |= {"architectures": ["Qwen3DSparkModel"], "markov_rank": 0, "enable_confidence_head": False}
-            output.setdefault("num_anchors", 512)  # DeepSpec's reader asks for it
+            output.setdefault("num_anchors", 512)  # required by DeepSpec's reader
         else:
             del output["sample_from_anchor"]
 
     @classmethod
     def method(cls, config) -> str:
-        """What engines call drafting with it: `"dflash"` or `"dspark"`."""
+        """The engines' name for drafting with this head: `"dflash"` or `"dspark"`."""
         return "dspark" if config.sample_from_anchor and not config.has_head else "dflash"
 
     @classmethod
     def needs_teacher(cls, config) -> bool:
-        """Whether a part of the head learns only from the target's distribution."""
+        """Whether part of the head learns only from the target's distribution."""
         return False
 
     @classmethod
     def check(cls, config) -> None:
         """
-        What its fields must satisfy, beyond `sizes`.
+        Check its fields, beyond `sizes`.
 
         Raises:
             `ValueError`: names field, value and remedy.
@@ -119,40 +119,40 @@ class Head:
 
     @classmethod
     def modules(cls, config) -> dict[str, nn.Module]:
-        """What a drafter gets for this head, by the first part of its tensors' published names."""
+        """The modules a drafter gets for this head, by the first part of their tensors' published names."""
         return {}
 
     @classmethod
     def init_weights(cls, module: nn.Module, config) -> None:
-        """Initialise one of the modules, or a module inside; a fresh head should draft as [`Head`] does."""
+        """Initialise one of the modules or submodules; a fresh head should draft like [`Head`]."""
 
     @property
     def top_k(self) -> int | None:
-        """The candidates of a slot; `None` for all tokens."""
+        """Number of candidates per slot; `None` for all tokens."""
         return None
 
     def candidates(self, logits: torch.Tensor) -> tuple[torch.LongTensor, torch.Tensor]:
         """
-        Among which tokens the head chooses.
+        The tokens among which the head chooses.
 
         Args:
             logits (`torch.Tensor`): `[..., V]`, over the drafter's vocabulary.
 
         Returns:
-            Ids of the drafter's vocabulary, `[..., k]`, or `[V]` for all tokens, and their logits, `[..., k]`.
+            Ids in the drafter's vocabulary, `[..., k]`, or `[V]` for all tokens, and their logits, `[..., k]`.
         """
         return torch.arange(logits.shape[-1], device=logits.device), logits
 
     def start(self, anchors: torch.LongTensor) -> torch.Tensor | None:
-        """The state before the first unknown slot of each row, `[R, ...]`; `step` is given the anchors `[R]`, too."""
+        """The state before the first unknown slot of each row, `[R, ...]`; `step` receives the anchors `[R]`, too."""
         return None
 
     def step(self, state, before: torch.LongTensor, hidden: torch.Tensor):
         """
         Args:
             state (`torch.Tensor`): `[R, ...]`; `None` up to order 1.
-            before (`torch.LongTensor`): `[R]`, the target's id of the token before the slot. Up to order 1 of any
-                shape `[...]` that fits that of `hidden`.
+            before (`torch.LongTensor`): `[R]`, the target's id of the token before the slot. Up to order 1, any shape
+                `[...]` that broadcasts with `hidden`.
             hidden (`torch.Tensor`): `[R, H]`, the slot's hidden state after the final norm.
 
         Returns:
@@ -163,7 +163,7 @@ class Head:
     def scores(self, query, ids: torch.LongTensor, logits: torch.Tensor) -> torch.Tensor:
         """
         Args:
-            query (`torch.Tensor`): `[..., q]`, of `step`.
+            query (`torch.Tensor`): `[..., q]`, from `step`.
             ids (`torch.LongTensor`): `[..., k]`, the target's ids of the candidates.
             logits (`torch.Tensor`): `[..., k]`, their draft logits.
 
@@ -179,10 +179,10 @@ class Head:
         Args:
             before (`torch.LongTensor`): `[..., B]`, the token before each slot; slot 0 is the anchor's own.
             hidden (`torch.Tensor`): `[..., B, H]`.
-            known (`torch.BoolTensor`): `[..., B]`, the slots that are learned from, never slot 0.
+            known (`torch.BoolTensor`): `[..., B]`, the slots to learn from, never slot 0.
 
         Returns:
-            `torch.Tensor` `[M, q]`, of the known slots.
+            `torch.Tensor` `[M, q]`, the queries of the known slots.
         """
         if self.order <= 1:
             return self.step(None, before[known], hidden[known])[0]
@@ -195,11 +195,11 @@ class Head:
 
     def loss(self, rows, progress: float) -> torch.Tensor:
         """
-        What a head over all tokens learns from, `[M]`, differentiable. (A head with candidates is pulled to the
-        target's probabilities among them, and leaves what the slots learn by themselves as it is.)
+        The differentiable loss `[M]` of a head over all tokens. (A head with candidates is trained towards the
+        target's probabilities among them, and leaves the loss of the independent slots unchanged.)
 
         Args:
             rows (`Rows` of `dflash_hf.training.losses`): Scores, logits, labels and teacher of some known tokens.
-            progress (`float`): Of the run, from 0 to 1.
+            progress (`float`): Progress of the run, from 0 to 1.
         """
         return rows.divergence(rows.scores)

@@ -1,4 +1,4 @@
-"""The heads that a drafter may have, and what the configuration of any of them means."""
+"""The heads that a drafter may have, and their configuration fields."""
 
 from .domino_dflash import DominoHead
 from .head_dflash import Head
@@ -10,10 +10,10 @@ HEADS: tuple[type[Head], ...] = (PathSelector, MarkovHead, DominoHead)
 
 
 def head_of(config) -> type[Head]:
-    """The head of the drafter that a configuration describes."""
+    """The head class of the drafter that a configuration describes."""
     return next((head for head in HEADS if head.is_set(lambda field: getattr(config, field, None))), Head)
 
 
 def head_fields() -> dict:
-    """The configuration's fields of all heads, and their defaults."""
+    """Configuration fields of all heads, and their defaults."""
     return {field: default for head in HEADS for field, default in head.fields.items()}

@@ -1,6 +1,6 @@
 """
-The hook into `generate`: an assistant that carries `dflash_decode` decodes with its own loop; every other assistant,
-target and generation mode passes through untouched.
+The hook into `generate`: an assistant with `dflash_decode` decodes with its own loop; every other assistant, target
+and generation mode is unaffected.
 """
 
 import functools
@@ -12,12 +12,12 @@ _HOOKED = ("_validate_generation_mode", "_assisted_decoding")
 
 def drafter_of(assistant_model):
     """
-    The assistant itself when it speaks the DFlash protocol, our drafter of its tensors when it is a foreign DFlash
-    object, `None` when it is no drafter.
+    The assistant itself if it implements the DFlash protocol, our drafter with its tensors if it is a foreign DFlash
+    object, `None` if it is not a drafter.
 
     Raises:
         `ValueError`: a language model that was built from a drafter's folder.
-        `TypeError`: a name, where `generate` takes a model.
+        `TypeError`: a name; `generate` takes a model.
     """
     if isinstance(assistant_model, str | os.PathLike):
         raise TypeError(
@@ -33,7 +33,7 @@ def drafter_of(assistant_model):
 
 def install_hook() -> None:
     """Wrap the two methods of `GenerationMixin`. Installing twice is a no-op; `remove_hook` undoes it."""
-    # Not at the top of this file: the package calls this function as soon as that import has been done.
+    # Not imported at the top of this file: the package calls this function as soon as that import is done.
     from transformers import GenerationMixin
 
     for name in _HOOKED:
@@ -57,7 +57,7 @@ def remove_hook() -> None:
 def _wrap_validate(original):
     @functools.wraps(original)
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
-        # Upstream's own path, when asked for by name, is left alone.
+        # Upstream's own path is left alone if requested by name.
         native = generation_config.speculation_type == "dflash"
         assistant = None if native else drafter_of(generation_mode_kwargs.get("assistant_model"))
         if assistant is not None:

@@ -1,22 +1,22 @@
 """
-A model of one call's own, so that calls do not see each other.
+A private model for one call, so that calls do not see each other.
 
-What a call watches or changes in a model it watches and changes in copies: of the modules concerned, and of those
-above them. All else is shared, every weight included. Below, layer 1 is watched.
+A call hooks and changes copies only: of the modules concerned and of their parents. Everything else is shared, every
+weight included. Below, layer 1 is hooked.
 
-    target, which all calls share         own, which this call runs
+    target, shared by all calls           own, run by this call
     ------------------------------        -------------------------------------------------------
     model                                 model'
       embed_tokens  <-----------------------  embed_tokens
       layers                                  layers'
         0  <-------------------------------     0
-        1                                       1'  with the hooks that this call puts on it
+        1                                       1'  with the hooks of this call
           self_attn, mlp, its weights  <---       self_attn, mlp, its weights
     lm_head  <----------------------------  lm_head
 
-So calls in other threads, with a drafter or without, never meet a hook of this one, and neither does a copy or a
-pickle that is made meanwhile, or a graph that a user compiles. Hooks that stay for good, and ask a `ContextVar` whose
-forward it is, would be in all of these, and would take the forward inside a user's hook for the call's own.
+So calls in other threads, with a drafter or without, never see a hook of this call, and neither does a copy or a
+pickle made meanwhile, or a graph that a user compiles. Permanent hooks that ask a `ContextVar` whose forward is
+running would be in all of these, and would mistake a forward inside a user's hook for the call's own.
 """
 
 import contextlib
@@ -40,17 +40,17 @@ _HOOKS = (
 @contextlib.contextmanager
 def isolated(model: nn.Module, watched: Iterable[nn.Module], training: bool | None = None):
     """
-    A model that computes what `model` computes, in which the modules of `watched` belong to the caller alone.
+    A model that computes the same as `model`, in which the modules of `watched` are private to the caller.
 
     Args:
-        model (`nn.Module`): The shared model; nothing of it is changed meanwhile.
-        watched (iterable of `nn.Module`): Modules of it.
-        training (`bool`, *optional*): The mode of the copied modules; default: as they are.
+        model (`nn.Module`): The shared model, which stays unchanged.
+        watched (iterable of `nn.Module`): Its modules to copy.
+        training (`bool`, *optional*): The mode of the copied modules; default: unchanged.
 
     Yields:
         `nn.Module`: of the same class.
     """
-    # 1. Copy the modules. 2. What calls one of them from an attribute calls its copy.
+    # 1. Copy the modules. 2. Attributes that call one of them call its copy instead.
     seen: dict[nn.Module, nn.Module] = {}
     own = _copied(model, set(watched), seen)
     copies = {module: copy for module, copy in seen.items() if copy is not module}
@@ -66,7 +66,7 @@ def isolated(model: nn.Module, watched: Iterable[nn.Module], training: bool | No
     try:
         yield own
     finally:
-        # 4. What forwards have stored on a copy, such as the rope deltas of a multimodal prompt, is the module's.
+        # 4. What forwards stored on a copy, such as the rope deltas of a multimodal prompt, goes to the module.
         for module, copy in copies.items():
             _hand_on(copy, before[module], module)
             # After this the copy aliases the module: references to the copy die without the garbage collector.
@@ -76,12 +76,12 @@ def isolated(model: nn.Module, watched: Iterable[nn.Module], training: bool | No
 
 def _copied(module: nn.Module, watched: set, seen: dict) -> nn.Module:
     """
-    The module itself where nothing in it is to be copied. Those that were compiled are, and the copies run eagerly: a
-    graph that was made before a hook was there does not call it.
+    The module itself if nothing in it needs a copy. Compiled modules are copied too, and the copies run eagerly: a
+    graph compiled before a hook was registered does not call it.
     """
     if module in seen:
         return seen[module]
-    seen[module] = module  # should it contain itself
+    seen[module] = module  # in case it contains itself
     children = dict(module._modules)
     children |= {name: _copied(child, watched, seen) for name, child in children.items() if child is not None}
     compiled = module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_orig_callable")
@@ -94,9 +94,8 @@ def _copied(module: nn.Module, watched: set, seen: dict) -> nn.Module:
 
 def _told(module: nn.Module, copy: nn.Module, was: dict, kind: str, number: int, hook: Callable):
     """
-    A hook of a module as its copy calls it: it receives the module on which it was registered, since it may know
-    modules by their identity, finds and leaves there what it would find and leave, and is called no more once it is
-    removed.
+    A module's hook, as the copy calls it: it receives the module on which it was registered, since it may compare
+    modules by identity, reads and writes attributes there as usual, and is no longer called once it is removed.
     """
 
     def call(_, *args, **kwargs):
@@ -115,6 +114,6 @@ def _told(module: nn.Module, copy: nn.Module, was: dict, kind: str, number: int,
 
 
 def _hand_on(giver: nn.Module, before: dict, taker: nn.Module) -> None:
-    """What was stored on one module since `before` is stored on another."""
-    now = dict(vars(giver))  # in one step: others may be writing
+    """Copy the attributes set on one module since `before` to another."""
+    now = dict(vars(giver))  # in one step: other threads may be writing
     vars(taker).update({name: value for name, value in now.items() if before.get(name, before) is not value})

@@ -1,7 +1,7 @@
 """
-How others write a drafter: their `config.json` keys and tensor names, turned into the published z-lab layout.
+Other projects' drafter layouts: their `config.json` keys and tensor names, turned into the published z-lab layout.
 
-The rest of the code knows one layout only. What is not a DFlash drafter, or has a head that is not known, is refused
+The rest of the code knows one layout only. Anything that is not a DFlash drafter, or has an unknown head, is rejected
 here, with the reason.
 """
 
@@ -17,7 +17,7 @@ from .heads_dflash import HEADS
 
 
 logger = logging.get_logger(__name__)
-# In `architectures`, or in `speculators_model_type`: drafters without a head of `HEADS`, refused ones included.
+# In `architectures` or `speculators_model_type`: drafters without a head in `HEADS`, rejected ones included.
 _FAMILIES = "dflash|dfly|dflare|lilicorr|xpress|MuseGlimmerAssistantModel"
 _MUSE = {
     "hidden_size": 6656,
@@ -33,7 +33,7 @@ _MUSE = {
     "mask_token_id": 201818,
     "target_layer_ids": [1, 13, 25, 37, 49],
 }
-# TorchSpec's and Qwen3's own defaults: a file may leave out what equals them.
+# TorchSpec's and Qwen3's own defaults: a file may leave out keys that equal them.
 _TORCHSPEC = {
     "num_target_layers": 5,
     "intermediate_size": 14336,
@@ -55,18 +55,18 @@ _LAYER_KEYS = (
     "attention_bias",
 )
 
-# Heads that draft in another way, by family; those of `HEADS` are read. A key that is set or the start of a tensor's
-# name gives one away.
+# Families with other heads, which are rejected; those of `HEADS` are loaded. A key that is set, or the start of a
+# tensor's name, identifies them.
 _OTHER_HEADS = {
-    "LiLiCorr": "it chooses among candidates with an attention over their lattice, which is not supported",
+    "LiLiCorr": "it chooses among candidates with attention over their lattice, which is not supported",
     "XPress": "its drafts are rewritten by a refiner",
-    "Laguna": "its attention is gated (`g_proj`) and its features have norms of their own (`aux_hidden_norms`)",
-    "DFly": "its features are fused layer by layer, and what it drafted corrects its hidden states",
+    "Laguna": "its attention is gated (`g_proj`) and its features have separate norms (`aux_hidden_norms`)",
+    "DFly": "its features are fused layer by layer, and its drafted tokens correct its hidden states",
     "DFlare": "its features are fused layer by layer",
     "Beam": "it keeps several paths of a block while it drafts",
-    "JetSpec smoke test": "what adapts it to a target of another width is random; train a drafter for this target",
+    "JetSpec smoke test": "its adapter to the target's width is random; train a drafter for this target",
 }
-# Keys that are no head's field.
+# Keys that belong to no head.
 _OTHER_KEYS = {"xpress_rank": "XPress"}
 _OTHER_TENSORS = {
     "lilicorr.": "LiLiCorr",
@@ -77,7 +77,7 @@ _OTHER_TENSORS = {
     "hidden_dim_adapter.": "JetSpec smoke test",
 }
 
-# Spellings of: slot k of a block predicts the token at anchor + 1 + k.
+# Spellings of "slot k of a block predicts the token at anchor + 1 + k".
 _ANCHOR_FIRST = ("sample_from_anchor", "shift_label", "query_zero_predicts_next")
 
 # Applied in this order to every tensor name.
@@ -94,11 +94,11 @@ _ROTARY = r"(?:^|\.)rotary_emb\."
 
 
 class Dialect(NamedTuple):
-    """How one project writes a drafter, where that is not the published layout."""
+    """How one project writes a drafter, if not in the published layout."""
 
     tells: Callable[[dict], bool]  # whether a `config.json` is in this dialect
-    read: Callable[[dict], dict]  # its keys, as they are published
-    copies: str = "$^"  # tensors (a regular expression) that are copies of the target's, which are not loaded
+    read: Callable[[dict], dict]  # converts its keys to the published ones
+    copies: str = "$^"  # tensors (a regular expression) that copy the target's and are not loaded
 
 
 def default_target_layer_ids(num_target_layers: int, num_features: int) -> list[int]:
@@ -108,7 +108,7 @@ def default_target_layer_ids(num_target_layers: int, num_features: int) -> list[
 
     Args:
         num_target_layers (`int`): Depth of the target.
-        num_features (`int`): Features to read, as many as the drafter has layers unless it says otherwise.
+        num_features (`int`): Features to read; by default as many as the drafter has layers.
 
     Raises:
         `ValueError`: the target is too shallow for that many distinct layers.
@@ -126,15 +126,15 @@ def default_target_layer_ids(num_target_layers: int, num_features: int) -> list[
 
 
 def fitting_target_layer_ids(num_target_layers: int, num_features: int) -> list[int]:
-    """[`default_target_layer_ids`] of a fresh drafter; of a shallow target as many as fit, which is said."""
+    """[`default_target_layer_ids`] of a fresh drafter; for a shallow target as many as fit, with a warning."""
     for fitting in range(num_features, 0, -1):
         try:
             ids = default_target_layer_ids(num_target_layers, fitting)
-        except ValueError:  # not that many
+        except ValueError:  # too few layers
             continue
         if fitting < num_features:
             logger.warning(
-                f"A target of {num_target_layers} layers has no {num_features} distinct ones by the paper's rule: the "
+                f"The paper's rule finds no {num_features} distinct layers in a target of {num_target_layers}: the "
                 f"drafter reads target_layer_ids={ids}. Pass `target_layer_ids` to choose others."
             )
         return ids
@@ -143,8 +143,8 @@ def fitting_target_layer_ids(num_target_layers: int, num_features: int) -> list[
 
 def is_drafter_config(config: dict) -> bool:
     """
-    Whether a `config.json` is that of a DFlash drafter or of a head of its family. Published ones say
-    `model_type: qwen3`, like many targets, so the model type is never asked.
+    Whether a `config.json` is that of a DFlash drafter or of a head of its family. Published files say
+    `model_type: qwen3`, like many targets, so the model type is ignored.
     """
     names = config.get("architectures")
     names = names if isinstance(names, list) else []
@@ -155,11 +155,10 @@ def is_drafter_config(config: dict) -> bool:
 
 def canonical_config(config: dict) -> dict:
     """
-    The published layout of a `config.json` of any layout; `source_layout` names the one it had, where tensors differ.
+    The published layout of a `config.json` of any layout; `source_layout` names the original one if tensors differ.
 
     Raises:
-        `UnknownHeadError`: not a DFlash drafter of the same-position layout; says which head it is and why it is
-            refused.
+        `UnknownHeadError`: not a DFlash drafter of the same-position layout; names the head and why it is rejected.
     """
     config = {key: value for key, value in config.items() if key not in ("source_layout", "interleaved_rotary")}
     _refuse_other_heads(config)
@@ -192,7 +191,7 @@ def tensor_names() -> dict[str, str]:
 
 
 def canonical_name(name: str, names: dict[str, str] | None = None) -> str:
-    """The published name of a tensor of any layout; `names`, default [`tensor_names`], may hold further renamings."""
+    """The published name of a tensor of any layout; `names` (default: [`tensor_names`]) may hold more renamings."""
     for pattern, replacement in (names or tensor_names()).items():
         name = re.sub(pattern, replacement, name)
     return name
@@ -204,7 +203,7 @@ def is_left_out(name: str, source_layout: str | None, own_head: bool) -> bool:
 
     Args:
         name (`str`): Published name.
-        source_layout (`str`, *optional*): As [`canonical_config`] gives it.
+        source_layout (`str`, *optional*): From [`canonical_config`].
         own_head (`bool`): The drafter has a head over a reduced vocabulary, so `lm_head` and `d2t` are its own.
     """
     if re.search(_ROTARY, name):
@@ -217,7 +216,7 @@ def is_left_out(name: str, source_layout: str | None, own_head: bool) -> bool:
 def refuse_other_tensors(names) -> None:
     """
     Raises:
-        `UnknownHeadError`: a tensor belongs to a head that drafts in another way.
+        `UnknownHeadError`: a tensor belongs to an unsupported head.
     """
     read = {head.family for head in HEADS}
     for name in names:
@@ -255,7 +254,7 @@ def _refuse_other_heads(config: dict) -> None:
 
 
 def _from_speculators(config: dict) -> dict:
-    """Nested layer configuration, of which only what differs from Qwen3's defaults need be written."""
+    """Nested layer configuration, which may leave out Qwen3's defaults."""
     layers = config.pop("transformer_layer_config", None)
     if not isinstance(layers, dict):
         raise ValueError(f"transformer_layer_config={layers!r} must be a dictionary that describes the draft layers.")
@@ -271,7 +270,7 @@ def _from_speculators(config: dict) -> dict:
     kind = config.pop("speculators_model_type", "dflash")
     if kind == "dflash2":
         result |= {"conv_kernel_size": 2, "conv_group_size": 16}
-    # There sliding layers are causal in the block unless this says otherwise; full layers never are.
+    # In speculators, sliding layers are causal in the block unless this says otherwise; full layers never are.
     if config.pop("sliding_window_non_causal", kind == "dflash2"):
         result["is_causal"] = False
     ignored = (
@@ -289,7 +288,7 @@ def _from_speculators(config: dict) -> dict:
 
 
 def _from_muse(config: dict) -> dict:
-    """Flat keys with defaults of their own. There is no causality key: attention in the block is bidirectional."""
+    """Flat keys with their own defaults. There is no causality key: attention in the block is bidirectional."""
     if config.get("rope_parameters") is not None:
         defaults = {key: value for key, value in _MUSE.items() if key != "rope_theta"}
     else:
@@ -303,7 +302,7 @@ def _from_muse(config: dict) -> dict:
 
 
 def _counts_taps(config: dict) -> bool:
-    """Whether `num_target_layers` counts the features instead of the target's layers: then an id reaches past it."""
+    """Whether `num_target_layers` counts the features instead of the target's layers: then an id exceeds it."""
     nested = config.get("dflash_config")
     ids = config.get("target_layer_ids", nested.get("target_layer_ids") if isinstance(nested, dict) else None)
     taps = config.get("num_target_layers")
@@ -312,7 +311,7 @@ def _counts_taps(config: dict) -> bool:
 
 
 def _from_torchspec(config: dict) -> dict:
-    """`num_target_layers` is the number of features; the target's depth has a key of its own, if any."""
+    """`num_target_layers` is the number of features; the target's depth has a separate key, if any."""
     result = {**_TORCHSPEC, **config}
     taps, depth = result["num_target_layers"], result.pop("target_num_hidden_layers", None)
     result["num_target_layers"] = depth
@@ -322,7 +321,7 @@ def _from_torchspec(config: dict) -> dict:
 
 
 def _taken(config: dict, *keys: str) -> tuple[dict, object]:
-    """A file without some keys, nested or at the top, and what the first of them says that says something."""
+    """A file without some keys, nested or at the top level, and the first of their values that is set."""
     nested = config.get("dflash_config")
     parts = [nested, config] if isinstance(nested, dict) else [config]
     said = [part[key] for part in parts for key in keys if part.get(key) is not None]
@@ -338,7 +337,7 @@ def _one_less(key: str, ids) -> list[int]:
 
 
 def _one_rope(rope, layer_types):
-    """Of tables by layer type the one that a drafter's layers share; that of a type it lacks says nothing."""
+    """The one of several tables by layer type that a drafter's layers share; tables of absent types are ignored."""
     kinds = {"full_attention", "sliding_attention"}
     if not isinstance(rope, dict) or not rope or set(rope) - kinds:
         return rope
@@ -353,8 +352,8 @@ def _one_rope(rope, layer_types):
 
 def _whole_heads(config: dict) -> dict:
     """
-    Without a `partial_rotary_factor`, which is the target's: Qwen3's rotary module, by which these drafters are
-    trained, rotates whole heads whatever the key says.
+    Drop `partial_rotary_factor`, which is the target's: Qwen3's rotary module, with which these drafters are trained,
+    rotates whole heads whatever the key says.
     """
 
     def without(table: dict) -> dict:
@@ -364,7 +363,7 @@ def _whole_heads(config: dict) -> dict:
     whole = without(config)
     if whole != config:
         logger.warning_once(
-            "partial_rotary_factor is left out: it was copied from the target's configuration, but drafters of this "
+            "partial_rotary_factor is ignored: it was copied from the target's configuration, but drafters of this "
             "layout are trained with whole heads rotated, whatever it says."
         )
     return whole
@@ -384,7 +383,7 @@ DIALECTS = {
         r"^embed_tokens\.",
     ),
     "with copies": Dialect(
-        lambda config: config.get("source_layout") == "with copies",  # as its head has read it
+        lambda config: config.get("source_layout") == "with copies",  # as set by its head
         lambda config: config if "rope_dim" in (config.get("rope_parameters") or {}) else _whole_heads(config),
         r"^(?:embed_tokens\.|lm_head\.weight$|t2d$|d2t$)",
     ),

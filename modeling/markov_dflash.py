@@ -13,7 +13,7 @@ TYPES = ("vanilla", "gated", "rnn")
 
 class MarkovTables(nn.Module):
     """
-    Its parameters: codebooks `W1` of the token before and `W2` of the next one, and what mixes in the hidden state.
+    Parameters: codebooks `W1` of the previous token and `W2` of the next, and the layers that mix in the hidden state.
 
     Args:
         config (`DFlashDraftConfig`): `markov_rank`, `markov_head_type`, the vocabularies of target and drafter.
@@ -31,7 +31,7 @@ class MarkovTables(nn.Module):
 
 
 class Confidence(nn.Module):
-    """The chance that the target accepts a slot, as a logit, from its hidden state and, maybe, the token before."""
+    """Logit of the chance that the target accepts a slot, from its hidden state and optionally the previous token."""
 
     def __init__(self, config):
         super().__init__()
@@ -40,15 +40,15 @@ class Confidence(nn.Module):
 
 class MarkovHead(Head):
     """
-    Adds to the draft logits `U` of a slot a bias of low rank after the token `x` before it. With `w = W1[x]`:
+    Adds a low-rank bias that depends on the previous token `x` to the draft logits `U` of a slot. With `w = W1[x]`:
 
         vanilla   S = U + W2 w
         gated     S = U + W2 (sigmoid(G [h; w]) * w)
         rnn       S = U + W2 tanh(o), [g; c; o] = J [s; w; h], s' = sigmoid(g) s + (1 - sigmoid(g)) tanh(c), s_0 = 0
 
     At initialisation `W2` is zero, so that the walk is the argmax of every slot. `markov_rank` is the rank of the
-    codebooks, `markov_head_type` one of the three. `enable_confidence_head` adds a [`Confidence`], of which drafting
-    makes no use: it is trained and kept for engines that do.
+    codebooks, `markov_head_type` one of the three. `enable_confidence_head` adds a [`Confidence`], which drafting does
+    not use: it is trained and saved for engines that do.
     """
 
     name = "Markov head"
@@ -81,8 +81,8 @@ class MarkovHead(Head):
         bundled = [key for key in config if key.startswith("dspark_")]
         if bundled:
             raise UnknownHeadError(
-                f"{bundled[0]}={config[bundled[0]]!r} is of a DSpark drafter inside its target's checkpoint, which "
-                "cannot be loaded here; load one that was published by itself."
+                f"{bundled[0]}={config[bundled[0]]!r} belongs to a DSpark drafter inside its target's checkpoint, "
+                "which cannot be loaded here; load a drafter that was published separately."
             )
         nested = config.get("dflash_config")
         nested = nested if isinstance(nested, dict) else {}
@@ -92,7 +92,7 @@ class MarkovHead(Head):
             if both.get("markov_rank") and "sample_from_anchor" not in config:
                 raise ValueError(
                     f"markov_rank={both['markov_rank']} without sample_from_anchor: the file does not say whether "
-                    "slot k of its blocks predicts the token at anchor + k (false) or anchor + 1 + k (true); write it."
+                    "slot k of its blocks predicts the token at anchor + k (false) or anchor + 1 + k (true); set it."
                 )
             return config
         fields = {"markov_head_type": "vanilla", "sample_from_anchor": not kind}
@@ -107,7 +107,7 @@ class MarkovHead(Head):
         if nested:
             config = {**config, "dflash_config": {k: v for k, v in nested.items() if k not in others}}
         config = {key: value for key, value in config.items() if key not in others}
-        # Without a table of its own the drafter's embedding is a copy of the target's.
+        # Without its own table the drafter's embedding is a copy of the target's.
         layout = {} if both.get("has_embed_tokens") else {"source_layout": "with copies"}
         return {**config, **fields, **said, **layout}
 
@@ -136,12 +136,12 @@ class MarkovHead(Head):
 
     @classmethod
     def write(cls, output: dict, config) -> None:
-        """DeepSpec's: its fields at the top, where engines read them, and which of the two layouts a block has."""
+        """DeepSpec's layout: its fields at the top level, where engines read them, and the block's layout."""
         nested = output["dflash_config"]
         output |= {key: nested.pop(key, default) for key, default in cls.fields.items()}
         output["markov_rank"] = output["markov_rank"] or 0
         output["sample_from_anchor"] = config.sample_from_anchor
-        output.setdefault("num_anchors", 512)  # DeepSpec's reader asks for it
+        output.setdefault("num_anchors", 512)  # required by DeepSpec's reader
 
     @classmethod
     def modules(cls, config) -> dict[str, nn.Module]:
@@ -165,7 +165,7 @@ class MarkovHead(Head):
         self.width = config.markov_rank or 0
 
     def candidates(self, logits: torch.Tensor) -> tuple[torch.LongTensor, torch.Tensor]:
-        # A head may be padded with rows of no token.
+        # A head may have padding rows past the vocabulary.
         return super().candidates(logits[..., : self.config.draft_vocab_size or self.config.vocab_size])
 
     def start(self, anchors: torch.LongTensor) -> torch.Tensor | None:
@@ -175,7 +175,7 @@ class MarkovHead(Head):
         return torch.zeros(len(anchors), self.width, dtype=weight.dtype, device=weight.device)
 
     def step(self, state, before: torch.LongTensor, hidden: torch.Tensor):
-        """The query is what `W2` is applied to and, last, the logit of the confidence, where there is one."""
+        """The query is the input of `W2`, followed by the logit of the confidence if the drafter has one."""
         if self.kind is None:
             parts, known = [], hidden
         else:
@@ -189,7 +189,7 @@ class MarkovHead(Head):
         return torch.cat(parts, dim=-1), state
 
     def _mixed(self, tables: MarkovTables, state, known: torch.Tensor, hidden: torch.Tensor):
-        """`[..., r]`, what `W2` is applied to, and the next state."""
+        """The input of `W2`, `[..., r]`, and the next state."""
         if self.kind == "vanilla":
             return known, None
         if self.kind == "gated":
@@ -204,10 +204,10 @@ class MarkovHead(Head):
         return logits.float() + self.draft.markov_head.markov_w2(query[..., : self.width]).float()
 
     def loss(self, rows, progress: float) -> torch.Tensor:
-        """The loss of the run, and the confidence's cross-entropy with what `p` and `q` have in common."""
+        """The run's loss, plus the confidence's cross-entropy with the overlap of `p` and `q`."""
         loss = rows.divergence(rows.scores)
         if not self.config.enable_confidence_head or rows.teacher is None:
             return loss
-        shared = 1.0 - rows.distance(rows.scores.detach())  # what rejection sampling accepts
+        shared = 1.0 - rows.distance(rows.scores.detach())  # acceptance probability of rejection sampling
         said = rows.query[..., self.width].to(shared)
         return loss + functional.binary_cross_entropy_with_logits(said, shared, reduction="none")

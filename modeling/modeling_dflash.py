@@ -2,7 +2,7 @@
 The DFlash drafter (arXiv 2602.06036): a few Qwen3-style layers that fill a block of masked tokens in one pass.
 
 Keys and values of every layer come from two places: the target's features of all tokens before the block (the context)
-and the block itself. Queries come from the block alone. That is why keys outlive queries in `DFlashAttention`.
+and the block itself. Queries come from the block only. That is why keys outnumber queries in `DFlashAttention`.
 """
 
 import copy
@@ -34,8 +34,8 @@ from .target_dflash import check_pair, input_device, raw_embedding, running_devi
 
 class DFlashRotaryEmbedding(Qwen3RotaryEmbedding):
     """
-    Rotary tables of the rotated part of a head. Their frequencies stay in fp32: rounded to bf16 they are wrong by
-    several positions at 10k tokens.
+    Rotary tables of the rotated part of a head. The frequencies stay in fp32: rounded to bf16 they are off by several
+    positions at 10k tokens.
     """
 
     @staticmethod
@@ -154,8 +154,8 @@ class DFlashAttention(nn.Module):
 
     def _with_sink(self, key, value, attention_mask, query):
         """
-        A sink is one more key whose score is the head's own constant and whose value is zero: it takes weight from the
-        others and gives nothing. As a column of the mask it works with every attention function that takes one.
+        A sink is an extra key whose score is a learned constant per head and whose value is zero: it takes weight from
+        the others and adds nothing. As a mask column it works with every attention function that takes a mask.
         """
         rows, heads, size, _ = query.shape
         seen = query.new_zeros(()) if attention_mask is None else attention_mask[..., : key.shape[2]]
@@ -185,8 +185,7 @@ class BlockConvolution(nn.Module):
 
     With `x` the sublayer's input after its norm, a projection of `x_t` gives the corrections `delta` of *both*
     applications, and each computes `y_t[c] = sum_o (base[o, c] + delta_t[o, group(c)]) * x_{t-o}[c]`. Slots before the
-    anchor are zeros: a convolution never crosses the edge of a block. At initialisation it is the identity, bit for
-    bit.
+    anchor are zeros: a convolution never crosses a block boundary. At initialisation it is the identity, bit for bit.
 
     Args:
         config (`DFlashDraftConfig`): `conv_kernel_size` taps, `conv_group_size` channels that share a correction.
@@ -223,7 +222,7 @@ class BlockConvolution(nn.Module):
         if length % size:
             raise ValueError(
                 f"noise_embeds has {length} slots, which are not whole blocks of block_size={self.block_size}: the "
-                "convolution would run across the edge of a block."
+                "convolution would cross a block boundary."
             )
         blocks = hidden_states.unflatten(-1, (self.groups, self.group_size))  # [N, Q, G, C/G]
         blocks = blocks.unflatten(1, (-1, size))  # [N, blocks, B, G, C/G]
@@ -266,8 +265,8 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
 
 class DFlashDraftModel(SavedDrafter):
     """
-    A block-diffusion drafter. It has neither embedding nor head, but by its configuration: both are the target's,
-    shared and frozen.
+    A block-diffusion drafter. Unless its configuration says otherwise it has neither embedding nor head: both are the
+    target's, shared and frozen.
 
     `target.generate(**inputs, assistant_model=draft)` decodes with it; the output is the target's own.
     """
@@ -311,7 +310,7 @@ class DFlashDraftModel(SavedDrafter):
         self.post_init()
 
     def _initialize_weights(self, module, is_custom_code: bool = False):
-        """Of other code than its own upstream skips modules without parameters of their own, such as a head's."""
+        """For remote code, upstream skips modules without direct parameters, such as a head's."""
         super()._initialize_weights(module)
 
     @torch.no_grad()
@@ -326,22 +325,22 @@ class DFlashDraftModel(SavedDrafter):
             init.normal_(module.mask_embedding, mean=0.0, std=self.config.initializer_range)
         elif isinstance(module, DFlashAttention) and self.config.attention_sink_bias:
             init.zeros_(module.attention_sink_bias)
-        elif self.config.has_own_head and module is self.lm_head:  # tells that its tokens were never chosen
+        elif self.config.has_own_head and module is self.lm_head:  # marks that its tokens were never chosen
             init.zeros_(module.weight)
         self.config.head.init_weights(module, self.config)
 
     def get_input_embeddings(self):
-        """`None` where the embedding is the target's. Upstream's quantisers ask for it."""
+        """`None` if the embedding is the target's. Required by upstream's quantisers."""
         return getattr(self, "embed_tokens", None)
 
     def embed(self, target, input_ids: torch.LongTensor) -> torch.Tensor:
-        """`[..., H]` raw embeddings of a block's tokens: of a table of the drafter's own, else of the target's."""
+        """`[..., H]` raw embeddings of a block's tokens, from the drafter's own table or else the target's."""
         if not self.config.has_embed_tokens:
             return raw_embedding(target, input_ids.to(input_device(target)))
         rows = self.embed_tokens.weight
         return raw_embedding(
             self, input_ids.to(rows.device).clamp(max=len(rows) - 1)
-        )  # a target may have been given more
+        )  # the target's table may have been extended
 
     def draft_logits(self, hidden_states: torch.Tensor, target_head: nn.Module) -> torch.Tensor:
         """
@@ -349,7 +348,7 @@ class DFlashDraftModel(SavedDrafter):
 
         Args:
             hidden_states (`torch.Tensor`): `[..., H]`.
-            target_head (`nn.Module`): The target's output embedding, used unless the drafter has a head of its own.
+            target_head (`nn.Module`): The target's output embedding, used unless the drafter has its own head.
         """
         head = self.lm_head if self.config.has_own_head else target_head
         logits = head(hidden_states.to(device=running_device(head), dtype=head.weight.dtype))
@@ -359,7 +358,7 @@ class DFlashDraftModel(SavedDrafter):
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def target_ids(self, draft_ids: torch.LongTensor) -> torch.LongTensor:
-        """The target's ids of tokens of the drafter's vocabulary."""
+        """The target's ids for tokens of the drafter's vocabulary."""
         if not self.config.has_own_head:
             return draft_ids
         return draft_ids + self.d2t[draft_ids.to(self.d2t.device)].to(draft_ids.device)
@@ -370,7 +369,7 @@ class DFlashDraftModel(SavedDrafter):
         return decode(target, self, *args, **kwargs)
 
     def dflash_validate(self, target, generation_mode, generation_config, generation_mode_kwargs):
-        """What `generate` asks before it starts: does this drafter fit the target and the way it is called?"""
+        """Called by `generate` before it starts: check that this drafter fits the target and the arguments."""
         check_pair(target, self.config)
         if generation_config.dola_layers is not None:
             raise ValueError(
@@ -380,11 +379,11 @@ class DFlashDraftModel(SavedDrafter):
         if generation_mode != GenerationMode.ASSISTED_GENERATION:
             raise ValueError(
                 f"assistant_model is a DFlash drafter, which decodes greedily or by sampling, but the arguments of "
-                f"`generate` ask for {generation_mode.value}: drop `assistant_model`, or `num_beams` and its like."
+                f"`generate` ask for {generation_mode.value}: drop `assistant_model`, or `num_beams` and the like."
             )
 
     def project_context(self, context_hidden_states: torch.Tensor) -> torch.Tensor:
-        """`[N, C, L * H_target]` features of the target -> `[N, C, H]`, what every layer makes keys and values of."""
+        """`[N, C, L * H_target]` target features -> `[N, C, H]`, from which every layer computes keys and values."""
         width = self.fc.in_features
         if context_hidden_states.shape[-1] != width:
             raise ValueError(
@@ -396,7 +395,7 @@ class DFlashDraftModel(SavedDrafter):
 
     def extend_context(self, context, position_ids, past_key_values):
         """
-        Write the keys and values of context tokens into a cache, without a block: those of the prompt.
+        Write the keys and values of context tokens, such as the prompt's, into a cache, without a block.
 
         Args:
             context (`torch.Tensor`): `[N, C, H]`, from `project_context`.
@@ -425,16 +424,16 @@ class DFlashDraftModel(SavedDrafter):
             context_hidden_states (`torch.Tensor`): `[N, C, L * H_target]`, features of context tokens that are not in
                 the cache yet; `None` when all are.
             attention_mask: `None` or `[N, keys]` padding when the block's keys are the last ones; else an additive
-                mask `[N, 1, B, keys]`, or one for each layer type in a dictionary.
-            position_ids (`torch.LongTensor`): `[N, C + B]`. Default: they continue the cache.
+                mask `[N, 1, B, keys]`, or a dictionary with one mask per layer type.
+            position_ids (`torch.LongTensor`): `[N, C + B]`. Default: continue the cache.
             past_key_values (`Cache`): Receives the keys of context *and* block; the caller drops the block's.
 
         Returns:
-            `BaseModelOutputWithPast`: `last_hidden_state` `[N, B, H]` after the final norm, to be fed to the target's
+            `BaseModelOutputWithPast`: `last_hidden_state` `[N, B, H]` after the final norm, the input of the target's
             head.
 
         Raises:
-            `ValueError`: neither context nor cache, or features of another width.
+            `ValueError`: neither context nor cache, or features of the wrong width.
         """
         past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
         if context_hidden_states is None and past_length == 0:

@@ -1,11 +1,11 @@
 """
-How much one round drafts and verifies: as much as was asked for, or as much as is fastest here.
+How much one round drafts and verifies: as much as was requested, or as much as is fastest here.
 
 A round that verifies `n` drafted tokens costs `C(n)` and commits `1 + A(n)` tokens, `A(n)` being the sum of the
-chances that the target takes them. Both are estimated: costs from rounds that were timed, chances from the drafter's
-own probabilities and how they held so far. At a speed of `L` tokens a second one more token pays while it adds more
-than `L` times its cost (Dinkelbach's rule for the best ratio of sums), and drafting pays while it is faster than not
-drafting, which is a size like any other. Whatever is chosen, the text is the target's own.
+chances that the target accepts them. Both are estimated: costs from timed rounds, chances from the drafter's own
+probabilities and how reliable they were so far. At a speed of `L` tokens a second, one more token pays while it adds
+more than `L` times its cost (Dinkelbach's rule for the best ratio of sums), and drafting pays while it is faster than
+not drafting, which is a size like any other. Whatever is chosen, the text is the target's own.
 """
 
 import math
@@ -27,12 +27,12 @@ logger = logging.get_logger(__name__)
 
 
 class Plan(NamedTuple):
-    """How much one round drafts and verifies, of every row."""
+    """How much one round drafts and verifies in every row."""
 
     block: int  # tokens of a block that are verified, or of the longest path through a tree; the anchor included
-    paths: Paths | None = None  # of a tree, among which its nodes are chosen
-    cut: Callable[[Draft], Draft] | None = None  # leaves of a draft what is worth verifying
-    compiled: bool = True  # where rounds are
+    paths: Paths | None = None  # for a tree: the paths among which its nodes are chosen
+    cut: Callable[[Draft], Draft] | None = None  # reduces a draft to what is worth verifying
+    compiled: bool = True  # if rounds are compiled at all
 
     @property
     def nodes(self) -> int:
@@ -41,22 +41,22 @@ class Plan(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Tokens that are verified at most, the anchor included."""
+        """Maximum number of tokens verified, anchor included."""
         return self.block if self.paths is None else 1 + self.paths.nodes
 
     @property
     def key(self) -> tuple[int, int]:
-        """What a compiled round depends on: equal keys, equal shapes."""
+        """What a compiled round depends on: equal keys mean equal shapes."""
         return self.block, self.nodes
 
 
 class FixedPlan:
     """
-    The same plan for every round, but for the end of a text, where no more is verified than a row may still get.
+    The same plan for every round, except at the end of a text, where no more is verified than is still allowed.
 
     Args:
         plan (`Plan`): The plan.
-        whole (`bool`): Whether all rounds keep one shape, the last ones too.
+        whole (`bool`): Whether all rounds, even the last ones, have one shape.
     """
 
     def __init__(self, plan: Plan, whole: bool = False):
@@ -69,10 +69,10 @@ class FixedPlan:
         return self.plan._replace(block=min(self.plan.block, text.tokens_left))
 
     def learn(self, text, verdict: Verdict) -> None:
-        """Nothing follows from what the target said."""
+        """Nothing to learn: the plan is fixed."""
 
     def summary(self) -> dict:
-        """Nothing was chosen."""
+        """Empty: nothing was chosen."""
         return {}
 
 
@@ -81,20 +81,20 @@ SCHEDULES = ("heuristic", "heuristic_transient")
 
 class AssistantPlan:
     """
-    Blocks as transformers' own assistants draft them: a block ends after a token of which the drafter is less sure
-    than a threshold; by a schedule, the next block is two tokens longer where all were accepted, else one shorter.
+    Blocks as drafted by transformers' own assistants: a block ends after a token whose confidence is below a
+    threshold; with a schedule, the next block is two tokens longer if all were accepted, else one shorter.
 
-    Whether a token is verified depends on those before it alone, so that drafts may be drawn.
+    Whether a token is verified depends only on those before it, so drafts may be drawn.
 
     Args:
-        plan (`Plan`): The longest block; a single path of a tree, where the threshold needs probabilities.
+        plan (`Plan`): The longest block; a tree of a single path if the threshold needs probabilities.
         size (`int`): Drafted tokens of the first block.
         threshold (`float`): `assistant_confidence_threshold`; 0 for none.
         schedule (`str`): `num_assistant_tokens_schedule`.
-        paces (`dict`): What is remembered of the drafter; "heuristic" continues where the previous call ended.
+        paces (`dict`): The drafter's statistics; "heuristic" continues where the previous call ended.
     """
 
-    whole = False  # rounds of any shape
+    whole = False  # rounds may have any shape
 
     def __init__(self, plan: Plan, size: int, threshold: float, schedule: str, paces: dict):
         self.plan, self.most, self.threshold = plan._replace(cut=self.cut), plan.block - 1, threshold
@@ -108,7 +108,7 @@ class AssistantPlan:
         return self.plan if self.room else Plan(1)
 
     def cut(self, draft: Draft) -> Draft:
-        """The beginning of a block; one size for all rows, that of the surest."""
+        """The start of a block; one size for all rows, that of the most confident row."""
         if self.threshold:
             if draft.tree is not None:
                 chances = draft.tree.log_probs.diff(dim=1).exp()  # [R, n - 1]
@@ -121,7 +121,7 @@ class AssistantPlan:
         return Draft(draft.tokens, draft.proposal).prefix(1 + self.sizes[-1])
 
     def learn(self, text, verdict: Verdict) -> None:
-        """The size of the next block."""
+        """Set the size of the next block."""
         if self.schedule in SCHEDULES and self.sizes[-1]:
             counts = [count for count, alive in zip(text.host.committed, self.alive, strict=True) if alive]
             whole = min(counts) == self.sizes[-1] + 1
@@ -136,12 +136,12 @@ class AssistantPlan:
 
 class Reliability:
     """
-    How often the target takes a token to which the drafter gives a probability, its predecessors being right. Until
-    something is known, as often as the drafter says.
+    How often the target accepts a token to which the drafter gives a certain probability, if its predecessors were
+    accepted. Until it is observed, the drafter's own probability.
     """
 
     EDGES = (0.03, 0.08, 0.16, 0.3, 0.45, 0.6, 0.75, 0.88, 0.96)
-    TRUST, MEMORY = 4.0, 400.0  # observations that the drafter's word is worth; that a bin remembers
+    TRUST, MEMORY = 4.0, 400.0  # observations that the drafter's own probability is worth; that a bin remembers
 
     def __init__(self):
         self.seen = [(0.0, 0.0, 0.0)] * (len(self.EDGES) + 1)  # observations, accepted, sum of the probabilities
@@ -167,57 +167,59 @@ class Reliability:
 
 @dataclass
 class Pace:
-    """What is remembered of a drafter from call to call: how far its word can be trusted, and whether it pays."""
+    """A drafter's statistics, kept between calls: how reliable its probabilities are, and whether drafting pays."""
 
-    EXPECTED = 1.5  # tokens of a round that drafts, for each row, before any was seen
-    SHARE = 0.015  # of the time that may be lost to trying again what did not pay
+    EXPECTED = 1.5  # assumed tokens per row of a drafting round, before any was seen
+    SHARE = 0.015  # share of the time that may be lost to retrying what did not pay
 
     reliability: Reliability = field(default_factory=Reliability)
-    tokens: float = 0.0  # committed for each row by rounds that drafted; older ones count less
-    cost: float = 0.0  # of these rounds, in rounds that draft nothing
-    resting: int = 0  # rounds to come that draft nothing
-    told: bool = False  # whether a warning said that drafting does not pay off
+    tokens: float = 0.0  # committed per row by rounds that drafted; older rounds count less
+    cost: float = 0.0  # of these rounds, in units of a round without a draft
+    resting: int = 0  # number of upcoming rounds without a draft
+    told: bool = False  # whether the warning that drafting does not pay off was logged
 
     def copy(self) -> "Pace":
         return replace(self, reliability=self.reliability.copy())
 
     @property
     def speed(self) -> float:
-        """Of rounds that draft, over that of rounds that do not; at least 1, since one need not draft."""
+        """Speed of rounds that draft relative to rounds that do not; at least 1, since drafting is optional."""
         return max(self.tokens / self.cost, 1.0) if self.cost else 1.0
 
     def begin(self, cost: float) -> None:
-        """Where nothing was drafted before: drafting is expected to pay, or not to, as if two rounds were seen."""
+        """If nothing was drafted before, set a prior on whether drafting pays, worth two observed rounds."""
         if not self.cost:
             self.note(2 * self.EXPECTED, 2 * cost, rounds=2)
-            self.resting = min(self.resting, 32)  # nothing was seen yet
+            self.resting = min(self.resting, 32)  # nothing observed yet
 
     def note(self, tokens: float, cost: float, rounds: int = 1) -> None:
-        """Take in a round that drafted. Where it does not pay, rest; the longer, the more is lost by trying again."""
+        """Record a round that drafted. If drafting does not pay, rest; the more a retry costs, the longer."""
         self.tokens, self.cost = 0.95 * self.tokens + tokens, 0.95 * self.cost + cost
         if self.cost > 2.5 and self.tokens < self.cost:
-            lost = 2 * cost / rounds * (1 - self.tokens / self.cost)  # by the next two
+            lost = 2 * cost / rounds * (1 - self.tokens / self.cost)  # by the next two rounds
             self.resting = min(math.ceil(lost / self.SHARE), 128)
-            self.tokens, self.cost = 0.4 * self.tokens, 0.4 * self.cost  # they decide anew
+            self.tokens, self.cost = 0.4 * self.tokens, 0.4 * self.cost  # so that they decide again
 
 
 class SlowestRow:
     """
-    Tokens of a round of a batch, which is done when its slowest row is.
+    Tokens per round of a batch, which is done when its slowest row is.
 
-    After `k` rounds whose counts have a standard deviation of `s`, the slowest of several equal rows lags behind by
-    `z * s / sqrt(k)` tokens per round: far at first, hardly at the end of a long text. So a part of that is added to
-    what the slowest row got so far, and what it will lag behind at the end is taken off.
+    After `k` rounds whose counts have a standard deviation of `s`, the slowest of several equally fast rows lags behind
+    by `z * s / sqrt(k)` tokens per round: a lot at first, little by the end of a long text. So part of this lag is added
+    to the slowest row's rate so far, and the lag expected at the end is subtracted.
     """
 
     def __init__(self, rows: int):
         self.rounds, self.got = 0, [0] * rows
         self.seen, self.total, self.squares = 0, 0, 0
-        self.z = NormalDist().inv_cdf((rows - 0.375) / (rows + 0.25))  # of the largest of so many (Blom)
-        self.trust = max(0.5 - 1 / rows, 0.0)  # that rows are equal: the fewer, the less is known
+        self.z = NormalDist().inv_cdf(
+            (rows - 0.375) / (rows + 0.25)
+        )  # expected maximum of `rows` normal variables (Blom)
+        self.trust = max(0.5 - 1 / rows, 0.0)  # that rows are equally fast: few rows say little about it
 
     def after(self, counts: list[int], alive: list[bool], left: int) -> float:
-        """Tokens of a round, after one that committed `counts`; `left` tokens may come."""
+        """Tokens per round, after a round that committed `counts` with `left` tokens to go."""
         self.rounds += 1
         for row, count in enumerate(counts):
             if alive[row]:
@@ -232,31 +234,31 @@ class SlowestRow:
 
 class FastestPlan:
     """
-    For each round the drafted tokens that are worth verifying: of a tree, or none.
+    For each round, the drafted tokens of a tree that are worth verifying, possibly none.
 
-    Within a call sizes follow from the costs that were known when it began and from what was accepted, never from a
-    stopwatch. What is measured meanwhile serves later calls.
+    Within a call, sizes follow from the costs that were known at its start and from what was accepted, never from a
+    clock. Measurements of this call serve later calls.
 
     Args:
-        plan (`Plan`): What is drafted where something is drafted: a tree of the most nodes.
-        table (`CostTable`): What rounds cost here; added to.
-        paces (`dict`): What is remembered of the drafter.
-        key: For rows and a choice of tokens like these.
-        device (`torch.device`): Of the target.
+        plan (`Plan`): The draft if there is one: a tree with the maximum number of nodes.
+        table (`CostTable`): The cost of rounds on this machine; extended.
+        paces (`dict`): The drafter's statistics.
+        key: Their key, for this number of rows and decoding mode.
+        device (`torch.device`): The target's device.
     """
 
     whole = False
-    LADDER = (1, 2, 4, 8, 16, 32, 64)  # sizes that are preferred a little, until it is known what they cost
-    ENOUGH = 3  # times that each of them is tried, and a round that drafts nothing
+    LADDER = (1, 2, 4, 8, 16, 32, 64)  # sizes that are slightly preferred until their cost is known
+    ENOUGH = 3  # number of times that each of them, and a round without a draft, is tried
 
     def __init__(self, plan: Plan, table: CostTable, paces: dict, key: tuple, device: torch.device):
         self.widest, self.table, self.known, self.device = plan._replace(cut=self.cut), table, table.copy(), device
         self.paces, self.key, self.pace = paces, key, paces.get(key, Pace()).copy()
         self.sizes: list[int] = []  # drafted tokens that each round verified
-        self.tokens = self.spent = 0.0  # committed for each row; what that cost, in rounds that draft nothing
-        self.tried: dict[int, int] = {}  # rounds of this call by size, -1 for those that drafted nothing
-        self.slowest: SlowestRow | None = None  # of rounds that drafted
-        self.judged: list[tuple] = []  # of the round under way and each row: parents and chances of its nodes
+        self.tokens = self.spent = 0.0  # committed per row; their cost, in units of a round without a draft
+        self.tried: dict[int, int] = {}  # rounds of this call by size, -1 for those without a draft
+        self.slowest: SlowestRow | None = None  # over rounds with a draft
+        self.judged: list[tuple] = []  # for each row of the current round: parents and chances of its nodes
 
     def next(self, text) -> Plan:
         """The plan of the next round of a text (`Continuation`)."""
@@ -274,7 +276,7 @@ class FastestPlan:
         return Plan(1) if self.left == 1 or rests or self.forced == -1 else self.widest
 
     def cut(self, draft: Draft) -> Draft:
-        """Of a drafted tree, the likeliest nodes, as many as are worth it; as a block where they are a single path."""
+        """The likeliest nodes of a drafted tree, as many as are worth it; as a block if they form a single path."""
         tree, most = draft.tree, draft.tokens.shape[1]
         depths, parents = tree.depths.tolist(), tree.parents.tolist()
         chances = (tree.log_probs - tree.log_probs.gather(1, tree.parents)).exp().tolist()
@@ -293,9 +295,9 @@ class FastestPlan:
         return Draft(tree.tokens[:, :size], tree=tree.prefix(size, deepest))
 
     def learn(self, text, verdict: Verdict) -> None:
-        """Take in what a round took, and what the target said of its draft."""
+        """Record how long a round took, and what the target accepted of its draft."""
         seconds, size = clock(self.device) - self.began, len(self.judged[0][0]) - 1 if self.judged else -1
-        if self.sizes:  # the first round of a call is slower than others
+        if self.sizes:  # the first round of a call is slower than the others
             self.table.note(*self.place, size, seconds)
             self.tried[size] = self.tried.get(size, 0) + 1
         counts, cost = text.host.committed, self.costs[size] if size >= 0 else 1.0
@@ -303,19 +305,19 @@ class FastestPlan:
         tokens = min(self.left - (text.tokens_left if any(text.host.alive) else 0), max(counts))
         self.sizes.append(max(size, 0))
         self.tokens, self.spent = self.tokens + tokens, self.spent + cost
-        self.paces[self.key] = self.pace  # who begins with it copies it
+        self.paces[self.key] = self.pace  # the next call copies it
         if size < 0:
             return
         path = None if verdict.path is None else verdict.path.tolist()
         for row, (parents, chances) in enumerate(self.judged):
             if self.alive[row]:
                 taken = (path[row] if path else range(size + 1))[: counts[row]]
-                ended = not text.host.alive[row]  # then its last token says nothing of the children
+                ended = not text.host.alive[row]  # then its last token says nothing about the children
                 judged = set(taken[:-1] if ended else taken)
                 for node in range(1, size + 1):
                     if parents[node] in judged:
                         self.pace.reliability.note(chances[node], node in taken)
-        # Of one row, what is expected tells as much as what was accepted, and varies less.
+        # For a single row, the expected number is as informative as the accepted one, and varies less.
         paced = 0.25 * tokens + 0.75 * self.expected
         if len(counts) > 1:
             paced = self.slowest.after(counts, self.alive, self.left)
@@ -330,13 +332,13 @@ class FastestPlan:
             pace.told = True
             logger.warning(
                 f"Decoding mostly without drafts: with {self.place[0]} row(s), rounds that draft are estimated at "
-                f"{pace.tokens / pace.cost:.2f}x the speed of the target alone, by what it accepts and what rounds "
-                "cost here. Set `draft.decoding_config.block_size` to draft in every round."
+                f"{pace.tokens / pace.cost:.2f}x the speed of the target alone, given its acceptance and the cost of "
+                "rounds here. Set `draft.decoding_config.block_size` to draft in every round."
             )
         return {"draft_sizes": self.sizes, "estimated_speedup": self.tokens / self.spent if self.sizes else None}
 
     def _worth(self, gains: list[float]) -> int:
-        """How many nodes to verify; `gains` of each, in tokens of all rows."""
+        """How many nodes to verify, given the `gains` of each in tokens of all rows."""
         rate, best, most, value = sum(self.alive) * self.pace.speed, 0, 0.0, 0.0
         for size in range(1, len(gains)):
             value += gains[size]
@@ -351,5 +353,5 @@ class FastestPlan:
         return self.known.count(*self.place, size) + self.tried.get(size, 0) < self.ENOUGH
 
     def _to_try(self) -> int | None:
-        """A size to choose whatever it is worth: nothing, every fourth round, until its cost is known."""
+        """A size to force regardless of its worth: no draft, every fourth round, until its cost is known."""
         return -1 if len(self.sizes) % 4 == 1 and not self.pace.resting and self._is_new(-1) else None

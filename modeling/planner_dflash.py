@@ -1,4 +1,4 @@
-"""Who plans the rounds of a call, as its settings ask for it."""
+"""Chooses the planner of a call's rounds, from its settings."""
 
 import weakref
 
@@ -11,22 +11,22 @@ from .plan_dflash import SCHEDULES, AssistantPlan, FastestPlan, FixedPlan, Plan
 
 logger = logging.get_logger(__name__)
 
-# For each drafter and target, what is remembered of the pair, by rows and way of choosing tokens.
+# For each drafter and target, statistics of the pair, by rows and decoding mode.
 _paces: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 
-# Of a `GenerationConfig` that does not set them.
+# Values of a `GenerationConfig` that does not set them.
 _DEFAULT_ASSISTANT_TOKENS, _DEFAULT_THRESHOLD = 20, 0.4
 _OF_ASSISTANTS = ("assistant_confidence_threshold", "num_assistant_tokens_schedule")
 
 
 def planner_of(call, pair):
     """
-    The planner of a call, as its settings ask for it: sizes that were set, or the fastest ones.
+    The planner of a call: for the sizes in its settings, or for the fastest ones.
 
     Args:
-        call (`Call`): The call; `draft.decoding_config` holds the settings. Of its generation configuration
-            `num_assistant_tokens`, `num_assistant_tokens_schedule` and `assistant_confidence_threshold` set the size
-            of a block too.
+        call (`Call`): The call; `draft.decoding_config` holds the settings. `num_assistant_tokens`,
+            `num_assistant_tokens_schedule` and `assistant_confidence_threshold` of its generation configuration set
+            the block size too.
         pair (`Pair`): Its parts.
     """
     target, draft, drafter, text = call.target, call.draft, pair.drafter, pair.continuation
@@ -36,7 +36,7 @@ def planner_of(call, pair):
     asked = generation_config.num_assistant_tokens
     unset = asked in (None, _DEFAULT_ASSISTANT_TOKENS)
     limit = trained if unset else max(int(asked), 0) + 1
-    # Rows that advance together agree on one path; states in a row cannot follow several.
+    # Rows that advance together agree on one path; recurrent states cannot follow several.
     trees = pair.session.rollback_is_free and (rows == 1 or text.rules.pace != "together")
     paces = _paces.setdefault(draft, weakref.WeakKeyDictionary()).setdefault(target, {})
     threshold, schedule = (getattr(generation_config, name) for name in _OF_ASSISTANTS)
@@ -48,11 +48,11 @@ def planner_of(call, pair):
             plan = drafter.plan(longest, single, top_k=1)
             return AssistantPlan(plan, limit - 1, threshold, schedule, paces)
         logger.warning_once(
-            f"A DFlash drafter does not follow {' and '.join(_OF_ASSISTANTS)} with tree_nodes, nor in rounds that are "
-            "compiled or run ahead of the host (compile, look_ahead)."
+            f"A DFlash drafter ignores {' and '.join(_OF_ASSISTANTS)} with tree_nodes and in rounds that are compiled "
+            "or run ahead of the host (compile, look_ahead)."
         )
     device = target.device
-    if config.is_open and unset and not (whole and device.type != "cpu"):  # there a few plans were never measured
+    if config.is_open and unset and not (whole and device.type != "cpu"):  # `FewPlans` has only been measured on a CPU
         place, key = (rows, text.writer.prompt_length), (rows, generation_config.do_sample, whole, adapters_of(draft))
         table = table_of(target, draft, call.compile, text.look_ahead)
         if whole:
@@ -65,17 +65,17 @@ def planner_of(call, pair):
 
 
 def _few(drafter, trained: int, rows: int, trees: bool) -> list[Plan]:
-    """Nothing, the whole block, its first half, and trees of as many tokens as forwards are wide here."""
+    """No draft, the whole block, its first half, and trees of the sizes that forwards handle well here."""
     plans = [Plan(1), drafter.plan(trained), *([Plan((trained + 1) // 2)] if trained > 3 else [])]
     sizes = tree_sizes(rows, drafter.device.type == "cpu") if trees and trained > 2 else []
     return [*plans, *(drafter.plan(trained, nodes) for nodes in sizes)]
 
 
 def widest_tree(rows: int, on_cpu: bool) -> int:
-    """Drafted tokens of a row that are considered: fewer in a batch, more where wide forwards are cheap."""
+    """Maximum drafted tokens considered per row: fewer in a batch, more on devices where wide forwards are cheap."""
     return max(min(16, 32 // rows), 2) if on_cpu else max(min(64, 512 // rows), 15)
 
 
 def tree_sizes(rows: int, on_cpu: bool) -> list[int]:
-    """Tree sizes of a few plans, for each number of rows."""
+    """Tree sizes of [`FewPlans`] for a number of rows."""
     return sorted({max(most // rows, 3) for most in ((7, 15) if on_cpu else (16, 64))})

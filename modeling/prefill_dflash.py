@@ -1,4 +1,4 @@
-"""Prefill: the target reads the prompt as usual, the drafter its features; sets up what rounds need."""
+"""Prefill: the target reads the prompt as usual, the drafter its features; then everything rounds need is set up."""
 
 import inspect
 from contextlib import ExitStack, contextmanager
@@ -19,7 +19,7 @@ from .target_dflash import FeatureTap, decoder_layers, empty_cache
 from .text_dflash import Continuation
 
 
-# Arguments that a round sets itself, and those that only the prompt has.
+# Arguments that a round sets itself, and arguments that only the prompt has.
 _OWN_ARGUMENTS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "use_cache"}
 _OWN_ARGUMENTS |= {"output_attentions", "output_hidden_states", "past_key_values", "cache_params"}
 _PROMPT_ARGUMENTS = {"mm_token_type_ids", "logits_to_keep", "cache_position"}
@@ -31,7 +31,7 @@ class Models(NamedTuple):
     target: torch.nn.Module
     drafter: DFlashCandidateGenerator
     tap: FeatureTap
-    pools: list  # slots that outlive the call, of the drafter and of the target; `None` where rounds are not compiled
+    pools: list  # slots that outlive the call, of drafter and target; `None` if rounds are not compiled
 
 
 class Prefilled(NamedTuple):
@@ -39,10 +39,10 @@ class Prefilled(NamedTuple):
 
     logits: torch.Tensor  # [R, 1, V], after the last token
     cache: Cache
-    columns: int  # that the cache holds, padding included
-    padding: list[int]  # columns at the start of each row
+    columns: int  # columns in the cache, padding included
+    padding: list[int]  # padding columns at the start of each row
     offset: torch.LongTensor  # [R, 1] or [axes, R, 1], position of a row's first token
-    hidden_states: tuple | None  # of all its tokens
+    hidden_states: tuple | None  # of all prompt tokens
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Pair:
 @contextmanager
 def models_of(call: Call):
     """
-    The two models of a call, and a tap on the target's layers. Hooks and switches go onto copies of the modules: other
+    The two models of a call, and a tap on the target's layers. Hooks and flags are set on copies of the modules: other
     calls may be running both models.
 
     Yields:
@@ -88,7 +88,7 @@ def prefill(call: Call, models: Models) -> Prefilled:
     """Run the prompt through the target as usual; its features become the drafter's context."""
     target, drafter, model_kwargs, name = models.target, models.drafter, call.model_kwargs, call.facts.cache_name
     if "logits_to_keep" in model_kwargs and getattr(target.config.get_text_config(), "num_kv_shared_layers", False):
-        # An index, not a count: given a count, Gemma 4 drops all other tokens before the layers that share keys.
+        # An index, not a count: with a count, Gemma 4 drops all other tokens before the layers that share keys.
         model_kwargs["logits_to_keep"] = torch.tensor([-1])
     padding, positions = padding_of(model_kwargs.get("attention_mask"), call.rows), []
     watch = target.register_forward_pre_hook(
@@ -97,7 +97,7 @@ def prefill(call: Call, models: Models) -> Prefilled:
     outputs = target._prefill(call.input_ids, call.generation_config, model_kwargs)
     watch.remove()
     models.tap.consume = None
-    cache = outputs.get(name, model_kwargs[name])  # Phi-3 starts a new one where a long prompt takes other frequencies
+    cache = outputs.get(name, model_kwargs[name])  # Phi-3 starts a new cache if a long prompt needs other frequencies
     columns = filled_columns(call, cache, drafter.absorbed)
     offset = first_positions(positions[-1], columns, padding, drafter.device, call.facts.counts_columns)
     logits = outputs.logits[:, -1:].to(drafter.device, copy=True)  # a copy: the rest can be freed
@@ -107,7 +107,7 @@ def prefill(call: Call, models: Models) -> Prefilled:
 @contextmanager
 def opened_pair(call: Call, continuation: Continuation):
     """
-    Prefill and set up everything that rounds need; at the end, the caller's cache is written back.
+    Prefill and set up everything that rounds need; on exit, the caller's cache is written back.
 
     Yields:
         [`Pair`], and the indices of the first anchors `[R]`.
@@ -130,7 +130,7 @@ def opened_pair(call: Call, continuation: Continuation):
             del prompt, listed
             yield pair, torch.tensor([columns - pad for pad in padding], device=drafter.device)
         finally:
-            if keep_cache:  # also after an interruption
+            if keep_cache:  # even after an interruption
                 pair.cache = session.close(columns + max(continuation.longest - 1, 0))
             for holder in (drafter.cache, session):
                 holder.clear()
@@ -138,12 +138,12 @@ def opened_pair(call: Call, continuation: Continuation):
 
 def usable_cache(call: Call):
     """
-    The cache to prefill: the one that `generate` made, or a dynamic one in place of a static one, since the slots of
-    a drafted call have fixed shapes anyway.
+    The cache to prefill: the cache that `generate` made, or a dynamic cache instead of a static one, since the slots
+    of a drafted call have fixed shapes anyway.
 
     Raises:
-        `ValueError`: the tokens of the cache cannot be moved into slots: it is quantised, offloaded, or a static one
-            that the caller passed.
+        `ValueError`: the tokens of the cache cannot be moved into slots: it is quantised, offloaded, or a static cache
+            passed by the caller.
     """
     cache = call.model_kwargs[call.facts.cache_name]
     if call.facts.session_class.takes(cache) and not cache.offloading:
@@ -156,15 +156,15 @@ def usable_cache(call: Call):
     kind = f"a {type(cache).__name__} of {type(cache.layers[0]).__name__}" if cache.layers else type(cache).__name__
     raise ValueError(
         f"{argument} {kind}{', offloaded to the CPU' * cache.offloading}, which a drafter cannot decode with: pass a "
-        "`DynamicCache` that is not offloaded, leave `past_key_values` and `cache_implementation` out, or drop "
+        "`DynamicCache` that is not offloaded, omit `past_key_values` and `cache_implementation`, or drop "
         "`assistant_model`."
     )
 
 
 def extra_arguments(call: Call) -> dict:
     """
-    Arguments of `generate` that every forward of the target gets, such as adapter names or a request for hidden
-    states; see `block_arguments`.
+    Arguments of `generate` that are passed to every forward of the target, such as adapter names or a request for
+    hidden states; see `block_arguments`.
     """
     accepted = inspect.signature(call.target.forward).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
@@ -182,11 +182,11 @@ def extra_arguments(call: Call) -> dict:
 
 def filled_columns(call: Call, cache, absorbed: int) -> int:
     """
-    Columns that a cache holds after a prompt of `absorbed` columns: those, with the columns that it held before or, if
-    the target started a new one, without.
+    Columns that a cache holds after a prompt of `absorbed` columns: these plus the columns that it held before, unless
+    the target started a new cache.
 
     Raises:
-        `ValueError`: it holds another number.
+        `ValueError`: it holds another number of columns.
     """
     columns = cached_columns(cache) or absorbed
     if columns not in (absorbed, call.past + absorbed):

@@ -25,11 +25,11 @@ from .target_dflash import cache_argument, decoder_layers, empty_cache, input_de
 logger = logging.get_logger(__name__)
 
 KINDS = (SlotSession, ReplaySession, StepSession)
-# Largest relative error of single and double precision. Rounding stays below the first; between the two lie targets
-# that upstream itself computes a little differently for one token and for several.
+# Largest relative errors. Rounding stays below the first; between the two are targets that upstream itself computes
+# slightly differently for one token and for several.
 EXACT, CLOSE = 1e-4, 1e-3
 
-# Of a configuration, what does not change what a target can do.
+# Configuration keys that do not affect what a target supports.
 _OF_THE_CHECKPOINT = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
 
 _known: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
@@ -41,18 +41,18 @@ class TargetFacts:
     What a target supports.
 
     Args:
-        name (`str`): Of its class.
+        name (`str`): Name of its class.
         session_class (`type`, *optional*): `SlotSession`, `ReplaySession` or `StepSession`: how its cache is rolled
-            back; `None` when no way restores the state.
-        moving (`dict[str, int]`): For recurrent targets, as [`moving_modules`] gives it.
+            back; `None` if no method restores the state.
+        moving (`dict[str, int]`): For recurrent targets, the result of [`moving_modules`].
         pads (`bool`): Whether rows with padding on the left can be drafted.
-        counts_columns (`bool`): Whether, where it is given no positions, it counts columns, padding included.
-        features (`dict[int, tuple]`): Shapes of its decoder layers' outputs, without those of layers that it skips, or
-            that are not reached in copies of the modules.
-        error (`float`): The largest relative error after rolling back, of the best way.
-        cache_name (`str`): The name under which its forward takes a cache.
-        lasting (`bool`): Whether they hold for the next call too: not where the target alone could not be run on two
-            rows, as it cannot while hooks of this call give adapters to another number of rows.
+        counts_columns (`bool`): Whether, if given no positions, it counts columns, padding included.
+        features (`dict[int, tuple]`): Shapes of its decoder layers' outputs, without layers that it skips or that are
+            not reached in copies of the modules.
+        error (`float`): The largest relative error after rolling back with the best method.
+        cache_name (`str`): Name of its forward's cache argument.
+        lasting (`bool`): Whether these facts hold for the next call too: not if the target itself could not run on two
+            rows, as while hooks of this call set adapters for another number of rows.
     """
 
     name: str
@@ -78,18 +78,18 @@ class TargetFacts:
     def why_plain(self, layer_ids: list[int], mask: torch.Tensor | None) -> str | None:
         """Why a drafter that reads these layers cannot draft for a prompt with this mask, or `None`."""
         if not self.lasting:
-            return f"{self.name} cannot be tried out on two rows"
+            return f"{self.name} cannot be probed with two rows"
         if self.session_class is None:
             if math.isfinite(self.error):
                 return (
-                    f"{self.name} computes other logits for several tokens than for one at a time (relative error "
-                    f"{self.error:.2g}), as with weights that are quantised dynamically"
+                    f"{self.name} computes different logits for several tokens than for one at a time (relative error "
+                    f"{self.error:.2g}), as with dynamically quantised weights"
                 )
             return f"the cache of {self.name} cannot be rolled back"
         if not self.features:
             return (
-                f"the outputs of the decoder layers of {self.name} cannot be read: they stand in no list, or a "
-                "forward was replaced by one that finds the original elsewhere than in its closure, as in a global"
+                f"the outputs of the decoder layers of {self.name} cannot be read: the layers are in no list, or a "
+                "forward was replaced by one that finds the original outside its closure, as in a global"
             )
         for layer_id in layer_ids:
             shape = self.features.get(layer_id)
@@ -97,8 +97,8 @@ class TargetFacts:
                 return f"{self.name} skips decoder layer {layer_id}, whose output the drafter reads"
             if len(shape) != 3:
                 return (
-                    f"decoder layer {layer_id} of {self.name} has an output of shape {shape}, and the drafter reads "
-                    "one vector for each token, [rows, tokens, hidden_size]"
+                    f"decoder layer {layer_id} of {self.name} has an output of shape {shape}, but the drafter reads "
+                    "one vector per token, [rows, tokens, hidden_size]"
                 )
         if not self.pads and mask is not None and not bool(mask.all()):
             return f"rows of {self.name} with padding on the left cannot be rolled back"
@@ -117,24 +117,24 @@ def facts_of(target) -> TargetFacts:
     Probe a target, once for each combination of forward code, attention implementation, dtype, mode and autocast.
     Results of other processes are read from disk.
 
-    A short prompt, a block with rejected tokens, a roll-back and a second block must give the logits, and leave the
-    state, that decoding the kept tokens one by one gives. Tried with slots, with slots and replay of the recurrent
-    layers, then with slots and steps through the recurrent layers. The target is watched in copies of its modules, so
-    that it may be in use meanwhile; first calls at the same time find out the same. Whoever trains it with dropout
-    finds that it cannot be rolled back, and no random number drawn.
+    A short prompt, a block with rejected tokens, a roll-back and a second block must give the same logits and state as
+    decoding the kept tokens one by one. Tried with slots, with slots and replay of the recurrent layers, then with
+    slots and steps through the recurrent layers. The target is observed in copies of its modules, so it may be in use
+    meanwhile; concurrent first calls find the same. In training mode with dropout it is found not to roll back; the
+    random state is left unchanged.
     """
     known, device = _known.setdefault(target, {}), input_device(target)
     modules = list(target.modules())
     training = any(module.training for module in modules)
     key: tuple = (target.config._attn_implementation, target.dtype)
-    # Wrapped or replaced later, in a module or in its class, it is another target; also by a hook on the whole, which
-    # may change its arguments, but not by one on a part, by which adapters come and go.
+    # A forward wrapped or replaced later, in a module or its class, makes another target; so does a hook on the whole
+    # model, which may change its arguments, but not a hook on a part, with which adapters come and go.
     replaced = [vars(module)["forward"] for module in modules if "forward" in vars(module)]
     classes = [kind.forward for kind in {type(module) for module in modules}]
     wholes = (target, target.base_model, target.get_decoder())
     hooks = [hook for whole in wholes for hook in whole._forward_pre_hooks.values()]
     key += (_codes(target.forward, *hooks), frozenset(_codes(*replaced, *classes)))
-    key += (training, training and target.is_gradient_checkpointing)  # which lets go of the cache
+    key += (training, training and target.is_gradient_checkpointing)  # which drops the cache
     key += (torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),)
     if key not in known:
         on_disk = None if replaced or hooks or training else _key_on_disk(target, key)
@@ -153,8 +153,8 @@ def facts_of(target) -> TargetFacts:
 
 def _key_on_disk(target, key: tuple) -> dict | None:
     """
-    By what other processes find what was found out about a target: its modules and configuration, and the files, as
-    they are now, of their code, of what they decode with and of this package. `None` where code comes from no file.
+    The key under which other processes find the facts about a target: its modules and configuration, and the current
+    files of their code, of the decoding code and of this package. `None` if some code comes from no file.
     """
     classes = {base for kind in {type(module) for module in target.modules()} for base in kind.__mro__}
     codes = {*key[2], *key[3], *_codes(*(f for kind in classes for f in vars(kind).values() if inspect.isfunction(f)))}
@@ -178,7 +178,7 @@ def _key_on_disk(target, key: tuple) -> dict | None:
 
 
 def _codes(*functions) -> tuple:
-    """The code of functions and of those that they wrap; unlike a closure, code keeps no model alive."""
+    """The code of functions and of the functions they wrap; unlike a closure, code keeps no model alive."""
     codes = []
     for function in functions:
         while function is not None:
@@ -190,10 +190,10 @@ def _codes(*functions) -> tuple:
 
 class _Trial:
     """
-    Finds out what a target can do, by running it on a few tokens.
+    Finds out what a target supports by running it on a few tokens.
 
     Args:
-        target (`PreTrainedModel`): Watched in copies of its modules, so that it may be in use meanwhile.
+        target (`PreTrainedModel`): Observed in copies of its modules, so it may be in use meanwhile.
     """
 
     def __init__(self, target):
@@ -201,12 +201,12 @@ class _Trial:
         self.facts = TargetFacts(type(target).__name__, cache_name=cache_argument(target))
 
     def found(self) -> TargetFacts:
-        """The best way to roll back, and what it takes."""
+        """The best method of rolling back, and what it requires."""
         target, facts, errors = self.target, self.facts, {}
         for kind in KINDS:
             try:
                 facts.moving = {} if kind is SlotSession else facts.moving or moving_modules(target)
-            except Exception as error:  # a target may fail in any way at all here and below
+            except Exception as error:  # a target may fail in any way here and below
                 logger.debug("%s: no modules that move a state: %s", facts.name, error)
                 break
             if kind is not SlotSession and not facts.moving:
@@ -219,7 +219,7 @@ class _Trial:
         facts.session_class, facts.error = best if errors[best] < CLOSE else None, errors[best]
         if facts.session_class is None:
             return facts
-        # A row with padding, and where a target is given no positions, which ones it takes itself.
+        # A row with padding, and which positions the target uses if it is given none.
         for facts.counts_columns in (False, True):
             facts.pads = self.error(padding=2) < CLOSE
             if facts.pads or "position_ids" in inspect.signature(target.forward).parameters:
@@ -230,7 +230,7 @@ class _Trial:
     def error(self, padding: int) -> float:
         """
         The largest relative error of logits and states after rolling back two rows, which keep different numbers of
-        tokens; the second row begins with padding.
+        tokens; the second row starts with padding.
         """
         target, facts, device = self.target, self.facts, self.device
         vocab_size = target.config.get_text_config().vocab_size
@@ -246,7 +246,7 @@ class _Trial:
             with isolated(target, watched) as own:
                 expected, states = _decoded(own, tokens, mask, kept.tolist())  # [2, 9, V]
                 if padding and not bool(expected.isfinite().all()):
-                    return 0.0  # upstream gives no numbers for padded rows: there is nothing to be equal to
+                    return 0.0  # upstream gives NaN for padded rows: there is nothing to compare with
                 cache = empty_cache(own)
                 positions = _fed(own, tokens[:, :5], mask[:, :5], cache)[1]
                 if not facts.session_class.takes(cache):
@@ -298,7 +298,7 @@ def _verified(session, block, start, kept) -> torch.Tensor:
 
 
 def _fed(target, tokens, mask, cache, count: int | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Logits and positions of a forward over the last `count` of `tokens` `[2, S]`, as in `generate`; default: all."""
+    """Logits and positions of a forward over the last `count` (default: all) `tokens` `[2, S]`, as in `generate`."""
     arguments = {cache_argument(target): cache, "use_cache": True}
     if bool(mask.all()):
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None, -(count or 0) :]
@@ -312,7 +312,7 @@ def _fed(target, tokens, mask, cache, count: int | None = None) -> tuple[torch.T
 
 
 def _decoded(target, tokens, mask, kept: list[int]):
-    """Logits after each token from the sixth on, fed one by one as `generate` does, and what each row held when."""
+    """Logits after each token from the sixth on, fed one by one as in `generate`, and each row's states over time."""
     cache, logits, states = empty_cache(target), [], {}
     _fed(target, tokens[:, :5], mask[:, :5], cache)
     for step in range(1, tokens.shape[1] - 4):
@@ -328,5 +328,5 @@ def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     difference = (actual - expected).double().norm(dim=-1) / expected.double().norm(dim=-1).clamp(min=1e-12)
     if actual.dtype in (torch.float32, torch.float64):
         return float(difference.nan_to_num(float("inf")).max())
-    # Half precision: rounding moves single positions (an expert chosen otherwise), a wrong state moves all of them.
+    # Half precision: rounding changes single positions (another expert is chosen), a wrong state changes all of them.
     return 0.0 if difference.median() < 0.1 else float("inf")

@@ -1,6 +1,6 @@
 """
-Forwards that were replaced, seen from a copy of their module: accelerate's, and those that users wrap, hold the
-original as a method, in a partial or in their closure. Calls to a copied module are redirected to its copy.
+Replaced forwards in a copy of their module: those of accelerate, and those wrapped by users, hold the original as a
+method, in a partial or in their closure. Calls to a copied module are redirected to its copy.
 """
 
 import functools
@@ -14,9 +14,9 @@ def rebound(value, copies: dict[nn.Module, nn.Module], within: tuple = ()):
     An attribute of a module, bound to its copy; the value itself if it calls no copied module.
 
     Args:
-        value: Anything; methods, partials and functions are looked into.
-        copies (`dict[nn.Module, nn.Module]`): For each module that was copied, its copy.
-        within (`tuple`): Functions that are being looked into: they may hold themselves.
+        value: Anything; methods, partials and functions are searched.
+        copies (`dict[nn.Module, nn.Module]`): The copy of each copied module.
+        within (`tuple`): Functions being searched: they may hold themselves.
     """
     if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
         return MethodType(value.__func__, copies.get(value.__self__, value.__self__))
@@ -37,7 +37,7 @@ def rebound(value, copies: dict[nn.Module, nn.Module], within: tuple = ()):
 
 
 def _rebound_cell(cell: CellType, copies: dict, within: tuple) -> CellType:
-    """A rebound cell; the cell itself, which may be written to, if there is nothing to rebind."""
+    """A rebound cell; the original, which may be written to, if there is nothing to rebind."""
     try:
         value = cell.cell_contents
     except ValueError:  # empty

@@ -1,7 +1,7 @@
 """
 Rolling back recurrent targets: a state cannot be cropped, so it is restored and advanced over the accepted tokens.
 
-Of the target only the modules that move a state run again, on inputs taped in the verification; attention layers live
+Only the target's modules that update a state run again, on inputs recorded in the verification; attention layers live
 in slots, as in any other target. Every row keeps its own length.
 """
 
@@ -24,8 +24,8 @@ from .sessions_dflash import SlotSession
 from .target_dflash import empty_cache, try_out
 
 
-# Layers whose shape is fixed, or whose tokens cannot be moved. Before there was quantisation to 8 bits, the class of
-# quantised layers had no base of its own.
+# Layers whose shape is fixed, or whose tokens cannot be moved. Quantised layers had no base class before 8-bit
+# quantisation was added.
 _FIXED = (StaticLayer, getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer))
 
 
@@ -35,15 +35,15 @@ class StateTape:
 
     Args:
         cache (`Cache`): The cache that the target is called with.
-        modules (`dict[nn.Module, int]`): Those that move a state, and the layer whose state; see [`moving_modules`].
-            They belong to the caller alone: they are hooked for good.
+        modules (`dict[nn.Module, int]`): Modules that update a state, each with its layer; see [`moving_modules`].
+            They must be private to the caller: their hooks are never removed.
     """
 
     def __init__(self, cache: Cache, modules: dict):
         self.layers, self.modules = cache.layers, modules
         self.saved: list[torch.Tensor] = []
         self.calls: list[tuple] = []
-        self.size = 0  # tokens of the forward that is taped
+        self.size = 0  # tokens of the forward being recorded
         self._hook()
 
     @property
@@ -51,7 +51,7 @@ class StateTape:
         return recurrent_states(self.layers)
 
     def start(self, size: int) -> None:
-        """Store the states, and record the modules' inputs in the next forward, over `size` tokens."""
+        """Save the states, and record the modules' inputs in the next forward, over `size` tokens."""
         if self.saved:
             _copy(self.saved, self.states)
         else:
@@ -66,7 +66,7 @@ class StateTape:
         """
         Set each row's states to those after the first `kept[row]` of the `size` recorded tokens.
 
-        Rows that keep equally many move together: one pass for each number below `size`.
+        Rows that keep the same number are advanced together: one pass for each number below `size`.
         """
         counts = sorted({count for count in kept if count < size})
         final = None if len(set(kept)) == 1 else [state.clone() for state in self.states]
@@ -96,14 +96,14 @@ class StateTape:
 
 class StepTape(StateTape):
     """
-    For modules that lose their state when they receive several tokens: they receive one at a time, and the states in
-    between are kept, so that rolling back recomputes nothing.
+    For modules that lose their state when they receive several tokens: they receive one token at a time, and the
+    intermediate states are kept, so that rolling back recomputes nothing.
     """
 
     def start(self, size: int) -> None:
         super().start(size)
         self.between = {layer_idx: [] for layer_idx in self.modules.values()}  # layer -> its states after each token
-        self.whole: dict = {}  # module -> what it was given
+        self.whole: dict = {}  # module -> its inputs
 
     def _hook(self) -> None:
         def first(module, args, kwargs):
@@ -164,8 +164,8 @@ def _tokens(value, size: int, start: int, stop: int):
 
 def moving_modules(target) -> dict[str, int]:
     """
-    Names of the innermost modules that update a recurrent state, each with the index of its layer; found by watching a
-    short forward.
+    Names of the innermost modules that update a recurrent state, each with the index of its layer; found by observing
+    a short forward.
     """
     cache, running, found = empty_cache(target), [], {}
 
@@ -187,7 +187,7 @@ def moving_modules(target) -> dict[str, int]:
 
 
 class RecurrentSlotLayer(SlotLayer, LinearAttentionLayer):
-    """A layer with recurrent states and with keys in slots; the states are those of the original layer."""
+    """A layer with recurrent states and keys in slots; the states are shared with the original layer."""
 
     is_compileable = False
 
@@ -195,12 +195,12 @@ class RecurrentSlotLayer(SlotLayer, LinearAttentionLayer):
         self.__dict__ = {**vars(recurrent), **vars(attention)}
 
     def lazy_initialization(self, *args, **kwargs) -> None:
-        """Upstream's convention: two positional arguments for keys and values, keywords for states."""
+        """Upstream's convention: keys and values are passed by position, states by keyword."""
         (SlotLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
 
 
 class HybridSlotCache(SlotCache):
-    """A slot cache that shares recurrent layers, and layers that hold nothing, with the cache it was made from."""
+    """A slot cache that shares recurrent and empty layers with the cache it was made from."""
 
     @classmethod
     def adopt(cls, cache: Cache, padding: list[int], capacity: int, pool: dict | None = None) -> "HybridSlotCache":
@@ -220,7 +220,7 @@ class HybridSlotCache(SlotCache):
 
 
 def _attention_alone(cache: Cache) -> Cache:
-    """The same cache with only those of its layers that hold keys and values."""
+    """A view of a cache with only the layers that hold keys and values."""
     view = copy.copy(cache)
     view.layers = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
     return view
@@ -231,7 +231,7 @@ class ReplaySession(SlotSession):
     A target with recurrent layers, whose states are restored and advanced over the accepted tokens.
 
     Args:
-        moving (`dict[str, int]`): As [`moving_modules`] gives it; the modules of that name belong to the caller alone.
+        moving (`dict[str, int]`): From [`moving_modules`]; the modules of these names must be private to the caller.
     """
 
     cache_class = HybridSlotCache
@@ -242,7 +242,7 @@ class ReplaySession(SlotSession):
         super().__init__(target, cache, padding, capacity, offset, extra, pool)
         modules = {target.get_submodule(name): layer_idx for name, layer_idx in moving.items()}
         self.tape = self.tape_class(self.cache, modules)
-        self.pending = None  # [R], size: where a verification that is not committed yet started
+        self.pending = None  # [R], size: start and size of a verification that is not committed yet
 
     @staticmethod
     def takes(cache: Cache) -> bool:
@@ -262,7 +262,7 @@ class ReplaySession(SlotSession):
         self._keep(verdict.counts.tolist())
 
     def close(self, columns: int) -> Cache:
-        if self.pending is not None:  # interrupted on the way from verification to commit
+        if self.pending is not None:  # interrupted between verification and commit
             start, _ = self.pending
             self._keep([columns - pad - n for pad, n in zip(self.padding, start.tolist(), strict=True)])
         return super().close(columns)
@@ -273,6 +273,6 @@ class ReplaySession(SlotSession):
 
 
 class StepSession(ReplaySession):
-    """A target with recurrent layers that continue from a state one token at a time only, such as those of Mamba."""
+    """A target with recurrent layers that continue from a state only one token at a time, such as Mamba's."""
 
     tape_class = StepTape

@@ -1,9 +1,9 @@
 """
 Results for this machine, kept on disk for later processes: the cost of rounds, how a target is rolled back.
 
-Small JSON files in `$DFLASH_HF_HOME`, else `$XDG_CACHE_HOME/dflash_hf`, else `~/.cache/dflash_hf`; each names what it
-belongs to. They save time and nothing else: a file that is missing, damaged or of something else is as good as none,
-and where none can be written, none is. `DFLASH_HF_REMEMBER=0` leaves the disk alone.
+Small JSON files in `$DFLASH_HF_HOME`, else `$XDG_CACHE_HOME/dflash_hf`, else `~/.cache/dflash_hf`; each contains its
+key. They only save time: a file that is missing, damaged or for another key is ignored, and a file that cannot be
+written is skipped. `DFLASH_HF_REMEMBER=0` disables reading and writing.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ def recall(kind: str, key: dict):
     """The stored result for `key`, or `None`."""
     if os.environ.get("DFLASH_HF_REMEMBER") == "0":
         return None
-    with contextlib.suppress(RuntimeError):  # there is no home
+    with contextlib.suppress(RuntimeError):  # no home directory
         content = read(_path(kind, key))
         if content is not None and content["key"] == json.loads(json.dumps(key)):
             return content["found"]

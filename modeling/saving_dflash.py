@@ -29,7 +29,7 @@ _HUB_ARGUMENTS = (
 class SavedDrafter(PreTrainedModel):
     """Loading and saving of drafters."""
 
-    # Checked by name before loading; not worth a second report.
+    # Checked by name before loading; no second report needed.
     _keys_to_ignore_on_load_unexpected = [
         r"rotary_emb\.",
         r"^embed_tokens\.",
@@ -50,12 +50,12 @@ class SavedDrafter(PreTrainedModel):
         **kwargs,
     ):
         """
-        As upstream, from any published layout, and with an error for a tensor that is missing, unexpected or of other
-        shape: a drafter with a random layer still runs, and only a low acceptance length shows it. An adapter's folder
-        gives the drafter that it was trained on, with the adapter.
+        As upstream, from any published layout, and with an error for a tensor that is missing, unexpected or of the
+        wrong shape: a drafter with a random layer still runs, and only a low acceptance length shows it. An adapter's
+        folder loads the drafter that it was trained on, with the adapter.
 
         Raises:
-            `ValueError`: names the file, and the key or tensor.
+            `ValueError`: names the file and the key or tensor.
             `OSError`: a file is missing; only safetensors are read.
         """
         name = pretrained_model_name_or_path
@@ -73,11 +73,11 @@ class SavedDrafter(PreTrainedModel):
             changes = {key: kwargs.pop(key) for key in list(kwargs) if key in names}
             config = cls.config_class.from_pretrained(name if config is None else config, **hub, **changes)
         renamed = {**(key_mapping or {}), **tensor_names()}
-        # 2. The tensors' names, shapes and dtypes. A quantised checkpoint has others; there upstream's report decides.
+        # 2. The tensors' names, shapes and dtypes. A quantised checkpoint has others; upstream's report decides there.
         quantized, embedding = getattr(config, "quantization_config", None) is not None, None
         if name is not None:
             files = checkpoint_files(str(name), variant=kwargs.get("variant"), **hub)
-            # Beside a tensor of the same name this file decides, as in the engines.
+            # This file overrides a tensor of the same name, as in the engines.
             embedding = read_mask_embedding(str(name), config, **hub)
             config = copy.deepcopy(config)
             config.own_mask_embedding |= embedding is not None
@@ -98,7 +98,7 @@ class SavedDrafter(PreTrainedModel):
             if quantized and found:
                 keys = ", ".join(sorted(map(str, found))[:5])
                 raise ValueError(f"{name}: {problem.replace('_', ' ')}: {keys} ({len(found)} in all).")
-        # Upstream would write the names of the source again; a drafter is written in the published layout.
+        # Upstream would restore the source's names; a drafter is always written in the published layout.
         model._weight_conversions = [
             conversion
             for conversion in getattr(model, "_weight_conversions", None) or []
@@ -113,7 +113,7 @@ class SavedDrafter(PreTrainedModel):
 
     @torch.no_grad()
     def _halve_rotary_pairs(self) -> None:
-        """Rotary pairs that lie side by side (`rope_is_neox_style: false`) become ours: even channels come first."""
+        """Convert interleaved rotary pairs (`rope_is_neox_style: false`) to our order: even channels come first."""
         size = self.config.head_dim
         part = int(size * self.config.rope_parameters.get("partial_rotary_factor", 1.0))
         order = torch.cat([torch.arange(0, part, 2), torch.arange(1, part, 2), torch.arange(part, size)])
@@ -127,8 +127,8 @@ class SavedDrafter(PreTrainedModel):
     def check_draft_vocabulary(self) -> None:
         """
         Raises:
-            `ValueError`: `d2t` leads out of the target's vocabulary, or twice to the same token, of which a tree would
-                hold two equal branches.
+            `ValueError`: `d2t` maps outside the target's vocabulary, or twice to the same token, which would give a
+                tree two equal branches.
         """
         if self.config.has_own_head and self.d2t.device.type != "meta":
             ids = torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
@@ -148,12 +148,12 @@ class SavedDrafter(PreTrainedModel):
 
     def save_pretrained(self, save_directory, is_main_process: bool = True, state_dict: dict | None = None, **kwargs):
         """
-        As upstream, and beside the weights the code, so that `trust_remote_code=True` works without the package, and
-        the drafter's own mask embedding, if it has one, in the file that engines read. Of a drafter with adapters the
-        active one is saved, and nothing else.
+        As upstream, plus the code, so that `trust_remote_code=True` works without the package, and the drafter's own
+        mask embedding, if it has one, in the file that engines read. For a drafter with adapters, only the active
+        adapter is saved.
 
         Raises:
-            `ValueError`: torchao could not read the checkpoint again.
+            `ValueError`: torchao could not load the checkpoint again.
         """
         if self._hf_peft_config_loaded:
             return super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
@@ -163,8 +163,8 @@ class SavedDrafter(PreTrainedModel):
             names = [name for name in self.state_dict() if "." not in name]
             if names:
                 raise ValueError(
-                    f"torchao writes a checkpoint with {names[0]}, but cannot read it again. Keep the drafter as it "
-                    "was before, and quantise it whenever it is loaded (`quantization_config=`)."
+                    f"torchao can save a checkpoint with {names[0]}, but not load it again. Keep the unquantised "
+                    "drafter, and quantise it on loading (`quantization_config=`)."
                 )
         self.config.auto_map = {
             "AutoConfig": "configuration_dflash.DFlashDraftConfig",
@@ -181,7 +181,7 @@ class SavedDrafter(PreTrainedModel):
         super().save_pretrained(save_directory, is_main_process=is_main_process, state_dict=state_dict, **kwargs)
 
     def _get_files_timestamps(self, working_dir):
-        """Upstream's list of what `push_to_hub=True` need not upload; ours was written before it is made."""
+        """Upstream's list of files that `push_to_hub=True` need not upload; ours are written before it is made."""
         stamps = super()._get_files_timestamps(working_dir)
         ours = ("custom_generate", MASK_EMBEDDING)
         return {name: t for name, t in stamps.items() if name not in ours and not name.endswith("_dflash.py")}

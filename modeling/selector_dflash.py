@@ -1,4 +1,4 @@
-"""DFlash 2's path selector: the tokens of a slot that are likely by themselves, scored after the token before."""
+"""DFlash 2's path selector: the likeliest tokens of each slot are rescored, given the previous token."""
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ class CandidateSelector(nn.Module):
 
 class PathSelector(Head):
     """
-    Scores the `top_k` likeliest tokens `b` of a slot given the token `a` that was chosen before it:
+    Scores the `top_k` likeliest tokens `b` of a slot, given the token `a` chosen before it:
     `S(a, b) = U(b) + <A[a] * (W h), C[b]>`, with `U` the draft logit and `h` the slot's hidden state.
 
     At initialisation `C` is zero, so that the walk is the argmax of every slot. `selector_rank` is the rank `r` of the
@@ -37,7 +37,7 @@ class PathSelector(Head):
     speculators_model_type = "dflash2"
     sizes = ("selector_rank", "selector_top_k")
     fields = dict.fromkeys(sizes)
-    tensor_names = {  # z-lab's own code, of a drafter that it did not load
+    tensor_names = {  # as z-lab's code names them in drafters that it did not load
         rf"^candidate_selector\.{name}_codebook\.weight$": f"candidate_selector.{name}_codebook"
         for name in ("predecessor", "successor")
     }
@@ -55,12 +55,12 @@ class PathSelector(Head):
         if config.vocab_size is None or config.selector_top_k > config.vocab_size:
             raise ValueError(
                 f"selector_top_k={config.selector_top_k} needs a vocab_size of at least that, not "
-                f"{config.vocab_size}: what the drafter has for a token is found by the target's ids."
+                f"{config.vocab_size}: draft tokens are looked up by the target's ids."
             )
         if config.has_own_head and config.selector_top_k > config.draft_vocab_size:
             raise ValueError(
                 f"selector_top_k={config.selector_top_k} exceeds draft_vocab_size={config.draft_vocab_size}, the "
-                "tokens that the drafter has."
+                "size of the drafter's vocabulary."
             )
 
     @classmethod
@@ -78,8 +78,8 @@ class PathSelector(Head):
         return self.config.selector_top_k
 
     def candidates(self, logits: torch.Tensor) -> tuple[torch.LongTensor, torch.Tensor]:
-        """Sorted by id, so that of equal scores the lowest id is taken, as `argmax` over the vocabulary does."""
-        logits = logits[..., : self.config.vocab_size]  # a head may be padded with rows of no token
+        """Sorted by id, so that ties go to the lowest id, as in `argmax` over the vocabulary."""
+        logits = logits[..., : self.config.vocab_size]  # a head may have padding rows past the vocabulary
         ids = logits.topk(self.top_k, dim=-1).indices.sort(dim=-1).values
         return ids, logits.gather(-1, ids)
 

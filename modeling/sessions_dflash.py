@@ -1,8 +1,8 @@
 """
 How a target verifies a block and rolls back to the accepted length, with its cache in slots.
 
-A session is opened on the cache that the prompt left behind. `verify` runs one forward over a block whose first token
-is token number `start` of its row; `commit` drops what was rejected; `close` gives the cache back as `generate` does.
+A session is opened on the prompt's cache. `verify` runs one forward over a block whose first token is token number
+`start` of its row; `commit` drops the rejected tokens; `close` returns the cache as `generate` does.
 """
 
 import torch
@@ -19,16 +19,16 @@ class SlotSession:
 
     Args:
         target (`PreTrainedModel`): The target.
-        cache (`Cache`): What the prompt left behind.
+        cache (`Cache`): The prompt's cache.
         padding (`list[int]`): Padding columns at the start of each row.
         capacity (`int`): Slots of each row.
         offset (`torch.LongTensor`): `[R, 1]` or `[axes, R, 1]`, position of a row's slot 0.
-        extra (`dict`): Further arguments of the target's forward.
+        extra (`dict`): Additional arguments of the target's forward.
         pool (`dict`, *optional*): As for [`SlotCache`].
     """
 
     cache_class = SlotCache
-    windows: dict[str | None, tuple[int | None, int | None] | None]  # as [`mask_windows`] gives them
+    windows: dict[str | None, tuple[int | None, int | None] | None]  # as returned by [`mask_windows`]
     rollback_is_free = True  # so that rounds can be compiled, and run before the host knows what was accepted
 
     def __init__(self, target, cache, padding, capacity, offset, extra, pool=None):
@@ -41,7 +41,7 @@ class SlotSession:
         self.last_slot = None
 
     def end_at(self, slot: int) -> None:
-        """The last slot of the text: a block may reach past it, into slots that have no position."""
+        """Set the last slot of the text: a block may reach past it, into slots without a position."""
         self.last_slot = torch.tensor(slot, device=self.offset.device)
 
     @staticmethod
@@ -51,9 +51,8 @@ class SlotSession:
 
     def verify(self, draft: Draft, start: torch.LongTensor):
         """
-        The target's output, its logits `[R, n, V]`, after each token of a draft whose anchor stands at slot `start`,
-        the others behind it. A node of a tree has the position of its depth, and sees the past, its ancestors and
-        itself.
+        The target's output, with logits `[R, n, V]`, for each token of a draft whose anchor is at slot `start`,
+        followed by the other tokens. A tree node's position is its depth; it sees the past, its ancestors and itself.
         """
         slots = start[:, None] + torch.arange(draft.tokens.shape[1], device=start.device)  # [R, n]
         self.cache.place(slots)
@@ -70,7 +69,7 @@ class SlotSession:
         )
 
     def commit(self, start: torch.LongTensor, verdict: Verdict) -> None:
-        """Keep the accepted tokens: those of a path through a tree are moved together, the others overwritten."""
+        """Keep the accepted tokens: the path through a tree is made contiguous, the other nodes are overwritten."""
         if verdict.path is not None:
             behind = torch.arange(verdict.path.shape[1], device=start.device)
             self.cache.move(start[:, None] + verdict.path, start[:, None] + behind)
@@ -80,18 +79,18 @@ class SlotSession:
         return self.cache.release(self.source, self.padding, columns)
 
     def clear(self) -> None:
-        """Release everything but the caller's cache."""
+        """Free everything but the caller's cache."""
         self.cache.clear()
 
 
 def mask_windows(target) -> dict[str | None, tuple[int | None, int | None] | None]:
     """
     The masks that a target needs, as upstream passes them for static caches: `{None: ...}` when one mask serves all
-    layers, else one entry for each layer type; each with its window and chunk length in tokens, `None` for recurrent
-    layers, whose mask would mark padding, which blocks do not have.
+    layers, else one entry per layer type; each with its window and chunk length in tokens, `None` for recurrent
+    layers, whose mask would only mark padding, which blocks do not have.
 
     Raises:
-        `ValueError`: a layer type whose rule is not known here.
+        `ValueError`: a layer type without a known mask rule.
     """
     config = target.config.get_text_config()
     window = getattr(config, "sliding_window", None)
@@ -116,6 +115,6 @@ def mask_windows(target) -> dict[str | None, tuple[int | None, int | None] | Non
 
 
 def block_arguments(arguments: dict, size: int) -> dict:
-    """Arguments of a forward over `size` tokens: the type of the prompt's last token is that of all that follow."""
+    """Arguments of a forward over `size` tokens: all have the token type of the prompt's last token."""
     types = arguments.get("token_type_ids")  # [R, 1]
     return arguments if types is None else {**arguments, "token_type_ids": types.expand(-1, size)}

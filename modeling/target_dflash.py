@@ -22,7 +22,7 @@ def decoder_layers(target) -> nn.ModuleList:
         `ValueError`: no list with as many layers as the configuration counts is found.
     """
     depth = text_depth(target.config)
-    for stack in (target.get_decoder(), target.base_model):  # the decoder of a ModernBERT is a part of its head
+    for stack in (target.get_decoder(), target.base_model):  # ModernBERT's decoder is part of its head
         for module in stack.modules():
             if isinstance(module, nn.ModuleList) and len(module) == depth:
                 return module
@@ -50,13 +50,13 @@ def cache_argument(target) -> str:
 
 
 def empty_cache(target) -> DynamicCache:
-    """A cache as `generate` makes it where nothing else is asked for."""
+    """The cache that `generate` makes by default."""
     return DynamicCache(config=target.config.get_text_config(decoder=True))
 
 
 @torch.no_grad()
 def try_out(target, cache=None) -> None:
-    """A short forward, to see what happens in it."""
+    """Run a short forward, to observe what happens in it."""
     ids = torch.ones(2, 3, dtype=torch.long, device=input_device(target))
     target(input_ids=ids, use_cache=True, **{cache_argument(target): empty_cache(target) if cache is None else cache})
 
@@ -66,7 +66,7 @@ def raw_embedding(target, input_ids: torch.LongTensor) -> torch.Tensor:
     module = target.get_input_embeddings()
     if module.weight.device.type != "meta":
         return nn.functional.embedding(input_ids, module.weight)
-    module._hf_hook.pre_forward(module)  # offloaded: fetches the weights, as before any forward
+    module._hf_hook.pre_forward(module)  # offloaded: fetch the weights, as before any forward
     try:
         return nn.functional.embedding(input_ids, module.weight)
     finally:
@@ -78,14 +78,14 @@ class FeatureTap:
     Captures the outputs of a target's decoder layers while it is open.
 
     Forward hooks see the same tensor in every version of transformers; the meaning of `output_hidden_states=[i]`
-    changed in 5.23, and its last entry is taken after the final norm. They see every forward of the target: where it
-    is shared, open the tap on an [`isolated`] one.
+    changed in 5.23, and its last entry is taken after the final norm. Hooks see every forward of the target: if it is
+    shared, open the tap on an [`isolated`] copy.
 
     Args:
         target (`PreTrainedModel`): The target.
-        layer_ids (`list[int]`): Id `i` is the output of decoder layer `i`, -1 what the first one reads.
+        layer_ids (`list[int]`): Id `i` is the output of decoder layer `i`, -1 the input of the first one.
         consume (`callable`, *optional*): Called with the layers' outputs, `[N, S, H]` each, as soon as a forward has
-            made the last of them; they are not kept.
+            produced the last of them; they are not kept.
     """
 
     def __init__(self, target, layer_ids: list[int], consume=None):
@@ -124,7 +124,7 @@ class FeatureTap:
         return keep
 
     def take(self) -> torch.Tensor:
-        """The features of the last forward, `[N, S, L * H]`, in the order of `layer_ids`; forgets them."""
+        """Return the features of the last forward, `[N, S, L * H]`, in the order of `layer_ids`, and drop them."""
         layers = self._layers()
         return torch.cat([layer.to(layers[0].device) for layer in layers], dim=-1)
 
@@ -135,10 +135,10 @@ class FeatureTap:
 
 def check_pair(target, draft_config) -> None:
     """
-    Check that a drafter fits a target, as far as shapes can show.
+    Check that a drafter fits a target, as far as shapes show.
 
     Raises:
-        `ValueError`: names what differs, both values and the remedy.
+        `ValueError`: names the mismatch, both values and the remedy.
     """
     if target.config.is_encoder_decoder:
         raise ValueError(
@@ -154,21 +154,21 @@ def check_pair(target, draft_config) -> None:
         )
     if target.get_output_embeddings() is None:
         raise ValueError(
-            f"{name} has no language-model head, which the drafter shares; load it with `AutoModelForCausalLM`."
+            f"{name} has no language-model head, which the drafter needs; load it with `AutoModelForCausalLM`."
         )
     rows, width = target.get_input_embeddings().weight.shape
     head_width = getattr(target.get_output_embeddings(), "in_features", width)
     if head_width != width:
         raise ValueError(
-            f"The embedding of {name} has width {width} and its head {head_width}, but a drafter shares both: it can "
-            "have no drafter. Call `generate` without `assistant_model`."
+            f"The embedding of {name} has width {width} and its head {head_width}, but a drafter shares both: this "
+            "target cannot have a drafter. Call `generate` without `assistant_model`."
         )
     if draft_config.hidden_size != width:
         raise ValueError(
             f"The drafter has hidden_size={draft_config.hidden_size}, but the embedding of {name}, which it shares, "
             f"has width {width}: load the drafter that was trained for this target."
         )
-    # A target whose embedding was given some more rows is still the same target, one with many more is another; a
+    # A target whose embedding has grown by a few rows is still the same target; with many more rows it is another. A
     # head with modules has a row for each token.
     known = draft_config.vocab_size
     resized = known is not None and known < rows <= known * 1.1 and not draft_config.has_head

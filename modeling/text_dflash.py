@@ -8,7 +8,7 @@ from .accept_dflash import Draft, Judge, RowState, Verdict
 class HostView:
     """
     The host's view of the rows at its last `sync`: their lengths, and which are unfinished. A `sync` reads all rounds
-    committed since the previous one.
+    committed since the previous `sync`.
     """
 
     def __init__(self, rows: int):
@@ -17,7 +17,7 @@ class HostView:
         self.committed = [0] * rows  # tokens of the last round
         self.acceptance_lengths: list[list[int]] = [[] for _ in range(rows)]
         self.pending: list[tuple] = []  # (counts, unfinished, size) of each round since the last `sync`
-        self.looked_at: list[tuple] = []  # (counts, unfinished) of the rounds that the last `sync` has read
+        self.looked_at: list[tuple] = []  # (counts, unfinished) of the rounds read by the last `sync`
         self.prefilled = False
 
     @property
@@ -36,7 +36,7 @@ class HostView:
         self.looked_at = facts if self.prefilled else facts[1:]
         for counts, unfinished in facts:
             for row, alive in enumerate(self.alive):
-                if alive and self.prefilled:  # no verification committed the first token
+                if alive and self.prefilled:  # the first token comes from the prompt, not from a verification
                     self.acceptance_lengths[row].append(counts[row])
             self.prefilled, self.committed, self.alive = True, counts, [bool(flag) for flag in unfinished]
             self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
@@ -44,19 +44,19 @@ class HostView:
 
 class Writer:
     """
-    The tokens of the text and, where the caller asks for them, the scores, logits and hidden states of each token.
+    The tokens of the text and, if requested, the scores, logits and hidden states of each token.
 
     Args:
         input_ids (`torch.LongTensor`): `[R, S]`, the prompt.
-        pad (`int`): What stands behind the end of a row.
-        generation_config (`GenerationConfig`): What is asked for.
-        streamer (`BaseStreamer`, *optional*): Shown each token.
+        pad (`int`): Id that fills a row past its end.
+        generation_config (`GenerationConfig`): Says which outputs are requested.
+        streamer (`BaseStreamer`, *optional*): Receives each token.
     """
 
     def __init__(self, input_ids: torch.LongTensor, pad: int, generation_config, streamer=None):
         self.prompt_length, self.pad, self.streamer = input_ids.shape[1], pad, streamer
-        self.next_round = getattr(streamer, "next_round", lambda: None)  # for those that ask where tokens come from
-        self.buffer = input_ids  # grows with the text: a limit may be far away
+        self.next_round = getattr(streamer, "next_round", lambda: None)  # for streamers that mark drafted tokens
+        self.buffer = input_ids  # grows with the text: the limit may be far away
         keep = generation_config.return_dict_in_generate
         self.scores: tuple | None = () if keep and generation_config.output_scores else None
         self.raw_logits: tuple | None = () if keep and generation_config.output_logits else None
@@ -72,13 +72,13 @@ class Writer:
                 self.buffer = torch.cat([self.buffer, room], dim=1)
 
     def write(self, generated: torch.LongTensor, verdict: Verdict) -> None:
-        """Write a whole block after `generated` `[R]` tokens; the next block overwrites rejected ones."""
+        """Write a whole block after `generated` `[R]` tokens; the next block overwrites rejected tokens."""
         steps = torch.arange(verdict.tokens.shape[1], device=self.buffer.device)
         places = (self.prompt_length + generated)[:, None] + steps  # [R, n]
         self.buffer.scatter_(1, places, torch.where(steps < verdict.counts[:, None], verdict.tokens, self.pad))
 
     def append(self, rows: slice, length: int, tokens: torch.LongTensor) -> None:
-        """Write and show one token of some rows, whose text is `length` columns long."""
+        """Write and stream one token of some rows, whose text is `length` columns long."""
         self.buffer[rows, length] = tokens
         if self.streamer is not None:
             self.streamer.put(tokens.cpu())
@@ -93,7 +93,7 @@ class Writer:
             self.hidden_states += (hidden_states,)
 
     def show(self, tokens: torch.LongTensor, verified: bool) -> None:
-        """Show committed tokens of the only row, one by one; `verified`: they come from a round, not the prompt."""
+        """Stream committed tokens of the only row one by one; `verified`: they come from a round, not the prompt."""
         if self.streamer is not None:
             if verified:
                 self.next_round()
@@ -109,8 +109,8 @@ class Continuation:
         input_ids (`torch.LongTensor`): `[R, S]`, the prompt.
         judge (`Judge`): The rules.
         writer (`Writer`): Where the text goes.
-        max_new (`int`): The most tokens of a row.
-        look_ahead (`int`): How many rounds may be committed before the host reads them.
+        max_new (`int`): Maximum number of new tokens per row.
+        look_ahead (`int`): Number of rounds that may be committed before the host reads them.
     """
 
     def __init__(self, input_ids: torch.LongTensor, judge: Judge, writer: Writer, max_new: int, look_ahead: int = 1):
@@ -138,17 +138,17 @@ class Continuation:
 
     @property
     def longest_possible(self) -> int:
-        """An upper bound of `longest` that includes the rounds that the host has not read yet."""
+        """An upper bound of `longest` that includes rounds the host has not read yet."""
         return min(self.host.longest_possible, self.max_new)
 
     @property
     def lists_hidden_states(self) -> bool:
-        """Whether the caller asks for the hidden states of each token."""
+        """Whether the caller requests the hidden states of each token."""
         return self.writer.hidden_states is not None
 
     @property
     def tokens_left(self) -> int:
-        """How many tokens the row with the most left may still get."""
+        """Maximum number of tokens that any row may still generate."""
         rows = zip(self.host.lengths, self.host.alive, strict=True)
         return self.max_new - min((length for length, alive in rows if alive), default=0)
 
@@ -158,7 +158,7 @@ class Continuation:
         return self.writer.buffer[:, : self.writer.prompt_length + self.longest]
 
     def padded(self, draft: Draft) -> Draft:
-        """If rows advance together, finished rows continue with padding, as without a drafter."""
+        """The draft in which, if rows advance together, finished rows continue with padding, as without a drafter."""
         if self.rules.pace == "together" and self.rules.pads_ended and draft.tokens.shape[0] > 1:
             tokens = torch.where(self.state.unfinished[:, None], draft.tokens[:, 1:], self.rules.pad)
             draft = draft._replace(tokens=torch.cat([draft.tokens[:, :1], tokens], dim=1))
@@ -166,12 +166,12 @@ class Continuation:
 
     def judge(self, draft: Draft | None, logits: torch.Tensor, hidden_states: tuple | None = None) -> Verdict:
         """
-        Decide what stays of a draft: the longest path that the target agrees with, and the target's next token.
+        Decide which part of a draft to accept: the longest path that the target agrees with, plus its next token.
 
         Args:
             draft (`Draft`, *optional*): `[R, n]` tokens; `None` after the prompt.
-            logits (`torch.Tensor`): `[R, n, V]`, the target's after each of these tokens.
-            hidden_states (`tuple[torch.Tensor]`, *optional*): `[R, n, H]` of each layer, if the caller asks for them.
+            logits (`torch.Tensor`): `[R, n, V]`, the target's logits after each of these tokens.
+            hidden_states (`tuple[torch.Tensor]`, *optional*): `[R, n, H]` of each layer, if requested.
         """
         logits = logits.to(device=self.device)
         if self.rules.pace == "at once":
@@ -179,14 +179,14 @@ class Continuation:
         return self._token_by_token(draft, logits, hidden_states)
 
     def commit(self, verdict: Verdict) -> None:
-        """Keep what stays; `sync` if `look_ahead` rounds are pending or the text is nearly complete."""
+        """Keep the accepted tokens; `sync` if `look_ahead` rounds are pending or the text is nearly complete."""
         size, at_once, verified = verdict.tokens.shape[1], self.rules.pace == "at once", self.host.prefilled
         if at_once:  # else it is written already
             self.writer.reserve(self.longest_possible + size)
             self.writer.write(self.max_new - self.state.left, verdict)
         self.state = RowState(verdict.unfinished, self.state.left - verdict.counts, verdict.last)
         self.host.pending.append((verdict.counts, verdict.unfinished, size))
-        # Near the end of the text a needless round would cost more than a `sync`.
+        # Near the end of the text a wasted round would cost more than a `sync`.
         if len(self.host.pending) < self.look_ahead and self.longest_possible + size <= self.max_new:
             return
         self.host.sync()
@@ -196,7 +196,7 @@ class Continuation:
         self.done = timed_out or not any(self.host.alive)
 
     def _token_by_token(self, draft: Draft | None, logits: torch.Tensor, hidden_states: tuple | None) -> Verdict:
-        """Each token is judged, written and shown before the next one is judged; all rows together, or row by row."""
+        """Judge, write and stream each token before judging the next; all rows together, or row by row."""
         count, device = len(logits), self.device
         together = self.rules.pace == "together"
         groups = [slice(0, count)] if together else [slice(row, row + 1) for row in range(count)]
@@ -212,7 +212,7 @@ class Continuation:
                 raw = logits[rows, node].to(copy=True, dtype=torch.float32)
                 prefix = self.writer.buffer[rows, :length]
                 token, scores = self.rules.token(prefix, raw, unfinished[rows], draft, len(tokens), rows)
-                of_token = hidden_states  # for the prompt, those of all its tokens
+                of_token = hidden_states  # for the prompt, the hidden states of all its tokens
                 if draft is not None and hidden_states is not None:
                     of_token = tuple(layer[..., node : node + 1, :].clone() for layer in hidden_states)
                 self.writer.note(scores, raw, of_token)

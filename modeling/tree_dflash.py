@@ -1,5 +1,5 @@
 """
-Draft trees (DDTree, arXiv 2604.12989): of all paths through the likely tokens of each slot, the likeliest are verified
+Draft trees (DDTree, arXiv 2604.12989): the likeliest of all paths through the likely tokens of each slot are verified
 in one forward. The target's choice after each node decides which path is accepted, so the text is the target's own.
 """
 
@@ -10,29 +10,29 @@ import torch
 
 
 MOST_NODES = 128
-TOP_K = 8  # likely tokens of each slot
+TOP_K = 8  # likely tokens per slot
 MOST_BEAMS = 16  # paths kept at each depth if paths have states
-# Log-probabilities are kept apart from 0 and from -inf, so that a node stays likelier than its children in fp32.
+# Log-probabilities are clamped away from 0 and -inf, so that a node stays likelier than its children in fp32.
 _LEAST, _MOST = -20.0, -1e-3
 
 
 def bounded(log_probs: torch.Tensor) -> torch.Tensor:
-    """Treat NaN as unlikely: `topk` would take it for the likeliest."""
+    """Treat NaN as unlikely: `topk` ranks it highest."""
     return log_probs.nan_to_num(_LEAST).clamp(_LEAST, _MOST)
 
 
 class Paths(NamedTuple):
     """
-    Every path that can be among the `n` likeliest, whatever the probabilities: it takes one of the likely tokens of
-    each slot down to its last; the paths that take likelier ones instead, and their beginnings, come before it.
+    Every path that can be among the `n` likeliest, whatever the probabilities. A path takes one of the likely tokens
+    of each slot down to its last; paths with likelier tokens instead, and their prefixes, rank before it.
     """
 
-    cells: torch.LongTensor  # [M, D]     for each slot its place in the flattened `[D, k]`; D * k past the end
+    cells: torch.LongTensor  # [M, D]     of each slot, its index in the flattened `[D, k]`; D * k past the end
     last: torch.LongTensor  # [M]         the cell of the last slot
-    ancestors: torch.LongTensor  # [M, D] the paths that it begins with, itself included; -1 past the end
+    ancestors: torch.LongTensor  # [M, D] the prefixes of each path, itself included; -1 past the end
     levels: tuple[slice, ...]  # D        the paths that end in each slot
     top_k: int
-    nodes: int  # n, or all that there are
+    nodes: int  # n, or the number of paths if that is smaller
 
 
 @functools.lru_cache(maxsize=16)
@@ -42,7 +42,7 @@ def every_path(nodes: int, depth: int, top_k: int, device: torch.device) -> Path
         nodes (`int`): Number of paths to choose, `n`.
         depth (`int`): Slots, `D`.
         top_k (`int`): Likely tokens per slot, `k`.
-        device (`torch.device`): Where they are chosen.
+        device (`torch.device`): Device on which they are chosen.
     """
     level: list[tuple[tuple[int, ...], tuple[int, ...], int, int]] = [((), (), 1, 0)]
     found, levels = [], []
@@ -50,7 +50,7 @@ def every_path(nodes: int, depth: int, top_k: int, device: torch.device) -> Path
         longer = []
         for cells, ancestors, alternatives, likelier in level:
             for rank in range(top_k):
-                these = alternatives * (rank + 1)  # paths as long as this one, and no less likely in any slot
+                these = alternatives * (rank + 1)  # paths of the same length that are no less likely in any slot
                 if likelier + these > nodes:
                     break
                 number = len(found) + len(longer)
@@ -75,12 +75,12 @@ def independent_paths(
     Log-probabilities of paths if slots are independent.
 
     Args:
-        ids (`torch.LongTensor`): `[R, D, k]`, the likeliest tokens of each slot, the likeliest first.
-        log_probs (`torch.Tensor`): `[R, D, k]`, of these tokens.
-        paths (`Paths`): Through them.
+        ids (`torch.LongTensor`): `[R, D, k]`, the likeliest tokens of each slot, in descending order.
+        log_probs (`torch.Tensor`): `[R, D, k]`, their log-probabilities.
+        paths (`Paths`): The paths through them.
 
     Returns:
-        For each path its last token and its log-probability, both `[R, M]`.
+        The last token of each path and its log-probability, both `[R, M]`.
     """
     each = torch.nn.functional.pad(bounded(log_probs).flatten(1), (0, 1))  # [R, D * k + 1]
     return ids.flatten(1)[:, paths.last], each[:, paths.cells].sum(dim=-1)
@@ -90,13 +90,13 @@ def chained_paths(
     ids: torch.LongTensor, first: torch.Tensor, transitions: torch.Tensor, paths: Paths
 ) -> tuple[torch.LongTensor, torch.Tensor]:
     """
-    Log-probabilities of paths if the probabilities of a slot depend on the token before.
+    Log-probabilities of paths if the probabilities of a slot depend on the previous token.
 
     Args:
         ids (`torch.LongTensor`): `[R, D, c]`, candidates of each slot.
         first (`torch.Tensor`): `[R, c]`, log-probabilities in the first slot.
-        transitions (`torch.Tensor`): `[R, D - 1, c, c]`, in each later slot, for every candidate of the slot before.
-        paths (`Paths`): Through the likeliest of them.
+        transitions (`torch.Tensor`): `[R, D - 1, c, c]`, in each later slot, for every candidate of the previous slot.
+        paths (`Paths`): The paths through the likeliest of them.
 
     Returns:
         As [`independent_paths`].
@@ -121,14 +121,14 @@ def chained_paths(
 
 
 class DraftTree(NamedTuple):
-    """A tree of drafted tokens for each row; node 0 is the anchor, and a node comes after its parent."""
+    """A tree of drafted tokens for each row; node 0 is the anchor, and every node comes after its parent."""
 
     tokens: torch.LongTensor  # [R, n + 1]
     depths: torch.LongTensor  # [R, n + 1]   0 for the anchor
     parents: torch.LongTensor  # [R, n + 1]  0 for the anchor, too
-    ancestors: torch.BoolTensor  # [R, n + 1, n + 1]  whether a node sees another: an ancestor, or itself
-    depth: int  # D, slots of a path at most
-    log_probs: torch.Tensor  # [R, n + 1]    of the path to a node, less than that of the path to its parent
+    ancestors: torch.BoolTensor  # [R, n + 1, n + 1]  whether a node sees another: an ancestor or itself
+    depth: int  # D, maximum number of slots in a path
+    log_probs: torch.Tensor  # [R, n + 1]    of the path to a node; always below that of the path to its parent
 
     def prefix(self, size: int, depth: int) -> "DraftTree":
         """The tree of its `size` likeliest nodes, the anchor included, none deeper than `depth`."""
@@ -141,15 +141,15 @@ class DraftTree(NamedTuple):
         The path that the target accepts.
 
         Args:
-            tokens (`torch.LongTensor`): `[R, n + 1]`, its own token after each node.
+            tokens (`torch.LongTensor`): `[R, n + 1]`, the target's token after each node.
 
         Returns:
-            The nodes on the path, `[R, D + 1]`, the anchor first and zeros past the end, and how many they are, `[R]`.
+            The nodes on the path, `[R, D + 1]`, the anchor first and zeros past the end, and their number, `[R]`.
         """
         agrees = self.tokens == tokens.gather(1, self.parents)  # [R, n + 1]
         agrees[:, 0] = True
         reached = (agrees[:, None] | ~self.ancestors).all(dim=-1)  # [R, n + 1]
-        # Siblings differ, so that at each depth one node is reached at most; the others go past the end.
+        # Siblings differ, so at most one node is reached at each depth; the others go past the end.
         places = torch.where(reached, self.depths, self.depth + 1)
         nodes = torch.arange(tokens.shape[1], device=tokens.device).expand_as(places)
         path = torch.zeros(len(tokens), self.depth + 2, dtype=torch.long, device=tokens.device)
@@ -171,31 +171,31 @@ def likeliest_tree(
     Args:
         anchors (`torch.LongTensor`): `[R]`.
         tokens (`torch.LongTensor`): `[R, M]`, the last token of each path.
-        log_probs (`torch.Tensor`): `[R, M]`; that of a path is less than that of any path that it begins with.
-        paths (`Paths`): Of which `n` are chosen.
+        log_probs (`torch.Tensor`): `[R, M]`; a path's is below that of each of its prefixes.
+        paths (`Paths`): The paths, of which `n` are chosen.
     """
-    # With a path are chosen all those that it begins with.
+    # If a path is chosen, so are all of its prefixes.
     best, chosen = log_probs.topk(paths.nodes, dim=-1)  # [R, n], the likeliest first
     return _joined(anchors, tokens.gather(1, chosen), best, chosen, paths.ancestors[chosen])
 
 
 def beam_tree(anchors: torch.LongTensor, state, after, paths: Paths, width: int = MOST_BEAMS) -> DraftTree:
     """
-    Where the probabilities of a slot depend on all tokens before it: at each depth the likeliest paths are extended in
-    one batch, and the likeliest of all paths found are the tree (DARTree, arXiv 2608.13524). A beam as wide as the
+    The tree for heads whose probabilities depend on all earlier tokens: at each depth the likeliest paths are extended
+    in one batch, and the likeliest of all paths found form the tree (DARTree, arXiv 2608.13524). A beam as wide as the
     tree has nodes finds the same tree as a best-first search.
 
     Args:
         anchors (`torch.LongTensor`): `[R]`.
         state (`torch.Tensor`, *optional*): `[R, ...]`, of the drafter's head before the first slot.
-        after (`Callable`): Of a slot, the states `[R * w, ...]` and the tokens before it `[R * w]`, of `w` paths in
-            each row: `k` next tokens, their log-probabilities, both `[R * w, k]`, and the next states.
-        paths (`Paths`): For its numbers of nodes, slots and likely tokens.
+        after (`Callable`): From a slot, the states `[R * w, ...]` and the previous tokens `[R * w]` of `w` paths per
+            row: `k` next tokens and their log-probabilities, both `[R * w, k]`, and the next states.
+        paths (`Paths`): Gives the numbers of nodes, slots and likely tokens.
         width (`int`): Maximum number of paths kept at each depth.
     """
     rows, depth = len(anchors), len(paths.levels)
     beam, totals = anchors[:, None], torch.zeros(rows, 1, device=anchors.device)  # [R, w]
-    beginnings = beam.new_empty(rows, 1, 0)  # [R, w, slot], the numbers of the paths that a path begins with
+    beginnings = beam.new_empty(rows, 1, 0)  # [R, w, slot], the numbers of a path's prefixes
     found, count = [], 0
     for slot in range(depth):
         # 1. Extend every path by k candidates.
@@ -207,14 +207,14 @@ def beam_tree(anchors: torch.LongTensor, state, after, paths: Paths, width: int 
         longer = torch.cat([beginnings.repeat_interleave(ways, dim=1), numbers[..., None]], dim=-1)
         found.append((ids, totals, torch.nn.functional.pad(longer, (0, depth - slot - 1), value=-1)))
         count += ids.shape[1]
-        # 2. Keep the likeliest, each with the state of its parent path.
+        # 2. Keep the likeliest, each with its parent's state.
         totals, best = totals.topk(min(width, ids.shape[1]), dim=-1)  # [R, w]
         beam = ids.gather(1, best)
         beginnings = longer.gather(1, best[..., None].expand(-1, -1, slot + 1))
         if state is not None:
             parents = best // ways + torch.arange(rows, device=ids.device)[:, None] * (len(state) // rows)
             state = state[parents.flatten()]
-    # 3. The likeliest of all that were found.
+    # 3. The likeliest of all paths found.
     tokens, log_probs, beginnings = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
     best, chosen = log_probs.topk(min(paths.nodes, count), dim=-1)  # [R, n]
     beginnings = beginnings.gather(1, chosen[..., None].expand(-1, -1, depth))
@@ -223,16 +223,16 @@ def beam_tree(anchors: torch.LongTensor, state, after, paths: Paths, width: int 
 
 def _joined(anchors, tokens, log_probs, chosen, beginnings) -> DraftTree:
     """
-    A tree of chosen paths, by their last tokens `[R, n]`, log-probabilities and numbers, and by the paths `[R, n, D]`
-    that each begins with.
+    A tree of chosen paths, from their last tokens `[R, n]`, log-probabilities and numbers, and from the numbers of
+    their prefixes `[R, n, D]`.
     """
     tokens = torch.cat([anchors[:, None], tokens], dim=1)
     depths = torch.nn.functional.pad((beginnings >= 0).sum(dim=-1), (1, 0))  # [R, n + 1]
-    # 1. Who sees whom.
+    # 1. Which nodes each node sees.
     sees = (beginnings[:, :, None] == chosen[:, None, :, None]).any(dim=-1)  # [R, n, n]
     sees = torch.nn.functional.pad(sees, (1, 0, 1, 0))  # [R, n + 1, n + 1]
     sees[:, :, 0] = True
-    # 2. The parent is the ancestor one slot above; that of a node in the first slot is the anchor.
+    # 2. The parent is the ancestor one slot above; nodes in the first slot have the anchor as parent.
     above = sees & (depths[:, None] == depths[:, :, None] - 1)
     parents = (above * torch.arange(above.shape[1], device=above.device)).sum(dim=-1)  # [R, n + 1]
     return DraftTree(tokens, depths, parents, sees, beginnings.shape[-1], torch.nn.functional.pad(log_probs, (1, 0)))

@@ -120,7 +120,7 @@ OBSTACLES = {
     "sliding layers": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8, "is_causal": False},
     "causal inside the block": {"is_causal": True},
     "target_hidden_size": {"target_hidden_size": 64},
-    "of DFlash 2": {"conv_kernel_size": 2, "conv_group_size": 4},
+    "belongs to DFlash 2": {"conv_kernel_size": 2, "conv_group_size": 4},
     "candidate_selector": {"selector_rank": 4, "selector_top_k": 4},
     "input_embedding_scale=2.0": {"input_embedding_scale": 2.0},
     "attention_value_scale=0.5": {"attention_value_scale": 0.5},
@@ -158,7 +158,7 @@ def test_a_pt_file(wrap, rename, draft, tmp_path):
     assert check(folder) == []
     equal_tensors(load_file(folder / "model.safetensors"), dict(draft.state_dict()))
     (tmp_path / "run" / "config.json").rename(tmp_path / "elsewhere.json")
-    with pytest.raises(ValueError, match="comes without .*config.json"):
+    with pytest.raises(ValueError, match="has no .*config.json"):
         convert(file, tmp_path / "second")
     torch.save(torch.load(file), file, _use_new_zipfile_serialization=False)  # the older format of such files
     convert(file, tmp_path / "second", config=tmp_path / "elsewhere.json")
@@ -176,7 +176,7 @@ def test_a_pt_file_is_never_executed(draft, tmp_path, monkeypatch):
     torch.save({"fc.weight": Bomb()}, file)
     for content in (file.read_bytes(), pickle.dumps(Bomb(), protocol=2), whole[:200], b""):
         file.write_bytes(content)
-        with pytest.raises(ValueError, match=r"draft\.pt cannot be read as tensors alone"):
+        with pytest.raises(ValueError, match=r"draft\.pt cannot be read as plain tensors"):
             convert(file, tmp_path / "draft")
     torch.save({"step": 3}, file)
     with pytest.raises(ValueError, match="no dictionary of tensors"):

@@ -246,10 +246,10 @@ def test_damaged_and_other_files(folder, tiny_file, tmp_path):
     for kept in (0, 3, 60, 400, size // 2, size - 1):
         cut.write_bytes(whole.read_bytes()[:kept])
         for arguments in ((cut, tmp_path / "back"), (folder, tmp_path / "new.gguf", "gguf")):
-            with pytest.raises(ValueError, match="cut.gguf is no whole GGUF file"):
+            with pytest.raises(ValueError, match="cut.gguf is not a complete GGUF file"):
                 convert(*arguments, **({"target": cut} if len(arguments) > 2 else {}))
         assert {one.key for one in check(cut, ["llama.cpp"])} == {"weights"}
-    with pytest.raises(ValueError, match="target.gguf is no DFlash drafter but a model of .*'qwen3'"):
+    with pytest.raises(ValueError, match="target.gguf is not a DFlash drafter but a model of .*'qwen3'"):
         convert(tiny_file, tmp_path / "back")
     with pytest.raises(ValueError, match="dflash.gguf is a drafter; name the GGUF file of the target"):
         convert(folder, tmp_path / "new.gguf", to="gguf", target=whole)
@@ -275,7 +275,7 @@ def test_smaller_numbers(dtype, sign, tiny, folder, tiny_file, tmp_path):
 def test_numbers_that_float16_does_not_hold(tiny, folder, tiny_file, tmp_path):
     draft = DFlashDraftModel.from_pretrained(folder)
     draft.fc.weight.data[0, 0] = 1e5
-    with pytest.raises(ValueError, match="fc.weight has numbers that float16 does not hold; .* bf16"):
+    with pytest.raises(ValueError, match="fc.weight has values that overflow float16; .* bf16"):
         write_gguf(draft, tmp_path / "dflash.gguf", tiny_file, "float16")
 
 
@@ -327,7 +327,7 @@ def test_a_tokenizer_of_another_model(tmp_path, capsys):
     for other in (of_gguf, tmp_path / "other"):
         assert main([*words, str(other)]) == 1
         (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-        assert f"{other} has a tokenizer of digest " in line and "belongs to another target" in line
+        assert f"{other} has a tokenizer with digest " in line and "belongs to another target" in line
         assert not list(tmp_path.glob("*dflash*"))
     assert main([*words, str(saved)]) == 0
     again = [*words[:2], str(tmp_path / "again.gguf"), *words[3:]]

@@ -31,7 +31,7 @@ def test_positions_of_a_configuration(config, positions):
 def test_an_answer_has_room_as_far_as_a_stretched_rope_goes():
     target = make_target(max_position_embeddings=64)
     assert room_for_answer(target, 60, 100) == 4 and room_for_answer(target, 60, None) == 4
-    with pytest.raises(ValueError, match="The prompt has 64 tokens; prompt and answer together may have 64"):
+    with pytest.raises(ValueError, match="The prompt has 64 tokens; prompt and answer together may have at most 64"):
         room_for_answer(target, 64, 1)
     stretched = {**YARN, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
     target = make_target(max_position_embeddings=64, rope_parameters=stretched)

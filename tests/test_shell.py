@@ -63,7 +63,7 @@ def generate(world, *more, target="target", draft="draft"):
     [
         (["--dtype", "flot"], 2, "'flot' is not one of auto, float32"),
         (["--device", "cuda:9"], 1, "--device cuda:9: this machine has"),
-        (["--device", "gpu"], 2, "'gpu' is not a device; say cpu, cuda"),
+        (["--device", "gpu"], 2, "'gpu' is not a device; use cpu, cuda"),
         (["--top-p", "2"], 2, "2 must be above 0"),
         (["--top-p", "0.9"], 2, "has no effect in greedy decoding; add --temperature"),
         (["--temperature", "inf"], 2, "inf must be 0"),
@@ -94,7 +94,7 @@ def test_drafts_are_shown_where_there_is_a_drafter(world, told):
         ({"draft": "absent"}, "there is no such folder"),
         ({"target": "draft", "draft": "target"}, "target and drafter are swapped"),
         ({"draft": "target"}, "is not a DFlash drafter but"),
-        ({"target": "bare"}, "has no tokenizer; save the target's beside"),
+        ({"target": "bare"}, "has no tokenizer; save the target's tokenizer next to"),
         ({"draft": "deep"}, "config.json is nested too deeply"),
         ({"draft": "half"}, "model.safetensors"),
         ({"target": "torn"}, "torn: its safetensors are damaged or only half written"),
@@ -511,9 +511,9 @@ def test_recipes_are_listed_shown_and_copied(told, tmp_path):
     code, _ = told("recipes", "copy", "demo.yaml", tmp_path)
     assert code == 0 and (tmp_path / "demo.yaml").is_file()
     code, line = told("recipes", "copy", "demo.yaml", tmp_path)
-    assert code == 1 and "exists; name another file" in line
+    assert code == 1 and "exists; choose another file" in line
     code, line = told("recipes", "show", "nothing")
-    assert code == 1 and "There is no recipe 'nothing'; there are" in line
+    assert code == 1 and "Unknown recipe 'nothing'; choose from" in line
 
 
 def test_drafters_are_found_by_what_they_name_as_base_model(told, monkeypatch):
@@ -529,15 +529,15 @@ def test_drafters_are_found_by_what_they_name_as_base_model(told, monkeypatch):
         code, text = told("find", "someone/target")
         assert code == 0 and [line.split()[1] for line in text.splitlines()] == ["b/target-DFlash", "a/few"]
         code, text = told("find", "someone/nobody")
-        assert code == 0 and "`dflash train` makes one" in text
+        assert code == 0 and "train one with `dflash train`" in text
         code, line = told("find", "a/b/c")
-        assert code == 1 and "is not the name of a repository" in line
+        assert code == 1 and "is not a repository name" in line
 
 
 def test_find_asks_once(told, monkeypatch):
     """Offline it showed raw retries for 23 s."""
     code, line = told("find", "someone/target")
-    assert code == 1 and "switched off by HF_HUB_OFFLINE" in line
+    assert code == 1 and "disabled by HF_HUB_OFFLINE" in line
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # the discard port: closed
     monkeypatch.setattr("huggingface_hub.HfApi.list_models", lambda *args, **options: pytest.fail("asked again"))

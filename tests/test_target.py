@@ -269,10 +269,10 @@ def test_packed_rows_are_tried_out_for_each_attention(monkeypatch):
     target = make_target(attn="eager")
     batch = {"position_ids": torch.arange(4).repeat(2, 2)}
     monkeypatch.setattr(target_module, "_keeps_documents_apart", lambda t, _: t.config._attn_implementation == "sdpa")
-    with pytest.raises(ValueError, match="attn_implementation='eager' lets the documents of a row read one another"):
+    with pytest.raises(ValueError, match="attn_implementation='eager' the documents of a row see each other"):
         packed_masks(target, [0], batch)
     target.set_attn_implementation("sdpa")
     assert packed_masks(target, [0], batch).keys() == {"position_ids"}
     target.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match="read one another"):
+    with pytest.raises(ValueError, match="see each other"):
         packed_masks(target, [0], batch)

@@ -1,15 +1,15 @@
 """
-What of the training matters for a real target, SmolLM2-135M-Instruct: each variant trains in equal CPU seconds on one
-thread, on stored features, and is measured on held-out answers, teacher-forced.
+Which training settings matter for a real target, SmolLM2-135M-Instruct: each variant trains for equal CPU seconds on
+one thread, on stored features, and is measured on held-out answers, teacher-forced.
 
     python examples/benchmarks/ablation.py --features FOLDER --eval-features FOLDER [--seconds 240] [--only NAME ...]
 
 `dflash features --target-layer-ids 1 8 15 22 27 29` makes both folders. A finished run is one line of `runs.jsonl` in
-`--output`; calling it again does what is missing, then writes `ablation.md`.
+`--output`; a second call runs the missing variants, then writes `ablation.md`.
 
     python examples/benchmarks/ablation.py --draft FOLDER --features FOLDER ... --output FOLDER
 
-measures instead how a path selector is best added to a trained drafter; its features need `--states`.
+instead measures how best to add a path selector to a trained drafter; its features need `--states`.
 """
 
 import argparse
@@ -90,7 +90,7 @@ SELECTORS = {
 
 
 def measure(name: str, seed: int, arguments) -> dict:
-    """Train one variant and read off its figures."""
+    """Train one variant and return its figures."""
     keys = SELECTOR | SELECTORS[name] | {"draft": arguments.draft} if arguments.draft else BASE | VARIANTS[name]
     with tempfile.TemporaryDirectory() as folder:
         figures = trained(keys, arguments.features, arguments.eval_features, folder, arguments.seconds, seed)
@@ -98,7 +98,7 @@ def measure(name: str, seed: int, arguments) -> dict:
 
 
 def trained(keys: dict, features: list[str], eval_features: list[str], folder: str, seconds: float, seed: int) -> dict:
-    """Train a drafter into a folder; its figures, teacher-forced on `eval_features`."""
+    """Train a drafter into a folder; returns its figures, teacher-forced on `eval_features`."""
     keys = {
         **{"target": str(smollm2_folder()), "target_dtype": "bfloat16", "mask_token_id": 16, "seed": seed, **keys},
         **{"features": features, "eval_features": eval_features[0], "use_cpu": True, "max_minutes": seconds / 60},
@@ -121,7 +121,7 @@ def trained(keys: dict, features: list[str], eval_features: list[str], folder: s
 
 
 def table(runs: list[dict]) -> str:
-    """The figures as Markdown, the best first."""
+    """The figures as Markdown, best first."""
     lines = ["| variant | tau, held out | slot 1 | tau, training | sequences | runs |", "|---|---|---|---|---|---|"]
     names = {run["name"] for run in runs}
     means = {name: statistics.mean(run["tau"] for run in runs if run["name"] == name) for name in names}
@@ -147,7 +147,7 @@ def main() -> None:
     arguments = parser.parse_args()
     variants = SELECTORS if arguments.draft else VARIANTS
     for name in set(arguments.only or []) - variants.keys():
-        parser.error(f"--only {name!r} is no variant {'with' if arguments.draft else 'without'} --draft.")
+        parser.error(f"--only {name!r} is not a variant {'with' if arguments.draft else 'without'} --draft.")
     output = arguments.output or Path(__file__).parent / "results" / ("selector" if arguments.draft else "ablation")
     torch.set_num_threads(1)
     Pace.clock = staticmethod(time.process_time)

@@ -1,6 +1,6 @@
 """
-What a confidence head adds to the drafter's own probabilities: how well each of them foresees whether the target takes
-a drafted token at temperature 0. Teacher-forced, over slots whose predecessors are right, from stored features.
+What a confidence head adds to the drafter's own probabilities: how well each predicts whether the target accepts a
+drafted token at temperature 0. Teacher-forced, over slots whose predecessors are right, from stored features.
 
     python examples/benchmarks/confidence.py --draft DRAFT --features FEATURES
 """
@@ -19,7 +19,7 @@ from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
 class Observer(DFlashOfflineTrainer):
-    """Keeps, of every slot that is reached: the drafter's probability, the confidence, whether the token is taken."""
+    """Keeps for every slot reached: the drafter's probability, the confidence, whether the token is accepted."""
 
     def head_losses(self, hidden, labels, counted, before, teacher):
         draft = self.draft
@@ -38,7 +38,7 @@ class Observer(DFlashOfflineTrainer):
 
 
 def foreseen(signals: torch.Tensor, taken: torch.Tensor) -> float:
-    """Cross-entropy in nats over the second half, of a logistic regression that was fitted to the first."""
+    """Cross-entropy in nats, on the second half, of a logistic regression fitted to the first half."""
     half, inputs = len(taken) // 2, torch.cat([signals, torch.ones(len(taken), 1)], dim=1)
     weight = torch.zeros(inputs.shape[1], requires_grad=True)
     optimizer = torch.optim.LBFGS([weight], max_iter=100)
@@ -72,7 +72,7 @@ def main():
             found.append(observer.seen)
     seen = torch.cat(found)
     signals, taken = seen[:, :2], seen[:, 2]
-    print(f"{len(taken)} tokens, {taken.mean():.1%} taken; cross-entropy of what is foreseen, in nats:")
+    print(f"{len(taken)} tokens, {taken.mean():.1%} accepted; cross-entropy of the prediction, in nats:")
     print(f"neither     {foreseen(signals[:, :0], taken):.4f}")
     print(f"probability {foreseen(signals[:, :1], taken):.4f}")
     print(f"confidence  {foreseen(signals[:, 1:], taken):.4f}")

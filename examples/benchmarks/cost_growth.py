@@ -1,10 +1,10 @@
 """
-How the time of a round grows with context and batch, beside the growth of the target's own step.
+How the time of a round grows with context and batch, next to the growth of the target's own step.
 
     python examples/benchmarks/cost_growth.py [--shape demo] [--dtype fp32] [--output examples/benchmarks/results]
 
-Random weights of one of the shapes of `random_pairs.py`; whether drafts are accepted does not change the time of a
-round. Medians over the rounds of a call, the prompt's forward left out.
+Random weights in one of the shapes of `random_pairs.py`; acceptance does not affect the time of a round. Medians over
+the rounds of a call, excluding the prompt's forward.
 """
 
 import argparse
@@ -26,7 +26,7 @@ BATCHES = (1, 2, 4, 8)
 
 
 class Clock(LogitsProcessor):
-    """Notes the time of each step of plain decoding."""
+    """Records the time of each step of plain decoding."""
 
     def __init__(self):
         self.times = []
@@ -37,7 +37,7 @@ class Clock(LogitsProcessor):
 
 
 def steps(times: list[float]) -> float:
-    """Median of the intervals, the first of which may hold allocations."""
+    """Median of the intervals, without the first, which may include allocations."""
     return statistics.median(b - a for a, b in zip(times[1:], times[2:]))
 
 

@@ -1,8 +1,8 @@
 """
-Does `dflash doctor` find what is wrong? Faults are put into a pair one by one, and it is asked each time.
+Does `dflash doctor` find what is wrong? Faults are injected into a pair one by one, and the doctor is run on each.
 
-By default the pair is the tiny one of the tests (`tests/support/chat_pair.py`), trained on the spot in fp32; a pair of
-its own with `--target` and `--draft`, on which the faults that need a training or a thinking mode are left out.
+By default the pair is the tiny pair of the tests (`tests/support/chat_pair.py`), trained on the spot in fp32; with
+`--target` and `--draft` another pair, without the faults that need training or a thinking mode.
 
     OMP_NUM_THREADS=1 python examples/benchmarks/doctor_faults.py
     python examples/benchmarks/doctor_faults.py --target "$(dflash smollm2)" --draft examples/smollm2-135m-dflash

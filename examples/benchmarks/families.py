@@ -1,13 +1,13 @@
 """
 Is decoding with a drafter lossless for every family, and how is each target rolled back?
 
-A tiny random target of every causal language model of the installed transformers, and of its wrappers that read
-images too, made from its configuration's own defaults (`tests/support/tiny_models.py`), in fp32 on the CPU; drafters
-that know the text but err in one token of seven, so that drafts are accepted and rejected. Greedy, from one prompt and
-from four of different lengths, left-padded. Each family runs in a process of its own. Ten minutes of one core.
+A tiny random target of every causal language model of the installed transformers, and of its wrappers that also read
+images, made from its configuration's own defaults (`tests/support/tiny_models.py`), in fp32 on the CPU; drafters that
+know the text but get one token in seven wrong, so that drafts are accepted and rejected. Greedy, from a single prompt
+and from four of different lengths, left-padded. Each family runs in a separate process. Ten minutes on one core.
 
     python examples/benchmarks/families.py > examples/benchmarks/results/families.md
-    python examples/benchmarks/families.py qwen3 llava+    # these alone, wrappers with a plus
+    python examples/benchmarks/families.py qwen3 llava+    # only these, wrappers with a plus
 """
 
 import collections
@@ -29,10 +29,10 @@ from support.every_family import BLOCK_SIZE, NEW_TOKENS, Outcome
 TITLES = {
     "right": "drafted, equal at batch 1 and 4",
     "plain": "decoded plainly, with a warning",
-    "refused": "no drafter possible, said beforehand",
+    "refused": "no drafter possible, reported up front",
     "wrong": "WRONG",
     "error": "ERROR",
-    "not made": "no tiny model that generates alone",
+    "not made": "no tiny model that generates text",
 }
 
 
@@ -62,12 +62,12 @@ def main() -> None:
     print(f"{len(outcomes)} families: {', '.join(f'{counts[verdict]} {TITLES[verdict]}' for verdict in order)}.\n")
     print("Tiny random targets made from the defaults of their configuration classes, fp32, CPU. Greedy,")
     print(f"{NEW_TOKENS} new tokens, from one prompt and from four of different lengths, left-padded; blocks of")
-    print(f"{BLOCK_SIZE}, drafts that err in one token of seven. tau: tokens committed per verification, the target's")
-    print("own included. A wrapper is given text alone.\n")
+    print(f"{BLOCK_SIZE}, drafts with one token in seven wrong. tau: tokens committed per verification, the target's")
+    print("own included. Wrappers get only text.\n")
     print("```\npython examples/benchmarks/families.py > examples/benchmarks/results/families.md\n```\n")
     print(f"transformers {transformers.__version__}, torch {torch.__version__}, {platform.machine()}, 1 thread,")
     print(f"{time.time() - began:.0f} s.\n")
-    print("| target | model type | way of rolling back | tau | tau, batch | remark |")
+    print("| target | model type | rollback method | tau | tau, batch | remark |")
     print("|---|---|---|---|---|---|")
     for outcome in sorted(outcomes, key=lambda outcome: (-order.index(outcome.verdict), outcome.name)):
         print(line(outcome))

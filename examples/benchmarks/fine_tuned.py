@@ -1,12 +1,12 @@
 """
-"My model is a fine-tune": what becomes of a published drafter, and what ten minutes of training bring back.
+"My model is a fine-tune": how a published drafter fares, and what ten minutes of training recover.
 
     python examples/benchmarks/fine_tuned.py WORK [--minutes 10] [--rows 500]
 
-SmolLM2-135M-Instruct learns, by a LoRA that is merged, to answer in the style of a house: a headline, numbered points,
-always the same farewell. Its own answers then train the bundled drafter (`draft=`), and another from nothing, by
-`dflash train` with no setting but the minutes; all three are measured on held-out requests by `dflash eval`. Each step
-is skipped where its result is in WORK. One CPU thread; `results/fine_tuned.md` is written.
+SmolLM2-135M-Instruct learns, with a merged LoRA, to answer in a house style: a headline, numbered points, always the
+same closing. Its own answers then train the bundled drafter (`draft=`), and another from scratch, by `dflash train`
+with no setting but the minutes; all three are measured on held-out requests by `dflash eval`. Steps whose result is in
+WORK are skipped. One CPU thread; writes `results/fine_tuned.md`.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def rows_of(name: str) -> list[dict]:
 
 
 def in_style(answer: str) -> str:
-    """The same answer as the house would give it."""
+    """The same answer in the house style."""
     parts = [part.strip(" -*#") for part in re.split(r"\n+|(?<=[.!?])\s+", answer) if len(part) > 20]
     points = [f"{number}. {part}" for number, part in enumerate(parts[:5], start=1)]
     return "\n".join(["## Our answer", "", *points, "", "Yours sincerely, the team at Harbour & Sons."])
@@ -84,7 +84,7 @@ def dflash(*arguments) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path)
-    parser.add_argument("--minutes", type=float, default=10.0, help="of each training")
+    parser.add_argument("--minutes", type=float, default=10.0, help="minutes of each training")
     parser.add_argument("--rows", type=int, default=500)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

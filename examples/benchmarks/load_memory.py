@@ -2,13 +2,13 @@
 Peak memory of loading a drafter, as a multiple of its size.
 
 Writes a synthetic drafter of about 2 GB (bf16, the published Qwen3-8B sizes), loads it in a fresh process, reads every
-weight, and takes the peak of that process's resident memory from the kernel. Linux only.
+weight, and gets that process's peak resident memory from the kernel. Linux only.
 
     python examples/benchmarks/load_memory.py [--gigabytes 2.1] [--layout z-lab|muse] [--folder FOLDER]
 
 Result on 2 cores of an x86 server without GPU (23 GB of memory, torch 2.13.0+cpu, transformers 5.23.0, one thread),
 2.097 GB of bf16 weights: 1.006 x its size, for either layout. Loaded in fp32 (4.195 GB) it is 1.502 x: besides the
-weights (1.02 x) the mapped pages of the bf16 file are counted, which the kernel may drop at any time.
+weights (1.02 x), the count includes mapped pages of the bf16 file, which the kernel may drop at any time.
 """
 
 import argparse
@@ -57,7 +57,7 @@ print("RESULT", before, memory("VmHWM"), memory("VmRSS"), memory("RssAnon"), siz
 
 
 def write_drafter(folder: Path, gigabytes: float, layout: str) -> int:
-    """A synthetic drafter with enough layers for a size; returns its bytes."""
+    """Write a synthetic drafter with enough layers for a size; returns its bytes."""
     hidden, inner = CONFIG["hidden_size"], CONFIG["intermediate_size"]
     layer = {
         "self_attn.q_proj.weight": (4096, hidden),

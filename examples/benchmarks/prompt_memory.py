@@ -5,14 +5,14 @@ A random target with the proportions of Qwen3-8B and its published drafter at a 
 values of a quarter of the width, an MLP of three times the width; 5 draft layers that read 5 of the target's. fp32 on
 the CPU, 8 new tokens, one thread. Every figure comes from a fresh process and is beyond the loaded models:
 
-- *allocated*: bytes of all live tensors at most, counted operation by operation; the same in every run;
-- *resident*: what the process held of the machine's memory at most (Linux).
+- *allocated*: peak bytes of all live tensors, counted operation by operation; the same in every run;
+- *resident*: peak resident memory of the process (Linux).
 
     python examples/benchmarks/prompt_memory.py [--tokens 8192 32768] [--chunks 0 64] [--runs 3]
 
-Chunks of 64 stand for some 2,000 of Qwen3-8B: the mask of a chunk does not shrink with the width. By default glibc
-keeps large blocks that were freed once to reuse them, and how many it holds is chance; MALLOC_MMAP_THRESHOLD_ is set
-for the measured processes, so that they go back to the system at once, as tensors of real size do.
+Chunks of 64 correspond to about 2,000 of Qwen3-8B: the mask of a chunk does not shrink with the width. By default
+glibc keeps large freed blocks for reuse, and how many it holds is random; MALLOC_MMAP_THRESHOLD_ is set for the
+measured processes, so that blocks return to the system immediately, like tensors of real size.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors made inside that are alive: `now`, and `peak` at most."""
+    """Counts the bytes of live tensors created inside: `now` and `peak`."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +60,7 @@ def id_of(tensor: torch.Tensor) -> int:
 
 
 def make_pair(tokens: int, width: int = 64):
-    """A random target and drafter in the proportions of Qwen3-8B, for prompts of so many tokens."""
+    """A random target and drafter in the proportions of Qwen3-8B, for prompts of `tokens` tokens."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     from dflash_hf import DFlashDraftConfig, DFlashDraftModel
@@ -84,16 +84,16 @@ def make_pair(tokens: int, width: int = 64):
 
 
 def resident(field: str) -> int:
-    """Bytes; `VmRSS` now, `VmHWM` at most."""
+    """Resident bytes: `VmRSS` now, `VmHWM` at peak."""
     status = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) for line in status if line.startswith(field)) * 1024
 
 
 def measure(tokens: int, chunk: int | None, drafted: bool) -> dict:
-    """Peaks of one call of `generate` beyond the loaded models, in bytes, and the seconds that it took of the CPU."""
+    """Peaks of one call of `generate` beyond the loaded models, in bytes, and its CPU seconds."""
     target, draft = make_pair(tokens)
     options = {"max_new_tokens": 8, "do_sample": False, "assistant_model": draft if drafted else None}
-    target.generate(torch.randint(2, 500, (1, 70)), **options, prefill_chunk_size=chunk)  # probes, loads kernels
+    target.generate(torch.randint(2, 500, (1, 70)), **options, prefill_chunk_size=chunk)  # probe, and load kernels
     prompt, counted = torch.randint(2, 500, (1, tokens)), LiveBytes()
     before, start = resident("VmRSS"), time.process_time()
     with counted:
@@ -113,7 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[1])
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768])
     parser.add_argument("--chunks", type=int, nargs="+", default=[0, 64], help="prefill_chunk_size; 0 is one piece")
-    parser.add_argument("--runs", type=int, default=1, help="of which the median is shown")
+    parser.add_argument("--runs", type=int, default=1, help="runs; the median is shown")
     parser.add_argument("--measure", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:

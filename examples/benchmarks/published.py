@@ -1,6 +1,6 @@
 """
-The published implementation (a checkout of z-lab/dflash), timed beside ours: a process of its own, perhaps with an
-interpreter of its own, that answers one prompt for each line it is sent. As a script it imports nothing of ours.
+The published implementation (a checkout of z-lab/dflash), timed next to ours: a separate process, optionally with
+another interpreter, that answers one prompt per input line. As a script it imports nothing of ours.
 """
 
 import importlib.util
@@ -15,16 +15,16 @@ class Reference:
     A callable from prompt ids to answer ids, for `evaluate`.
 
     Args:
-        checkout (path): Where `dflash/model.py` lies.
-        scratch (path): Holds the target in `target/`.
+        checkout (path): Folder with `dflash/model.py`.
+        scratch (path): Folder with the target in `target/`.
         draft_folder (path): The drafter, in the published layout.
         target: Its dtype, device and end-of-text ids are used.
         max_new_tokens (`int`): Longest answer.
-        texts (`list[torch.Tensor]`, *optional*): What an oracle drafts for each prompt.
+        texts (`list[torch.Tensor]`, *optional*): An oracle's draft for each prompt.
         python (`str`, *optional*): The interpreter; default: this one.
 
     Raises:
-        `ValueError`: the checkout has no such file, or its process ends.
+        `ValueError`: the checkout has no such file, or the process ends.
     """
 
     def __init__(self, checkout, scratch, draft_folder, target, max_new_tokens: int, texts=None, python=None):
@@ -58,9 +58,7 @@ class Reference:
         for line in self.process.stdout:
             if line.startswith("answer "):
                 return json.loads(line.removeprefix("answer "))
-        raise ValueError(
-            f"The reference's process ended with exit code {self.process.wait()}; its error stands above."
-        )
+        raise ValueError(f"The reference's process ended with exit code {self.process.wait()}; its error is above.")
 
     def close(self) -> None:
         self.process.stdin.close()
@@ -99,7 +97,7 @@ def _serve(path: str) -> None:
 
 
 def _allow_positive_crop() -> None:
-    """Since transformers 5.20 `crop` takes a negative count only; the reference passes the length to keep."""
+    """Since transformers 5.20 `crop` only takes a negative count; the reference passes the length to keep."""
     from transformers import DynamicCache
 
     original = DynamicCache.crop

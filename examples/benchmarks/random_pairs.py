@@ -1,4 +1,4 @@
-"""Random pairs of real shapes, and drafts that an oracle makes right as often as a trained drafter's would be."""
+"""Random pairs of real shapes, and an oracle's drafts that are right as often as a trained drafter's would be."""
 
 import contextlib
 from collections.abc import Sequence
@@ -42,9 +42,9 @@ def random_pair(name: str, dtype, device, num_prompts: int, prompt_length: int =
     """
     A random pair of a shape, and prompts.
 
-    The target's next token is all but certain in any precision: its residual stream is dominated by the embedding, and
-    the head holds the embedding of the token before, in a random order of the vocabulary. All layers are computed as
-    in a trained model.
+    The target's next token is almost certain in any precision: its residual stream is dominated by the embedding, and
+    the head's row of a token holds the embedding of its predecessor in a random order of the vocabulary. All layers
+    are computed as in a trained model.
 
     Returns:
         Target, drafter and `num_prompts` prompts of ids.
@@ -79,13 +79,13 @@ def random_pair(name: str, dtype, device, num_prompts: int, prompt_length: int =
 
 def slot_accuracy(tau: float, block_size: int) -> float:
     """
-    The chance `a` of each slot, given the slots before it, for which `1 + a + a^2 + ... + a^(B-1) = tau`.
+    The acceptance `a` of each slot, given the earlier slots, for which `1 + a + a^2 + ... + a^(B-1) = tau`.
 
     Raises:
-        `ValueError`: no chance between 0 and 1 gives it.
+        `ValueError`: no value between 0 and 1 gives it.
     """
     if not 1 <= tau <= block_size:
-        raise ValueError(f"forced_acceptance={tau} must lie between 1 and the block size, {block_size}.")
+        raise ValueError(f"forced_acceptance={tau} must be between 1 and the block size, {block_size}.")
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -96,10 +96,10 @@ def slot_accuracy(tau: float, block_size: int) -> float:
 @torch.no_grad()
 def oracle_text(target, prompt: Sequence[int], max_new_tokens: int, block_size: int, tau: float, seed: int = 0):
     """
-    What an oracle would draft after `prompt`: the target's own text, wrong at random places.
+    The draft of an oracle after `prompt`: the target's own text, wrong at random places.
 
     Returns:
-        `torch.LongTensor` `[S]`: the prompt, and what is drafted for each position after it; long enough for a block
+        `torch.LongTensor` `[S]`: the prompt, and the drafted token for each position after it; long enough for a block
         past the end.
     """
     ids = torch.tensor([list(prompt)], device=target.device)
@@ -118,7 +118,7 @@ def oracle_text(target, prompt: Sequence[int], max_new_tokens: int, block_size: 
 
 @contextlib.contextmanager
 def native_oracle(texts: Sequence[torch.Tensor] | None, prompts: Sequence[Sequence[int]]):
-    """Inside, transformers' own candidate generator drafts what a [`ScriptedDraft`] does; nothing without texts."""
+    """Inside, transformers' own candidate generator drafts like a [`ScriptedDraft`]; no effect without texts."""
     generator = getattr(candidate_generator, "DFlashTokenCandidateGenerator", None)
     if texts is None or generator is None:
         yield

@@ -1,13 +1,11 @@
 """
-What a real model shows that toys hide, on SmolLM2-135M-Instruct and its drafter: acceptance far into an answer and
-behind a long prompt, a second turn on the cache of the first, sampling, batches, threads, and the distribution of
-samples.
+What toy models hide, on SmolLM2-135M-Instruct and its drafter: acceptance far into an answer and after a long prompt,
+a second turn on the cache of the first, sampling, batches, threads, and the distribution of samples.
 
     python examples/benchmarks/real_pair.py [PART ...] [--draft FOLDER]
 
 Parts: position, long_prompt, turns, sampling, batches, threads, samples, equal, at_once, nested. Each appends its
-lines to `results/real_pair.md`. Ratios are of alternating runs in one process; bf16 where speed is meant, fp32 for
-equality.
+lines to `results/real_pair.md`. Ratios are from alternating runs in one process; bf16 for speed, fp32 for equality.
 """
 
 import argparse
@@ -37,7 +35,7 @@ def ids_of(pair: DemoPair, text: str) -> list[int]:
 
 
 def decode(pair: DemoPair, rows: list[list[int]], new: int, drafted: bool = True, **options):
-    """Left-padded rows; the output and the seconds that it took."""
+    """Decode left-padded rows; returns the output and the seconds."""
     width = max(map(len, rows))
     ids = torch.tensor([[pair.tokenizer.eos_token_id] * (width - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
@@ -70,7 +68,7 @@ def position(pair: DemoPair) -> list[str]:
 
 
 def long_prompt(pair: DemoPair) -> list[str]:
-    """A request behind 4,000 tokens of other requests, against the target alone, in fp32."""
+    """A request after 4,000 tokens of other requests, against the target alone, in fp32."""
     pair = load_pair(torch.float32, pair.draft.name_or_path)
     text = "\n\n".join(row["messages"][0]["content"] for row in requests(120))
     text = pair.tokenizer.decode(pair.tokenizer(text)["input_ids"][:4000]) + "\n\nWhich of these is about cooking?"
@@ -82,7 +80,7 @@ def long_prompt(pair: DemoPair) -> list[str]:
 
 
 def turns(pair: DemoPair) -> list[str]:
-    """Three turns, each on the cache of the one before, against the same without a drafter, in fp32."""
+    """Three turns, each on the previous turn's cache, against the same without a drafter, in fp32."""
     pair = load_pair(torch.float32, pair.draft.name_or_path)
     texts, taus = [], []
     for drafted in (True, False):
@@ -100,7 +98,7 @@ def turns(pair: DemoPair) -> list[str]:
                 taus.append(mean(output.acceptance_lengths[0]))
             row = prompt_ids(RowEncoder(pair.tokenizer), {"messages": [*messages, {"role": "user", "content": "?"}]})
             if row[: output.sequences.shape[1]] != output.sequences[0].tolist():
-                cache = None  # the answer was cut, or encodes otherwise
+                cache = None  # the answer was cut, or encodes differently
         texts.append(said)
     same = "equal" if texts[0] == texts[1] else "OTHER TEXT"
     return [f"three turns on one cache: tau {', '.join(f'{tau:.2f}' for tau in taus)}, {same}"]
@@ -141,7 +139,7 @@ def sampling(pair: DemoPair) -> list[str]:
 
 
 def batches(pair: DemoPair) -> list[str]:
-    """Rows decoded together, against the target alone with as many."""
+    """Rows decoded together, against the target alone with the same number of rows."""
     rows = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in requests(8)]
     lines = []
     for size in (1, 4, 8):
@@ -186,7 +184,7 @@ def samples(pair: DemoPair) -> list[str]:
 
 
 def equal(pair: DemoPair) -> list[str]:
-    """300 answers, six at a time, against the target alone with as many rows, in fp32, both packed."""
+    """300 answers, six at a time, against the target alone with the same number of rows, in fp32, both packed."""
     pair = load_pair(torch.float32, pair.draft.name_or_path)
     asked = [row["messages"] for row in requests(150)]
     for kind in GENERATED:
@@ -221,7 +219,7 @@ def at_once(pair: DemoPair) -> list[str]:
 
 
 class Asking(LogitsProcessor):
-    """Changes nothing, and at every eighth call asks the same pair something else."""
+    """Changes nothing, and at every eighth call runs another request on the same pair."""
 
     def __init__(self, pair: DemoPair, row: list[int], drafted: bool):
         self.pair, self.row, self.drafted = pair, row, drafted
@@ -236,7 +234,7 @@ class Asking(LogitsProcessor):
 
 
 def nested(pair: DemoPair) -> list[str]:
-    """Calls in the processors of calls, drafted in drafted ones and plain ones, in fp32."""
+    """Drafted calls inside the processors of drafted and plain calls, in fp32."""
     pair = load_pair(torch.float32, pair.draft.name_or_path)
     rows = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in requests(6)]
     same = inner = 0

@@ -1,13 +1,13 @@
 """
 `dflash serve` under load, through OpenAI's own client: every answer against the target's own, the server's memory, a
-SIGTERM in the middle, and tokens/s beside `transformers serve` with and without its continuous batching, the servers
-asked in turn.
+SIGTERM in the middle, and tokens/s next to `transformers serve` with and without its continuous batching, with the
+servers queried in turn.
 
     python examples/benchmarks/serve_load.py --target smollm2 --draft smollm2 [--no-packed] [--tree-nodes N]
         [--output F]
 
-Half of the requests are streamed; of every ten one is abandoned, by turns in the middle of its stream and while it
-waits. Texts are compared in fp32.
+Half of the requests are streamed; one in ten is abandoned, alternately in the middle of its stream and while it waits.
+Texts are compared in fp32.
 """
 
 import argparse
@@ -44,21 +44,21 @@ SUBJECTS = "rain,the moon,bread,clocks,rivers,trains,bees,paper,mountains,music"
 
 @dataclass
 class Load:
-    """What became of the requests."""
+    """Outcome of the requests."""
 
     kinds: Counter = field(default_factory=Counter)  # finished, other (not the target's text), abandoned, failed
-    memory: list[int] = field(default_factory=list)  # MiB, after each tenth of them
+    memory: list[int] = field(default_factory=list)  # MiB, after each tenth of the requests
     tokens: int = 0
     seconds: float = 0.0
 
 
 class Server:
     """
-    A server in a process of its own.
+    A server in a separate process.
 
     Args:
-        command (`list[str]`): Says `serving NAME at URL` on standard error.
-        api_key (`str`): The key that the server wants.
+        command (`list[str]`): Prints `serving NAME at URL` on standard error.
+        api_key (`str`): The key that the server requires.
     """
 
     def __init__(self, command: list[str], api_key: str = "none"):
@@ -66,7 +66,7 @@ class Server:
             command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, errors="replace"
         )
         self.log: list[str] = []
-        if "--model-timeout" in command:  # upstream's own, which does not say where it is
+        if "--model-timeout" in command:  # upstream's server, which does not print its address
             said = dict(itertools.pairwise(command))
             self.model, self.url = said["serve"], f"http://127.0.0.1:{said['--port']}/v1"
         else:
@@ -104,12 +104,12 @@ class Server:
         """
         Args:
             prompt (`str`): The user's message.
-            stream (`bool`): In pieces.
-            leave (`float`, *optional*): Go away: in a stream after a few pieces, else after so many seconds.
-            options: Of the request.
+            stream (`bool`): Whether to stream.
+            leave (`float`, *optional*): Disconnect: in a stream after a few pieces, else after this many seconds.
+            options: Options of the request.
 
         Returns:
-            `tuple[str, int]`: Text and tokens; `(None, 0)` of a request that was left.
+            `tuple[str, int]`: Text and tokens; `(None, 0)` for an abandoned request.
         """
         messages = [{"role": "user", "content": prompt}]
         if not stream:
@@ -132,7 +132,7 @@ class Server:
 
 
 def own_texts(folder: str, prompts: list[str], max_tokens: int) -> dict[str, str]:
-    """What the target writes alone in fp32."""
+    """Texts of the target alone in fp32."""
     target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = {}
@@ -147,7 +147,7 @@ def own_texts(folder: str, prompts: list[str], max_tokens: int) -> dict[str, str
 
 
 def load(server: Server, texts: dict[str, str], requests: int, clients: int, max_tokens: int, leave: bool = True):
-    """Ask for `texts` again and again from several clients at once; `leave` abandons a tenth of the requests."""
+    """Request `texts` repeatedly from several concurrent clients; `leave` abandons a tenth of the requests."""
     result, lock = Load(), threading.Lock()
     prompts = list(itertools.islice(itertools.cycle(texts), requests))
 
@@ -176,7 +176,7 @@ def load(server: Server, texts: dict[str, str], requests: int, clients: int, max
 
 
 def ended(server: Server, texts: dict[str, str], clients: int, max_tokens: int) -> tuple[int, int]:
-    """SIGTERM while `clients` requests are in flight: the exit status, and how many answers were right."""
+    """SIGTERM while `clients` requests are in flight: returns the exit status and the number of right answers."""
     with ThreadPoolExecutor(clients) as pool:
         prompts = list(itertools.islice(texts, clients))
         begun = [
@@ -190,30 +190,30 @@ def ended(server: Server, texts: dict[str, str], clients: int, max_tokens: int) 
 
 
 def under_load(server: Server, texts: dict[str, str], arguments, say: Callable[[str], None]) -> None:
-    """Texts and memory of many requests at once, and the end by SIGTERM among them."""
+    """Texts and memory under many concurrent requests, and SIGTERM among them."""
     load(server, texts, arguments.clients, arguments.clients, arguments.max_tokens, leave=False)
     done = load(server, texts, arguments.requests, arguments.clients, arguments.max_tokens)
     say(
-        f"{arguments.requests} requests from {arguments.clients} clients at once, {arguments.max_tokens} tokens "
-        f"at most, {done.seconds:.0f} s: {done.kinds['finished']} texts equal to the target's own, "
+        f"{arguments.requests} requests from {arguments.clients} concurrent clients, at most {arguments.max_tokens} "
+        f"tokens, {done.seconds:.0f} s: {done.kinds['finished']} texts equal to the target's own, "
         f"{done.kinds['other']} others, {done.kinds['abandoned']} abandoned, {done.kinds['failed']} failed\n"
     )
-    say(f"resident memory after each tenth of them, MiB: {', '.join(map(str, done.memory))}\n")
+    say(f"resident memory after each tenth of the requests, MiB: {', '.join(map(str, done.memory))}\n")
     code, right = ended(server, texts, arguments.clients, arguments.max_tokens)
     say(f"SIGTERM with {arguments.clients} requests in flight: {right} answered in full, exit status {code}\n")
 
 
 def paired(commands: dict[str, list[str]], prompts: list[str], arguments) -> dict[str, list[str]]:
     """
-    Several servers beside each other, asked in turn, so that other load falls on all: tokens/s from different numbers
-    of clients, and the ratio to the first server's of the same turn with its quartiles.
+    Several servers side by side, queried in turn, so that other load affects all: tokens/s for different numbers of
+    clients, and the ratio to the first server in the same turn, with quartiles.
     """
     with contextlib.ExitStack() as stack:
         servers = {name: stack.enter_context(Server(command)) for name, command in commands.items()}
         cells = {name: [] for name in servers}
         for clients in arguments.at_once:
             speeds = {name: [] for name in servers}
-            for turn in range(-1, arguments.timed):  # the first one is not counted
+            for turn in range(-1, arguments.timed):  # the first is a warm-up
                 count = max(4, clients)
                 asked = dict.fromkeys(prompts[(count * turn + i) % len(prompts)] for i in range(count))
                 for name, server in servers.items():
@@ -232,18 +232,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True)
     parser.add_argument("--draft", required=True)
-    parser.add_argument("--requests", type=int, default=200, help="default: %(default)s; 0 measures speeds alone")
+    parser.add_argument("--requests", type=int, default=200, help="default: %(default)s; 0 only measures speeds")
     parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--prompts", type=int, default=16, help="different ones among them; default: %(default)s")
+    parser.add_argument("--prompts", type=int, default=16, help="different prompts among them; default: %(default)s")
     parser.add_argument("--max-tokens", type=int, default=24)
     parser.add_argument(
         "--timed", type=int, default=12, help="turns of four requests for each speed; default: %(default)s"
     )
     parser.add_argument("--tree-nodes", type=int, help="a third server for the speeds, with draft trees")
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="clients for each speed")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the timed servers")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="dtype of timed servers")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--no-packed", dest="packed", action="store_false", help="as dflash serve's")
+    parser.add_argument("--no-packed", dest="packed", action="store_false", help="as in dflash serve")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -266,7 +266,7 @@ def main() -> None:
     upstream += [target, "--model-timeout", "-1", "--device", "cpu", "--dtype", arguments.dtype]
     commands = {
         "transformers serve --continuous-batching": [*upstream, "--continuous-batching", "--port", "8761"]
-        + ["--cb-max-memory-percent", "0.1", "--cb-max-batch-tokens", "512"],  # as ours has it; more is no faster
+        + ["--cb-max-memory-percent", "0.1", "--cb-max-batch-tokens", "512"],  # as in ours; more is no faster
         "transformers serve": [*upstream, "--port", "8762"],
     }
     serve += ["--dtype", arguments.dtype]

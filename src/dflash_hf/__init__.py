@@ -1,9 +1,9 @@
 """
-Train, publish and run DFlash drafters with nothing but Hugging Face habits.
+Train, publish and run DFlash drafters, the Hugging Face way.
 
 Importing the package registers `DFlashDraftConfig` and `DFlashDraftModel` with the Auto classes and lets
 `target.generate(**inputs, assistant_model=draft)` decode with a drafter. Both happen when the modules concerned are
-imported, and everything else when it is used, so that the import itself costs next to nothing.
+imported, and everything else on use, so that the import itself costs almost nothing.
 """
 
 import importlib

@@ -1,7 +1,7 @@
 """
-Registration with the Auto classes: a drafter's folder is known by its content, never by its `model_type`.
+Registration with the Auto classes: a drafter's folder is recognised by its content, never by its `model_type`.
 
-Published drafters say `model_type: qwen3`, so that `AutoModel` alone would build a Qwen3 model with random embeddings,
+Published drafters have `model_type: qwen3`, so `AutoModel` alone would build a Qwen3 model with random embeddings,
 and their remote code fails on current versions of transformers. After `import dflash_hf`, `AutoConfig` and `AutoModel`
 return `DFlashDraftConfig` and `DFlashDraftModel` for every published layout, with or without `trust_remote_code=True`,
 and run no remote code. To keep upstream's behaviour, set the environment variable `DFLASH_HF_AUTO=0` before the import
@@ -14,7 +14,7 @@ import os
 
 def register() -> None:
     """Make `AutoConfig` return our class for a drafter's folder. Registering twice is a no-op."""
-    # Imports lie in the functions: importing transformers may be what calls them, through `when_imported`.
+    # Imports are inside the functions: importing transformers may be what calls them, through `when_imported`.
     from transformers import AutoConfig, PreTrainedConfig
 
     original = AutoConfig.from_pretrained
@@ -23,13 +23,13 @@ def register() -> None:
 
     @functools.wraps(original)
     def from_pretrained(pretrained_model_name_or_path, **kwargs):
-        # Not with this module, which is imported in the middle of that one where that one comes first.
+        # Not at the top: if that module is imported first, it imports this one halfway through.
         from dflash_hf.modeling.layouts_dflash import is_drafter_config
 
         lookup = {key: value for key, value in kwargs.items() if key not in ("trust_remote_code", "code_revision")}
         try:
             config_dict, _ = PreTrainedConfig.get_config_dict(pretrained_model_name_or_path, **lookup)
-        except OSError:  # no config.json, or not JSON: upstream says so, or finds another way
+        except OSError:  # no config.json, or not JSON: upstream reports it, or finds another way
             return original(pretrained_model_name_or_path, **kwargs)
         if is_drafter_config(config_dict):
             kwargs.pop("trust_remote_code", None)
@@ -50,14 +50,14 @@ def register_classes() -> None:
     from dflash_hf.modeling.modeling_dflash import DFlashDraftConfig, DFlashDraftModel
 
     class NoCausalLM:
-        """Where upstream would list all classes that it knows."""
+        """Replaces upstream's error, which lists all classes that it knows."""
 
         config_class = DFlashDraftConfig
 
         @classmethod
         def from_pretrained(cls, name, *args, **kwargs):
             raise TypeError(
-                f"{name} is a DFlash drafter, which generates nothing alone; load it with "
+                f"{name} is a DFlash drafter, which cannot generate on its own; load it with "
                 f"`AutoModel.from_pretrained({str(name)!r})` and pass it to the target: "
                 "`target.generate(..., assistant_model=draft)`."
             )
@@ -69,8 +69,8 @@ def register_classes() -> None:
 
 def register_pipelines() -> None:
     """
-    Let `pipeline(..., assistant_model="<drafter>")` load a drafter by its name. Upstream looks for the class among its
-    own, and compares tokenizers, of which a drafter has none. Registering twice is a no-op.
+    Let `pipeline(..., assistant_model="<drafter>")` load a drafter by name. Upstream searches only its own classes,
+    and compares tokenizers, which a drafter does not have. Registering twice is a no-op.
     """
     from transformers import AutoConfig
     from transformers.pipelines import base
@@ -96,7 +96,7 @@ def register_pipelines() -> None:
 
 
 def unregister() -> None:
-    """Give `AutoConfig` back to upstream, and with it `AutoModel`, for folders that name another model type."""
+    """Restore upstream's `AutoConfig`, and with it `AutoModel`, for folders that name another model type."""
     from transformers import AutoConfig
 
     original = getattr(AutoConfig.from_pretrained, "_dflash_original", None)

@@ -1,4 +1,4 @@
-"""The package's cache, of folders that are there whole or not at all."""
+"""The package's cache: folders that are complete or absent."""
 
 import contextlib
 import hashlib
@@ -11,18 +11,18 @@ from pathlib import Path
 
 
 _MANIFEST = "manifest.json"
-_ABANDONED_SECONDS = 3600  # a temporary sibling of that age was left by a process that was killed
+_ABANDONED_SECONDS = 3600  # a temporary sibling this old was left by a killed process
 
 
 class DamagedFolderError(ValueError):
-    """A folder of the cache that is not as it was written."""
+    """A folder of the cache that has changed since it was written."""
 
 
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
     """
-    A temporary sibling to write into. It takes the name `folder` when the block ends, replacing what was there; an
-    exception, Ctrl-C included, removes it and leaves `folder` as it was.
+    A temporary sibling to write into. It replaces `folder` when the block ends; an exception, Ctrl-C included, removes
+    it and leaves `folder` unchanged.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{folder.name}-"
@@ -61,7 +61,7 @@ def check_whole(folder: Path) -> None:
     Compare a folder with its manifest.
 
     Raises:
-        `FileNotFoundError`: there is none.
+        `FileNotFoundError`: the folder does not exist.
         [`DamagedFolderError`]: a file is missing, was added or has changed.
     """
     if not folder.exists():

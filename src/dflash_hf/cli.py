@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv (`Sequence[str]`, *optional*): Arguments after the program's name. Default: the process's.
 
     Returns:
-        `int`: The exit status, see above. `SystemExit` with 2 where the arguments cannot be parsed, with 0 after help.
+        `int`: The exit status, see above. Raises `SystemExit`: 2 if the arguments are invalid, 0 after help.
     """
     with _interrupts() as interrupted:
         name, again, debug = "", "run the same command again", os.environ.get("DFLASH_DEBUG", "0") not in ("", "0")
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Exception as error:  # every error becomes one line
             if debug:
                 traceback.print_exc()
-            if interrupted:  # libraries turn a Ctrl-C in the middle of their import into errors of their own
+            if interrupted:  # libraries turn a Ctrl-C during their import into their own errors
                 return _say_interrupted(name, again)
             from dflash_hf.failures import explain
 
@@ -138,7 +138,7 @@ def _parsed(name: str, argv: list[str]):
         raise SystemExit(2)
     arguments, unknown = parser.parse_known_args(argv)
     hint = ""
-    if hasattr(arguments, "overrides"):  # argparse takes those up to the next option only
+    if hasattr(arguments, "overrides"):  # argparse only takes those up to the next option
         arguments.overrides += [word for word in unknown if "=" in word and not word.startswith("-")]
         unknown = [word for word in unknown if word not in arguments.overrides]
         if unknown:
@@ -160,7 +160,7 @@ def _module(name: str):
 
 
 def _resolve_names(arguments) -> None:
-    """The pair that needs no Hub goes by its name, `smollm2`."""
+    """Resolve `smollm2`, the name of the pair that needs no Hub."""
     arguments.target_name = "smollm2" if getattr(arguments, "target", None) == "smollm2" else None
     for name in ("target", "draft", "base", "gguf"):
         if getattr(arguments, name, None) == "smollm2":
@@ -170,7 +170,7 @@ def _resolve_names(arguments) -> None:
 
 
 def _say_interrupted(name: str, again: str) -> int:
-    eval("None")  # Python forgets a Ctrl-C that fell into an `exec`, as in a dataclass, and would end by the signal
+    eval("None")  # clears a Ctrl-C during an `exec`, as in a dataclass, after which Python would exit by the signal
     end_progress_bars()
     print(f"\ndflash {name}: interrupted; {one_line(again)}.", file=sys.stderr)
     return 130
@@ -178,7 +178,7 @@ def _say_interrupted(name: str, again: str) -> int:
 
 @contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """A list that is not empty once Ctrl-C was pressed, which libraries may turn into another exception."""
+    """A list that is non-empty once Ctrl-C was pressed, which libraries may turn into another exception."""
     pressed: list[int] = []
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
@@ -190,7 +190,7 @@ def _interrupts() -> Iterator[list[int]]:
         pressed.append(number)
         raise KeyboardInterrupt
 
-    def swallowed(unraisable):  # by a destructor or a callback, in which Python drops what is raised
+    def swallowed(unraisable):  # by a destructor or a callback, where Python drops exceptions
         if not issubclass(unraisable.exc_type, KeyboardInterrupt):
             hook(unraisable)
         elif again.ident is None:

@@ -28,13 +28,13 @@ def read_config(name: str, what: str, revision: str | None = None) -> dict:
     The `config.json` of a model.
 
     Args:
-        name (`str`): A folder, or a repository of the Hub.
+        name (`str`): A folder, or a repository on the Hub.
         what (`str`): The argument with its value, for messages.
         revision (`str`, *optional*): Branch, tag or commit of the repository.
 
     Raises:
         `OSError`: there is no such folder or repository, or the Hub cannot be reached.
-        `ValueError`: it is no model, or `config.json` is damaged.
+        `ValueError`: it is not a model, or `config.json` is damaged.
     """
     folder = Path(name).expanduser()
     if not folder.exists() and not looks_local(name):
@@ -44,7 +44,7 @@ def read_config(name: str, what: str, revision: str | None = None) -> dict:
     if not folder.is_dir():
         raise ValueError(f"{what} is a file; name the folder of the model.")
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{what}: the folder has no config.json; name one that `save_pretrained` has finished.")
+        raise ValueError(f"{what}: the folder has no config.json; name a folder written by `save_pretrained`.")
     return read_json(folder / "config.json")
 
 
@@ -57,14 +57,14 @@ def check_names(
     Args:
         target, draft (`str`): Their names.
         loading (`Loading`): Names the revisions.
-        tokenizer (`bool`): The target must bring one.
-        form (`str`): How an argument and its value are written, for messages.
+        tokenizer (`bool`): Whether the target must have a tokenizer.
+        form (`str`): Format of an argument and its value in messages.
 
     Returns:
         `dict`: The target's configuration.
 
     Raises:
-        `ValueError`, `OSError`: as [`read_config`]; also where the two are swapped, or the target has no tokenizer.
+        `ValueError`, `OSError`: as [`read_config`]; also if the two are swapped, or the target has no tokenizer.
     """
     ours, theirs = form.format("target", target), form.format("draft", draft)
     config = read_config(target, ours, loading.revision)
@@ -78,12 +78,12 @@ def check_names(
     if drafts is not None and not is_drafter_config(drafts):
         kind = ", ".join(map(str, drafts.get("architectures") or [drafts.get("model_type")]))
         base = "REPOSITORY" if Path(target).expanduser().exists() else target
-        remedy = f"`dflash find {base}` lists the drafters of a model on the Hub, `dflash train` makes one"
+        remedy = f"`dflash find {base}` lists the drafters of a model on the Hub, `dflash train` trains one"
         raise ValueError(f"{theirs} is not a DFlash drafter but {kind}; {remedy}.")
     if tokenizer and Path(target).expanduser().is_dir():
         if not any((Path(target).expanduser() / name).exists() for name in _TOKENIZERS):
             raise ValueError(
-                f"{ours}: the folder has no tokenizer; save the target's beside its weights with "
+                f"{ours}: the folder has no tokenizer; save the target's tokenizer next to its weights with "
                 "`tokenizer.save_pretrained(folder)`."
             )
     return config
@@ -98,17 +98,17 @@ def check_token_id(token_id: int | None, config: dict, what: str | None = None) 
     rows = (nested if isinstance(nested, dict) else config).get("vocab_size", config.get("vocab_size"))
     if token_id is not None and rows is not None and not 0 <= token_id < rows:
         given = what or f"--mask-token-id {token_id}"
-        raise ValueError(f"{given} is outside the target's embedding: its {rows} rows are the ids 0 to {rows - 1}.")
+        raise ValueError(f"{given} is outside the target's embedding of {rows} rows, ids 0 to {rows - 1}.")
 
 
 def positions_of(config: dict) -> int | None:
-    """Tokens that a target reads, as far as its configuration says, with those that a stretched rope adds."""
+    """A target's context length, as far as its configuration says, including rope scaling."""
     nested = config.get("text_config")
     text = nested if isinstance(nested, dict) else config
     length = text.get("max_position_embeddings", text.get("n_positions"))
     if not length or length < 0:
         return None
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    # Some count what they stretch (Qwen's YaRN), some what comes of it (Llama 3.1): then the original is named.
+    # Some give the length before scaling (Qwen's YaRN), some after it (Llama 3.1), which then name the original.
     trained = rope.get("original_max_position_embeddings") or length
     return int(max(length, trained * (rope.get("factor") or 1.0)))

@@ -2,8 +2,8 @@
 Converting a drafter between the layout that engines serve (`"z-lab"`), transformers' own (`"native"`) and llama.cpp's
 file (`"gguf"`).
 
-Every layout that `DFlashDraftModel.from_pretrained` reads comes in, `.gguf` files, and `.pt` checkpoints (tensors
-alone, nothing in them is executed). Native folders load as `MuseGlimmerAssistantModel` without any code beside them.
+Sources: every layout that `DFlashDraftModel.from_pretrained` reads, `.gguf` files, and `.pt` checkpoints (tensors
+only, nothing in them is executed). Native folders load as `MuseGlimmerAssistantModel` without any code next to them.
 """
 
 import copy
@@ -21,7 +21,7 @@ from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.names import LAYOUTS
 
 
-# Keys of `MuseGlimmerAssistantConfig`, and vocab_size, for which engines would take Muse's.
+# Keys of `MuseGlimmerAssistantConfig`, and vocab_size, for which engines would use Muse's.
 _NATIVE_KEYS = (
     "hidden_size",
     "intermediate_size",
@@ -61,34 +61,34 @@ def convert(
 
     Args:
         src (`str` or `Path`): A folder or repository of any published layout, or a `.gguf` or `.pt` file.
-        dst (`str` or `Path`): A folder that does not exist yet, or is empty. It appears whole or not at all.
-        to (`str`): `"z-lab"`: what vLLM and SGLang serve, with our code beside it. `"native"`: for plain transformers;
-            only drafters of full, bidirectional, bias-free attention can be expressed in it. `"gguf"`: one file for
-            llama.cpp, whose limits [`~dflash_hf.gguf_format.limits`] names.
-        config (`str` or `Path`, *optional*): The `config.json` of a `.pt` file; default: the one in its folder.
+        dst (`str` or `Path`): A folder that does not exist yet, or is empty. Written completely or not at all.
+        to (`str`): `"z-lab"`: served by vLLM and SGLang, with our code next to it. `"native"`: for plain transformers;
+            only drafters with full, bidirectional, bias-free attention can be expressed in it. `"gguf"`: one file for
+            llama.cpp, whose limits [`~dflash_hf.gguf_format.limits`] lists.
+        config (`str` or `Path`, *optional*): The `config.json` of a `.pt` file; default: `config.json` in its folder.
         revision (`str`, *optional*): Branch, tag or commit of a repository.
-        dtype (`str`, *optional*): Of the weights, such as `"bfloat16"`; of a GGUF file also `"q8_0"`. Default: as
-            they are.
-        share_head (`bool`): A drafter with a reduced vocabulary gives up its own head and drafts all tokens with the
-            target's, for engines that know no other.
-        target (`str` or `Path`, *optional*): Of a GGUF file: the target's, or its folder or repository, whose
-            tokenizer goes into it.
+        dtype (`str`, *optional*): Dtype of the weights, such as `"bfloat16"`; for a GGUF file also `"q8_0"`. Default:
+            unchanged.
+        share_head (`bool`): Drop the own head of a drafter with a reduced vocabulary and draft all tokens with the
+            target's head, for engines that support no other.
+        target (`str` or `Path`, *optional*): For a GGUF file: the target's GGUF file, folder or repository, whose
+            tokenizer is included.
 
     Returns:
         `Path`: `dst`.
 
     Raises:
-        `ValueError`: the drafter cannot be expressed in that layout, or is none; says why.
-        `FileExistsError`: `dst` is there, and no empty folder.
+        `ValueError`: the drafter cannot be expressed in that layout, or `src` is not a drafter; says why.
+        `FileExistsError`: `dst` exists and is not an empty folder.
     """
     if to not in LAYOUTS:
         raise ValueError(f"to={to!r} must be one of {', '.join(LAYOUTS)}.")
     if (to == "gguf") != (target is not None):
-        raise ValueError("to='gguf' needs `target`, whose tokenizer the file contains, and no other layout takes it.")
+        raise ValueError("to='gguf' needs `target`, whose tokenizer the file contains; other layouts do not take it.")
     if (to == "gguf") != is_gguf(dst):
-        raise ValueError(f"dst={str(dst)!r} must end with .gguf where to='gguf', and nowhere else.")
+        raise ValueError(f"dst={str(dst)!r} must end with .gguf if to='gguf', and only then.")
     if dtype == "q8_0" and to != "gguf":
-        raise ValueError(f"dtype='q8_0' is of GGUF files alone, not of to={to!r}.")
+        raise ValueError(f"dtype='q8_0' is for GGUF files only, not for to={to!r}.")
     dst = Path(dst)
     if dst.is_file() or (dst.is_dir() and (to == "gguf" or any(dst.iterdir()))):
         raise FileExistsError(f"{dst} exists; name a new {'file' if to == 'gguf' else 'folder'}.")
@@ -123,13 +123,13 @@ def native_obstacle(draft: DFlashDraftModel) -> str | None:
     extra = [n for n in draft.state_dict() if n not in plain and not n.startswith("layers.")]
     extra += [n for n in draft.state_dict() if ".attention_conv." in n or ".mlp_conv." in n]
     if extra:
-        return f"it has {extra[0]}, of DFlash 2, another head, a reduced vocabulary or an embedding of its own"
+        return f"it has {extra[0]}, which belongs to DFlash 2, another head, a reduced vocabulary or its own embedding"
     if config.attention_bias:
-        return "attention_bias is true, and native projections have no bias"
+        return "attention_bias is true, but native projections have no bias"
     if "sliding_attention" in config.layer_types:
-        return f"layer_types={config.layer_types} hold sliding layers, whose windows native masks count differently"
+        return f"layer_types={config.layer_types} has sliding layers, whose windows native masks count differently"
     if any(config.layer_is_causal(i) for i in range(config.num_hidden_layers)):
-        return "its attention is causal inside the block, and native attention is bidirectional"
+        return "its attention is causal inside the block, but native attention is bidirectional"
     if config.target_hidden_size != config.hidden_size:
         return f"target_hidden_size={config.target_hidden_size} is not hidden_size={config.hidden_size}"
     dim = config.head_dim
@@ -148,7 +148,7 @@ def native_obstacle(draft: DFlashDraftModel) -> str | None:
         if ours is not None and ours != value:
             return f"{key}={ours}, which the native model does not have"
     if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        return f"partial_rotary_factor={config.rope_parameters['partial_rotary_factor']}: native heads rotate whole"
+        return f"partial_rotary_factor={config.rope_parameters['partial_rotary_factor']}: native heads rotate fully"
     return None
 
 
@@ -162,8 +162,8 @@ def _with_shared_head(draft: DFlashDraftModel) -> DFlashDraftModel:
     for name, tensor in shared.state_dict().items():
         if tensors[name].shape != tensor.shape:
             raise ValueError(
-                f"share_head=True: {name} knows the {draft.config.draft_vocab_size} tokens of the drafter alone, and "
-                f"is a part of its {draft.config.head.name}; train it over the whole vocabulary instead."
+                f"share_head=True: {name} only covers the {draft.config.draft_vocab_size} tokens of the drafter, and "
+                f"is part of its {draft.config.head.name}; train it over the whole vocabulary instead."
             )
     shared.load_state_dict(tensors)
     return shared
@@ -180,7 +180,7 @@ def _save_native(draft: DFlashDraftModel, folder: Path) -> None:
     config = draft.config.to_dict()
     native = {key: config[key] for key in _NATIVE_KEYS if config.get(key) is not None}
     native |= {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"}
-    # Absent, these would become Muse's own ids.
+    # If absent, these would become Muse's own ids.
     native |= {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     native["dtype"] = native["torch_dtype"] = str(draft.dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(native, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -193,18 +193,18 @@ def _unpack(file: Path, config: str | Path | None, folder: Path) -> Path:
     """A `.pt` file and its configuration as a folder of safetensors."""
     config = Path(config) if config is not None else file.parent / "config.json"
     if not config.is_file():
-        raise ValueError(f"{file} comes without {config}; name the drafter's config.json with `config`.")
+        raise ValueError(f"{file} has no {config}; name the drafter's config.json with `config`.")
     try:
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except Exception as error:  # truncated, not a checkpoint, or objects that would have to be executed
+    except Exception as error:  # truncated, not a checkpoint, or contains objects that would be executed
         raise ValueError(
-            f"{file} cannot be read as tensors alone: {(str(error) or repr(error)).splitlines()[0]}"
+            f"{file} cannot be read as plain tensors: {(str(error) or repr(error)).splitlines()[0]}"
         ) from error
     for wrapper in ("draft_state_dict", "state_dict", "model_state_dict", "model"):
         if isinstance(state, dict) and isinstance(state.get(wrapper), dict):
             state = state[wrapper]
     if not isinstance(state, dict) or not any(isinstance(value, torch.Tensor) for value in state.values()):
-        raise ValueError(f"{file} holds no dictionary of tensors, plain or under 'state_dict' or 'model'.")
+        raise ValueError(f"{file} holds no dictionary of tensors, at the top or under 'state_dict' or 'model'.")
     tensors = {name: value.clone() for name, value in state.items() if isinstance(value, torch.Tensor)}
     folder.mkdir()
     shutil.copyfile(config, folder / "config.json")

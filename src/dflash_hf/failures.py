@@ -1,4 +1,4 @@
-"""Every error as one line: what went wrong, where, and what to do."""
+"""Every error as one line: the problem, the place and the remedy."""
 
 import errno
 import traceback
@@ -18,14 +18,14 @@ def explain(error: BaseException, again: str = "run the same command again") -> 
     One line about an error.
 
     Args:
-        error (`BaseException`): What a command raised.
+        error (`BaseException`): The error that a command raised.
         again (`str`): How to resume the command.
     """
     chain = list(_causes(error))
     texts = [str(one) for one in chain]
     if any(_errno(one) in (errno.ENOSPC, errno.EDQUOT) for one in chain) or _holds(texts, _FULL):
         where = next((one.filename for one in chain if isinstance(one, OSError) and one.filename), None)
-        return one_line(f"the disk is full{f' ({where})' if where else ''}: free some space there, then {again}")
+        return one_line(f"the disk is full{f' ({where})' if where else ''}: free some space, then {again}")
     if any(isinstance(one, MemoryError) or type(one).__name__ == "OutOfMemoryError" for one in chain) or (
         isinstance(error, RuntimeError) and _holds(texts, _MEMORY)
     ):
@@ -65,7 +65,7 @@ def _holds(texts: list[str], signs: tuple[str, ...]) -> bool:
 
 
 def _about_memory(texts: list[str]) -> str:
-    """The sentence that says so; torch names a line of its own code first."""
+    """The sentence about memory; torch names a line of its own code first."""
     sentences = [sentence for text in texts for sentence in text.split(". ")]
     return one_line(next((one for one in sentences if _holds([one], _MEMORY)), ""), 100)
 

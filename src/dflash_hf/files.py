@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, one writer at a time, and digests that tell contents apart."""
+"""Files that are complete or absent, with one writer at a time, and digests of contents."""
 
 import hashlib
 import json
@@ -20,8 +20,8 @@ LOCK_FILE = ".lock"
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
     """
-    A path beside `path` to write to, which takes its name when the block ends; after an exception, Ctrl-C included,
-    it is gone and `path` is as it was.
+    A path next to `path` to write to, which replaces `path` when the block ends; after an exception, Ctrl-C included,
+    it is removed and `path` is unchanged.
     """
     half = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.half")
     try:
@@ -32,17 +32,17 @@ def atomic(path: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, value) -> None:
-    """Write a JSON file in one step."""
+    """Write a JSON file atomically."""
     with atomic(path) as half:
         half.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
 def read_json(path: str | Path) -> dict:
     """
-    The JSON object that a file holds.
+    The JSON object in a file.
 
     Raises:
-        `ValueError`: it holds something else, or cannot be read; says so in a line.
+        `ValueError`: it holds something else, or cannot be read.
     """
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -55,12 +55,12 @@ def read_json(path: str | Path) -> dict:
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {one_line(error)}.") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold one JSON object.")
+        raise ValueError(f"{path} must contain one JSON object.")
     return value
 
 
 def digest_of(value) -> str:
-    """Tells texts, and whatever JSON can say, apart: 16 hexadecimal digits."""
+    """A digest of a text or any JSON value: 16 hexadecimal digits."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -74,7 +74,7 @@ def digest_of_file(path: Path) -> str:
 
 
 def differences(before: dict, now: dict) -> list[str]:
-    """What has one value in `before` and another in `now`, in words; a name that only one of them has is no matter."""
+    """Values that differ between `before` and `now`, in words; names that only one of them has are ignored."""
     return [
         f"{name}={before[name]!r}, not {value!r}"
         for name, value in now.items()
@@ -84,11 +84,11 @@ def differences(before: dict, now: dict) -> list[str]:
 
 def lock(file, path: Path) -> None:
     """
-    Lock an open file for as long as it is open; the lock also ends with its process, however that ends.
+    Lock an open file for as long as it is open; the lock also ends with its process, even if that is killed.
 
     Args:
-        file: Open for writing; network file systems lock no others.
-        path (`Path`): What to name in the error.
+        file: Open for writing; network file systems only lock such files.
+        path (`Path`): The path to name in the error.
 
     Raises:
         `ValueError`: another process holds it.
@@ -102,13 +102,13 @@ def lock(file, path: Path) -> None:
     except BlockingIOError as error:
         raise ValueError(f"{path} is being written by another process; wait for it, or stop it.") from error
     except OSError as error:
-        logger.warning(f"{path} cannot be locked ({error.strerror}): make sure that no second process writes there.")
+        logger.warning(f"{path} cannot be locked ({error.strerror}): make sure that no other process writes to it.")
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """
-    Write into a folder alone; it is made if there is none.
+    Exclusive write access to a folder, which is created if it does not exist.
 
     Raises:
         `ValueError`: another process writes there.
@@ -117,7 +117,7 @@ def locked(folder: Path) -> Iterator[None]:
     path = folder / LOCK_FILE
     with path.open("ab") as file:
         lock(file, folder)
-        # The holder before removes its file: one that was opened just then is a lock on nothing.
+        # The previous holder removes its file: a file opened just before that locks nothing.
         if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
             raise ValueError(f"{folder} was being written by another process until now; try again.")
         try:

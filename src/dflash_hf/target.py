@@ -17,7 +17,7 @@ from dflash_hf.modeling.target_dflash import FeatureTap, check_pair, decoder_lay
 from dflash_hf.responses import eos_ids, responses
 
 
-# Of each target and attention implementation: does it keep the documents of a row apart?
+# Whether a target with an attention implementation keeps the documents of a row apart.
 _packs: "weakref.WeakKeyDictionary[nn.Module, dict[str, bool]]" = weakref.WeakKeyDictionary()
 
 
@@ -26,18 +26,18 @@ class TargetOutput:
     """One forward of the target."""
 
     features: torch.Tensor  # [N, S, L*H]  outputs of the tapped layers
-    last_hidden_state: torch.Tensor | None  # [N, S, H]    after the final norm, what the head reads; if it was needed
+    last_hidden_state: torch.Tensor | None  # [N, S, H]    after the final norm, the head's input; if requested
 
 
 def freeze(target: PreTrainedModel) -> PreTrainedModel:
-    """Put a target in evaluation mode and take the gradient from all of its parameters; returns it."""
+    """Put a target in evaluation mode and disable the gradients of all its parameters; returns it."""
     return target.requires_grad_(False).eval()
 
 
 def digest_of_target(target) -> dict[str, str]:
     """
     Digests of a target's `ends` (embedding and head) and of its `layers`: names, shapes and 64 values of every
-    parameter, rounded to bf16, so that the dtype of loading does not matter. A part on the meta device has none.
+    parameter, rounded to bf16, so that the loading dtype does not matter. A part on the meta device has no digest.
     """
     ends = {id(target.get_input_embeddings().weight), *map(id, target.get_output_embeddings().parameters())}
     parts: dict[str, list] = {"ends": [], "layers": []}
@@ -60,8 +60,8 @@ def digest_of_parameters(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 def check_fit(draft_config, target: PreTrainedModel) -> None:
     """
-    Whether a drafter can be trained for a target: `check_pair`, a mask token that no text ends with, and an embedding
-    and a head that can be read.
+    Check that a drafter can be trained for a target: `check_pair`, a mask token that ends no text, and a readable
+    embedding and head.
 
     Raises:
         `ValueError`: names argument, value and remedy.
@@ -94,7 +94,7 @@ def target_forward(
     Args:
         target (`PreTrainedModel`): The frozen target.
         layer_ids (`list[int]`): Id `i` is the output of decoder layer `i`.
-        input_ids, attention_mask, position_ids: `[N, S]`. Positions that start again, without an attention mask, are
+        input_ids, attention_mask, position_ids: `[N, S]`. Positions that restart, without an attention mask, mark
             packed documents, which do not see each other.
     """
     with _tapped(target, layer_ids) as (own, tap):
@@ -118,7 +118,7 @@ def target_features(
 
 @contextmanager
 def _tapped(target: PreTrainedModel, layer_ids: list[int]):
-    """The target with modules of the caller's own, which run eagerly (sharded as a whole: as it is), and their tap."""
+    """The target with private copies of its modules, run eagerly (unchanged if sharded as a whole), and their tap."""
     layers = decoder_layers(target)
     sharded = isinstance(target, FSDPModule)
     with nullcontext(target) if sharded else isolated(target, [layers[max(i, 0)] for i in layer_ids]) as own:
@@ -128,7 +128,7 @@ def _tapped(target: PreTrainedModel, layer_ids: list[int]):
 
 @contextmanager
 def _cut_above(target: PreTrainedModel, layer_id: int) -> Iterator[None]:
-    # A hook that raises would be shorter, and leave a sharded or offloaded target in the middle of its forward.
+    # A hook that raises would be shorter, but would abort a sharded or offloaded target in the middle of its forward.
     layers = decoder_layers(target)
     parent, name = next(
         (module, name) for module in target.modules() for name, child in module.named_children() if child is layers
@@ -144,7 +144,7 @@ def _decoder_forward(target, input_ids, attention_mask, position_ids) -> torch.T
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
     if not isinstance(target, FSDPModule):
         return target.get_decoder()(**inputs, use_cache=False).last_hidden_state
-    # Sharded as a whole: its parts cannot run alone.
+    # Sharded as a whole: its parts cannot run separately.
     states = []
     keep = target.get_decoder().register_forward_hook(lambda _, args, output: states.append(output.last_hidden_state))
     try:
@@ -156,12 +156,12 @@ def _decoder_forward(target, input_ids, attention_mask, position_ids) -> torch.T
 
 def target_logits(target: PreTrainedModel, states: torch.Tensor, ids: torch.LongTensor | None = None) -> torch.Tensor:
     """
-    The target's logits `[..., V]` from its final hidden states `[..., H]`, scaled and capped as in its forward; those
-    of the tokens `ids` `[v]` alone as `[..., v]`.
+    The target's logits `[..., V]` from its final hidden states `[..., H]`, scaled and capped as in its forward; with
+    `ids` `[v]`, only the logits `[..., v]` of these tokens.
     """
     config = target.config.get_text_config()
     head = target.get_output_embeddings()
-    # Stored states may be of half the target's precision.
+    # Stored states may have half the target's precision.
     dtype = head.weight.dtype if head.weight.is_floating_point() else states.dtype
     states = states.to(device=head.weight.device, dtype=dtype)
     if ids is not None and type(head) is nn.Linear:
@@ -180,10 +180,10 @@ def target_logits(target: PreTrainedModel, states: torch.Tensor, ids: torch.Long
 @torch.no_grad()
 def check_logits(target: PreTrainedModel) -> None:
     """
-    Whether [`target_logits`] are those of the target's forward.
+    Check that [`target_logits`] equal the logits of the target's forward.
 
     Raises:
-        `ValueError`: they are not, so that its distribution is not known here.
+        `ValueError`: they do not, so the target's distribution is unknown.
     """
     input_ids = torch.tensor([[1, 2, 3, 4]], device=target.device)
     states = _decoder_forward(target, input_ids, None, None)
@@ -192,17 +192,17 @@ def check_logits(target: PreTrainedModel) -> None:
     if not torch.allclose(ours, expected, atol=1e-2 * expected.abs().max().item(), rtol=0):
         raise ValueError(
             f"loss_type='kl' and 'dpace_kl' need the target's distribution, but the logits of {type(target).__name__} "
-            "are not its head's, scaled and capped by its configuration; choose loss_type='ce' or 'dpace'."
+            "are not its head's output, scaled and capped by its configuration; use loss_type='ce' or 'dpace'."
         )
 
 
 def packed_masks(target: PreTrainedModel, layer_ids: list[int], batch: dict[str, torch.Tensor]) -> dict:
     """
-    What keeps the sequences of a batch apart in a forward of the target: `attention_mask`, or for packed rows
-    `position_ids` alone, from which transformers' targets tell where a document begins.
+    The arguments that keep the sequences of a batch apart in a forward of the target: `attention_mask`, or for packed
+    rows only `position_ids`, from which transformers models infer where a document starts.
 
     Raises:
-        `ValueError`: the rows are packed, and the target lets documents read one another.
+        `ValueError`: the rows are packed, but documents see each other in this target.
     """
     if "position_ids" not in batch:
         return {"attention_mask": batch["attention_mask"]}
@@ -211,15 +211,15 @@ def packed_masks(target: PreTrainedModel, layer_ids: list[int], batch: dict[str,
         known[kind] = _keeps_documents_apart(target, layer_ids)
     if not known[kind]:
         raise ValueError(
-            f"packing=True, but {type(target).__name__} with attn_implementation={kind!r} lets the documents of a row "
-            "read one another: set packing=False, or load it with attn_implementation='sdpa' if it has attention "
+            f"packing=True, but in {type(target).__name__} with attn_implementation={kind!r} the documents of a row "
+            "see each other: set packing=False, or load it with attn_implementation='sdpa' if it has attention "
             "layers only."
         )
     return {"position_ids": batch["position_ids"]}
 
 
 def _keeps_documents_apart(target: PreTrainedModel, layer_ids: list[int]) -> bool:
-    """Whether the second of two packed documents has the features that it has alone."""
+    """Whether the second of two packed documents has the same features as alone."""
     ids = torch.arange(1, 9, device=target.device).repeat(2, 1)  # [2, 8]; some kernels pack single rows only
     positions = torch.arange(4, device=target.device).repeat(2, 2)
     alone = target_features(target, layer_ids, ids[:, 4:])
@@ -240,9 +240,9 @@ def target_labels(
     The target's own next token after each prefix, as labels by position: entry `p` is its argmax at `p - 1`.
 
     Args:
-        last_hidden_state (`torch.Tensor`): `[N, S, H]` of [`target_forward`].
-        input_ids, loss_mask: `[N, S]`; where the mask is 0, and at position 0, the data's token stays.
-        chunk_size (`int`): Positions of one pass through the head.
+        last_hidden_state (`torch.Tensor`): `[N, S, H]`, from [`target_forward`].
+        input_ids, loss_mask: `[N, S]`; where the mask is 0, and at position 0, the data's token is kept.
+        chunk_size (`int`): Positions per pass through the head.
 
     Returns:
         `torch.LongTensor` `[N, S]`.
@@ -266,18 +266,18 @@ def generate_responses(
     seed: int = 0,
 ) -> list[list[int]]:
     """
-    The target's own responses to prompts, what a drafter should be trained on.
+    The target's own responses to prompts, the text that a drafter should be trained on.
 
-    The mask token is suppressed: in the data it would stand for itself and for an unknown token.
+    The mask token is suppressed: in the data it would mean both itself and an unknown token.
 
     Args:
         prompts (`Sequence[Sequence[int]]`): Prompt ids, chat template applied.
         max_new_tokens (`int`): Longest response.
-        mask_token_id (`int`): The drafter's mask token; `None` if it is not yet known.
+        mask_token_id (`int`): The drafter's mask token; `None` if it is not known yet.
         batch_size (`int`, *optional*): Rows that decode together; see [`~dflash_hf.responses.responses`].
         generation_config (`GenerationConfig`): Sampling, end-of-sequence ids. Default: the target's.
-        draft (`DFlashDraftModel`, *optional*): A drafter, for speed alone.
-        seed (`int`): Of samples.
+        draft (`DFlashDraftModel`, *optional*): A drafter, for speed only.
+        seed (`int`): Seed for sampling.
 
     Returns:
         `list[list[int]]`: Responses in the order of `prompts`, each up to and including its end-of-sequence token.
@@ -295,7 +295,7 @@ def generate_responses(
 
 
 def without_token(generation_config: GenerationConfig, token_id: int | None) -> GenerationConfig:
-    """A configuration under which a token is never generated."""
+    """A configuration with which a token is never generated."""
     config = copy.deepcopy(generation_config)
     if token_id is not None:
         config.suppress_tokens = [*(config.suppress_tokens or []), token_id]
@@ -303,6 +303,6 @@ def without_token(generation_config: GenerationConfig, token_id: int | None) -> 
 
 
 def spare_token_id(target: PreTrainedModel, tokenizer) -> int | None:
-    """The first row of a target's embedding that its tokenizer never uses, the natural mask token, or `None`."""
+    """The first row of a target's embedding that its tokenizer never uses, a natural mask token; or `None`."""
     rows = target.get_input_embeddings().weight.shape[0]
     return len(tokenizer) if len(tokenizer) < rows else None

@@ -27,17 +27,17 @@ class UsageError(ValueError):
 
 
 class DetailedError(ValueError):
-    """An error whose message may be longer than others', since every part of it is needed."""
+    """An error with a longer message than others, since every part of it is needed."""
 
 
 @dataclass
 class Outcome:
     """
-    What a command did.
+    The outcome of a command.
 
     Args:
         code (`int`): The exit status.
-        facts (`dict`): What `--json` prints.
+        facts (`dict`): The output of `--json`.
     """
 
     code: int = 0
@@ -45,7 +45,7 @@ class Outcome:
 
 
 def one_line(message: object, limit: int = LONGEST_LINE) -> str:
-    """A message on one line of at most `limit` characters, its middle left out, and without tokens of the Hub."""
+    """A message on one line of at most `limit` characters, shortened in the middle, and without Hub tokens."""
     text = _TOKEN.sub("hf_...", " ".join(str(message).split()))
     if len(text) <= limit:
         return text
@@ -59,12 +59,12 @@ def install(extra: str) -> str:
 
 
 def is_secret(name: str) -> bool:
-    """Whether a setting of that name is a secret."""
+    """Whether a setting of this name is a secret."""
     return bool(_SECRET.search(name))
 
 
 def wants_color(choice: bool | None, stream) -> bool:
-    """`--color` and `--no-color` decide; else `NO_COLOR`; else whether the output is a terminal, and no dumb one."""
+    """`--color` and `--no-color` decide, then `NO_COLOR`, then whether the output is a terminal that is not dumb."""
     if choice is not None:
         return choice
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb" and stream.isatty()
@@ -111,7 +111,7 @@ def template_arguments(text: str | None) -> dict | None:
 
 
 def _number(kind: type, name: str, fits: Callable[[float], bool], must: str) -> Callable[[str], Any]:
-    """A reader of numbers for argparse; `name` appears in its errors."""
+    """A number parser for argparse; `name` appears in its errors."""
 
     def read(text: str):
         value = kind(text)
@@ -139,23 +139,23 @@ amount = _number(float, "amount", lambda value: 0 < value < math.inf, "must be a
 
 
 def dtype(text: str) -> str:
-    """The name of a dtype, in short or in full."""
+    """The name of a dtype, short or full."""
     name = SHORT_DTYPES.get(text, text)
-    if name not in ("auto", *DTYPES, Q8):  # of GGUF files; a command that writes none names its choices
+    if name not in ("auto", *DTYPES, Q8):  # GGUF files only; other commands restrict their choices
         known = f"{', '.join(('auto', *DTYPES))} (or {', '.join(SHORT_DTYPES)})"
         raise argparse.ArgumentTypeError(f"{text!r} is not one of {known}")
     return name
 
 
 def device(text: str) -> str:
-    """The name of a device; whether it is there is asked by [`~dflash_hf.pairs.device_of`], which imports torch."""
+    """The name of a device; [`~dflash_hf.pairs.device_of`], which imports torch, checks whether it exists."""
     if not re.fullmatch(r"auto|meta|(cpu|cuda|mps|xpu|npu|hpu)(:\d+)?", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a device; say cpu, cuda, cuda:1, mps, ... or auto")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a device; use cpu, cuda, cuda:1, mps, ... or auto")
     return text
 
 
 def readable_file(text: str) -> Path:
-    """A file that is there and may be read."""
+    """An existing, readable file."""
     path = Path(text).expanduser()
     try:
         with path.open("rb"):
@@ -165,7 +165,7 @@ def readable_file(text: str) -> Path:
 
 
 def output_path(text: str) -> Path:
-    """A file or folder that can be written: found out now, not after hours of work."""
+    """A file or folder that can be written: checked now, not after hours of work."""
     path = Path(text).expanduser()
     try:
         check_writable(path)
@@ -175,7 +175,7 @@ def output_path(text: str) -> Path:
 
 
 def output_folder(text: str) -> Path:
-    """A folder, there or not, that can be written to."""
+    """A writable folder, which need not exist yet."""
     path = output_path(text)
     if path.is_file():
         raise argparse.ArgumentTypeError(f"{text} is a file; name a folder")
@@ -184,7 +184,7 @@ def output_folder(text: str) -> Path:
 
 def check_writable(path: Path) -> None:
     """
-    Try to write where `path` is, or would be made. Nothing stays there.
+    Try to write where `path` is or would be created, leaving nothing behind.
 
     Raises:
         `OSError`: it cannot be written.
@@ -204,7 +204,7 @@ def read_text(path: Path) -> str:
     A text file in UTF-8, with or without a byte order mark.
 
     Raises:
-        `ValueError`: it is something else; names file and line.
+        `ValueError`: it has another encoding; names file and line.
     """
     content = Path(path).read_bytes()
     try:
@@ -223,7 +223,7 @@ def stdin_lines() -> Iterator[str]:
     Standard input line by line, in UTF-8 whatever the locale, with or without a byte order mark.
 
     Raises:
-        `ValueError`: it is something else; names the line.
+        `ValueError`: it has another encoding; names the line.
     """
     for number, line in enumerate(getattr(sys.stdin, "buffer", None) or sys.stdin, start=1):
         try:
@@ -239,9 +239,9 @@ def stdin_lines() -> Iterator[str]:
 
 class Echo:
     """
-    Prints lines immediately; with `--json` on standard error, so that standard output holds the result only.
+    Prints lines immediately; with `--json` to standard error, so that standard output only holds the result.
 
-    A closed pipe, as of `| head`, does not stop the work: files are still completed.
+    A closed pipe, as with `| head`, does not stop the work: files are still completed.
     """
 
     note = staticmethod(note)

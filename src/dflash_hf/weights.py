@@ -1,4 +1,4 @@
-"""Whether the weights of a folder are numbers at all."""
+"""Checks that the weights in a folder are finite."""
 
 from pathlib import Path
 
@@ -14,10 +14,10 @@ def check_finite_weights(folder: str | Path) -> None:
     Read every tensor of a drafter's safetensors, one at a time.
 
     Args:
-        folder (`str` or `Path`): A local folder with `model.safetensors`, whole or in shards.
+        folder (`str` or `Path`): A local folder with `model.safetensors`, in one file or in shards.
 
     Raises:
-        `ValueError`: some are inf or NaN; names the first of them, and says what to do.
+        `ValueError`: some are inf or NaN; names the first tensor and the remedy.
         `OSError`: there are no weights.
     """
     wrong, count, total = [], 0, 0
@@ -31,13 +31,13 @@ def check_finite_weights(folder: str | Path) -> None:
     if wrong:
         others = f" and {len(wrong) - 1} more tensors" if len(wrong) > 1 else ""
         raise ValueError(
-            f"{folder}: {count:,} of {total:,} weights are not finite (inf or NaN), in {wrong[0]}{others}: it drafts "
-            "nothing. Take an earlier checkpoint, or train again with a lower learning_rate."
+            f"{folder}: {count:,} of {total:,} weights are not finite (inf or NaN), in {wrong[0]}{others}: it cannot "
+            "draft. Use an earlier checkpoint, or train again with a lower learning_rate."
         )
 
 
 def is_finite(tensors) -> bool:
-    """Whether all numbers of some tensors are finite; of sharded ones, of this process's part. Waits only once."""
+    """Whether all values of some tensors are finite; of sharded tensors, this process's part. Syncs only once."""
     parts = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     flags = [part.detach().isfinite().all() for part in parts]
     return not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())

@@ -1,6 +1,6 @@
 """
-Work that waits for a module: `import dflash_hf` must cost nothing, while what it changes lies in modules that take
-seconds to import and may never be needed.
+Actions that wait for a module: `import dflash_hf` must be free, but the modules that it changes take seconds to import
+and may never be needed.
 """
 
 import importlib.util
@@ -13,7 +13,7 @@ _waiting: dict[str, Callable[[], object]] = {}
 
 def when_imported(name: str, action: Callable[[], object]) -> None:
     """
-    Run `action` as soon as module `name` has been executed; at once if it has been already.
+    Run `action` as soon as module `name` has been executed, or immediately if it already has.
 
     Args:
         name (`str`): Full name of a module.
@@ -28,7 +28,7 @@ def when_imported(name: str, action: Callable[[], object]) -> None:
 
 
 class _Finder:
-    """Finds nothing itself: it lets the other finders find a module that is waited for, and adds the action."""
+    """Finds nothing itself: it lets the other finders find an awaited module, and adds the action."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):

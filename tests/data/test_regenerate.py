@@ -135,7 +135,7 @@ def test_what_a_kill_leaves_is_repaired_and_finished(folder, data, tmp_path, cap
         assert code == 0
         finished = next(n for n in range(len(lines), -1, -1) if sum(map(len, lines[:n])) <= cut)
         assert f"{finished} of 12 rows are finished" in out
-        assert ("half-written" in out) == (cut > sum(map(len, lines[:finished])))
+        assert ("removed an incomplete line" in out) == (cut > sum(map(len, lines[:finished])))
         assert output.read_bytes().startswith(b"".join(lines[:finished]))
         assert check_complete(output) == expected
 
@@ -167,10 +167,10 @@ def test_it_is_said_how_long_it_will_take(folder, data, tmp_path, capsys):
     output = tmp_path / "out.jsonl"
     code, out, _ = regenerate(capsys, data, folder, output, "--device", "cpu", "--batch-size", "4")
     assert code == 0
-    assert re.search(r"0 of 12 rows are finished\n4 rows at a time, [\d,]+ tokens a second: at most \d+ s\n", out)
+    assert re.search(r"0 of 12 rows are finished\n4 rows at a time, [\d,]+ tokens/s: at most \d+ s\n", out)
     assert re.search(r"at most \d+ s\nabout \d+ s to go\n12 of 12 rows are in", out)
     code, out, _ = regenerate(capsys, data, folder, tmp_path / "fast.jsonl", "--device", "cpu")
-    assert code == 0 and re.search(r"8 rows at a time, [\d,]+ tokens a second: at most", out)
+    assert code == 0 and re.search(r"8 rows at a time, [\d,]+ tokens/s: at most", out)
     assert check_complete(tmp_path / "fast.jsonl") == check_complete(output)
 
 
@@ -452,7 +452,7 @@ def test_wrong_options_are_told_in_one_line(data, tmp_path, capsys):
     for options in (("--compile",), ("--tree-nodes", "3"), ("--draft-temperature", "1")):
         options = ("--server", "http://127.0.0.1:1", *options)
         code, _, error = regenerate(capsys, data, tmp_path / "absent", tmp_path / "out.jsonl", *options)
-        assert code == 1 and "decodes itself: leave out" in error
+        assert code == 1 and "decodes them itself: leave out" in error
     options = ("--temperature", "0", "--draft-temperature", "1")
     code, _, error = regenerate(capsys, data, tmp_path / "absent", tmp_path / "out.jsonl", *options)
     assert code == 2 and "--draft-temperature 1 has no effect in greedy decoding" in error

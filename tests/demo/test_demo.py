@@ -55,7 +55,7 @@ def test_a_curve_has_a_bar_for_each_decoding_and_a_mark():
     curve.on_log(None, None, None, logs={"tau": 4.0})
     assert len(lines) == len(curve.points) == 2 and curve.points[1][1] == 4.0
     assert "tau 1.00" in lines[0] and lines[0].count("\u2588") == 0 and lines[0].count("|") == 2
-    assert lines[1].count("\u2588") == 39 and "the bundled one: 2.50" in lines[1]
+    assert lines[1].count("\u2588") == 39 and "the bundled drafter: 2.50" in lines[1]
 
 
 @pytest.mark.real

@@ -160,7 +160,7 @@ def test_facts_are_read_from_the_folder(folder):
 
 def test_facts_that_the_hub_would_refuse():
     for wrong in ({"base_model": "a/b/c"}, {"base_model": "a b"}, {"base_model": "a/b", "datasets": ["x y"]}):
-        with pytest.raises(ValueError, match="is not the id of a repository"):
+        with pytest.raises(ValueError, match="is not a repository id"):
             CardFacts(**wrong)
     with pytest.raises(ValueError, match="base_model_relation='drafter' must be one of"):
         CardFacts("a/b", base_model_relation="drafter")

@@ -400,7 +400,7 @@ def test_a_conversion_is_offered_only_where_it_is_possible(folder):
     assert "`dflash convert` writes a folder" in errors(check(folder))["architectures"].message
     edit_tensors(folder, lambda t: t.pop("fc.weight"))
     message = errors(check(folder))["architectures"].message
-    assert "nor does this package read it: " in message and "dflash convert" not in message
+    assert "this package cannot read it either: " in message and "dflash convert" not in message
     edit(folder, architectures=["DFlashDraftModel"])
     edit_tensors(folder, lambda t: t.update({"extra.weight": torch.zeros(1)}))
     assert "dflash convert" not in errors(check(folder))["extra.weight"].message
@@ -582,7 +582,7 @@ def test_weights_are_read_where_that_is_asked_for(value, folder, capsys):
 def test_weights_of_a_repository_are_not_downloaded_to_be_read(capsys):
     """The stand-in of a repository holds zeros, which are finite."""
     assert main(["check", "someone/draft", "--weights"]) == 1
-    assert "someone/draft is not a folder on this machine" in capsys.readouterr().err
+    assert "someone/draft is not a local folder" in capsys.readouterr().err
 
 
 def test_a_repository_is_checked_by_its_headers(hub, target, tmp_path):
@@ -610,7 +610,7 @@ def test_a_repository_is_checked_by_its_headers(hub, target, tmp_path):
 
 
 def test_a_repository_that_cannot_be_read(hub, monkeypatch, folder):
-    with pytest.raises(ValueError, match="someone/nothing is neither a local folder nor a repository"):
+    with pytest.raises(ValueError, match="someone/nothing is neither a local folder nor a readable repository"):
         check("someone/nothing")
     with pytest.raises(ValueError, match="someone/nothing cannot be read"):
         check(folder, target="someone/nothing")

@@ -234,7 +234,7 @@ def test_settings_of_other_assistants_are_followed_or_named(target, draft, caplo
     assert torch.equal(output.sequences, expected.sequences) and max(output.acceptance_lengths[0]) == 3
     output = target.generate(PROMPT, **options, assistant_model=draft, prompt_lookup_num_tokens=3)
     assert torch.equal(output.sequences, expected.sequences)
-    assert any("does not follow prompt_lookup_num_tokens=3" in record.getMessage() for record in caplog.records)
+    assert any("drafter ignores prompt_lookup_num_tokens=3" in record.getMessage() for record in caplog.records)
     draft.decoding_config.look_ahead = 4
     output = target.generate(PROMPT, **options, assistant_model=draft, assistant_confidence_threshold=0.7)
     assert torch.equal(output.sequences, expected.sequences)

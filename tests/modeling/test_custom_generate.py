@@ -171,7 +171,7 @@ def test_names_that_are_unknown_or_no_drafter(target, tmp_path):
     with pytest.raises(ValueError, match="pass it as `assistant_model`"):
         custom_generate_dflash.generate(target, input_ids=torch.tensor(PROMPT))
     target.model.save_pretrained(tmp_path / "target")
-    with pytest.raises(ValueError, match="Qwen3Model, which is no DFlash drafter"):
+    with pytest.raises(ValueError, match="Qwen3Model, not a DFlash drafter"):
         custom_generate_dflash.generate(target, str(tmp_path / "target"), input_ids=torch.tensor(PROMPT))
 
 

@@ -128,7 +128,7 @@ def test_what_cannot_be_followed_is_named(target, draft):
         with pytest.raises(ValueError, match=named):
             target.generate(**inputs, **options)
     config.generators = seeded(1, 2, 3)
-    with pytest.raises(ValueError, match=r"generators cannot be followed: the ranks"):
+    with pytest.raises(ValueError, match=r"generators cannot be used: the ranks"):
         target.generate(**inputs, **options, synced_gpus=True)
     # Greedy texts draw nothing.
     config.generators = []

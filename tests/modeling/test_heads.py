@@ -390,7 +390,7 @@ def test_engines_that_do_not_know_a_head_are_named(tmp_path):
 def test_a_head_over_few_tokens_cannot_share_the_targets(tmp_path):
     """It ended in torch's own list of sizes."""
     reduced(make_target()).save_pretrained(tmp_path / "few")
-    with pytest.raises(ValueError, match="memory.tokens.weight knows the 48 tokens of the drafter alone"):
+    with pytest.raises(ValueError, match="memory.tokens.weight only covers the 48 tokens of the drafter"):
         convert(tmp_path / "few", tmp_path / "whole", share_head=True)
 
 

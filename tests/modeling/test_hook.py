@@ -218,7 +218,7 @@ def test_what_newcomers_write_gets_a_sentence(target, draft, tmp_path):
     draft.save_pretrained(tmp_path)
     with pytest.raises(TypeError, match="is a name; `generate` takes a model, so load the drafter: `AutoModel"):
         target.generate(PROMPT, assistant_model=str(tmp_path))
-    with pytest.raises(TypeError, match="generates nothing alone; load it with `AutoModel.from_pretrained"):
+    with pytest.raises(TypeError, match="cannot generate on its own; load it with `AutoModel.from_pretrained"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
     assert not draft.can_generate() and not hasattr(draft, "generate")  # else remote code would be made generative
 
@@ -226,4 +226,4 @@ def test_what_newcomers_write_gets_a_sentence(target, draft, tmp_path):
 def test_a_dynamically_quantised_target_is_told_why_it_decodes_plainly(target):
     """It read that its cache cannot be rolled back; its logits depend on how many tokens are computed together."""
     quantised = torch.ao.quantization.quantize_dynamic(target, {torch.nn.Linear}, dtype=torch.qint8)
-    assert "computes other logits for several tokens than for one" in facts_of(quantised).why_plain([0], None)
+    assert "computes different logits for several tokens than for one" in facts_of(quantised).why_plain([0], None)

@@ -299,7 +299,7 @@ REFUSED = {
     ),
     "DSpark inside its target": (
         {**automodel_dspark(), "dspark_markov_rank": 256},
-        "dspark_markov_rank=256 is of a DSpark drafter inside its target's checkpoint",
+        "dspark_markov_rank=256 belongs to a DSpark drafter inside its target's checkpoint",
     ),
     "LiLiCorr": (zlab(nested={"projector_type": "lilicorr"}), "lilicorr is a LiLiCorr drafter.*lattice"),
     "LiLiCorrDraftModel": (zlab(architectures=["LiLiCorrDraftModel"]), "is a LiLiCorr drafter"),
@@ -348,7 +348,7 @@ def test_other_heads_are_refused_with_the_reason(tmp_path, name):
         ("refiner_head.proj.weight", "which is refused"),
         ("layer_fusion.weight", "which is refused"),
         ("hidden_correction.proj.weight", "which is refused"),
-        ("hidden_dim_adapter.proj.weight", "which is refused: what adapts it to a target of another width is random"),
+        ("hidden_dim_adapter.proj.weight", "which is refused: its adapter to the target's width is random"),
     ],
 )
 def test_tensors_of_other_heads_are_refused_with_the_reason(tmp_path, name, reason):

@@ -137,7 +137,7 @@ def test_attentions_are_listed_by_plain_decoding(eager, caplog):
     expected, output = both(eager, make_draft(eager), {"input_ids": PROMPT}, output_attentions=True)
     assert_alike(output, expected, 0.0)
     assert len(output.attentions) == 20 and output.acceptance_lengths == [[]]
-    assert any("attentions of each token are asked for" in record.getMessage() for record in caplog.records)
+    assert any("attentions of each token are requested" in record.getMessage() for record in caplog.records)
 
 
 def test_compiled_rounds_are_run_eagerly(eager, monkeypatch):

@@ -423,5 +423,5 @@ def test_recurrent_targets_are_verified_in_blocks():
 
 def test_trees_are_not_drawn(target, draft):
     draft.decoding_config.tree_nodes, draft.decoding_config.draft_temperature = 8, 0.7
-    with pytest.raises(ValueError, match="tree_nodes=8 holds the likeliest tokens.*draft_temperature=0.7"):
+    with pytest.raises(ValueError, match="tree_nodes=8 drafts the likeliest tokens.*draft_temperature=0.7"):
         target.generate(torch.tensor([[5, 9]]), max_new_tokens=4, do_sample=True, assistant_model=draft)

@@ -151,7 +151,7 @@ def test_a_turn_goes_on_with_the_cache_of_the_one_before(pair, monkeypatch):
 def test_a_conversation_that_is_too_long_is_told(pair):
     target, tokenizer, draft = pair
     conversation = Conversation(target, tokenizer, draft, options=OPTIONS)
-    with pytest.raises(ValueError, match="The prompt has .* tokens; prompt and answer together may have 256"):
+    with pytest.raises(ValueError, match="The prompt has .* tokens; prompt and answer together may have at most 256"):
         conversation.answer("1" * 300, PieceStreamer(tokenizer, lambda *piece: None))
     assert not conversation.messages
     streamer = PieceStreamer(tokenizer, lambda *piece: None)

@@ -87,10 +87,10 @@ def test_llama_cpp_runs_files(tmp_path, capsys):
     # Another target's, and what llama.cpp does not take.
     other = str(write_target(make_target(vocab_size=16, num_hidden_layers=3), tmp_path / "other.gguf"))
     assert main([*words[:-2], other, "--draft", str(file)]) == 1
-    assert "another target's" in capsys.readouterr().err
+    assert "belongs to another target" in capsys.readouterr().err
     assert main([*words, str(file), "--dtype", "bf16"]) == 2
     assert main([*words[:-2], str(tmp_path), "--draft", str(file)]) == 2
-    assert "llama.cpp runs the target's .gguf file" in capsys.readouterr().err
+    assert "llama.cpp runs .gguf files; name the target's .gguf file" in capsys.readouterr().err
     assert main([*words[:-2], str(file), "--draft", str(file)]) == 1
     assert "is a drafter; name the GGUF file of the target" in capsys.readouterr().err
 
@@ -116,6 +116,6 @@ def test_words_that_cannot_be_right(more, code, message, world, capsys):
 def test_an_engine_that_is_not_there(world, capsys, monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert main(serve(world, "--engine", "vllm")) == 1
-    assert "--engine vllm is not installed here" in capsys.readouterr().err
+    assert "--engine vllm is not installed (" in capsys.readouterr().err
     assert main(["serve", "--target", str(world / "target"), "--engine", "vllm"]) == 2
     assert "needs --draft" in capsys.readouterr().err

@@ -108,9 +108,9 @@ def test_decoding_during_training_uses_the_adapter(target, tmp_path):
 @pytest.mark.parametrize(
     "config, message",
     [
-        ({"rank": 4}, "peft_config={'rank': 4} is not a configuration of PEFT"),
-        ({"peft_type": "MAGIC"}, "is not a configuration of PEFT"),
-        ("lora", "peft_config='lora' must be a configuration of PEFT"),
+        ({"rank": 4}, "peft_config={'rank': 4} is not a PEFT configuration"),
+        ({"peft_type": "MAGIC"}, "is not a PEFT configuration"),
+        ("lora", "peft_config='lora' must be a PEFT configuration"),
     ],
 )
 def test_wrong_configurations_are_named(config, message, target, tmp_path):

@@ -166,7 +166,7 @@ def test_when_two_taus_part():
     "arguments, message",
     [
         ({"prompts": []}, r"prompts=\[\]"),
-        ({"prompts": [[3], []]}, "none of them empty"),
+        ({"prompts": [[3], []]}, "must be non-empty lists"),
         ({"decode_steps": 0}, "decode_steps=0"),
         ({"max_ratio": 1.0}, "max_ratio=1.0"),
     ],

@@ -96,7 +96,7 @@ def test_a_run_goes_on_from_the_last_checkpoint_that_is_whole(whole, two, monkey
     assert checkpoint_to_resume(two, "auto", overwrite=False) == str(two / "checkpoint-6")
     for path in two.glob("*/scheduler.pt"):
         path.unlink()
-    with pytest.raises(ValueError, match="checkpoint-1/scheduler.pt is missing, and no other checkpoint is whole"):
+    with pytest.raises(ValueError, match="checkpoint-1/scheduler.pt is missing, and no other checkpoint is complete"):
         checkpoint_to_resume(two, "auto", overwrite=False)
 
 

@@ -203,7 +203,7 @@ def test_features_of_something_else_are_refused_in_training(target, stored, tmp_
         (
             make_draft(target, target_layer_ids=[0, 1, 3]),
             target,
-            r"reads target_layer_ids=\[0, 2, 3\], but the drafter target_layer_ids=\[0, 1, 3\]",
+            r"reads target_layer_ids=\[0, 2, 3\], but the drafter reads target_layer_ids=\[0, 1, 3\]",
         ),
         (make_draft(target), make_target(seed=5), "holds features of some/target with weights.ends="),
         (make_draft(target, dflash_config={"chat_template_kwargs": {"a": 1}}), target, "chat_template_kwargs={}, not"),
@@ -281,7 +281,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert StoredFeatures(tmp_path / "other").manifest.chat_template_kwargs == {"enable_thinking": False}
     notes.unlink()
     for options, message in (
-        (("--target-layer-ids", "0", "4"), "--target-layer-ids [0, 4] must be distinct layers of the target's 0 to 3"),
+        (("--target-layer-ids", "0", "4"), "--target-layer-ids [0, 4] must be distinct layers of the target, 0 to 3"),
         (("--target-layer-ids", "0", "1"), "was stored with layer_ids=[0, 2], not [0, 1]"),
         ((), "was stored with layer_ids=[0, 2], not [2]; width=64, not 32"),
     ):

@@ -44,7 +44,7 @@ def test_a_learning_rate_that_is_too_high_is_told(tmp_path):
     trainer = make_trainer(
         tmp_path, make_target(), counting_rows(8), optim="sgd", learning_rate=1e30, warmup_steps=0, **CHECKPOINTS
     )
-    with pytest.raises(NotFiniteError, match="Step [23]: .* is nan.*Lower learning_rate=1e[+]30, or warm up longer"):
+    with pytest.raises(NotFiniteError, match="Step [23]: .* is nan.*Lower learning_rate=1e[+]30, warm up longer"):
         trainer.train()
 
 
@@ -90,7 +90,7 @@ def test_losses_are_not_replaced_by_averages(tmp_path):
         (
             1e7,
             "float16",
-            r"Example \d: features of layer 2 of some/target reach [0-9.e+]+, which is more than",
+            r"Example \d: features of layer 2 of some/target reach [0-9.e+]+, which overflows float16",
         ),
         (
             float("inf"),

@@ -114,7 +114,7 @@ def test_every_parameter_learns(loss_type, vocabulary, tmp_path):
 def test_a_head_is_added_to_a_trained_drafter_and_learns_alone(tmp_path):
     target, rows = make_target(), counting_rows(4)
     plain = make_draft(target, block_size=BLOCK)
-    with pytest.raises(ValueError, match="draft_config.block_size=8 is no part that can be added"):
+    with pytest.raises(ValueError, match="draft_config.block_size=8 is not a part that can be added"):
         with_parts(plain, {"block_size": 8})
     draft = with_parts(plain, {**SIZES, "memory_share": 0.0})
     with pytest.raises(ValueError, match="draft_config.memory_share=0.5 differs from its 0.0"):

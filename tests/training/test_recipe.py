@@ -81,7 +81,7 @@ def test_values_are_typed_like_the_arguments():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["blok_size=8"], "no key 'blok_size'; did you mean 'block_size'"),
+        (["blok_size=8"], "Unknown key 'blok_size'; did you mean 'block_size'"),
         (["learning_rat=1"], "did you mean 'learning_rate'"),
         (["block_size=many"], "block_size='many' must be of type int"),
         (["block_size=2.5"], "block_size=2.5 must be of type int"),
@@ -97,7 +97,7 @@ def test_values_are_typed_like_the_arguments():
         (["data=null"], "A run needs data or features, but neither is given"),
         (["target=null"], "target is not given"),
         (["data=null", "features=f", "packing=true"], "leave out packing"),
-        (["data=null", "features=f", "decode_prompts=2"], "decode_prompts need the target's layers"),
+        (["data=null", "features=f", "decode_prompts=2"], "decode_prompts needs the target's layers"),
         (["streaming=true", "num_proc=2"], "leave out num_proc"),
         (["streaming=true", "draft_vocab_size=9"], "draft_vocab_size counts the tokens of all rows"),
         (["draft=d", "init_layers=[1]"], "init_layers is for a fresh drafter, but draft='d' is given"),
@@ -264,7 +264,7 @@ def test_what_is_wrong_is_told_in_one_line(folder, data, tmp_path, capsys):
         ([good], {"config": tmp_path / "broken.yaml"}, "broken.yaml is not YAML"),
         (["data=absent.jsonl"], {}, "there is no such file"),
         ([good, "blok_size=1"], {}, "did you mean 'block_size'"),
-        ([good, "output_dir=null"], {}, "There is no output"),
+        ([good, "output_dir=null"], {}, "No output folder is given"),
         ([good, "push_to_hub=true"], {}, "push_to_hub=True needs hub_model_id"),
         ([good, "streaming=true", "max_steps=-1"], {}, "streaming=True has no length; set max_steps"),
         ([good, "mask_token_id=2"], {}, "12 because it holds the mask token 2"),
@@ -274,7 +274,7 @@ def test_what_is_wrong_is_told_in_one_line(folder, data, tmp_path, capsys):
         code, _, error = train(capsys, folder, output, *overrides, **options)
         assert code == 1 and message in error and error.startswith("dflash train: "), (message, error)
     assert main(["train", f"target={folder}", good]) == 1
-    assert "There is no output" in capsys.readouterr().err
+    assert "No output folder is given" in capsys.readouterr().err
     assert not output.exists()
 
 
@@ -367,7 +367,7 @@ def test_targets_without_a_spare_row_need_a_mask_token(data, tmp_path, capsys):
     make_target(vocab_size=259).save_pretrained(tmp_path / "full")
     make_tokenizer(CHATML).save_pretrained(tmp_path / "full")
     code, _, error = train(capsys, tmp_path / "full", tmp_path / "drafter", f"data={data}")
-    assert code == 1 and "has no spare row in its embedding for the mask token; set mask_token_id" in error
+    assert code == 1 and "has no spare embedding row for the mask token; set mask_token_id" in error
 
 
 @pytest.mark.slow

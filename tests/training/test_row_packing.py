@@ -99,5 +99,5 @@ def test_a_target_that_mixes_documents_is_refused(tmp_path):
     target = make_target("qwen3_next")
     rows = list(pack(counting_rows(4), 48))
     trainer = make_trainer(tmp_path, target, rows, make_draft(target, block_size=BLOCK))
-    with pytest.raises(ValueError, match="packing=True, but Qwen3NextForCausalLM"):
+    with pytest.raises(ValueError, match="packing=True, but in Qwen3NextForCausalLM"):
         trainer.train()

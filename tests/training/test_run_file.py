@@ -71,7 +71,7 @@ def test_a_used_folder_is_not_overwritten(used, capsys):
     output, command, _ = used
     before = contents(output)
     code, _, error = run(capsys, command)
-    assert code == 1 and "holds a finished drafter and checkpoint-2. Go on with resume_from_checkpoint=auto" in error
+    assert code == 1 and "holds a finished drafter and checkpoint-2. Resume with resume_from_checkpoint=auto" in error
     assert "overwrite_output_dir=true" in error and "another output_dir" in error
     code, _, error = run(capsys, command, "resume_from_checkpoint=auto", "overwrite_output_dir=true")
     assert code == 1 and "contradict each other" in error
@@ -145,7 +145,7 @@ def test_resuming_looks_where_the_checkpoint_lies(tmp_path):
     assert checkpoint_to_resume(tmp_path / "new", "auto", False) is None
     assert checkpoint_to_resume(tmp_path / "new", str(a / "checkpoint-2"), False) == str(a / "checkpoint-2")
     assert checkpoint_to_resume(a, None, True) is None
-    with pytest.raises(ValueError, match="holds checkpoint-4. Go on"):
+    with pytest.raises(ValueError, match="holds checkpoint-4. Resume with"):
         checkpoint_to_resume(b, str(a / "checkpoint-2"), False)
     with pytest.raises(ValueError, match="there is no such folder"):
         checkpoint_to_resume(a, str(a / "checkpoint-3"), False)

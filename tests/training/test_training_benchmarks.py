@@ -67,4 +67,4 @@ def test_the_ablation_knows_which_variants_belong_together(draft, tmp_path, monk
     monkeypatch.setattr(sys, "argv", [*command, "base" if draft else "rank 32"])
     with pytest.raises(SystemExit):
         script.main()
-    assert f"is no variant {'with' if draft else 'without'} --draft" in capsys.readouterr().err
+    assert f"is not a variant {'with' if draft else 'without'} --draft" in capsys.readouterr().err

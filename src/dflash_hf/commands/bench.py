@@ -1,4 +1,4 @@
-"""`dflash bench`: every way of decoding a pair, side by side in one run."""
+"""`dflash bench`: every decoding method of a pair, side by side in one run."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--methods",
         metavar="A,B,...",
-        help=f"{','.join(ways.BENCH)} (default: {','.join(ways.BENCH_ON_CPU)}; on a GPU none that is packed)",
+        help=f"{','.join(ways.BENCH)} (default: {','.join(ways.BENCH_ON_CPU)}; on a GPU no packed methods)",
     )
     parser.add_argument(
         "--tree-nodes", type=positive, default=ways.TREE_NODES, help="tokens of a draft tree (default: %(default)s)"
@@ -47,14 +47,14 @@ def add_arguments(parser) -> None:
 
 
 def run(arguments, echo) -> Outcome:
-    """`echo` the table, write it; 1 where an output of ours is WRONG, see `divergence`."""
+    """`echo` the table, write it; exit status 1 if an output of ours is WRONG, see `divergence`."""
     methods = None if arguments.methods is None else arguments.methods.split(",")
     if unknown := set(methods or ()) - set(ways.BENCH):
         raise UsageError(
             f"--methods {arguments.methods} names {sorted(unknown)[0]}; choose from {', '.join(ways.BENCH)}."
         )
     if arguments.dtype == "auto":
-        raise UsageError(f"--dtype auto: times are of one dtype; choose {', '.join(DTYPES)}.")
+        raise UsageError(f"--dtype auto: timings need a fixed dtype; choose {', '.join(DTYPES)}.")
     import contextlib
     from dataclasses import asdict
 
@@ -81,7 +81,7 @@ def run(arguments, echo) -> Outcome:
         others=others,
         tree_nodes=arguments.tree_nodes,
     )
-    # The bare forwards where the longest answer is three quarters written.
+    # Bare forwards at three quarters of the longest answer.
     prompt, answer = max(zip(prompts, report.responses, strict=True), key=lambda pair: len(pair[1]))
     context, forwards = len(prompt) + 3 * len(answer) // 4, {}
     for packed in (False, True):
@@ -97,7 +97,7 @@ def run(arguments, echo) -> Outcome:
 
 
 def load(arguments) -> tuple:
-    """Target, drafter and prompts; what is asked is read before anything large is loaded."""
+    """Target, drafter and prompts; prompts are read before anything large is loaded."""
     from dflash_hf.evaluation.prompts import read_prompts
 
     pair = NamedPair(arguments, note)
@@ -106,7 +106,7 @@ def load(arguments) -> tuple:
 
 
 def show(title: str, lines: list[str], facts: dict, report, output: Path | None, echo) -> None:
-    """The table on the terminal and, with the picture, in a folder."""
+    """Print the table, and write it to a folder with the plot."""
     setting = report.setting
     versions = f"torch {setting['torch']}, transformers {setting['transformers']}"
     lines = [f"{title}; {setting['hardware']}; {versions}", "", *lines]
@@ -122,5 +122,5 @@ def show(title: str, lines: list[str], facts: dict, report, output: Path | None,
 
         plot_report(report, output / "bench.png", title)
     except ImportError as error:
-        echo(f"no picture: {error}")
+        echo(f"no plot: {error}")
     echo(f"written to {output}")

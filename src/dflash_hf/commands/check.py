@@ -30,7 +30,7 @@ def add_arguments(parser) -> None:
 
 
 def run(arguments, echo) -> Outcome:
-    """`echo` the table; 1 when there is an error, else 0."""
+    """`echo` the table; exit status 1 if there is an error, else 0."""
     from pathlib import Path
 
     from dflash_hf.configs import read_config

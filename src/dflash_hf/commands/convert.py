@@ -17,7 +17,7 @@ def add_arguments(parser) -> None:
     known = f"{', '.join(DTYPES)}; in GGUF files {Q8} too (default: unchanged)"
     parser.add_argument("--dtype", type=dtype, choices=(*DTYPES, Q8), metavar="DTYPE", help=known)
     parser.add_argument("--share-head", action="store_true", help="replace a reduced vocabulary by the target's head")
-    parser.add_argument("--config", type=readable_file, help="config.json of a .pt file (default: beside it)")
+    parser.add_argument("--config", type=readable_file, help="config.json of a .pt file (default: next to it)")
     add_revision(parser, of="the drafter's repository")
     add_examples(
         parser,
@@ -38,17 +38,15 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.hub.card import FACTS_FILE
 
     if not Path(arguments.draft).expanduser().is_file():
-        read_config(
-            arguments.draft, arguments.draft, arguments.revision
-        )  # there is one, or a line that says what is there
+        read_config(arguments.draft, arguments.draft, arguments.revision)  # raises a clear error if it is missing
     if (arguments.to == "gguf") != (arguments.target is not None):
         raise UsageError(
-            "--to gguf needs --target, whose tokenizer the GGUF file contains, and no other layout takes it."
+            "--to gguf needs --target, whose tokenizer the GGUF file contains; other layouts do not take --target."
         )
     options = {"dtype": arguments.dtype, "share_head": arguments.share_head, "target": arguments.target}
     folder = convert(arguments.draft, arguments.output, arguments.to, arguments.config, arguments.revision, **options)
     facts = Path(arguments.draft) / FACTS_FILE
-    if facts.is_file() and folder.is_dir():  # what its card says of training
+    if facts.is_file() and folder.is_dir():  # the card's facts about training
         shutil.copyfile(facts, folder / FACTS_FILE)
     echo(f"Wrote {folder} ({arguments.to}).")
     return Outcome(facts={"folder": str(folder), "layout": arguments.to})

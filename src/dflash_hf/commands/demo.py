@@ -39,7 +39,7 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.modeling.remembered_dflash import default_cache_dir
 
     if arguments.draft is not None:
-        read_config(arguments.draft, f"--draft {arguments.draft}")  # there is one, before the target is loaded
+        read_config(arguments.draft, f"--draft {arguments.draft}")  # fail before the target is loaded
     output = arguments.output or default_cache_dir() / "demo"
     torch.set_num_threads(arguments.threads)
     if arguments.train is not None:

@@ -31,7 +31,7 @@ def add_arguments(parser) -> None:
 
 
 def run(arguments, echo) -> Outcome:
-    """`dflash doctor`: `echo` what was tried, the likeliest cause and its remedy; 1 when there is one."""
+    """`dflash doctor`: `echo` the experiments, the likeliest cause and its remedy; exit status 1 if there is one."""
     from transformers.utils import logging
 
     from dflash_hf.configs import check_names
@@ -80,7 +80,7 @@ def _names(arguments) -> dict[str, str]:
 
 
 def _tokenizers(arguments) -> dict:
-    """Those of the base and of the drafter's folder, where they have one."""
+    """The tokenizers of the base model and of the drafter's folder, if they have one."""
     from dflash_hf.data.prepare import load_tokenizer
 
     found = {}

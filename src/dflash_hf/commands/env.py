@@ -1,4 +1,4 @@
-"""`dflash env`: what a report of a defect should say about the machine."""
+"""`dflash env`: what a bug report should say about the machine."""
 
 import contextlib
 import os
@@ -29,7 +29,7 @@ _VARIABLES = ("HF_", "DFLASH", "TRANSFORMERS_", "CUDA_VISIBLE", "OMP_", "MKL_", 
 
 def add_arguments(parser) -> None:
     parser.add_argument(
-        "--forget", action="store_true", help="delete what was found out on this machine: costs of rounds, targets"
+        "--forget", action="store_true", help="delete what is stored about this machine: costs of rounds, targets"
     )
     add_examples(parser, "dflash env", "dflash env --json", "dflash env --forget")
 
@@ -59,11 +59,11 @@ def run(arguments, echo) -> Outcome:
 
 
 def _costs(echo) -> list[dict]:
-    """What rounds cost here, by which sizes are chosen: medians, by drafted tokens that a round verifies."""
+    """The cost of rounds here, from which sizes are chosen: medians by the number of drafted tokens verified."""
     tables = []
     for path in remembered("costs"):
         table, lines = read(path), []
-        with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):  # a damaged one is as good as none
+        with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):  # a damaged file is ignored
             key = table["key"]
             parts = [key[name] for name in ("target", "drafter", "dtype", "device")]
             parts += [f"{key['threads']} threads"] * bool(key["threads"]) + ["compiled"] * bool(key["compiled"])
@@ -84,7 +84,7 @@ def _costs(echo) -> list[dict]:
 def _devices() -> str:
     try:
         import torch
-    except Exception as error:  # an installation that is broken is what such a report is about
+    except Exception as error:  # a broken installation is what the report is about
         return f"torch cannot be imported: {error!r}"
     cards = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return ", ".join(cards) or ("mps" if torch.backends.mps.is_available() else "cpu")

@@ -19,7 +19,7 @@ from dflash_hf.terminal import (
 
 
 AGAIN = "with --output, the same command continues with the answers that are missing"
-NO_THINKING = {"enable_thinking": False}  # as the field measures, where nothing else is said
+NO_THINKING = {"enable_thinking": False}  # the usual setting of published results, unless given
 
 
 def add_arguments(parser) -> None:
@@ -61,13 +61,13 @@ def add_arguments(parser) -> None:
 
 
 def run(arguments, echo) -> Outcome:
-    """`echo` the table, write the report; 1 when an output is WRONG."""
+    """`echo` the table, write the report; exit status 1 if an output is WRONG."""
     if arguments.server is not None:
         from dflash_hf.evaluation.server import run as measure_server
 
         return measure_server(arguments, echo)
     if arguments.alone is not None:
-        raise UsageError("--alone is compared with --server; name both.")
+        raise UsageError("--alone is compared with --server; give both.")
     if arguments.compare:
         from dflash_hf.evaluation.compare import compare
 
@@ -108,7 +108,7 @@ def _measure(arguments):
     named = NAMED.get(arguments.data)
     max_new_tokens = arguments.max_new_tokens or (NEW_TOKENS if named else 256)
     methods = methods_of_eval(arguments.packed, bool(arguments.tree_nodes), arguments.prompt_lookup)
-    # What is asked is read before anything large is loaded.
+    # Prompts are read before anything large is loaded.
     prompts = said = None
     if arguments.data in (*NAMED, *GENERATED):
         said, repository = conversations(arguments.data, arguments.prompts)
@@ -119,11 +119,11 @@ def _measure(arguments):
         if said is None:
             prompts = read_prompts(arguments.data, encoder, limit, arguments.split, arguments.raw)
     draft = pair.draft()
-    draft.decoding_config.tree_nodes = None  # drafted beside blocks, not in their place
+    draft.decoding_config.tree_nodes = None  # trees are measured in addition to blocks, not instead
     target = pair.target()
     if draft.dtype != target.dtype:
         kinds = [str(one.dtype).removeprefix("torch.") for one in (draft, target)]
-        note(f"the drafter is {kinds[0]}, its target {kinds[1]}: --dtype gives both one")
+        note(f"the drafter is {kinds[0]}, its target {kinds[1]}: --dtype sets one for both")
     journal = None
     if arguments.output is not None:
         what = _what(arguments, target, draft, said or prompts, kwargs, methods, max_new_tokens)
@@ -134,7 +134,7 @@ def _measure(arguments):
 
     if journal is not None and journal.prompts is not None:
         prompts = journal.prompts
-        note(f"{len(journal.records)} of {len(prompts) * arguments.runs} answers are in {journal.path}: going on")
+        note(f"{len(journal.records)} of {len(prompts) * arguments.runs} answers are in {journal.path}: resuming")
     else:
         if prompts is None:
             asked = (target, encoder, said, max_new_tokens, bar("first turns"), arguments.raw)
@@ -157,14 +157,14 @@ def _measure(arguments):
 
 
 def _no_thinking(arguments, pair: NamedPair) -> dict | None:
-    """For the field's sets, where the drafter was not made with other arguments."""
+    """The template arguments for standard benchmarks, unless the drafter was trained with others."""
     asked = arguments.data in NAMED and "enable_thinking" in str(pair.tokenizer.chat_template)
     trained_with = (pair.draft_config.dflash_config or {}).get("chat_template_kwargs")
     return NO_THINKING if asked and trained_with is None else None
 
 
 def _what(arguments, target, draft, asked, kwargs: dict, methods: list[str], max_new_tokens: int) -> dict:
-    """What decides the outcome, for a journal."""
+    """Everything that affects the outcome, for a journal."""
     import torch
 
     from dflash_hf.files import digest_of

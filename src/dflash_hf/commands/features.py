@@ -59,7 +59,7 @@ def add_arguments(parser) -> None:
 
 
 def run(arguments, echo) -> Outcome:
-    """`dflash features`: store what is missing in the output."""
+    """`dflash features`: store the features missing in the output."""
     from dflash_hf.configs import check_names, check_token_id
     from dflash_hf.data.encode import RowEncoder
     from dflash_hf.data.prepare import load_tokenizer, prepare_dataset
@@ -94,7 +94,7 @@ def run(arguments, echo) -> Outcome:
     depth = text_depth(target.config)
     layer_ids = layer_ids or fitting_target_layer_ids(depth, 5)
     if not 0 <= min(layer_ids) <= max(layer_ids) < depth or len(set(layer_ids)) < len(layer_ids):
-        raise ValueError(f"--target-layer-ids {layer_ids} must be distinct layers of the target's 0 to {depth - 1}.")
+        raise ValueError(f"--target-layer-ids {layer_ids} must be distinct layers of the target, 0 to {depth - 1}.")
     encoder.vocab_size = target.get_input_embeddings().weight.shape[0]
     dataset, report = prepare_dataset(rows, encoder, num_proc=arguments.num_proc)
     for line in report.lines():

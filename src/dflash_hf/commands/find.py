@@ -17,5 +17,5 @@ def run(arguments, echo) -> Outcome:
     for one in found:
         echo(f"{one.downloads:>10,}  {one.repo}")
     if not found:
-        echo(f"No drafter on the Hub names {arguments.target} as its base_model; `dflash train` makes one.")
+        echo(f"No drafter on the Hub names {arguments.target} as its base_model; train one with `dflash train`.")
     return Outcome(facts={"target": arguments.target, "drafters": [vars(one) for one in found]})

@@ -29,7 +29,7 @@ def run(arguments, echo) -> Outcome:
     prompt = "".join(stdin_lines()) if arguments.prompt == "-" else arguments.prompt
     if not prompt.strip():
         raise ValueError("--prompt is empty; pass some text.")
-    if any("\ud800" <= char <= "\udfff" for char in prompt):  # bytes that the shell gave, and no text
+    if any("\ud800" <= char <= "\udfff" for char in prompt):  # undecodable bytes from the shell
         raise ValueError("--prompt is not UTF-8; convert it first, for example with iconv.")
     take_default(arguments, echo.note)
     if arguments.draft is None and (arguments.compare or arguments.show_drafts):
@@ -59,7 +59,7 @@ def run(arguments, echo) -> Outcome:
     output, ids, seconds = decode(streamer=streamer, **({"assistant_model": draft} if draft is not None else {}))
     if streamer is not None:
         echo("")
-    # Figures go to standard error, so that the text alone can be piped.
+    # Figures go to standard error, so that only the text is piped.
     lengths = (getattr(output, "acceptance_lengths", None) or [[]])[0]
     facts = {"text": tokenizer.decode(ids, skip_special_tokens=True), "tokens": len(ids), "seconds": seconds}
     speed = _speed(ids, seconds)

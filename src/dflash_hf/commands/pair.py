@@ -1,4 +1,4 @@
-"""A pair as a command names it: checked first, each half loaded when it is needed."""
+"""A pair named on the command line: checked first, each model loaded when it is needed."""
 
 from functools import cached_property
 
@@ -7,7 +7,7 @@ from dflash_hf.terminal import UsageError, template_arguments
 
 def take_default(arguments, say) -> None:
     """
-    SmolLM2-135M-Instruct with its drafter, where no pair is named.
+    SmolLM2-135M-Instruct with its drafter, if no pair is named.
 
     Raises:
         `UsageError`: a drafter without its target.
@@ -25,15 +25,15 @@ def take_default(arguments, say) -> None:
 
 class NamedPair:
     """
-    A target and its drafter by `--target` and `--draft`, with the devices, dtypes, revisions and template arguments
-    that stand beside them.
+    A target and its drafter from `--target` and `--draft`, with the devices, dtypes, revisions and template arguments
+    given with them.
 
     Args:
-        arguments (`argparse.Namespace`): Of a command with [`~dflash_hf.commands.shared.add_loading`].
+        arguments (`argparse.Namespace`): From a command with [`~dflash_hf.commands.shared.add_loading`].
         say (`Callable`): Called with a line about the chat template's arguments.
 
     Raises:
-        `ValueError`, `OSError`: as [`~dflash_hf.configs.check_names`]; a device that is not there.
+        `ValueError`, `OSError`: as [`~dflash_hf.configs.check_names`]; also for a missing device.
     """
 
     def __init__(self, arguments, say):
@@ -56,13 +56,13 @@ class NamedPair:
 
     @cached_property
     def draft_config(self):
-        """The drafter's configuration, without its weights; `None` where there is no drafter."""
+        """The drafter's configuration, without its weights; `None` if there is no drafter."""
         from dflash_hf.pairs import draft_config_of
 
         return None if self.arguments.draft is None else draft_config_of(self.arguments.draft, self.loading)
 
     def template(self, default: dict | None = None) -> dict:
-        """The arguments of the chat template: those given, else `default`, else those the drafter was made with."""
+        """The arguments of the chat template: as given, else `default`, else those the drafter was trained with."""
         from dflash_hf.data.prompts import template_kwargs
 
         given = template_arguments(self.arguments.template_args)
@@ -76,7 +76,7 @@ class NamedPair:
         return RowEncoder(self.tokenizer, chat_template_kwargs=template, positions=positions_of(self.config))
 
     def draft(self):
-        """The drafter, set up as the command's options say; `None` where none is named."""
+        """The drafter, configured by the command's options; `None` if none is named."""
         from dflash_hf.pairs import configured_draft
 
         return configured_draft(self.arguments, self.loading, self.device)

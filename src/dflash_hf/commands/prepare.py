@@ -26,7 +26,7 @@ def add_arguments(parser) -> None:
 
 
 def run(arguments, echo) -> Outcome:
-    """`echo` a few examples and the counts; write the examples if asked."""
+    """`echo` a few examples and the counts; write the examples if requested."""
     import sys
     from dataclasses import asdict
 
@@ -82,6 +82,6 @@ def _check_output(output, data: str, overwrite: bool) -> None:
     if not output.exists():
         return
     if Path(data).exists() and output.samefile(data):
-        raise ValueError(f"--output {output} is the data itself, which it would replace by ids; choose another file.")
+        raise ValueError(f"--output {output} is the data itself, which would be overwritten; choose another file.")
     if not overwrite:
         raise ValueError(f"--output {output} exists; choose another file, or replace it with --overwrite.")

@@ -1,4 +1,4 @@
-"""`dflash prompts`: requests that the target itself writes."""
+"""`dflash prompts`: requests written by the target itself."""
 
 from dflash_hf.commands.shared import PACKED, add_examples, add_loading, add_output, add_template
 from dflash_hf.terminal import Outcome, count, positive, probability, temperature
@@ -34,7 +34,7 @@ def add_arguments(parser) -> None:
 
 
 def run(arguments, echo) -> Outcome:
-    """Add what is missing to the output."""
+    """Add the missing requests to the output."""
     from collections import Counter
     from dataclasses import asdict
 
@@ -72,7 +72,7 @@ def run(arguments, echo) -> Outcome:
     new = 0
     with ResponseFile(arguments.output, {**asdict(settings), **digests_of_tokenizer(tokenizer)}) as output:
         if output.repaired:
-            echo(f"cut off a half-written line of {output.repaired} bytes at the end of {arguments.output}")
+            echo(f"removed an incomplete line of {output.repaired} bytes at the end of {arguments.output}")
         before = rows_of_file(arguments.output)
         echo(f"{len(before)} of {arguments.count} requests are done")
         if len(before) >= arguments.count:

@@ -20,7 +20,7 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--gguf", metavar="TARGET", help="also add dflash-NAME.gguf for llama.cpp; the target's .gguf file or folder"
     )
-    facts = parser.add_argument_group("model card, beside card_facts.json and eval_report.json in the folder")
+    facts = parser.add_argument_group("model card, in addition to card_facts.json and eval_report.json in the folder")
     facts.add_argument("--base-model", help="repository of the target")
     facts.add_argument("--base-model-revision", help="commit of the base model")
     facts.add_argument("--base-model-relation", choices=RELATIONS, metavar="RELATION", help=", ".join(RELATIONS))
@@ -40,7 +40,7 @@ def add_arguments(parser) -> None:
 
 
 def run(arguments, echo) -> Outcome:
-    """`echo` what was or would be uploaded."""
+    """`echo` the files that were or would be uploaded."""
     from pathlib import Path
 
     from dflash_hf.hub.card import CardFacts
@@ -59,20 +59,20 @@ def run(arguments, echo) -> Outcome:
         echo(f"{size:>14,}  {name}")
     speedup = _speedup(Path(arguments.folder))
     if speedup is not None and speedup < 1:
-        echo.note(f"warning: with this drafter the target is slower than alone: {speedup:.2f}x in eval_report.json.")
+        echo.note(f"warning: this drafter slows the target down: {speedup:.2f}x in eval_report.json.")
     if result.left_out:
         echo(left_out_line(result.left_out))
     if arguments.dry_run:
         echo(f"The card's metadata is valid:\n{result.card.data.to_yaml()}")
         echo(f"Dry run: nothing was sent to {result.repo}.")
     else:
-        echo(result.url or f"{result.repo} already holds all of this: no new commit.")
+        echo(result.url or f"{result.repo} is already up to date: no new commit.")
     known = {"repo": result.repo, "files": result.files, "left_out": len(result.left_out), "url": result.url}
     return Outcome(facts={**known, "findings": [vars(finding) for finding in result.findings]})
 
 
 def _speedup(folder) -> float | None:
-    """The best speed-up that the folder's report has, over the fairest baseline."""
+    """The best speed-up in the folder's report, over the fairest baseline."""
     from dflash_hf.evaluation.measure import EvalReport
     from dflash_hf.evaluation.methods import DRAFTED
     from dflash_hf.evaluation.report import REPORT_FILE

@@ -39,7 +39,7 @@ def run(arguments, echo) -> Outcome:
     if arguments.name is None:
         raise ValueError(f"dflash recipes {arguments.action} needs a name: {', '.join(files)}.")
     if arguments.name not in files:
-        raise ValueError(f"There is no recipe {arguments.name!r}; there are {', '.join(files)}.")
+        raise ValueError(f"Unknown recipe {arguments.name!r}; choose from {', '.join(files)}.")
     path = files[arguments.name]
     if arguments.action == "show":
         echo(path.read_text(encoding="utf-8").rstrip("\n"))
@@ -47,7 +47,7 @@ def run(arguments, echo) -> Outcome:
     goal = arguments.to or Path.cwd()
     goal = goal / path.name if goal.is_dir() else goal
     if goal.exists():
-        raise FileExistsError(f"{goal} exists; name another file.")
+        raise FileExistsError(f"{goal} exists; choose another file.")
     goal.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(path, goal)
     echo(f"Wrote {goal}.")
@@ -64,7 +64,7 @@ def shipped() -> dict[str, Path]:
 
 
 def _summary(path: Path) -> str:
-    """The first sentence of a file's head: of a script its docstring's."""
+    """The first sentence of a file's header, or of a script's docstring."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".jsonl":
         return "prompts of demo.yaml"

@@ -35,7 +35,7 @@ def add_arguments(parser) -> None:
 
 
 def run(arguments, echo) -> Outcome:
-    """Write the rows that are missing in the output; 1 if some were refused."""
+    """Write the rows missing in the output; exit status 1 if some were refused."""
     from itertools import islice
 
     from dflash_hf.configs import positions_of
@@ -59,7 +59,7 @@ def run(arguments, echo) -> Outcome:
     as_chat = not arguments.raw and (tokenizer is None or bool(tokenizer.chat_template))
     prompts = {index: _asked(index, row, as_chat, arguments.data) for index, row in enumerate(islice(rows, count))}
 
-    # What the responses depend on. Files are known by their content: data by each prompt, the target by its weights.
+    # Everything that responses depend on. Files are identified by content: data by each prompt, the target by weights.
     settings = {
         "max_new_tokens": arguments.max_new_tokens,
         "temperature": arguments.temperature,
@@ -72,7 +72,7 @@ def run(arguments, echo) -> Outcome:
     }
     with ResponseFile(arguments.output, settings) as output:
         if output.repaired:
-            echo(f"cut off a half-written line of {output.repaired} bytes at the end of {arguments.output}")
+            echo(f"removed an incomplete line of {output.repaired} bytes at the end of {arguments.output}")
         for index, before in output.finished.items():
             if index in prompts and digest_of(prompts[index]) != before:
                 raise ValueError(
@@ -118,7 +118,7 @@ def _check(arguments) -> dict:
     ours = ("raw", "draft", "chat_template", "packed", "compile", "tree_nodes", "draft_temperature")
     if arguments.server and any(getattr(arguments, name) for name in ours):
         options = ", ".join(f"--{name.replace('_', '-')}" for name in ours)
-        raise ValueError(f"--server takes conversations and decodes itself: leave out {options}.")
+        raise ValueError(f"--server receives conversations and decodes them itself: leave out {options}.")
     shared.check_sampling(arguments)
     if arguments.server:
         return {}
@@ -138,7 +138,7 @@ def _server(arguments, kwargs: dict):
     from dflash_hf.data.chat_client import ChatClient
 
     options = {"max_tokens": arguments.max_new_tokens, "seed": arguments.seed, "stream": False}
-    if arguments.mask_token_id is not None:  # a bias of -100 is a ban
+    if arguments.mask_token_id is not None:  # a bias of -100 bans the token
         options["logit_bias"] = {str(arguments.mask_token_id): -100}
     for name in ("temperature", "top_p"):
         if getattr(arguments, name) is not None:
@@ -149,7 +149,7 @@ def _server(arguments, kwargs: dict):
 
 
 def _in_process(arguments, encoder, prompts: dict, output, echo):
-    """How many rows decode together, whether they always do, and the responses."""
+    """The number of rows that decode together, whether it is fixed, and the responses."""
     import copy
 
     from dflash_hf.data.regenerate import generate_rows, usable_ids
@@ -187,6 +187,6 @@ def _in_process(arguments, encoder, prompts: dict, output, echo):
         rows, speed = rows_at_a_time(arguments.batch_size, target, config, (read // len(ids)) + longest // 2, len(ids))
         if speed:
             time = duration((read + len(ids) * longest) / speed)
-            echo(f"{rows} rows at a time, {speed:,.0f} tokens a second: at most {time}")
+            echo(f"{rows} rows at a time, {speed:,.0f} tokens/s: at most {time}")
     found = generate_rows(target, encoder, prompts, ids, longest, rows, draft, config, arguments.seed)
     return rows, speed is not None, found

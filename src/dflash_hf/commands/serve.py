@@ -1,4 +1,4 @@
-"""`dflash serve`: a pair behind the API that tools already speak."""
+"""`dflash serve`: a pair behind an OpenAI-compatible API."""
 
 from dflash_hf.commands.pair import NamedPair, take_default
 from dflash_hf.commands.shared import (
@@ -96,7 +96,7 @@ def run(arguments, echo) -> Outcome:
 
 
 def _engine(arguments, echo) -> Outcome:
-    """Check the drafter's folder, then become the engine's own process."""
+    """Check the drafter's folder, then replace this process by the engine's."""
     import os
     import shlex
     import sys
@@ -135,7 +135,7 @@ def _engine(arguments, echo) -> Outcome:
     echo(line)
     if arguments.dry_run:
         return Outcome(facts={"command": line})
-    # The engine of this environment, whether or not that is activated.
+    # The engine installed in this environment, whether or not it is activated.
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
     try:
         os.execvpe(command[0], command, {**os.environ, **environment, "PATH": path})
@@ -143,11 +143,11 @@ def _engine(arguments, echo) -> Outcome:
         how = (
             "`brew install llama.cpp`, or its releases" if engine == LLAMA_CPP else f"`pip install {engine}`, on a GPU"
         )
-        raise FileNotFoundError(f"--engine {engine} is not installed here ({command[0]}): {how}.") from error
+        raise FileNotFoundError(f"--engine {engine} is not installed ({command[0]}): {how}.") from error
 
 
 def _llama_cpp_pair(arguments) -> tuple[tuple[str, str, object], dict | None]:
-    """Target, drafter and its configuration, and what the target's file says, where that is on this machine."""
+    """Target, drafter and its configuration, and the target's configuration if its file is on this machine."""
     from pathlib import Path
 
     from dflash_hf.gguf_format import gguf_config, gguf_in, is_gguf, target_config
@@ -162,7 +162,7 @@ def _llama_cpp_pair(arguments) -> tuple[tuple[str, str, object], dict | None]:
         )
     if Path(arguments.target).expanduser().is_dir():
         raise UsageError(
-            f"--target {arguments.target} is a folder; llama.cpp runs the target's .gguf file: name that."
+            f"--target {arguments.target} is a folder, but llama.cpp runs .gguf files; name the target's .gguf file."
         )
     draft, folder = arguments.draft, Path(arguments.draft).expanduser()
     if folder.is_dir():

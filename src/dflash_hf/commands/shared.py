@@ -24,7 +24,7 @@ from dflash_hf.terminal import temperature as heat
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps the layout of examples, and names values by their kind: `N`, `X`, `FILE`, `FOLDER`."""
+    """Keeps the layout of examples, and names values by kind: `N`, `X`, `FILE`, `FOLDER`."""
 
     def __init__(self, prog):
         super().__init__(prog, max_help_position=28)
@@ -43,13 +43,13 @@ METAVARS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors on one line, as all others are, and a usage line that names what is required."""
+    """Errors on one line, as everywhere else, and a usage line that names the required arguments."""
 
     def error(self, message: str):
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())[:260]} (see {self.prog} --help)\n")
 
     def shorten_usage(self) -> None:
-        """Show required arguments and positional ones; the rest is `[options]`."""
+        """Show required and positional arguments; the rest is `[options]`."""
         shown = [action for action in self._actions if action.required or not action.option_strings]
         words = ["[options]"]
         for action in shown:
@@ -65,7 +65,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_common(parser) -> None:
-    """The options of every command, after its own."""
+    """The options of all commands, after a command's own."""
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="print the result as JSON, and messages on standard error")
     group.add_argument("-q", "--quiet", action="store_true", help="no progress bars; libraries log errors only")
@@ -81,7 +81,7 @@ def add_examples(parser, *lines: str, after: str = "") -> None:
 
 
 def add_pair(parser, default: bool = False, required: bool = False) -> None:
-    """`--target` and `--draft`; with `default`, SmolLM2-135M and its drafter where neither is given."""
+    """`--target` and `--draft`; with `default`, SmolLM2-135M and its drafter if neither is given."""
     shown = " (default: SmolLM2-135M and its drafter)" if default else ""
     parser.add_argument("--target", required=required, help=f"the target: a folder or Hub name{shown}")
     alone = "; without it the target decodes alone" if default else ""
@@ -107,7 +107,7 @@ def add_loading(parser, draft: bool = True, code: bool = True, title: str = "mod
 
 
 def add_revision(group, draft: bool = False, of: str = "the target's repository") -> None:
-    """`--revision`, and the drafter's where there are two."""
+    """`--revision`, and `--draft-revision` if there is a drafter too."""
     group.add_argument("--revision", metavar="REV", help=f"branch, tag or commit of {of}")
     if draft:
         group.add_argument("--draft-revision", metavar="REV", help="branch, tag or commit of the drafter's repository")
@@ -123,7 +123,7 @@ TREES = "draft trees of N tokens instead of blocks"
 
 
 def add_speed(parser, packed: str | None = None, trees: str = TREES, group=None) -> None:
-    """Ways to decode faster, wherever a drafter is used. With a text for its help, `--packed` is off by default."""
+    """Options for faster decoding with a drafter. If `packed` gives a help text, `--packed` is off by default."""
     group = group or parser.add_argument_group("speed")
     group.add_argument("--compile", action="store_true", help="compile the rounds; the first answer waits for it")
     group.add_argument("--tree-nodes", type=positive, metavar="N", help=trees)
@@ -146,7 +146,7 @@ def add_sampling(parser, default: float | None = 0.0, known: str = "0, greedy") 
 
 
 def add_draft_temperature(parser) -> None:
-    """How drafts are chosen where the target samples."""
+    """`--draft-temperature`: how drafts are chosen if the target samples."""
     parser.add_argument(
         "--draft-temperature",
         type=heat,
@@ -157,7 +157,7 @@ def add_draft_temperature(parser) -> None:
 def check_sampling(arguments) -> None:
     """
     Raises:
-        `UsageError`: a nucleus or drawn drafts without a temperature.
+        `UsageError`: `--top-p` or `--draft-temperature` without a temperature.
     """
     for option, value in (("--top-p", arguments.top_p), ("--draft-temperature", arguments.draft_temperature)):
         if value and arguments.temperature == 0:
@@ -166,7 +166,7 @@ def check_sampling(arguments) -> None:
 
 def sampling_options(arguments) -> dict:
     """
-    What [`add_sampling`] was given, as arguments of `generate`.
+    The values of [`add_sampling`]'s options, as arguments of `generate`.
 
     Raises:
         `UsageError`: as [`check_sampling`].
@@ -178,7 +178,7 @@ def sampling_options(arguments) -> dict:
 
 
 def add_answering(parser, tokens: str = "") -> None:
-    """What `generate` and `chat` share: the template, how an answer is sampled, and how the models are loaded."""
+    """The options that `generate` and `chat` share: template, sampling, and how models are loaded."""
     add_template_arguments(parser)
     parser.add_argument("--max-new-tokens", type=positive, default=512, help=f"{tokens}(default: %(default)s)")
     add_sampling(parser)
@@ -206,5 +206,5 @@ def add_template(parser) -> None:
 
 
 def add_output(parser, what: str, kind=output_path, **options) -> None:
-    """`--output`, which must be writable."""
+    """`--output`, a writable path."""
     parser.add_argument("--output", type=kind, help=what, **options)

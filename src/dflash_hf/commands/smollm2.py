@@ -18,7 +18,7 @@ def run(arguments, echo) -> Outcome:
     if arguments.gguf:
         file = packaged_gguf()
         if file is None:
-            raise FileNotFoundError(f"The GGUF file of SmolLM2-135M-Instruct is not here: {PIP_LINE}")
+            raise FileNotFoundError(f"The GGUF file of SmolLM2-135M-Instruct is not installed: {PIP_LINE}")
         echo(os.fspath(file))
         return Outcome(facts={"file": os.fspath(file)})
     folder = os.fspath(smollm2_folder(arguments.cache_dir))

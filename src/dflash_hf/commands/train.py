@@ -44,7 +44,7 @@ def add_arguments(parser) -> None:
 
 
 def overrides_of(arguments) -> list[str]:
-    """What was given as flags and as `key=value`, all as `key=value`."""
+    """The settings given as flags and as `key=value`, all as `key=value`."""
     given = {key: getattr(arguments, name) for name, key in _FLAGS.items()}
     return [f"{key}={value}" for key, value in given.items() if value is not None] + arguments.overrides
 
@@ -61,7 +61,7 @@ def run(arguments, echo) -> Outcome:
     recipe, training = read_recipe(arguments.config, overrides_of(arguments))
     recipe.target, recipe.draft = folder_of(recipe.target), folder_of(recipe.draft, drafter=True)
     if not training.get("output_dir"):
-        raise ValueError("There is no output; name the folder for the drafter with --output.")
+        raise ValueError("No output folder is given; name the folder for the drafter with --output.")
     if training.get("push_to_hub") and not training.get("hub_model_id"):
         raise ValueError("push_to_hub=True needs hub_model_id, such as hub_model_id=me/my-drafter.")
     given = {name: value for name, value in asdict(recipe).items() if value not in (None, {})}
@@ -96,7 +96,7 @@ def _check_files(recipe) -> None:
 
 
 def _check_before(recipe, training: dict) -> None:
-    """What would fail after the target was loaded, or after hours, fails now."""
+    """Raise errors now that would otherwise appear after the target was loaded, or after hours."""
     from dflash_hf.configs import check_names, check_token_id
     from dflash_hf.pairs import Loading
 
@@ -115,7 +115,7 @@ def _check_before(recipe, training: dict) -> None:
     for name in [wanted] if isinstance(wanted, str) else wanted:
         if name not in known:
             raise ValueError(
-                f"report_to={name} is not installed, or unknown: `pip install {name}`, or report_to=none."
+                f"report_to={name} is not installed, or unknown: `pip install {name}`, or set report_to=none."
             )
 
 

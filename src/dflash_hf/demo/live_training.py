@@ -20,7 +20,7 @@ _BAR = 40  # characters of the longest bar, tau 4
 
 
 class Curve(TrainerCallback):
-    """Says a line with a bar for each decoding, beside the tau of the bundled drafter."""
+    """Prints a line with a bar for each decoding, next to the tau of the bundled drafter."""
 
     def __init__(self, shipped: float | None, say: Callable[[str], None]):
         self.shipped, self.say, self.start, self.points = shipped, say, time.monotonic(), []
@@ -36,21 +36,21 @@ class Curve(TrainerCallback):
         bar += [" "] * (_BAR - len(bar))
         if mark is not None and mark < len(bar):
             bar[mark] = "|"
-        beside = "" if self.shipped is None else f"   (| the bundled one: {self.shipped:.2f})"
+        beside = "" if self.shipped is None else f"   (| the bundled drafter: {self.shipped:.2f})"
         self.say(f"{minutes:6.1f} min  tau {tau:4.2f}  {''.join(bar)}{beside}")
 
 
 def train_live(minutes: float, output: Path, say: Callable[[str], None] = logger.info) -> list[tuple[float, float]]:
     """
-    Train a drafter for a while by the recipe `smollm2-135m.yaml`, on answers in place of stored features.
+    Train a drafter for a while with the recipe `smollm2-135m.yaml`, on answers instead of stored features.
 
     Args:
-        minutes (`float`): Of training, decoding between included.
+        minutes (`float`): Duration of training, including decoding.
         output (`Path`): Folder for the drafter.
         say: Called with each line of output.
 
     Returns:
-        `list[tuple[float, float]]`: Minutes since the start, and the tau decoded then.
+        `list[tuple[float, float]]`: Minutes since the start, and the tau measured then.
     """
     from dflash_hf import examples
 
@@ -65,7 +65,7 @@ def train_live(minutes: float, output: Path, say: Callable[[str], None] = logger
             "decode_max_new_tokens=48",
         ],
     )
-    report = data.parent / REPORT_FILE  # of other held-out requests, decoded for longer
+    report = data.parent / REPORT_FILE  # on other held-out requests, with longer answers
     shipped = EvalReport.from_json(report.read_text(encoding="utf-8")).tau if report.is_file() else None
     curve = Curve(shipped, say)
     trainer = train(recipe, training, say, callbacks=[curve])

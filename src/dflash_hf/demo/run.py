@@ -1,10 +1,10 @@
 """
-`dflash demo`: a real model answers requests that its drafter never saw, by every way of decoding in turn.
+`dflash demo`: a real model answers requests that its drafter never saw, with each decoding method in turn.
 
     1. pair       SmolLM2-135M-Instruct and the drafter of `examples/smollm2-135m-dflash`   (smollm2)
-    2. requests   held out of the drafter's data, of every kind in turn, and some sums
+    2. requests   held out from the drafter's data, one of each kind in turn, and some sums
     3. compare    target alone, packed, with prompt lookup, with the drafter               (evaluation)
-    4. show       one answer as it was drafted, the table, the picture
+    4. show       one answer as it was drafted, the table, the plot
 """
 
 import gzip
@@ -51,11 +51,11 @@ def load_pair(dtype: torch.dtype = torch.bfloat16, draft: str | Path | None = No
     The pair that needs no Hub.
 
     Args:
-        dtype (`torch.dtype`): Of both models.
+        dtype (`torch.dtype`): Dtype of both models.
         draft (`str` or `Path`, *optional*): Another drafter's folder.
 
     Raises:
-        `FileNotFoundError`: a half of it is not here; says how to get it.
+        `FileNotFoundError`: one of the models is missing; says how to get it.
     """
     folder = smollm2_folder()
     return DemoPair(
@@ -67,11 +67,11 @@ def load_pair(dtype: torch.dtype = torch.bfloat16, draft: str | Path | None = No
 
 def requests(count: int) -> list[dict]:
     """
-    The first `count` requests: rows with `kind` and `messages`, held out of the drafter's data, one of each kind in
+    The first `count` requests: rows with `kind` and `messages`, held out from the drafter's data, one of each kind in
     turn, every sixth a sum.
 
     Raises:
-        `ValueError`: there are fewer.
+        `ValueError`: there are fewer than `count`.
     """
     with gzip.open(data_folder() / "held_out.jsonl.gz", "rt", encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
@@ -96,9 +96,9 @@ def run_demo(
     Stages 2 to 4.
 
     Args:
-        pair (`DemoPair`): What decodes.
-        num_prompts, max_new_tokens, runs (`int`): Requests, longest answer, and how often each is timed.
-        output (`Path`, *optional*): Folder for figures and picture.
+        pair (`DemoPair`): The pair to decode with.
+        num_prompts, max_new_tokens, runs (`int`): Number of requests, longest answer, and timed runs of each.
+        output (`Path`, *optional*): Folder for figures and plot.
         color (`bool`): Colour the sample with ANSI codes.
         say: Called with each line of output.
     """
@@ -139,7 +139,7 @@ def run_demo(
 
 
 def sample_of(pair: DemoPair, rows: list[dict], report: EvalReport) -> tuple[str, list[str], list[int]]:
-    """An answer of middling acceptance: its request, the texts of its tokens, its verifications."""
+    """An answer of average acceptance: its request, the texts of its tokens, its verifications."""
     order = sorted(
         range(len(rows)), key=lambda i: sum(report.acceptance_lengths[i]) / len(report.acceptance_lengths[i])
     )

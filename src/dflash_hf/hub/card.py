@@ -1,8 +1,8 @@
 """
-The model card of a drafter, rendered from facts alone: unknown facts are left out.
+The model card of a drafter, rendered from facts only: unknown facts are left out.
 
 Facts come from the drafter's own files (`config.json`, the weights' headers, `eval_report.json`, `eval_report.png`)
-and from `card_facts.json` beside them, which holds the fields of [`CardFacts`].
+and from `card_facts.json` next to them, which holds the fields of [`CardFacts`].
 """
 
 import json
@@ -29,7 +29,7 @@ from dflash_hf.terminal import install
 
 FACTS_FILE = "card_facts.json"
 TEMPLATE = "model_card_template.md"
-# Of transformers' many training arguments, those that make a run; of our own the fields say so.
+# The training arguments of transformers that a card lists; for our own arguments the fields say so.
 _OF_UPSTREAM = (
     *("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size", "weight_decay"),
     *("max_grad_norm", "optim", "bf16", "fp16", "seed"),
@@ -39,21 +39,21 @@ _OF_UPSTREAM = (
 @dataclass
 class CardFacts:
     """
-    What a card says beyond the drafter's own files.
+    Facts of a card beyond the drafter's own files.
 
     Args:
         base_model (`str`): Repository of the target.
         base_model_revision (`str`, *optional*): Its commit.
-        base_model_relation (`str`, *optional*): Only where one of the Hub's words fits, e.g. `"quantized"`. A drafter
-            as such is none of them.
+        base_model_relation (`str`, *optional*): Only if one of the Hub's terms fits, e.g. `"quantized"`. None fits a
+            drafter as such.
         license (`str`, *optional*): The Hub's short name, e.g. `"mit"`.
         datasets (`list[str]`): Repositories of the training data.
         data (`str`, *optional*): A sentence about the data: how many samples, whose responses.
-        hardware (`str`, *optional*): What the evaluation ran on.
+        hardware (`str`, *optional*): Hardware of the evaluation.
         training (`dict`): Training arguments; [`training_facts`] picks them.
         evaluated_on (`str`, *optional*): The evaluation's dataset; without it there is no model-index.
         report (`dict`, *optional*): An `EvalReport` as JSON.
-        plot (`str`, *optional*): Name of its picture in the folder.
+        plot (`str`, *optional*): File name of its plot in the folder.
 
     Raises:
         `ValueError`: names field, value and remedy.
@@ -76,8 +76,8 @@ class CardFacts:
             repo = getattr(self, name) if name == "base_model" else name
             try:
                 validate_repo_id(repo)
-            except ValueError as error:  # huggingface_hub's own type is one
-                raise ValueError(f"{repo!r} is not the id of a repository, like 'Qwen/Qwen3-8B': {error}") from error
+            except ValueError as error:  # huggingface_hub's own error is a ValueError
+                raise ValueError(f"{repo!r} is not a repository id, like 'Qwen/Qwen3-8B': {error}") from error
         if self.base_model_relation not in (None, *RELATIONS):
             raise ValueError(
                 f"base_model_relation={self.base_model_relation!r} must be one of {', '.join(RELATIONS)}, or left out."
@@ -86,7 +86,7 @@ class CardFacts:
     @classmethod
     def from_folder(cls, folder: str | Path, **facts) -> "CardFacts":
         """
-        The facts that lie in a drafter's folder; `facts` that are not `None` win.
+        The facts in a drafter's folder; `facts` that are not `None` override them.
 
         Raises:
             `ValueError`: a damaged file, an unknown field, or no base model.
@@ -96,16 +96,14 @@ class CardFacts:
         if (folder / REPORT_FILE).is_file():
             known["report"] = _read_json(folder / REPORT_FILE)
             dataset = known["report"].get("setting", {}).get("dataset")
-            if dataset and "/" in dataset:  # of the Hub
+            if dataset and "/" in dataset:  # on the Hub
                 known.setdefault("evaluated_on", dataset)
         if (folder / PLOT_FILE).is_file():
             known.setdefault("plot", PLOT_FILE)
         known |= {name: value for name, value in facts.items() if value}
         unknown = set(known) - {one.name for one in fields(cls)}
         if unknown:
-            raise ValueError(
-                f"{FACTS_FILE} has unknown fields {sorted(unknown)}; see CardFacts for those it may have."
-            )
+            raise ValueError(f"{FACTS_FILE} has unknown fields {sorted(unknown)}; see CardFacts for the known fields.")
         if not known.get("base_model"):
             raise ValueError(
                 f"A card names the target: write base_model into {folder / FACTS_FILE}, or pass `base_model`."
@@ -114,8 +112,8 @@ class CardFacts:
 
 
 def training_facts(arguments) -> dict:
-    """Of training arguments, those worth a row of the card: that make a run, and are set."""
-    absent = (None, False, "", -1)  # -1: `max_steps` when epochs decide
+    """The training arguments that the card lists, if they are set."""
+    absent = (None, False, "", -1)  # -1: `max_steps` if epochs set the length
     unused = ("num_train_epochs", "lr_scheduler_type") if arguments.max_minutes else ()
     names = [one.name for one in fields(arguments) if one.metadata.get("on_card") and one.name not in unused]
     values = {**arguments.to_dict(), "world_size": arguments.world_size}
@@ -124,13 +122,13 @@ def training_facts(arguments) -> dict:
 
 def save_training_facts(folder: str | Path, target, arguments, measured: dict) -> Path:
     """
-    Write what training knows into `card_facts.json` beside a drafter's weights. Other facts that lie there stay.
+    Write the facts known to training into `card_facts.json` next to a drafter's weights. Other facts in it are kept.
 
     Args:
-        folder (`str` or `Path`): The drafter's.
+        folder (`str` or `Path`): The drafter's folder.
         target (`PreTrainedModel`): Names the base model and its commit, if it was loaded from the Hub.
         arguments (`TrainingArguments`): See [`training_facts`].
-        measured (`dict`): Further rows of the training table, such as the optimizer steps that were done.
+        measured (`dict`): More rows of the training table, such as the number of optimizer steps.
     """
     path = Path(folder) / FACTS_FILE
     known, origin = _read_json(path), _origin(target)
@@ -143,7 +141,7 @@ def save_training_facts(folder: str | Path, target, arguments, measured: dict) -
 
 
 def _origin(target) -> dict[str, str]:
-    """The repository and commit that a target was loaded from; nothing of one from a local folder."""
+    """The repository and commit that a target was loaded from; empty for a local folder."""
     name = target.name_or_path
     if not name or Path(name).exists():
         return {}
@@ -161,7 +159,7 @@ def render_card(folder: str | Path, facts: CardFacts, repo: str) -> ModelCard:
 
     Raises:
         `ImportError`: jinja2 is not installed.
-        `ValueError`: the folder is not a drafter's, or the facts do not fit one another.
+        `ValueError`: the folder is not a drafter's, or the facts contradict each other.
     """
     try:
         import jinja2  # noqa: F401
@@ -196,7 +194,7 @@ def render_card(folder: str | Path, facts: CardFacts, repo: str) -> ModelCard:
 
 
 def metadata(facts: CardFacts, repo: str) -> ModelCardData:
-    """The card's YAML: what the Hub indexes."""
+    """The card's YAML, which the Hub indexes."""
     results = None
     if facts.report and facts.evaluated_on:
         summary = facts.report.get("summary", {})
@@ -230,12 +228,12 @@ def metadata(facts: CardFacts, repo: str) -> ModelCardData:
 
 def eval_results(folder: str | Path, facts: CardFacts | None = None) -> str:
     """
-    The figures as `.eval_results/*.yaml`, the Hub's newer form of the model index; empty where none were measured on a
+    The figures as `.eval_results/*.yaml`, the Hub's newer form of the model index; empty if none were measured on a
     named dataset.
 
     Args:
-        folder (`str` or `Path`): The drafter's.
-        facts (`CardFacts`, *optional*): Default: those that lie in the folder.
+        folder (`str` or `Path`): The drafter's folder.
+        facts (`CardFacts`, *optional*): Default: the facts in the folder.
     """
     if facts is None:
         known = _read_json(Path(folder) / FACTS_FILE)
@@ -246,7 +244,7 @@ def eval_results(folder: str | Path, facts: CardFacts | None = None) -> str:
 
 
 def missing_code(folder: str | Path) -> dict[str, Path]:
-    """Code that publishing adds, by name: this package's, where a drafter's folder names it and holds none of it."""
+    """Code that publishing adds, by name: this package's, if a drafter's folder names it but does not contain it."""
     auto_map, code = _read_json(Path(folder) / "config.json").get("auto_map"), code_files()
     ours = isinstance(auto_map, dict) and auto_map.get("AutoModel") == "modeling_dflash.DFlashDraftModel"
     return code if ours and not any((Path(folder) / name).exists() for name in code) else {}
@@ -282,7 +280,7 @@ def _model_rows(config, folder: Path) -> list[tuple[str, str]]:
 
 
 def _loading(folder: Path) -> str:
-    """How transformers loads the folder: by its own class, by the code beside the weights, or with this package."""
+    """How transformers loads the folder: with its own class, the code next to the weights, or this package."""
     if _read_json(folder / "config.json").get("architectures") == [MUSE]:
         return "native"
     found = [finding for finding in check(folder, ["transformers"]) if finding.key not in missing_code(folder)]
@@ -291,7 +289,7 @@ def _loading(folder: Path) -> str:
 
 
 def _report_rows(report: dict) -> list[tuple[str, str]]:
-    """Rows of the figures that a report holds."""
+    """Table rows for the figures in a report."""
     summary, methods = report.get("summary", {}), report.get("methods", {})
     ours, trees, alone = (methods.get(name, {}) for name in ("dflash", "dflash_tree", "target"))
     prompts = summary.get("prompts")
@@ -313,7 +311,7 @@ def _report_rows(report: dict) -> list[tuple[str, str]]:
 
 
 def _engines(folder: Path, config, facts: CardFacts, repo: str) -> list[dict]:
-    """Launch lines for the engines that the preflight finds no error for."""
+    """Launch lines for the engines without preflight errors."""
     sliding = "sliding_attention" in config.layer_types
     written = _read_json(folder / "config.json").get("architectures")
     newest = config.sample_from_anchor or (config.has_head and config.head is not PathSelector)
@@ -338,5 +336,5 @@ def _engines(folder: Path, config, facts: CardFacts, repo: str) -> list[dict]:
 
 
 def _read_json(path: Path) -> dict:
-    """A JSON object, or an empty one where there is no file."""
+    """A JSON object, or an empty one if there is no file."""
     return read_json(path) if path.is_file() else {}

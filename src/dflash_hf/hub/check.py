@@ -1,8 +1,8 @@
 """
-The preflight of a drafter's folder: will vLLM, SGLang and transformers read it, and read the same? And could llama.cpp
-run it, once it is converted?
+The preflight of a drafter's folder: will vLLM, SGLang and transformers load it, and all in the same way? And could
+llama.cpp run it after conversion?
 
-Only `config.json` and the headers of the weights are read, unless the weights are asked for. The rules themselves are
+Only `config.json` and the headers of the weights are read, unless the weights are requested. The rules themselves are
 in `engine_rules` and `safety_rules`.
 """
 
@@ -38,33 +38,33 @@ def check(
     weights: bool = False,
 ) -> list[Finding]:
     """
-    Hold a drafter's folder, or its repository on the Hub, against what engines read.
+    Check a drafter's folder, or its repository on the Hub, against what engines read.
 
     Args:
         folder (`str` or `Path`): A local folder with `config.json` and safetensors; or the id of a repository, of
             which only `config.json` and the headers of the weights are downloaded; or a GGUF file.
-        engines (`Sequence[str]`): Of `"vllm"`, `"sglang"`, `"transformers"`; and, asked for by name, `"mlx"`,
-            `"openvino"`, `"z-lab"` and `"llama.cpp"`, which reads what `dflash convert` makes of a folder.
+        engines (`Sequence[str]`): Any of `"vllm"`, `"sglang"`, `"transformers"`; and, only on request, `"mlx"`,
+            `"openvino"`, `"z-lab"` and `"llama.cpp"`, which reads the file that `dflash convert` makes of a folder.
         target (`str`, `Path`, `dict` or `PreTrainedConfig`, *optional*): The target's configuration, its folder, its
             `config.json`, its GGUF file or its repository: width, depth and vocabulary are compared as well.
         revision (`str`, *optional*): Branch, tag or commit of the drafter's repository.
         subfolder (`str`): The drafter's subfolder in the folder or repository.
-        weights (`bool`): Read every tensor of a local folder too: are all numbers finite?
+        weights (`bool`): Also read every tensor of a local folder, to check that all values are finite.
 
     Returns:
-        `list[Finding]`, errors first; empty when all is well.
+        `list[Finding]`, errors first; empty if there are none.
 
     Raises:
-        `ValueError`: an unknown engine, a repository that cannot be read, or whose weights are asked for, or a target
+        `ValueError`: an unknown engine, a repository that cannot be read or whose weights are requested, or a target
             without a readable configuration.
     """
     known = (*ENGINES, LLAMA_CPP, *READERS)
     if unknown := [engine for engine in engines if engine not in known]:
         raise ValueError(f"engines={list(engines)} holds {unknown[0]!r}; choose from {', '.join(known)}.")
     if is_gguf(folder) and list(engines) != [LLAMA_CPP]:
-        raise ValueError(f"{folder} is read by {LLAMA_CPP} alone; name no other engine.")
+        raise ValueError(f"{folder} is read by {LLAMA_CPP} only; name no other engine.")
     if weights and not Path(folder).is_dir():
-        raise ValueError(f"{folder} is not a folder on this machine: its weights can be read once it is downloaded.")
+        raise ValueError(f"{folder} is not a local folder: its weights can be read once it is downloaded.")
     target = None if target is None else _target_config(target)
     if is_gguf(folder):
         return list(_as_parsed(Path(folder), LLAMA_CPP, target))
@@ -114,11 +114,11 @@ def _all_findings(folder: Path, target: dict | None, weights: bool) -> Iterator[
     architectures = config.get("architectures")
     if (unknown := _unknown_head(config)) is not None:
         yield Finding("error", ("transformers",), "architectures", unknown)
-        message = "is of a head that this package does not know, so that it cannot say what engines make of it."
+        message = "belongs to a head that this package does not know, so it cannot say how engines handle it."
         yield Finding("warning", SERVERS, "architectures", message)
         return
     if "transformer_layer_config" in config:
-        message = f"is speculators' layout, which vLLM alone reads; {_remedy(folder)}"
+        message = f"is speculators' layout, which only vLLM reads; {_remedy(folder)}"
         yield Finding("error", ("sglang", "transformers"), "transformer_layer_config", message)
         yield from of_speculators(config)
         return
@@ -132,9 +132,7 @@ def _all_findings(folder: Path, target: dict | None, weights: bool) -> Iterator[
         yield Finding("error", ENGINES, "config.json", " ".join(str(error).split()))
         return
     if (folder / SAFE_WEIGHTS_NAME).is_file() and (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
-        message = (
-            f"is there beside {SAFE_WEIGHTS_INDEX_NAME}; readers differ in which they take. Remove the stale one."
-        )
+        message = f"exists next to {SAFE_WEIGHTS_INDEX_NAME}; readers differ in which they use. Remove the stale file."
         yield Finding("error", ENGINES, SAFE_WEIGHTS_NAME, message)
     try:
         shapes = read_shapes(folder)
@@ -164,7 +162,7 @@ def _unknown_head(config: dict) -> str | None:
         canonical_config(config)
     except UnknownHeadError as error:
         return str(error)
-    except Exception:  # of other faults, which are named where the configuration is read
+    except Exception:  # other errors are reported where the configuration is read
         return None
     return None
 
@@ -172,12 +170,12 @@ def _unknown_head(config: dict) -> str | None:
 def _remedy(folder: Path) -> str:
     refused = _load_without_weights(folder)
     if refused is None:
-        return "`dflash convert` writes a folder that every engine reads."
-    return f"nor does this package read it: {refused}"
+        return "`dflash convert` writes a folder that every engine can read."
+    return f"this package cannot read it either: {refused}"
 
 
 def _as_parsed(drafter: Path, engine: str, target: dict | None) -> Iterator[Finding]:
-    """Of an engine whose rules are about what a drafter is: a folder in any layout, or a GGUF file."""
+    """Findings of an engine whose rules apply to the parsed drafter: a folder in any layout, or a GGUF file."""
     try:
         if is_gguf(drafter):
             config, refused = DFlashDraftConfig.from_dict(gguf_config(drafter)), None
@@ -194,7 +192,7 @@ def _as_parsed(drafter: Path, engine: str, target: dict | None) -> Iterator[Find
 
 def _load_without_weights(folder: Path) -> str | None:
     """
-    Why our own reader refuses a folder, or `None`. It reads on the meta device: it holds the headers against the model
+    Why our own reader rejects a folder, or `None`. It runs on the meta device: it compares the headers with the model
     and reads no tensor.
     """
     shown = logging.is_progress_bar_enabled()
@@ -210,7 +208,7 @@ def _load_without_weights(folder: Path) -> str | None:
 
 
 def _target_config(target) -> dict:
-    """A plain dictionary, of a multimodal target its text part."""
+    """A target's configuration as a dictionary; of a multimodal target, its text part."""
     if hasattr(target, "get_text_config"):
         return target.get_text_config().to_dict()
     if isinstance(target, str | Path) and is_gguf(target):

@@ -1,8 +1,8 @@
 """
-What vLLM 0.33, SGLang 0.5.23 and transformers read of a drafter's folder, as rules that yield findings.
+What vLLM 0.33, SGLang 0.5.23 and transformers read from a drafter's folder, as rules that yield findings.
 
-Engines are quiet about a wrong drafter: vLLM never reports a missing tensor, SGLang skips an unknown one, and a key
-that they read differently costs acceptance and nothing else.
+Engines do not report a wrong drafter: vLLM never reports a missing tensor, SGLang skips an unknown tensor, and a key
+that they read differently only costs acceptance.
 """
 
 from collections.abc import Iterator
@@ -34,13 +34,13 @@ _V2_RUNNER = "for which vLLM needs its V2 model runner: do not set VLLM_USE_V2_M
 @dataclass(frozen=True)
 class Finding:
     """
-    One thing that an engine will trip over.
+    A problem for an engine.
 
     Args:
-        severity (`str`): `"error"`: it will not load, or not draft as trained. `"warning"`: look before you serve.
-        engines (`tuple[str, ...]`): Whom it concerns.
+        severity (`str`): `"error"`: it will not load, or not draft as trained. `"warning"`: check before serving.
+        engines (`tuple[str, ...]`): The engines affected.
         key (`str`): Key of `config.json`, tensor or file.
-        message (`str`): What is wrong, and the remedy.
+        message (`str`): The problem and the remedy.
     """
 
     severity: str
@@ -52,8 +52,8 @@ class Finding:
 @dataclass(frozen=True)
 class Drafter:
     """
-    A folder as the rules see it: the raw keys, nested ones apart; the shapes of its tensors, and those that its
-    configuration asks for; whether this package reads it.
+    A folder as the rules see it: the raw keys, with nested keys separate; the shapes of its tensors, and those that
+    its configuration requires; whether this package can load it.
     """
 
     folder: Path
@@ -64,14 +64,14 @@ class Drafter:
     loads: bool = True
 
     def get(self, key: str, default=None):
-        """A key as SGLang and z-lab read it: nested, then at the top."""
+        """A key as SGLang and z-lab read it: nested first, then at the top level."""
         value = self.nested.get(key)
         value = self.config.get(key) if value is None else value
         return default if value is None else value
 
 
 def has_own_head(drafter: Drafter) -> bool:
-    """Whether the drafter drafts over a reduced vocabulary, through a head of its own."""
+    """Whether the drafter has its own head, over a reduced vocabulary."""
     return drafter.get("draft_vocab_size") not in (None, drafter.get("vocab_size"))
 
 
@@ -83,12 +83,12 @@ def layers_as_read(drafter: Drafter) -> dict[str, list[tuple[int | None, bool]]]
     kinds = config.get("layer_types") or ["full_attention"] * count  # Qwen3Config fills them in
     sliding = [kind == "sliding_attention" for kind in kinds]
     top = config.get("is_causal", False if muse else None)  # both set it for a Muse assistant
-    # vLLM: the top level, then the nested key; a forced window.
+    # vLLM: the top level, then the nested key, and a forced window.
     override = top if top is not None else nested.get("causal")
     forced = bool(nested.get("use_swa")) and not any(sliding)
     vllm_window = nested.get("swa_window_size", window)
     vllm = [(vllm_window if s or forced else None, s if override is None else bool(override)) for s in sliding]
-    # SGLang: the top level alone; nested keys about windows and causality are not read.
+    # SGLang: the top level only; nested keys for windows and causality are not read.
     sglang = [(window if s else None, s if top is None else bool(top)) for s in sliding]
     return {"vllm": vllm, "sglang": sglang}
 
@@ -97,18 +97,18 @@ def _identity(drafter: Drafter) -> Iterator[Finding]:
     config = drafter.config
     model_type, muse = config.get("model_type"), config["architectures"] == [MUSE]
     if str(model_type) not in CONFIG_MAPPING_NAMES:
-        message = f"{model_type!r} is unknown to AutoConfig, which the engines ask; write 'qwen3'."
+        message = f"{model_type!r} is unknown to AutoConfig, which the engines use; write 'qwen3'."
         yield Finding("error", SERVERS, "model_type", message)
     elif muse != (model_type == "muse_glimmer_assistant"):
-        message = f"{model_type!r} does not go with {config['architectures'][0]}; save or convert the drafter again."
+        message = f"{model_type!r} does not match {config['architectures'][0]}; save or convert the drafter again."
         yield Finding("error", ENGINES, "model_type", message)
     if "vocab_size" not in config and not muse:
-        message = "is missing: engines take their default for it, not the target's; write the target's vocab_size."
+        message = "is missing: engines use their default instead of the target's; write the target's vocab_size."
         yield Finding("error", SERVERS, "vocab_size", message)
     if not config.get("dtype", config.get("torch_dtype")):
         yield Finding("warning", ENGINES, "dtype", "is missing; write dtype and torch_dtype.")
     if "max_position_embeddings" not in config:
-        message = "is missing: engines take their default; write at least the length that will be served."
+        message = "is missing: engines use their default; write at least the length that will be served."
         yield Finding("error", SERVERS, "max_position_embeddings", message)
 
 
@@ -117,7 +117,7 @@ def _features(drafter: Drafter) -> Iterator[Finding]:
     muse = config["architectures"] == [MUSE]
     ids, depth = drafter.get("target_layer_ids"), drafter.get("num_target_layers")
     if ids is None:
-        message = "is missing; engines choose layers of their own then. Write it in dflash_config and at the top."
+        message = "is missing; engines then choose layers themselves. Write it in dflash_config and at the top."
         yield Finding("error", ENGINES, "target_layer_ids", message)
         return
     if list(ids) != sorted(ids):
@@ -128,18 +128,18 @@ def _features(drafter: Drafter) -> Iterator[Finding]:
         message = f"{shifted} is what vLLM reads first and must be target_layer_ids + 1; remove it."
         yield Finding("error", ("vllm",), "eagle_aux_hidden_state_layer_ids", message)
     if depth is None and not muse:
-        message = "is missing, so that the range of target_layer_ids is not checked; write the target's depth."
+        message = "is missing, so the range of target_layer_ids is not checked; write the target's depth."
         yield Finding("warning", ENGINES, "num_target_layers", message)
     if depth is not None and max(ids) == depth - 1:
-        message = f"{max(ids)} is the target's last layer: engines take it before the final norm. Compare tau."
+        message = f"{max(ids)} is the target's last layer: engines read it before the final norm. Compare tau."
         yield Finding("warning", SERVERS, "target_layer_ids", message)
     for key in ("block_size", "mask_token_id", "target_layer_ids"):
         top, inner = config.get(key), nested.get(key)
         if top is not None and inner is not None and top != inner:
-            message = f"is {inner} in dflash_config and {top} at the top; readers differ in which one they take."
+            message = f"is {inner} in dflash_config and {top} at the top; readers differ in which one they use."
             yield Finding("error", ENGINES, key, message)
         elif top is None and inner is None:
-            message = "is missing, so that every reader takes a default of its own; write it in dflash_config."
+            message = "is missing, so every reader uses its own default; write it in dflash_config."
             yield Finding("error", ENGINES, key, message)
         elif top is None:
             message = "is in dflash_config only; transformers' own DFlash decoding reads the top level."
@@ -160,7 +160,7 @@ def _attention(drafter: Drafter) -> Iterator[Finding]:
         yield Finding("warning", ("vllm",), "layer_types", f"mixes full and sliding layers, {_V2_RUNNER}")
     read, said = layers_as_read(drafter), (config.get("is_causal"), drafter.nested.get("causal"))
     if None not in said and said[0] != said[1]:
-        message = f"{said[1]} in dflash_config contradicts is_causal={said[0]}, which engines take. Compare tau."
+        message = f"{said[1]} in dflash_config contradicts is_causal={said[0]}, which engines use. Compare tau."
         yield Finding("warning", ENGINES, "causal", message)
     if drafter.nested.get("causal_head") and not all(causal for layers in read.values() for _, causal in layers):
         message = "is JetSpec's key, which engines do not read: they draft bidirectionally. Save the drafter again."
@@ -185,7 +185,7 @@ def _rope(drafter: Drafter) -> Iterator[Finding]:
         return
     thetas = [table["rope_theta"] for table in (rope, config, scaling) if table.get("rope_theta") is not None]
     if not thetas:
-        yield Finding("error", SERVERS, "rope_theta", "is missing: vLLM takes 1000000, others 10000; write it.")
+        yield Finding("error", SERVERS, "rope_theta", "is missing: vLLM uses 1000000, others 10000; write it.")
     elif any(theta != thetas[0] for theta in thetas):
         message = f"is {thetas} in rope_parameters, at the top and in rope_scaling; write one value."
         yield Finding("error", ENGINES, "rope_theta", message)
@@ -194,16 +194,16 @@ def _rope(drafter: Drafter) -> Iterator[Finding]:
         yield Finding("warning", SERVERS, "rope_theta", message)
     kinds = [table.get("rope_type", table.get("type", "default")) for table in (rope, scaling) if table]
     if any(kind != kinds[0] for kind in kinds) and scaling:
-        message = f"rope_parameters say {kinds[0]!r}, rope_scaling says {kinds[1]!r}; write the same twice."
+        message = f"has rope_type {kinds[1]!r}, but rope_parameters has {kinds[0]!r}; write one value in both."
         yield Finding("error", ENGINES, "rope_scaling", message)
     if "yarn" in kinds and not scaling:
-        message = "is missing beside rope_parameters; readers before transformers 5 lose YaRN. Write both."
+        message = "is missing next to rope_parameters; readers before transformers 5 lose YaRN. Write both."
         yield Finding("warning", SERVERS, "rope_scaling", message)
     if "yarn" in kinds and any(key in {**rope, **scaling} for key in ("mscale", "mscale_all_dim")):
         message = "has mscale, which engines turn into an attention factor in different ways; compare tau."
         yield Finding("warning", SERVERS, "rope_parameters", message)
     if False in (drafter.get("rope_is_neox_style"), drafter.get("is_neox_style")):
-        message = "is false, which few read. `dflash convert` writes the same drafter in the usual order."
+        message = "is false, which few readers support. `dflash convert` writes the same drafter in the usual order."
         yield Finding("warning", SERVERS, "rope_is_neox_style", message)
     backbone = drafter.get("backbone_rotary_base")
     if backbone is not None and thetas and backbone != thetas[0]:
@@ -215,7 +215,7 @@ def _numbers(drafter: Drafter) -> Iterator[Finding]:
     get = drafter.get
     if get("hidden_act", "silu") != "silu":
         yield Finding(
-            "error", SERVERS, "hidden_act", f"{get('hidden_act')!r} is not supported; engines have silu only."
+            "error", SERVERS, "hidden_act", f"{get('hidden_act')!r} is not supported; engines only have silu."
         )
     width, hidden = get("target_hidden_size"), get("hidden_size")
     if width not in (None, hidden):
@@ -227,14 +227,14 @@ def _numbers(drafter: Drafter) -> Iterator[Finding]:
     scale = get("input_embedding_scale", 1.0)
     dflash2 = drafter.config["architectures"] == [DFLASH2]
     if scale != 1.0:
-        # vLLM's DFlash 2 model alone has it. SGLang asks the target's class for a factor, and none has one.
+        # Only vLLM's DFlash 2 model has it. SGLang asks the target's class for a factor, but no class has one.
         blind = ("sglang",) if dflash2 and "input_embedding_scale" in drafter.nested else SERVERS
         yield Finding("error", blind, "input_embedding_scale", f"{scale} is not read: the raw embedding is fed.")
     if has_own_head(drafter):
-        # vLLM's DFlash 2 takes what its head numbers for the target's ids.
+        # vLLM's DFlash 2 mistakes draft ids for the target's ids.
         blind, who = (SERVERS, "DFlash 2 in engines") if dflash2 else (("sglang",), "SGLang")
-        message = f"{get('draft_vocab_size')} is a reduced vocabulary, which {who} does not have: `dflash convert "
-        yield Finding("error", blind, "draft_vocab_size", message + "--share-head` writes a drafter without.")
+        message = f"{get('draft_vocab_size')} is a reduced vocabulary, which {who} does not support: `dflash convert "
+        yield Finding("error", blind, "draft_vocab_size", message + "--share-head` writes a drafter without it.")
     if get("vocab_size") == _GEMMA_VOCABULARY:
         yield _gemma()
 
@@ -254,10 +254,10 @@ def _dspark(drafter: Drafter) -> Iterator[Finding]:
             message = f"{drafter.config['architectures'][0]} has no Markov head in vLLM; it needs {DSPARK}."
             yield Finding("error", ("vllm",), "architectures", message)
     elif not rank:
-        message = "0: vLLM refuses an anchor-first drafter without a Markov head; SGLang serves it."
+        message = "0: vLLM rejects an anchor-first drafter without a Markov head; SGLang serves it."
         yield Finding("error", ("vllm",), "markov_rank", message)
     elif kind != "vanilla":
-        message = f"{kind!r}: vLLM's Markov head is the vanilla one; SGLang serves all three."
+        message = f"{kind!r}: vLLM only has the vanilla Markov head; SGLang serves all three."
         yield Finding("error", ("vllm",), "markov_head_type", message)
 
 
@@ -266,11 +266,11 @@ def _domino(drafter: Drafter) -> Iterator[Finding]:
         return
     yield Finding("error", ("vllm",), "gru_hidden_dim", "vLLM has no Domino head; SGLang serves it.")
     if drafter.get("pure_draft_prefix_len") != 1:
-        message = f"{drafter.get('pure_draft_prefix_len')} is not 1, the only one that SGLang has."
+        message = f"{drafter.get('pure_draft_prefix_len')} is not 1, the only value that SGLang supports."
         yield Finding("error", ("sglang",), "pure_draft_prefix_len", message)
     if drafter.get("projector_type") != "domino":
         message = (
-            f"{drafter.get('projector_type')!r}: SGLang builds the head for 'domino' alone. Save the drafter again."
+            f"{drafter.get('projector_type')!r}: SGLang builds the head only for 'domino'. Save the drafter again."
         )
         yield Finding("error", ("sglang",), "projector_type", message)
     message = "is drafted greedily by SGLang, on one GPU, in bfloat16."
@@ -289,7 +289,7 @@ def _dflash2(drafter: Drafter) -> Iterator[Finding]:
     yield Finding("warning", ("vllm",), "architectures", message)
     for key in DFLASH2_KEYS:
         if type(nested.get(key)) is not int or nested[key] < 1:
-            # Where both keys of the convolution are missing, SGLang builds none.
+            # If both keys of the convolution are missing, SGLang builds none.
             alone = key in CONVOLUTION_KEYS and not any(nested.get(other) for other in CONVOLUTION_KEYS)
             message = f"{nested.get(key)} in dflash_config must be a positive integer; it is read nowhere else."
             yield Finding("error", ("vllm",) if alone else SERVERS, key, message)
@@ -300,42 +300,42 @@ def _dflash2(drafter: Drafter) -> Iterator[Finding]:
 
 
 def _tensors(drafter: Drafter) -> Iterator[Finding]:
-    """Engines know the published names alone; what else this package reads, its own reader decides."""
+    """Engines know only the published names; whether this package can load others, its own reader decides."""
     wanted, found = dict(drafter.wanted), dict(drafter.shapes)
-    for shapes in (wanted, found):  # it is skipped by both: a file of its own is read
+    for shapes in (wanted, found):  # skipped by both engines, which read a separate file
         shapes.pop("mask_embedding", None)
     if drafter.config["architectures"] == [MUSE]:
         wanted = {_MUSE_NAMES.get(name, name): shape for name, shape in wanted.items()}
     for name in sorted(wanted.keys() - found.keys()):
-        yield Finding("error", SERVERS, name, f"is missing {wanted[name]}; vLLM would serve without a word.")
+        yield Finding("error", SERVERS, name, f"is missing {wanted[name]}; vLLM would serve without any warning.")
     remedy = " `dflash convert` gives canonical names." if drafter.loads else ""
     own = {name for name in ("embed_tokens.weight", "lm_head.weight") if name in found}
     for name in sorted(own if not has_own_head(drafter) else own - {"lm_head.weight"}):
-        message = f"{found[name]} is skipped by SGLang, which takes the target's; vLLM loads and uses it."
+        message = f"{found[name]} is skipped by SGLang, which uses the target's; vLLM loads and uses it."
         yield Finding("error", ("sglang",), name, message)
     for name in sorted(found.keys() - wanted.keys() - own):
         if not (has_own_head(drafter) and name == "t2d"):
-            message = f"is unknown {found[name]}: vLLM stops, SGLang skips it.{remedy}"
+            message = f"is unknown {found[name]}: vLLM fails, SGLang skips it.{remedy}"
             yield Finding("error", SERVERS, name, message)
     for name in sorted(wanted.keys() & found.keys()):
         if wanted[name] != found[name]:
-            message = f"has shape {found[name]}, but config.json asks for {wanted[name]}."
+            message = f"has shape {found[name]}, but config.json requires {wanted[name]}."
             yield Finding("error", SERVERS, name, message)
 
 
 def _own_mask(drafter: Drafter) -> Iterator[Finding]:
-    """Engines take the mask's embedding from a file of its own, and are quiet about a tensor of that name."""
+    """Engines read the mask's embedding from a separate file, and silently skip a tensor of that name."""
     there = (drafter.folder / MASK_EMBEDDING).is_file()
     if not there and (drafter.get("own_mask_embedding") or "mask_embedding" in drafter.shapes):
         message = "is missing: engines skip the tensor mask_embedding and feed the target's. Save the drafter again."
         yield Finding("error", SERVERS, MASK_EMBEDDING, message)
     elif there:
-        message = "is read from a local folder only: SGLang passes over it when the drafter is named by repository."
+        message = "is read from a local folder only: SGLang ignores it if the drafter is named by repository."
         yield Finding("warning", ("sglang",), MASK_EMBEDDING, message)
 
 
 def _beside_the_weights(drafter: Drafter) -> Iterator[Finding]:
-    """Native folders need no code; ours carry it, for readers without this package."""
+    """Native folders need no code; ours include it, for readers without this package."""
     if drafter.config["architectures"] == [MUSE]:
         return
     auto_map = drafter.config.get("auto_map")
@@ -346,19 +346,19 @@ def _beside_the_weights(drafter: Drafter) -> Iterator[Finding]:
         message = "names no AutoModel: without this package the folder loads as a Qwen3 model with random weights."
         yield Finding("warning", ("transformers",), "auto_map", message)
     elif missing:
-        message = "is not in the folder, so that it does not work without this package; publish it, or save it again."
+        message = "is not in the folder, which does not load without this package; publish it, or save it again."
         yield Finding("warning", ("transformers",), missing[0], message)
 
 
 def of_speculators(config: dict) -> Iterator[Finding]:
-    """Where drafting differs from training, of a file in speculators' own layout."""
+    """Where drafting differs from training, for a file in speculators' own layout."""
     layers = config["transformer_layer_config"]
     kinds = set(layers.get("layer_types") or ()) if isinstance(layers, dict) else set()
     if "sliding_attention" in kinds:
-        message = "was counted from the anchor in training, for every slot, and left the block alone; engines and this"
+        message = "was counted from the anchor in training, for every slot, and not in the block; engines and this"
         yield Finding("warning", ENGINES, "sliding_window", f"{message} package count it from each slot. Compare tau.")
     if "full_attention" in kinds and config.get("sliding_window_non_causal") is False:
-        message = "is false, which vLLM takes for full layers too: they were trained bidirectionally in the block."
+        message = "is false, which vLLM applies to full layers too: they were trained bidirectionally in the block."
         yield Finding("warning", ("vllm",), "sliding_window_non_causal", f"{message} `dflash convert` keeps them so.")
 
 
@@ -387,14 +387,14 @@ def fits_target(drafter: Drafter, target: dict) -> Iterator[Finding]:
         message = f"{ours} is below the target's {longest}; vLLM before 0.33 reads past its rotary table. Raise it."
         yield Finding("warning", ("vllm",), "max_position_embeddings", message)
     if target.get("tie_word_embeddings") and (drafter.folder / MASK_EMBEDDING).is_file():
-        message = "is written into the target's embedding, here also its head: its logits of that token change."
+        message = "is written into the target's embedding, which is also its head: that token's logits change."
         yield Finding("warning", ("sglang",), "tie_word_embeddings", message)
     if str(name).startswith("gemma") and get("vocab_size") != _GEMMA_VOCABULARY:
         yield _gemma()
 
 
 def _gemma() -> Finding:
-    message = "looks like Gemma, whose embeddings are scaled: vLLM feeds the raw ones. Compare tau before serving."
+    message = "looks like Gemma, whose embeddings are scaled: vLLM feeds raw values. Compare tau before serving."
     return Finding("warning", ("vllm",), "vocab_size", message)
 
 

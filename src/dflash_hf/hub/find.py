@@ -1,4 +1,4 @@
-"""Drafters of a target on the Hub, by what their cards name as `base_model`."""
+"""Drafters of a target on the Hub, found by the `base_model` of their cards."""
 
 from dataclasses import dataclass
 
@@ -23,26 +23,26 @@ class FoundDrafter:
 
 def find_drafters(target: str, limit: int = 20, token: str | None = None) -> list[FoundDrafter]:
     """
-    Repositories with the tag `base_model:TARGET` that carry the tag `dflash`, or its name in theirs; most downloaded
-    first.
+    Repositories with the tag `base_model:TARGET` that have the tag `dflash`, or `dflash` in their name; most
+    downloaded first.
 
     Args:
         target (`str`): Hub name of the target.
         limit (`int`): Maximum number of results.
-        token (`str`, *optional*): Of the Hub. Default: the one of `hf auth login` or `HF_TOKEN`.
+        token (`str`, *optional*): Hub token. Default: the token of `hf auth login` or `HF_TOKEN`.
 
     Raises:
-        `ValueError`: not the name of a repository.
+        `ValueError`: not a repository name.
         `OSError`: the Hub cannot be reached.
     """
     try:
         validate_repo_id(target)
     except ValueError as error:
-        raise ValueError(f"{target!r} is not the name of a repository, like 'Qwen/Qwen3-8B'.") from error
+        raise ValueError(f"{target!r} is not a repository name, like 'Qwen/Qwen3-8B'.") from error
     if constants.HF_HUB_OFFLINE:
-        raise OSError("The Hub is switched off by HF_HUB_OFFLINE; unset it to list drafters.")
+        raise OSError("The Hub is disabled by HF_HUB_OFFLINE; unset it to list drafters.")
     try:
-        get_session().head(constants.ENDPOINT, timeout=_SECONDS)  # once, before the library asks again and again
+        get_session().head(constants.ENDPOINT, timeout=_SECONDS)  # once, before the library retries repeatedly
         models = HfApi(token=token).list_models(filter=f"base_model:{target}", sort="downloads", full=True)
         found = []
         for model in models:
@@ -52,6 +52,6 @@ def find_drafters(target: str, limit: int = 20, token: str | None = None) -> lis
                 break
     except HfHubHTTPError as error:
         raise OSError(f"The Hub refused to list drafters of {target}: {one_line(error, 120)}") from error
-    except Exception as error:  # connection errors are of whichever HTTP library huggingface_hub uses
+    except Exception as error:  # connection errors come from whichever HTTP library huggingface_hub uses
         raise OSError(f"The Hub cannot be reached ({type(error).__name__}: {one_line(error, 100)}).") from error
     return found

@@ -1,4 +1,4 @@
-"""How the engines that serve a drafter are started: their own commands, for the card and for `dflash serve`."""
+"""Launch commands of the engines that serve a drafter, for the card and for `dflash serve`."""
 
 import json
 
@@ -14,13 +14,13 @@ def launch_command(
     Args:
         engine (`str`): `"vllm"`, `"sglang"` or `"llama.cpp"`.
         target, draft (`str`): Folders or Hub names; for llama.cpp, GGUF files or Hub names.
-        config (`DFlashDraftConfig`): The drafter's.
-        loading (`Loading`, *optional*): Dtype and revisions; devices are the engine's business.
-        template (`dict`, *optional*): Arguments of the chat template, for requests that give none. SGLang takes them
-            from each request alone.
+        config (`DFlashDraftConfig`): The drafter's configuration.
+        loading (`Loading`, *optional*): Dtype and revisions; devices are left to the engine.
+        template (`dict`, *optional*): Arguments of the chat template, for requests that give none. SGLang accepts them
+            only in requests.
 
     Returns:
-        `tuple[dict[str, str], list[str]]`: What the environment must hold, and the command.
+        `tuple[dict[str, str], list[str]]`: Required environment variables, and the command.
     """
     loading = loading or Loading()
     environment: dict[str, str] = {}
@@ -28,7 +28,7 @@ def launch_command(
     if engine == LLAMA_CPP:
         command = ["llama-server", "-m" if is_gguf(target) else "-hf", target]
         command += ["-md" if is_gguf(draft) else "-hfd", draft, "--spec-type", f"draft-{method}"]
-        command += ["--spec-draft-n-max", str(config.block_tokens - 1)]  # its default is 3, whatever the block
+        command += ["--spec-draft-n-max", str(config.block_tokens - 1)]  # its default is 3 for every block size
         return environment, command + (["--chat-template-kwargs", json.dumps(template)] if template else [])
     if engine == "vllm":
         speculative = {"method": method, "model": draft, "num_speculative_tokens": config.block_tokens - 1}

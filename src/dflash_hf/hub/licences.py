@@ -1,5 +1,5 @@
 """
-The short names of licences that the Hub knows: those of huggingface.co/docs/hub/repositories-licenses on 2026-08-22
+Short names of the licences known to the Hub, from huggingface.co/docs/hub/repositories-licenses on 2026-08-22
 (huggingface/hub-docs at 242f4a1). No library has them; before anything is uploaded the Hub itself validates the card.
 """
 
@@ -20,10 +20,10 @@ LICENCES = frozenset(
 
 def check_licence(metadata: dict) -> None:
     """
-    Whether the Hub knows the licence of a card.
+    Check that the Hub knows the licence of a card.
 
     Raises:
-        `ValueError`: it does not, or says `other` without its name.
+        `ValueError`: it does not, or the licence is `other` without a name.
     """
     given = metadata.get("license")
     for name in given if isinstance(given, list) else [given]:

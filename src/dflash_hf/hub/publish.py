@@ -24,7 +24,7 @@ from dflash_hf.terminal import LONGEST_LINE, one_line
 
 
 _ADAPTER = "adapter_config.json"
-# What a published drafter consists of, besides its weights. Everything else in the folder stays at home: optimizer
+# The files of a published drafter, besides its weights. Everything else in the folder is not uploaded: optimizer
 # states, logs, training arguments with their paths.
 _PUBLISHED = (
     "config.json",
@@ -48,15 +48,15 @@ class PublishError(RuntimeError):
 @dataclass
 class Publication:
     """
-    What is, or would be, on the Hub.
+    What was, or would be, published.
 
     Args:
         repo (`str`): The repository.
-        files (`dict[str, int]`): Paths in it, and their bytes.
-        left_out (`list[str]`): Files of the folder that stay at home.
+        files (`dict[str, int]`): Paths in it, and their sizes in bytes.
+        left_out (`list[str]`): Files of the folder that are not uploaded.
         card (`ModelCard`): Its README.md.
-        findings (`list[Finding]`): What the preflight found: warnings, and engines that cannot serve it.
-        url (`str`, *optional*): The commit; `None` after a dry run, or when the repository already held all this.
+        findings (`list[Finding]`): Findings of the preflight: warnings, and engines that cannot serve it.
+        url (`str`, *optional*): The commit; `None` after a dry run, or if the repository was already up to date.
     """
 
     repo: str
@@ -78,34 +78,34 @@ def publish(
     gguf_target: str | Path | None = None,
 ) -> Publication:
     """
-    Check a drafter's folder, render its card and upload both in one commit, with this package's code where a folder
-    names it and holds none.
+    Check a drafter's folder, render its card and upload both in one commit, with this package's code if the folder
+    names it but does not contain it.
 
-    What went wrong half-way is finished by calling it again: weights that arrived are not sent twice, and files that
-    did not change make no commit.
+    Call again to finish an interrupted upload: uploaded weights are not sent twice, and unchanged files make no
+    commit.
 
     Args:
         folder (`str` or `Path`): The drafter.
-        repo (`str`): `"user/name"`; made if it does not exist.
-        private (`bool`): Make it a private one.
+        repo (`str`): `"user/name"`; created if it does not exist.
+        private (`bool`): Create it as a private repository.
         dry_run (`bool`): Stop before the network is needed.
         facts (`CardFacts`, *optional*): For the card. Default: the folder's own README.md, else its `card_facts.json`.
-        token (`str`, *optional*): Of the Hub. Default: the one of `hf auth login` or `HF_TOKEN`.
-        write_to (`str` or `Path`, *optional*): A folder that also gets every file as the Hub would.
+        token (`str`, *optional*): Hub token. Default: the token of `hf auth login` or `HF_TOKEN`.
+        write_to (`str` or `Path`, *optional*): A folder that also receives every file.
         gguf_target (`str` or `Path`, *optional*): The target's GGUF file, folder or repository: `dflash-<name>.gguf`
-            is made in `folder`, anew if it was there, for llama.cpp, which finds it in the repository by its name.
+            is (re)created in `folder` for llama.cpp, which finds it in the repository by its name.
 
     Raises:
         `PublishError`: the folder has errors, its weights are not finite, the metadata is invalid, or the upload was
-            refused or interrupted.
+            rejected or interrupted.
     """
     folder = Path(folder)
     try:
         validate_repo_id(repo)
     except ValueError as error:
-        raise PublishError(f"repo={repo!r} is not the id of a repository, like 'user/name': {error}") from error
+        raise PublishError(f"repo={repo!r} is not a repository id, like 'user/name': {error}") from error
 
-    # 1. The preflight. What only an engine refuses is reported; its launch line is left out of the card.
+    # 1. The preflight. Errors of single engines are only reported; their launch lines are left out of the card.
     code = missing_code(folder)
     findings = [finding for finding in check(folder, weights=True) if finding.key not in code]
     blocking = [finding for finding in findings if finding.severity == "error" and "transformers" in finding.engines]
@@ -124,7 +124,7 @@ def publish(
     results = eval_results(folder, facts)
     if results:
         made[EVAL_RESULTS] = results.encode()
-    for name in (name for name in sources if name.endswith(_ADAPTER)):  # on a folder of this machine
+    for name in (name for name in sources if name.endswith(_ADAPTER)):  # trained on a local folder
         base = {**read_json(sources[name]), "base_model_name_or_path": repo}
         made[name] = (json.dumps(base, indent=2, sort_keys=True) + "\n").encode()
     sizes |= {name: len(content) for name, content in made.items()}
@@ -142,7 +142,7 @@ def publish(
 
 
 def _lay_gguf(folder: Path, repo: str, target: str | Path | None) -> None:
-    """Make the file for llama.cpp, or make sure that one which is there is a drafter's and newer than the weights."""
+    """Create the file for llama.cpp, or check that an existing one is a drafter and newer than the weights."""
     file = gguf_in(folder)
     try:
         if target is not None:
@@ -160,7 +160,7 @@ def _lay_gguf(folder: Path, repo: str, target: str | Path | None) -> None:
 
 
 def left_out_line(names: Sequence[str]) -> str:
-    """What stays at home, in one line however much it is: whole folders by their names."""
+    """The files that are not uploaded, in one line: whole folders by their names."""
     groups: dict[str, int] = {}
     for name in names:
         top, _, rest = name.partition("/")
@@ -177,14 +177,14 @@ def left_out_line(names: Sequence[str]) -> str:
 
 
 def _card(folder: Path, repo: str, facts: CardFacts | None) -> ModelCard:
-    """The card by given facts, else the folder's own, else by the facts that lie there; with valid metadata."""
+    """The card from given facts, else the folder's own card, else from the facts in it; with valid metadata."""
     own = folder / "README.md"
     try:
         if facts is None and own.is_file():
             card = ModelCard(own.read_text(encoding="utf-8"))
         else:
             card = render_card(folder, facts or CardFacts.from_folder(folder), repo)
-        metadata = ModelCard(str(card)).data.to_dict()  # as the Hub reads it
+        metadata = ModelCard(str(card)).data.to_dict()  # as the Hub parses it
         check_licence(metadata)
         for name in ("base_model", "datasets"):
             values = metadata.get(name) or []
@@ -192,7 +192,7 @@ def _card(folder: Path, repo: str, facts: CardFacts | None) -> ModelCard:
                 validate_repo_id(value)
     except ImportError as error:
         raise PublishError(str(error)) from error
-    except Exception as error:  # YAML has errors of its own
+    except Exception as error:  # YAML has its own errors
         raise PublishError(f"The card of {folder} is not valid: {error}") from error
     if not metadata.get("base_model"):
         raise PublishError(f"{own} names no base_model; add it to its metadata, or pass `--base-model`.")
@@ -200,7 +200,7 @@ def _card(folder: Path, repo: str, facts: CardFacts | None) -> ModelCard:
 
 
 def _select(folder: Path) -> tuple[dict[str, Path], list[str]]:
-    """What is uploaded, by its path in the repository, and what stays."""
+    """The files to upload, by path in the repository, and those left out."""
     weights = {Path(file).name for file in checkpoint_files(str(folder))}
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     code = _code(folder, config.get("auto_map"))
@@ -209,7 +209,7 @@ def _select(folder: Path) -> tuple[dict[str, Path], list[str]]:
         name = path.relative_to(folder).as_posix()
         if path.is_dir() or name == "README.md":
             continue
-        # `*` also matches a slash: a pattern is meant for its own level.
+        # `*` also matches a slash, but a pattern applies to its own level only.
         patterns = (one for one in _PUBLISHED if one.count("/") == name.count("/"))
         if name in weights | code or any(fnmatch.fnmatchcase(name, one) for one in patterns):
             chosen[name] = _real_file(folder, path)
@@ -219,7 +219,7 @@ def _select(folder: Path) -> tuple[dict[str, Path], list[str]]:
 
 
 def _code(folder: Path, auto_map) -> set[str]:
-    """Files beside the weights that `auto_map` names and that hold the class it names."""
+    """Files next to the weights that `auto_map` names and that contain the named class."""
     found = set()
     for value in auto_map.values() if isinstance(auto_map, dict) else ():
         module, _, name = str(value).partition(".")
@@ -234,7 +234,7 @@ def _code(folder: Path, auto_map) -> set[str]:
 
 
 def _real_file(folder: Path, path: Path) -> Path:
-    """Whether a file is in the folder: links may lead to anything on this machine."""
+    """The resolved file, which must be in the folder: links may point anywhere on this machine."""
     real = path.resolve()
     if not real.is_file() or not real.is_relative_to(folder.resolve()):
         name = path.relative_to(folder)
@@ -252,12 +252,12 @@ def _upload(
         raise PublishError("There is no Hub token: run `hf auth login`, or set HF_TOKEN, and try again.")
     again = "Nothing was committed; run the same command again to upload the rest."
     try:
-        card.validate(repo_type="model")  # by the Hub's own rules, before anything is made there
+        card.validate(repo_type="model")  # by the Hub's own rules, before anything is created there
         api = HfApi(token=token)
         api.create_repo(repo, private=private or None, exist_ok=True)
         before = api.repo_info(repo)
         operations = [CommitOperationAdd(name, source) for name, source in sources.items()]
-        # Shards and code of an earlier version would be read beside the new ones.
+        # Shards and code of an earlier version would be read along with the new files.
         there = [file.rfilename for file in before.siblings or []]
         stale = [name for name in there if name not in sources and _is_ours(name)]
         operations += [CommitOperationDelete(name) for name in stale]
@@ -265,26 +265,26 @@ def _upload(
     except HfHubHTTPError as error:
         status = None if error.response is None else error.response.status_code
         if status == 401:
-            reason = "the token is not valid; run `hf auth login` again"
+            reason = "the token is invalid; run `hf auth login` again"
         elif status == 403:
             reason = "the token may not write there; use one with write access, or another repository"
         elif status == 404:
-            reason = "the repository was not found, or the token may not see it"
+            reason = "the repository was not found, or the token has no access to it"
         else:
             reason = f"the Hub answered {status}"
         raise PublishError(f"{repo} was not published: {reason}. {again} ({one_line(error, 90)})") from error
-    except ValueError as error:  # of the card, or of single files
+    except ValueError as error:  # from the card or single files
         raise PublishError(
-            f"{repo} was not published: the Hub refused it ({one_line(error, 140)}). {again}"
+            f"{repo} was not published: the Hub rejected it ({one_line(error, 140)}). {again}"
         ) from error
-    except Exception as error:  # connection errors are of whichever HTTP library huggingface_hub uses
+    except Exception as error:  # connection errors come from whichever HTTP library huggingface_hub uses
         message = one_line(str(error) or repr(error), 120)
         raise PublishError(f"{repo} was not published: the upload was interrupted ({message}). {again}") from error
     return None if commit.oid == before.sha else commit.commit_url
 
 
 def _is_ours(name: str) -> bool:
-    """Whether a file of a repository is one that only a drafter's saving makes."""
+    """Whether a repository's file can only come from saving a drafter."""
     weights = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
     patterns = (*weights, "*_dflash.py", FILE_PATTERN)
     return "/" not in name and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

@@ -1,7 +1,7 @@
 """
-What those read of a drafter's folder who have a model of their own for it: dflash-mlx 0.1.8, optimum-intel 2.2.0 for
-OpenVINO, and z-lab's `dflash` 0.1.0. They know Qwen3-style layers and the target's head; what else a drafter has is
-lost, mostly in silence.
+What readers with their own drafter model support: dflash-mlx 0.1.8, optimum-intel 2.2.0 for OpenVINO, and z-lab's
+`dflash` 0.1.0. They know Qwen3-style layers and the target's head; anything else in a drafter is ignored, mostly
+silently.
 """
 
 from collections.abc import Iterator
@@ -15,10 +15,10 @@ _READ_BY_Z_LAB = (*PathSelector.fields, "conv_kernel_size", "input_embedding_sca
 
 def unread(config: DFlashDraftConfig, engine: str) -> Iterator[tuple[str, str]]:
     """
-    What one of `READERS` does not read, or reads otherwise: key, and reason.
+    Keys that one of `READERS` does not read, or reads differently, each with the reason.
 
     Args:
-        config (`DFlashDraftConfig`): The drafter's.
+        config (`DFlashDraftConfig`): The drafter's configuration.
         engine (`str`): `"mlx"`, `"openvino"` or `"z-lab"`.
     """
     rope = config.rope_parameters

@@ -14,7 +14,7 @@ from huggingface_hub.utils import validate_repo_id
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 
-# Read by the preflight. Of other files it asks only whether they are there.
+# Read by the preflight. For other files it only checks whether they exist.
 _READ = ("config.json", SAFE_WEIGHTS_INDEX_NAME, "mask_embedding.pt")
 
 
@@ -23,14 +23,14 @@ def local_folder(
     name: str | Path, revision: str | None = None, subfolder: str = "", token: str | None = None
 ) -> Iterator[Path]:
     """
-    A local folder, or a stand-in for a repository in a temporary folder, whose safetensors files have the header and
-    the size of the real ones but, being sparse, take no space.
+    A local folder, or a temporary stand-in for a repository, whose safetensors files have the real headers and sizes
+    but, being sparse, take no space.
 
     Args:
         name (`str` or `Path`): A local folder, or the id of a repository on the Hub.
         revision (`str`, *optional*): Branch, tag or commit of the repository.
         subfolder (`str`): The drafter's subfolder.
-        token (`str`, *optional*): Of the Hub. Default: the one of `hf auth login` or `HF_TOKEN`.
+        token (`str`, *optional*): Hub token. Default: the token of `hf auth login` or `HF_TOKEN`.
 
     Raises:
         `ValueError`: it may be a repository, but cannot be read.
@@ -43,10 +43,10 @@ def local_folder(
             _download(HfApi(token=token), str(name), revision, subfolder, Path(scratch))
         except (ValueError, OSError, HfHubHTTPError, SafetensorsParsingError) as error:
             raise ValueError(
-                f"{name} is neither a local folder nor a repository of the Hub that can be read: {error}"
+                f"{name} is neither a local folder nor a readable repository on the Hub: {error}"
             ) from error
-        except Exception as error:  # connection errors are of whichever HTTP library huggingface_hub uses
-            raise ValueError(f"{name} is no local folder, and the Hub cannot be reached: {error!r}") from error
+        except Exception as error:  # connection errors come from whichever HTTP library huggingface_hub uses
+            raise ValueError(f"{name} is not a local folder, and the Hub cannot be reached: {error!r}") from error
         yield Path(scratch) / subfolder
 
 
@@ -76,7 +76,7 @@ def _download(api: HfApi, repo: str, revision: str | None, subfolder: str, scrat
 
 
 def _write_header(path: Path, file) -> None:
-    """A safetensors file of zeros with the names, dtypes and shapes of one on the Hub."""
+    """Write a sparse safetensors file with the header of a file on the Hub."""
     tensors = {
         name: {"dtype": one.dtype, "shape": one.shape, "data_offsets": one.data_offsets}
         for name, one in file.tensors.items()

@@ -1,4 +1,4 @@
-"""What no reader should be given: foreign code, unknown quantisation, impossible numbers."""
+"""Rules against unsafe contents: foreign code, unknown quantisation, impossible numbers."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ def _foreign_code(drafter: Drafter) -> Iterator[Finding]:
             if one is None:
                 continue
             if "--" in str(one):
-                message = f"{name} is code of another repository ({one_line(one, 80)}), whose owner may change it; "
+                message = f"{name} is code from another repository ({one_line(one, 80)}), whose owner may change it; "
                 yield Finding("error", ("transformers",), "auto_map", message + "save the drafter again.")
             elif str(one).count(".") != 1 or not all(part.isidentifier() for part in str(one).split(".")):
                 message = f"{name} is {one_line(one, 80)!r}, not a file and a class like 'modeling_dflash.Name'."

@@ -15,16 +15,16 @@ HELP = """/draft off  answer without the drafter; /draft on uses it again
 /reset      start a new conversation
 /help       show this list
 Ctrl-C stops an answer, Ctrl-D exits."""
-# To the right of the text, without wrapping, and back to where the text continues; then clear the rest of the line.
+# Print to the right of the text without wrapping, and return to where the text continues; clear the rest of the line.
 _ASIDE, _BACK, _CLEAR = "\x1b7\x1b[?7l  \x1b[0;2m", "\x1b[0m\x1b[?7h\x1b8", "\x1b[K"
 
 
 class Chat:
     """
     Args:
-        conversation (`Conversation`): With both models.
+        conversation (`Conversation`): Holds both models.
         echo ([`~dflash_hf.terminal.Echo`]): Prints answers, and separately figures and errors.
-        color (`bool`): Colour accepted tokens and, on a terminal, show the figures beside the text.
+        color (`bool`): Colour accepted tokens and, on a terminal, show the figures next to the text.
     """
 
     def __init__(self, conversation: Conversation, echo: Echo, color: bool):
@@ -32,14 +32,14 @@ class Chat:
         self.draft = conversation.draft
         self.live = color and echo.stream.isatty()
         self.person, self.lines = sys.stdin.isatty(), stdin_lines()
-        self.previous = 0  # where the piece before came from
+        self.previous = 0  # source of the previous piece
         self.turns: list[dict] = []
 
     def run(self) -> list[dict]:
         """Chat until the end of the input; returns the turns with their figures."""
         if self.person:
             with contextlib.suppress(ImportError):
-                import readline  # noqa: F401  lines can be edited, and had again
+                import readline  # noqa: F401  enables line editing and history
             if self.color and self.draft is not None:
                 self.note("Green tokens were drafted and accepted; the others are the target's own.")
             self.note("Ctrl-C stops an answer, Ctrl-D exits, /help lists the commands.")
@@ -96,7 +96,7 @@ class Chat:
         cut = output is not None and streamer.tokens == limit and output.sequences[0, -1].item() not in ends
         stopped = "; stopped" if error is not None else f"; cut off at --max-new-tokens {limit}" if cut else ""
         self.note(f"{self._who()}: {streamer.tokens} tokens in {streamer.seconds:.2f} s, {streamer.status()}{stopped}")
-        if sizes := getattr(output, "draft_sizes", None):  # where a drafter of ours chose them
+        if sizes := getattr(output, "draft_sizes", None):  # if our drafter chose them
             self.note(chosen_line(sizes, output.estimated_speedup))
         figures = {"tokens": streamer.tokens, "seconds": streamer.seconds, "tau": streamer.tau}
         self.turns.append({"prompt": text, "text": streamer.text, **figures})

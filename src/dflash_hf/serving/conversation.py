@@ -74,7 +74,7 @@ class Conversation:
             self.cache, self.read = output.past_key_values, output.sequences[0, :-1].tolist()
             return output
         finally:
-            if streamer.text:  # what an interruption has left of it, too
+            if streamer.text:  # even if it was interrupted
                 self.messages = [*asked, {"role": "assistant", "content": streamer.text}]
 
 
@@ -96,5 +96,5 @@ def room_for_answer(target, prompt: int, wanted: int | None) -> int | None:
     if limit is None:
         return wanted
     if prompt >= limit:
-        raise ValueError(f"The prompt has {prompt} tokens; prompt and answer together may have {limit}.")
+        raise ValueError(f"The prompt has {prompt} tokens; prompt and answer together may have at most {limit}.")
     return min(wanted or limit, limit - prompt)

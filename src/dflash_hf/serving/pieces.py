@@ -1,4 +1,4 @@
-"""An answer while it is written: text in pieces, and where each comes from."""
+"""An answer while it is generated: pieces of text, each with its source."""
 
 import time
 from collections.abc import Callable
@@ -10,8 +10,8 @@ from transformers.generation.streamers import BaseStreamer
 class PieceStreamer(BaseStreamer):
     """
     A streamer that separates accepted tokens from the target's own, as `dflash_hf.evaluation.text.origins` does for a
-    finished answer. `generate` passes tokens one by one, and a DFlash drafter calls `next_round` before those of each
-    verification; the last token of each comes from the target itself.
+    finished answer. `generate` passes tokens one by one, and a DFlash drafter calls `next_round` before the tokens of
+    each verification; the last of these comes from the target itself.
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer.
@@ -19,7 +19,7 @@ class PieceStreamer(BaseStreamer):
             else the number of the verification that accepted it, counted from 1.
 
     Attributes:
-        tokens (`int`), rounds (`int`), seconds (`float`): Of the answer so far; `seconds` from the prompt on.
+        tokens (`int`), rounds (`int`), seconds (`float`): Totals of the answer so far; `seconds` includes the prompt.
     """
 
     def __init__(self, tokenizer, write: Callable[[str, int], None]):
@@ -28,18 +28,18 @@ class PieceStreamer(BaseStreamer):
         self.text = ""
         self._start = self._last = time.perf_counter()
         self._prompt = True
-        self._round: list[int] = []  # what the verification that runs has committed
-        self._line: list[int] = []  # the last line break and the tokens since; and their text that was written
+        self._round: list[int] = []  # tokens committed by the current verification
+        self._line: list[int] = []  # the last line break and the tokens since; and their text written so far
         self._written = ""
 
     @property
     def tau(self) -> float | None:
-        """Tokens of each verification; `None` where there was none."""
+        """Tokens per verification; `None` if there was none."""
         return (self.tokens - 1) / self.rounds if self.rounds else None
 
     @property
     def seconds(self) -> float:
-        """From the beginning to the last token."""
+        """Seconds from the start to the last token."""
         return self._last - self._start
 
     def status(self) -> str:
@@ -61,7 +61,7 @@ class PieceStreamer(BaseStreamer):
             self._piece(tokens, 0)
 
     def next_round(self) -> None:
-        """The next tokens were committed by another verification."""
+        """The following tokens come from a new verification."""
         self._flush()
         self.rounds += 1
 
@@ -81,10 +81,10 @@ class PieceStreamer(BaseStreamer):
     def _piece(self, tokens: list[int], source: int, final: bool = False) -> None:
         self._line += tokens
         text = self._text()
-        if text.endswith("\ufffd") and not final:  # the first bytes of a character
+        if text.endswith("\ufffd") and not final:  # an incomplete character
             return
         piece, self._written = text[len(self._written) :], text
-        if text.endswith("\n"):  # it stays: some tokenizers drop the space of a first token
+        if text.endswith("\n"):  # keep it: some tokenizers drop the space of the first token
             self._line = self._line[-1:]
             self._written = self._text()
         self.text += piece

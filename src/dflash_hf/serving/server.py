@@ -1,9 +1,9 @@
 """
 transformers' own server (`transformers serve`), whose model decodes with a drafter.
 
-The application, its handlers and its inference thread are upstream's. What is added: the drafter, a line in the log
-for each request, a seed of each request's own, an end to requests whose client has gone, the limit of the context, and
-a batch for requests that would wait for each other in the one inference thread that upstream has for a model.
+The application, its handlers and its inference thread are upstream's. Added here: the drafter, a log line for each
+request, a separate seed for each request, cancellation when the client disconnects, the context limit, and a batch for
+requests that would otherwise wait for each other in upstream's single inference thread per model.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from dflash_hf.serving.together import BatchFailed, Together
 from dflash_hf.terminal import one_line
 
 
-# Fields that upstream ignores though they change the answer, and the values that change nothing.
+# Fields that upstream ignores although they change the answer, and the values that change nothing.
 _NOT_SERVED = {
     **dict.fromkeys(("n", "best_of"), (None, 1)),
     **dict.fromkeys(("logprobs", "echo"), (None, False)),
@@ -45,16 +45,16 @@ class DraftedServe(Serve):
     Serves until SIGTERM or Ctrl-C; open requests are finished first.
 
     Args:
-        target (`str`): Folder or Hub name, with `@revision` if need be; the only model that is served.
+        target (`str`): Folder or Hub name, optionally with `@revision`; the only model that is served.
         draft (`DFlashDraftModel`, *optional*): Its drafter. Default: the target decodes alone.
         say (`Callable[[str], None]`): Called with a line when the server is ready, and for each finished request.
         at (`socket.socket`): Where to listen, see [`bound`].
         packed (`bool`): Pack the weights of both models for a CPU.
-        template (`dict`): Arguments of the chat template, where a request does not give its own.
+        template (`dict`): Arguments of the chat template, for requests without their own.
         name (`str`, *optional*): The model's id in the API. Default: `target`.
         api_key (`str`, *optional*): Required as the bearer token of every request but `/health`.
         enable_cors (`bool`): Let web pages of any origin call the server.
-        device, dtype, trust_remote_code, log_level: As `transformers serve` takes them.
+        device, dtype, trust_remote_code, log_level: As in `transformers serve`.
 
     Raises:
         `ValueError`: target and drafter do not belong together.
@@ -86,11 +86,11 @@ class DraftedServe(Serve):
             trust_remote_code=trust_remote_code,
             log_level=log_level,
             enable_cors=enable_cors,
-            non_blocking=True,  # it calls `start_server` when everything stands
+            non_blocking=True,  # it calls `start_server` when everything is built
         )
 
     def start_server(self) -> None:
-        """Complete what `Serve` has built, and run it in this thread, which signals reach."""
+        """Complete what `Serve` has built, and run it in this thread, which receives signals."""
         from fastapi import HTTPException
         from fastapi.middleware import Middleware
 
@@ -107,16 +107,16 @@ class DraftedServe(Serve):
             handler.handle_request = functools.partial(self._answer, handler.handle_request)
         served = {"id": self.name, "object": "model", "created": int(time.time()), "owned_by": "dflash-hf"}
         models.process_model_name = functools.partial(_pinned, self.name, name)
-        models.force_model = self.name  # which requests are compared with
-        app.router.routes[:] = [route for route in app.router.routes if route.path != "/reset"]  # it would be unpacked
-        models.get_gen_models = lambda: [served]  # upstream lists the whole cache, of which it would serve nothing
+        models.force_model = self.name  # requests are compared with it
+        app.router.routes[:] = [route for route in app.router.routes if route.path != "/reset"]  # would unpack
+        models.get_gen_models = lambda: [served]  # upstream lists the whole cache, but would not serve it
         app.add_middleware(EndedWithItsClient)
         app.add_exception_handler(HTTPException, _as_openai_does)
-        if self.api_key is not None:  # last, so that pages can read the refusal
+        if self.api_key is not None:  # added last, so that web pages can read the rejection
             app.user_middleware.append(Middleware(WithKey, key=self.api_key))
         host, port = self.at.getsockname()[:2]
 
-        def end(*_) -> None:  # before uvicorn listens to signals; and it raises them again when all is done
+        def end(*_) -> None:  # until uvicorn handles signals; it raises them again when it is done
             self.server.should_exit = True
 
         before = signal.signal(signal.SIGTERM, end)
@@ -128,17 +128,16 @@ class DraftedServe(Serve):
 
     async def _answer(self, handle: Callable, body: dict, request_id: str):
         """
-        As upstream's, but with an error message for invalid requests, where upstream fails silently or answers
-        another one.
+        As upstream, but with an error message for invalid requests, which upstream drops silently or misinterprets.
         """
         from fastapi import HTTPException
 
         for name, plain in _NOT_SERVED.items():
             if body.get(name) not in plain:
-                raise HTTPException(400, f"{name}={body[name]!r} is not served here; leave it out.")
+                raise HTTPException(400, f"{name}={body[name]!r} is not supported; leave it out.")
         if body.get("tools") and not self.takes_tools:
-            raise HTTPException(400, f"The chat template of {self.name} takes no tools; leave `tools` out.")
-        body.setdefault("stream", False)  # as OpenAI has it; `/v1/responses` of upstream streams
+            raise HTTPException(400, f"The chat template of {self.name} does not support tools; leave `tools` out.")
+        body.setdefault("stream", False)  # OpenAI's default; upstream's `/v1/responses` streams
         try:
             return await handle(body, request_id)
         except HTTPException:
@@ -167,7 +166,7 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def _pinned(served: str, name: str, asked: str) -> str:
-    """Upstream's `process_model_name` for the one model; `/load_model` would load any other."""
+    """Upstream's `process_model_name` for a single model; otherwise `/load_model` would load any model."""
     from fastapi import HTTPException
 
     if asked not in (served, name):
@@ -176,7 +175,7 @@ def _pinned(served: str, name: str, asked: str) -> str:
 
 
 async def _as_openai_does(request, error):
-    """Format an error as OpenAI's clients expect it."""
+    """Format an error as OpenAI clients expect."""
     from fastapi.responses import JSONResponse
 
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
@@ -185,15 +184,15 @@ async def _as_openai_does(request, error):
 
 def _settings(build: Callable, body: dict, *args, **kwargs):
     """
-    The settings of a request. Upstream seeds torch as soon as a request arrives, in the middle of another one's
-    answer, does not sample for a temperature where the model's own settings are greedy, and fails at whole numbers
-    as biases and at empty stops.
+    The settings of a request. Upstream seeds torch as soon as a request arrives, in the middle of another request's
+    answer, ignores the temperature if the model's own settings are greedy, and fails on integer biases and on empty
+    stops.
     """
     seed = body.pop("seed", None)
     temperature = None if body.get("temperature") is None else float(body["temperature"])
     if temperature is not None and not 0 <= temperature < math.inf:
         raise ValueError(f"temperature={temperature:g} must be 0, for greedy decoding, or a positive number.")
-    body["stop"] = stop = body.get("stop") or None  # an empty list stops nothing
+    body["stop"] = stop = body.get("stop") or None  # an empty list has no effect
     if stop is not None and not all(isinstance(text, str) for text in (stop if isinstance(stop, list) else [stop])):
         raise ValueError(f"stop={stop!r} must be a string or a list of strings.")
     body["logit_bias"] = {token: float(bias) for token, bias in (body.get("logit_bias") or {}).items()} or None
@@ -206,8 +205,8 @@ def _settings(build: Callable, body: dict, *args, **kwargs):
 
 class DraftedManager(GenerateManager):
     """
-    Upstream's inference thread of a model, for requests that decode with a drafter; those that would wait for it are
-    decoded together where that is faster. Each request has a thread of its own, which waits for one or the other.
+    Upstream's inference thread of a model, for requests that decode with a drafter; requests that would wait for it
+    are batched if that is faster. Each request has its own thread, which waits for one or the other.
     """
 
     def __init__(self, target, draft, say: Callable[[str], None]):
@@ -221,12 +220,12 @@ class DraftedManager(GenerateManager):
         self.alone(target.generate, ids, attention_mask=torch.ones_like(ids), **options)
 
     def generate_streaming(self, model, processor, inputs, gen_config, request_id, response_parser=None):
-        """As upstream's; the drafted request stands in the model's place."""
+        """As upstream, with the drafted request in place of the model."""
         request = _Request(self, model, inputs, gen_config, request_id)
         return super().generate_streaming(request, processor, inputs, gen_config, request_id, response_parser)
 
     async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
-        """As upstream's; a request that is cancelled stops decoding."""
+        """As upstream, but a cancelled request stops decoding."""
         request = _Request(self, model, inputs, gen_config, request_id)
         try:
             return await super().generate_non_streaming(request, processor, inputs, gen_config, request_id)
@@ -239,7 +238,7 @@ class DraftedManager(GenerateManager):
         return super().submit(function, *args, **kwargs).result()
 
     def submit(self, fn, *args, **kwargs) -> Future:
-        """As upstream's, in a thread of its own."""
+        """As upstream, in a separate thread."""
         future = Future()
 
         def run():
@@ -252,9 +251,9 @@ class DraftedManager(GenerateManager):
         return future
 
     def async_submit(self, fn, *args, **kwargs):
-        """As upstream's; the thread may set its result, or an error, when nothing awaits it any more."""
+        """As upstream; the thread may set a result or an error that nothing awaits any more."""
         future = asyncio.wrap_future(self.submit(fn, *args, **kwargs))
-        future.add_done_callback(asyncio.Future.exception)  # which asyncio would print if it is never retrieved
+        future.add_done_callback(asyncio.Future.exception)  # retrieved, or asyncio would print it
         return asyncio.shield(future)
 
     def stop(self) -> None:
@@ -267,7 +266,7 @@ class _Moved(Exception):
 
 class _Request:
     """
-    What upstream takes for the model in one request: `generate` with the drafter or in a batch, timed and logged.
+    Stands in for the model in one upstream request: `generate` with the drafter or in a batch, timed and logged.
 
     Raises:
         `HTTPException`: 400, the prompt is empty or leaves no room for an answer.
@@ -290,14 +289,14 @@ class _Request:
         self.ends = ends if isinstance(ends, list) else [ends]
         self.kind = None if self.seed is not None else self.together.kind_of(inputs, settings)
         self.loop, self.lengths = asyncio.get_running_loop(), []
-        self.ids: list[int] = []  # the prompt and the answer, as far as they have been handed on
+        self.ids: list[int] = []  # the prompt, and the part of the answer sent so far
         self.drafting = self.batched = self.repeats = self.finished = False
 
     def __getattr__(self, name: str):
         return getattr(self.model, name)
 
     def generate(self, streamer=None, **kwargs):
-        """In a thread of its own, which waits for the inference thread or for a batch."""
+        """Runs in the request's own thread, which waits for the inference thread or for a batch."""
         from fastapi import HTTPException
 
         self.streamer = streamer
@@ -309,13 +308,13 @@ class _Request:
             if streamer is not None:
                 streamer.end()
         except _GenerationCancelled:
-            self._log("; its client has gone")
+            self._log("; the client disconnected")
             raise
         except Exception as error:
             self._log(f"; failed: {one_line(error)}")
             if streamer is not None:
                 raise RuntimeError(json.dumps(one_line(error))[1:-1]) from error  # upstream puts it between quotes
-            if isinstance(error, ValueError):  # of what was asked for
+            if isinstance(error, ValueError):  # caused by the request
                 raise
             raise HTTPException(500, one_line(f"{type(error).__name__}: {error}")) from error
         self._log(", together with others" if self.batched else "")
@@ -325,7 +324,7 @@ class _Request:
         return self.kind is not None and self.together.pays(self.settings.do_sample)
 
     def _in_batch(self, kwargs: dict) -> bool:
-        """Write the rest of the answer in a batch; whether that was possible."""
+        """Generate the rest of the answer in a batch; returns whether that was possible."""
         with self.together.joining(self.settings.do_sample) as joins:
             if not joins:
                 return False
@@ -341,7 +340,7 @@ class _Request:
         return True
 
     def _drafted(self, kwargs: dict) -> None:
-        """Write the answer, or the rest of it, with the drafter, until it is done or a batch is faster."""
+        """Generate the answer, or the rest of it, with the drafter, until it is done or a batch is faster."""
         if self._joins():
             return
         self.start = self.start or time.perf_counter()
@@ -372,8 +371,7 @@ class _Request:
 
     def put(self, value: torch.Tensor) -> None:
         """
-        A streamer for all requests: requests without a client end here, and so do requests for which a batch is
-        faster.
+        Streamer of the request: ends it if the client has disconnected, or if a batch is faster.
         """
         if self.gone.is_set():
             raise _GenerationCancelled
@@ -388,7 +386,7 @@ class _Request:
             raise _Moved
 
     def end(self) -> None:
-        """A call of `generate` has ended, which need not be the answer's end."""
+        """A call of `generate` has ended, but not necessarily the answer."""
 
     def _log(self, end: str) -> None:
         now = time.perf_counter()
@@ -402,10 +400,10 @@ class _Request:
 
 class WithKey:
     """
-    Refuses requests without the key, except for `/health`.
+    Rejects requests without the key, except for `/health`.
 
     Args:
-        app: The ASGI application around which this one is put.
+        app: The ASGI application to wrap.
         key (`str`): The bearer token.
     """
 
@@ -428,7 +426,7 @@ class EndedWithItsClient:
     Cancels a request when its client disconnects. Upstream finishes answers that are not streamed.
 
     Args:
-        app: The ASGI application around which this one is put.
+        app: The ASGI application to wrap.
     """
 
     def __init__(self, app):

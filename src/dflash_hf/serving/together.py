@@ -1,8 +1,8 @@
 """
-Requests that would wait for each other, decoded together by transformers' continuous batching where that is faster.
+Requests that would wait for each other are batched by transformers' continuous batching if that is faster.
 
-A drafter makes one text fast; a batch shares each forward among many. Which way is faster depends on the machine and
-on how many requests are in flight, so both are timed as they run.
+A drafter speeds up a single text; a batch shares each forward among many. Which is faster depends on the machine and
+on the number of requests in flight, so both are timed as they run.
 """
 
 import asyncio
@@ -29,22 +29,22 @@ from dflash_hf.modeling.isolation_dflash import isolated
 
 logger = logging.get_logger(__name__)
 
-# What a batch can do differently for each of its requests: the argument, and the attribute that holds its value.
+# Settings that may differ between the requests of a batch: the argument, and the attribute that holds its value.
 _PER_REQUEST = {TemperatureLogitsWarper: "temperature", TopKLogitsWarper: "top_k", TopPLogitsWarper: "top_p"}
-_FAILURES = 3  # after which requests are no longer batched
-_FORGOTTEN = 300.0  # seconds after which a way is timed again
-_MOST_BATCHES = 2  # each has a cache of its own
-_MEMORY = 0.1  # share of the free memory that such a cache takes
-_CPU_TOKENS = 512  # of one forward; more are no faster there, and upstream keeps logits for all of them
+_FAILURES = 3  # after this many, requests are no longer batched
+_FORGOTTEN = 300.0  # seconds after which a method is timed again
+_MOST_BATCHES = 2  # each has its own cache
+_MEMORY = 0.1  # share of the free memory for such a cache
+_CPU_TOKENS = 512  # per forward; more are no faster on a CPU, and upstream keeps logits for all of them
 
 
 class BatchFailed(Exception):
-    """A batch has ended with its requests unfinished."""
+    """A batch has ended before its requests were finished."""
 
 
 class Together:
     """
-    The continuous batching of one model, and when it is used.
+    Continuous batching of one model, and the decision when to use it.
 
     Args:
         model (`PreTrainedModel`): The target; other threads may run it at the same time.
@@ -55,20 +55,20 @@ class Together:
         self.managers, self.opened = {}, ExitStack()
         self.failures = 0 if hasattr(model, "init_continuous_batching") else _FAILURES
         self.numbers = itertools.count()
-        # Requests in flight that a batch could take, those in one, of these those that sample; those with a seed.
+        # Requests in flight: those that a batch could take, batched, batched and sampling; and those with a seed.
         self.able = self.batched = self.drawn = self.seeded = 0
-        # Tokens a second by requests that are decoded together, or 1 for alone; and when that was found.
+        # Tokens per second by number of requests in a batch (1: alone), and when that was measured.
         self.rates: dict[int, tuple[float, float]] = {}
 
     @property
     def failed(self) -> bool:
-        """Whether this model has no batches, or no more."""
+        """Whether batching has failed for this model."""
         return self.failures >= _FAILURES
 
     @contextmanager
     def request(self, able: bool, seeded: bool) -> Iterator[None]:
         """
-        Counts a request while it is in flight. One with a seed waits for the batch that samples, and keeps others
+        Counts a request while it is in flight. A request with a seed waits for the sampling batch, and keeps others
         from joining it: they draw from the same generator.
         """
         with self.changed:
@@ -83,7 +83,7 @@ class Together:
                 self.seeded -= seeded
 
     def pays(self, sampled: bool) -> bool:
-        """Whether requests are answered faster together now. What has not been timed yet is tried."""
+        """Whether requests are now answered faster in a batch. An untimed method is tried."""
         number = self.able
         if number < 2 or self.failed or (sampled and self.seeded):
             return False
@@ -92,14 +92,14 @@ class Together:
         return together >= alone or time.monotonic() - found > _FORGOTTEN
 
     def note(self, number: int, tokens: int, seconds: float) -> None:
-        """Record an answer of `tokens` tokens, one of `number` that were decoded together."""
+        """Record an answer of `tokens` tokens that was decoded in a batch of `number`."""
         if tokens > 1 and seconds > 0:
             rate, now = number * tokens / seconds, time.monotonic()
             before, found = self.rates.get(number, (rate, now))
             self.rates[number] = (rate if now - found > _FORGOTTEN else 0.7 * before + 0.3 * rate), now
 
     def kind_of(self, inputs: dict, settings: GenerationConfig) -> tuple | None:
-        """What requests of one batch have in common; `None` if a request cannot be in one."""
+        """The settings that requests of one batch must share; `None` if a request cannot be batched."""
         if self.failed or set(inputs) - {"input_ids", "attention_mask"} or settings.max_new_tokens is None:
             return None
         if (settings.num_beams or 1) > 1:
@@ -112,7 +112,7 @@ class Together:
 
     @contextmanager
     def joining(self, sampled: bool) -> Iterator[bool]:
-        """Whether a request may join the batch; it counts as a part of it inside."""
+        """Yields whether a request may join the batch; inside, it counts as part of it."""
         with self.changed:
             joins = not (sampled and self.seeded)
             self.batched += joins
@@ -134,17 +134,17 @@ class Together:
         put: Callable[[torch.Tensor], None],
     ) -> None:
         """
-        Decode in the batch that runs; waits in this thread until the answer is complete.
+        Decode in the running batch; blocks this thread until the answer is complete.
 
         Args:
-            kind (`tuple`): As [`kind_of`] gives it.
-            ids (`list[int]`): The prompt, and what is already written of the answer.
-            settings (`GenerationConfig`): For the rest of the answer.
-            loop (`asyncio.AbstractEventLoop`): The server's, which delivers the results.
-            put (`Callable`): Is given the tokens `[n]` as they come; may raise to end the request.
+            kind (`tuple`): From [`kind_of`].
+            ids (`list[int]`): The prompt, and the part of the answer generated so far.
+            settings (`GenerationConfig`): Settings for the rest of the answer.
+            loop (`asyncio.AbstractEventLoop`): The server's event loop, which delivers the results.
+            put (`Callable`): Receives the tokens `[n]` as they are generated; may raise to end the request.
 
         Raises:
-            `BatchFailed`: the batch has failed; the next request begins another one, until that has happened often.
+            `BatchFailed`: the batch has failed; the next request starts a new one, up to a number of failures.
         """
         inbox, name, written, done = queue.SimpleQueue(), f"together-{next(self.numbers)}", 0, False
 
@@ -168,7 +168,7 @@ class Together:
                     raise self._failure(kind, manager, output.error)
                 done = output.is_finished()
                 tokens = output.generated_tokens[written:]
-                if not written:  # from the first one on: a batch, and a prompt, take a while to begin
+                if not written:  # timed from the first token on: a batch and a prompt take a while to start
                     start, number, first = time.perf_counter(), self.batched, len(tokens)
                 written += len(tokens)
                 if tokens:
@@ -176,7 +176,7 @@ class Together:
         finally:
             if not done:
                 manager.cancel_request(name)
-                manager.output_router.result_handlers.pop(name, None)  # upstream says nothing more of it
+                manager.output_router.result_handlers.pop(name, None)  # upstream delivers nothing more for it
         if number == self.batched:
             self.note(number, written - first, time.perf_counter() - start)
 
@@ -198,8 +198,8 @@ class Together:
 
     def _twin(self):
         """
-        The model with the same weights and a configuration of its own: upstream sets `config.is_causal` for the time
-        of a batch's forward, which would be another mask for all who run the model meanwhile.
+        The model with the same weights and its own configuration: upstream sets `config.is_causal` during a batch's
+        forward, which would change the mask for everyone else who runs the model meanwhile.
         """
         twin, configs = self.opened.enter_context(isolated(self.model, self.model.modules())), {}
         copy.deepcopy(self.model.config, configs)
@@ -210,7 +210,7 @@ class Together:
 
     def _failure(self, kind: tuple, manager, reason) -> BatchFailed:
         with self.changed:
-            if self.managers.get(kind) is manager:  # the first of its requests to hear of it
+            if self.managers.get(kind) is manager:  # the first of its requests to notice
                 self.failures = _FAILURES if manager is None else self.failures + 1
                 self.managers.pop(kind, None)
                 logger.warning(f"Continuous batching failed; its requests continue one by one ({reason}).")

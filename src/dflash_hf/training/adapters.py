@@ -1,4 +1,4 @@
-"""LoRA on a drafter: adapt a published one to a fine-tuned target, or to a domain."""
+"""LoRA on a drafter: adapt a published drafter to a fine-tuned target, or to a domain."""
 
 import copy
 
@@ -6,7 +6,7 @@ from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.terminal import install
 
 
-# Every matrix of the layers. `fc`, which reads the target's features, can be added where the target itself changed.
+# Every matrix of the layers. `fc`, which reads the target's features, can be added if the target itself changed.
 TARGET_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -16,8 +16,8 @@ def add_adapter(draft: DFlashDraftModel, peft_config):
 
     Args:
         draft (`DFlashDraftModel`): The drafter.
-        peft_config (`PeftConfig` or `dict`): Of PEFT; a dictionary is a `LoraConfig` unless it names a `peft_type`.
-            Default of `target_modules`: all matrices of the layers.
+        peft_config (`PeftConfig` or `dict`): A dictionary is a `LoraConfig` unless it names a `peft_type`. Default of
+            `target_modules`: all matrices of the layers.
 
     Returns:
         `PeftModel`.
@@ -39,11 +39,9 @@ def add_adapter(draft: DFlashDraftModel, peft_config):
         try:
             peft_config = peft.get_peft_config({"peft_type": "LORA", **peft_config})
         except (TypeError, KeyError, ValueError) as error:
-            raise ValueError(f"peft_config={peft_config} is not a configuration of PEFT: {error}") from error
+            raise ValueError(f"peft_config={peft_config} is not a PEFT configuration: {error}") from error
     if not isinstance(peft_config, peft.PeftConfig):
-        raise ValueError(
-            f"peft_config={peft_config!r} must be a configuration of PEFT, such as LoraConfig, or a dict."
-        )
+        raise ValueError(f"peft_config={peft_config!r} must be a PEFT configuration, such as LoraConfig, or a dict.")
     if getattr(peft_config, "target_modules", TARGET_MODULES) is None:
         peft_config = copy.copy(peft_config)
         peft_config.target_modules = TARGET_MODULES
@@ -59,6 +57,6 @@ def merged(model) -> DFlashDraftModel:
     """
     A plain drafter with the adapter of a `PeftModel` merged into its weights; the `PeftModel` is unchanged.
 
-    `merged(trainer.model).save_pretrained(folder)` writes what every engine serves.
+    `merged(trainer.model).save_pretrained(folder)` writes a drafter that every engine can serve.
     """
     return copy.deepcopy(model).merge_and_unload()

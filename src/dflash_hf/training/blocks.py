@@ -27,8 +27,8 @@ class Blocks:
 
 def example_seeds(input_ids: torch.Tensor, attention_mask: torch.Tensor, seed: int, step: int) -> torch.LongTensor:
     """
-    One seed for each sequence, from its tokens, `seed` and `step` alone: an example draws the same anchors however the
-    batch is split, padded or spread over ranks, other anchors at another step, and the same ones after a resume.
+    One seed per sequence, from its tokens, `seed` and `step` only: an example draws the same anchors however the batch
+    is split, padded or distributed over ranks, other anchors at another step, and the same anchors after a resume.
 
     Args:
         input_ids (`torch.LongTensor`): `[N, S]`.
@@ -55,13 +55,13 @@ def sample_anchors(
 
     Args:
         loss_mask (`torch.Tensor`): `[N, S]`, nonzero at tokens of responses.
-        num_anchors (`int`): Slots `A`; constant, so that shapes are static and ranks stay in step.
-        generator (`torch.Generator`): Draws the seeds when `seeds` is not given.
-        seeds (`torch.LongTensor`): `[N]`; the anchors of a sequence depend on its seed alone.
+        num_anchors (`int`): Number of anchors `A`; constant, so that shapes are static and ranks stay in step.
+        generator (`torch.Generator`): Draws the seeds if `seeds` is not given.
+        seeds (`torch.LongTensor`): `[N]`; the anchors of a sequence depend on its seed only.
         document_ids (`torch.LongTensor`): `[N, S]` for packed sequences; context, anchor and next token share one.
 
     Returns:
-        `anchors` `[N, A]`, ascending, 0 in slots that found no position, and `valid` `[N, A]`, false there.
+        `anchors` `[N, A]`, ascending, 0 if there is no position left, and `valid` `[N, A]`, false there.
     """
     length = loss_mask.shape[1]
     device = loss_mask.device
@@ -101,19 +101,19 @@ def build_blocks(
     Inputs, positions and labels of the blocks at `anchors`.
 
     Slot `k` predicts the token at `a + k`, without a shift; slot 0 is the known anchor and predicts nothing. In an
-    anchor-first block slot `k` predicts the token at `a + 1 + k`, so that it has a token more.
+    anchor-first block slot `k` predicts the token at `a + 1 + k`, so the block has one more token.
 
     Args:
         input_ids (`torch.LongTensor`): `[N, S]`.
         loss_mask (`torch.Tensor`): `[N, S]`, nonzero at tokens that may be labels.
-        anchors, valid: `[N, A]`, of [`sample_anchors`].
+        anchors, valid: `[N, A]`, from [`sample_anchors`].
         block_size (`int`): Slots `B` of a block.
         mask_token_id (`int`): Fills slots 1..B-1.
         label_ids (`torch.LongTensor`): `[N, S]`, the labels by position. Default: `input_ids`.
         position_ids (`torch.LongTensor`): `[N, S]`. Default: 0, 1, 2, ...
         document_ids (`torch.LongTensor`): `[N, S]` for packed sequences.
-        anchor_first (`bool`): As `sample_from_anchor` of the drafter.
-        unbroken (`bool`): Whether a block counts up to its first token that may not be a label, and no further.
+        anchor_first (`bool`): `sample_from_anchor` of the drafter.
+        unbroken (`bool`): Whether a block counts only up to its first token that may not be a label.
     """
     rows, length = input_ids.shape
     num_anchors = anchors.shape[1]
@@ -147,8 +147,8 @@ def build_blocks(
 
 def by_token(hidden: torch.Tensor, block_size: int, anchor_first: bool = False) -> torch.Tensor:
     """
-    The hidden state that predicts each token of a block, `[N, A, T, H]`, from those of its slots, `[N, A*B, H]`; that
-    of the anchor predicts nothing.
+    The hidden state that predicts each token of a block, `[N, A, T, H]`, from those of its slots, `[N, A*B, H]`; the
+    anchor's entry predicts nothing.
     """
     hidden = hidden.unflatten(1, (-1, block_size))
     return torch.nn.functional.pad(hidden, (0, 0, 1, 0)) if anchor_first else hidden
@@ -165,13 +165,13 @@ def block_mask(
     """
     Which keys `[context S | A blocks of B]` each block query sees; see the four sentences at the top of this module.
 
-    Every query sees its own block, an invalid anchor's too, so no row is empty and none can turn into NaN.
+    Every query sees its own block, even that of an invalid anchor, so no row is empty and none can become NaN.
 
     Args:
         anchors (`torch.LongTensor`): `[N, A]`.
         attention_mask (`torch.Tensor`): `[N, S]`, nonzero at real tokens.
         block_size (`int`): Slots `B` of a block.
-        window (`int`): In a sliding layer, keys further back than `window - 1` positions are hidden.
+        window (`int`): In a sliding layer, keys more than `window - 1` positions back are hidden.
         causal (`bool`): Whether slots see only earlier slots and themselves.
         document_ids (`torch.LongTensor`): `[N, S]` for packed sequences.
 
@@ -211,13 +211,13 @@ def flex_mask(
     causal: bool = False,
     document_ids: torch.LongTensor | None = None,
 ) -> BlockMask:
-    """The mask of [`block_mask`], same arguments, for flex attention, which skips tiles that nothing sees."""
+    """The mask of [`block_mask`], with the same arguments, for flex attention, which skips empty tiles."""
     rows, num_anchors = anchors.shape
     length = attention_mask.shape[1]
     real = attention_mask.bool()
 
     def visible(row, head, query, key):
-        # Whole tiles are asked about, queries and keys past the end included: no index may leave its tensor.
+        # Evaluated on whole tiles, including queries and keys past the end: indices must stay inside their tensors.
         slot, own_slot = query % block_size, (key - length) % block_size
         anchor = anchors[row, (query // block_size).clamp(max=num_anchors - 1)]
         place = key.clamp(max=length - 1)

@@ -20,19 +20,19 @@ class DecodingCallback(TrainerCallback):
     Decodes a few prompts with the current drafter, at each evaluation and every `decode_steps` steps, and logs `tau`,
     `speedup` and `lossless` (the share of outputs that are the target's own). At an evaluation they are also metrics
     (`eval_tau`, ...), so that `metric_for_best_model="tau"` with `load_best_model_at_end=True` keeps the best drafter;
-    its report is saved beside the weights.
+    its report is saved next to the weights.
 
         trainer.add_callback(DecodingCallback(trainer, prompts))
 
     The first process decodes, the others wait for its figures. The speed-up is measured in the dtype of training;
     `dflash eval` measures it as in serving.
 
-    Simulated tau is teacher-forced, so a defect of decoding alone does not lower it: there is a warning if the
-    tokens accepted beyond the target's own, `tau - 1`, differ from the simulated ones by more than a factor of
-    `max_ratio` and by more than 0.2 tokens.
+    Simulated tau is teacher-forced, so a bug in decoding alone does not lower it: a warning is logged if the number of
+    accepted draft tokens, `tau - 1`, differs from the simulated number by more than a factor of `max_ratio` and by
+    more than 0.2 tokens.
 
     Args:
-        trainer (`DFlashTrainer`): The trainer that it is added to; before an `EarlyStoppingCallback` that watches tau.
+        trainer (`DFlashTrainer`): The trainer to add it to, before an `EarlyStoppingCallback` that watches tau.
         prompts (`Sequence[Sequence[int]]`): Prompt ids. Default: those of the first `num_prompts` rows of the
             evaluation dataset, else of the training dataset.
         num_prompts (`int`): Rows to take the default prompts from.
@@ -41,7 +41,7 @@ class DecodingCallback(TrainerCallback):
         max_ratio (`float`): See above.
 
     Raises:
-        `ValueError`: no prompts, or a drafter whose weights are spread over processes.
+        `ValueError`: no prompts, or a drafter whose weights are sharded over processes.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class DecodingCallback(TrainerCallback):
     ):
         if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             raise ValueError(
-                "DecodingCallback decodes on one process, but FSDP or DeepSpeed spread the drafter over several: "
+                "DecodingCallback decodes on one process, but FSDP or DeepSpeed shard the drafter over several: "
                 "leave the callback out, and run `dflash eval` on the saved checkpoints."
             )
         if decode_steps is not None and decode_steps < 1:
@@ -66,13 +66,13 @@ class DecodingCallback(TrainerCallback):
         self.prompts = prompts_of_rows(trainer, num_prompts) if prompts is None else [list(one) for one in prompts]
         self.max_new_tokens = max_new_tokens
         if not self.prompts or not all(self.prompts):
-            raise ValueError(f"prompts={self.prompts} must be lists of token ids, none of them empty.")
+            raise ValueError(f"prompts={self.prompts} must be non-empty lists of token ids.")
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.decode_steps and state.global_step % self.decode_steps == 0:
             should_log = control.should_log
             self.log_figures("")
-            control.should_log = should_log  # the line of the training loss is still to be written
+            control.should_log = should_log  # the training loss is still to be logged
 
     def on_evaluate(self, args, state, control, metrics, **kwargs):
         metrics.update(self.log_figures("eval_"))
@@ -90,13 +90,13 @@ class DecodingCallback(TrainerCallback):
         if simulated is not None and parted(report.tau, simulated, self.max_ratio):
             logger.warning(
                 f"At step {self.trainer.state.global_step} decoding commits {report.tau:.2f} tokens per verification, "
-                f"but training simulates {simulated:.2f}. If the data is the target's own text, its chat template "
-                "included, then training and decoding draft differently."
+                f"but training simulates {simulated:.2f}. If the data is the target's own text, including its chat "
+                "template, then training and decoding draft differently."
             )
         if report.is_wrong:
             logger.warning(
                 f"At step {self.trainer.state.global_step} only {method.equal} of {report.num_prompts} outputs are "
-                "the target's own, and rounding does not explain the difference: this is a defect."
+                "the target's own, and rounding does not explain the difference: this is a bug."
             )
         return figures
 
@@ -106,14 +106,14 @@ class DecodingCallback(TrainerCallback):
             return self._measure()
 
     def _measure(self) -> EvalReport:
-        outcome: list = [None, None]  # a report as JSON, or what went wrong
+        outcome: list = [None, None]  # a report as JSON, or the error
         if self.trainer.is_world_process_zero():
             model, target = self.trainer.draft, self.trainer.target
             was_training = model.training
             try:
                 report = evaluate(target, model, self.prompts, self.max_new_tokens, runs=1, methods=(TARGET, DFLASH))
                 outcome[0] = report.to_json()
-            except Exception as error:  # the others wait for it
+            except Exception as error:  # the other processes wait for the outcome
                 outcome[1] = error
             finally:
                 model.train(was_training)
@@ -128,7 +128,7 @@ class DecodingCallback(TrainerCallback):
 
 
 def parted(tau: float, simulated: float, max_ratio: float) -> bool:
-    """Whether real and simulated tau differ by more than noise and different texts explain."""
+    """Whether real and simulated tau differ by more than noise and different texts can explain."""
     low, high = sorted((tau - 1, simulated - 1))
     return high > max_ratio * low and high - low > 0.2
 

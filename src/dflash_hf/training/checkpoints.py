@@ -9,9 +9,9 @@ from dflash_hf.modeling.checks_dflash import part_keys
 from dflash_hf.training.whole import check_whole, last_whole_checkpoint, seal
 
 
-UNFINISHED = "_unfinished"  # of each run; not uploaded, not a name of a checkpoint
+UNFINISHED = "_unfinished"  # folder in each run; not uploaded, not a checkpoint's name
 _STATE_FILE = "trainer_state.json"
-# What the weights of a checkpoint were trained for; another value would load and silently draft worse.
+# Fields that a checkpoint's weights were trained for; another value would load and silently draft worse.
 _FIXED_ON_RESUME = (
     *("mask_token_id", "block_size", "target_layer_ids", "layer_types", "sliding_window", "is_causal"),
     "draft_vocab_size",
@@ -35,7 +35,7 @@ def checkpoint_of(resume: str | bool | None, output_dir: str, draft_config) -> s
             )
     elif resume:
         check_whole(resume)
-    if resume and Path(resume, "config.json").is_file():  # without, an adapter, whose drafter is loaded by its user
+    if resume and Path(resume, "config.json").is_file():  # otherwise an adapter, whose drafter the user loads
         saved = type(draft_config).from_pretrained(resume)
         for name in (*_FIXED_ON_RESUME, *part_keys()):
             ours, theirs = getattr(draft_config, name), getattr(saved, name)
@@ -56,13 +56,13 @@ def clear_aside(trainer, run_dir: Path) -> None:
 
 def finish_checkpoint(trainer, run_dir: Path) -> Path:
     """
-    Turn the files that all processes have written into a checkpoint: a process that is killed meanwhile leaves the one
-    before it as the last one.
+    Turn the files that all processes have written into a checkpoint: if a process is killed meanwhile, the previous
+    checkpoint remains the last one.
     """
     name, aside = f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}", run_dir / UNFINISHED
     trainer.accelerator.wait_for_everyone()
 
-    # 1. The state names the best checkpoint by the path that it will have.
+    # 1. The state names the best checkpoint by its future path.
     best = trainer.state.best_global_step
     best_folder = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{best}"
     if best and (best == trainer.state.global_step or best_folder.exists()):
@@ -73,7 +73,7 @@ def finish_checkpoint(trainer, run_dir: Path) -> Path:
         trainer.state.save_to_json(str(aside / name / _STATE_FILE))
         _rename(aside / name, run_dir / name)
     trainer.accelerator.wait_for_everyone()
-    if trainer.is_local_process_zero() and (aside / name).exists():  # a node with its own disk
+    if trainer.is_local_process_zero() and (aside / name).exists():  # on a node with its own disk
         _rename(aside / name, run_dir / name)
     return run_dir / name
 

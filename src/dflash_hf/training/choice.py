@@ -37,7 +37,7 @@ def choose(recipe: RecipeArguments, training: dict, tokenizer, say, resume: str 
     if recipe.streaming or int(os.environ.get("WORLD_SIZE", 1)) > 1:
         if os.environ.get("RANK", "0") == "0" and not recipe.settled:
             why = "a stream has no length" if recipe.streaming else "there are several processes"
-            say(f"settings          what is not given stays at the paper's, for {why}")
+            say(f"settings          settings not given stay at the paper's, since {why}")
         return {}
     before = read_run(Path(resume).resolve().parent) if resume else None
     if before:
@@ -68,8 +68,8 @@ def time_lines(found: Settings, minutes: float | None, rows: int) -> list[str]:
     ]
     if found.steps < FEWEST_STEPS:
         lines.append(
-            f"warning           fewer than {FEWEST_STEPS} steps teach a fresh drafter next to nothing: give it more "
-            "time, more threads or an accelerator, or smaller settings"
+            f"warning           in fewer than {FEWEST_STEPS} steps a fresh drafter learns almost nothing: give it "
+            "more time, more threads or an accelerator, or smaller settings"
         )
     elif found.reached:
         lines.append(f"                  a similar run of SmolLM2-135M reached tau {found.reached:.1f} on new text")
@@ -78,7 +78,7 @@ def time_lines(found: Settings, minutes: float | None, rows: int) -> list[str]:
 
 def _given(recipe: RecipeArguments, training: dict) -> dict:
     """
-    All keys that are not to be chosen: given ones, those of a drafter to continue from, and all of a recipe file.
+    All keys that are not to be chosen: given keys, those of a drafter to continue from, and all of a recipe file.
     """
     keys = {**asdict(recipe), **training}
     if not recipe.settled:
@@ -116,7 +116,7 @@ def _config_of(recipe: RecipeArguments):
 
 
 def _look(recipe: RecipeArguments, tokenizer) -> Data:
-    """The number of rows, and the tokens of some of them."""
+    """The number of rows, and token counts from a sample of them."""
     if recipe.features:
         folders = [recipe.features] if isinstance(recipe.features, str) else recipe.features
         manifests = [FeatureManifest.load(Path(folder)) for folder in folders]
@@ -129,7 +129,7 @@ def _look(recipe: RecipeArguments, tokenizer) -> Data:
     for index in range(0, len(rows), max(len(rows) // _LOOKED_AT, 1)):
         try:
             examples += encoder(rows[index])
-        except ValueError:  # reported when all rows are read
+        except ValueError:  # reported when all rows are encoded
             continue
     if not examples:
         return Data(len(rows), recipe.max_length / 2, recipe.max_length / 4)

@@ -1,10 +1,10 @@
 """
-Features of a frozen target on disk: safetensors shards beside a manifest that says what they were made of.
+Features of a frozen target on disk: safetensors shards next to a manifest that describes their origin.
 
 A shard holds whole examples, one after the other: `features` `[T, L*H]`, `input_ids` `[T]`, `loss_mask` `[T]`,
-`offsets` `[examples + 1]`, and if wanted `states` `[T, H]`, the final hidden states that the target's head reads. It
-appears under its name when it is complete, and only then in the manifest, so that a run that is ended at any moment
-goes on after the last complete shard.
+`offsets` `[examples + 1]`, and optionally `states` `[T, H]`, the final hidden states that the target's head reads. It
+gets its final name when it is complete, and only then an entry in the manifest, so that a run interrupted at any time
+resumes after the last complete shard.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from dflash_hf.target import check_logits, digest_of_target, target_features, ta
 
 
 MANIFEST = "manifest.json"
-VERIFIED = "verified.json"  # sizes and times of shards whose hash was found right, so that each is read once
+VERIFIED = "verified.json"  # sizes and times of shards whose hash was verified, so that each is read once
 
 
 @dataclass
@@ -42,14 +42,14 @@ class FeatureManifest:
         weights (`dict[str, str]`): Digests of the target's `ends` (embedding and head) and `layers`.
         layer_ids (`list[int]`): Layers whose outputs are stored, in this order.
         width (`int`): `L * H`.
-        dtype (`str`): Of the stored features.
+        dtype (`str`): Dtype of the stored features.
         template (`str`): Digest of the chat template.
         chat_template_kwargs (`dict`): Its arguments.
         tokenizer (`str`): Digest of the vocabulary.
         max_length (`int`): Tokens at which examples were cut.
         states (`bool`): Whether the final hidden states are stored too.
         data (`str`): Digest of all ids and loss masks.
-        examples, tokens (`int`): Of the whole dataset.
+        examples, tokens (`int`): Counts of the whole dataset.
         shards (`list[dict]`): `file`, `examples`, `tokens`, `bytes` and `sha256` of each complete shard.
     """
 
@@ -80,7 +80,7 @@ class FeatureManifest:
         return sum(shard["examples"] for shard in self.shards) == self.examples
 
     def save(self, folder: Path) -> None:
-        """Write `manifest.json`, in one step."""
+        """Write `manifest.json` atomically."""
         write_json(folder / MANIFEST, asdict(self))
 
     @classmethod
@@ -91,7 +91,7 @@ class FeatureManifest:
         """
         path = folder / MANIFEST
         if not path.is_file():
-            raise ValueError(f"{folder} has no {MANIFEST}: it holds no stored features; `dflash features` makes them.")
+            raise ValueError(f"{folder} has no {MANIFEST}: it holds no stored features; run `dflash features` first.")
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as error:
@@ -115,12 +115,12 @@ def drop_layers(target, device: torch.device):
     decoder_layers(target).to("meta")
     target.get_input_embeddings().to(device)
     target.get_output_embeddings().to(device)
-    target.hf_device_map = {"": device}  # Trainer leaves it where it is
+    target.hf_device_map = {"": device}  # so that Trainer does not move it
     return target
 
 
 def describe(target, name: str, layer_ids: list[int], encoder, dtype: str, states: bool = False) -> FeatureManifest:
-    """The manifest of features to store, without data and shards."""
+    """The manifest of the features to store, without data and shards."""
     digests = digests_of_tokenizer(encoder.tokenizer)
     return FeatureManifest(
         target=name,
@@ -147,20 +147,20 @@ def store_features(
     say: Callable[[str], None] = lambda line: None,
 ) -> FeatureManifest:
     """
-    Store the features of every token of a dataset, or continue where an earlier call ended.
+    Store the features of every token of a dataset, or resume where an earlier call ended.
 
     Args:
         target (`PreTrainedModel`): The frozen target.
         examples (`Sequence[dict]`): Rows with `input_ids` and `loss_mask`.
-        folder (`str` or `Path`): Where to.
-        manifest (`FeatureManifest`): Of [`describe`].
-        batch_size (`int`): Examples of one forward.
-        shard_bytes (`int`): Size of a shard; an interruption costs at most one.
+        folder (`str` or `Path`): Output folder.
+        manifest (`FeatureManifest`): From [`describe`].
+        batch_size (`int`): Examples per forward.
+        shard_bytes (`int`): Size of a shard; an interruption loses at most one shard.
         say: Called with the size before anything is computed.
 
     Raises:
-        `ValueError`: the folder holds other features, another process is storing there, the disk has no room, or
-            states are wanted of a target whose logits are not its head's.
+        `ValueError`: the folder holds other features, another process is storing there, the disk is too small, or
+            states are requested from a target whose logits are not its head's output.
     """
     folder = Path(folder)
     if manifest.states:
@@ -186,7 +186,7 @@ def _store(target, examples, folder: Path, manifest, batch_size: int, shard_byte
     done = sum(shard["tokens"] for shard in manifest.shards)
     needed, free = (manifest.tokens - done) * token_bytes, shutil.disk_usage(folder).free
     say(
-        f"{manifest.examples:,} examples, {manifest.tokens:,} tokens of {token_bytes:,} bytes: "
+        f"{manifest.examples:,} examples, {manifest.tokens:,} tokens at {token_bytes:,} bytes: "
         f"{_size(manifest.tokens * token_bytes)}, of which {_size(done * token_bytes)} are stored; "
         f"{_size(free)} are free in {folder}"
     )
@@ -248,7 +248,7 @@ def _shard(target, rows, first, manifest, batch_size, on_tokens) -> dict[str, to
 
 
 def _check_finite(stored: torch.Tensor, computed: torch.Tensor, row: int, manifest: FeatureManifest) -> None:
-    """Reject features `[S, L*H]` with inf or NaN: training on them would make all weights NaN."""
+    """Reject features `[S, L*H]` with inf or NaN: training on them would turn all weights into NaN."""
     wrong = ~stored.isfinite().all(0)  # [L*H]
     if not wrong.any():
         return
@@ -257,8 +257,8 @@ def _check_finite(stored: torch.Tensor, computed: torch.Tensor, row: int, manife
     where = f"Example {row}: {what} of {manifest.target}"
     if computed.isfinite().all():
         raise ValueError(
-            f"{where} reach {computed.abs().max().item():.3g}, which is more than {manifest.dtype} holds; store them "
-            "with --store-dtype bfloat16 in another output."
+            f"{where} reach {computed.abs().max().item():.3g}, which overflows {manifest.dtype}; store them with "
+            "--store-dtype bfloat16 in another output."
         )
     dtype = str(computed.dtype).removeprefix("torch.")
     raise ValueError(f"{where} are inf or NaN as {dtype}; load the target with --dtype bfloat16 or float32.")
@@ -266,17 +266,17 @@ def _check_finite(stored: torch.Tensor, computed: torch.Tensor, row: int, manife
 
 class StoredFeatures(torch.utils.data.Dataset):
     """
-    Stored features as a dataset of rows `input_ids` `[S]`, `loss_mask` `[S]`, `features` `[S, L*H]` and, if wanted,
+    Stored features as a dataset of rows `input_ids` `[S]`, `loss_mask` `[S]`, `features` `[S, L*H]` and optionally
     `states` `[S, H]`; only the requested row is read.
 
     Args:
-        folder (`str` or `Path`): What [`store_features`] wrote.
-        layer_ids (`list[int]`): The layers to read, in this order; none of them: rows without `features`. Default: all
-            that are stored.
+        folder (`str` or `Path`): Output of [`store_features`].
+        layer_ids (`list[int]`): The layers to read, in this order; an empty list gives rows without `features`.
+            Default: all stored layers.
         states (`bool`): Read the final hidden states too.
 
     Raises:
-        `ValueError`: the set is not complete, a shard is missing or damaged, or a layer or the states are not stored.
+        `ValueError`: the set is incomplete, a shard is missing or damaged, or a layer or the states are not stored.
     """
 
     def __init__(self, folder: str | Path, layer_ids: list[int] | None = None, states: bool = False):
@@ -284,16 +284,16 @@ class StoredFeatures(torch.utils.data.Dataset):
         self.manifest = FeatureManifest.load(self.folder)
         if states and not self.manifest.states:
             raise ValueError(
-                f"{folder} was stored without the final states, which the target's own distribution is made of: store "
-                "the features again with `dflash features --states`, or train with label_source=data and loss_type=ce "
-                "or dpace."
+                f"{folder} was stored without the final states, from which the target's distribution is computed: "
+                "store the features again with `dflash features --states`, or train with label_source=data and "
+                "loss_type=ce or dpace."
             )
         self.layer_ids = self.manifest.layer_ids if layer_ids is None else list(layer_ids)
         if not set(self.layer_ids) <= set(self.manifest.layer_ids):
             raise ValueError(
                 f"{folder} holds target_layer_ids={self.manifest.layer_ids}, but the drafter reads "
                 f"target_layer_ids={self.layer_ids}; store them with `dflash features --target-layer-ids`, or train a "
-                "drafter that reads some of these with `dflash train target_layer_ids=...`."
+                "drafter that reads some of the stored layers with `dflash train target_layer_ids=...`."
             )
         if not self.manifest.complete:
             stored = sum(shard["examples"] for shard in self.manifest.shards)
@@ -316,8 +316,8 @@ class StoredFeatures(torch.utils.data.Dataset):
             found[shard["file"]] = [shard["sha256"], path.stat().st_mtime_ns]
             if known.get(shard["file"]) != found[shard["file"]] and digest_of_file(path) != shard["sha256"]:
                 raise ValueError(
-                    f"{path} is damaged: its content is not what was stored. Remove it with all shards after it and "
-                    f"their entries of {MANIFEST}, and run the same `dflash features` again."
+                    f"{path} is damaged: its content has changed. Remove it, all later shards and their entries in "
+                    f"{MANIFEST}, and run the same `dflash features` again."
                 )
         if found != known:
             write_json(notes, found)
@@ -352,7 +352,7 @@ class StoredFeatures(torch.utils.data.Dataset):
 
 
 def stored(folders: str | Path | Sequence[str | Path], layer_ids: list[int] | None = None, states: bool = False):
-    """[`StoredFeatures`] of a folder, or of several one after the other."""
+    """[`StoredFeatures`] of a folder, or of several, concatenated."""
     if isinstance(folders, str | Path):
         return StoredFeatures(folders, layer_ids, states)
     return torch.utils.data.ConcatDataset([StoredFeatures(folder, layer_ids, states) for folder in folders])
@@ -366,10 +366,10 @@ def parts_of(dataset) -> list:
 def _check_size(folder: Path, shard: dict) -> Path:
     path = folder / shard["file"]
     if not path.is_file():
-        raise ValueError(f"{path}, a shard of {MANIFEST}, is missing; put it back, or store the features again.")
+        raise ValueError(f"{path}, a shard of {MANIFEST}, is missing; restore it, or store the features again.")
     if path.stat().st_size != shard["bytes"]:
         raise ValueError(
-            f"{path} is damaged: it has {path.stat().st_size:,} bytes, not {shard['bytes']:,}; put it back, or store "
+            f"{path} is damaged: it has {path.stat().st_size:,} bytes, not {shard['bytes']:,}; restore it, or store "
             "the features again."
         )
     return path

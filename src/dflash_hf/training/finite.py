@@ -15,18 +15,18 @@ _SHOWN = 8  # rows, and ids of a row
 
 
 class NotFiniteError(DetailedError):
-    """A loss, gradient or weight is inf or NaN; the message has the place, the probable cause, and how to continue."""
+    """A loss, gradient or weight is inf or NaN; the message names the place, the probable cause and the remedy."""
 
 
 class FiniteGuard:
     """
     Checks every loss, every gradient and all weights that a trainer saves.
 
-    Upstream checks losses too, but logs an average instead of NaN. Gradients that a scaler of
-    fp16 skips are part of its search for a scale; they are let through.
+    Upstream checks losses too, but logs an average instead of NaN. Gradients skipped by an fp16 scaler are part of its
+    search for a scale; they are ignored.
 
     Args:
-        trainer (`DFlashTrainer`): Whose.
+        trainer (`DFlashTrainer`): The trainer to check.
     """
 
     def __init__(self, trainer):
@@ -65,12 +65,12 @@ class FiniteGuard:
         return NotFiniteError(f"Step {self.trainer.state.global_step + 1}: {what}. {cause}{rows}. {again} {remedy}")
 
     def _cause(self) -> tuple[str, str, str]:
-        """The first cause, the remedy and the rows; computed again, since training ends here."""
+        """The cause, the remedy and the rows; recomputed, since training ends here."""
         trainer = self.trainer
         for name, parameter in trainer.draft.named_parameters():
             if not is_finite([parameter]):
                 return f"{name} of the drafter is not finite already", "Start from finite weights.", ""
-        alone = trainer.accelerator.num_processes == 1  # else a forward would wait for the other processes
+        alone = trainer.accelerator.num_processes == 1  # otherwise a forward would wait for the other processes
         rows = []
         for inputs in self.of_this_step:
             inputs = trainer._prepare_inputs(inputs)
@@ -82,7 +82,7 @@ class FiniteGuard:
                 layer = trainer.draft_config.target_layer_ids[int(wrong.any(0).nonzero()[0])]
                 return (
                     f"The target's features of layer {layer} are not finite",
-                    "Load the target in bfloat16 or float32 (target_dtype), or store its features so.",
+                    "Load the target in bfloat16 or float32 (target_dtype), or store its features in that dtype.",
                     self._named(inputs, wrong.any(1)),
                 )
             guilty = torch.ones(len(features), dtype=torch.bool)
@@ -93,7 +93,7 @@ class FiniteGuard:
                 guilty = found if found.any() else guilty
             rows.append(self._named(inputs, guilty))
         remedy = (
-            f"Lower learning_rate={trainer.args.learning_rate}, or warm up longer, or take bf16 in place of fp16; a "
+            f"Lower learning_rate={trainer.args.learning_rate}, warm up longer, or use bf16 instead of fp16; a "
             "checkpoint given as the model to start from (`draft=` of `dflash train`) may use other settings."
         )
         return "The target's features are finite, so the drafter overflows", remedy, "".join(rows)
@@ -117,7 +117,7 @@ class FiniteGuard:
 
 
 def last_good_checkpoint(folder: Path) -> Path | None:
-    """The latest checkpoint of a run whose weights are finite."""
+    """The latest checkpoint of a run with finite weights."""
     return next((checkpoint for checkpoint in checkpoints_of(folder) if _is_good(checkpoint)), None)
 
 

@@ -6,7 +6,7 @@ import sys
 from transformers import ProgressCallback
 
 
-_EVERY = 20  # rows between two heads
+_EVERY = 20  # rows between headers
 _HEAD = f"{'step':>8}{'epoch':>8}{'loss':>9}{'tau':>7}{'tokens/s':>10}{'rate':>10}  accuracy by slot, %"
 
 
@@ -14,7 +14,7 @@ def table_row(logs: dict[str, float], step: int) -> str | None:
     """
     One row of the table, of the training loss or of an evaluation; `None` for any other line of the log.
 
-    `tau` is the simulated one: teacher-forced, the bonus token included.
+    `tau` is the simulated tau: teacher-forced, bonus token included.
     """
     prefix = "eval_" if "eval_loss" in logs else ""
     if f"{prefix}loss" not in logs:
@@ -39,10 +39,10 @@ def _cell(value: float | None, width: int, form: str) -> str:
 
 class LogTable(ProgressCallback):
     """
-    Upstream's progress bar, without an end where a run ends by the clock; and rows of a table above it.
+    Upstream's progress bar, open-ended for runs with a time limit, and rows of a table above it.
 
     Args:
-        table (`bool`): Else dictionaries, as upstream.
+        table (`bool`): Whether to print table rows; otherwise dictionaries, as upstream.
     """
 
     def __init__(self, table: bool = True):

@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 
-# Of each kind of loss, the weights of: cross-entropy of the labels, total variation and divergence from the teacher.
+# For each kind of loss, the weights of the labels' cross-entropy, total variation and divergence from the teacher.
 DIVERGENCES = {
     "ce": (1.0, 0.0, 0.0),
     "kl": (0.0, 0.0, 1.0),
@@ -22,9 +22,9 @@ DIVERGENCES = {
 class Candidates:
     """The likely tokens of each of the `M` known tokens' slots, among which a drafter's head chooses."""
 
-    ids: torch.LongTensor  # [M, k]  of the drafter's vocabulary
-    logits: torch.Tensor  # [M, k]  of the drafter, without gradient
-    wanted: torch.Tensor  # [M, k]  the teacher's probabilities; without a teacher 1 for the label
+    ids: torch.LongTensor  # [M, k]  in the drafter's vocabulary
+    logits: torch.Tensor  # [M, k]  the drafter's, without gradient
+    wanted: torch.Tensor  # [M, k]  the teacher's probabilities; without a teacher, 1 for the label
 
 
 @dataclass
@@ -33,10 +33,10 @@ class TokenLosses:
 
     values: torch.Tensor  # [...]  negative log-likelihood or divergence, differentiable; 0 where not known
     nll: torch.Tensor  # [...]  negative log-likelihood of the label, without gradient; 0 where not known
-    correct: torch.BoolTensor  # [...]  whether the label is what is drafted; false where not known
-    known: torch.BoolTensor  # [...]  counted, and a token that the drafter has
+    correct: torch.BoolTensor  # [...]  whether the drafted token is the label; false where not known
+    known: torch.BoolTensor  # [...]  counted, and in the drafter's vocabulary
     candidates: Candidates | None = None
-    alone: torch.BoolTensor | None = None  # [...]  as `correct`, of the likeliest token of a slot by itself
+    alone: torch.BoolTensor | None = None  # [...]  as `correct`, for each slot's argmax without the head
 
 
 @dataclass
@@ -44,25 +44,25 @@ class Teacher:
     """The target's own distributions: its head on the state `states[rows[...]]` for each token."""
 
     states: torch.Tensor  # [P, H]  the target's final hidden states
-    rows: torch.LongTensor  # [...]   which of them predicts a token: the one at a + k - 1
+    rows: torch.LongTensor  # [...]   the state that predicts each token: the state at a + k - 1
     head: Callable[[torch.Tensor], torch.Tensor]  # [M, H] -> [M, V]
-    kind: str = "kl"  # how the drafter's distribution is held to it, a key of `DIVERGENCES`
+    kind: str = "kl"  # how the drafter's distribution is compared with it, a key of `DIVERGENCES`
 
 
 @dataclass
 class Rows:
-    """`M` known tokens, as a head over all tokens learns from them."""
+    """`M` known tokens, from which a head over all tokens learns."""
 
-    scores: torch.Tensor  # [M, V]  of the head, differentiable
-    logits: torch.Tensor  # [M, V]  of the slots by themselves, differentiable
+    scores: torch.Tensor  # [M, V]  the head's scores, differentiable
+    logits: torch.Tensor  # [M, V]  the slots' own draft logits, differentiable
     labels: torch.LongTensor  # [M]
-    teacher: torch.Tensor | None  # [M, V]  logits of the target
+    teacher: torch.Tensor | None  # [M, V]  the target's logits
     hidden: torch.Tensor  # [M, H]
     query: torch.Tensor  # [M, q]
-    kind: str = "kl"  # of the loss, as in [`Teacher`]
+    kind: str = "kl"  # kind of loss, as in [`Teacher`]
 
     def divergence(self, scores: torch.Tensor) -> torch.Tensor:
-        """`[M]`, the loss of the run for scores `[M, V]`; without a teacher the cross-entropy of the labels."""
+        """`[M]`, the run's loss for scores `[M, V]`; without a teacher, the labels' cross-entropy."""
         log_q = scores.to(_wide(scores.dtype)).log_softmax(-1)
         labels, distance, total = DIVERGENCES["ce" if self.teacher is None else self.kind]
         loss = 0.0
@@ -85,7 +85,7 @@ def default_gamma(block_size: int) -> float:
     """
     The decay of the slot weights for a block size: 4, 5 and 7 for 8, 10 and 16 (DFlash, arXiv 2602.06036).
 
-    Between and beyond these, the lines through them: half the block size up to 10, then a third of each further slot.
+    Between and beyond these, piecewise linear: half the block size up to 10, then a third per additional slot.
     """
     return block_size / 2 if block_size <= 10 else 5 + (block_size - 10) / 3
 
@@ -96,7 +96,7 @@ def slot_weights(block_size: int, gamma: float | None = None) -> torch.Tensor:
 
     Args:
         block_size (`int`): Slots of a block.
-        gamma (`float`): Default: [`default_gamma`]. `math.inf` weighs all slots alike.
+        gamma (`float`): Default: [`default_gamma`]. `math.inf` weighs all slots equally.
 
     Returns:
         `torch.Tensor` `[B]`.
@@ -116,7 +116,7 @@ def slot_weights(block_size: int, gamma: float | None = None) -> torch.Tensor:
 
 def dpace_weights(nll: torch.Tensor, counted: torch.BoolTensor, alpha: float = 0.5) -> torch.Tensor:
     """
-    D-PACE (arXiv 2605.18810): a slot weighs what the expected accepted prefix owes it.
+    D-PACE (arXiv 2605.18810): a slot's weight is its contribution to the expected accepted prefix.
 
     With `q_i = exp(-nll_i)` and `s_i = (1 - alpha) q_i + alpha`, the credit of slot `j` is `C_j = s_1 ... s_j` and its
     weight the sum of the credits from `j` on. A slot that is not counted has factor 1 and credit 0.
@@ -124,7 +124,7 @@ def dpace_weights(nll: torch.Tensor, counted: torch.BoolTensor, alpha: float = 0
     Args:
         nll (`torch.Tensor`): `[..., B]`, of the labels; its gradient is not used.
         counted (`torch.BoolTensor`): `[..., B]`.
-        alpha (`float`): 1 gives every slot the number of slots from it on, 0 the plain product of probabilities.
+        alpha (`float`): 1 weighs each slot by the number of slots from it on, 0 uses the plain product.
 
     Returns:
         `torch.Tensor` `[..., B]`, 0 where not counted.
@@ -138,8 +138,8 @@ class _TokenLoss(torch.autograd.Function):
     """
     The loss of each row, without holding all logits in memory.
 
-    The head acts on every row alone, so the gradient of row `i` is `grad_output[i]` times a vector that is known as
-    soon as the row's logits are: it is kept, `[M, H]` instead of `[M, V]` logits, and the head is never run again.
+    The head acts on each row separately, so the gradient of row `i` is `grad_output[i]` times a vector that is known
+    as soon as the row's logits are. It is kept, `[M, H]` instead of `[M, V]` logits, and the head is never run again.
     """
 
     @staticmethod
@@ -150,7 +150,7 @@ class _TokenLoss(torch.autograd.Function):
         needs_grad = ctx.needs_input_grad[0]
         grads = torch.empty_like(hidden) if needs_grad else None  # [M, H]
         candidates = []
-        at_least = 0 if likely is None else 1  # an empty chunk has candidates, too: none, of the right shape
+        at_least = 0 if likely is None else 1  # run even an empty chunk, so that candidates have the right shape
         for start in range(0, max(hidden.shape[0], at_least), chunk_size):
             rows = slice(start, start + chunk_size)
             with torch.set_grad_enabled(needs_grad):
@@ -174,7 +174,7 @@ class _TokenLoss(torch.autograd.Function):
                 losses[rows] = _OF_TEACHER[teacher.kind](wide, wanted, gold)
             if needs_grad:
                 (grads[rows],) = torch.autograd.grad(logits, chunk, wide.to(logits.dtype))
-            del logits, wide, wanted  # before the next chunk's are made
+            del logits, wide, wanted  # before those of the next chunk are allocated
         ctx.save_for_backward(grads)
         found = [torch.cat(parts).to(hidden.device) for parts in zip(*candidates, strict=True)]
         ctx.mark_non_differentiable(nll, correct, *found)
@@ -196,7 +196,7 @@ def _cross_entropy(logits: torch.Tensor, gold: torch.LongTensor) -> torch.Tensor
 
 
 def _divergence(logits: torch.Tensor, teacher: torch.Tensor, gold=None) -> torch.Tensor:
-    """`KL(softmax(teacher) || softmax(logits))`, `[M]`; leaves its gradient, the difference of both, in `logits`."""
+    """`KL(softmax(teacher) || softmax(logits))`, `[M]`; leaves its gradient, their difference, in `logits`."""
     log_q = logits.sub_(logits.logsumexp(-1, keepdim=True))
     log_p = teacher.sub_(teacher.logsumexp(-1, keepdim=True))
     p = log_p.exp()
@@ -236,26 +236,26 @@ def token_losses(
     likely: Callable[[torch.Tensor], tuple[torch.LongTensor, torch.Tensor]] | None = None,
 ) -> TokenLosses:
     """
-    Cross-entropies, or divergences from a teacher, through a frozen head of whose logits at most `chunk_size` rows
-    exist at a time.
+    Cross-entropies, or divergences from a teacher, through a frozen head, with at most `chunk_size` rows of logits in
+    memory at a time.
 
-    Only counted tokens that the drafter has reach the head. Half-precision logits are summed in fp32.
+    Only counted tokens of the drafter's vocabulary reach the head. Half-precision logits are summed in fp32.
 
     Args:
         hidden (`torch.Tensor`): `[..., H]`, the drafter's final hidden states.
         head (`Callable`): The target's head, `[M, H] -> [M, V]`, row by row; its parameters get no gradient.
-        labels (`torch.LongTensor`): `[...]`, ids of the drafter's vocabulary, -1 of tokens that it does not have.
+        labels (`torch.LongTensor`): `[...]`, ids in the drafter's vocabulary, -1 for tokens outside it.
         counted (`torch.BoolTensor`): `[...]`.
         chunk_size (`int`): Rows of one pass through the head.
         teacher (`Teacher`): A loss against the target's distribution, instead of the cross-entropy of `labels`.
-        likely (`Callable`): Of a head with candidates, these: `[M, V] -> [M, k]` twice, ids and logits.
+        likely (`Callable`): For a head with candidates: `[M, V]` logits -> ids and logits of these, both `[M, k]`.
     """
     known = counted & (labels >= 0)
     if teacher is not None:
         teacher = replace(teacher, rows=teacher.rows[known])
     kept, *figures = _TokenLoss.apply(hidden[known], head, labels[known], teacher, chunk_size, likely)  # [M]
     figures, found = figures[:2], figures[2:]
-    # Without a token, `values` still hangs on `hidden`: no rank is left out of backward.
+    # Even without tokens `values` depends on `hidden`, so that every rank takes part in backward.
     values = kept.new_zeros(labels.shape).masked_scatter(known, kept)
     nll, correct = (one.new_zeros(labels.shape).masked_scatter(known, one) for one in figures)
     return TokenLosses(values, nll, correct, known, Candidates(*found) if found else None, correct)
@@ -265,9 +265,9 @@ def selected(
     losses: TokenLosses, scores: Callable[[Candidates], torch.Tensor], labels: torch.LongTensor
 ) -> TokenLosses:
     """
-    Losses of a head that chooses among the likely tokens of a slot, given the true tokens before.
+    Losses of a head that chooses among the likely tokens of a slot, given the true previous tokens.
 
-    The head is pulled to the teacher's probabilities, or to the label, among its candidates; a label that is not a
+    The head is trained towards the teacher's probabilities, or the label, among its candidates; a label that is not a
     candidate has no effect. Its loss is added to the slot's own loss.
 
     Args:
@@ -279,10 +279,10 @@ def selected(
     scored = scores(candidates)  # [M, k]
     log_q = scored.log_softmax(-1)
     wanted = candidates.wanted.to(log_q)
-    share = wanted.sum(-1, keepdim=True)  # of the target's distribution
+    share = wanted.sum(-1, keepdim=True)  # of the target's probability mass
     divergence = (torch.xlogy(wanted, wanted / share.clamp(min=1e-30)) - wanted * log_q).sum(-1)  # [M]
     is_label = candidates.ids == labels[known][:, None]  # [M, k]
-    nll = -log_q.detach().masked_fill(~is_label, -math.inf).amax(-1)  # infinite where the label is no candidate
+    nll = -log_q.detach().masked_fill(~is_label, -math.inf).amax(-1)  # infinite if the label is not a candidate
     chosen = candidates.ids.gather(-1, scored.argmax(-1, keepdim=True))[:, 0] == labels[known]
 
     def spread(one: torch.Tensor) -> torch.Tensor:
@@ -303,15 +303,15 @@ def scored_losses(
     teacher: Teacher | None = None,
 ) -> TokenLosses:
     """
-    Losses of a head that scores all tokens, given the true tokens before. Logits are computed chunk by chunk,
-    and again in the backward pass, since they depend on parameters of the head.
+    Losses of a head that scores all tokens, given the true previous tokens. Logits are computed chunk by chunk, and
+    again in the backward pass, since they depend on parameters of the head.
 
     Args:
         hidden (`torch.Tensor`): `[..., H]`.
         queries (`torch.Tensor`): `[M, q]`, the head's queries for the known tokens.
         head (`Callable`): The target's head, `[M, H] -> [M, V]`.
-        scores (`Callable`): From queries and logits `[M, V]`, both as the drafter's head takes them: logits, scores.
-        loss (`Callable`): `[M]`, of [`Rows`].
+        scores (`Callable`): Maps queries and logits `[M, V]` to the logits and scores of the drafter's head.
+        loss (`Callable`): Maps [`Rows`] to losses `[M]`.
         labels, known: As in [`TokenLosses`].
         chunk_size, teacher: As for [`token_losses`].
     """
@@ -322,7 +322,7 @@ def scored_losses(
     def of_chunk(chunk, query, gold, states):
         logits, scored = scores(query, head(chunk))  # [chunk, V]
         gold = gold.to(scored.device)
-        # A target's head may be padded with rows of no token, which a head that scores tokens leaves out.
+        # The target's head may have padding rows past the vocabulary, which the drafter's head leaves out.
         wanted = None if states is None else teacher.head(states)[..., : scored.shape[-1]].to(scored.device)
         values = loss(Rows(scored, logits, gold, wanted, chunk, query, kind))
         wide = scored.detach().to(_wide(scored.dtype))
@@ -330,7 +330,7 @@ def scored_losses(
         return values, nll, wide.argmax(-1) == gold, logits.argmax(-1) == gold
 
     parts = []
-    for start in range(0, max(len(kept), 1), chunk_size):  # of no token, too: every rank runs its backward
+    for start in range(0, max(len(kept), 1), chunk_size):  # even without tokens: every rank runs its backward
         part = slice(start, start + chunk_size)
         states = None if rows is None else teacher.states[rows[part]]
         arguments = (kept[part], queries[part], gold[part], states)
@@ -350,7 +350,7 @@ def block_loss(
         losses (`TokenLosses`): `[N, A, B]`.
         counted (`torch.BoolTensor`): `[N, A, B]`.
         slot_weights (`torch.Tensor`): `[B]`. `None`: [`dpace_weights`].
-        alpha (`float`): Of D-PACE.
+        alpha (`float`): Smoothing of D-PACE.
 
     Returns:
         `torch.Tensor` `[N]`, differentiable.
@@ -365,8 +365,8 @@ def block_loss(
 
 def loss_normalizer(counted: torch.BoolTensor, slot_weights: torch.Tensor | None) -> torch.Tensor:
     """
-    What [`block_loss`] is divided by, `[N]`, to be summed over the whole batch: slot weights, or valid anchors for
-    D-PACE, whose weights are credit and would cancel it.
+    The divisor of [`block_loss`], `[N]`, to be summed over the whole batch: slot weights, or valid anchors for D-PACE,
+    whose weights are credits and would cancel out.
     """
     if slot_weights is None:
         return counted.any(-1).sum(1)
@@ -386,13 +386,13 @@ def block_statistics(
 
     Args:
         correct, counted (`torch.BoolTensor`): `[N, A, B]`.
-        loss, normalizer (`torch.Tensor`): `[N]`, of [`block_loss`] and [`loss_normalizer`].
-        alone (`torch.BoolTensor`): `[N, A, B]`, as `correct`, of the likeliest token of each slot. Default: `correct`.
+        loss, normalizer (`torch.Tensor`): `[N]`, from [`block_loss`] and [`loss_normalizer`].
+        alone (`torch.BoolTensor`): `[N, A, B]`, as `correct`, for each slot's argmax without the head. Default:
+            `correct`.
 
     Returns:
-        `torch.Tensor` `[N, 4 * (B - 1) + 4]`: for slots 1..B-1 the tokens that are counted, correct, reached (all
-        slots before are correct) and accepted (reached and correct); then those accepted of `alone`, blocks, loss,
-        normalizer.
+        `torch.Tensor` `[N, 4 * (B - 1) + 4]`: for slots 1..B-1 the number of tokens counted, correct, reached (all
+        earlier slots correct) and accepted (reached and correct); then accepted by `alone`, blocks, loss, normalizer.
     """
     counted = counted[..., 1:]  # [N, A, B-1]
     slots = slot_counts(correct[..., 1:] & counted, counted)  # [4, N, A, B-1]
@@ -404,8 +404,8 @@ def block_statistics(
 
 def slot_counts(correct: torch.BoolTensor, counted: torch.BoolTensor) -> torch.Tensor:
     """
-    Which slots 1..B-1 are counted, correct, reached (all before are correct) and accepted (reached and correct):
-    `[4, ..., B-1]` of `[..., B-1]`.
+    Which slots 1..B-1 are counted, correct, reached (all earlier slots correct) and accepted (reached and correct):
+    `[4, ..., B-1]` from `[..., B-1]`.
     """
     # Verification stops at the first mistake: the accepted prefix, not the product of marginal accuracies.
     accepted = correct.int().cumprod(-1)
@@ -415,12 +415,11 @@ def slot_counts(correct: torch.BoolTensor, counted: torch.BoolTensor) -> torch.T
 
 def statistics_to_metrics(sums: torch.Tensor, has_head: bool = False) -> dict[str, float]:
     """
-    Figures from summed [`block_statistics`] `[4 * (B - 1) + 4]`: `loss`; `accuracy` over all counted tokens and
-    `accuracy_k` of slot `k`; `acceptance_k`, the same given that all slots before `k` are right, as verification would
-    find it; `simulated_tau`, the mean over blocks of the accepted prefix plus the bonus token. A block that the end of
-    its response cuts short counts with the tokens that are left; where a head chooses after other tokens
-    (`has_head`), `simulated_tau_argmax`, which the likeliest token of each slot by itself would reach. Empty without
-    blocks.
+    Metrics from summed [`block_statistics`] `[4 * (B - 1) + 4]`: `loss`; `accuracy` over all counted tokens and
+    `accuracy_k` of slot `k`; `acceptance_k`, the same given that all slots before `k` are correct, as in verification;
+    `simulated_tau`, the mean over blocks of the accepted prefix plus the bonus token. A block cut short by the end of
+    its response counts with its remaining tokens. If a head depends on other tokens (`has_head`), also
+    `simulated_tau_argmax`, the value that each slot's argmax without the head would reach. Empty without blocks.
     """
     accepted_alone, blocks, loss, normalizer = sums[-4:].tolist()
     if blocks == 0:

@@ -10,7 +10,7 @@ from dflash_hf.training.trainer import DFlashTrainer
 
 
 class FeatureCollator(DFlashCollator):
-    """As its parent, with `features` `[N, S, L*H]` and, where they are read, `states` `[N, S, H]`, 0 on padding."""
+    """As its parent, with `features` `[N, S, L*H]` and, if requested, `states` `[N, S, H]`, 0 on padding."""
 
     def __call__(self, examples: list[dict]) -> dict[str, torch.Tensor]:
         batch = super().__call__(examples)
@@ -24,12 +24,12 @@ class FeatureCollator(DFlashCollator):
 
 class DFlashOfflineTrainer(DFlashTrainer):
     """
-    A [`DFlashTrainer`] that reads the target's features from disk. Of the target it needs the embedding and the head
-    alone, see [`~dflash_hf.training.features.drop_layers`].
+    A [`DFlashTrainer`] that reads the target's features from disk. It needs only the target's embedding and head, see
+    [`~dflash_hf.training.features.drop_layers`].
 
     Args:
-        train_dataset, eval_dataset ([`~dflash_hf.training.features.StoredFeatures`]): Of the same target and layers;
-            several of them as a `ConcatDataset`. With states where the loss needs the target's distribution.
+        train_dataset, eval_dataset ([`~dflash_hf.training.features.StoredFeatures`]): From the same target and layers;
+            several of them as a `ConcatDataset`. With states if the loss needs the target's distribution.
 
     Raises:
         `ValueError`: the features belong to another target or other layers, or lack the states.
@@ -67,18 +67,18 @@ def check_features(dataset, draft_config, target) -> None:
     Check that stored features fit a drafter and its target.
 
     Raises:
-        `ValueError`: names what differs, and the remedy.
+        `ValueError`: names the mismatch and the remedy.
     """
     if not isinstance(dataset, StoredFeatures):
         raise ValueError(f"The dataset is a {type(dataset).__name__}; pass `StoredFeatures(folder)`.")
     manifest, folder = dataset.manifest, dataset.folder
     if dataset.layer_ids != draft_config.target_layer_ids:
         raise ValueError(
-            f"The dataset of {folder} reads target_layer_ids={dataset.layer_ids}, but the drafter "
+            f"The dataset of {folder} reads target_layer_ids={dataset.layer_ids}, but the drafter reads "
             f"target_layer_ids={draft_config.target_layer_ids}; pass `StoredFeatures(folder, layer_ids)`."
         )
     if manifest.width != len(manifest.layer_ids) * draft_config.target_hidden_size:
-        raise ValueError(f"{folder} holds features of width={manifest.width}, which is not this drafter's target's.")
+        raise ValueError(f"{folder} holds features of width={manifest.width}, which do not fit this drafter's target.")
     for part, digest in digest_of_target(target).items():
         if manifest.weights[part] != digest:
             raise ValueError(

@@ -11,12 +11,11 @@ from transformers import TrainerCallback
 
 class Pace:
     """
-    The factor of the learning rate after a share of the time: linear warm-up, cosine to zero. Evaluations and what is
-    saved meanwhile count. What was spent is kept with a checkpoint's scheduler, so that a run that goes on has the
-    rest of its time.
+    The learning-rate factor after a share of the time: linear warm-up, cosine to zero. Evaluations and saving count.
+    The time spent is saved with a checkpoint's scheduler, so that a resumed run has the rest of its time.
 
     Args:
-        seconds (`float`): Of training.
+        seconds (`float`): Duration of training.
         warmup (`float`): Share of it for the warm-up.
     """
 
@@ -32,7 +31,7 @@ class Pace:
         if step != self.step:  # called for each parameter group
             now = type(self).clock()
             took = 0.0 if self.last is None else now - self.last
-            # An evaluation between two steps is not a step.
+            # An evaluation between two steps does not count as a step.
             self.spent, self.usual = self.spent + took, min(took, 2 * self.usual) if self.usual else took
             self.last, self.step = now, step
             self._agree()
@@ -42,7 +41,7 @@ class Pace:
         return 0.5 * (1 + math.cos(math.pi * (done - self.warmup) / (1 - self.warmup)))
 
     def _agree(self) -> None:
-        """All processes use the time of the first: they share the learning rate and the last step."""
+        """All processes use the first one's time, so that they share the learning rate and the last step."""
         state = PartialState()
         if state.num_processes > 1:
             times = torch.tensor([self.spent, self.usual, self.seconds], device=state.device)
@@ -50,7 +49,7 @@ class Pace:
 
     @property
     def done(self) -> float:
-        """The share of the time that has passed."""
+        """Share of the time that has passed."""
         return min(self.spent / self.seconds, 1.0)
 
     @property
@@ -64,7 +63,7 @@ class Pace:
 
 
 class StopsInTime(TrainerCallback):
-    """Ends training when the time of a [`Pace`] is over; the number of steps is not known before."""
+    """Ends training when the time of a [`Pace`] is over; the number of steps is not known in advance."""
 
     def __init__(self, pace: Pace):
         self.pace = pace

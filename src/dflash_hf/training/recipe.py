@@ -12,7 +12,7 @@ from dflash_hf.terminal import install, is_secret, read_text
 from dflash_hf.training.training_args import DFlashTrainingArguments, key
 
 
-# Fields of the drafter's configuration that make it a drafter of that kind, as it was published, and its loss.
+# The drafter's configuration fields for each head, with their published values, and its loss.
 HEADS: dict[str, tuple[dict, dict]] = {
     "dspark": (
         {"markov_rank": 256, "enable_confidence_head": True, "confidence_head_with_markov": True},
@@ -76,7 +76,7 @@ class RecipeArguments:
     store_rows: int = key(
         "First store the features of N rows of `data` in output_dir, train on them, and remove them.", 0, True
     )
-    # No keys: which ones were said, and whether nothing is to be chosen for the others.
+    # Not keys: which keys were given, and whether the others are left alone.
     given, settled = frozenset(), True
 
     def __post_init__(self):
@@ -86,9 +86,9 @@ class RecipeArguments:
             given = "both are given" if self.data else "neither is given"
             raise ValueError(f"A run needs data or features, but {given}; name one.")
         if self.features and (self.packing or self.streaming or self.eval_data):
-            raise ValueError("features are read as they were stored: leave out packing, streaming and eval_data.")
+            raise ValueError("features are read as stored: leave out packing, streaming and eval_data.")
         if self.features and self.decode_prompts:
-            raise ValueError("decode_prompts need the target's layers, which stored features leave out; set it to 0.")
+            raise ValueError("decode_prompts needs the target's layers, which stored features replace; set it to 0.")
         if self.streaming and (self.num_proc or self.eval_split):
             raise ValueError("streaming=True reads in one process and one split: leave out num_proc and eval_split.")
         if self.streaming and self.draft_vocab_size:
@@ -127,11 +127,11 @@ def read_recipe(path: str | Path | None, overrides: typing.Sequence[str] = ()) -
         overrides (`Sequence[str]`): `key=value`, the value as in YAML; `key.inner=value` sets an entry of a mapping.
 
     Returns:
-        The pair and data, and the arguments of `DFlashTrainingArguments`, all of the types that these declare.
+        The pair and data, and the arguments of `DFlashTrainingArguments`, all of the declared types.
 
     Raises:
-        `ValueError`: an unknown key, with the nearest known one; a value of another type; not YAML.
-        `OSError`: no such file.
+        `ValueError`: an unknown key (suggests the nearest known key), a value of the wrong type, or not YAML.
+        `OSError`: the file does not exist.
     """
     values = {} if path is None else _read_yaml(Path(path))
     for override in overrides:
@@ -154,7 +154,7 @@ def read_recipe(path: str | Path | None, overrides: typing.Sequence[str] = ()) -
         if owner is None:
             known = [name for hints in _HINTS.values() for name in hints]
             nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
-            raise ValueError(f"There is no key {key!r}; did you mean {nearest!r}? `dflash train --keys` lists all.")
+            raise ValueError(f"Unknown key {key!r}; did you mean {nearest!r}? `dflash train --keys` lists all keys.")
         typed[owner][key] = _typed(key, value, _HINTS[owner][key])
     recipe, arguments = RecipeArguments(**typed[RecipeArguments]), typed[DFlashTrainingArguments]
     if recipe.head is not None:
@@ -165,7 +165,7 @@ def read_recipe(path: str | Path | None, overrides: typing.Sequence[str] = ()) -
 
 
 def key_lines(word: str = "") -> list[str]:
-    """The keys that hold `word`, in themselves or in their help, with their defaults, each under its heading."""
+    """The keys whose name or help contains `word`, with their defaults, each under its heading."""
     own = {cls: cls.__annotations__ for cls in _HINTS}
     lines = []
     for title, cls, inherited in (
@@ -185,7 +185,7 @@ def key_lines(word: str = "") -> list[str]:
                 found.append(line)
         if found:
             lines += [f"{title}:", *found]
-    return lines or [f"No key holds {word!r}."]
+    return lines or [f"No key contains {word!r}."]
 
 
 def _read_yaml(path: Path) -> dict:
@@ -210,7 +210,7 @@ def _parse(text: str, what: str):
 
 
 def _typed(key: str, value, hint):
-    """`value` as one of the types of `hint`; YAML reads `6e-4` as text and `3` as a whole number."""
+    """`value` as one of the types of `hint`; YAML reads `6e-4` as a string and `3` as an integer."""
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     kinds = [typing.get_origin(one) or one for one in (typing.get_args(hint) if union else (hint,))]
     if value is None and (type(None) in kinds or None in kinds):
@@ -236,7 +236,7 @@ def _typed(key: str, value, hint):
         if isinstance(value, str) and any(isinstance(kind, type) and issubclass(kind, Enum) for kind in kinds):
             return value
     if value is False and any(isinstance(kind, type) and issubclass(kind, Enum) for kind in kinds):
-        return "no"  # as in `save_strategy: no`, which YAML reads as a truth value
+        return "no"  # as in `save_strategy: no`, which YAML reads as a boolean
     if value is False and typing.Literal in kinds:
         return value
     names = [getattr(kind, "__name__", str(kind)) for kind in kinds if kind is not type(None)]

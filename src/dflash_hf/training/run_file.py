@@ -1,4 +1,4 @@
-"""`run.json` in a run's folder holds its settings: it resumes with the same ones, and no other run replaces it."""
+"""`run.json` in a run's folder holds its settings: the run resumes with them, and no other run replaces it."""
 
 import json
 import shutil
@@ -21,8 +21,8 @@ from dflash_hf.training.whole import last_whole_checkpoint
 
 logger = logging.get_logger(__name__)
 RUN_FILE = "run.json"
-# Of transformers' arguments those that a run goes on with; of our own and a recipe's keys the fields say so. What may
-# differ is left out: how long it is, what is logged, saved and evaluated, and how many processes do what.
+# The arguments of transformers that a run must resume with; our own fields and a recipe's keys say so themselves.
+# Arguments that may differ are left out: duration, logging, saving, evaluation, and the split over processes.
 _OF_UPSTREAM = (
     *("lr_scheduler_kwargs", "weight_decay", "max_grad_norm", "optim", "optim_args", "adam_beta1", "adam_beta2"),
     *("adam_epsilon", "bf16", "fp16", "seed", "data_seed", "train_sampling_strategy"),
@@ -31,7 +31,7 @@ _NOT_OF_DRAFT = {"transformers_version", "_name_or_path", "dtype", "auto_map", "
 
 
 def used_by(folder: Path) -> str | None:
-    """What a folder holds of an earlier run, in words; one that was killed before it saved anything does not count."""
+    """Describes what a folder holds of an earlier run; a run killed before it saved anything does not count."""
     checkpoint = get_last_checkpoint(folder) if folder.is_dir() else None
     if any(folder.glob("*.safetensors")):
         return "a finished drafter" + (f" and {Path(checkpoint).name}" if checkpoint else "")
@@ -44,11 +44,11 @@ def checkpoint_to_resume(folder: Path, resume: str | None, overwrite: bool) -> s
 
     Args:
         folder (`Path`): Its `output_dir`.
-        resume (`str`, *optional*): `"auto"`, the folder's last whole checkpoint if there is one; or a checkpoint.
+        resume (`str`, *optional*): `"auto"`, the folder's last complete checkpoint if there is one; or a checkpoint.
         overwrite (`bool`): Start over in a folder that has been used.
 
     Raises:
-        `ValueError`: the folder has been used, and neither is said; or both are.
+        `ValueError`: the folder has been used, and neither is given; or both are.
     """
     if resume and overwrite:
         raise ValueError(
@@ -66,7 +66,7 @@ def checkpoint_to_resume(folder: Path, resume: str | None, overwrite: bool) -> s
     if found and elsewhere and not overwrite:
         why = f"no checkpoint to resume from, but {found}" if resume == "auto" else found
         raise ValueError(
-            f"output_dir={str(folder)} holds {why}. Go on with resume_from_checkpoint=auto where there is a "
+            f"output_dir={str(folder)} holds {why}. Resume with resume_from_checkpoint=auto if there is a "
             "checkpoint, replace it with overwrite_output_dir=true, or choose another output_dir."
         )
     return last
@@ -74,18 +74,18 @@ def checkpoint_to_resume(folder: Path, resume: str | None, overwrite: bool) -> s
 
 def describe_run(recipe, args, target, draft, encoder, dataset, resume: str | None = None) -> dict:
     """
-    What a run depends on.
+    Everything that a run depends on.
 
     Args:
         recipe (`RecipeArguments`), args (`DFlashTrainingArguments`): Its settings.
-        target, draft: As they are loaded, or fresh.
+        target, draft: The models as loaded, or a fresh drafter.
         encoder (`RowEncoder`): Tokenizer, and the arguments of its template.
-        dataset: What is trained on.
-        resume (`str`, *optional*): The checkpoint to resume from: digests of files whose size and time are the same
-            are taken from its `run.json`.
+        dataset: The training data.
+        resume (`str`, *optional*): The checkpoint to resume from: digests of files with the same size and time are
+            read from its `run.json`.
 
     Returns:
-        `dict`: `settings`, which must stay, and the digests of the data's `files`.
+        `dict`: `settings`, which must not change, and the digests of the data's `files`.
     """
     before = read_run(Path(resume).resolve().parent) if resume else None
     files = _digests_of_data(recipe, before["files"] if before else {})
@@ -93,7 +93,7 @@ def describe_run(recipe, args, target, draft, encoder, dataset, resume: str | No
         data = "+".join(part.manifest.data for part in parts_of(dataset))
     elif files:
         data = digest_of(sorted(digest for _, _, digest in files.values()))
-    else:  # of the Hub: the files of its commit, and their number of rows
+    else:  # on the Hub: the files of its commit, and the number of rows
         sources = sorted(dataset.info.download_checksums or {})
         data = digest_of([recipe.data, sources, len(dataset) if isinstance(dataset, Sized) else None])
     batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -120,7 +120,7 @@ def read_run(folder: Path) -> dict | None:
     The description of the run in a folder.
 
     Raises:
-        `ValueError`: it is damaged.
+        `ValueError`: the file is damaged.
     """
     path = folder / RUN_FILE
     if not path.is_file():
@@ -137,17 +137,17 @@ def read_run(folder: Path) -> dict | None:
 @contextmanager
 def run_in(args, run: dict | None, resume: str | None) -> Iterator[None]:
     """
-    Train in a folder alone, with `run.json` in it. A new run removes the checkpoints that lie there, so that none of
-    them is ever taken for its own; a finished drafter stays until the new one is. The first process holds the folder,
-    and tells the others if it may not.
+    Train with exclusive use of a folder, with `run.json` in it. A new run removes old checkpoints from it, so that
+    none is ever taken for its own; a finished drafter stays until the new one is done. The first process locks the
+    folder, and informs the others if it cannot.
 
     Args:
         args (`DFlashTrainingArguments`): Name the `output_dir`.
-        run (`dict`): Of [`describe_run`]; `None` in other processes than the first.
+        run (`dict`): From [`describe_run`]; `None` in all processes but the first.
         resume (`str`, *optional*): The checkpoint to resume from.
 
     Raises:
-        `ValueError`: the checkpoint is of a run with other settings; names each with both values.
+        `ValueError`: the checkpoint belongs to a run with other settings; names each with both values.
     """
     from accelerate.utils import broadcast_object_list
 

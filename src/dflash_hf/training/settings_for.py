@@ -1,8 +1,8 @@
 """
-What a training run takes where nothing is said: chosen for the machine, the target, the data and the time.
+Default settings of a training run, chosen for the machine, the target, the data and the time.
 
-On a CPU a drafter learns by many small steps: the settings are those that 23 variants of a short run found
-(`examples/benchmarks/results/ablation`). An accelerator with the time for it takes the paper's.
+On a CPU a drafter learns best from many small steps: the settings are the best of 23 variants of a short run
+(`examples/benchmarks/results/ablation`). An accelerator uses the paper's if there is enough time.
 """
 
 import math
@@ -18,19 +18,19 @@ from transformers import PreTrainedConfig
 from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
 
 
-FEWEST_STEPS = 200  # with fewer a drafter commits 1.1 tokens at most
-ENOUGH_STEPS = 500  # with fewer, smaller steps are taken
+FEWEST_STEPS = 200  # with fewer, a drafter commits at most 1.1 tokens
+ENOUGH_STEPS = 500  # with fewer, steps are made smaller
 PAPER = {"block_size": 16, "num_anchors": 512, "num_draft_layers": 5, "per_device_train_batch_size": 8}
-# Block, anchors and rows of a step: the next one where the time allows too few steps.
+# Block, anchors and rows of a step: the next entry is used if the time allows too few steps.
 _ON_CPU = ((8, 16, 4), (6, 16, 4), (6, 8, 4), (6, 8, 2))
 _ON_GPU = ((16, 512, 8), (16, 256, 8), (16, 128, 8), (16, 64, 8), (16, 32, 8))
 _SMALL = {"num_draft_layers": 2, "loss_type": "dpace", "learning_rate": 1e-3}
 _LARGEST_DRAFT_VOCABULARY = 8192
-_FEATURES_SHARE = 1 / 3  # of the time at most
+_FEATURES_SHARE = 1 / 3  # maximum share of the time
 _ENDS_SHARE = 0.05  # share of the time for loading and saving
-# What a step reaches of the operations of a product of matrices: it also adds, masks and moves.
+# Share of the matrix-product throughput that a step reaches: it also adds, masks and moves data.
 _EFFICIENCY = {"half": 0.35, "full": 0.8, "forward": 0.55}
-_SMALL_STEP, _LONG_STEP = 2e12, 20.0  # operations of which nothing is said, seconds of which something is
+_SMALL_STEP, _LONG_STEP = 2e12, 20.0  # no warning below the former (operations), a warning above the latter (seconds)
 # Sequences seen, rows, and tau on held-out text, of SmolLM2-135M with two layers and blocks of 8.
 _REACHED = (
     (2_850, 60, 1.24),
@@ -45,13 +45,13 @@ _REACHED = (
 @dataclass(frozen=True)
 class Machine:
     """
-    What computes.
+    The machine that trains.
 
     Args:
-        device (`str`): Its type, such as `"cpu"` or `"cuda"`.
-        threads (`int`): Of a CPU.
-        memory, disk (`float`): Bytes that are free.
-        full, half (`float`): Operations a second of a product of matrices in fp32 and bf16.
+        device (`str`): Device type, such as `"cpu"` or `"cuda"`.
+        threads (`int`): CPU threads.
+        memory, disk (`float`): Free bytes.
+        full, half (`float`): Operations per second of a matrix product in fp32 and bf16.
     """
 
     device: str
@@ -63,7 +63,7 @@ class Machine:
 
     @classmethod
     def here(cls, device: torch.device, folder: Path) -> "Machine":
-        """This machine, and the disk of a folder; what it can do is measured, in some tenths of a second."""
+        """This machine, and the disk of a folder; its speed is measured within a few tenths of a second."""
         from dflash_hf.responses import free_memory
 
         there = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
@@ -74,12 +74,12 @@ class Machine:
 
     @property
     def small(self) -> bool:
-        """Whether the paper's settings are too much for it."""
+        """Whether the paper's settings are too large for it."""
         return self.device in ("cpu", "mps")
 
     @property
     def halves(self) -> bool:
-        """Whether bf16 pays; upstream's Trainer does not take it on Metal."""
+        """Whether bf16 pays off; upstream's Trainer does not support it on Metal."""
         return self.device != "mps" and self.half > 1.2 * self.full
 
     def __str__(self) -> str:
@@ -89,7 +89,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Data:
-    """Rows of a training run, and of a usual one the tokens, and those that are learned."""
+    """Number of rows of a training run, and the tokens and supervised tokens of a typical row."""
 
     rows: int
     tokens: float
@@ -99,16 +99,16 @@ class Data:
 @dataclass
 class Settings:
     """
-    What was chosen.
+    The chosen settings.
 
     Args:
         values (`dict`): Keys of a recipe.
-        reasons (`dict[str, str]`): Why, by key.
-        steps (`int`): How many the time, or the number of epochs, allows.
-        step_seconds, feature_seconds (`float`): Of one step; of the features that are stored before.
-        rows (`int`): That are trained on.
-        passes (`float`): Over them.
-        known (`bool`): Whether they are the settings for CPUs, which were measured.
+        reasons (`dict[str, str]`): The reason for each key.
+        steps (`int`): Number of steps that the time, or the number of epochs, allows.
+        step_seconds, feature_seconds (`float`): Seconds per step; seconds for storing features beforehand.
+        rows (`int`): Rows to train on.
+        passes (`float`): Passes over them.
+        known (`bool`): Whether these are the settings for CPUs, which were measured.
     """
 
     values: dict
@@ -122,12 +122,12 @@ class Settings:
 
     @property
     def seconds(self) -> float:
-        """Of the run, without what is loaded before."""
+        """Seconds of the run, without loading."""
         return self.feature_seconds + self.steps * self.step_seconds
 
     @property
     def reached(self) -> float | None:
-        """The tau of the longest run known that saw no more sequences than this one will, of no more rows."""
+        """Tau of the longest known run with at most as many sequences and rows as this run."""
         seen = 1.2 * self.passes * self.rows if self.known else 0
         runs = [tau for sequences, rows, tau in _REACHED if sequences <= seen and rows <= 2 * self.rows]
         return max(runs, default=None)
@@ -135,15 +135,15 @@ class Settings:
 
 def settings_for(machine: Machine, config, data: Data, minutes: float | None, given: dict) -> Settings:
     """
-    The keys of a recipe that are not given, and what they lead to.
+    The keys of a recipe that are not given, and the resulting run.
 
     Args:
-        machine (`Machine`): What trains.
-        config (`PreTrainedConfig`): The target's.
-        data (`Data`): What it trains on.
-        minutes (`float`, *optional*): Of the run, all included. Default: as many as its epochs take.
-        given (`dict`): Keys that are; with `draft` also what its configuration says of `block_size`,
-            `num_draft_layers` and `draft_vocab_size`.
+        machine (`Machine`): The machine that trains.
+        config (`PreTrainedConfig`): The target's configuration.
+        data (`Data`): The training data.
+        minutes (`float`, *optional*): Duration of the run, everything included. Default: as long as its epochs take.
+        given (`dict`): The keys that are given; with `draft`, also `block_size`, `num_draft_layers` and
+            `draft_vocab_size` of its configuration.
     """
     text = config.get_text_config()
     values: dict = {"bf16": machine.halves}
@@ -152,7 +152,7 @@ def settings_for(machine: Machine, config, data: Data, minutes: float | None, gi
         values |= {**_SMALL, "target_dtype": "bfloat16" if machine.halves else "float32"}
         if machine.device == "cpu":
             values["use_cpu"] = True
-        size = 1024 * math.ceil(16 * math.sqrt(data.rows * data.learned) / 1024)  # distinct words of a text: Heaps
+        size = 1024 * math.ceil(16 * math.sqrt(data.rows * data.learned) / 1024)  # distinct words: Heaps' law
         size = min(size, _LARGEST_DRAFT_VOCABULARY)
         if size < text.vocab_size / 2:
             values["draft_vocab_size"] = size
@@ -161,7 +161,7 @@ def settings_for(machine: Machine, config, data: Data, minutes: float | None, gi
         if given.get("draft"):
             values = {key: value for key, value in values.items() if key != "init_layers"}
             values["learning_rate"] = 5e-4
-        if given.get("head_only"):  # a head has a loss and a rate of its own
+        if given.get("head_only"):  # a head has its own loss and learning rate
             values = {key: value for key, value in values.items() if key not in ("loss_type", "learning_rate")}
     for block, anchors, rows in _ON_CPU if machine.small else _ON_GPU:
         sizes = {"block_size": block, "num_anchors": anchors, "per_device_train_batch_size": rows}
@@ -176,11 +176,11 @@ def settings_for(machine: Machine, config, data: Data, minutes: float | None, gi
 
 
 def _plan(machine: Machine, config, data: Data, minutes: float | None, chosen: dict, given: dict) -> Settings:
-    """What settings lead to: what memory holds, whether features are stored first, and how many steps that leaves."""
+    """The run that results from settings: what fits in memory, whether features are stored first, number of steps."""
     keys = {**PAPER, "num_train_epochs": 6, "max_steps": -1, **chosen, **given}
     keys.setdefault("block_attention", "dense" if machine.small else "flex")
     work = Work(config, data, keys)
-    # 1. Rows of a step that half of the free memory holds; the others are accumulated.
+    # 1. As many rows per forward as half of the free memory holds; the others are accumulated.
     while work.memory > machine.memory / 2 and work.batch > 1 and "per_device_train_batch_size" not in given:
         chosen["per_device_train_batch_size"] = keys["per_device_train_batch_size"] = work.batch // 2
         chosen["gradient_accumulation_steps"] = 2 * chosen.get("gradient_accumulation_steps", 1)
@@ -190,7 +190,7 @@ def _plan(machine: Machine, config, data: Data, minutes: float | None, chosen: d
     step = together * work.row / (_EFFICIENCY[dtype] * getattr(machine, dtype))
     half = machine.halves and keys.get("target_dtype") != "float32"
     target = work.target_row / (_EFFICIENCY["forward"] * (machine.half if half else machine.full))
-    # 3. As many steps as the time allows, or the epochs: from stored features if there is a second pass.
+    # 3. As many steps as the time or the epochs allow: from stored features if there is a second pass.
     if minutes is None and machine.small and "num_train_epochs" not in given and keys["max_steps"] < 0:
         chosen["num_train_epochs"] = min(max(math.ceil(2000 * together / data.rows), 6), 30)
     epochs = chosen.get("num_train_epochs", keys["num_train_epochs"])
@@ -222,9 +222,9 @@ class Work:
     Operations and bytes of a run.
 
     Args:
-        config (`PreTrainedConfig`): The target's.
-        data (`Data`): What is trained on.
-        keys (`dict`): All keys that matter for them.
+        config (`PreTrainedConfig`): The target's configuration.
+        data (`Data`): The training data.
+        keys (`dict`): All keys that affect them.
     """
 
     config: PreTrainedConfig
@@ -233,17 +233,17 @@ class Work:
 
     @property
     def batch(self) -> int:
-        """Rows of a forward."""
+        """Rows per forward."""
         return self.keys["per_device_train_batch_size"]
 
     @property
     def slots(self) -> float:
-        """Of all blocks of a row."""
+        """Slots in all blocks of a row."""
         return min(self.keys["num_anchors"], max(self.data.learned, 1)) * self.keys["block_size"]
 
     @property
     def shape(self) -> DFlashDraftConfig:
-        """Width and parts of a layer, the drafter's as the target's."""
+        """Width and parts of a layer, which the drafter shares with the target."""
         return DFlashDraftConfig.for_target(self.config, 0, 1, 2)
 
     @property
@@ -271,7 +271,7 @@ class Work:
 
     @property
     def memory(self) -> float:
-        """Bytes of a forward and backward beyond the models, roughly: states of all slots, a mask of all pairs."""
+        """Approximate bytes of a forward and backward beyond the models: states of all slots, a mask of all pairs."""
         shape = self.shape
         states = 4 * self.keys["num_draft_layers"] * (12 * shape.hidden_size + 3 * shape.intermediate_size)
         mask = 0 if self.keys.get("block_attention") == "flex" else 4 * (self.slots + self.data.tokens)
@@ -279,7 +279,7 @@ class Work:
 
     @property
     def stored_bytes(self) -> float:
-        """Of a row's features on disk."""
+        """Bytes of a row's features on disk."""
         layers = len(self.keys.get("target_layer_ids") or range(self.keys["num_draft_layers"]))
         return self.data.tokens * (2 * layers * self.shape.hidden_size + 9)
 
@@ -289,8 +289,8 @@ def warning_of(args, draft_config, target_config, row: dict) -> str | None:
     The warning for a `DFlashTrainer` on a CPU whose steps take tens of seconds, as with the paper's settings.
 
     Args:
-        args (`DFlashTrainingArguments`), draft_config, target_config (`PreTrainedConfig`): Its own.
-        row (`dict`): One of its dataset.
+        args (`DFlashTrainingArguments`), draft_config, target_config (`PreTrainedConfig`): Its arguments and models.
+        row (`dict`): A row of its dataset.
     """
     if args.device.type != "cpu":
         return None
@@ -307,9 +307,9 @@ def warning_of(args, draft_config, target_config, row: dict) -> str | None:
     if seconds < _LONG_STEP:
         return None
     return (
-        f"A step takes about {seconds:.0f} s here, and a drafter needs {FEWEST_STEPS} at least: num_anchors="
+        f"A step takes about {seconds:.0f} s here, and a drafter needs at least {FEWEST_STEPS}: num_anchors="
         f"{args.num_anchors}, per_device_train_batch_size={args.per_device_train_batch_size} and block_size="
-        f"{draft_config.block_size} suit an accelerator. On a CPU take num_anchors=16, per_device_train_batch_size=4, "
+        f"{draft_config.block_size} suit an accelerator. On a CPU use num_anchors=16, per_device_train_batch_size=4, "
         "bf16=True, and a drafter of 2 layers with block_size=8 and draft_vocab_size=8192, as `dflash train` does."
     )
 
@@ -320,22 +320,22 @@ def _reason(key: str, machine: Machine, text, found: Settings) -> str:
         "bf16": f"it is {ratio:.1f} times as fast as fp32 here",
         "target_dtype": f"bf16 is {ratio:.1f} times as fast as fp32 here",
         "use_cpu": "there is no accelerator",
-        "num_draft_layers": "the paper takes 5; few layers make more steps",
+        "num_draft_layers": "the paper uses 5; fewer layers allow more steps",
         "loss_type": "in 150 s it reached tau 1.20 on a CPU, the paper's ce 1.11",
         "learning_rate": "for hours; the paper's 6e-4 is for days",
-        "draft_vocab_size": f"of {text.vocab_size:,} tokens, about those that the data holds: the head costs most",
-        "init_layers": "begins as the target's last layers, which know what its features mean",
-        "block_size": "the paper takes 16" + ("; short blocks make more steps" if machine.small else ""),
-        "num_anchors": "the paper takes 512" + ("; more steps beat larger ones on a CPU" if machine.small else ""),
-        "per_device_train_batch_size": "more steps beat larger ones" if machine.small else "as memory holds",
+        "draft_vocab_size": f"of {text.vocab_size:,} tokens, about those in the data: the head costs most",
+        "init_layers": "start as the target's last layers, which already understand its features",
+        "block_size": "the paper uses 16" + ("; short blocks allow more steps" if machine.small else ""),
+        "num_anchors": "the paper uses 512" + ("; more steps beat larger steps on a CPU" if machine.small else ""),
+        "per_device_train_batch_size": "more steps beat larger steps" if machine.small else "as memory allows",
         "gradient_accumulation_steps": "memory holds no larger batch",
-        "num_train_epochs": "passes, for some thousand steps",
+        "num_train_epochs": "passes, for a few thousand steps",
         "store_rows": f"features once, then {found.passes:,.0f} passes over them",
     }[key]
 
 
 def _operations(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of a product of matrices, the median of several."""
+    """Operations per second of a matrix product, the median of several."""
     rows, width = (512, 1024) if device.type == "cpu" else (4096, 4096)
     options = {"device": device, "dtype": dtype}
     left, right = torch.ones(rows, width, **options), torch.ones(width, width, **options)

@@ -5,7 +5,7 @@ trained drafter.
 A drafter with random weights spends most of a short run on learning what the target knows: what its features mean, and
 how a state becomes a token. Layers of the target, its final norm, and one of its features passed on unchanged are a
 better start. A small drafter spends most of its time in the target's head; restricted to the few thousand tokens that
-the target really writes, the head costs a fraction (FR-Spec, arXiv 2502.14856).
+the target actually generates, the head costs a fraction (FR-Spec, arXiv 2502.14856).
 """
 
 from pathlib import Path
@@ -26,8 +26,8 @@ from dflash_hf.training.features import FeatureManifest
 
 def make_draft(recipe, target, encoder, say):
     """
-    The drafter that a recipe trains: a fresh drafter, or one to continue from. Its configuration gets the arguments of
-    the chat template, and `encoder` the settings of the drafter.
+    The drafter that a recipe trains: a fresh drafter, or a trained one. Its configuration gets the arguments of the
+    chat template, and `encoder` the settings of the drafter.
     """
     folders = [recipe.features] if isinstance(recipe.features, str) else recipe.features or []
     manifests = {folder: FeatureManifest.load(Path(folder)) for folder in folders}
@@ -52,13 +52,13 @@ def _draft_to_go_on(recipe, say):
     draft = DFlashDraftModel.from_pretrained(recipe.draft, dtype=torch.float32)
     causal = recipe.draft_config.get("is_causal")
     if causal not in (None, draft.config.is_causal):
-        say(f"is_causal={causal}: {recipe.draft} was trained with another mask and drafts worse until it has learned")
+        say(f"is_causal={causal}: {recipe.draft} was trained with another mask and drafts worse until it adapts")
         draft = DFlashDraftModel.from_pretrained(recipe.draft, dtype=torch.float32, is_causal=causal)
     config = draft.config
     if recipe.mask_token_id not in (None, config.mask_token_id):
         raise ValueError(
-            f"mask_token_id={recipe.mask_token_id} is not the {config.mask_token_id} that {recipe.draft} was trained "
-            "with; leave it out."
+            f"mask_token_id={recipe.mask_token_id}, but {recipe.draft} was trained with {config.mask_token_id}; leave "
+            "it out."
         )
     parts = {key: value for key, value in recipe.draft_config.items() if key in part_keys()}
     for key, value in recipe.draft_config.items():
@@ -73,8 +73,8 @@ def _fresh_draft(recipe, target, tokenizer, stored_layers: list[list[int]], say)
         mask_token_id = spare_token_id(target, tokenizer)
     if mask_token_id is None:
         raise ValueError(
-            f"{recipe.target} has no spare row in its embedding for the mask token; set mask_token_id to an id that "
-            "its text never uses, such as a reserved token."
+            f"{recipe.target} has no spare embedding row for the mask token; set mask_token_id to an id that its text "
+            "never uses, such as a reserved token."
         )
     fields = {**recipe.draft_config}
     if recipe.target_layer_ids or stored_layers:
@@ -89,16 +89,16 @@ def _fresh_draft(recipe, target, tokenizer, stored_layers: list[list[int]], say)
         except ValueError:
             if "init_layers" in recipe.given or recipe.settled:
                 raise
-            taken = []  # it was only tried
-        say(f"{len(taken)} of the drafter's {len(list(draft.parameters()))} tensors begin as the target's")
+            taken = []  # only a default: no error
+        say(f"{len(taken)} of the drafter's {len(list(draft.parameters()))} tensors start as the target's")
     return draft
 
 
 @torch.no_grad()
 def begin_as_target(draft, target, layers: list[int]) -> list[str]:
     """
-    Begin a fresh drafter as layers of its target: their weights where names and shapes agree, the target's final norm,
-    and `fc` as the identity on the feature nearest below the first of these layers, which is what they read.
+    Initialise a fresh drafter from layers of its target: their weights if names and shapes agree, the target's final
+    norm, and `fc` as the identity on the feature nearest below the first of these layers, which is their input.
 
     Args:
         draft (`DFlashDraftModel`): Changed in place.
@@ -106,10 +106,10 @@ def begin_as_target(draft, target, layers: list[int]) -> list[str]:
         layers (`list[int]`): One layer of the target for each of the drafter's, from 0.
 
     Returns:
-        `list[str]`: Names of the drafter's parameters that were taken.
+        `list[str]`: Names of the drafter's parameters that were initialised.
 
     Raises:
-        `ValueError`: another number of layers, one that the target does not have, or nothing fits.
+        `ValueError`: the wrong number of layers, a layer that the target does not have, or nothing fits.
     """
     theirs, config = decoder_layers(target), draft.config
     if len(layers) != len(draft.layers) or not all(0 <= one < len(theirs) for one in layers):
@@ -126,8 +126,8 @@ def begin_as_target(draft, target, layers: list[int]) -> list[str]:
         _scale_head_norms(ours, source)
     if not taken:
         raise ValueError(
-            f"init_layers={layers}: no weight of these layers of {type(target).__name__} has the name and the shape "
-            "of a drafter's; leave init_layers out."
+            f"init_layers={layers}: no weight of these layers of {type(target).__name__} has the name and shape of a "
+            "drafter's weight; leave init_layers out."
         )
     final = getattr(target.get_decoder(), "norm", None)
     if final is not None and _take(draft.norm, final):
@@ -144,27 +144,27 @@ def begin_as_target(draft, target, layers: list[int]) -> list[str]:
 
 def with_parts(draft, fields: dict):
     """
-    A trained drafter with parts that it has not yet: a head, or DFlash 2's convolution. They begin as the identity: it
-    drafts as before.
+    A trained drafter with added parts: a head, or DFlash 2's convolution. They start as the identity, so it drafts as
+    before.
 
     Args:
-        draft (`DFlashDraftModel`): Trained, and not changed.
-        fields (`dict`): Of the configuration, all those of the new parts.
+        draft (`DFlashDraftModel`): The trained drafter, which is not changed.
+        fields (`dict`): All configuration fields of the new parts.
 
     Returns:
         `DFlashDraftModel`: With the same weights and dtype, and fresh weights for new parts.
 
     Raises:
-        `ValueError`: another field, or a part that it has, in another size.
+        `ValueError`: any other field, or a part that it already has in another size.
     """
     others = head_fields().keys() - draft.config.head.fields
     for key, value in fields.items():
         has = None if key in others else getattr(draft.config, key, None)
         if key not in part_keys() or has not in (None, value):
-            reason = "is no part that can be added" if key not in part_keys() else f"differs from its {has}"
+            reason = "is not a part that can be added" if key not in part_keys() else f"differs from its {has}"
             raise ValueError(
-                f"draft_config.{key}={value} {reason}: a trained drafter keeps its configuration, but for "
-                f"{', '.join(part_keys())}, which add a part to a drafter without."
+                f"draft_config.{key}={value} {reason}: a trained drafter keeps its configuration, except for "
+                f"{', '.join(part_keys())}, which add a missing part."
             )
     config = type(draft.config).from_dict(draft.config.to_dict(), **fields)
     wider = type(draft)(config).to(draft.device, draft.dtype)
@@ -173,7 +173,7 @@ def with_parts(draft, fields: dict):
 
 
 def _take(ours: nn.Module, theirs: nn.Module) -> bool:
-    """Copy the weight of a projection, or of a norm what it really multiplies with (Gemma's stores one less)."""
+    """Copy the weight of a projection, or the effective scale of a norm (Gemma's norm stores it minus 1)."""
     if isinstance(ours, nn.Linear) and isinstance(theirs, nn.Linear):
         weight = theirs.weight
     elif "Norm" in type(ours).__name__ and "Norm" in type(theirs).__name__:
@@ -188,8 +188,8 @@ def _take(ours: nn.Module, theirs: nn.Module) -> bool:
 
 def _scale_head_norms(ours: nn.Module, theirs: dict[str, nn.Module]) -> None:
     """
-    A target without norms of queries and keys scores with their own length; the drafter's norms get the length that
-    states of independent channels would have.
+    A target without query and key norms uses their raw lengths; the drafter's norms get the length that states with
+    independent channels would have.
     """
     attention = ours.self_attn
     for norm, projection in ((attention.q_norm, attention.q_proj), (attention.k_norm, attention.k_proj)):
@@ -198,7 +198,7 @@ def _scale_head_norms(ours: nn.Module, theirs: dict[str, nn.Module]) -> None:
 
 
 def count_tokens(dataset, vocab_size: int) -> torch.LongTensor:
-    """How often each token is learned in a dataset of `input_ids` and `loss_mask`, `[V]`."""
+    """How often each token is supervised in a dataset of `input_ids` and `loss_mask`, `[V]`."""
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for start in range(0, len(dataset), 1000):
         rows = [dataset[index] for index in range(start, min(start + 1000, len(dataset)))]
@@ -216,14 +216,14 @@ def take_vocabulary(draft, target, counts: torch.LongTensor) -> float:
     Args:
         draft (`DFlashDraftModel`): Changed in place.
         target (`PreTrainedModel`): Its target, with head.
-        counts (`torch.LongTensor`): `[V]`, of [`count_tokens`].
+        counts (`torch.LongTensor`): `[V]`, from [`count_tokens`].
 
     Returns:
         `float`: Share of the counted tokens that it can draft.
     """
     head, size = target.get_output_embeddings(), draft.config.draft_vocab_size
     counts = counts[: head.weight.shape[0]]
-    ids = counts.argsort(descending=True, stable=True)[:size].sort().values  # of equal counts the lowest ids
+    ids = counts.argsort(descending=True, stable=True)[:size].sort().values  # ties go to the lowest ids
     draft.d2t.copy_(ids - torch.arange(size))
     draft.lm_head.weight.copy_(head.weight[ids.to(head.weight.device)])
     return (counts[ids].sum() / counts.sum().clamp(min=1)).item()
@@ -231,8 +231,8 @@ def take_vocabulary(draft, target, counts: torch.LongTensor) -> float:
 
 def draft_ids(draft) -> torch.LongTensor | None:
     """
-    The drafter's id of each of the target's tokens, `[V]`, -1 of those that it cannot draft; `None` where it has them
-    all.
+    The drafter's id of each of the target's tokens, `[V]`, -1 for tokens that it cannot draft; `None` if it has all
+    tokens.
 
     Raises:
         `ValueError`: its vocabulary was never chosen.
@@ -251,6 +251,6 @@ def draft_ids(draft) -> torch.LongTensor | None:
 
 
 def choose_vocabulary(draft, target, dataset, say) -> None:
-    """Let a fresh drafter draft the tokens that are most frequent among those that are learned in a dataset."""
+    """Set a fresh drafter's vocabulary to the most frequent supervised tokens of a dataset."""
     share = take_vocabulary(draft, target, count_tokens(dataset, draft.config.vocab_size))
-    say(f"draft vocabulary  {draft.config.draft_vocab_size:,} tokens, {share:.2%} of those that are learned")
+    say(f"draft vocabulary  {draft.config.draft_vocab_size:,} tokens, {share:.2%} of the supervised tokens")

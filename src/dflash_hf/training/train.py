@@ -13,17 +13,17 @@ from dflash_hf.training.pace import Pace
 from dflash_hf.training.recipe import RecipeArguments
 
 
-STORED = "features"  # in the folder of a run, of rows that it reads more than once
+STORED = "features"  # folder in a run's folder, for rows that it reads more than once
 
 
 def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callbacks=()):
     """
-    Train as a recipe says, and save the drafter into its `output_dir`.
+    Train according to a recipe, and save the drafter to its `output_dir`.
 
     Args:
-        recipe, training: Of [`~dflash_hf.training.recipe.read_recipe`].
+        recipe, training: From [`~dflash_hf.training.recipe.read_recipe`].
         echo: Called with the counts of the data, in the main process.
-        callbacks (`Sequence[TrainerCallback]`): More of them.
+        callbacks (`Sequence[TrainerCallback]`): Additional callbacks.
 
     Returns:
         `DFlashTrainer`: After training.
@@ -37,7 +37,7 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     from dflash_hf.training.start import choose_vocabulary, make_draft
     from dflash_hf.training.training_args import DFlashTrainingArguments
 
-    # 1. The arguments, with what suits this machine. What is published is the finished drafter, once, with its card.
+    # 1. The arguments, completed for this machine. Only the finished drafter is published, once, with its card.
     start, folder = Pace.clock(), Path(training["output_dir"]).expanduser()  # as transformers does
     training = {**training, "output_dir": str(folder)}
     resume = checkpoint_to_resume(folder, training.get("resume_from_checkpoint"), recipe.overwrite_output_dir)
@@ -49,7 +49,7 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
         raise ValueError("streaming=True has no length; set max_steps.")
     args = DFlashTrainingArguments(**options)
     if recipe.streaming:
-        args.accelerator_config.dispatch_batches = False  # batches of unlike width; each rank reads its own share
+        args.accelerator_config.dispatch_batches = False  # batches differ in width; each rank reads its own share
     say = echo if args.process_index == 0 else lambda line: None
 
     # 2. Target and drafter.
@@ -57,24 +57,24 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     encoder = RowEncoder(tokenizer, recipe.max_length)
     loading = Loading(recipe.target_dtype, revision=revision, trust_remote_code=trusted)
     options = {"attn_implementation": recipe.attn_implementation} if recipe.attn_implementation else {}
-    # On the device of this process; for stored features, which need little of the target, in main memory.
+    # On the device of this process; with stored features, which need little of the target, in main memory.
     device = {"": "cpu" if recipe.features else args.device}
     target = load_target(recipe.target, loading, device, form="{}={}", **options)
     draft = make_draft(recipe, target, encoder, note if args.process_index == 0 else lambda line: None)
 
-    # 3. Data, encoded by one process for all; it says which tokens a reduced vocabulary holds.
+    # 3. Data, encoded by one process for all; it determines the tokens of a reduced vocabulary.
     with args.main_process_first(desc="data"):
         train_dataset, eval_dataset, learned = _datasets(recipe, args, target, draft.config, encoder, say)
     if recipe.draft_vocab_size:
         choose_vocabulary(draft, target, learned, say)
 
-    # 4. What the run depends on, before training changes any of it; then features of what it reads more than once.
+    # 4. The description of the run, before training changes anything; then features of rows read more than once.
     run = None
     if args.process_index == 0:
         run = describe_run(recipe, args, target, draft, encoder, train_dataset, resume) | {"chosen": chosen}
 
     if not resume and args.process_index == 0:
-        shutil.rmtree(folder / STORED, ignore_errors=True)  # of a run that was ended while it stored them
+        shutil.rmtree(folder / STORED, ignore_errors=True)  # from a run that was interrupted while storing
     if recipe.store_rows:
         with args.main_process_first(desc="features"):
             train_dataset, eval_dataset = _stored(recipe, args, target, draft, encoder, (train_dataset, eval_dataset))
@@ -110,8 +110,8 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
 
 def leave_group() -> None:
     """
-    Part from the other processes, if there are any, when the trainer is no longer needed. Its group lives in reference
-    cycles; a thread of it that wakes while the interpreter ends kills the process.
+    Leave the process group, if there is one, when the trainer is no longer needed. The group lives in reference
+    cycles; if one of its threads wakes while the interpreter exits, it kills the process.
     """
     import torch.distributed
 
@@ -121,7 +121,7 @@ def leave_group() -> None:
 
 
 def _save_finished(trainer) -> None:
-    """The drafter, in half precision if it was trained in it."""
+    """Save the drafter, in half precision if it was trained in half precision."""
     draft, args = trainer.draft, trainer.args
     half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     plain = not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
@@ -131,7 +131,7 @@ def _save_finished(trainer) -> None:
 
 
 def _save_adapted(trainer) -> None:
-    """The drafter with its adapter merged, which engines serve, and the adapter alone beside it."""
+    """Save the drafter with its adapter merged, which engines serve, and the adapter alone next to it."""
     from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
     from dflash_hf.hub.card import FACTS_FILE
     from dflash_hf.training.adapters import merged
@@ -146,7 +146,7 @@ def _save_adapted(trainer) -> None:
 
 
 def _stored(recipe: RecipeArguments, args, target, draft, encoder, datasets) -> list:
-    """Features of rows drawn from a dataset, and of all of another to evaluate on, in the folder of the run."""
+    """Store features of rows drawn from a dataset, and of a whole evaluation dataset, in the run's folder."""
     from dflash_hf.training.features import StoredFeatures, describe, store_features
 
     found = []
@@ -155,7 +155,7 @@ def _stored(recipe: RecipeArguments, args, target, draft, encoder, datasets) -> 
             drawn = torch.randperm(len(rows), generator=torch.Generator().manual_seed(args.seed))[:wanted]
             rows = rows.select(sorted(drawn.tolist()))
         folder, layers = Path(args.output_dir, STORED, name), draft.config.target_layer_ids
-        if rows is not None and args.process_index == 0:  # the others come when it is done
+        if rows is not None and args.process_index == 0:  # the others follow when it is done
             dtype = str(target.dtype).removeprefix("torch.")
             manifest = describe(target, recipe.target, layers, encoder, dtype, args.reads_states)
             store_features(target, rows, folder, manifest)
@@ -164,7 +164,7 @@ def _stored(recipe: RecipeArguments, args, target, draft, encoder, datasets) -> 
 
 
 def _datasets(recipe: RecipeArguments, args, target, config, encoder, say) -> tuple:
-    """What is trained on and evaluated on; and the former without features, to count its tokens."""
+    """The training and evaluation data, and the training data without features, to count its tokens."""
     from dflash_hf.data.prepare import prepare_dataset
     from dflash_hf.data.sources import load_rows
     from dflash_hf.training.features import drop_layers, stored

@@ -1,4 +1,4 @@
-"""`DFlashTrainer`: a Hugging Face `Trainer` for drafters, with the frozen target beside the model."""
+"""`DFlashTrainer`: a Hugging Face `Trainer` for drafters, with the frozen target next to the model."""
 
 import time
 from collections.abc import Iterator
@@ -71,21 +71,21 @@ class DFlashTrainer(Trainer):
     Trains a drafter against a frozen target.
 
     The target belongs to the trainer, not to the model, so that checkpoints do not contain it. Besides `Trainer`'s
-    figures, each log line has `accuracy`, `accuracy_k` of each slot, `acceptance_k` (the same if all slots before are
+    metrics, each log line has `accuracy`, `accuracy_k` of each slot, `acceptance_k` (the same if all earlier slots are
     correct), `simulated_tau`: the mean over all sampled blocks of the accepted prefix plus the bonus token,
-    teacher-forced (with a head also `simulated_tau_argmax`, of the likeliest token of each slot by itself), and
-    `tokens_per_second` of all processes, without evaluations. A terminal shows them as a table.
+    teacher-forced (with a head also `simulated_tau_argmax`, for each slot's argmax without the head), and
+    `tokens_per_second` of all processes, excluding evaluations. A terminal shows them as a table.
     [`~dflash_hf.training.callbacks.DecodingCallback`] measures the real tau.
 
     Args:
         model (`DFlashDraftModel` or `str`): The drafter, or its folder or name on the Hub.
-        target (`PreTrainedModel` or `str`): Its target, or its folder or name; with a head; frozen here.
+        target (`PreTrainedModel` or `str`): Its target, or the target's folder or name; needs a head; frozen here.
         args (`DFlashTrainingArguments`): Default: the paper's recipe.
         train_dataset, eval_dataset: Rows with `input_ids` and `loss_mask`, see
             [`~dflash_hf.data.examples.make_example`].
         data_collator: Default: [`~dflash_hf.data.examples.DFlashCollator`].
         peft_config (`PeftConfig` or `dict`): Train an adapter on the drafter, see
-            [`~dflash_hf.training.adapters.add_adapter`]; `merge_and_unload` makes a plain drafter of both.
+            [`~dflash_hf.training.adapters.add_adapter`]; `merge_and_unload` merges both into a plain drafter.
         kwargs: Any other argument of `Trainer`.
 
     Attributes:
@@ -131,7 +131,7 @@ class DFlashTrainer(Trainer):
             )
         choose_parameters(model, args.head_only, peft_config)
         if self.has_head and peft_config is None and args.ddp_find_unused_parameters is None:
-            # The head is used outside of the wrapped forward, where a search would take it for unused.
+            # The head is used outside of the wrapped forward, where DDP's search would consider it unused.
             args.ddp_find_unused_parameters = False
         if model.config.has_own_head:
             model.lm_head.requires_grad_(False)  # rows of the target's
@@ -144,12 +144,12 @@ class DFlashTrainer(Trainer):
             **kwargs,
         )
         if args.head_only and self.is_fsdp_enabled:
-            # FSDP reduces gradients from hooks on what the drafter returns, which here has none.
+            # FSDP reduces gradients in hooks on the drafter's output, which has no gradient here.
             raise ValueError(
-                "head_only=True would train nothing under FSDP, which shards what the drafter itself trains; use "
-                "DDP (examples/accelerate/ddp.yaml)."
+                "head_only=True would train nothing under FSDP, which only reduces gradients of the drafter's "
+                "forward; use DDP (examples/accelerate/ddp.yaml)."
             )
-        # compute_loss divides by the weights of the whole accumulated batch; Trainer must not divide again.
+        # compute_loss divides by the weights of the whole accumulated batch, so Trainer must not divide again.
         self.model_accepts_loss_kwargs = True
         self.draft_config = model.config
         self.uses_flex = uses_flex(args.block_attention, model.config, args.device)
@@ -162,7 +162,7 @@ class DFlashTrainer(Trainer):
         self.drafted_ids = None  # [v], the target's id of each of the drafter's tokens
         if self.draft_ids is not None:
             self.drafted_ids = model.target_ids(torch.arange(len(model.d2t)))
-        self.slot_weights = None  # D-PACE has its own
+        self.slot_weights = None  # D-PACE computes its own
         if not args.uses_dpace:
             tokens = model.config.block_size + model.config.sample_from_anchor
             gamma = args.loss_decay_gamma or default_gamma(model.config.block_tokens)
@@ -171,9 +171,9 @@ class DFlashTrainer(Trainer):
         self.train_tokens = torch.zeros((), device=args.device)
         self.clock: float | None = None
         self.pace: Pace | None = None  # of `max_minutes`
-        self.reserved_seconds = 0.0  # of these, for what is before and after training
+        self.reserved_seconds = 0.0  # part of it reserved for work before and after training
         self.finite, self.saves_aside = FiniteGuard(self), False
-        self.eval_report, self.steps_of_weights = None, None  # the latter where the best weights were loaded again
+        self.eval_report, self.steps_of_weights = None, None  # the latter if the best weights were reloaded
         self.add_callback(WeightsHaveFigures(self))
         bars = any(type(one) is ProgressCallback for one in self.callback_handler.callbacks)
         if bars and (watched() or args.max_minutes is not None):
@@ -181,7 +181,7 @@ class DFlashTrainer(Trainer):
             self.add_callback(LogTable(watched()))
 
     def create_scheduler(self, num_training_steps: int, optimizer=None):
-        """As upstream, or by the clock."""
+        """As upstream, or over time with `max_minutes`."""
         if self.args.max_minutes is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
         warmup = self.args.warmup_steps if self.args.warmup_steps < 1 else 0.04
@@ -192,25 +192,25 @@ class DFlashTrainer(Trainer):
         return self.lr_scheduler
 
     def check_examples(self, dataset) -> None:
-        """Refuse rows that cannot be trained on, see [`~dflash_hf.data.examples.check_examples`]."""
+        """Reject rows that cannot be trained on, see [`~dflash_hf.data.examples.check_examples`]."""
         check_examples(dataset)
 
     @property
     def draft(self):
-        """The drafter itself, without what training wraps it in."""
+        """The drafter itself, without training wrappers."""
         model = self.accelerator.unwrap_model(self.model)
         return model.get_base_model() if is_adapted(model) else model
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """
-        The loss of one micro-batch, divided by `num_items_in_batch`, what [`get_batch_samples`] counted over the whole
+        The loss of one micro-batch, divided by `num_items_in_batch`, which [`get_batch_samples`] sums over the whole
         accumulated batch: slot weights, or valid anchors for D-PACE.
 
         Args:
             model: The (wrapped) drafter.
             inputs (`dict`): A collated batch with `anchors` and `valid`, both `[N, A]`.
             return_outputs (`bool`): Also return the statistics of each sequence.
-            num_items_in_batch (`torch.Tensor`): Default: of this micro-batch.
+            num_items_in_batch (`torch.Tensor`): Default: that of this micro-batch.
         """
         args = self.args
 
@@ -227,7 +227,7 @@ class DFlashTrainer(Trainer):
             context_hidden_states=features.to(self.model.dtype),
             attention_mask=self.attention_masks(inputs),
             position_ids=blocks.position_ids,
-        ).last_hidden_state.to(self.model.dtype)  # [N, A*B, H]; mixed precision gives fp32
+        ).last_hidden_state.to(self.model.dtype)  # [N, A*B, H]; mixed precision returns fp32
 
         # 4. Token losses through the target's head, chunk by chunk, then the weighted sum of each sequence.
         hidden = by_token(hidden, self.draft_config.block_size, self.draft_config.sample_from_anchor)  # [N, A, T, H]
@@ -251,11 +251,11 @@ class DFlashTrainer(Trainer):
 
     def read_target(self, inputs) -> tuple[torch.Tensor, torch.LongTensor, torch.Tensor | None]:
         """
-        What the frozen target makes of a batch.
+        Run the frozen target on a batch.
 
         Returns:
-            The features `[N, S, L*H_t]` of every token, the labels by position `[N, S]`, its own tokens where the data
-            was not written by it, and its final hidden states `[N, S, H_t]` where distributions are compared.
+            The features `[N, S, L*H_t]` of every token, the labels by position `[N, S]` (the target's own tokens with
+            `label_source="target"`), and its final hidden states `[N, S, H_t]` if distributions are compared.
         """
         args, input_ids = self.args, inputs["input_ids"]
         output, label_ids = self.run_target(inputs), input_ids
@@ -267,13 +267,13 @@ class DFlashTrainer(Trainer):
     def check_target(self, target) -> None:
         """
         Raises:
-            `ValueError`: the loss needs the target's distribution, and it is not known.
+            `ValueError`: the loss needs the target's distribution, which is not known.
         """
         if self.args.has_teacher:
             check_logits(target)
 
     def run_target(self, inputs) -> TargetOutput:
-        """Its forward, as far as it is needed; a subclass may know it from elsewhere."""
+        """The target's forward, as far as needed; a subclass may get the output from elsewhere."""
         layer_ids = self.draft_config.target_layer_ids
         masks = packed_masks(self.target, layer_ids, inputs)
         if self.args.reads_states:
@@ -281,15 +281,15 @@ class DFlashTrainer(Trainer):
         return TargetOutput(target_features(self.target, layer_ids, inputs["input_ids"], **masks), None)
 
     def statistics_of(self, losses: TokenLosses, blocks: Blocks, loss, normalizer) -> torch.Tensor:
-        """[`~dflash_hf.training.losses.block_statistics`] of the tokens that are drafted; one may be trained alone."""
+        """[`~dflash_hf.training.losses.block_statistics`] of the drafted tokens; the last may be trained only."""
         drafted = (..., slice(self.draft_config.block_tokens))
         correct, counted, alone = losses.correct[drafted], blocks.counted[drafted], losses.alone[drafted]
         return block_statistics(correct, counted, loss, normalizer, alone)
 
     def places_before(self, inputs, tokens: int) -> torch.LongTensor:
         """
-        Where the token before each of the `tokens` of a block stands in the flattened batch, `[N, A, T]`: its state
-        predicts the token, and from it a head goes on. The anchor and tokens past the end do not count.
+        Index in the flattened batch of the token before each of the `tokens` of a block, `[N, A, T]`: its state
+        predicts the token, and a head continues from it. The anchor and tokens past the end do not count.
         """
         anchors, length = inputs["anchors"], inputs["input_ids"].shape[1]
         token = torch.arange(tokens, device=anchors.device)
@@ -298,7 +298,7 @@ class DFlashTrainer(Trainer):
 
     def head_losses(self, hidden, labels, counted, before, teacher) -> TokenLosses:
         """
-        What the drafter's head makes of the blocks, `[N, A, B]`, from hidden states `[N, A, B, H]`.
+        The losses of the drafter's head on the blocks, `[N, A, B]`, from hidden states `[N, A, B, H]`.
 
         Args:
             hidden, labels, counted, teacher: As for [`~dflash_hf.training.losses.token_losses`].
@@ -318,7 +318,7 @@ class DFlashTrainer(Trainer):
             loss = partial(head.loss, progress=self.progress)
             return scored_losses(hidden, queries, self.draft_head, scores, loss, labels, known, chunk_size, teacher)
 
-        # 2. One that chooses among candidates learns from what the slots say by themselves, and does not change that.
+        # 2. A head that chooses among candidates learns from the slots' own logits, without changing them.
         likely = head.candidates if self.has_head else None
         losses = token_losses(hidden, self.draft_head, labels, counted, chunk_size, teacher, likely)
         if not self.has_head:
@@ -328,13 +328,13 @@ class DFlashTrainer(Trainer):
 
     @property
     def progress(self) -> float:
-        """The share of the run that is over."""
+        """Share of the run that is done."""
         if self.pace is not None:
             return self.pace.done
         return self.state.global_step / max(self.state.max_steps, 1)
 
     def teacher_logits(self, states: torch.Tensor) -> torch.Tensor:
-        """The target's logits `[M, V]` of its final hidden states `[M, H_t]`, over the tokens that the drafter has."""
+        """The target's logits `[M, V]` from its final hidden states `[M, H_t]`, over the drafter's vocabulary."""
         return target_logits(self.target, states, self.drafted_ids)
 
     def build_blocks(self, inputs: dict[str, torch.Tensor], label_ids: torch.LongTensor | None = None) -> Blocks:
@@ -366,8 +366,8 @@ class DFlashTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
         """
-        Collect the micro-batches of one optimizer step, draw their anchors, and sum their normalizers over all of
-        them and all ranks: how the batch is split then does not matter.
+        Collect the micro-batches of one optimizer step, draw their anchors, and sum their normalizers over all
+        micro-batches and ranks, so that the result does not depend on how the batch is split.
         """
         if self.clock is None:
             self.clock = time.perf_counter()
@@ -382,7 +382,7 @@ class DFlashTrainer(Trainer):
         return batches, _never_zero(total)
 
     def draw_anchors(self, batch: dict[str, torch.Tensor], step: int) -> None:
-        """Add `anchors` and `valid` `[N, A]` to a batch; they depend on each sequence, the seed and the step alone."""
+        """Add `anchors` and `valid` `[N, A]` to a batch; they depend only on each sequence, the seed and the step."""
         seeds = example_seeds(batch["input_ids"], batch["attention_mask"], self.args.anchor_seed, step)
         slots = min(self.args.num_anchors, batch["input_ids"].shape[1])  # more would all be invalid
         batch["anchors"], batch["valid"] = sample_anchors(
@@ -390,13 +390,13 @@ class DFlashTrainer(Trainer):
         )
 
     def batch_normalizer(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """What the summed loss of a batch with anchors is divided by, `[]`."""
+        """The divisor of the summed loss of a batch with anchors, `[]`."""
         counted = self.build_blocks(batch).counted
         weights = None if self.slot_weights is None else self.slot_weights.to(counted.device)
         return loss_normalizer(counted, weights).sum()
 
     def no_statistics(self) -> torch.Tensor:
-        """Zeros `[4 * (T - 1) + 4]` to add [`~dflash_hf.training.losses.block_statistics`] to."""
+        """Zeros `[4 * (T - 1) + 4]`, the initial sum of [`~dflash_hf.training.losses.block_statistics`]."""
         return torch.zeros(4 * (self.draft_config.block_tokens - 1) + 4, device=self.args.device)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
@@ -412,7 +412,7 @@ class DFlashTrainer(Trainer):
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
-        """As upstream, with the figures of the training log, each over all tokens or blocks of the dataset."""
+        """As upstream, with the metrics of the training log, each over all tokens or blocks of the dataset."""
         self.eval_statistics = self.no_statistics()
         with self.off_the_clock():
             output = super().evaluation_loop(dataloader, description, True, ignore_keys, metric_key_prefix)
@@ -421,7 +421,7 @@ class DFlashTrainer(Trainer):
         return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As upstream; a line of the training loss also gets the figures since the last one."""
+        """As upstream; a line of the training loss also gets the metrics since the previous line."""
         if "loss" in logs:
             metrics = statistics_to_metrics(self.accelerator.reduce(self.train_statistics, "sum"), self.has_head)
             tokens = self.accelerator.reduce(self.train_tokens, "sum").item()
@@ -440,13 +440,13 @@ class DFlashTrainer(Trainer):
             self.clock += time.perf_counter() - start
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Forward and backward of the drafter over its blocks: 6 operations for each parameter and token."""
+        """Forward and backward of the drafter over its blocks: 6 operations per parameter and token."""
         return 6 * self.model.num_parameters() * inputs["anchors"].numel() * self.draft_config.block_size
 
     # Training stops at the first NaN or inf, see `finite`.
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        """As upstream; raises `NotFiniteError` where the loss is not finite."""
+        """As upstream; raises `NotFiniteError` if the loss is not finite."""
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.finite.check_loss(loss, inputs)
         return loss
@@ -457,16 +457,16 @@ class DFlashTrainer(Trainer):
         return grad_norm
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
-        """As upstream, with the facts of the card; weights that are not finite raise, and existing files stay."""
+        """As upstream, plus the facts of the card; weights that are not finite raise, and existing files stay."""
         self.finite.check_weights()
         super().save_model(output_dir, _internal_call)
         if self.args.should_save:
             save_facts(self, Path(self.args.output_dir if output_dir is None else output_dir))
 
-    # A checkpoint is whole or not there, see `checkpoints`.
+    # A checkpoint is complete or absent, see `checkpoints`.
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
-        """As upstream, from a checkpoint that is whole and this drafter's; `True` is the last one that is whole."""
+        """As upstream, from a complete checkpoint of this drafter; `True` is the last complete checkpoint."""
         checkpoint = checkpoint_of(resume_from_checkpoint, self.args.output_dir, self.draft_config)
         if hasattr(self.train_dataset, "__len__") and len(self.train_dataset):
             said = warning_of(self.args, self.draft_config, self.target.config, self.train_dataset[0])
@@ -475,7 +475,7 @@ class DFlashTrainer(Trainer):
         return super().train(checkpoint, *args, **kwargs)
 
     def _save_checkpoint(self, model, trial) -> None:
-        # 1. Upstream writes everything aside; when all processes have finished, one rename makes it a checkpoint.
+        # 1. Upstream writes everything to a side folder; when all processes are done, a rename makes it a checkpoint.
         run_dir = Path(self._get_output_dir(trial))
         clear_aside(self, run_dir)
         self.saves_aside = True
@@ -485,7 +485,7 @@ class DFlashTrainer(Trainer):
             self.saves_aside = False
         checkpoint = finish_checkpoint(self, run_dir)
 
-        # 2. Only now is it uploaded, and may an older one go.
+        # 2. Only now is it uploaded, and older checkpoints may be removed.
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(checkpoint))
         if self.args.should_save:
@@ -518,16 +518,16 @@ class DFlashTrainer(Trainer):
 
         Args:
             license (`str`): The Hub's short name, e.g. `"mit"`.
-            tags (`str` or `list[str]`): Added to the card's own.
-            model_name (`str`): Its title where no repository is known yet. Default: the folder's name.
-            finetuned_from (`str`): Repository of the target. Default: where it was loaded from.
+            tags (`str` or `list[str]`): Added to the card's own tags.
+            model_name (`str`): The card's title if no repository is known yet. Default: the folder's name.
+            finetuned_from (`str`): Repository of the target. Default: the repository it was loaded from.
             dataset (`str` or `list[str]`): Repositories of the training data. Default: `dataset_tags`.
             language, tasks, dataset_args: Not part of a drafter's card.
 
         Raises:
             `ValueError`: the target was not loaded from the Hub and `finetuned_from` is missing.
         """
-        if not self.is_world_process_zero() or is_adapted(self.model):  # PEFT writes the card of an adapter
+        if not self.is_world_process_zero() or is_adapted(self.model):  # PEFT writes an adapter's card
             return
         folder = Path(self.args.output_dir)
         datasets = dataset_tags if dataset is None else dataset
@@ -542,10 +542,10 @@ class DFlashTrainer(Trainer):
 
 def choose_parameters(model, head_only: bool, peft_config) -> None:
     """
-    Freeze all but the drafter's head where it is trained alone.
+    Freeze all but the drafter's head if it is trained alone.
 
     Raises:
-        `ValueError`: there is none, or it would be trained alone without being asked for.
+        `ValueError`: there is no head, or it would be trained alone without `head_only`.
     """
     head = model.config.head
     with torch.device("meta"):
@@ -553,9 +553,9 @@ def choose_parameters(model, head_only: bool, peft_config) -> None:
     if head_only:
         if not modules or peft_config is not None:
             raise ValueError(
-                "head_only=True trains the head of a drafter that has one, without an adapter: set the fields of a "
-                "head, such as selector_rank and selector_top_k (in a recipe draft_config={selector_rank: 128, "
-                "selector_top_k: 16}), and leave out peft_config."
+                "head_only=True trains the head of a drafter, and no adapter: set the fields of a head, such as "
+                "selector_rank and selector_top_k (in a recipe draft_config={selector_rank: 128, selector_top_k: "
+                "16}), and leave out peft_config."
             )
         model.requires_grad_(False)
         for name in modules:
@@ -572,11 +572,11 @@ def choose_parameters(model, head_only: bool, peft_config) -> None:
 
 
 def uses_flex(choice: str, config, device: torch.device) -> bool:
-    """Whether blocks attend by flex attention; `"auto"` says yes on CUDA, where its kernels take this drafter."""
+    """Whether blocks use flex attention; `"auto"` does on CUDA if its kernels support this drafter."""
     if choice == "flex" and config.attention_sink_bias:
         raise ValueError(
             "block_attention='flex' cannot train a drafter with attention_sink_bias=True, whose sinks are a column of "
-            "a dense mask; choose 'dense'."
+            "a dense mask; use 'dense'."
         )
     fits = not config.attention_sink_bias and min(config.head_dim, config.v_head_dim) >= 16
     return choice == "flex" or (choice == "auto" and device.type == "cuda" and fits)

@@ -1,4 +1,4 @@
-"""What `DFlashTrainer` writes beside a drafter's weights: the facts of its model card, and its report."""
+"""Files that `DFlashTrainer` writes next to a drafter's weights: the facts of its model card, and its report."""
 
 import shutil
 from collections.abc import Sized
@@ -14,8 +14,8 @@ from dflash_hf.hub.card import FACTS_FILE, save_training_facts
 
 class WeightsHaveFigures(TrainerCallback):
     """
-    Keeps a trainer's `eval_report` that of its weights, so that no folder holds the figures of others, and pushes the
-    code of a drafter with its weights.
+    Keeps a trainer's `eval_report` in sync with its weights, so that no folder holds figures of other weights, and
+    pushes a drafter's code with its weights.
     """
 
     def __init__(self, trainer):
@@ -26,14 +26,14 @@ class WeightsHaveFigures(TrainerCallback):
         self.trainer.eval_report, self.trainer.steps_of_weights = None, None
 
     def on_train_end(self, args, state, control, **kwargs):
-        """The best weights were loaded: theirs is the report beside them."""
+        """The best weights were loaded: their report is next to them."""
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             report = Path(state.best_model_checkpoint) / REPORT_FILE
             found = EvalReport.from_json(report.read_text(encoding="utf-8")) if report.is_file() else None
             self.trainer.eval_report, self.trainer.steps_of_weights = found, state.best_global_step
 
     def on_push_begin(self, args, state, control, **kwargs):
-        """Upstream pushes config and weights of a checkpoint alone: the code that config.json names goes along."""
+        """Upstream pushes only config and weights of a checkpoint: add the code that config.json names."""
         folder = Path(args.output_dir)
         source = folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         if state.is_world_process_zero and source.is_dir():
@@ -44,7 +44,7 @@ class WeightsHaveFigures(TrainerCallback):
 
 
 def save_facts(trainer, folder: Path) -> None:
-    """Write `card_facts.json` and, where a trainer's weights were evaluated, the report and its picture."""
+    """Write `card_facts.json` and, if a trainer's weights were evaluated, the report and its plot."""
     steps = trainer.steps_of_weights
     measured = {"optimizer_steps": trainer.state.global_step if steps is None else steps}
     if isinstance(trainer.train_dataset, Sized):
@@ -54,5 +54,5 @@ def save_facts(trainer, folder: Path) -> None:
     if trainer.eval_report is not None:
         save_report(trainer.eval_report, folder)
     else:
-        for name in (REPORT_FILE, PLOT_FILE):  # of the weights that were there before
+        for name in (REPORT_FILE, PLOT_FILE):  # of the previous weights
             (folder / name).unlink(missing_ok=True)

@@ -20,10 +20,10 @@ def key(help: str, default=None, of_run: bool = False, on_card: bool = False):
     An option with its help.
 
     Args:
-        help (`str`): For `dflash train --keys`.
-        default: Without it.
-        of_run (`bool`): A run resumes with the same value only, see `run_file`.
-        on_card (`bool`): The model card lists it if it is set.
+        help (`str`): Help for `dflash train --keys`.
+        default: Default value.
+        of_run (`bool`): Whether a run must resume with the same value, see `run_file`.
+        on_card (`bool`): Whether the model card lists it if it is set.
     """
     metadata = {"help": help, "of_run": of_run, "on_card": on_card}
     if isinstance(default, dict):
@@ -40,20 +40,20 @@ class DFlashTrainingArguments(TrainingArguments):
         num_anchors (`int`): Blocks sampled from each sequence at each step.
         loss_type (`str`): `"ce"`: cross-entropy with decaying slot weights. `"dpace"`: with D-PACE's weights
             (arXiv 2605.18810). `"kl"`, `"dpace_kl"`: divergence from the target's own distribution, with the weights
-            of either; `"tv"`, `"dpace_tv"`: total variation, what rejection sampling loses (arXiv 2602.23881).
-            `"dspark"`: a tenth of the first, and 1.8 of the last (arXiv 2607.05147).
-        loss_decay_gamma (`float`): Slot `k` weighs `exp(-(k - 1) / gamma)`; `inf` weighs all alike. Default: by block
-            size, see [`~dflash_hf.training.losses.default_gamma`]. D-PACE does not use it.
+            of either; `"tv"`, `"dpace_tv"`: total variation, the rejection rate of sampling (arXiv 2602.23881).
+            `"dspark"`: 0.1 times cross-entropy plus 1.8 times total variation (arXiv 2607.05147).
+        loss_decay_gamma (`float`): Slot `k` weighs `exp(-(k - 1) / gamma)`; `inf` weighs all equally. Default: by
+            block size, see [`~dflash_hf.training.losses.default_gamma`]. Not used by D-PACE.
         dpace_alpha (`float`): How far D-PACE smooths the drafter's probabilities towards 1.
-        head_only (`bool`): Train the drafter's head alone, such as DFlash 2's path selector; the rest is frozen.
-        loss_chunk_size (`int`): Tokens whose logits exist at a time.
+        head_only (`bool`): Train only the drafter's head, such as DFlash 2's path selector; the rest is frozen.
+        loss_chunk_size (`int`): Tokens whose logits are in memory at a time.
         max_minutes (`float`): Length of the training, with warm-up and cosine decay over time instead of steps;
             replaces `num_train_epochs` and `lr_scheduler_type`; not with `max_steps`. Evaluations count.
         anchor_seed (`int`): Seed of the anchors. Default: `seed`.
-        label_source (`str`): `"data"`: the tokens of the examples, right when the target wrote them. `"target"`: the
-            target's argmax after each prefix, for text of other origin.
+        label_source (`str`): `"data"`: the tokens of the examples, correct if the target wrote them. `"target"`: the
+            target's argmax after each prefix, for text from other sources.
         block_attention (`str`): `"dense"`: a mask over all pairs, for any device. `"flex"`: flex attention, which
-            skips what no block sees; CUDA. `"auto"`: flex where it runs.
+            skips tiles that no block sees; CUDA only. `"auto"`: flex if supported.
 
     Raises:
         `ValueError`: names argument, value and remedy.
@@ -85,12 +85,12 @@ class DFlashTrainingArguments(TrainingArguments):
 
     @property
     def uses_dpace(self) -> bool:
-        """Whether D-PACE weighs the slots, rather than decay."""
+        """Whether D-PACE weighs the slots instead of decay."""
         return self.loss_type.startswith("dpace")
 
     @property
     def has_teacher(self) -> bool:
-        """Whether the drafter is compared with the target's distribution, not with labels."""
+        """Whether the drafter is compared with the target's distribution instead of labels."""
         return self.loss_kind != "ce"
 
     @property
@@ -101,7 +101,7 @@ class DFlashTrainingArguments(TrainingArguments):
 
     @property
     def reads_states(self) -> bool:
-        """Whether the target's final hidden states are needed, not its features alone."""
+        """Whether the target's final hidden states are needed in addition to its features."""
         return self.has_teacher or self.label_source == "target"
 
     def __post_init__(self):
@@ -117,7 +117,7 @@ class DFlashTrainingArguments(TrainingArguments):
                 raise ValueError(f"max_minutes={self.max_minutes} must be positive; leave it out to train by steps.")
             if self.max_steps > 0:
                 raise ValueError(f"max_minutes and max_steps={self.max_steps} both end training; leave one out.")
-            self.num_train_epochs = 1e6  # of which the clock allows a few
+            self.num_train_epochs = 1e6  # the time limit ends training long before
         for name in ("num_anchors", "loss_chunk_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
@@ -126,13 +126,13 @@ class DFlashTrainingArguments(TrainingArguments):
                 f"loss_decay_gamma={self.loss_decay_gamma} must be positive; None is the default of the block size."
             )
         if not 0 <= self.dpace_alpha <= 1:
-            raise ValueError(f"dpace_alpha={self.dpace_alpha} must lie between 0 and 1.")
+            raise ValueError(f"dpace_alpha={self.dpace_alpha} must be between 0 and 1.")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(map(repr, choices))}.")
         if self.remove_unused_columns:
             raise ValueError(
-                "remove_unused_columns=True would drop `input_ids` and `loss_mask`, which are no arguments of the "
+                "remove_unused_columns=True would drop `input_ids` and `loss_mask`, which are not arguments of the "
                 "drafter's forward; leave it off."
             )
         if self.logging_nan_inf_filter:

@@ -10,7 +10,7 @@ from dflash_hf.files import digest_of_file, write_json
 
 
 logger = logging.get_logger(__name__)
-FILES = "files.json"  # of a checkpoint: what it was saved with
+FILES = "files.json"  # in a checkpoint: the files it was saved with
 _ARCHIVES = ("*.pt", "*.pth", "*.bin")
 
 
@@ -23,15 +23,15 @@ def seal(folder: Path) -> None:
 
 def check_whole(checkpoint: str | Path) -> None:
     """
-    Compare the files of a checkpoint with those that it was saved with; one that lists none of them (of an earlier
-    version, or of another trainer) is opened as far as its files' tables of contents.
+    Compare the files of a checkpoint with those it was saved with; without a list (from an earlier version, or from
+    another trainer) only the files' headers are checked.
 
     Args:
         checkpoint (`str` or `Path`): A folder `checkpoint-N`.
 
     Raises:
         `FileNotFoundError`: there is no such folder.
-        `ValueError`: a file of it is missing, cut off or has changed; names it, and the checkpoint before.
+        `ValueError`: a file is missing, truncated or has changed; names it, and the previous checkpoint.
     """
     folder = Path(checkpoint)
     if not folder.is_dir():
@@ -47,22 +47,22 @@ def last_whole_checkpoint(folder: Path) -> str | None:
     The last complete checkpoint of a run; warns about later ones that are damaged.
 
     Raises:
-        `ValueError`: there are checkpoints, and none is whole; names a file.
+        `ValueError`: there are checkpoints, but none is complete; names a file.
     """
     damage = None
     for checkpoint in checkpoints_of(folder):
         if (damage := _damage(checkpoint)) is None:
             return str(checkpoint)
-        logger.warning(f"{damage}: looking at the checkpoint before it.")
+        logger.warning(f"{damage}: trying the previous checkpoint.")
     if damage is not None:
         raise ValueError(
-            f"{damage}, and no other checkpoint is whole: start the run over (overwrite_output_dir=true)."
+            f"{damage}, and no other checkpoint is complete: start the run over (overwrite_output_dir=true)."
         )
     return None
 
 
 def checkpoints_of(folder: Path) -> list[Path]:
-    """The checkpoints of a run, the last one first."""
+    """The checkpoints of a run, latest first."""
     found = [one for one in folder.glob("checkpoint-*") if one.is_dir() and _number(one)]
     return sorted(found, key=_number, reverse=True)
 
