@@ -205,17 +205,15 @@ class SlowestRow:
     """
     Tokens per round of a batch, which is done when its slowest row is.
 
-    After `k` rounds whose counts have a standard deviation of `s`, the slowest of several equally fast rows lags behind
-    by `z * s / sqrt(k)` tokens per round: a lot at first, little by the end of a long text. So part of this lag is added
-    to the slowest row's rate so far, and the lag expected at the end is subtracted.
+    After `k` rounds whose counts have a standard deviation of `s`, the slowest of several equally fast rows lags
+    behind by `z * s / sqrt(k)` tokens per round: a lot at first, little by the end of a long text. So part of this lag
+    is added to the slowest row's rate so far, and the lag expected at the end is subtracted.
     """
 
     def __init__(self, rows: int):
         self.rounds, self.got = 0, [0] * rows
         self.seen, self.total, self.squares = 0, 0, 0
-        self.z = NormalDist().inv_cdf(
-            (rows - 0.375) / (rows + 0.25)
-        )  # expected maximum of `rows` normal variables (Blom)
+        self.z = NormalDist().inv_cdf((rows - 0.375) / (rows + 0.25))  # expected maximum of normals (Blom)
         self.trust = max(0.5 - 1 / rows, 0.0)  # that rows are equally fast: few rows say little about it
 
     def after(self, counts: list[int], alive: list[bool], left: int) -> float:
