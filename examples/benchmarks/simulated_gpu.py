@@ -1,10 +1,12 @@
 """
-The sizes that the plain call would choose on a GPU, and what they bring: Qwen3-8B and its drafter of five layers and
-blocks of 16, on a simulated H100 or H200.
+The sizes that are chosen on a GPU, and what they bring: Qwen3-8B and its drafter of five layers and blocks of 16, on a
+simulated H100 or H200.
 
     python examples/benchmarks/simulated_gpu.py
 
-The planner is the package's own, with the costs of rounds pinned. Simulated are:
+The planner is the package's own, with the costs of rounds pinned. On a GPU it chooses sizes if the host follows every
+round: for streamed text, processors that need each token, or `look_ahead=1`. Otherwise rounds run ahead of the host
+and verify whole blocks, the column to compare with. Simulated are:
 
 - costs: a forward takes as long as reading its weights and keys at 80 % of the data sheet's bandwidth or, if that is
   longer, its operations at 60 % of the dense bf16 peak, with tokens in tiles of 64 (flat up to there, steps after); no

@@ -143,7 +143,7 @@ def comparable(path: Path) -> dict:
 
 
 def test_killed_and_resumed_equals_uninterrupted(pair, tmp_path):
-    arguments = command(pair, "--data", "json", "--prompts", "4")
+    arguments = command(pair, "--data", "json", "--prompts", "4", "--threads", "1")
     assert main([*arguments, "--output", str(tmp_path / "whole")]) == 0
     run = [*arguments, "--output", str(tmp_path / "killed")]
     records = tmp_path / "killed" / JOURNAL_FILE
