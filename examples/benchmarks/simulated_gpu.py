@@ -212,7 +212,7 @@ def table() -> list[str]:
     others = solved(lambda others: tau(tree, sure, others), 7.5)
     world = sure, others
     lines = [
-        "# The plain call on a simulated GPU",
+        "# Sizes on a simulated GPU",
         "",
         __doc__.split("\n\n")[0].strip().replace("\n", " "),
         f"`python examples/benchmarks/simulated_gpu.py` says how. A block of 16 commits "
