@@ -17,7 +17,9 @@ def test_weights_that_are_not_finite_are_named(shard_size, dtype, target, tmp_pa
     with torch.no_grad():
         draft.fc.weight[1, 2], draft.norm.weight[0] = float("nan"), float("-inf")
     draft.save_pretrained(tmp_path / "bad", max_shard_size=shard_size)
-    with pytest.raises(ValueError, match="bad: 2 of [0-9,]+ weights are not finite .* and 1 more tensors: it drafts"):
+    with pytest.raises(
+        ValueError, match="bad: 2 of [0-9,]+ weights are not finite .* and 1 more tensors: it cannot draft"
+    ):
         check_finite_weights(tmp_path / "bad")
 
 

@@ -51,14 +51,17 @@ def own(bench, folder):
     return texts
 
 
-@pytest.fixture(scope="module")
-def server(bench, folder):
-    """A server whose drafter knows the greedy texts of `PROMPTS`; the last test ends it."""
+def started(bench, folder):
+    """A server whose drafter knows the greedy texts of `PROMPTS`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT / "tests"))
-        started = bench.Server([sys.executable, "-m", "support.serving", "serve", str(folder), *PROMPTS])
-    with started:
-        yield started
+        return bench.Server([sys.executable, "-m", "support.serving", "serve", str(folder), *PROMPTS])
+
+
+@pytest.fixture(scope="module")
+def server(bench, folder):
+    with started(bench, folder) as server:
+        yield server
 
 
 def requests_of(server, last: str, seconds: float = 10.0) -> list[str]:
@@ -284,8 +287,9 @@ def test_two_hundred_requests_from_eight_clients(bench, server, own):
     assert max(done.memory[1:]) - done.memory[1] < 16, f"MiB after each tenth of the requests: {done.memory}"
 
 
-def test_sigterm_finishes_what_was_begun(bench, server, own):
-    assert bench.ended(server, own, clients=6, max_tokens=MAX_TOKENS) == (0, 6)
+def test_sigterm_finishes_what_was_begun(bench, folder, own):
+    with started(bench, folder) as server:  # of its own: tests may run in another order
+        assert bench.ended(server, own, clients=6, max_tokens=MAX_TOKENS) == (0, 6)
 
 
 def test_the_command_serves_a_target_alone(bench, folder, own):
