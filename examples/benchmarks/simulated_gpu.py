@@ -39,10 +39,8 @@ from dflash_hf.modeling.tree_dflash import TOP_K, every_path, independent_paths,
 
 
 RESULT = Path(__file__).parent / "results" / "simulated_gpu.md"
-GPUS = {
-    "H100": (3.35e12, 989e12),
-    "H200": (4.8e12, 989e12),
-}  # data sheets: bytes, dense bf16 operations per second
+# Of data sheets: bytes and dense bf16 operations per second.
+GPUS = {"H100": (3.35e12, 989e12), "H200": (4.8e12, 989e12)}
 SHAPE, BLOCK, TEXT, NEW = "qwen3-8b", 16, 1024, 512
 ROWS = (1, 8, 64)
 SIZES = (-1, 0, 1, 2, 4, 7, 11, 15, 16, 23, 31, 47, 64, 95, 127)
@@ -145,8 +143,9 @@ def drafted(world: World, plan: Plan):
         tree = likeliest_tree(anchors, *independent_paths(ids, chances.log(), plan.paths), plan.paths)
         draft = Draft(tree.tokens, tree=tree)
         draft = plan.cut(draft) if plan.cut else draft
+    # Each node asks for the target's token one slot further.
     depths = torch.arange(draft.tokens.shape[1]).expand(world.rows, -1) if draft.tree is None else draft.tree.depths
-    return draft, *draft.walk(truth.gather(1, depths.minimum(torch.tensor(BLOCK - 1))))[1:]
+    return draft, *draft.walk(truth.gather(1, depths))[1:]
 
 
 def tau(plan: Plan, *world: float) -> float:
@@ -172,7 +171,7 @@ def decode(costs, rows: int, sure: float, others: float, planned) -> dict:
     text = SimpleNamespace(host=host, tokens_left=NEW, writer=SimpleNamespace(prompt_length=TEXT))
     while any(host.alive):
         plan = planned.next(text) if isinstance(planned, FastestPlan) else planned
-        size, counts, path = plan.size - 1 if plan.block > 1 else -1, torch.ones(rows, dtype=torch.long), None
+        size, counts, path = -1, torch.ones(rows, dtype=torch.long), None
         if plan.block > 1:
             draft, counts, path = drafted(world, plan)
             size = draft.tokens.shape[1] - 1

@@ -15,7 +15,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.utils import logging
 
-from dflash_hf.modeling.accept_dflash import Draft
+from dflash_hf.modeling.accept_dflash import Draft, likeliest
 from dflash_hf.modeling.cache_dflash import SlotCache, SlotLayer
 from dflash_hf.modeling.probe_dflash import facts_of
 from dflash_hf.modeling.sessions_dflash import SlotSession
@@ -67,7 +67,7 @@ class Choice:
         if self.suppressed:
             scores[:, self.suppressed] = -torch.inf
         if not self.drawn:
-            return scores.argmax(dim=-1)
+            return likeliest(scores)
         chances = torch.tensor([one.random() for one in generators], dtype=torch.double, device=scores.device)
         return drawn(scores / self.temperature, chances, self.top_k, self.top_p)
 
