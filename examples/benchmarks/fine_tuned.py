@@ -99,7 +99,7 @@ def main() -> None:
     unseen = requests(
         work / "unseen.jsonl", [row for row in rows_of("held_out.jsonl.gz") if row["kind"] == "chat"][:24]
     )
-    greedy = ("--target", target, "--mask-token-id", 16, "--temperature", 0, "--max-new-tokens", 160, "--packed")
+    greedy = ("--target", target, "--mask-token-id", 16, "--temperature", 0, "--max-new-tokens", 160)
     dflash("regenerate", "--data", prompts, "--output", answers, *greedy)
     dflash("regenerate", "--data", unseen, "--output", held_out, *greedy)
 

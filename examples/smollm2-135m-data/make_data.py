@@ -68,9 +68,10 @@ def loops(text: str) -> bool:
 class Part:
     """One part: `1-requests.jsonl`, `1-answers.jsonl`, `2-requests.jsonl` and so on, each made from the one before."""
 
-    def __init__(self, work: Path, number: int, tokenizer, asks: bool):
+    def __init__(self, work: Path, number: int, tokenizer, asks: bool, dtype: str):
         self.folder, self.number, self.tokenizer, self.asks = work / f"part-{number:03}", number, tokenizer, asks
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.loaded = ("--dtype", dtype)
         self.earlier = [path for i in range(number) for path in (work / f"part-{i:03}").glob("1-requests.jsonl")]
         self.earlier += sorted(data_folder().glob("*.jsonl.gz"))
 
@@ -80,17 +81,8 @@ class Part:
             if not requests.exists():
                 write(requests, self.first() if turn == 1 else self.next(turn))
             if not (done := self.folder / f"{turn}-done").exists():
-                options = (
-                    "--target",
-                    smollm2_folder(),
-                    "--output",
-                    answers,
-                    *GREEDY,
-                    "--packed",
-                    "--dtype",
-                    "float32",
-                )
-                dflash("regenerate", requests, *options)
+                options = ("--target", smollm2_folder(), "--output", answers, *GREEDY, *self.loaded)
+                dflash("regenerate", "--data", requests, *options)
                 done.touch()
 
     def first(self) -> list[dict]:
@@ -103,7 +95,7 @@ class Part:
         if self.asks:
             asked = self.folder / "asked.jsonl"
             options = ("--target", smollm2_folder(), "--count", ASKED, "--seed", self.number + 100, "--output", asked)
-            dflash("prompts", *options, "--kinds", ASKED_KINDS, "--packed", "--dtype", "float32")
+            dflash("prompts", *options, "--kinds", ASKED_KINDS, *self.loaded)
             rows += [(row["kind"], row["prompt"]) for row in rows_of(asked) if seen.add(row["prompt"])]
         texts = [answer for _, answer in self.finished_before() if 80 < len(answer) < 500 and "```" not in answer]
         for kind, count in RULES.items():
@@ -144,7 +136,7 @@ class Part:
         texts = [template(rows[i]["messages"], tokenize=False) + "<|im_start|>user\n" for i in chosen]
         write(source, [{"prompt": text} for text in texts])
         options = ("--target", smollm2_folder(), "--output", output, *SAMPLED, "--seed", turn)
-        dflash("regenerate", source, *options, "--packed", "--dtype", "float32")
+        dflash("regenerate", "--data", source, *options, *self.loaded)
         said = {}
         for row in rows_of(output):
             text, i = row["completion"].strip(), chosen[row["row"]]
@@ -181,7 +173,7 @@ def collect(work: Path, tokenizer, folder: Path) -> None:
             rows |= {row["messages"][0]["content"]: row for row in rows_of(folder / f"{name}.jsonl.gz")}
     earlier = {row["messages"][0]["content"] for row in rows_of(data_folder() / "answers.jsonl.gz")}
     for path in sorted(work.glob("part-*")):
-        part = Part(work, int(path.name.split("-")[1]), tokenizer, False)
+        part = Part(work, int(path.name.split("-")[1]), tokenizer, False, "auto")
         for turn in (1, 2, 3):
             if not (path / f"{turn}-answers.jsonl").exists():
                 continue
@@ -208,12 +200,13 @@ def main() -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("--parts", type=int, nargs=2, metavar=("FIRST", "LAST"))
     parser.add_argument("--no-asking", action="store_true", help="no requests by the target itself")
+    parser.add_argument("--dtype", default="auto", help="of the target: float32 where the processor has no bf16 units")
     parser.add_argument("--collect", type=Path, metavar="FOLDER")
     arguments = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(smollm2_folder())
     first, last = arguments.parts or (0, -1)
     for number in range(first, last + 1):
-        Part(arguments.work, number, tokenizer, not arguments.no_asking).make()
+        Part(arguments.work, number, tokenizer, not arguments.no_asking, arguments.dtype).make()
     if arguments.collect:
         collect(arguments.work, tokenizer, arguments.collect)
 

@@ -18,9 +18,9 @@ minutes=${MINUTES:-150} # of training: half, a quarter, a quarter
 if [ "${FRESH_DATA:-}" ]; then
   # Requests that the target writes itself, and its greedy answers: about one pair a second on a core.
   dflash prompts --target smollm2 --count "$FRESH_DATA" --output "$work/prompts.jsonl" --seed 1 \
-    --kinds chat,code,chat,math,chat,task,code,rewrite,json --packed
+    --kinds chat,code,chat,math,chat,task,code,rewrite,json
   dflash regenerate --data "$work/prompts.jsonl" --target smollm2 --output "$work/answers.jsonl" --mask-token-id 16 \
-    --max-new-tokens 192 --packed
+    --max-new-tokens 192
   sets="answers:$work/answers.jsonl"
 else
   sets="answers:$here/data/answers.jsonl.gz conversations:$here/data/conversations.jsonl.gz"

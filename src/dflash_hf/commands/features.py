@@ -1,6 +1,6 @@
 """`dflash features`."""
 
-from dflash_hf.commands.shared import add_data, add_examples, add_loading, add_output
+from dflash_hf.commands.shared import add_data, add_examples, add_loading, add_output, tell_slow_dtype
 from dflash_hf.names import DTYPES
 from dflash_hf.terminal import (
     Outcome,
@@ -91,6 +91,7 @@ def run(arguments, echo) -> Outcome:
     if arguments.limit:
         rows = rows.select(range(min(arguments.limit, len(rows))))
     target = freeze(load_target(arguments.target, loading, device))
+    tell_slow_dtype(target)
     depth = text_depth(target.config)
     layer_ids = layer_ids or fitting_target_layer_ids(depth, 5)
     if not 0 <= min(layer_ids) <= max(layer_ids) < depth or len(set(layer_ids)) < len(layer_ids):

@@ -1,6 +1,13 @@
 """`dflash prompts`: requests written by the target itself."""
 
-from dflash_hf.commands.shared import PACKED, add_examples, add_loading, add_output, add_template
+from dflash_hf.commands.shared import (
+    add_examples,
+    add_loading,
+    add_output,
+    add_packed,
+    add_template,
+    tell_slow_dtype,
+)
 from dflash_hf.terminal import Outcome, count, positive, probability, temperature
 
 
@@ -24,7 +31,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--seed", type=count, default=0, help="(default: %(default)s)")
     parser.add_argument("--batch-size", type=positive, help="(default: the fastest on this machine, measured)")
     add_template(parser)
-    add_loading(parser, draft=False).add_argument("--packed", action="store_true", help=PACKED)
+    add_packed(add_loading(parser, draft=False))
     add_examples(
         parser,
         "dflash prompts --target Qwen/Qwen3-0.6B --count 10000 --kinds chat,code,math --output prompts.jsonl",
@@ -79,6 +86,7 @@ def run(arguments, echo) -> Outcome:
             return Outcome(facts={"requests": len(before), "new": 0})
         target = load_target(arguments.target, loading)
         output.settle({"weights": digest_of_target(target), "dtype": str(target.dtype)})
+        tell_slow_dtype(target)
         pack(arguments.packed, target)
         length = len(prompt_ids(tokenizer, turn, "")) + settings.max_new_tokens // 2
         rows, speed = rows_at_a_time(arguments.batch_size, target, GenerationConfig(), length, arguments.count)

@@ -19,7 +19,7 @@ def add_arguments(parser) -> None:
     here = add_loading(parser, title="in this process")
     here.add_argument("--draft", help="a drafter, for speed: a folder or Hub name")
     here.add_argument("--batch-size", type=positive, help="(default: the fastest on this machine, measured)")
-    shared.add_speed(parser, shared.PACKED, group=here)
+    shared.add_speed(parser, group=here)
     there = parser.add_argument_group("from a server")
     there.add_argument("--server", metavar="URL", help="an OpenAI-compatible server, such as http://127.0.0.1:8000")
     there.add_argument("--concurrency", type=positive, default=32, help="parallel requests (default: %(default)s)")
@@ -166,6 +166,7 @@ def _in_process(arguments, encoder, prompts: dict, output, echo):
         encoder.mask_token_id = draft.config.mask_token_id if draft else spare_token_id(target, encoder.tokenizer)
     known = {"weights": digest_of_target(target), "dtype": str(target.dtype), "mask_token_id": encoder.mask_token_id}
     output.settle(known)
+    shared.tell_slow_dtype(target)
     pack(arguments.packed, target, draft)
     config = copy.deepcopy(target.generation_config)
     if arguments.temperature is not None:

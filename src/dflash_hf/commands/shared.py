@@ -1,6 +1,7 @@
 """Arguments that several commands share; an option means the same everywhere."""
 
 import argparse
+from pathlib import Path
 
 from dflash_hf.names import DTYPES
 from dflash_hf.terminal import (
@@ -11,6 +12,7 @@ from dflash_hf.terminal import (
     count,
     device,
     dtype,
+    note,
     output_folder,
     output_path,
     port,
@@ -118,7 +120,6 @@ def add_threads(parser) -> None:
     parser.add_argument("--threads", type=positive, help="CPU threads (default: torch's own choice)")
 
 
-PACKED = "pack the weights once, for faster CPU inference"
 TREES = "draft trees of N tokens instead of blocks"
 
 
@@ -128,13 +129,31 @@ def add_speed(parser, packed: str | None = None, trees: str = TREES, group=None)
     group.add_argument("--compile", action="store_true", help="compile the rounds; the first answer waits for it")
     group.add_argument("--tree-nodes", type=positive, metavar="N", help=trees)
     if packed is None:
-        group.add_argument(
-            "--packed",
-            action=argparse.BooleanOptionalAction,
-            help="pack the weights for faster CPU inference (default: on a CPU, if memory allows)",
-        )
+        add_packed(group)
     else:
         group.add_argument("--packed", action="store_true", help=packed)
+
+
+def add_packed(group) -> None:
+    """`--packed` and `--no-packed`, for [`~dflash_hf.pairs.pack`]."""
+    group.add_argument(
+        "--packed",
+        action=argparse.BooleanOptionalAction,
+        help="pack the weights for faster CPU inference (default: if memory allows)",
+    )
+
+
+def tell_slow_dtype(target) -> None:
+    """A note if the target is in bf16 on a CPU that is faster in fp32."""
+    import torch
+
+    from dflash_hf.training.settings_for import Machine
+
+    if target.dtype == torch.bfloat16 and target.device.type == "cpu":
+        machine = Machine.here(target.device, Path())
+        if machine.full > 1.2 * machine.half:
+            ratio = machine.full / machine.half
+            note(f"fp32 is {ratio:.1f} times as fast as bf16 on this processor: --dtype float32 saves time")
 
 
 def add_sampling(parser, default: float | None = 0.0, known: str = "0, greedy") -> None:
