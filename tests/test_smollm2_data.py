@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from support.tiny_chat import CHATML, make_tokenizer
 
+from dflash_hf.cli import build_parser
 from dflash_hf.data.distinct import DistinctTexts
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.evaluation.sets import GENERATED, generated_rows
@@ -106,6 +107,32 @@ def test_what_is_collected(scripts, tmp_path, capsys):
         assert example["loss_mask"] == answers[i]["loss_mask"] + [0] * (len(example["loss_mask"]) - length)
     (example,) = encoder(found[one])
     assert sum(example["loss_mask"]) == sum(sum(row["loss_mask"]) for row in (answers[0], more[0]))
+
+
+def test_a_part_is_made_by_commands_that_exist(scripts, tmp_path, monkeypatch):
+    """Each turn's requests are answered, and the conversations that can go on do."""
+    make_data, _ = scripts
+    tokenizer, called = make_tokenizer(CHATML), []
+
+    def run(command, check):
+        arguments = build_parser(command[3])[0].parse_args(command[3:])  # leaves if one does not exist
+        called.append(arguments.output.name)
+        rows = [json.loads(line) for line in Path(arguments.data).read_text().splitlines()]
+        if arguments.raw:
+            answers = [
+                {"row": i, "completion": f"And {i} more of that?", "finish_reason": "stop"} for i in range(len(rows))
+            ]
+        else:
+            answers = [answer(tokenizer, i, row["messages"], f"Answer {i}.", "stop") for i, row in enumerate(rows)]
+        make_data.write(arguments.output, answers)
+
+    monkeypatch.setattr(make_data.subprocess, "run", run)
+    monkeypatch.setattr(make_data, "RULES", {"chat": 12, "code": 12})
+    monkeypatch.setattr(make_data, "smollm2_folder", lambda: "target")
+    make_data.Part(tmp_path, make_data.EARLIER_SHARE, tokenizer, False, "auto").make()
+    assert called == ["1-answers.jsonl", "2-said.jsonl", "2-answers.jsonl", "3-said.jsonl", "3-answers.jsonl"]
+    last = (tmp_path / f"part-{make_data.EARLIER_SHARE:03}" / "3-answers.jsonl").read_text().splitlines()
+    assert last and all(len(json.loads(line)["messages"]) == 6 for line in last)
 
 
 def test_no_request_that_is_held_out_is_trained_on():
