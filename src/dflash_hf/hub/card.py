@@ -14,6 +14,7 @@ from pathlib import Path
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.utils import validate_repo_id
 
+from dflash_hf.evaluation.methods import AUTO, AUTO_PACKED, DFLASH, TARGET, TREE
 from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE, eval_results_yaml
 from dflash_hf.files import read_json
 from dflash_hf.gguf_format import gguf_in
@@ -291,20 +292,22 @@ def _loading(folder: Path) -> str:
 def _report_rows(report: dict) -> list[tuple[str, str]]:
     """Table rows for the figures in a report."""
     summary, methods = report.get("summary", {}), report.get("methods", {})
-    ours, trees, alone = (methods.get(name, {}) for name in ("dflash", "dflash_tree", "target"))
+    blocks, trees, auto, packed, alone = (methods.get(name, {}) for name in (DFLASH, TREE, AUTO, AUTO_PACKED, TARGET))
     prompts = summary.get("prompts")
     rows = [
         ("tau, over all verifications", summary.get("tau"), "{:.2f}"),
         ("tau, mean over responses", summary.get("tau_per_response"), "{:.2f}"),
         ("tau with draft trees", trees.get("tau"), "{:.2f}"),
-        ("Speed-up over the target alone", summary.get("speedup"), "{:.2f}x"),
+        ("Speed-up with default settings", auto.get("speedup"), "{:.2f}x"),
+        ("Speed-up with default settings, both packed", packed.get("speedup_over_packed"), "{:.2f}x"),
+        ("Speed-up with whole blocks", summary.get("speedup"), "{:.2f}x"),
         ("Speed-up with draft trees", trees.get("speedup"), "{:.2f}x"),
-        ("Tokens per second", ours.get("tokens_per_second"), "{:.1f}"),
+        ("Tokens per second", (auto or blocks).get("tokens_per_second"), "{:.1f}"),
         ("Tokens per second, target alone", alone.get("tokens_per_second"), "{:.1f}"),
         ("Prompts", prompts, "{}"),
     ]
     if prompts is not None:
-        rows.append(("Outputs equal to the target's, token for token", ours.get("equal"), f"{{}} of {prompts}"))
+        rows.append(("Outputs equal to the target's, token for token", blocks.get("equal"), f"{{}} of {prompts}"))
     setting = report.get("setting", {})
     rows += [(name.replace("_", " "), setting[name], "{}") for name in setting if not name.startswith("prompt")]
     return [(name, form.format(value)) for name, value, form in rows if value is not None]
