@@ -45,7 +45,7 @@ ADDED = {  # to a trained drafter
     "goes on, KL": {**WHOLE, "loss_type": "kl"},
     "convolution": {**WHOLE, "draft_config": {"conv_kernel_size": 2, "conv_group_size": 16}},
     "JetSpec (causal)": {**WHOLE, "head": "jetspec"},
-    "path selector": {**ALONE, "head": "selector"},
+    "path selector": {**ALONE, "draft_config": {"selector_rank": 128, "selector_top_k": 16}},
     "DSpark, vanilla": {**ALONE, "head": "dspark"},
     "DSpark, gated": {**ALONE, "head": "dspark", "draft_config": {"markov_head_type": "gated"}},
     "DSpark, rnn": {**ALONE, "head": "dspark", "draft_config": {"markov_head_type": "rnn"}},

@@ -317,11 +317,11 @@ def test_a_plain_run_chooses_and_keeps_to_its_time(steady, folder, data, tmp_pat
     assert f"resuming from {last}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("head", ["dspark", "domino", "selector"])
+@pytest.mark.parametrize("head", ["dspark", "domino", "dflash2"])
 def test_a_finished_drafter_in_half_precision_is_evaluated(head, folder, data, tmp_path):
     """Saved in bf16, which mixed precision does not compute in: the head met states in fp32."""
     sizes = {"dspark": "markov_rank: 8, markov_head_type: rnn", "domino": "gru_hidden_dim: 8, emb_dim: 8"}
-    config = f"draft_config={{{sizes.get(head, 'selector_rank: 8')}, intermediate_size: 32}}"
+    config = f"draft_config={{{sizes.get(head, 'selector_rank: 8, conv_group_size: 8')}, intermediate_size: 32}}"
     given = [f"target={folder}", f"data={data}", f"eval_data={data}", f"output_dir={tmp_path / 'out'}"]
     given += [*(one for one in TINY if "draft_config" not in one), f"head={head}", config, "bf16=true", "use_cpu=true"]
     trainer = train_recipe(*read_recipe(None, given))

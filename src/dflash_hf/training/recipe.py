@@ -12,7 +12,8 @@ from dflash_hf.terminal import install, is_secret, read_text
 from dflash_hf.training.training_args import DFlashTrainingArguments, key
 
 
-# The drafter's configuration fields for each head, with their published values, and its loss.
+# The drafter's configuration fields for each head, with their published values (a selector of half the rank was as
+# good), and its loss. vLLM serves DFlash 2 only with its convolution, which a fresh drafter begins without effect.
 HEADS: dict[str, tuple[dict, dict]] = {
     "dspark": (
         {"markov_rank": 256, "enable_confidence_head": True, "confidence_head_with_markov": True},
@@ -20,7 +21,7 @@ HEADS: dict[str, tuple[dict, dict]] = {
     ),
     "domino": ({"gru_hidden_dim": 1024, "emb_dim": 256, "pure_draft_prefix_len": 1}, {}),
     "jetspec": ({"is_causal": True}, {"loss_type": "kl"}),
-    "selector": ({"selector_rank": 128, "selector_top_k": 16}, {}),
+    "dflash2": ({"selector_rank": 128, "selector_top_k": 16, "conv_kernel_size": 2, "conv_group_size": 16}, {}),
 }
 
 
@@ -51,7 +52,7 @@ class RecipeArguments:
     )
     mask_token_id: int | None = key("Default: the drafter's, or the target's first spare embedding row.")
     head: str | None = key(
-        "Head of the drafter, and its loss: dspark, domino, jetspec or selector; draft_config and loss_type say more."
+        "Head of the drafter, and its loss: dflash2, dspark, domino or jetspec; draft_config and loss_type say more."
     )
     draft_config: dict = key("Further configuration of a new drafter; a `draft` only takes additional parts.", {})
     peft_config: dict | None = key("Train an adapter on the drafter, such as {peft_type: LORA, r: 16}.", of_run=True)
