@@ -19,11 +19,10 @@ from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE, eval_results_yam
 from dflash_hf.files import read_json
 from dflash_hf.gguf_format import gguf_in
 from dflash_hf.hub.check import check, read_shapes
-from dflash_hf.hub.engine_rules import DFLASH2, MUSE
+from dflash_hf.hub.engine_rules import MUSE, oldest_versions
 from dflash_hf.hub.launch import launch_command
 from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
 from dflash_hf.modeling.saving_dflash import code_files
-from dflash_hf.modeling.selector_dflash import PathSelector
 from dflash_hf.names import LLAMA_CPP, RELATIONS
 from dflash_hf.terminal import install
 
@@ -315,23 +314,16 @@ def _report_rows(report: dict) -> list[tuple[str, str]]:
 
 def _engines(folder: Path, config, facts: CardFacts, repo: str) -> list[dict]:
     """Launch lines for the engines without preflight errors."""
-    sliding = "sliding_attention" in config.layer_types
-    written = _read_json(folder / "config.json").get("architectures")
-    newest = config.sample_from_anchor or (config.has_head and config.head is not PathSelector)
-    kind = 3 if newest else 2 if written == [DFLASH2] else 1 if sliding or written == [MUSE] else 0
-    names = {
-        "vllm": ("vLLM", ("0.21", "0.26", "0.30", "0.33")),
-        "sglang": ("SGLang", ("0.5.12", "0.5.14", "0.5.20", "0.5.23")),
-    }
+    versions = oldest_versions(config, _read_json(folder / "config.json").get("architectures"))
     lines = []
-    for engine, (name, versions) in names.items():
+    for engine, name in (("vllm", "vLLM"), ("sglang", "SGLang")):
         if not any(finding.severity == "error" for finding in check(folder, [engine])):
             environment, command = launch_command(engine, facts.base_model, repo, config)
             settings = "".join(f"{key}={value} " for key, value in environment.items())
             line = shlex.join(command).replace(
                 " --speculative-draft-model-path", " \\\n  --speculative-draft-model-path"
             )
-            lines.append({"name": name, "version": versions[kind], "command": settings + line})
+            lines.append({"name": name, "version": versions[engine], "command": settings + line})
     if gguf_in(folder) is not None:
         _, command = launch_command(LLAMA_CPP, "target.gguf", repo, config)
         lines.append({"name": "llama.cpp", "version": "b11549", "command": shlex.join(command)})

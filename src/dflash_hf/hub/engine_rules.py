@@ -70,6 +70,19 @@ class Drafter:
         return default if value is None else value
 
 
+def oldest_versions(config, architectures: list[str] | None) -> dict[str, str]:
+    """The oldest versions of vLLM and SGLang that serve a drafter of this `DFlashDraftConfig`, saved as that class."""
+    if config.sample_from_anchor or (config.has_head and config.head is not PathSelector):
+        vllm, sglang = "0.33", "0.5.23"
+    elif architectures == [DFLASH2]:
+        vllm, sglang = "0.30", "0.5.20"
+    elif architectures == [MUSE] or "sliding_attention" in config.layer_types:
+        vllm, sglang = "0.26", "0.5.14"
+    else:
+        vllm, sglang = "0.21", "0.5.12"
+    return {"vllm": vllm, "sglang": sglang}
+
+
 def has_own_head(drafter: Drafter) -> bool:
     """Whether the drafter has its own head, over a reduced vocabulary."""
     return drafter.get("draft_vocab_size") not in (None, drafter.get("vocab_size"))
