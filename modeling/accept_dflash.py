@@ -216,7 +216,8 @@ class Judge:
     def __init__(self, rows, logits_processor, stopping_criteria, generation_config, streamed=False, generators=None):
         self.processor, self.criteria = logits_processor, stopping_criteria
         self.do_sample, self.generators = generation_config.do_sample, generators
-        self.eos = next((c.eos_token_id for c in stopping_criteria if isinstance(c, EosTokenCriteria)), None)
+        ends = [c.eos_token_id for c in stopping_criteria if isinstance(c, EosTokenCriteria)]
+        self.eos = torch.cat(ends) if ends else None
         self.pads_ended = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         pad = generation_config._pad_token_tensor
         self.pad = 0 if pad is None else int(pad)

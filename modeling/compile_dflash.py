@@ -116,7 +116,7 @@ class CompiledRound:
         except Exception as error:
             # The round can simply run again, since it writes the same slots. An error unrelated to compilation is
             # raised again by the eager round.
-            self.graphs[key], self.graphs_replay = self.eagerly, False
+            self.graphs[key] = self.eagerly
             output = self.eagerly(*args)
             if isinstance(error, torch._dynamo.exc.TorchDynamoException):  # it would fail in every call
                 _uncompilable.add(self.target)

@@ -133,7 +133,7 @@ def _cut_above(target: PreTrainedModel, layer_id: int) -> Iterator[None]:
     parent, name = next(
         (module, name) for module in target.modules() for name, child in module.named_children() if child is layers
     )
-    setattr(parent, name, layers[: layer_id + 1])
+    setattr(parent, name, layers[: max(layer_id, 0) + 1])
     try:
         yield
     finally:

@@ -8,6 +8,7 @@ from support.pairs import FAMILIES, VOCAB, make_draft, make_target, shallow_pair
 from support.rows import ragged_prompts
 from support.scripted_draft import scripted
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers.generation import EosTokenCriteria
 
 from dflash_hf.modeling.probe_dflash import facts_of
 from dflash_hf.modeling.recurrent_dflash import ReplaySession
@@ -139,6 +140,17 @@ def test_processors_and_criteria_see_what_they_see_without_a_drafter(target, dra
         for a, b in zip(plain.scores + plain.logits, ours.scores + ours.logits, strict=True):
             torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-4)
         assert max(max(lengths) for lengths in ours.acceptance_lengths) > 1
+
+
+def test_every_criterion_of_end_tokens_counts(target, draft):
+    ids = torch.tensor([[5, 9, 17, 33, 21]])
+    text = target.generate(ids, max_new_tokens=30, do_sample=False)[0, 5:].tolist()
+    ends = [max(set(text), key=text.index), text[8]]  # the first of them comes last
+    options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None}
+    criteria = StoppingCriteriaList(EosTokenCriteria(torch.tensor([end])) for end in ends)
+    expected = target.generate(ids, stopping_criteria=criteria, **options)
+    assert expected.shape[1] <= 14
+    assert torch.equal(target.generate(ids, stopping_criteria=criteria, assistant_model=draft, **options), expected)
 
 
 def test_streamer_gets_every_token_once(target, draft):

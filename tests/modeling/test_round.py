@@ -133,6 +133,24 @@ def test_what_cannot_be_compiled_decodes_eagerly_with_one_warning(pair, monkeypa
     assert ["cannot be compiled" in text for text in warnings if not text.startswith("Compiling")] == [True]
 
 
+def test_graphs_of_one_plan_outlive_another_that_fails(pair, monkeypatch):
+    """CUDA graphs overwrite their outputs in the next replay: those already there are still copied."""
+    target, draft = pair
+    decode(target, prompt(6), draft)
+    rounds, first = [], CompiledRound._first
+
+    def fails(self, key, *args):
+        rounds.append(self)
+        self.graphs_replay = True
+        monkeypatch.setattr(self, "compiled", None)
+        return first(self, key, *args)
+
+    monkeypatch.setattr(CompiledRound, "_first", fails)
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: None)
+    assert torch.equal(decode(target, prompt(300), draft), decode(target, prompt(300)))
+    assert rounds and rounds[0].graphs_replay
+
+
 def test_an_error_of_the_target_is_not_hidden_by_the_way_back(pair):
     target, draft = pair
     decode(target, prompt(6), draft)  # probes, which may fail in silence

@@ -280,8 +280,18 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert run("--output", str(tmp_path / "other"), "--target-layer-ids", "0", "2")[0] == 0
     assert StoredFeatures(tmp_path / "other").manifest.chat_template_kwargs == {"enable_thinking": False}
     notes.unlink()
+    draft.config.target_layer_ids = [-1]
+    draft.config.save_pretrained(tmp_path / "reads embedding")
+    options = ("--draft-config", str(tmp_path / "reads embedding"))
+    assert run("--output", str(tmp_path / "embedding"), *options)[0] == 0
+    of_embedding = StoredFeatures(tmp_path / "embedding")[0]
+    embedded = AutoModelForCausalLM.from_pretrained(folder).get_input_embeddings()(of_embedding["input_ids"])
+    assert torch.equal(of_embedding["features"], embedded.bfloat16())
     for options, message in (
-        (("--target-layer-ids", "0", "4"), "--target-layer-ids [0, 4] must be distinct layers of the target, 0 to 3"),
+        (
+            ("--target-layer-ids", "0", "4"),
+            "target layers [0, 4] must be distinct and from 0 to 3, or -1, the embedding",
+        ),
         (("--target-layer-ids", "0", "1"), "was stored with layer_ids=[0, 2], not [0, 1]"),
         ((), "was stored with layer_ids=[0, 2], not [2]; width=64, not 32"),
     ):

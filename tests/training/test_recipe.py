@@ -317,6 +317,14 @@ def test_a_plain_run_chooses_and_keeps_to_its_time(steady, folder, data, tmp_pat
     assert f"resuming from {last}" in capsys.readouterr().out
 
 
+def test_a_file_s_paths_may_be_at_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "recipe.yaml").write_text("target: t\ndata: [~/one.jsonl, two.jsonl]\noutput_dir: ~/out\n")
+    recipe, training = read_recipe(tmp_path / "recipe.yaml")
+    assert recipe.data == [str(tmp_path / "one.jsonl"), "two.jsonl"]
+    assert training["output_dir"] == str(tmp_path / "out") and recipe.target == "t"
+
+
 @pytest.mark.parametrize("head", ["dspark", "domino", "dflash2"])
 def test_a_finished_drafter_in_half_precision_is_evaluated(head, folder, data, tmp_path):
     """Saved in bf16, which mixed precision does not compute in: the head met states in fp32."""

@@ -94,8 +94,11 @@ def run(arguments, echo) -> Outcome:
     tell_slow_dtype(target)
     depth = text_depth(target.config)
     layer_ids = layer_ids or fitting_target_layer_ids(depth, 5)
-    if not 0 <= min(layer_ids) <= max(layer_ids) < depth or len(set(layer_ids)) < len(layer_ids):
-        raise ValueError(f"--target-layer-ids {layer_ids} must be distinct layers of the target, 0 to {depth - 1}.")
+    if not -1 <= min(layer_ids) <= max(layer_ids) < depth or len(set(layer_ids)) < len(layer_ids):
+        raise ValueError(
+            f"target layers {layer_ids} must be distinct and from 0 to {depth - 1}, or -1, the embedding; set "
+            "--target-layer-ids."
+        )
     encoder.vocab_size = target.get_input_embeddings().weight.shape[0]
     dataset, report = prepare_dataset(rows, encoder, num_proc=arguments.num_proc)
     for line in report.lines():

@@ -37,7 +37,8 @@ class MethodReport:
         target_forwards (`int`): Forward passes of the target in one run, prompts included.
         tau (`float`, *optional*): Mean tokens committed per verification, if a DFlash drafter was used.
         warmup_seconds (`float`): Time of the first calls: compilation, probes, allocation.
-        equal (`int`): Number of prompts whose output equals the target's own, token for token, in every run.
+        equal (`int`, *optional*): Number of prompts whose output equals the target's own, token for token, in every
+            run; `None` if nothing was compared.
         draft_sizes (`list[int]`, *optional*): Drafted tokens verified by each round of the last run, if sizes were
             chosen round by round.
         estimated_speedup (`float`, *optional*): The estimate that the sizes were chosen by; mean over the answers of
@@ -49,7 +50,7 @@ class MethodReport:
     runs: list[float]
     tokens: int
     target_forwards: int
-    equal: int
+    equal: int | None
     warmup_seconds: float = 0.0
     speedup_over_packed: float | None = None
     tau: float | None = None
@@ -116,13 +117,14 @@ class EvalReport:
         return [sum(n > k for n in lengths) / max(len(lengths), 1) for k in range(1, self.block_size)]
 
     @property
-    def lossless(self) -> bool:
-        """Whether every output with the drafter equals the target's own."""
-        return self.methods[ways.DFLASH].equal == self.num_prompts
+    def lossless(self) -> bool | None:
+        """Whether every output with the drafter equals the target's own; `None` if nothing was compared."""
+        equal = self.methods[ways.DFLASH].equal
+        return None if equal is None else equal == self.num_prompts
 
-    def verdict(self, method: str = ways.DFLASH) -> str:
-        """`"equal"`, `"differs at a near-tie"` or `"WRONG"`; only the last is an alarm."""
-        return worst_verdict(self.divergences, method)
+    def verdict(self, method: str = ways.DFLASH) -> str | None:
+        """`"equal"`, `"differs at a near-tie"` or `"WRONG"`, the only alarm; `None`: nothing was compared."""
+        return None if self.methods[method].equal is None else worst_verdict(self.divergences, method)
 
     @property
     def is_wrong(self) -> bool:

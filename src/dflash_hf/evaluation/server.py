@@ -111,12 +111,12 @@ def measure(
     if not any(one.drafted for one in drafted):
         raise ServerError(f"{server} does not draft: start it with a drafter, as `dflash serve --engine` does.")
 
-    def method(answers: list[Answer], speedup: float | None, equal: int) -> MethodReport:
+    def method(answers: list[Answer], speedup: float | None, equal: int | None) -> MethodReport:
         speed, tokens = _speed(answers), sum(one.tokens for one in answers)
         forwards = sum(1 + len(one.lengths) if one.drafted else one.tokens for one in answers)
         return MethodReport(speed, speedup, [speed], tokens, forwards, equal)
 
-    equal = sum(one.text == other.text for one, other in found if other is not None)
+    equal = sum(one.text == other.text for one, other in found) if others else None
     speedup = _speed(drafted) / _speed(others) if others else None
     methods = {TARGET: method(others, 1.0, len(others))} if others else {}
     return EvalReport(

@@ -305,7 +305,7 @@ def _report_rows(report: dict) -> list[tuple[str, str]]:
         ("Tokens per second, target alone", alone.get("tokens_per_second"), "{:.1f}"),
         ("Prompts", prompts, "{}"),
     ]
-    if prompts is not None:
+    if prompts is not None and blocks.get("equal") is not None:
         rows.append(("Outputs equal to the target's, token for token", blocks.get("equal"), f"{{}} of {prompts}"))
     setting = report.get("setting", {})
     rows += [(name.replace("_", " "), setting[name], "{}") for name in setting if not name.startswith("prompt")]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import os
 import types
 import typing
 from dataclasses import dataclass
@@ -156,13 +157,20 @@ def read_recipe(path: str | Path | None, overrides: typing.Sequence[str] = ()) -
             known = [name for hints in _HINTS.values() for name in hints]
             nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
             raise ValueError(f"Unknown key {key!r}; did you mean {nearest!r}? `dflash train --keys` lists all keys.")
-        typed[owner][key] = _typed(key, value, _HINTS[owner][key])
+        typed[owner][key] = _at_home(_typed(key, value, _HINTS[owner][key]))
     recipe, arguments = RecipeArguments(**typed[RecipeArguments]), typed[DFlashTrainingArguments]
     if recipe.head is not None:
         fields, loss = HEADS[recipe.head]
         recipe.draft_config, arguments = {**fields, **recipe.draft_config}, {**loss, **arguments}
     recipe.given = frozenset(values)
     return recipe, arguments
+
+
+def _at_home(value):
+    """Paths in a file, where no shell expands `~`."""
+    if isinstance(value, list):
+        return [_at_home(one) for one in value]
+    return os.path.expanduser(value) if isinstance(value, str) else value
 
 
 def key_lines(word: str = "") -> list[str]:
