@@ -60,7 +60,7 @@ def draft_and_verify(pair: Pair, start: torch.LongTensor, context: Context, plan
         draft = drafter.propose(plan, continuation.last, start, context.features, context.start)
         draft = continuation.padded(draft if plan.cut is None else plan.cut(draft))
     output = session.verify(draft, start)
-    hidden_states = output.hidden_states if continuation.lists_hidden_states else None
+    hidden_states = output.hidden_states if continuation.writer.hidden_states is not None else None
     return Verified(draft, output.logits, tap.take(), hidden_states)
 
 

@@ -125,9 +125,8 @@ def opened_pair(call: Call, continuation: Continuation):
         session.end_at(columns + call.max_new - 1)
         pair = Pair(drafter, session, models.tap, continuation, columns)
         try:
-            listed = prompt.hidden_states if continuation.lists_hidden_states else None
-            continuation.commit(continuation.judge(None, prompt.logits, listed))
-            del prompt, listed
+            continuation.commit(continuation.judge(None, prompt.logits, prompt.hidden_states))
+            del prompt
             yield pair, torch.tensor([columns - pad for pad in padding], device=drafter.device)
         finally:
             if keep_cache:  # even after an interruption

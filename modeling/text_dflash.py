@@ -142,11 +142,6 @@ class Continuation:
         return min(self.host.longest_possible, self.max_new)
 
     @property
-    def lists_hidden_states(self) -> bool:
-        """Whether the caller requests the hidden states of each token."""
-        return self.writer.hidden_states is not None
-
-    @property
     def tokens_left(self) -> int:
         """Maximum number of tokens that any row may still generate."""
         rows = zip(self.host.lengths, self.host.alive, strict=True)

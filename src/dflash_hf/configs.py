@@ -48,16 +48,13 @@ def read_config(name: str, what: str, revision: str | None = None) -> dict:
     return read_json(folder / "config.json")
 
 
-def check_names(
-    target: str, draft: str | None, loading: "Loading", tokenizer: bool = True, form: str = "--{} {}"
-) -> dict:
+def check_names(target: str, draft: str | None, loading: "Loading", form: str = "--{} {}") -> dict:
     """
     Check both configurations, before any weights are read.
 
     Args:
         target, draft (`str`): Their names.
         loading (`Loading`): Names the revisions.
-        tokenizer (`bool`): Whether the target must have a tokenizer.
         form (`str`): Format of an argument and its value in messages.
 
     Returns:
@@ -80,7 +77,7 @@ def check_names(
         base = "REPOSITORY" if Path(target).expanduser().exists() else target
         remedy = f"`dflash find {base}` lists the drafters of a model on the Hub, `dflash train` trains one"
         raise ValueError(f"{theirs} is not a DFlash drafter but {kind}; {remedy}.")
-    if tokenizer and Path(target).expanduser().is_dir():
+    if Path(target).expanduser().is_dir():
         if not any((Path(target).expanduser() / name).exists() for name in _TOKENIZERS):
             raise ValueError(
                 f"{ours}: the folder has no tokenizer; save the target's tokenizer next to its weights with "

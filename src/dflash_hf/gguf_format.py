@@ -159,7 +159,7 @@ def _limits_of_target(config: DFlashDraftConfig, target: dict) -> Iterator[tuple
             yield ours, f"{one} is not the target's {theirs}={other}: the drafter belongs to another target."
 
 
-def target_config(target: str | Path, revision: str | None = None) -> dict:
+def target_config(target: str | Path) -> dict:
     """
     The configuration of a target for [`limits`]: its text configuration, or the same keys from a GGUF file.
 
@@ -167,7 +167,7 @@ def target_config(target: str | Path, revision: str | None = None) -> dict:
         `ValueError`, `OSError`: it cannot be read.
     """
     if not is_gguf(target):
-        config = read_config(str(target), f"--target {target}", revision)
+        config = read_config(str(target), f"--target {target}", None)
         return config.get("text_config", config)
     fields = _open(target).fields
     kind = fields["general.architecture"].contents()
@@ -181,9 +181,7 @@ def target_config(target: str | Path, revision: str | None = None) -> dict:
     return {"model_type": kind, "vocab_size": len(fields[_TOKENS].data), **found, **sections}
 
 
-def write_gguf(
-    draft: DFlashDraftModel, path: Path, target: str | Path, dtype: str | None = None, revision: str | None = None
-) -> None:
+def write_gguf(draft: DFlashDraftModel, path: Path, target: str | Path, dtype: str | None = None) -> None:
     """
     Write a drafter for llama.cpp, completely or not at all.
 
@@ -192,14 +190,13 @@ def write_gguf(
         path (`Path`): The file; llama.cpp finds a file named `dflash-*.gguf` by itself.
         target (`str` or `Path`): The target's GGUF file, its folder or its repository, for the tokenizer.
         dtype (`str`, *optional*): Dtype of matrices, a key of `DTYPES`; vectors stay in fp32. Default: the drafter's.
-        revision (`str`, *optional*): Revision of the target's repository.
 
     Raises:
         `ValueError`: llama.cpp could not run it, or the tokenizer belongs to another target.
         `ImportError`: `gguf` is not installed.
     """
     gguf = _gguf()
-    config, facts = draft.config, target_config(target, revision)
+    config, facts = draft.config, target_config(target)
     for key, reason in limits(config, facts):
         raise ValueError(f"{path.name} cannot be written for llama.cpp: {key}: {reason}")
     kind = gguf.GGMLQuantizationType[DTYPES[dtype or str(draft.dtype).removeprefix("torch.")]]
@@ -212,9 +209,9 @@ def write_gguf(
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
             written = json.loads(config.to_json_string())
             writer.add_string(_CONFIG, json.dumps({k: v for k, v in written.items() if k != "auto_map"}))
-            tensors = _tensors(draft, target, revision)
+            tensors = _tensors(draft, target)
             _write_keys(writer, config, tensors, "mrope_section" in (facts.get("rope_parameters") or {}))
-            _write_tokenizer(writer, target, revision, config, config.vocab_size or facts["vocab_size"])
+            _write_tokenizer(writer, target, config, config.vocab_size or facts["vocab_size"])
             writer.add_mask_token_id(config.mask_token_id)
             for name, tensor in tensors.items():
                 _write_tensor(writer, name, tensor, kind)
@@ -273,7 +270,7 @@ def _is_dflash2(config: DFlashDraftConfig) -> bool:
     return config.conv_kernel_size is not None or config.head is PathSelector
 
 
-def _tensors(draft: DFlashDraftModel, target, revision: str | None) -> dict[str, torch.Tensor]:
+def _tensors(draft: DFlashDraftModel, target) -> dict[str, torch.Tensor]:
     """All tensors by llama.cpp's names."""
     config = draft.config
     state = {name: tensor.detach().cpu() for name, tensor in draft.state_dict().items()}
@@ -283,11 +280,11 @@ def _tensors(draft: DFlashDraftModel, target, revision: str | None) -> dict[str,
     if config.has_own_head:
         tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))  # ours holds differences, llama.cpp's ids
     if mask is not None:  # stored in an embedding of the drafter's own
-        embedding, _ = _embedding_and_head(target, revision)
+        embedding, _ = _embedding_and_head(target)
         tensors["token_embd.weight"] = tensors.get("token_embd.weight", embedding).clone()
         tensors["token_embd.weight"][config.mask_token_id] = mask.to(embedding.dtype)
     if "token_embd.weight" in tensors:  # otherwise llama.cpp would use it as the head as well
-        tensors.setdefault("output.weight", _embedding_and_head(target, revision)[1])
+        tensors.setdefault("output.weight", _embedding_and_head(target)[1])
     # llama.cpp supports convolution and selector only together: a missing part is written as a no-op.
     if _is_dflash2(config) and config.conv_kernel_size is None:
         for i, part in [(i, part) for i in range(config.num_hidden_layers) for part in ("attn", "ffn")]:
@@ -316,11 +313,11 @@ def _names(ours, num_layers: int) -> dict[str, str]:
     return found
 
 
-def _embedding_and_head(target, revision: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _embedding_and_head(target) -> tuple[torch.Tensor, torch.Tensor]:
     from transformers import AutoModelForCausalLM
 
     source, options = (Path(target).parent, {"gguf_file": Path(target).name}) if is_gguf(target) else (target, {})
-    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", revision=revision, **options)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", **options)
     return model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
 
 
@@ -339,7 +336,7 @@ def _write_tensor(writer, name: str, tensor: torch.Tensor, kind) -> None:
     writer.add_tensor(name, gguf.quantize(numbers, kind), raw_dtype=kind)
 
 
-def _write_tokenizer(writer, target, revision: str | None, config: DFlashDraftConfig, vocab_size: int) -> None:
+def _write_tokenizer(writer, target, config: DFlashDraftConfig, vocab_size: int) -> None:
     """Write the target's tokenizer: unchanged from its GGUF file, else from `tokenizer.json`."""
     gguf = _gguf()
     unused = gguf.TokenType.UNUSED
@@ -353,7 +350,7 @@ def _write_tokenizer(writer, target, revision: str | None, config: DFlashDraftCo
                 types = field.types
                 writer.add_key_value(name, field.contents(), types[0], types[-1] if len(types) > 1 else None)
         return
-    folder = Path(target).expanduser() if Path(target).expanduser().is_dir() else _tokenizer_of_hub(target, revision)
+    folder = Path(target).expanduser() if Path(target).expanduser().is_dir() else _tokenizer_of_hub(target)
     try:
         try:
             vocabulary = gguf.BpeVocab(folder)
@@ -394,11 +391,11 @@ def _check_trained_with(config: DFlashDraftConfig, target, texts: list[str], unu
         )
 
 
-def _tokenizer_of_hub(target, revision: str | None) -> Path:
+def _tokenizer_of_hub(target) -> Path:
     from huggingface_hub import snapshot_download
 
     files = ["tokenizer*", "vocab.json", "merges.txt", "added_tokens.json", "config.json", "chat_template*"]
-    return Path(snapshot_download(str(target), revision=revision, allow_patterns=files))
+    return Path(snapshot_download(str(target), allow_patterns=files))
 
 
 def unpack_gguf(file: Path, folder: Path) -> Path:

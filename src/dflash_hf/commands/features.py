@@ -1,6 +1,6 @@
 """`dflash features`."""
 
-from dflash_hf.commands.shared import add_data, add_examples, add_loading, add_output, tell_slow_dtype
+from dflash_hf.commands.shared import add_data, add_examples, add_loading, add_output, rows_of, tell_slow_dtype
 from dflash_hf.names import DTYPES
 from dflash_hf.terminal import (
     Outcome,
@@ -64,7 +64,6 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.data.encode import RowEncoder
     from dflash_hf.data.prepare import load_tokenizer, prepare_dataset
     from dflash_hf.data.prompts import template_kwargs
-    from dflash_hf.data.sources import load_rows
     from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
     from dflash_hf.modeling.layouts_dflash import fitting_target_layer_ids
     from dflash_hf.modeling.target_dflash import text_depth
@@ -87,9 +86,7 @@ def run(arguments, echo) -> Outcome:
         template_kwargs(given, arguments.data, draft_config=config, say=note),
         mask_token_id,
     )
-    rows = load_rows(arguments.data, arguments.split, name=arguments.name)
-    if arguments.limit:
-        rows = rows.select(range(min(arguments.limit, len(rows))))
+    rows = rows_of(arguments)
     target = freeze(load_target(arguments.target, loading, device))
     tell_slow_dtype(target)
     depth = text_depth(target.config)

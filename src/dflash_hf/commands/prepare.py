@@ -1,6 +1,6 @@
 """`dflash prepare`: which tokens of a dataset are trained on, and the examples as ids."""
 
-from dflash_hf.commands.shared import add_data, add_examples, add_output, add_revision
+from dflash_hf.commands.shared import add_data, add_examples, add_output, add_revision, rows_of
 from dflash_hf.terminal import Outcome, add_color, count, positive, token_id
 
 
@@ -34,7 +34,6 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.data.encode import RowEncoder
     from dflash_hf.data.prepare import colored_example, load_tokenizer, prepare_dataset
     from dflash_hf.data.prompts import template_kwargs
-    from dflash_hf.data.sources import load_rows
     from dflash_hf.files import atomic
     from dflash_hf.pairs import Loading
     from dflash_hf.terminal import note, template_arguments, wants_color
@@ -55,10 +54,7 @@ def run(arguments, echo) -> Outcome:
         template_kwargs(template_arguments(arguments.template_args), arguments.data, say=note),
         arguments.mask_token_id,
     )
-    rows = load_rows(arguments.data, arguments.split, name=arguments.name)
-    if arguments.limit:
-        rows = rows.select(range(min(arguments.limit, len(rows))))
-    dataset, report = prepare_dataset(rows, encoder, num_proc=arguments.num_proc)
+    dataset, report = prepare_dataset(rows_of(arguments), encoder, num_proc=arguments.num_proc)
     color = wants_color(arguments.color, sys.stdout)
     for number in range(min(arguments.examples, len(dataset))):
         echo(f"--- example {number}, supervised tokens {'in green' if color else 'in brackets'}")

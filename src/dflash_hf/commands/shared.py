@@ -90,7 +90,7 @@ def add_pair(parser, default: bool = False, required: bool = False) -> None:
     parser.add_argument("--draft", required=required, help=f"its drafter: a folder or Hub name{alone}")
 
 
-def add_loading(parser, draft: bool = True, code: bool = True, title: str = "models"):
+def add_loading(parser, draft: bool = True, title: str = "models"):
     """How models are loaded: see [`~dflash_hf.pairs.Loading`]."""
     group = parser.add_argument_group(title)
     group.add_argument(
@@ -103,8 +103,7 @@ def add_loading(parser, draft: bool = True, code: bool = True, title: str = "mod
     )
     group.add_argument("--device", type=device, help="cpu, cuda, cuda:1, ... or auto (default: a GPU if there is one)")
     add_revision(group, draft)
-    if code:
-        group.add_argument("--trust-remote-code", action="store_true", help="run the target's own code")
+    group.add_argument("--trust-remote-code", action="store_true", help="run the target's own code")
     return group
 
 
@@ -216,6 +215,14 @@ def add_data(parser) -> None:
     parser.add_argument("--name", help="configuration of a Hub dataset")
     parser.add_argument("--limit", type=positive, help="use the first N rows only")
     add_template(parser)
+
+
+def rows_of(arguments):
+    """The dataset of [`add_data`]'s arguments."""
+    from dflash_hf.data.sources import load_rows
+
+    rows = load_rows(arguments.data, arguments.split, name=arguments.name)
+    return rows.select(range(min(arguments.limit, len(rows)))) if arguments.limit else rows
 
 
 def add_template(parser) -> None:

@@ -39,7 +39,7 @@ class Forwards:
 
 
 @torch.no_grad()
-def time_forwards(target, draft, prompt: Sequence[int], context: int, repeats: int = 5) -> Forwards:
+def time_forwards(target, draft, prompt: Sequence[int], context: int) -> Forwards:
     """Time bare forwards after `context` tokens."""
     device, size = target.device, draft.config.block_size
     ids = torch.tensor([(list(prompt) * (context // len(prompt) + 2))[:context]], device=device)
@@ -60,7 +60,7 @@ def time_forwards(target, draft, prompt: Sequence[int], context: int, repeats: i
         output = draft(noise_embeds=noise, context_hidden_states=features[:, :size], past_key_values=draft_cache)
         draft.draft_logits(output.last_hidden_state[:, 1:], target.get_output_embeddings())
 
-    for _ in range(repeats + 2):  # in turn, so that other load affects all of them
+    for _ in range(7):  # in turn, so that other load affects all of them
         run("one_token", lambda: target(input_ids=ids[:, :1], past_key_values=cache, use_cache=True), cache, 1)
         run("verify", lambda: target(input_ids=ids[:, :size], past_key_values=cache, use_cache=True), cache, size)
         run("draft", drafting, draft_cache, 2 * size)

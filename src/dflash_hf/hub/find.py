@@ -21,7 +21,7 @@ class FoundDrafter:
     likes: int
 
 
-def find_drafters(target: str, limit: int = 20, token: str | None = None) -> list[FoundDrafter]:
+def find_drafters(target: str, limit: int = 20) -> list[FoundDrafter]:
     """
     Repositories with the tag `base_model:TARGET` that have the tag `dflash`, or `dflash` in their name; most
     downloaded first.
@@ -29,7 +29,6 @@ def find_drafters(target: str, limit: int = 20, token: str | None = None) -> lis
     Args:
         target (`str`): Hub name of the target.
         limit (`int`): Maximum number of results.
-        token (`str`, *optional*): Hub token. Default: the token of `hf auth login` or `HF_TOKEN`.
 
     Raises:
         `ValueError`: not a repository name.
@@ -43,7 +42,7 @@ def find_drafters(target: str, limit: int = 20, token: str | None = None) -> lis
         raise OSError("The Hub is disabled by HF_HUB_OFFLINE; unset it to list drafters.")
     try:
         get_session().head(constants.ENDPOINT, timeout=_SECONDS)  # once, before the library retries repeatedly
-        models = HfApi(token=token).list_models(filter=f"base_model:{target}", sort="downloads", full=True)
+        models = HfApi().list_models(filter=f"base_model:{target}", sort="downloads", full=True)
         found = []
         for model in models:
             if "dflash" in (model.tags or []) or "dflash" in model.id.lower():

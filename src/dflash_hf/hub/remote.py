@@ -19,9 +19,7 @@ _READ = ("config.json", SAFE_WEIGHTS_INDEX_NAME, "mask_embedding.pt")
 
 
 @contextmanager
-def local_folder(
-    name: str | Path, revision: str | None = None, subfolder: str = "", token: str | None = None
-) -> Iterator[Path]:
+def local_folder(name: str | Path, revision: str | None = None, subfolder: str = "") -> Iterator[Path]:
     """
     A local folder, or a temporary stand-in for a repository, whose safetensors files have the real headers and sizes
     but, being sparse, take no space.
@@ -30,7 +28,6 @@ def local_folder(
         name (`str` or `Path`): A local folder, or the id of a repository on the Hub.
         revision (`str`, *optional*): Branch, tag or commit of the repository.
         subfolder (`str`): The drafter's subfolder.
-        token (`str`, *optional*): Hub token. Default: the token of `hf auth login` or `HF_TOKEN`.
 
     Raises:
         `ValueError`: it may be a repository, but cannot be read.
@@ -40,7 +37,7 @@ def local_folder(
         return
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            _download(HfApi(token=token), str(name), revision, subfolder, Path(scratch))
+            _download(HfApi(), str(name), revision, subfolder, Path(scratch))
         except (ValueError, OSError, HfHubHTTPError, SafetensorsParsingError) as error:
             raise ValueError(
                 f"{name} is neither a local folder nor a readable repository on the Hub: {error}"
