@@ -110,7 +110,18 @@ def main() -> None:
             given = [*given, f"max_minutes={arguments.minutes}", "disable_tqdm=true", "report_to=none"]
             dflash("train", f"target={target}", f"data={answers}", f"output_dir={drafters[name]}", *given)
 
-    lines = ["| drafter | tau | speed-up, sizes chosen | over the packed target |", "|---|---|---|---|"]
+    counted = sum(1 for _ in answers.open())
+    lines = [
+        "# A drafter for a fine-tuned model",
+        "",
+        f"`python examples/benchmarks/fine_tuned.py WORK --minutes {arguments.minutes:g} --rows {arguments.rows}`: "
+        "SmolLM2-135M-Instruct with a merged LoRA that answers in a house style. "
+        f"{counted} of its answers train the bundled drafter and a new one, {arguments.minutes:g} CPU minutes each; "
+        "one thread, bf16, 24 held-out chats of 96 tokens, tau in whole blocks.",
+        "",
+        "| drafter | tau | speed-up, sizes chosen, packed | over the packed target |",
+        "|---|---|---|---|",
+    ]
     for name, folder in drafters.items():
         report = work / f"report {name}".replace(" ", "-").replace("'", "")
         if not (report / REPORT_FILE).exists():
