@@ -111,20 +111,24 @@ class CostTable:
         known = self._nearest(rows, columns)
         if not known:
             return [value / plain for value in expected]
-        measured = {n: t / (plain if n == -1 else expected[min(n, most)]) for n, t in known.items()}
+        # A larger round is never cheaper: where samples say so, their mean is likelier than the highest of them.
+        rising = _rising([(n, *known[n]) for n in sorted(known) if n >= 0])
+        measured = {n: seconds / expected[min(n, most)] for n, seconds in rising.items()}
+        if -1 in known:
+            measured[-1] = known[-1][0] / plain
         scale = sorted(measured.values())[len(measured) // 2]
-        places = sorted(n for n in measured if n >= 0)
+        places = sorted(rising)
         curve = [value * _between(places, measured, n, scale) for n, value in enumerate(expected)]
         for n in range(1, most + 1):
             curve[n] = max(curve[n], curve[n - 1])
         return [value / (plain * measured.get(-1, scale)) for value in curve]
 
-    def _nearest(self, rows: int, columns: int) -> dict[int, float]:
-        """Typical seconds by size, at the nearest length with samples."""
+    def _nearest(self, rows: int, columns: int) -> dict[int, tuple[float, int]]:
+        """Typical seconds by size and their number of samples, at the nearest length with samples."""
         bucket = self.bucket(columns)
         for _, length in sorted((abs(length - bucket), length) for of, length in self.samples if of == rows):
             sizes = self.samples[rows, length].items()
-            if known := {n: _typical(seconds) for n, seconds in sizes if len(seconds) > 2}:
+            if known := {n: (_typical(seconds), len(seconds)) for n, seconds in sizes if len(seconds) > 2}:
                 return known
         return {}
 
@@ -136,6 +140,19 @@ class CostTable:
 def _typical(seconds) -> float:
     """The lower quartile: other load makes rounds slower, never faster."""
     return sorted(seconds)[len(seconds) // 4]
+
+
+def _rising(points: list[tuple[int, float, int]]) -> dict[int, float]:
+    """Isotonic regression: the non-decreasing values nearest to `(place, value, weight)`, in order of their places."""
+    pools: list[tuple[float, int, list[int]]] = []  # mean, weight, places
+    for place, mean, weight in points:
+        places = [place]
+        while pools and pools[-1][0] > mean:
+            before, more, others = pools.pop()
+            mean, weight = (before * more + mean * weight) / (more + weight), more + weight
+            places = [*others, *places]
+        pools.append((mean, weight, places))
+    return {place: mean for mean, _, places in pools for place in places}
 
 
 def _between(places: list[int], values: dict[int, float], n: int, default: float) -> float:

@@ -458,12 +458,23 @@ def test_costs_are_those_that_were_measured():
             table.note(1, 100, size, seconds)
     table.note(1, 100, 2, 9.0)  # once is too little to count
     curve = table.copy().curve(1, 100, 16)
-    assert curve[0] == pytest.approx(1.25) and curve[4] == pytest.approx(1.3) and curve[8] == pytest.approx(2.0)
+    # Sixteen tokens cannot cost less than eight: the mean of both is likelier.
+    assert [curve[n] for n in (0, 4, 8)] == pytest.approx([1.25, 1.3, 1.75]) and 1.74 < curve[16] < 1.8
     assert curve == sorted(curve) and len(curve) == 17
     assert table.copy().curve(1, 900, 16)[4] == pytest.approx(1.3), "of the nearest length, until it is measured"
     assert table.copy().curve(2, 100, 16) != curve
     table.note(1, 900, 4, 0.5)  # once is too little to count there, too
     assert table.copy().curve(1, 900, 16)[4] == pytest.approx(1.3)
+
+
+def test_a_few_slow_rounds_do_not_make_larger_ones_slow():
+    """The first rounds of a process had 2 tokens: with the highest cost so far, all larger sizes cost as much."""
+    table = CostTable(0.25, 8, CPU)
+    for size, seconds, times in ((-1, 0.072, 24), (2, 0.172, 3), (4, 0.119, 24), (8, 0.138, 24), (13, 0.176, 24)):
+        for _ in range(times):
+            table.note(1, 100, size, seconds)
+    curve = table.copy().curve(1, 100, 16)
+    assert curve[2] == pytest.approx(curve[4]) and curve[4] < 1.75 and curve[8] == pytest.approx(0.138 / 0.072)
 
 
 def test_within_a_call_sizes_do_not_follow_a_stopwatch(planners, monkeypatch):
