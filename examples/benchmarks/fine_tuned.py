@@ -86,6 +86,8 @@ def main() -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("--minutes", type=float, default=10.0, help="minutes of each training")
     parser.add_argument("--rows", type=int, default=500)
+    parser.add_argument("--prompts", type=int, default=24, help="held-out requests")
+    parser.add_argument("--max-new-tokens", type=int, default=96)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     Pace.clock = staticmethod(time.process_time)
@@ -117,7 +119,7 @@ def main() -> None:
         f"`python examples/benchmarks/fine_tuned.py WORK --minutes {arguments.minutes:g} --rows {arguments.rows}`: "
         "SmolLM2-135M-Instruct with a merged LoRA that answers in a house style. "
         f"{counted} of its answers train the bundled drafter and a new one, {arguments.minutes:g} CPU minutes each; "
-        "one thread, bf16, 24 held-out chats of 96 tokens, tau in whole blocks.",
+        f"one thread, bf16, {arguments.prompts} held-out chats of {arguments.max_new_tokens} tokens, tau in blocks.",
         "",
         "| drafter | tau | speed-up, sizes chosen, packed | over the packed target |",
         "|---|---|---|---|",
@@ -125,7 +127,17 @@ def main() -> None:
     for name, folder in drafters.items():
         report = work / f"report {name}".replace(" ", "-").replace("'", "")
         if not (report / REPORT_FILE).exists():
-            counts = ("--prompts", 24, "--max-new-tokens", 96, "--runs", 1, "--threads", 1, "--packed")
+            counts = (
+                "--prompts",
+                arguments.prompts,
+                "--max-new-tokens",
+                arguments.max_new_tokens,
+                "--runs",
+                1,
+                "--threads",
+                1,
+                "--packed",
+            )
             dflash("eval", "--target", target, "--draft", folder, "--data", held_out, *counts, "--output", report)
         found = EvalReport.from_json((report / REPORT_FILE).read_text(encoding="utf-8"))
         packed = found.methods[AUTO_PACKED]
