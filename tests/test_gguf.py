@@ -418,15 +418,16 @@ def test_llama_cpp_really_fails_at_its_limits(key, tiny, tiny_file, tmp_path, mo
 
 
 WHOLE = {"draft_vocab_size": None}
+PLAIN = dict.fromkeys(("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size"))
 REAL = {
     "shipped": {},
-    "v1": WHOLE,
-    "reduced vocabulary": {"draft_vocab_size": 4096},  # half of the shipped drafter's
-    "selector": {**WHOLE, "selector_rank": 32, "selector_top_k": 16},
-    "Markov head": {**WHOLE, **MARKOV, "markov_rank": 32, "sample_from_anchor": True},
-    "DFlash 2": {**WHOLE, "selector_rank": 32, "selector_top_k": 16, "conv_kernel_size": 2, "conv_group_size": 16},
-    "sliding": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 24, "is_causal": False},
-    "sliding, causal": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 24},
+    "v1": {**WHOLE, **PLAIN},
+    "reduced vocabulary": {**PLAIN, "draft_vocab_size": 4096},  # half of the shipped drafter's
+    "selector": {**WHOLE, "conv_kernel_size": None, "conv_group_size": None},
+    "Markov head": {**WHOLE, **PLAIN, **MARKOV, "markov_rank": 32, "sample_from_anchor": True},
+    "DFlash 2": WHOLE,
+    "sliding": {**PLAIN, "layer_types": ["sliding_attention"] * 2, "sliding_window": 24, "is_causal": False},
+    "sliding, causal": {**PLAIN, "layer_types": ["sliding_attention"] * 2, "sliding_window": 24},
 }
 
 
