@@ -129,6 +129,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
         if plan.paths is not None:
             tree = self.tree(plan.paths, *context)
             return Draft(tree.tokens, tree=tree)
+        if self.temperature == 0:
+            return Draft(self.draft(*context)).prefix(plan.block)
         return Draft(*self.sample(*context, self.temperature)).prefix(plan.block)
 
     def draft(self, anchors, start, features=None, features_start=None) -> torch.LongTensor:
@@ -146,7 +148,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
             `torch.LongTensor` `[R, n + 1]`: the anchor, and for each drafting slot the token that the drafter's head
             ranks highest, given the previous ones.
         """
-        return self.sample(anchors, start, features, features_start, temperature=0.0)[0]
+        hidden = self._hidden_states(anchors, start, features, features_start)
+        return self.walk(anchors, hidden, temperature=0.0)[0]
 
     def sample(self, anchors, start, features=None, features_start=None, temperature: float = 1.0):
         """

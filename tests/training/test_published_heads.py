@@ -219,5 +219,5 @@ def test_one_argument_makes_a_drafter_and_its_loss():
     recipe, arguments = read_recipe(None, given)
     assert recipe.draft_config["markov_rank"] == 64 and recipe.draft_config["enable_confidence_head"]
     assert arguments == {"loss_type": "kl"}
-    with pytest.raises(ValueError, match="head='gru' must be one of dspark, domino, jetspec, selector"):
+    with pytest.raises(ValueError, match="head='gru' must be one of dspark, domino, jetspec, dflash2"):
         read_recipe(None, ["target=t", "data=d", "head=gru"])
