@@ -116,7 +116,8 @@ def main() -> None:
     lines = [
         "# A drafter for a fine-tuned model",
         "",
-        f"`python examples/benchmarks/fine_tuned.py WORK --minutes {arguments.minutes:g} --rows {arguments.rows}`: "
+        f"`python examples/benchmarks/fine_tuned.py WORK --minutes {arguments.minutes:g} --rows {arguments.rows} "
+        f"--prompts {arguments.prompts} --max-new-tokens {arguments.max_new_tokens}`: "
         "SmolLM2-135M-Instruct with a merged LoRA that answers in a house style. "
         f"{counted} of its answers train the bundled drafter and a new one, {arguments.minutes:g} CPU minutes each; "
         f"one thread, bf16, {arguments.prompts} held-out chats of {arguments.max_new_tokens} tokens, tau in blocks.",
@@ -127,18 +128,9 @@ def main() -> None:
     for name, folder in drafters.items():
         report = work / f"report {name}".replace(" ", "-").replace("'", "")
         if not (report / REPORT_FILE).exists():
-            counts = (
-                "--prompts",
-                arguments.prompts,
-                "--max-new-tokens",
-                arguments.max_new_tokens,
-                "--runs",
-                1,
-                "--threads",
-                1,
-                "--packed",
-            )
-            dflash("eval", "--target", target, "--draft", folder, "--data", held_out, *counts, "--output", report)
+            pair = ("--target", target, "--draft", folder, "--packed", "--threads", 1)
+            amount = ("--prompts", arguments.prompts, "--max-new-tokens", arguments.max_new_tokens, "--runs", 1)
+            dflash("eval", *pair, "--data", held_out, *amount, "--output", report)
         found = EvalReport.from_json((report / REPORT_FILE).read_text(encoding="utf-8"))
         packed = found.methods[AUTO_PACKED]
         lines.append(f"| {name} | {found.tau:.2f} | {packed.speedup:.2f}x | {packed.speedup_over_packed:.2f}x |")
