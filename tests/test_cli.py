@@ -7,11 +7,12 @@ import sys
 import pytest
 from support.pairs import make_draft
 from support.tiny_chat import THINKING, save_target
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationMixin
 
 from dflash_hf import cli
 from dflash_hf.cli import main
 from dflash_hf.modeling.decoding_config_dflash import DFlashDecodingConfig
+from dflash_hf.modeling.probe_dflash import _Trial
 from dflash_hf.terminal import wants_color
 
 
@@ -76,6 +77,17 @@ def test_generate_speaks_as_the_drafter_was_trained(tmp_path, capsys):
         assert said is None or said in printed.err
         texts.append(printed.out)
     assert texts[0] == texts[1] != texts[2] == texts[3]
+
+
+@pytest.mark.parametrize("command", [["generate", "--prompt", "a"], ["chat"]], ids=" ".join)
+def test_trying_out_the_target_is_not_part_of_an_answer_s_time(pair_arguments, command, monkeypatch):
+    """It was billed to the drafter: `generate --compare` showed 13 tokens/s, the target alone 22."""
+    order, found, generate = [], _Trial.found, GenerationMixin.generate
+    monkeypatch.setattr(_Trial, "found", lambda trial: order.append("found") or found(trial))
+    monkeypatch.setattr(GenerationMixin, "generate", lambda *a, **k: order.append("generate") or generate(*a, **k))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a"))
+    assert main([*command, *pair_arguments, "--max-new-tokens", "4"]) == 0
+    assert order == ["found", "generate"]
 
 
 def test_sampling_takes_a_seed(pair_arguments, capsys):

@@ -38,6 +38,7 @@ def run(arguments, echo) -> Outcome:
     import torch
     from transformers import set_seed
 
+    from dflash_hf.modeling.probe_dflash import facts_of
     from dflash_hf.pairs import pack
     from dflash_hf.serving.pieces import PieceStreamer
 
@@ -45,6 +46,8 @@ def run(arguments, echo) -> Outcome:
     prompt_ids = _ids(pair, prompt)
     target = pair.target()
     packed = ", packed" if pack(arguments.packed, target, draft) else ""
+    if draft is not None:
+        facts_of(target)  # once for each target, and not part of an answer's time
     input_ids = torch.tensor([prompt_ids], device=target.device)
     inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
     options = {"max_new_tokens": arguments.max_new_tokens, "return_dict_in_generate": True, **sampling}
