@@ -190,7 +190,8 @@ def test_what_changes_nothing_is_not_refused(server, own):
 def test_a_response_is_streamed_only_if_asked_for(server, own):
     """`/v1/responses` of upstream streamed by default, where OpenAI's does not."""
     settings = {"model": server.model, "input": "Say 1", "max_output_tokens": MAX_TOKENS, "temperature": 0}
-    assert server.client.responses.create(**settings).output_text == own["Say 1"]
+    response = server.client.responses.create(**settings)
+    assert response.output_text == own["Say 1"] and response.model == server.model  # it was the path of its folder
     kinds = [event.type for event in server.client.responses.create(**settings, stream=True)]
     assert kinds[-1] == "response.completed" and "response.output_text.delta" in kinds
 

@@ -95,18 +95,18 @@ class DraftedServe(Serve):
         from fastapi.middleware import Middleware
 
         models, app = self._model_manager, self.server.config.app
-        name = models.process_model_name(self.target)
-        target = models.loaded_models[name].model
-        processor = models.loaded_models[name].processor
+        loaded = models.loaded_models.pop(models.process_model_name(self.target))
+        models.loaded_models[self.name] = loaded  # answers name the model as it is found here
+        target, processor = loaded.model, loaded.processor
         self.takes_tools = "tools" in str(getattr(processor, "chat_template", None))
         pack(self.packed, target, self.draft)
-        manager = self._generation_state._generate_managers[name] = DraftedManager(target, self.draft, self.say)
+        manager = self._generation_state._generate_managers[self.name] = DraftedManager(target, self.draft, self.say)
         manager.try_out(target)
         for handler in (self._chat_handler, self._completion_handler, self._response_handler):
             handler._build_generation_config = functools.partial(_settings, handler._build_generation_config)
             handler.handle_request = functools.partial(self._answer, handler.handle_request)
         served = {"id": self.name, "object": "model", "created": int(time.time()), "owned_by": "dflash-hf"}
-        models.process_model_name = functools.partial(_pinned, self.name, name)
+        models.process_model_name = functools.partial(_pinned, self.name)
         models.force_model = self.name  # requests are compared with it
         app.router.routes[:] = [route for route in app.router.routes if route.path != "/reset"]  # would unpack
         models.get_gen_models = lambda: [served]  # upstream lists the whole cache, but would not serve it
@@ -165,13 +165,13 @@ def bound(host: str, port: int) -> socket.socket:
     return place
 
 
-def _pinned(served: str, name: str, asked: str) -> str:
+def _pinned(served: str, asked: str) -> str:
     """Upstream's `process_model_name` for a single model; otherwise `/load_model` would load any model."""
     from fastapi import HTTPException
 
-    if asked not in (served, name):
+    if asked != served:
         raise HTTPException(400, f"Server is pinned to '{served}'; requested '{asked}'.")
-    return name
+    return served
 
 
 async def _as_openai_does(request, error):
