@@ -36,7 +36,7 @@ AT_ONCE = 4  # visitors who are answered at the same time; the others wait
 SECONDS_BETWEEN_UPDATES = 0.1
 TOKENS = 160  # of an answer, at first
 EXAMPLES = [
-    "Explain photosynthesis to a child.",
+    "Why is the sky blue?",
     "What is a cache?",
     "Write a Python function that reverses a string.",
 ]
