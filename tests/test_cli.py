@@ -56,6 +56,23 @@ def test_generate_prints_the_target_s_own_text(pair_arguments, capsys, monkeypat
     assert printed.out.strip() in marked
 
 
+def test_tokens_that_rounding_changed_are_explained(pair_arguments, capsys, monkeypatch):
+    """`--compare` said "other tokens", and no more."""
+    generate = GenerationMixin.generate
+
+    def other(*args, assistant_model=None, **options):
+        output = generate(*args, assistant_model=assistant_model, **options)
+        output.sequences[0, -1] += assistant_model is None
+        return output
+
+    monkeypatch.setattr(GenerationMixin, "generate", other)
+    command = ["generate", *pair_arguments, "--prompt", "a", "--max-new-tokens", "4", "--compare", "--dtype"]
+    for dtype, explained in (("bfloat16", True), ("float32", False)):
+        assert main([*command, dtype]) == 0
+        printed = capsys.readouterr().err
+        assert "other tokens" in printed and ("as rounding in bfloat16 allows" in printed) == explained
+
+
 def test_generate_speaks_as_the_drafter_was_trained(tmp_path, capsys):
     """It left out the arguments that `eval` honours: README trains without thinking, and then generated with it."""
     folder = save_target(tmp_path / "target", THINKING)
