@@ -21,6 +21,7 @@ def test_its_cells_run_on_a_tiny_pair(tmp_path, monkeypatch):
     assert sum(bool(cell["outputs"]) for cell in cells) == len(cells)
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_its_cells_run_on_the_real_pair(real_target, tmp_path):
     """With `DFLASH_WRITE_NOTEBOOK=1` what they print and draw is written into the notebook."""

@@ -484,7 +484,7 @@ def test_a_plain_call_beside_a_drafted_one(pair, products):
     assert seen == {PackedLinear} and products and are_plain(target, draft)
 
 
-@pytest.mark.parametrize("compiled", [False, "aot_eager"])
+@pytest.mark.parametrize("compiled", [False, pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_entering_and_leaving_while_others_decode(pair, compiled, products, fresh_compiler):
     target, draft = pair
     ids = [prompt(5), prompt(11)]

@@ -34,8 +34,7 @@ def target():
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "llama"])
-@pytest.mark.parametrize("rows", [1, 5, 64])
-def test_greedy_texts_are_those_of_generate(family, rows):
+def test_greedy_texts_are_those_of_generate(family):
     """Full and sliding attention; prompts longer than a window, texts that outgrow the first slots, long ones last."""
     target, prompts = make_target(family), [*make_prompts(), *make_prompts(2, 90, seed=3)]
     config = copy.deepcopy(target.generation_config)
@@ -43,7 +42,8 @@ def test_greedy_texts_are_those_of_generate(family, rows):
     assert decodes_in_slots(target, config)
     config.max_new_tokens = 100
     expected = [target.generate(torch.tensor([p]), generation_config=config)[0, len(p) :].tolist() for p in prompts]
-    assert all_of(target, prompts, 100, config, rows) == expected
+    for rows in (1, 5, 64):
+        assert all_of(target, prompts, 100, config, rows) == expected
     assert len({len(text) for text in expected}) > 8 and max(map(len, expected)) > 35
 
 

@@ -165,10 +165,15 @@ def test_the_real_pair_writes_the_target_s_own_text(real_target):
     """Chat, code and sums, in fp32, token for token, with drafts that are accepted and rejected."""
     pair, lengths = demo.load_pair(torch.float32), []
     pair.draft.decoding_config.block_size = pair.draft.config.block_size
-    for row in demo.requests(7):
-        ids = torch.tensor([prompt_ids(RowEncoder(pair.tokenizer), row)])
-        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": False}
-        drafted = pair.target.generate(ids, assistant_model=pair.draft, return_dict_in_generate=True, **options)
-        assert torch.equal(drafted.sequences, pair.target.generate(ids, **options))
+    prompts = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in demo.requests(7)]
+    options = {"max_new_tokens": 20, "do_sample": False}
+    padded = pair.tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
+    texts = pair.target.generate(**padded, **options)[:, padded["input_ids"].shape[1] :]
+    for prompt, text in zip(prompts, texts, strict=True):
+        ids = torch.tensor([prompt])
+        options |= {"attention_mask": torch.ones_like(ids), "return_dict_in_generate": True}
+        drafted = pair.target.generate(ids, assistant_model=pair.draft, **options)
+        answer = drafted.sequences[0, len(prompt) :]
+        assert torch.equal(answer, text[: len(answer)])  # after its end a row of the batch is padded
         lengths += drafted.acceptance_lengths[0]
     assert sum(lengths) / len(lengths) > 1.4 and {1, 2, 3, 4} <= set(lengths)

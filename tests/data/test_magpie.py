@@ -316,7 +316,7 @@ def test_regenerate_answers_them(system, folder, pair, tmp_path, capsys, monkeyp
 @pytest.mark.real
 def test_the_real_target_writes_requests(real_target):
     target = AutoModelForCausalLM.from_pretrained(real_target, dtype="auto").eval()
-    settings = PromptSettings(kinds=("chat", "code"), max_new_tokens=64)
-    rows = generate_prompts(target, AutoTokenizer.from_pretrained(real_target), 4, settings)
+    settings = PromptSettings(kinds=("chat", "code"), max_new_tokens=32)
+    rows = generate_prompts(target, AutoTokenizer.from_pretrained(real_target), 4, settings, batch_size=4)
     assert {row["kind"] for row in rows} == {"chat", "code"}
     assert all(len(row["prompt"].split()) > 3 for row in rows)
