@@ -62,23 +62,38 @@ class Rows:
     kind: str = "kl"  # kind of loss, as in [`Teacher`]
 
     def divergence(self, scores: torch.Tensor) -> torch.Tensor:
-        """`[M]`, the run's loss for scores `[M, V]`; without a teacher, the labels' cross-entropy."""
-        log_q = scores.to(_wide(scores.dtype)).log_softmax(-1)
-        labels, distance, total = DIVERGENCES["ce" if self.teacher is None else self.kind]
-        loss = 0.0
-        if labels:
-            loss = loss + labels * functional.nll_loss(log_q, self.labels, reduction="none")
-        if distance:
-            loss = loss + distance * self.distance(scores)
-        if total:
-            log_p = self.teacher.to(log_q).log_softmax(-1)
-            loss = loss + total * functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
-        return loss
+        """`[M]`, the run's loss for scores `[M, V]`."""
+        return divergence(scores, self.labels, self.teacher, self.kind)
 
     def distance(self, scores: torch.Tensor) -> torch.Tensor:
         """`[M]`, the total variation between the teacher and scores `[M, V]`, from 0 to 1."""
-        q = scores.to(_wide(scores.dtype)).softmax(-1)
-        return 0.5 * (q - self.teacher.to(q).softmax(-1)).abs().sum(-1)
+        return variation(scores, self.teacher)
+
+
+def divergence(
+    logits: torch.Tensor, labels: torch.LongTensor, teacher: torch.Tensor | None = None, kind: str = "kl"
+) -> torch.Tensor:
+    """
+    The loss of logits `[M, V]` against labels `[M]` and a teacher's logits `[M, V]`, by `DIVERGENCES[kind]`; without a
+    teacher, the labels' cross-entropy.
+    """
+    log_q = logits.to(_wide(logits.dtype)).log_softmax(-1)
+    of_labels, distance, total = DIVERGENCES["ce" if teacher is None else kind]
+    loss = 0.0
+    if of_labels:
+        loss = loss + of_labels * functional.nll_loss(log_q, labels, reduction="none")
+    if distance:
+        loss = loss + distance * variation(logits, teacher)
+    if total:
+        log_p = teacher.to(log_q).log_softmax(-1)
+        loss = loss + total * functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+    return loss
+
+
+def variation(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """`[M]`, the total variation between the distributions of two logits `[M, V]`, from 0 to 1."""
+    q = logits.to(_wide(logits.dtype)).softmax(-1)
+    return 0.5 * (q - teacher.to(q).softmax(-1)).abs().sum(-1)
 
 
 def default_gamma(block_size: int) -> float:
@@ -153,27 +168,26 @@ class _TokenLoss(torch.autograd.Function):
         at_least = 0 if likely is None else 1  # run even an empty chunk, so that candidates have the right shape
         for start in range(0, max(hidden.shape[0], at_least), chunk_size):
             rows = slice(start, start + chunk_size)
+            gold, wanted = labels[rows], None
+            if teacher is not None:
+                states = teacher.states[teacher.rows[rows].to(teacher.states.device)]  # [chunk, H]
+                wanted = teacher.head(states)  # [chunk, V]
             with torch.set_grad_enabled(needs_grad):
                 chunk = hidden[rows].detach().requires_grad_(needs_grad)
                 logits = head(chunk)  # [chunk, V]
-            wide = logits.detach().to(_wide(logits.dtype), copy=True)
-            gold = labels[rows].to(wide.device)
+                gold, wanted = gold.to(logits.device), None if wanted is None else wanted.to(logits.device)
+                values = divergence(logits, gold, wanted, "ce" if teacher is None else teacher.kind)
+            if needs_grad:
+                (grads[rows],) = torch.autograd.grad(values, chunk, torch.ones_like(values))
+            losses[rows] = nll[rows] = values.detach()
+            wide = logits.detach().to(_wide(logits.dtype))
+            if wanted is not None:
+                nll[rows] = functional.cross_entropy(wide, gold, reduction="none")
             correct[rows] = wide.argmax(-1) == gold
-            wanted = None
-            if teacher is not None:
-                states = teacher.states[teacher.rows[rows].to(teacher.states.device)]  # [chunk, H]
-                wanted = teacher.head(states).to(wide)  # [chunk, V]
             if likely is not None:
                 ids, unary = likely(wide)  # [chunk, k]
-                shares = ids == gold[:, None] if wanted is None else wanted.softmax(-1).gather(1, ids)
+                shares = ids == gold[:, None] if wanted is None else wanted.to(wide).softmax(-1).gather(1, ids)
                 candidates.append((ids, unary, shares.to(wide)))
-            if wanted is None:
-                losses[rows] = nll[rows] = _cross_entropy(wide, gold)
-            else:
-                nll[rows] = torch.nn.functional.cross_entropy(wide, gold, reduction="none")
-                losses[rows] = _OF_TEACHER[teacher.kind](wide, wanted, gold)
-            if needs_grad:
-                (grads[rows],) = torch.autograd.grad(logits, chunk, wide.to(logits.dtype))
             del logits, wide, wanted  # before those of the next chunk are allocated
         ctx.save_for_backward(grads)
         found = [torch.cat(parts).to(hidden.device) for parts in zip(*candidates, strict=True)]
@@ -184,46 +198,6 @@ class _TokenLoss(torch.autograd.Function):
     def backward(ctx, grad_losses, *_):
         (grads,) = ctx.saved_tensors
         return (grads * grad_losses[:, None]).to(grads.dtype), None, None, None, None, None
-
-
-def _cross_entropy(logits: torch.Tensor, gold: torch.LongTensor) -> torch.Tensor:
-    """`-log softmax(logits)[gold]`, `[M]`; leaves its gradient `softmax(logits) - onehot(gold)` in `logits`."""
-    total = logits.logsumexp(-1)
-    nll = total - logits.gather(1, gold[:, None])[:, 0]
-    logits.sub_(total[:, None]).exp_()
-    logits.scatter_add_(1, gold[:, None], logits.new_full((len(gold), 1), -1.0))
-    return nll
-
-
-def _divergence(logits: torch.Tensor, teacher: torch.Tensor, gold=None) -> torch.Tensor:
-    """`KL(softmax(teacher) || softmax(logits))`, `[M]`; leaves its gradient, their difference, in `logits`."""
-    log_q = logits.sub_(logits.logsumexp(-1, keepdim=True))
-    log_p = teacher.sub_(teacher.logsumexp(-1, keepdim=True))
-    p = log_p.exp()
-    divergence = torch.linalg.vecdot(p, log_p.sub_(log_q))
-    log_q.exp_().sub_(p)
-    return divergence
-
-
-def _variation(logits: torch.Tensor, teacher: torch.Tensor, gold=None) -> torch.Tensor:
-    """Half of `|softmax(teacher) - softmax(logits)|`, `[M]`; leaves its gradient in `logits`."""
-    q = logits.softmax(-1)
-    apart = q - teacher.softmax(-1)
-    sign = apart.sign().mul_(0.5)
-    logits.copy_(q.mul_(sign - torch.linalg.vecdot(q, sign)[:, None]))
-    return 0.5 * apart.abs().sum(-1)
-
-
-def _dspark(logits: torch.Tensor, teacher: torch.Tensor, gold: torch.LongTensor) -> torch.Tensor:
-    """The first two of DSpark's three losses, `[M]`; leaves their gradient in `logits`."""
-    labels, distance, _ = DIVERGENCES["dspark"]
-    apart = logits.clone()
-    loss = labels * _cross_entropy(logits, gold) + distance * _variation(apart, teacher)
-    logits.mul_(labels).add_(apart, alpha=distance)
-    return loss
-
-
-_OF_TEACHER = {"kl": _divergence, "tv": _variation, "dspark": _dspark}
 
 
 def token_losses(
