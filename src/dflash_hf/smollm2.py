@@ -142,9 +142,10 @@ def _unpack(gguf: Path):
     target = LlamaForCausalLM(config)
     target.load_state_dict(packed.state_dict())
     target.generation_config = packed.generation_config
-    # 3. The file has no maximum length for the tokenizer.
+    # 3. The file has no maximum length for the tokenizer, and older transformers read no end of a turn.
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     tokenizer.model_max_length = config.max_position_embeddings
+    tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(packed.generation_config.eos_token_id)
     return target.to(torch.bfloat16), tokenizer
 
 

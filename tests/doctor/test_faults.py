@@ -14,7 +14,7 @@ from dflash_hf.doctor.experiments import Case
 def case(chat_pair):
     """The good pair; faults change it."""
     target, draft, tokenizer, writer = chat_pair
-    rows = [{"prompt": said} for said in requests(48, seed=9)]
+    rows = [{"prompt": said} for said in requests(64, seed=9)]
     encoder = RowEncoder(tokenizer, chat_template_kwargs=OFF)
     return Case(target, draft, writer, rows, encoder, names={"target": "T", "draft": "D", "base": "B"})
 
