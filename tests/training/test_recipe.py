@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.pairs import make_draft, make_target
+from support.pairs import make_draft
 from support.tiny_chat import CHATML, THINKING, save_target
 from transformers import AutoModelForCausalLM
 
@@ -20,7 +20,6 @@ from dflash_hf.commands.train import _publish
 from dflash_hf.training.pace import Pace
 from dflash_hf.training.recipe import RecipeArguments, key_lines, read_recipe
 from dflash_hf.training.settings_for import Machine
-from dflash_hf.training.train import _rows_in_time
 from dflash_hf.training.train import train as train_recipe
 
 
@@ -316,20 +315,6 @@ def test_a_plain_run_chooses_and_keeps_to_its_time(steady, folder, data, tmp_pat
     (last,) = sorted(output.glob("checkpoint-*"), key=lambda one: int(one.name.split("-")[1]))[-1:]
     assert main([*command, "max_minutes=0.05", f"resume_from_checkpoint={last}"]) == 0
     assert f"resuming from {last}" in capsys.readouterr().out
-
-
-def test_as_many_rows_are_stored_as_the_target_reads_in_the_time(monkeypatch, tmp_path):
-    """The estimate took a machine that was busy for a moment for a slow one: features of 680 rows of 4,000."""
-    seconds = itertools.count(0, 10)
-    monkeypatch.setattr(Pace, "clock", staticmethod(lambda: next(seconds)))
-    target = make_target()
-    args = DFlashTrainingArguments(output_dir=str(tmp_path), use_cpu=True, max_minutes=1)
-    rows = [{"input_ids": [1] * n, "loss_mask": [1] * n} for n in [16] * 40 + [8] * 40]
-    draft = make_draft(target)
-    assert (
-        _rows_in_time(target, rows, draft.config, args) == 21
-    )  # ten of twenty seconds for 8 of 16 tokens, of 12 on average
-    assert _rows_in_time(target, rows[:9], draft.config, args) == 9
 
 
 def test_a_file_s_paths_may_be_at_home(tmp_path, monkeypatch):

@@ -26,7 +26,7 @@ _ON_CPU = ((8, 16, 4), (6, 16, 4), (6, 8, 4), (6, 8, 2))
 _ON_GPU = ((16, 512, 8), (16, 256, 8), (16, 128, 8), (16, 64, 8), (16, 32, 8))
 _SMALL = {"num_draft_layers": 2, "loss_type": "dpace", "learning_rate": 1e-3}
 _LARGEST_DRAFT_VOCABULARY = 8192
-FEATURES_SHARE = 1 / 3  # maximum share of the time
+_FEATURES_SHARE = 1 / 3  # maximum share of the time
 _ENDS_SHARE = 0.05  # share of the time for loading and saving
 # Share of the matrix-product throughput that a step reaches: it also adds, masks and moves data.
 _EFFICIENCY = {"half": 0.35, "full": 0.8, "forward": 0.55}
@@ -66,9 +66,11 @@ class Machine:
         """This machine, and the disk of a folder; its speed is measured within a few tenths of a second."""
         from dflash_hf.responses import free_memory
 
+        there = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
         full, half = (_operations(device, dtype) for dtype in (torch.float32, torch.bfloat16))
         memory = free_memory(device if device.type == "cuda" else torch.device("cpu"))
-        return cls(device.type, torch.get_num_threads(), memory, free_disk(folder), full, half)
+        disk = shutil.disk_usage(there).free
+        return cls(device.type, torch.get_num_threads(), memory, disk, full, half)
 
     @property
     def small(self) -> bool:
@@ -129,11 +131,6 @@ class Settings:
         seen = 1.2 * self.passes * self.rows if self.known else 0
         runs = [tau for sequences, rows, tau in _REACHED if sequences <= seen and rows <= 2 * self.rows]
         return max(runs, default=None)
-
-
-def free_disk(folder: Path) -> int:
-    """Free bytes where a folder is, or will be."""
-    return shutil.disk_usage(next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())).free
 
 
 def settings_for(machine: Machine, config, data: Data, minutes: float | None, given: dict) -> Settings:
@@ -209,7 +206,7 @@ def _plan(machine: Machine, config, data: Data, minutes: float | None, chosen: d
 
     if keys.get("features"):
         return planned(0, step)
-    stored = int(min(data.rows, max(FEATURES_SHARE * seconds / target, 1)))
+    stored = int(min(data.rows, max(_FEATURES_SHARE * seconds / target, 1)))
     stored = keys.get("store_rows", stored)
     fits = work.stored_bytes * stored < machine.disk / 2 and not (keys.get("packing") or keys.get("peft_config"))
     with_features = planned(stored, step)

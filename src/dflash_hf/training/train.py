@@ -1,7 +1,6 @@
 """A recipe, from its data to a saved drafter."""
 
 import gc
-import math
 import shutil
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from dflash_hf.pairs import Loading, load_target
 from dflash_hf.terminal import note
 from dflash_hf.training.pace import Pace
 from dflash_hf.training.recipe import RecipeArguments
-from dflash_hf.training.settings_for import FEATURES_SHARE, free_disk
 
 
 STORED = "features"  # folder in a run's folder, for rows that it reads more than once
@@ -71,9 +69,6 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
         choose_vocabulary(draft, target, learned, say)
 
     # 4. The description of the run, before training changes anything; then features of rows read more than once.
-    if "store_rows" in chosen and args.max_minutes and not resume:
-        recipe.store_rows = chosen["store_rows"] = _rows_in_time(target, train_dataset, draft.config, args)
-        say(f"features          of {recipe.store_rows:,} rows, by the target's speed over a few of them")
     run = None
     if args.process_index == 0:
         run = describe_run(recipe, args, target, draft, encoder, train_dataset, resume) | {"chosen": chosen}
@@ -148,24 +143,6 @@ def _save_adapted(trainer) -> None:
         for name in (FACTS_FILE, REPORT_FILE, PLOT_FILE):
             if (folder / "adapter" / name).is_file():
                 shutil.copyfile(folder / "adapter" / name, folder / name)
-
-
-def _rows_in_time(target, rows, config, args) -> int:
-    """How many rows the target reads in its share of the time, as far as the disk holds their features."""
-    from dflash_hf.data.examples import DFlashCollator
-    from dflash_hf.target import target_forward
-
-    few = [rows[i] for i in range(0, len(rows), math.ceil(len(rows) / 8))]
-    batch = DFlashCollator()([{name: row[name] for name in ("input_ids", "loss_mask")} for row in few])
-    ids, mask = (batch[name].to(target.device) for name in ("input_ids", "attention_mask"))
-    for _ in range(2):  # the first is slower
-        start = Pace.clock()
-        output = target_forward(target, config.target_layer_ids, ids, attention_mask=mask)
-        seconds = Pace.clock() - start
-    size = output.features.nbytes + output.last_hidden_state.nbytes
-    row = float(mask.sum()) / mask.numel() / len(few)  # rows of about equal length are read together
-    most = min(FEATURES_SHARE * 60 * args.max_minutes / seconds, free_disk(Path(args.output_dir)) / 2 / size)
-    return max(min(int(most / row), len(rows)), 1)
 
 
 def _stored(recipe: RecipeArguments, args, target, draft, encoder, datasets) -> list:
