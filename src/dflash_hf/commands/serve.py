@@ -20,7 +20,7 @@ from dflash_hf.terminal import (
 )
 
 
-AGAIN = "open requests were answered; the same command starts the server again"
+AGAIN = "the same command starts the server again"
 
 
 def add_arguments(parser) -> None:

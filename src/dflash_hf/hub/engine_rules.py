@@ -246,8 +246,9 @@ def _numbers(drafter: Drafter) -> Iterator[Finding]:
     if has_own_head(drafter):
         # vLLM's DFlash 2 mistakes draft ids for the target's ids.
         blind, who = (SERVERS, "DFlash 2 in engines") if dflash2 else (("sglang",), "SGLang")
-        message = f"{get('draft_vocab_size')} is a reduced vocabulary, which {who} does not support: `dflash convert "
-        yield Finding("error", blind, "draft_vocab_size", message + "--share-head` writes a drafter without it.")
+        message = f"{get('draft_vocab_size')} is a reduced vocabulary, which {who} does not support: "
+        message += "`dflash convert DRAFT OUTPUT --share-head` writes a drafter without it."
+        yield Finding("error", blind, "draft_vocab_size", message)
     if get("vocab_size") == _GEMMA_VOCABULARY:
         yield _gemma()
 

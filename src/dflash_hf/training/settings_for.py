@@ -322,7 +322,7 @@ def _reason(key: str, machine: Machine, text, found: Settings) -> str:
         "use_cpu": "there is no accelerator",
         "num_draft_layers": "the paper uses 5; fewer layers allow more steps",
         "loss_type": "in 150 s it reached tau 1.20 on a CPU, the paper's ce 1.11",
-        "learning_rate": "for hours; the paper's 6e-4 is for days",
+        "learning_rate": "the paper's 6e-4 is for days",
         "draft_vocab_size": f"of {text.vocab_size:,} tokens, about those in the data: the head costs most",
         "init_layers": "start as the target's last layers, which already understand its features",
         "block_size": "the paper uses 16" + ("; short blocks allow more steps" if machine.small else ""),

@@ -72,9 +72,10 @@ def _fresh_draft(recipe, target, tokenizer, stored_layers: list[list[int]], say)
     if mask_token_id is None:
         mask_token_id = spare_token_id(target, tokenizer)
     if mask_token_id is None:
+        reserved = ", ".join(f"{i} ({tokenizer.decode([i])})" for i in sorted(tokenizer.added_tokens_decoder)[-3:])
         raise ValueError(
             f"{recipe.target} has no spare embedding row for the mask token; set mask_token_id to an id that its text "
-            "never uses, such as a reserved token."
+            f"never uses, such as a reserved token. Its last added tokens: {reserved}."
         )
     fields = {**recipe.draft_config}
     if recipe.target_layer_ids or stored_layers:
