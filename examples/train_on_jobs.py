@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.10"
-# dependencies = ["torch>=2.8", "transformers>=5.17", "huggingface-hub", "accelerate", "datasets", "peft", "pyyaml",
+# dependencies = ["torch>=2.8", "transformers>=5.20", "huggingface-hub", "accelerate", "datasets", "peft", "pyyaml",
 #     "jinja2", "dflash-hf"]
 # ///
 """
