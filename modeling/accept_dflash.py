@@ -228,7 +228,9 @@ class Judge:
         positionwise = all(type(p) in _POSITIONWISE for p in logits_processor)
         counted = all(type(c) in _COUNTED for c in stopping_criteria)
         rowwise = all(type(p) in _ROWWISE for p in logits_processor)
-        rowwise &= all(type(c) in (*_COUNTED, StopStringCriteria) for c in stopping_criteria)
+        # Without an end-of-sequence token, rows ended by a stop string go on being written until all have ended.
+        of_row = (*_COUNTED, StopStringCriteria) if self.pads_ended else _COUNTED
+        rowwise &= all(type(c) in of_row for c in stopping_criteria)
         if listed or (streamed and rows > 1):
             self.pace = "together"
         # A single row is sampled token by token, so that a seed gives the same text as without a drafter.

@@ -7,6 +7,7 @@ from threading import Thread
 import pytest
 import torch
 from support.pairs import VOCAB, make_draft, make_target
+from support.rows import ragged_prompts
 from support.scripted_draft import scripted
 from support.tiny_chat import make_tokenizer
 from torch._subclasses.fake_tensor import FakeTensor
@@ -196,6 +197,22 @@ def test_stop_strings_stop_exactly(talking):
     assert expected.shape[1] < text.shape[1]
     draft = scripted(draft, text)
     output = target.generate(**inputs, **options, stop_strings=[stop], assistant_model=draft)
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("eos", [None, 11])
+def test_rows_that_a_stop_string_ends(talking, eos):
+    """With an end-of-sequence token they are padded; without, the target goes on writing them until all have ended."""
+    target, draft, tokenizer = talking
+    inputs, _ = ragged_prompts(3)
+    options = {"max_new_tokens": 40, "do_sample": False, "tokenizer": tokenizer, "pad_token_id": 0}
+    options |= {"eos_token_id": eos}
+    free = target.generate(**inputs, **options)[:, -40:].tolist()
+    options["stop_strings"] = [tokenizer.decode(free[row][place : place + 2]) for row, place in ((0, 5), (1, 20))]
+    expected = target.generate(**inputs, **options)
+    assert (expected[0, -5:] == 0).all() == (eos is not None)
+    draft = scripted(draft, expected, error_rate=0.2)
+    output = target.generate(**inputs, **options, assistant_model=draft)
     assert torch.equal(output, expected)
 
 

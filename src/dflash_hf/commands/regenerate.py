@@ -156,7 +156,8 @@ def _in_process(arguments, encoder, prompts: dict, output, echo):
     from dflash_hf.data.time_left import duration, rows_at_a_time
     from dflash_hf.pairs import Loading, configured_draft, load_target, pack
     from dflash_hf.responses import PLAIN_ROWS
-    from dflash_hf.target import digest_of_target, spare_token_id
+    from dflash_hf.target import digest_of_target, mask_token_remedy, spare_token_id
+    from dflash_hf.terminal import note
 
     loading = Loading.of(arguments)
     draft = configured_draft(arguments, loading)
@@ -164,6 +165,9 @@ def _in_process(arguments, encoder, prompts: dict, output, echo):
     encoder.mask_token_id = arguments.mask_token_id
     if encoder.mask_token_id is None:
         encoder.mask_token_id = draft.config.mask_token_id if draft else spare_token_id(target, encoder.tokenizer)
+    if encoder.mask_token_id is None:
+        remedy = mask_token_remedy(encoder.tokenizer, "--mask-token-id")
+        note(f"{arguments.target} has no spare embedding row for a mask token, which training needs: {remedy}")
     known = {"weights": digest_of_target(target), "dtype": str(target.dtype), "mask_token_id": encoder.mask_token_id}
     output.settle(known)
     shared.tell_slow_dtype(target)

@@ -78,6 +78,8 @@ def run(arguments, echo) -> Outcome:
     trainer = train(recipe, training, echo)
     if trainer.args.process_index == 0:
         echo(f"The drafter is in {trainer.args.output_dir}")
+        pair = f"--target {arguments.target or recipe.target} --draft {trainer.args.output_dir}"
+        echo(f"Next, on prompts that it was not trained on: dflash eval {pair} --data held_out.jsonl")
         if training.get("push_to_hub"):
             _publish(recipe, trainer.args, echo)
     outcome = Outcome(facts={"output_dir": trainer.args.output_dir, "steps": trainer.state.global_step})

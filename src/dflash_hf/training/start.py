@@ -20,7 +20,7 @@ from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
 from dflash_hf.modeling.heads_dflash import head_fields
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.modeling.target_dflash import decoder_layers
-from dflash_hf.target import spare_token_id
+from dflash_hf.target import mask_token_remedy, spare_token_id
 from dflash_hf.training.features import FeatureManifest
 
 
@@ -72,11 +72,8 @@ def _fresh_draft(recipe, target, tokenizer, stored_layers: list[list[int]], say)
     if mask_token_id is None:
         mask_token_id = spare_token_id(target, tokenizer)
     if mask_token_id is None:
-        reserved = ", ".join(f"{i} ({tokenizer.decode([i])})" for i in sorted(tokenizer.added_tokens_decoder)[-3:])
-        raise ValueError(
-            f"{recipe.target} has no spare embedding row for the mask token; set mask_token_id to an id that its text "
-            f"never uses, such as a reserved token. Its last added tokens: {reserved}."
-        )
+        remedy = mask_token_remedy(tokenizer)
+        raise ValueError(f"{recipe.target} has no spare embedding row for the mask token; {remedy}.")
     fields = {**recipe.draft_config}
     if recipe.target_layer_ids or stored_layers:
         fields["target_layer_ids"] = recipe.target_layer_ids or stored_layers[0]
