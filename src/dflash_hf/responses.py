@@ -41,6 +41,11 @@ def eos_ids(generation_config: GenerationConfig) -> set[int]:
     return set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
 
 
+def is_cut(ids: list[int], limit: int, generation_config: GenerationConfig) -> bool:
+    """Whether an answer was cut off at its maximum number of tokens."""
+    return len(ids) == limit and ids[-1] not in eos_ids(generation_config)
+
+
 class Choice:
     """
     How the next token is chosen: the likeliest, or drawn. Each row draws with its own generator, so that its text

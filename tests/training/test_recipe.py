@@ -160,6 +160,7 @@ def test_the_demo_recipe_from_data_to_a_drafter_that_decodes(folder, data, tmp_p
     code, out, error = train(capsys, folder, output, *options, kwargs)
     assert code == 0, error
     assert "rows              12" in out and f"The drafter is in {output}" in out
+    assert f"dflash eval --target {folder} --draft {output} --data" in out
     assert "eval_loss" in out and "eval_tau" in out
     config = DFlashDraftConfig.from_pretrained(output)
     assert config.dflash_config["chat_template_kwargs"] == {"enable_thinking": False}
@@ -376,6 +377,13 @@ def test_targets_without_a_spare_row_need_a_mask_token(data, tmp_path, capsys):
     make_tokenizer(CHATML).save_pretrained(tmp_path / "full")
     code, _, error = train(capsys, tmp_path / "full", tmp_path / "drafter", f"data={data}")
     assert code == 1 and "has no spare embedding row for the mask token; set mask_token_id" in error
+    # Said before the answers are made, not after it.
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a.x1 = n"}\n')
+    files = ["--data", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "responses.jsonl")]
+    limits = ["--max-new-tokens", "4", "--device", "cpu"]
+    assert main(["regenerate", "--target", str(tmp_path / "full"), *files, *limits]) == 0
+    said = capsys.readouterr().err
+    assert "which training needs: set --mask-token-id to an id" in said and "Its last added tokens: " in said
 
 
 @pytest.mark.slow

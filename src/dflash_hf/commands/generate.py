@@ -40,7 +40,7 @@ def run(arguments, echo) -> Outcome:
 
     from dflash_hf.modeling.probe_dflash import facts_of
     from dflash_hf.pairs import pack
-    from dflash_hf.responses import eos_ids
+    from dflash_hf.responses import is_cut
     from dflash_hf.serving.pieces import PieceStreamer
 
     tokenizer, draft = pair.tokenizer, pair.draft()
@@ -66,10 +66,10 @@ def run(arguments, echo) -> Outcome:
     # Figures go to standard error, so that only the text is piped.
     lengths = (getattr(output, "acceptance_lengths", None) or [[]])[0]
     facts = {"text": tokenizer.decode(ids, skip_special_tokens=True), "tokens": len(ids), "seconds": seconds}
-    facts["cut"] = len(ids) == arguments.max_new_tokens and ids[-1] not in eos_ids(target.generation_config)
+    facts["cut"] = is_cut(ids, arguments.max_new_tokens, target.generation_config)
     speed = _speed(ids, seconds)
     if facts["cut"]:
-        speed += ", cut at --max-new-tokens"
+        speed += f", cut off at --max-new-tokens {arguments.max_new_tokens}"
     if lengths:
         facts |= {"tau": sum(lengths) / len(lengths), "acceptance_lengths": lengths}
         speed += f", tau {facts['tau']:.2f} over {len(lengths)} verifications"

@@ -5,7 +5,7 @@ import sys
 
 from dflash_hf.evaluation.text import chosen_line, shade
 from dflash_hf.failures import explain
-from dflash_hf.responses import eos_ids
+from dflash_hf.responses import is_cut
 from dflash_hf.serving.conversation import Conversation
 from dflash_hf.serving.pieces import PieceStreamer
 from dflash_hf.terminal import Echo, stdin_lines
@@ -92,8 +92,8 @@ class Chat:
             self.note(f"error: {explain(error)}")
             return
         limit = self.conversation.options.get("max_new_tokens")
-        ends = eos_ids(self.conversation.target.generation_config)
-        cut = output is not None and streamer.tokens == limit and output.sequences[0, -1].item() not in ends
+        written = [] if output is None else output.sequences[0, -streamer.tokens :].tolist()
+        cut = is_cut(written, limit, self.conversation.target.generation_config)
         stopped = "; stopped" if error is not None else f"; cut off at --max-new-tokens {limit}" if cut else ""
         self.note(f"{self._who()}: {streamer.tokens} tokens in {streamer.seconds:.2f} s, {streamer.status()}{stopped}")
         if sizes := getattr(output, "draft_sizes", None):  # if our drafter chose them
