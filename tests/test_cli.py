@@ -37,7 +37,7 @@ def test_generate_prints_the_target_s_own_text(pair_arguments, capsys, monkeypat
     generate = ["generate", *pair_arguments, "--max-new-tokens", "24"]
     assert main([*generate, "--prompt", "a.x1 = n", "--compare"]) == 0
     printed = capsys.readouterr()
-    assert "tau" in printed.err and "the same tokens" in printed.err and "cut off at --max-new-tokens 24" in printed.err
+    assert all(said in printed.err for said in ("tau", "the same tokens", "cut off at --max-new-tokens 24"))
     without_draft = [*generate[:3], *generate[5:]]
     assert main([*without_draft, "--prompt", "a.x1 = n"]) == 0
     alone = capsys.readouterr()

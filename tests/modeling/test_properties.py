@@ -203,8 +203,8 @@ def check(case):
     with at_any_size(case["seed"]) if case["any_size"] else contextlib.nullcontext():
         output = generate(assistant_model=draft)
     assert torch.equal(output.sequences, expected.sequences)
-    # Recurrences are computed in fp32 whatever the dtype is: the target's own forward over several tokens differs by up
-    # to 3e-3 from its steps.
+    # Recurrences are computed in fp32 whatever the dtype is: the target's own forward over several tokens differs from
+    # its steps by up to 3e-3.
     tolerance = 5e-3 if case["family"] in families.REPLAY else 1e-4
     assert_alike(output, expected, tolerance if dtype == torch.float64 else 5e-3)
     if scores:
