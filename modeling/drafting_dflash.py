@@ -191,8 +191,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
             best, order = bounded(head.scores(query, *wide[1:]).log_softmax(dim=-1)).topk(paths.top_k, dim=-1)
             return wide[1].gather(-1, order), best, state
 
-        tree = beam_tree(before, head.start(before), after, paths)
-        return tree._replace(**{k: one.to(self.device) for k, one in tree._asdict().items() if k != "depth"})
+        return beam_tree(before, head.start(before), after, paths).to(self.device)
 
     def _candidates(self, hidden: torch.Tensor) -> tuple[torch.LongTensor, torch.Tensor]:
         """The candidates of each slot, as the target's ids, and their draft logits."""

@@ -136,6 +136,12 @@ class DraftTree(NamedTuple):
         tokens, depths, parents, ancestors, log_probs = (table[:, :size] for table in tables)
         return DraftTree(tokens, depths, parents, ancestors, depth, log_probs)
 
+    def to(self, device: torch.device) -> "DraftTree":
+        """The tree on another device. Dynamo of torch 2.8 does not trace `_asdict`."""
+        tables = (self.tokens, self.depths, self.parents, self.ancestors, self.log_probs)
+        tokens, depths, parents, ancestors, log_probs = (table.to(device) for table in tables)
+        return DraftTree(tokens, depths, parents, ancestors, self.depth, log_probs)
+
     def walk(self, tokens: torch.LongTensor) -> tuple[torch.LongTensor, torch.LongTensor]:
         """
         The path that the target accepts.
