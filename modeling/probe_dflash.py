@@ -33,6 +33,8 @@ EXACT, CLOSE = 1e-4, 1e-3
 _OF_THE_CHECKPOINT = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
 
 _known: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
+# The facts about all targets of this process whose code comes from files, for the next one like them.
+_alike: dict[tuple, "TargetFacts"] = {}
 
 
 @dataclass
@@ -115,7 +117,7 @@ class TargetFacts:
 def facts_of(target) -> TargetFacts:
     """
     Probe a target, once for each combination of forward code, attention implementation, dtype, mode and autocast.
-    Results of other processes are read from disk.
+    Targets of the same modules, code and configuration share their facts, with other processes through the disk.
 
     A short prompt, a block with rejected tokens, a roll-back and a second block must give the same logits and state as
     decoding the kept tokens one by one. Tried with slots, with slots and replay of the recurrent layers, then with
@@ -137,8 +139,12 @@ def facts_of(target) -> TargetFacts:
     key += (training, training and target.is_gradient_checkpointing)  # which drops the cache
     key += (torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),)
     if key not in known:
-        on_disk = None if replaced or hooks or training else _key_on_disk(target, key)
-        facts = on_disk and TargetFacts.remembered(recall("targets", on_disk))
+        own = replaced or training or any(module._forward_pre_hooks or module._forward_hooks for module in modules)
+        functions = [] if own else _functions(target)
+        on_disk = None if own else _key_on_disk(target, key, functions)
+        # Here a function is itself, since two of the same place in a file may differ in their closures.
+        alike = (*map(str, on_disk.values()), frozenset(map(weakref.ref, functions))) if on_disk else ()
+        facts = _alike.get(alike) or on_disk and TargetFacts.remembered(recall("targets", on_disk))
         if not facts:
             devices = [] if device.type == "cpu" else [device]
             with torch.random.fork_rng(devices, enabled=training, device_type="cuda" if not devices else device.type):
@@ -147,27 +153,34 @@ def facts_of(target) -> TargetFacts:
                 return facts
             if on_disk and facts.features:
                 remember("targets", on_disk, {**asdict(facts), "session_class": facts.session_class.__name__})
+        if on_disk and facts.features:
+            _alike[alike] = facts
         known[key] = facts
     return known[key]
 
 
-def _key_on_disk(target, key: tuple) -> dict | None:
+def _functions(target) -> list:
+    """The functions of the classes of a target's modules, and of those that they inherit from."""
+    classes = {base for kind in {type(module) for module in target.modules()} for base in kind.__mro__}
+    return [function for kind in classes for function in vars(kind).values() if inspect.isfunction(function)]
+
+
+def _key_on_disk(target, key: tuple, functions: list) -> dict | None:
     """
     The key under which other processes find the facts about a target: its modules and configuration, and the current
     files of their code, of the decoding code and of this package. `None` if some code comes from no file.
     """
-    classes = {base for kind in {type(module) for module in target.modules()} for base in kind.__mro__}
-    codes = {*key[2], *key[3], *_codes(*(f for kind in classes for f in vars(kind).values() if inspect.isfunction(f)))}
+    codes = {*key[2], *key[3], *_codes(*functions)}
     modules = [f"{name}: {type(module).__qualname__}" for name, module in target.named_modules()]
     config = {name: value for name, value in target.config.to_dict().items() if name not in _OF_THE_CHECKPOINT}
     try:
-        functions = sorted(f"{code.co_filename}:{code.co_firstlineno}" for code in codes)
+        places = sorted(f"{code.co_filename}:{code.co_firstlineno}" for code in codes)
         files = {code.co_filename for code in codes} | {cache_utils.__file__, masking_utils.__file__}
         files |= {str(path) for path in Path(__file__).parent.glob("*.py")}
         stamps = [(file, (stat := os.stat(file)).st_size, stat.st_mtime_ns) for file in sorted(files)]
     except (AttributeError, OSError):
         return None
-    content = repr((modules, sorted(config.items()), functions, stamps, key[4:], target.device.type))
+    content = repr((modules, sorted(config.items()), places, stamps, key[4:], target.device.type))
     return {
         "target": f"{type(target).__module__}.{type(target).__qualname__}",
         "attention": key[0],

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationMixin
 from dflash_hf import cli
 from dflash_hf.cli import main
 from dflash_hf.modeling.decoding_config_dflash import DFlashDecodingConfig
-from dflash_hf.modeling.probe_dflash import _Trial
+from dflash_hf.modeling.probe_dflash import _alike, _Trial
 from dflash_hf.terminal import wants_color
 
 
@@ -99,6 +99,7 @@ def test_generate_speaks_as_the_drafter_was_trained(tmp_path, capsys):
 @pytest.mark.parametrize("command", [["generate", "--prompt", "a"], ["chat"]], ids=" ".join)
 def test_trying_out_the_target_is_not_part_of_an_answer_s_time(pair_arguments, command, monkeypatch):
     """It was billed to the drafter: `generate --compare` showed 13 tokens/s, the target alone 22."""
+    _alike.clear()
     order, found, generate = [], _Trial.found, GenerationMixin.generate
     monkeypatch.setattr(_Trial, "found", lambda trial: order.append("found") or found(trial))
     monkeypatch.setattr(GenerationMixin, "generate", lambda *a, **k: order.append("generate") or generate(*a, **k))

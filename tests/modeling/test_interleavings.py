@@ -19,6 +19,7 @@ from torch import nn
 from transformers import StoppingCriteriaList
 from transformers.utils import logging
 
+from dflash_hf.modeling import probe_dflash
 from dflash_hf.modeling.target_dflash import raw_embedding
 
 
@@ -116,6 +117,7 @@ def test_the_first_calls_of_a_target_take_turns(family, pair_of):
     """How a target is rolled back is found out by its first call: not by what another call made of it."""
     expected = alone(pair_of(family), "block", "greedy")
     fresh, turns = pair_of(family, fresh=True), Turns(1)
+    probe_dflash._alike.clear()
     with turns.inside(fresh.target):
         results = turns.run(*[lambda: greedy(fresh.target, fresh.drafts["block"], fresh.call("greedy"))] * 4)
     assert not raised(results), raised(results)

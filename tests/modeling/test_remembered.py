@@ -1,5 +1,6 @@
 """What is found out on a machine is kept for the next process, and never in the way."""
 
+import functools
 import json
 import os
 import subprocess
@@ -227,6 +228,7 @@ def probes(home, monkeypatch):
 
 def facts_in_a_new_process(target):
     probe_dflash._known.clear()
+    probe_dflash._alike.clear()
     return facts_of(target)
 
 
@@ -293,5 +295,60 @@ def test_a_target_that_was_remembered_drafts(probes):
     target = make_target()
     facts_in_a_new_process(target)
     probe_dflash._known.clear()
+    probe_dflash._alike.clear()
     decode(target, make_draft(target))
     assert len(probes) == 1
+
+
+# ----------------------------------------------------------------------------------------------------- in one process
+
+
+@pytest.fixture
+def tries(probes, monkeypatch):
+    """The same without files."""
+    monkeypatch.setenv("DFLASH_HF_REMEMBER", "0")
+    probe_dflash._alike.clear()
+    return probes
+
+
+def scaled_by(factor: float):
+    """Classes of one place in a file, whose forwards differ only in what they enclose."""
+
+    class Scaled(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * factor
+
+    return Scaled
+
+
+def test_targets_alike_are_found_out_about_once_in_a_process(tries):
+    first = facts_of(make_target())
+    assert facts_of(make_target(seed=3)) == first and len(tries) == 1
+    kinds = [scaled_by(1.0), scaled_by(2.0)]
+    for kind in (*kinds, *kinds):
+        target = make_target()
+        target.lm_head.__class__ = kind
+        facts_of(target)
+    assert len(tries) == 3
+
+
+@pytest.mark.parametrize("change", ["whole", "part", "replaced", "class", "dtype", "attention", "depth", "training"])
+def test_a_target_that_differs_is_found_out_about_in_the_same_process(change, tries, monkeypatch):
+    """The facts of the one before it are not used: they were, for a forward that was replaced by another."""
+    facts_of(make_target())
+    fields = {"dtype": {"dtype": torch.float64}, "attention": {"attn": "eager"}, "depth": {"num_hidden_layers": 5}}
+    target = make_target(**fields.get(change, {})).train(change == "training")
+    layer = target.model.layers[1]
+    if change == "whole":
+        target.register_forward_pre_hook(lambda module, args: None)
+    elif change == "part":
+        layer.register_forward_hook(lambda module, args, output: None)
+    elif change == "replaced":
+        layer.forward = functools.partial(layer.forward)
+    elif change == "class":
+        forward = type(layer).forward
+        monkeypatch.setattr(type(layer), "forward", lambda self, *args, **kwargs: forward(self, *args, **kwargs))
+    facts_of(target)
+    assert len(tries) == 2 and tries[1] is target
+    facts_of(target)
+    assert len(tries) == 2

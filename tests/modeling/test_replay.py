@@ -9,6 +9,7 @@ from support.pairs import make_draft, make_target
 from support.rows import ragged_prompts
 from support.scripted_draft import scripted
 
+from dflash_hf.modeling import probe_dflash
 from dflash_hf.modeling.probe_dflash import facts_of
 from dflash_hf.modeling.recurrent_dflash import ReplaySession, StepSession
 from dflash_hf.modeling.sessions_dflash import SlotSession
@@ -63,6 +64,7 @@ def test_recurrent_cache_continues_the_conversation(family):
 
 def test_a_wrong_state_is_noticed(monkeypatch):
     """The probe takes no way of rolling back that leaves the rejected tokens in the state."""
+    probe_dflash._alike.clear()
     for kind in (ReplaySession, StepSession):
         monkeypatch.setattr(kind.tape_class, "_go_back", lambda self, size, count: None)
     assert facts_of(make_target("qwen3_5_text")).session_class is None
