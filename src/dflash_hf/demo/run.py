@@ -9,8 +9,6 @@
 
 import gzip
 import json
-import os
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, zip_longest
@@ -105,12 +103,10 @@ def run_demo(
     rows = requests(num_prompts)
     encoder = RowEncoder(pair.tokenizer)
     prompts = [prompt_ids(encoder, row) for row in rows]
-    compiled = [ways.TREE_COMPILED_PACKED] if has_compiler() else []  # one graph to wait for, not two
     dtype = str(pair.target.dtype).removeprefix("torch.")
     say(
         f"compare   {num_prompts} requests, greedy, {max_new_tokens} tokens at most, {dtype}, "
         f"{torch.get_num_threads()} thread(s), every method in turn"
-        + ("" if compiled else "; no C++ compiler here, so no compiled rounds")
     )
     report = decode_side_by_side(
         pair.target,
@@ -118,7 +114,7 @@ def run_demo(
         prompts,
         max_new_tokens,
         runs,
-        [ways.TARGET, ways.TARGET_PACKED, ways.PROMPT_LOOKUP, ways.DFLASH, ways.TREE_PACKED, *compiled],
+        [ways.TARGET, ways.TARGET_PACKED, ways.PROMPT_LOOKUP, ways.DFLASH, ways.AUTO, ways.AUTO_PACKED],
         progress=lambda rounds: logging.tqdm(rounds, desc="compare", disable=None, leave=False),
     )
     request, pieces, lengths = sample_of(pair, rows, report)
@@ -147,11 +143,6 @@ def sample_of(pair: DemoPair, rows: list[dict], report: EvalReport) -> tuple[str
     answer = [token for token in report.responses[index] if token != pair.tokenizer.eos_token_id]
     request = rows[index]["messages"][-1]["content"]
     return request, token_texts(pair.tokenizer, answer), report.acceptance_lengths[index]
-
-
-def has_compiler() -> bool:
-    """Whether `torch.compile` can build kernels for this CPU."""
-    return any(shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++") if name)
 
 
 def _draw(report: EvalReport, path: Path, sample: tuple, say: Say) -> None:
