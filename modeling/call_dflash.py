@@ -4,7 +4,7 @@ from transformers.generation import MaxLengthCriteria
 from transformers.utils import logging
 
 from .cache_dflash import cached_columns
-from .compile_dflash import is_compilable
+from .compile_dflash import failed_on
 from .probe_dflash import TargetFacts, facts_of
 
 
@@ -67,8 +67,8 @@ class Call:
         if reason is not None and self.generators is not None:
             raise ValueError(f"decoding_config.generators cannot be used: {reason}; set it to None to decode plainly.")
         free = reason is None and facts.session_class.rollback_is_free
-        compilable = free and not self.lists_hidden_states and self.generators is None and is_compilable(target)
-        self.compile = config.compile if compilable else False
+        compilable = free and not self.lists_hidden_states and self.generators is None
+        self.compile = config.compile if compilable and config.compile not in failed_on(target, draft) else False
         self.look_ahead = config.rounds_ahead(input_ids.device) if free else 1
 
     def _rope_reason(self) -> str | None:

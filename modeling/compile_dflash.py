@@ -20,14 +20,15 @@ logger = logging.get_logger(__name__)
 _CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 _MODES = ("default", "max-autotune-no-cudagraphs", *_CUDA_GRAPHS)
 
-# For each model, the slots that finished calls returned; and the targets whose rounds could not be compiled.
+# For each model, the slots that finished calls returned; for each drafter and target, the modes and backends that
+# could not compile a round.
 _pools: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
-_uncompilable: "weakref.WeakSet" = weakref.WeakSet()
+_failed: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 
 
-def is_compilable(target) -> bool:
-    """Whether the rounds of a target may be compiled: none has failed to compile so far."""
-    return target not in _uncompilable
+def failed_on(target, draft) -> set:
+    """The values of `decoding_config.compile` that failed to compile a round of this pair."""
+    return _failed.setdefault(draft, weakref.WeakKeyDictionary()).setdefault(target, set())
 
 
 @contextlib.contextmanager
@@ -63,7 +64,13 @@ def _compiled(function: Callable, how: str, methods: frozenset) -> tuple[Callabl
     code = function.__code__.replace()
     copy = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
     options = {"mode": how} if how in _MODES else {"backend": how}
-    return torch.compile(copy, fullgraph=True, dynamic=False, **options), copy
+    try:
+        return torch.compile(copy, fullgraph=True, dynamic=False, **options), copy
+    except torch._dynamo.exc.InvalidBackend as error:
+        raise ValueError(
+            f"decoding_config.compile={how!r} must be True, a mode of torch.compile ({', '.join(_MODES)}) or one of "
+            f"its backends ({', '.join(torch.compiler.list_backends())})."
+        ) from error
 
 
 class CompiledRound:
@@ -76,15 +83,16 @@ class CompiledRound:
     Args:
         function (`callable`): The round, or a part of it.
         eagerly (`callable`): The same function without compilation.
-        target (`PreTrainedModel`): The target that the round verifies with.
-        how (`str`, *optional*): A mode or backend of `torch.compile`. Default: torch's, with CUDA graphs on a GPU.
+        target (`PreTrainedModel`), draft (`DFlashDraftModel`): The pair whose round it is.
+        asked (`str` or `bool`): `decoding_config.compile`; `True` is torch's default, with CUDA graphs on a GPU.
         caches (sequence of `SlotCache`): The caches whose capacities identify a graph.
     """
 
-    def __init__(self, function: Callable, eagerly: Callable, target, how: str | None, caches):
+    def __init__(self, function: Callable, eagerly: Callable, target, draft, asked: str | bool, caches):
         self.function, self.eagerly, self.target, self.caches = function, eagerly, target, caches
+        self.asked, self.failed = asked, failed_on(target, draft)
         on_gpu = target.device.type == "cuda"
-        how = how or ("reduce-overhead" if on_gpu else "default")
+        how = asked if isinstance(asked, str) else "reduce-overhead" if on_gpu else "default"
         self.compiled, self.copy = _compiled(function, how, _methods(target))
         self.graphs_replay = on_gpu and how in _CUDA_GRAPHS
         self.graphs: dict[tuple, Callable] = {}
@@ -119,7 +127,7 @@ class CompiledRound:
             self.graphs[key] = self.eagerly
             output = self.eagerly(*args)
             if isinstance(error, torch._dynamo.exc.TorchDynamoException):  # it would fail in every call
-                _uncompilable.add(self.target)
+                self.failed.add(self.asked)
             first, *others = str(error).strip().split("\n")  # "backend='inductor' raised:", then the reason
             reason = " ".join([first, *others[: first.endswith(":")]])
             logger.warning(

@@ -22,8 +22,9 @@ class DFlashDecodingConfig:
         block_size (`int`, *optional*): Verify the first `block_size` tokens of a drafted block in every round, anchor
             included. The block is always drafted at the trained size.
         draft_temperature (`float`, *optional*): Temperature at which drafts are drawn when the target samples; 0 takes
-            the likeliest tokens. Default: 0 if sizes are chosen in each round; otherwise the temperature of `generate`
-            for drafters whose head requests it, such as a path selector, and 0 for others.
+            the likeliest tokens. Default: the temperature of `generate` for drafters whose head requests it, such as
+            a path selector, and 0 for others. Trees are never drawn, nor are drafts whose size is chosen round by
+            round.
         tree_nodes (`int`, *optional*): Draft a tree of N tokens, the likeliest paths through the likely tokens of each
             slot (DDTree, arXiv 2604.12989), and verify it with one forward. More tokens are accepted; a forward over
             more tokens costs more, least if it is memory-bound. Targets with recurrent layers, and rows that must
@@ -87,7 +88,7 @@ class DFlashDecodingConfig:
                 "trained block size, or None for that."
             )
         temperature = self.draft_temperature
-        if not (temperature is None or 0 <= temperature < float("inf")):
+        if not (temperature is None or _is_number(temperature) and 0 <= temperature < float("inf")):
             raise ValueError(
                 f"decoding_config.draft_temperature={temperature!r} must be 0, for the likeliest tokens, or positive."
             )
@@ -101,6 +102,10 @@ class DFlashDecodingConfig:
             raise ValueError(
                 f"decoding_config.tree_nodes={nodes} drafts the likeliest tokens, so none can be drawn at "
                 f"draft_temperature={temperature}: set one of them to None."
+            )
+        if not isinstance(self.compile, bool | str):
+            raise ValueError(
+                f"decoding_config.compile={self.compile!r} must be True, False, or a mode or backend of torch.compile."
             )
         if not (self.look_ahead is None or _is_count(self.look_ahead)):
             raise ValueError(
@@ -128,6 +133,10 @@ class DFlashDecodingConfig:
                 f"decoding_config.generators on {', '.join(sorted(elsewhere))}, but tokens are sampled on {device}: "
                 f'make them with `torch.Generator("{device}")`.'
             )
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_count(value) -> bool:

@@ -9,7 +9,7 @@ from transformers.generation import CandidateGenerator
 from .accept_dflash import Draft, Proposal, draw, likeliest
 from .cache_dflash import SlotCache, slot_mask
 from .plan_dflash import Plan
-from .target_dflash import input_device
+from .target_dflash import input_device, running_device
 from .tree_dflash import (
     TOP_K,
     DraftTree,
@@ -58,7 +58,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.slot_head = self.config.head(draft, partial(draft.embed, target))
         self.device = input_device(target)
         # A model walks through its parameters to find these, which takes longer than a small layer.
-        self.draft_device, self.draft_dtype, self.target_dtype = draft.device, draft.dtype, target.dtype
+        self.draft_device, self.draft_dtype, self.target_dtype = running_device(draft.fc), draft.dtype, target.dtype
         self.max_length, self.generators, self.temperature = max_length, generators, temperature
         self.noise = torch.full((1, self.config.block_size - 1), self.config.mask_token_id, device=self.device)
         self.cache: SlotCache | None = None

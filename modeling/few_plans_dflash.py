@@ -64,7 +64,7 @@ class FewPlans:
         table (`CostTable`): The cost of rounds on this machine; extended.
         paces (`dict`): The drafter's statistics.
         key: Their key, for this number of rows and decoding mode.
-        place (`tuple[int, int]`): Rows, and columns of the prompt.
+        place (`tuple[int, int]`): Rows, and tokens per row before the first round.
         device (`torch.device`): The target's device.
         compiled (`bool`): Whether rounds are compiled.
     """
@@ -86,7 +86,7 @@ class FewPlans:
     def next(self, text) -> Plan:
         """The plan of the next round of a text (`Continuation`)."""
         if not self.window:
-            self.began = clock(self.device)
+            self.began = clock(self.device) - text.writer.streaming
             plan = self._fastest()
             earned = plan.key == self.plans[1].key or self.record.used.get(plan.key, 0) >= self.EARNED
             self.plan = plan._replace(compiled=earned)
@@ -112,7 +112,7 @@ class FewPlans:
         """After a sync, record how long the rounds took and what they committed."""
         if text.host.pending:
             return
-        seconds, plan, pace = clock(self.device) - self.began, self.plan, self.record.pace
+        seconds, plan, pace = clock(self.device) - text.writer.streaming - self.began, self.plan, self.record.pace
         if plan.compiled or not self.compiled:
             if plan.key in self.timed:  # the first rounds of a plan may compile
                 self.table.note(*self.place, plan.size - 1 if plan.block > 1 else -1, seconds / self.window)

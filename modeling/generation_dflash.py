@@ -98,8 +98,9 @@ def _runner(call: Call, pair: Pair):
     # Inference mode dispatches fastest, but tensors that it creates in a cache could not be modified later.
     run = torch.inference_mode()(piece) if pair.session.rollback_is_free else piece
     if call.compile:
-        how = None if call.compile is True else call.compile
-        run = CompiledRound(piece, run, call.target, how, (pair.drafter.cache, pair.session.cache))
+        run = CompiledRound(
+            piece, run, call.target, call.draft, call.compile, (pair.drafter.cache, pair.session.cache)
+        )
     return run if by_tensors else functools.partial(one_round, forwards=run)
 
 

@@ -13,7 +13,7 @@ _HOOKED = ("_validate_generation_mode", "_assisted_decoding")
 def drafter_of(assistant_model):
     """
     The assistant itself if it implements the DFlash protocol, our drafter with its tensors if it is a foreign DFlash
-    object, `None` if it is not a drafter.
+    object, `None` if it is not a drafter. Wrappers of `torch.compile`, PEFT and distributed training are taken off.
 
     Raises:
         `ValueError`: a language model that was built from a drafter's folder.
@@ -24,11 +24,21 @@ def drafter_of(assistant_model):
             f"assistant_model={str(assistant_model)!r} is a name; `generate` takes a model, so load the drafter: "
             f"`AutoModel.from_pretrained({str(assistant_model)!r})`."
         )
+    while (wrapped := _wrapped_by(assistant_model)) is not None:
+        assistant_model = wrapped
     if assistant_model is None or callable(getattr(type(assistant_model), "dflash_decode", None)):
         return assistant_model
     from .adoption_dflash import adopted  # which needs the model, which installs this hook
 
     return adopted(assistant_model)
+
+
+def _wrapped_by(model):
+    """The model inside a wrapper; `None` if it is not a wrapper."""
+    if callable(getattr(type(model), "get_base_model", None)):  # PEFT, whose adapters are inside the model
+        return model.get_base_model()
+    inside = getattr(model, "_modules", {})
+    return inside.get("_orig_mod", inside.get("module"))
 
 
 def install_hook() -> None:

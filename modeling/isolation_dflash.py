@@ -29,7 +29,7 @@ from .rebinding_dflash import rebound
 
 
 _CALLED = ("_forward_pre_hooks", "_forward_hooks")
-_HOOKS = (
+HOOKS = (
     *_CALLED,
     "_forward_pre_hooks_with_kwargs",
     "_forward_hooks_with_kwargs",
@@ -88,7 +88,7 @@ def _copied(module: nn.Module, watched: set, seen: dict) -> nn.Module:
     if module in watched or compiled or any(child is not module._modules[name] for name, child in children.items()):
         copy = seen[module] = object.__new__(type(module))
         vars(copy).update(vars(module), _modules=type(module._modules)(children), _compiled_call_impl=None)
-        vars(copy).update({name: vars(copy)[name].copy() for name in _HOOKS})
+        vars(copy).update({name: vars(copy)[name].copy() for name in HOOKS})
     return seen[module]
 
 

@@ -98,8 +98,8 @@ class AssistantPlan:
 
     def __init__(self, plan: Plan, size: int, threshold: float, schedule: str, paces: dict):
         self.plan, self.most, self.threshold = plan._replace(cut=self.cut), plan.block - 1, threshold
-        self.paces, self.schedule, self.sizes = paces, schedule, []
-        self.size = paces.get(schedule, size)
+        self.paces, self.key, self.schedule, self.sizes = paces, (schedule, size), schedule, []
+        self.size = paces.get(self.key, size)
 
     def next(self, text) -> Plan:
         """The plan of the next round of a text (`Continuation`)."""
@@ -127,7 +127,7 @@ class AssistantPlan:
             whole = min(counts) == self.sizes[-1] + 1
             self.size = min(self.size + 2, self.most) if whole else max(self.size - 1, 1)
             if self.schedule == "heuristic":
-                self.paces[self.schedule] = self.size
+                self.paces[self.key] = self.size
 
     def summary(self) -> dict:
         """For the output: drafted tokens that each round verified."""
@@ -242,6 +242,7 @@ class FastestPlan:
         table (`CostTable`): The cost of rounds on this machine; extended.
         paces (`dict`): The drafter's statistics.
         key: Their key, for this number of rows and decoding mode.
+        place (`tuple[int, int]`): Rows, and tokens per row before the first round.
         device (`torch.device`): The target's device.
     """
 
@@ -249,9 +250,10 @@ class FastestPlan:
     LADDER = (1, 2, 4, 8, 16, 32, 64)  # sizes that are slightly preferred until their cost is known
     ENOUGH = 3  # number of times that each of them, and a round without a draft, is tried
 
-    def __init__(self, plan: Plan, table: CostTable, paces: dict, key: tuple, device: torch.device):
+    def __init__(self, plan: Plan, table: CostTable, paces: dict, key: tuple, place: tuple, device: torch.device):
         self.widest, self.table, self.known, self.device = plan._replace(cut=self.cut), table, table.copy(), device
         self.paces, self.key, self.pace = paces, key, paces.get(key, Pace()).copy()
+        self.rows, self.columns = place
         self.sizes: list[int] = []  # drafted tokens that each round verified
         self.tokens = self.spent = 0.0  # committed per row; their cost, in units of a round without a draft
         self.tried: dict[int, int] = {}  # rounds of this call by size, -1 for those without a draft
@@ -262,15 +264,15 @@ class FastestPlan:
         """The plan of the next round of a text (`Continuation`)."""
         host, self.judged = text.host, []
         self.alive, self.left = list(host.alive), text.tokens_left
-        self.place = len(self.alive), text.writer.prompt_length + host.longest
+        self.place = self.rows, self.columns + host.longest
         self.costs = self.known.curve(*self.place, self.widest.nodes)
         if not self.sizes:
-            self.slowest = SlowestRow(len(self.alive))
+            self.slowest = SlowestRow(self.rows)
             self.pace.begin(self.costs[min(2, self.widest.nodes)])
         self.forced = self._to_try()
         rests = self.forced is None and self.pace.resting > 0
         self.pace.resting -= rests
-        self.began = clock(self.device)
+        self.began = clock(self.device) - text.writer.streaming
         return Plan(1) if self.left == 1 or rests or self.forced == -1 else self.widest
 
     def cut(self, draft: Draft) -> Draft:
@@ -294,7 +296,8 @@ class FastestPlan:
 
     def learn(self, text, verdict: Verdict) -> None:
         """Record how long a round took, and what the target accepted of its draft."""
-        seconds, size = clock(self.device) - self.began, len(self.judged[0][0]) - 1 if self.judged else -1
+        seconds = clock(self.device) - text.writer.streaming - self.began
+        size = len(self.judged[0][0]) - 1 if self.judged else -1
         if self.sizes:  # the first round of a call is slower than the others
             self.table.note(*self.place, size, seconds)
             self.tried[size] = self.tried.get(size, 0) + 1
@@ -326,7 +329,8 @@ class FastestPlan:
         self.table.keep()
         drafts, pace = sum(size > 0 for size in self.sizes), self.pace
         judged = any(observations for observations, *_ in pace.reliability.seen)
-        if len(self.sizes) >= 16 and 2 * drafts < len(self.sizes) and judged and not pace.told:
+        lost = judged and pace.tokens < pace.cost
+        if len(self.sizes) >= 16 and 2 * drafts < len(self.sizes) and lost and not pace.told:
             pace.told = True
             logger.warning(
                 f"Decoding mostly without drafts: with {self.place[0]} row(s), rounds that draft are estimated at "

@@ -1,5 +1,6 @@
 """What a target supports, found by trying it once on a few tokens, never from a list of names."""
 
+import contextlib
 import hashlib
 import inspect
 import math
@@ -15,7 +16,7 @@ from transformers.utils import logging
 
 from .accept_dflash import Draft, Verdict
 from .drafting_dflash import first_positions
-from .isolation_dflash import isolated
+from .isolation_dflash import HOOKS, isolated
 from .recurrent_dflash import ReplaySession, StepSession, moving_modules, recurrent_states
 from .remembered_dflash import recall, remember
 from .sessions_dflash import SlotSession
@@ -85,7 +86,7 @@ class TargetFacts:
             if math.isfinite(self.error):
                 return (
                     f"{self.name} computes different logits for several tokens than for one at a time (relative error "
-                    f"{self.error:.2g}), as with dynamically quantised weights"
+                    f"{self.error:.2g}), as with dynamically quantised weights, or a hook that changes the last of them only"
                 )
             return f"the cache of {self.name} cannot be rolled back"
         if not self.features:
@@ -116,7 +117,7 @@ class TargetFacts:
 @torch.no_grad()
 def facts_of(target) -> TargetFacts:
     """
-    Probe a target, once for each combination of forward code, attention implementation, dtype, mode and autocast.
+    Probe a target, once for each combination of forward code, hooks, attention implementation, dtype, mode and autocast.
     Targets of the same modules, code and configuration share their facts, with other processes through the disk.
 
     A short prompt, a block with rejected tokens, a roll-back and a second block must give the same logits and state as
@@ -129,17 +130,15 @@ def facts_of(target) -> TargetFacts:
     modules = list(target.modules())
     training = any(module.training for module in modules)
     key: tuple = (target.config._attn_implementation, target.dtype)
-    # A forward wrapped or replaced later, in a module or its class, makes another target; so does a hook on the whole
-    # model, which may change its arguments, but not a hook on a part, with which adapters come and go.
+    # A forward wrapped or replaced later, in a module or its class, makes another target, and so does a hook.
     replaced = [vars(module)["forward"] for module in modules if "forward" in vars(module)]
     classes = [kind.forward for kind in {type(module) for module in modules}]
-    wholes = (target, target.base_model, target.get_decoder())
-    hooks = [hook for whole in wholes for hook in whole._forward_pre_hooks.values()]
-    key += (_codes(target.forward, *hooks), frozenset(_codes(*replaced, *classes)))
+    hooks = _hooks_of(modules)
+    key += (_codes(target.forward), frozenset(_codes(*replaced, *classes, *hooks)))
     key += (training, training and target.is_gradient_checkpointing)  # which drops the cache
     key += (torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),)
     if key not in known:
-        own = replaced or training or any(module._forward_pre_hooks or module._forward_hooks for module in modules)
+        own = replaced or training or hooks
         functions = [] if own else _functions(target)
         on_disk = None if own else _key_on_disk(target, key, functions)
         # Here a function is itself, since two of the same place in a file may differ in their closures.
@@ -147,7 +146,8 @@ def facts_of(target) -> TargetFacts:
         facts = _alike.get(alike) or on_disk and TargetFacts.remembered(recall("targets", on_disk))
         if not facts:
             devices = [] if device.type == "cpu" else [device]
-            with torch.random.fork_rng(devices, enabled=training, device_type="cuda" if not devices else device.type):
+            kind = device.type if devices else "cuda"
+            with torch.random.fork_rng(devices, enabled=training, device_type=kind), _kept_hooks(modules):
                 facts = _Trial(target).found()
             if not facts.lasting:
                 return facts
@@ -157,6 +157,34 @@ def facts_of(target) -> TargetFacts:
             _alike[alike] = facts
         known[key] = facts
     return known[key]
+
+
+def _hooks_of(modules: list) -> list:
+    """
+    The forward hooks of modules, without those of transformers, which only listen, and of PEFT, with which adapters
+    come and go from call to call.
+    """
+    kinds = [(module._forward_pre_hooks, module._forward_hooks) for module in modules]
+    hooks = [hook for pair in kinds for some in pair for hook in some.values()]
+    return [hook for hook in hooks if not _module_of(hook).startswith(("peft.", "transformers."))]
+
+
+def _module_of(hook) -> str:
+    return getattr(getattr(hook, "func", hook), "__module__", None) or ""  # `func`: of a partial
+
+
+@contextlib.contextmanager
+def _kept_hooks(modules: list):
+    """Hooks that remove themselves when they are called in here are there again afterwards."""
+    before = [(vars(module)[name], vars(module)[name].copy()) for module in modules for name in HOOKS]
+    try:
+        yield
+    finally:
+        for hooks, earlier in before:
+            if earlier.keys() - hooks.keys():
+                earlier.update(hooks)
+                hooks.clear()
+                hooks.update(earlier)
 
 
 def _functions(target) -> list:

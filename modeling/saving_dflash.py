@@ -170,12 +170,12 @@ class SavedDrafter(PreTrainedModel):
             "AutoConfig": "configuration_dflash.DFlashDraftConfig",
             "AutoModel": "modeling_dflash.DFlashDraftModel",
         }
-        for name, source in code_files().items():
-            copy = Path(save_directory) / name
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            if source.resolve() != copy.resolve():
-                shutil.copyfile(source, copy)
         if is_main_process:
+            for name, source in code_files().items():
+                copy = Path(save_directory) / name
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                if source.resolve() != copy.resolve():
+                    shutil.copyfile(source, copy)
             embedding = (state_dict or {}).get("mask_embedding", getattr(self, "mask_embedding", None))
             write_mask_embedding(str(save_directory), embedding, self.config.mask_token_id)
         super().save_pretrained(save_directory, is_main_process=is_main_process, state_dict=state_dict, **kwargs)

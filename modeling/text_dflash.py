@@ -3,6 +3,7 @@
 import torch
 
 from .accept_dflash import Draft, Judge, RowState, Verdict
+from .cost_dflash import clock
 
 
 class HostView:
@@ -56,6 +57,7 @@ class Writer:
     def __init__(self, input_ids: torch.LongTensor, pad: int, generation_config, streamer=None):
         self.prompt_length, self.pad, self.streamer = input_ids.shape[1], pad, streamer
         self.next_round = getattr(streamer, "next_round", lambda: None)  # for streamers that mark drafted tokens
+        self.streaming = 0.0  # seconds spent in the streamer, which are not a cost of rounds
         self.buffer = input_ids  # grows with the text: the limit may be far away
         keep = generation_config.return_dict_in_generate
         self.scores: tuple | None = () if keep and generation_config.output_scores else None
@@ -80,8 +82,7 @@ class Writer:
     def append(self, rows: slice, length: int, tokens: torch.LongTensor) -> None:
         """Write and stream one token of some rows, whose text is `length` columns long."""
         self.buffer[rows, length] = tokens
-        if self.streamer is not None:
-            self.streamer.put(tokens.cpu())
+        self._stream(tokens, size=len(tokens))
 
     def note(self, scores: torch.Tensor, raw: torch.Tensor, hidden_states: tuple | None) -> None:
         """Keep a token's scores, logits and hidden states, if requested."""
@@ -94,11 +95,19 @@ class Writer:
 
     def show(self, tokens: torch.LongTensor, verified: bool) -> None:
         """Stream committed tokens of the only row one by one; `verified`: they come from a round, not the prompt."""
-        if self.streamer is not None:
-            if verified:
-                self.next_round()
-            for token in tokens.cpu():
-                self.streamer.put(token[None])
+        if verified:
+            self.next_round()
+        self._stream(tokens, size=1)
+
+    def _stream(self, tokens: torch.LongTensor, size: int) -> None:
+        """Give tokens to the streamer, `size` at a time."""
+        if self.streamer is None:
+            return
+        tokens = tokens.cpu()
+        began = clock(self.buffer.device)
+        for some in tokens.split(size):
+            self.streamer.put(some)
+        self.streaming += clock(self.buffer.device) - began
 
 
 class Continuation:

@@ -168,7 +168,7 @@ def decode(costs, rows: int, sure: float, others: float, planned) -> dict:
     world, left = World(sure, others, rows), [NEW] * rows
     spent, sizes, tokens, plain = 0.0, [], 0.0, 0
     host = SimpleNamespace(alive=[True] * rows, longest=0, committed=[])
-    text = SimpleNamespace(host=host, tokens_left=NEW, writer=SimpleNamespace(prompt_length=TEXT))
+    text = SimpleNamespace(host=host, tokens_left=NEW, writer=SimpleNamespace(streaming=0.0))
     while any(host.alive):
         plan = planned.next(text) if isinstance(planned, FastestPlan) else planned
         size, counts, path = -1, torch.ones(rows, dtype=torch.long), None
@@ -201,7 +201,7 @@ def planner(costs: Costs, rows: int, paces: dict) -> FastestPlan:
     table.samples[rows, bucket] = {n: deque([costs.round(rows, n)] * 3) for n in SIZES if n <= nodes}
     table.pinned = True
     plan = Plan(BLOCK, every_path(nodes, BLOCK - 1, TOP_K, torch.device("cpu")))
-    return FastestPlan(plan, table, paces, (rows,), torch.device("cpu"))
+    return FastestPlan(plan, table, paces, (rows,), (rows, TEXT), torch.device("cpu"))
 
 
 def table() -> list[str]:

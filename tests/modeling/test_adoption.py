@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from support.layouts import write
-from support.pairs import make_target
+from support.pairs import make_draft, make_target
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel, Qwen3Config, Qwen3Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding
@@ -15,6 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwe
 import dflash_hf.auto
 from dflash_hf import DFlashDraftModel
 from dflash_hf.modeling import adoption_dflash
+from dflash_hf.modeling.hook_dflash import drafter_of
 
 
 PROMPT = torch.tensor([[5, 9, 17, 33, 2]])
@@ -117,6 +118,22 @@ def test_a_language_model_from_a_drafters_folder_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"DFlashDraftModel\.from_pretrained") as error:
         make_target().generate(PROMPT, max_new_tokens=3, assistant_model=wrong)
     assert "Qwen3Model" in str(error.value)
+
+
+@pytest.mark.parametrize("wrap", ["peft", "compile", "parallel"])
+def test_a_wrapped_drafter_drafts(wrap):
+    """It was taken for a language model that had been loaded from a drafter's folder."""
+    target = make_target()
+    draft = make_draft(target)
+    if wrap == "peft":
+        peft = pytest.importorskip("peft")
+        wrapped = peft.get_peft_model(draft, peft.LoraConfig(target_modules=["q_proj"]))
+    else:
+        wrapped = torch.compile(draft, backend="eager") if wrap == "compile" else torch.nn.DataParallel(draft)
+    assert drafter_of(wrapped) is draft
+    prompt = torch.tensor([[5, 9, 17]])
+    expected = target.generate(prompt, max_new_tokens=12, do_sample=False)
+    assert torch.equal(target.generate(prompt, max_new_tokens=12, do_sample=False, assistant_model=wrapped), expected)
 
 
 def test_other_assistants_pass_through():

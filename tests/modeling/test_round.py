@@ -120,7 +120,7 @@ def test_no_position_past_the_end_of_the_text():
     draft.decoding_config.compile = "aot_eager"
     expected = decode(target, prompt(20), new=44)
     assert torch.equal(decode(target, prompt(20), draft, new=44), expected)
-    assert compile_dflash._uncompilable.isdisjoint({target})
+    assert not compile_dflash.failed_on(target, draft)
 
 
 def test_what_cannot_be_compiled_decodes_eagerly_with_one_warning(pair, monkeypatch):
@@ -131,6 +131,23 @@ def test_what_cannot_be_compiled_decodes_eagerly_with_one_warning(pair, monkeypa
     for length in (6, 11):
         assert torch.equal(decode(target, prompt(length), draft), decode(target, prompt(length)))
     assert ["cannot be compiled" in text for text in warnings if not text.startswith("Compiling")] == [True]
+
+
+def test_what_fails_to_compile_bars_nothing_else(pair):
+    """One failure kept every drafter and every backend from compiling with that target, in silence."""
+    target, draft = pair
+    other = make_draft(target, 4, num_hidden_layers=1, target_layer_ids=[1])
+    for drafter in (draft, other):
+        drafter.decoding_config.compile = "aot_eager"
+    other.layers[0].register_forward_hook(lambda *args: torch._dynamo.graph_break())
+    expected = decode(target, prompt(6))
+    assert torch.equal(decode(target, prompt(6), other), expected)
+    assert compile_dflash.failed_on(target, other) == {"aot_eager"} and not compile_dflash.failed_on(target, draft)
+    counters.clear()
+    assert torch.equal(decode(target, prompt(6), draft), expected) and graphs() == 1
+    draft.decoding_config.compile = "defualt"
+    with pytest.raises(ValueError, match="compile='defualt' must be True, a mode .*default.* or one of its backends"):
+        decode(target, prompt(6), draft)
 
 
 def test_graphs_of_one_plan_outlive_another_that_fails(pair, monkeypatch):
@@ -153,13 +170,15 @@ def test_graphs_of_one_plan_outlive_another_that_fails(pair, monkeypatch):
 
 def test_an_error_of_the_target_is_not_hidden_by_the_way_back(pair):
     target, draft = pair
-    decode(target, prompt(6), draft)  # probes, which may fail in silence
+    broken = []
 
     def fail(module, args):
-        if args[0].shape[1] > 1:
+        if broken and args[0].shape[1] > 1:
             raise FloatingPointError("the target's own")
 
     target.lm_head.register_forward_pre_hook(fail)
+    decode(target, prompt(6), draft)  # probes, which may fail in silence
+    broken.append(True)
     with pytest.raises(FloatingPointError, match="the target's own"):
         decode(target, prompt(6), draft)
 
@@ -255,8 +274,9 @@ def test_whatever_changes_inside_a_call_names_a_graph(changed):
 
     torch._dynamo.reset()
     (pair, *rest), (other_pair, *other_rest) = situation(None), situation(changed)
-    target = SimpleNamespace(device=torch.device("cpu"), modules=list)
-    compiled = CompiledRound(shapes, shapes, target, "eager", pair)
+    target, draft = torch.nn.Identity(), torch.nn.Identity()
+    target.device = torch.device("cpu")
+    compiled = CompiledRound(shapes, shapes, target, draft, "eager", pair)
     for number in range(3):
         assert compiled(pair, *rest) == shapes(pair, *rest)
         for cache, other_cache in zip(pair, other_pair, strict=True):
