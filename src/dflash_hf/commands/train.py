@@ -19,15 +19,17 @@ _FLAGS = {"target": "target", "draft": "draft", "data": "data", "output": "outpu
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("--config", metavar="FILE", help="YAML recipe; see `dflash recipes`")
-    parser.add_argument("--target", help="the model to draft for: a folder or Hub name; the same as target=TARGET")
-    parser.add_argument("--draft", help="a drafter to start from; the same as draft=DRAFT")
-    parser.add_argument("--data", help="the target's responses, of `dflash regenerate`, or a dataset; as data=DATA")
-    parser.add_argument("--output", metavar="FOLDER", help="folder of the drafter; the same as output_dir=FOLDER")
+    parser.add_argument("--config", metavar="FILE", help="YAML recipe (`dflash recipes` lists some)")
+    parser.add_argument("--target", help="the target: a folder or Hub name; short for target=TARGET")
+    parser.add_argument("--draft", help="a drafter to start from: a folder or Hub name; short for draft=DRAFT")
+    parser.add_argument("--data", help="its responses (`dflash regenerate`) or a dataset; short for data=DATA")
+    parser.add_argument("--output", metavar="FOLDER", help="for the drafter; short for output_dir=FOLDER")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="any other setting of the recipe; key.inner=value too"
     )
-    parser.add_argument("--dry-run", action="store_true", help="check and print the recipe, without training")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the settings, chosen ones included, without training"
+    )
     parser.add_argument(
         "--keys", nargs="?", const="", metavar="WORD", help="list the settings (that contain WORD) with their defaults"
     )
