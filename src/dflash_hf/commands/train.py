@@ -66,15 +66,11 @@ def run(arguments, echo) -> Outcome:
         raise ValueError("No output folder is given; name the folder for the drafter with --output.")
     if training.get("push_to_hub") and not training.get("hub_model_id"):
         raise ValueError("push_to_hub=True needs hub_model_id, such as hub_model_id=me/my-drafter.")
-    given = {name: value for name, value in asdict(recipe).items() if value not in (None, {})}
-    settings = {key: "(set)" if is_secret(key) else value for key, value in {**given, **training}.items()}
     _check_files(recipe)
-    if arguments.dry_run:
-        for key, value in settings.items():
-            echo(f"{key}: {value}")
-        return Outcome(facts=settings)
-    _check_before(recipe, training)
     recipe.settled = arguments.config is not None
+    if arguments.dry_run:
+        return _dry_run(recipe, training, echo)
+    _check_before(recipe, training)
     from dflash_hf.training.train import leave_group, train
 
     trainer = train(recipe, training, echo)
@@ -88,6 +84,21 @@ def run(arguments, echo) -> Outcome:
     del trainer
     leave_group()
     return outcome
+
+
+def _dry_run(recipe, training: dict, echo) -> Outcome:
+    """The settings of a run, with the choices that it would make; a recipe file leaves nothing to choose."""
+    if not recipe.settled:
+        from dflash_hf.data.prepare import load_tokenizer
+        from dflash_hf.training.choice import choose
+
+        loaded = (recipe.target, recipe.chat_template, recipe.target_revision, recipe.trust_remote_code)
+        choose(recipe, training, load_tokenizer(*loaded), echo)
+    given = {name: value for name, value in asdict(recipe).items() if value not in (None, {})}
+    settings = {key: "(set)" if is_secret(key) else value for key, value in {**given, **training}.items()}
+    for key, value in settings.items():
+        echo(f"{key}: {value}")
+    return Outcome(facts=settings)
 
 
 def _check_files(recipe) -> None:
