@@ -309,6 +309,13 @@ class DFlashDraftModel(SavedDrafter):
         install_hook()
         self.post_init()
 
+    def __getattr__(self, name: str):
+        if name == "generate":  # no method: upstream takes a class with one for a language model
+            raise AttributeError(
+                "A drafter does not generate; swap the models: `target.generate(..., assistant_model=draft)`."
+            )
+        return super().__getattr__(name)
+
     def _initialize_weights(self, module, is_custom_code: bool = False):
         """For remote code, upstream skips modules without direct parameters, such as a head's."""
         super()._initialize_weights(module)

@@ -64,7 +64,7 @@ class TimeLeft:
 
 def telling(items: Iterable, total: int, say: Callable[[str], None], done: int = 0) -> Iterator:
     """
-    Iterate over `total` items of similar duration; after a twentieth of them, `say` the remaining time.
+    Iterate over `total` items of similar duration; after a twentieth of them, `say` the whole and the remaining time.
 
     Args:
         done (`int`): Number of items at the start that take no time, since their outcome is known.
@@ -74,7 +74,8 @@ def telling(items: Iterable, total: int, say: Callable[[str], None], done: int =
         if number == done:
             start = time.monotonic()
         if number == report_at and total > report_at + 3:
-            say(f"about {duration((time.monotonic() - start) / (number - done) * (total - number))} to go")
+            each = (time.monotonic() - start) / (number - done)
+            say(f"about {duration(each * (total - done))} in all, {duration(each * (total - number))} to go")
         yield item
 
 
