@@ -176,7 +176,7 @@ class Pace:
     tokens: float = 0.0  # committed per row by rounds that drafted; older rounds count less
     cost: float = 0.0  # of these rounds, in units of a round without a draft
     resting: int = 0  # number of upcoming rounds without a draft
-    told: bool = False  # whether the warning that drafting does not pay off was logged
+    warned: bool = False  # whether the warning that drafting does not pay off was logged
 
     def copy(self) -> "Pace":
         return replace(self, reliability=self.reliability.copy())
@@ -326,8 +326,8 @@ class FastestPlan:
         self.table.keep()
         drafts, pace = sum(size > 0 for size in self.sizes), self.pace
         judged = any(observations for observations, *_ in pace.reliability.seen)
-        if len(self.sizes) >= 16 and 2 * drafts < len(self.sizes) and judged and not pace.told:
-            pace.told = True
+        if len(self.sizes) >= 16 and 2 * drafts < len(self.sizes) and judged and not pace.warned:
+            pace.warned = True
             logger.warning(
                 f"Decoding mostly without drafts: with {self.place[0]} row(s), rounds that draft are estimated at "
                 f"{pace.tokens / pace.cost:.2f}x the speed of the target alone, given its acceptance and the cost of "

@@ -64,7 +64,7 @@ class Diagnosis:
             if sum(self.decoded.blocks)
             else "decoding          without drafts: see the warning above",
             f"prompts           cost the target {self.surprise:.2f} nats per token; guessing costs {self.guess:.2f}",
-            *[f"noticed           the {what} differs from that of the drafter's training" for what in self.unlike],
+            *[f"noticed           the {what} differs from the drafter's training" for what in self.unlike],
             "",
             f"{'tried':44}{'tau':>6}{'change':>9}{'std. errors':>13}{'nats':>8}{'std. errors':>13}",
         ]

@@ -267,7 +267,7 @@ class _Moved(Exception):
 
 class _Request:
     """
-    Stands in for the model in one upstream request: `generate` with the drafter or in a batch, timed and logged.
+    Takes the model's place in an upstream request: `generate` with the drafter or in a batch, timed and logged.
 
     Raises:
         `HTTPException`: 400, the prompt is empty or leaves no room for an answer.

@@ -210,7 +210,7 @@ class DFlashTrainer(Trainer):
             model: The (wrapped) drafter.
             inputs (`dict`): A collated batch with `anchors` and `valid`, both `[N, A]`.
             return_outputs (`bool`): Also return the statistics of each sequence.
-            num_items_in_batch (`torch.Tensor`): Default: that of this micro-batch.
+            num_items_in_batch (`torch.Tensor`): Default: the sum over this micro-batch.
         """
         args = self.args
 
