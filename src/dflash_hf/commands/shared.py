@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from dflash_hf.names import DTYPES
 from dflash_hf.terminal import (
@@ -40,7 +41,7 @@ COMMON = """options of all commands:
   -q, --quiet    no progress bars; libraries log errors only
   -v, --verbose  log more; -vv logs everything
   --debug        show the traceback of an error (or set DFLASH_DEBUG=1)"""
-METAVARS = {
+METAVARS: dict[Any, str] = {
     **dict.fromkeys((positive, count, seed, token_id, port), "N"),
     **dict.fromkeys((heat, probability, amount), "X"),
     readable_file: "FILE",
