@@ -41,9 +41,8 @@ class TimeLeft:
     def __init__(self, unit: str, total: int, done: int, rows: int, say: Callable[[str], None], full: bool = True):
         self.bar = logging.tqdm(total=total, initial=done, unit=unit)
         self.wanted, self.rows, self.say = total - done, rows, say
-        self.batches = (
-            1.5 if full else 1.0
-        )  # written when as many texts as a batch holds have ended; the others are half finished
+        # Batches written when as many texts as a batch holds have ended: if refilled, the others are half finished.
+        self.batches = 1.5 if full else 1.0
         self.start, self.ended, self.kept, self.tokens = time.monotonic(), 0, 0, 0
 
     def __enter__(self) -> "TimeLeft":
