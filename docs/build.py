@@ -98,7 +98,7 @@ def copy(path: Path) -> None:
 
 
 def printed_table(block: re.Match) -> str:
-    """A block of code; text with columns gets a class of its own, so that its lines do not wrap."""
+    """A block of code; text with columns gets the class `table`, whose lines do not wrap."""
     fence, language, text = block.groups()
     is_table = language in ("", "text") and re.search(r"\S {3,}\S", text)
     return f"{fence}{{.text .table}}\n{text}{fence}" if is_table else block[0]
