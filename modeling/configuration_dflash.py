@@ -320,7 +320,7 @@ class DFlashDraftConfig(PreTrainedConfig):
 
     @classmethod
     def field_names(cls) -> set[str]:
-        """Names of all fields, those of the heads included."""
+        """Names of all fields, including the heads'."""
         return {field.name for field in fields(cls)} | set(head_fields())
 
     @property

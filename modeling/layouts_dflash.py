@@ -97,7 +97,7 @@ class Dialect(NamedTuple):
     """How one project writes a drafter, if not in the published layout."""
 
     matches: Callable[[dict], bool]  # whether a `config.json` is in this dialect
-    read: Callable[[dict], dict]  # converts its keys to the published ones
+    read: Callable[[dict], dict]  # converts its keys to the published keys
     copies: str = "$^"  # tensors (a regular expression) that copy the target's and are not loaded
 
 

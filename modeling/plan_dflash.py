@@ -56,7 +56,7 @@ class FixedPlan:
 
     Args:
         plan (`Plan`): The plan.
-        whole (`bool`): Whether all rounds, even the last ones, have one shape.
+        whole (`bool`): Whether all rounds, even the last, have one shape.
     """
 
     def __init__(self, plan: Plan, whole: bool = False):
@@ -108,7 +108,7 @@ class AssistantPlan:
         return self.plan if self.room else Plan(1)
 
     def cut(self, draft: Draft) -> Draft:
-        """The start of a block; one size for all rows, that of the most confident row."""
+        """The start of a block; all rows share the size of the most confident row."""
         if self.threshold:
             if draft.tree is not None:
                 chances = draft.tree.log_probs.diff(dim=1).exp()  # [R, n - 1]

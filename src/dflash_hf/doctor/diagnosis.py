@@ -38,7 +38,7 @@ class Diagnosis:
         decoded, forced (`Counts`): Counts of decoding, and teacher-forced counts of the same blocks.
         tried (`list[Experiment]`), counts (`list[Counts]`): The experiments and their counts.
         cause (`Experiment`, *optional*): The likeliest cause.
-        surprise, guess (`float`): The target's loss on the prompts, in nats per token, and that of a uniform guess.
+        surprise, guess (`float`): The target's loss on the prompts, in nats per token, and a uniform guess's.
         unlike (`list[str]`): `tokenizer` and `template`, if they differ from those of the drafter's training.
     """
 
