@@ -64,7 +64,7 @@ def time_lines(found: Settings, minutes: float | None, rows: int) -> list[str]:
     of = f" {found.rows:,} of" if found.rows < rows else ""
     lines = [
         f"time              {whole}: {first}about {found.steps:,} steps of {found.step_seconds:.2g} s, "
-        f"{found.passes:.1f} passes over{of} {rows:,} rows"
+        f"{found.passes:.1f} passes over{of} {rows:,} row{'s' * (rows != 1)}"
     ]
     if found.steps < FEWEST_STEPS:
         lines.append(

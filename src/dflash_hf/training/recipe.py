@@ -83,7 +83,7 @@ class RecipeArguments:
 
     def __post_init__(self):
         if not self.target:
-            raise ValueError("target is not given; name the model to draft for, such as target=Qwen/Qwen3-8B.")
+            raise ValueError("target is not given; name the model to draft for, such as --target Qwen/Qwen3-8B.")
         if bool(self.data) == bool(self.features):
             given = "both are given" if self.data else "neither is given"
             raise ValueError(f"A run needs data or features, but {given}; name one.")
