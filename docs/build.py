@@ -93,7 +93,15 @@ def copy(path: Path) -> None:
         text = text.split("---\n", 2)[2]
     if path == ROOT / "README.md":  # alone in its section
         text = "---\nhide: [navigation]\n---\n" + text
+    text = re.sub(r"(?ms)^(`{3,})(\w*)\n(.*?)^\1$", printed_table, text)
     goal.write_text(text.replace("how_dflash_works.ipynb", "how_dflash_works.md"), encoding="utf-8")
+
+
+def printed_table(block: re.Match) -> str:
+    """A block of code; text with columns gets the class `table`, whose lines do not wrap."""
+    fence, language, text = block.groups()
+    is_table = language in ("", "text") and re.search(r"\S {3,}\S", text)
+    return f"{fence}{{.text .table}}\n{text}{fence}" if is_table else block[0]
 
 
 def notebook(path: Path) -> None:
@@ -112,7 +120,8 @@ def notebook(path: Path) -> None:
                 (folder / name).write_bytes(base64.b64decode(data["image/png"]))
                 blocks.append(f"![Output]({name})")
             elif text := "".join(output.get("text", data.get("text/plain", ""))).rstrip():
-                blocks.append(f"```text\n{text}\n```")
+                fence = max(["``", *re.findall("`+", text)], key=len) + "`"  # the output may hold fences
+                blocks.append(f"{fence}text\n{text}\n{fence}")
     (folder / f"{path.stem}.md").write_text("\n\n".join(blocks) + "\n", encoding="utf-8")
 
 
@@ -163,7 +172,7 @@ def navigation() -> list[str]:
     for path in results:
         if path.name != "README.md":
             title = path.read_text(encoding="utf-8").splitlines()[0]
-            name = title[2:] if title.startswith("# ") else path.stem
+            name = title[2:].replace("`", "") if title.startswith("# ") else path.stem.replace("_", " ")
             lines.append(f"    - {json.dumps(name)}: examples/benchmarks/results/{path.name}")
     lines += ["  - Project:", "    - Changelog: CHANGELOG.md", "    - Contributing: CONTRIBUTING.md"]
     lines += ["    - Releases: RELEASE.md", "    - Security: SECURITY.md", "    - Code of conduct: CODE_OF_CONDUCT.md"]

@@ -4,7 +4,7 @@ Train a DFlash drafter for any causal language model on the target's own respons
     python examples/train_drafter.py --target Qwen/Qwen3-0.6B --prompts prompts.txt --output my-drafter
 
 `prompts.txt` holds one user message per line. The mask token is an id inside the target's embedding that its tokenizer
-never produces; most targets have rows to spare behind the last token.
+never produces; most targets have spare rows after the last token.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def main() -> None:
     if mask_token_id < len(tokenizer):
         raise SystemExit(f"The embedding of {arguments.target} has no spare row; resize it by one first.")
 
-    # 2. The target's own responses: a drafter learns what its target writes, not what somebody else wrote.
+    # 2. The target's own responses: a drafter learns what its own target writes.
     lines = [line for line in arguments.prompts.read_text().splitlines() if line.strip()]
     prompts = [
         tokenizer.apply_chat_template(

@@ -4,14 +4,15 @@
 #     "jinja2", "dflash-hf"]
 # ///
 """
-Train a drafter on Hugging Face Jobs and publish it, in one script that brings its own environment.
+Train a drafter on Hugging Face Jobs and publish it, in a single script with its own environment.
 
     hf jobs uv run --flavor a100-large --secrets HF_TOKEN examples/train_on_jobs.py \\
       --target Qwen/Qwen3-0.6B --data me/responses --repo me/Qwen3-0.6B-DFlash
 
-The data are the target's own responses (`dflash regenerate`), as a dataset of the Hub: a job starts on an empty disk.
-Until dflash-hf is on the package index, build a wheel (`pip wheel . --no-deps`), put it where the job can reach it and
-name it with `--with URL` in front of the script. Has not been run on a paid machine; `--dry-run` runs anywhere.
+The data are the target's own responses (`dflash regenerate`), as a Hub dataset: a job starts with an empty disk.
+Until dflash-hf is on PyPI, build a wheel (`pip wheel . --no-deps`), put it where the job can download it and
+name it with `--with URL` before the script. The script has not been run on a paid machine. `--dry-run` runs on any
+machine: it reads the target's tokenizer and the data, and shows the settings that it chooses there.
 """
 
 import argparse
@@ -26,7 +27,7 @@ def main() -> int:
     parser.add_argument("--repo", required=True, help="where the drafter is published, such as me/my-drafter")
     parser.add_argument("--output", default="drafter", help="folder on the job's disk; default: %(default)s")
     parser.add_argument("--private", action="store_true", help="publish it in a private repository")
-    parser.add_argument("--dry-run", action="store_true", help="check the settings only")
+    parser.add_argument("--dry-run", action="store_true", help="only print the settings")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="further keys of `dflash train`")
     arguments = parser.parse_args()
 

@@ -203,7 +203,7 @@ class Judge:
     row advances at its own pace. Needs processors that read the scores of one position only, and standard criteria.
     *Row by row*: processors and criteria are called for each committed token of each row, with exactly the prefix of
     plain decoding. Needs processors and criteria that judge each row by itself. *Together*: they are called once per
-    committed token for all rows, which advance together. Serves any processor and criterion, even stateful ones.
+    committed token for all rows, which advance together. Serves any processor and criterion, even with state.
 
     Args:
         rows (`int`): Rows of the batch.

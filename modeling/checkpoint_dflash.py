@@ -170,7 +170,7 @@ def check_checkpoint(
     where = files[0] if len(files) == 1 else os.path.dirname(files[0])
     if len(layers) < config.num_hidden_layers:
         raise ValueError(
-            f"{where}: missing keys: num_hidden_layers={config.num_hidden_layers}, but the tensors are those of "
+            f"{where}: missing keys: num_hidden_layers={config.num_hidden_layers}, but the tensors belong to "
             f"{len(layers)} layers; correct config.json or load the whole checkpoint."
         )
     with torch.device("meta"):

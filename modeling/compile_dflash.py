@@ -75,7 +75,7 @@ def _compiled(function: Callable, how: str, methods: frozenset) -> tuple[Callabl
 
 class CompiledRound:
     """
-    A round as one graph; if it cannot be compiled, it runs eagerly, with one warning.
+    A round as a graph; a round that cannot be compiled runs eagerly, and a warning says so.
 
     Within a call, a graph depends on nothing that changes but the capacities of the caches and the plan of a round.
     Both identify a graph, whose guards are checked once.

@@ -226,8 +226,8 @@ class DFlashDraftConfig(PreTrainedConfig):
             mask_token_id (`int`): An id inside the target's embedding that its text never uses.
             num_hidden_layers (`int`): Draft layers.
             block_size (`int`): Tokens of a block, anchor included.
-            kwargs: Any other field of the configuration, e.g. `target_layer_ids`. Default of the latter: the paper's
-                rule, for as many target layers as the drafter has layers, or as fit.
+            kwargs: Any other field of the configuration. By default, `target_layer_ids` follow the paper's rule, for
+                as many target layers as the drafter has layers, or as fit.
 
         Raises:
             `ValueError`: the target's embedding and head, both shared by a drafter, have different widths.
@@ -320,7 +320,7 @@ class DFlashDraftConfig(PreTrainedConfig):
 
     @classmethod
     def field_names(cls) -> set[str]:
-        """Names of all fields, those of the heads included."""
+        """Names of all fields, including the heads'."""
         return {field.name for field in fields(cls)} | set(head_fields())
 
     @property

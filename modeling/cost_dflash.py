@@ -21,7 +21,7 @@ from .target_dflash import decoder_layers
 # For each target, the cost of rounds by everything that affects it.
 _tables: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 
-SAMPLES = 24  # kept per size; older ones are dropped
+SAMPLES = 24  # kept per size; older samples are dropped
 # The cost of a forward pass over N tokens, in passes over one token: assumed until it is measured.
 _CPU = {1: 1.0, 4: 1.1, 8: 1.3, 16: 1.7, 32: 2.7, 64: 4.6}
 _GPU = {1: 1.0, 64: 1.05, 128: 1.3, 256: 2.2, 512: 4.2}

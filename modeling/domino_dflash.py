@@ -37,8 +37,8 @@ class DominoHead(Head):
     `S = U + E2 SiLU(E1 [h; g])`, with `g` the state of a GRU over the target's embeddings of the anchor and of the
     tokens drafted after it. The first `pure_draft_prefix_len` drafted slots use their draft logits `U` only.
 
-    At initialisation `E2` is zero, so that the walk is the argmax of every slot. `gru_hidden_dim` is the width of the
-    GRU, `emb_dim` that of the correction.
+    At initialisation `E2` is zero, so that the head is the argmax of every slot. `gru_hidden_dim` is the width of the
+    GRU, `emb_dim` the width of the correction.
     """
 
     name = "Domino head"

@@ -146,7 +146,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
         Returns:
             `torch.LongTensor` `[R, n + 1]`: the anchor, and for each drafting slot the token that the drafter's head
-            ranks highest, given the previous ones.
+            ranks highest, given the previous tokens.
         """
         hidden = self._hidden_states(anchors, start, features, features_start)
         return self.walk(anchors, hidden, temperature=0.0)[0]
@@ -218,7 +218,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
             tokens = self.draft_model.target_ids(tokens)
             return torch.cat([anchors[:, None], tokens.to(self.device)], dim=1), None
 
-        # 2. One token per slot, given the previous ones.
+        # 2. One token per slot, given the previous tokens.
         ids, logits = self._candidates(hidden)  # [R, n, k]
         before = anchors.to(self.draft_device)
         state, chosen, probabilities = head.start(before), [], []
@@ -241,7 +241,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
     def follow(self, context: Context, fresh: Context) -> Context:
         """
-        Join the contexts of two rounds, of which the second drafted nothing: reading one token costs as much as
+        Join the contexts of two rounds, the second of which drafted nothing: reading one token costs as much as
         reading many, so they are collected for a while.
         """
         if 0 < context.steps < STEPS_AT_ONCE:
@@ -252,7 +252,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
     def shaped(self, context: Context, width: int | None) -> Context:
         """
         The first `width` columns of the context that a round leaves. `None`: as many as a block has, whatever it
-        verified; the new block overwrites those past the accepted ones.
+        verified; the new block overwrites what follows the accepted tokens.
         """
         missing = 0 if width is not None else self.config.block_tokens - context.features.shape[1]
         features = torch.nn.functional.pad(context.features, (0, 0, 0, missing)) if missing else context.features

@@ -29,12 +29,12 @@ logger = logging.get_logger(__name__)
 @dataclass
 class DFlashGenerateOutput(GenerateDecoderOnlyOutput):
     """
-    `GenerateDecoderOnlyOutput` with `acceptance_lengths` (`list[list[int]]`): for each row the tokens committed by
-    each verification, bonus token included. The first token of a row comes from the prompt's forward, so is excluded.
+    `GenerateDecoderOnlyOutput` with `acceptance_lengths` (`list[list[int]]`): for each row, the number of tokens that
+    each verification committed, bonus token included. A row's first token is excluded: the prompt's forward wrote it.
 
     If sizes were chosen, not set: `draft_sizes` (`list[int]`), the number of drafted tokens that each round verified
-    in every row, and `estimated_speedup` (`float`), the speed of these rounds over that of the target alone, from what
-    was accepted and the costs that sizes were chosen by.
+    in every row, and `estimated_speedup` (`float`), the speed of these rounds relative to the target alone, estimated
+    from their acceptance and the costs by which sizes were chosen.
     """
 
     acceptance_lengths: list[list[int]] | None = None

@@ -96,8 +96,8 @@ _ROTARY = r"(?:^|\.)rotary_emb\."
 class Dialect(NamedTuple):
     """How one project writes a drafter, if not in the published layout."""
 
-    tells: Callable[[dict], bool]  # whether a `config.json` is in this dialect
-    read: Callable[[dict], dict]  # converts its keys to the published ones
+    matches: Callable[[dict], bool]  # whether a `config.json` is in this dialect
+    read: Callable[[dict], dict]  # converts its keys to the published keys
     copies: str = "$^"  # tensors (a regular expression) that copy the target's and are not loaded
 
 
@@ -171,7 +171,7 @@ def canonical_config(config: dict) -> dict:
     for head in HEADS:
         config = head.read(config)
     for name, dialect in DIALECTS.items():
-        if dialect.tells(config):
+        if dialect.matches(config):
             config = {**dialect.read(config), "source_layout": name}
             break
     # Entry 0 of `hidden_states` is the embedding, so these ids are one higher.

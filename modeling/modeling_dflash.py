@@ -128,7 +128,7 @@ class DFlashAttention(nn.Module):
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
 
-        # A caller that keeps slots or trains hands over a 4-D mask; otherwise the block's keys are the last ones.
+        # A caller that keeps slots or trains hands over a 4-D mask; otherwise the block's keys are last.
         if attention_mask is None or (torch.is_tensor(attention_mask) and attention_mask.dim() == 2):
             attention_mask = self._mask_from_padding(attention_mask, key.shape[2], block_size, query)
 
@@ -309,6 +309,13 @@ class DFlashDraftModel(SavedDrafter):
         install_hook()
         self.post_init()
 
+    def __getattr__(self, name: str):
+        if name == "generate":  # no method: upstream takes a class with one for a language model
+            raise AttributeError(
+                "A drafter does not generate; swap the models: `target.generate(..., assistant_model=draft)`."
+            )
+        return super().__getattr__(name)
+
     def _initialize_weights(self, module, is_custom_code: bool = False):
         """For remote code, upstream skips modules without direct parameters, such as a head's."""
         super()._initialize_weights(module)
@@ -423,7 +430,7 @@ class DFlashDraftModel(SavedDrafter):
                 `config.input_embedding_scale` is applied here.
             context_hidden_states (`torch.Tensor`): `[N, C, L * H_target]`, features of context tokens that are not in
                 the cache yet; `None` when all are.
-            attention_mask: `None` or `[N, keys]` padding when the block's keys are the last ones; else an additive
+            attention_mask: `None` or `[N, keys]` padding when the block's keys are last; else an additive
                 mask `[N, 1, B, keys]`, or a dictionary with one mask per layer type.
             position_ids (`torch.LongTensor`): `[N, C + B]`. Default: continue the cache.
             past_key_values (`Cache`): Receives the keys of context *and* block; the caller drops the block's.

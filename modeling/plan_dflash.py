@@ -56,7 +56,7 @@ class FixedPlan:
 
     Args:
         plan (`Plan`): The plan.
-        whole (`bool`): Whether all rounds, even the last ones, have one shape.
+        whole (`bool`): Whether all rounds, even the last, have one shape.
     """
 
     def __init__(self, plan: Plan, whole: bool = False):
@@ -108,7 +108,7 @@ class AssistantPlan:
         return self.plan if self.room else Plan(1)
 
     def cut(self, draft: Draft) -> Draft:
-        """The start of a block; one size for all rows, that of the most confident row."""
+        """The start of a block; all rows share the size of the most confident row."""
         if self.threshold:
             if draft.tree is not None:
                 chances = draft.tree.log_probs.diff(dim=1).exp()  # [R, n - 1]
@@ -176,7 +176,7 @@ class Pace:
     tokens: float = 0.0  # committed per row by rounds that drafted; older rounds count less
     cost: float = 0.0  # of these rounds, in units of a round without a draft
     resting: int = 0  # number of upcoming rounds without a draft
-    told: bool = False  # whether the warning that drafting does not pay off was logged
+    warned: bool = False  # whether the warning that drafting does not pay off was logged
 
     def copy(self) -> "Pace":
         return replace(self, reliability=self.reliability.copy())
@@ -330,8 +330,8 @@ class FastestPlan:
         drafts, pace = sum(size > 0 for size in self.sizes), self.pace
         judged = any(observations for observations, *_ in pace.reliability.seen)
         lost = judged and pace.tokens < pace.cost
-        if len(self.sizes) >= 16 and 2 * drafts < len(self.sizes) and lost and not pace.told:
-            pace.told = True
+        if len(self.sizes) >= 16 and 2 * drafts < len(self.sizes) and lost and not pace.warned:
+            pace.warned = True
             logger.warning(
                 f"Decoding mostly without drafts: with {self.place[0]} row(s), rounds that draft are estimated at "
                 f"{pace.tokens / pace.cost:.2f}x the speed of the target alone, given its acceptance and the cost of "

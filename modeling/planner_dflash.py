@@ -21,7 +21,7 @@ _OF_ASSISTANTS = ("assistant_confidence_threshold", "num_assistant_tokens_schedu
 
 def planner_of(call, pair):
     """
-    The planner of a call: for the sizes in its settings, or for the fastest ones.
+    The planner of a call: for the sizes in its settings, or for the fastest sizes.
 
     Args:
         call (`Call`): The call; `draft.decoding_config` holds the settings. `num_assistant_tokens`,
@@ -31,7 +31,7 @@ def planner_of(call, pair):
     """
     target, draft, drafter, text = call.target, call.draft, pair.drafter, pair.continuation
     generation_config = call.generation_config
-    whole = bool(call.compile) or text.look_ahead > 1  # then all rounds of a plan have one shape, the last ones too
+    whole = bool(call.compile) or text.look_ahead > 1  # then all rounds of a plan have one shape, the last rounds too
     config, trained, rows = draft.decoding_config, draft.config.block_tokens, len(text.host.alive)
     asked = generation_config.num_assistant_tokens
     unset = asked in (None, _DEFAULT_ASSISTANT_TOKENS)

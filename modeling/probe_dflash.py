@@ -86,7 +86,7 @@ class TargetFacts:
             if math.isfinite(self.error):
                 return (
                     f"{self.name} computes different logits for several tokens than for one at a time (relative error "
-                    f"{self.error:.2g}), as with dynamically quantised weights, or a hook that changes the last of them only"
+                    f"{self.error:.2g}), as with dynamically quantised weights or a hook that changes the last token only"
                 )
             return f"the cache of {self.name} cannot be rolled back"
         if not self.features:
@@ -117,7 +117,7 @@ class TargetFacts:
 @torch.no_grad()
 def facts_of(target) -> TargetFacts:
     """
-    Probe a target, once for each combination of forward code, hooks, attention implementation, dtype, mode and autocast.
+    Probe a target, once for each combination of forward code, hooks, attention implementation, dtype, mode, autocast.
     Targets of the same modules, code and configuration share their facts, with other processes through the disk.
 
     A short prompt, a block with rejected tokens, a roll-back and a second block must give the same logits and state as

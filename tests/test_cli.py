@@ -194,7 +194,7 @@ def test_every_command_has_help_of_one_screen(command, capsys, monkeypatch):
         main([command, "--help"])
     assert error.value.code == 0
     text = capsys.readouterr().out
-    assert f"usage: dflash {command}" in text and len(text.splitlines()) <= 50
+    assert f"usage: dflash {command}" in text and len(text.splitlines()) <= 45
 
 
 def test_help_names_every_command(capsys):

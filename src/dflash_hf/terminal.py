@@ -76,7 +76,7 @@ def add_color(parser, what: str) -> None:
         "--color",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help=f"colour {what} (default: on a terminal, unless NO_COLOR is set)",
+        help=f"colour {what} (default: on a terminal without NO_COLOR)",
     )
 
 

@@ -58,7 +58,7 @@ def test_another_template_is_noticed(pair, capsys, tmp_path):
     tokenizer.chat_template += "{# edited #}"
     tokenizer.save_pretrained(pair / "target")
     code, printed = doctor(pair, capsys)
-    assert code == 0 and "the template differs from that of the drafter's training" in printed.out
+    assert code == 0 and "the template differs from the drafter's training" in printed.out
 
 
 def test_errors_are_one_line(pair, capsys, tmp_path):

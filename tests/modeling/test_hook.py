@@ -217,6 +217,8 @@ def test_what_newcomers_write_gets_a_sentence(target, draft, tmp_path):
         target.generate(PROMPT, assistant_model=str(tmp_path))
     with pytest.raises(TypeError, match="cannot generate on its own; load it with `AutoModel.from_pretrained"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(AttributeError, match="swap the models: `target.generate"):
+        draft.generate(PROMPT, assistant_model=target)
     assert not draft.can_generate() and not hasattr(draft, "generate")  # else remote code would be made generative
 
 

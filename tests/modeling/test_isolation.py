@@ -209,7 +209,7 @@ HOOKED = {
 
 @pytest.mark.parametrize("hook", HOOKED)
 def test_a_hook_of_some_positions_only_comes_and_goes(hook):
-    """The text then depends on how many tokens a forward reads. Known targets were drafted for, and wrote other text."""
+    """The text then depends on how many tokens a forward reads; targets that were known before wrote another one."""
     target = make_target()
     draft = drafter(target)
     drafted(target, draft)

@@ -24,19 +24,19 @@ def add_arguments(parser) -> None:
     )
     add_template_arguments(parser)
     parser.add_argument("--prompts", type=positive, default=4, help="number of prompts (default: %(default)s)")
-    parser.add_argument("--max-new-tokens", type=positive, default=128, help="(default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=positive, default=128, help="longest answer (default: %(default)s)")
     parser.add_argument("--runs", type=positive, default=5, help="timed repetitions (default: %(default)s)")
     parser.add_argument(
         "--methods",
         metavar="A,B,...",
-        help=f"{','.join(ways.BENCH)} (default: {','.join(ways.BENCH_ON_CPU)}; on a GPU no packed methods)",
+        help=f"{', '.join(ways.BENCH)} (default: {', '.join(ways.BENCH_ON_CPU)}; on a GPU without the packed ones)",
     )
     parser.add_argument(
         "--tree-nodes", type=positive, default=ways.TREE_NODES, help="tokens of a draft tree (default: %(default)s)"
     )
-    parser.add_argument("--assistant", help="also time a small autoregressive model as the assistant")
+    parser.add_argument("--assistant", help="also time a small autoregressive model as drafter")
     add_threads(parser)
-    add_output(parser, "write bench.json, bench.md and bench.png to this folder", output_folder)
+    add_output(parser, "for bench.json, bench.md and bench.png", output_folder)
     add_loading(parser)
     parser.set_defaults(dtype="float32")
     add_examples(

@@ -10,7 +10,7 @@ AGAIN = "the same command starts a new conversation"
 
 def add_arguments(parser) -> None:
     add_pair(parser, default=True)
-    add_answering(parser, "of each answer ")
+    add_answering(parser)
     add_examples(
         parser,
         "dflash chat",

@@ -7,7 +7,9 @@ from dflash_hf.terminal import Outcome, UsageError, dtype, output_path, readable
 
 def add_arguments(parser) -> None:
     parser.add_argument("draft", metavar="DRAFT", help="folder, Hub name, .gguf or .pt file of a drafter")
-    parser.add_argument("output", metavar="OUTPUT", type=output_path, help="new folder, or new .gguf file")
+    parser.add_argument(
+        "output", metavar="OUTPUT", type=output_path, help="new folder; with --to gguf a new .gguf file"
+    )
     parser.add_argument(
         "--to", choices=LAYOUTS, metavar="LAYOUT", default="z-lab", help=f"{', '.join(LAYOUTS)} (default: %(default)s)"
     )

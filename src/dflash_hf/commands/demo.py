@@ -10,7 +10,7 @@ AGAIN = "the same command starts again"
 def add_arguments(parser) -> None:
     parser.add_argument("--draft", help="another drafter of SmolLM2-135M-Instruct (default: the bundled one)")
     parser.add_argument("--prompts", type=positive, default=12, help="number of prompts (default: %(default)s)")
-    parser.add_argument("--max-new-tokens", type=positive, default=40, help="(default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=positive, default=40, help="longest answer (default: %(default)s)")
     parser.add_argument("--runs", type=positive, default=1, help="timed repetitions (default: %(default)s)")
     parser.add_argument(
         "--dtype",
@@ -24,7 +24,7 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--train", type=amount, metavar="MINUTES", help="train a new drafter instead, and decode with it as it learns"
     )
-    parser.add_argument("--output", type=output_folder, help="folder of results (default: ~/.cache/dflash_hf/demo)")
+    parser.add_argument("--output", type=output_folder, help="for the results (default: ~/.cache/dflash_hf/demo)")
     add_color(parser, "accepted draft tokens")
     add_examples(parser, "dflash demo", "dflash demo --dtype float32 --prompts 30", "dflash demo --train 20")
 

@@ -11,14 +11,12 @@ from dflash_hf.terminal import Outcome, add_template_arguments, note, positive
 
 def add_arguments(parser) -> None:
     add_pair(parser, required=True)
-    parser.add_argument(
-        "--base", help="the model that a quantised or fine-tuned target was made from, to compare with"
-    )
-    parser.add_argument("--data", help="prompts, as for `dflash eval` (default: built-in ones)")
+    parser.add_argument("--base", help="the original of a quantised or fine-tuned target, to compare with")
+    parser.add_argument("--data", help="prompts, as for `dflash eval` (default: bundled prompts)")
     parser.add_argument("--split", help="split of the dataset (default: train, or the only one)")
     parser.add_argument("--prompts", type=positive, default=24, help="number of prompts (default: %(default)s)")
     parser.add_argument("--blocks", type=positive, default=16, help="blocks per text (default: %(default)s)")
-    parser.add_argument("--max-new-tokens", type=positive, default=128, help="of each text (default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=positive, default=128, help="longest text (default: %(default)s)")
     add_template_arguments(parser)
     add_threads(parser)
     add_loading(parser)

@@ -26,24 +26,24 @@ def add_arguments(parser) -> None:
     add_pair(parser)
     parser.add_argument(
         "--data",
-        help="prompts: a .jsonl, .json, .parquet, .csv or .txt file, a Hub dataset, a benchmark "
-        f"({', '.join(NAMED)}) or a generated set ({', '.join(GENERATED)})",
+        help=f"prompts: a file, Hub dataset, benchmark ({', '.join(NAMED)}) or generated set ({', '.join(GENERATED)})",
     )
     parser.add_argument("--split", help="split of the dataset (default: train, or the only one)")
-    parser.add_argument("--prompts", type=positive, help="number of prompts (default: the benchmark's own, else 40)")
+    parser.add_argument("--prompts", type=positive, help="number of prompts (default: the benchmark's, else 40)")
     parser.add_argument("--server", metavar="URL", help="measure a running server instead of a local pair")
     parser.add_argument("--alone", metavar="URL", help="with --server: the same target served without a drafter")
     parser.add_argument("--runs", type=positive, default=3, help="timed repetitions (default: %(default)s)")
-    parser.add_argument("--max-new-tokens", type=positive, help="(default: 2048 for benchmarks, else 256)")
-    parser.add_argument("--raw", action="store_true", help="use text as it is, without the chat template")
+    parser.add_argument(
+        "--max-new-tokens", type=positive, help="longest answer (default: 2048 for benchmarks, else 256)"
+    )
+    parser.add_argument("--raw", action="store_true", help="use prompts that are text without the chat template")
     add_template_arguments(parser)
     parser.add_argument("--prompt-lookup", action="store_true", help="also time transformers' prompt lookup")
     add_threads(parser)
     parser.add_argument(
         "--compare", nargs=2, type=readable_file, metavar="REPORT", help="show two reports side by side"
     )
-    what = "write eval_report.json and .png to this folder; use the drafter's for its model card"
-    add_output(parser, what, output_folder)
+    add_output(parser, "for eval_report.json and .png; the drafter's folder for its model card", output_folder)
     add_loading(parser)
     add_speed(
         parser,

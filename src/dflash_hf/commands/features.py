@@ -21,9 +21,11 @@ AGAIN = "the same command continues after the last complete shard"
 def add_arguments(parser) -> None:
     parser.add_argument("--target", required=True, help="the target: a folder or Hub name")
     add_data(parser)
-    add_output(parser, "folder; an existing one is continued", output_folder, required=True)
+    add_output(parser, "continued if it exists", output_folder, required=True)
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--draft-config", help="the drafter that reads them: config.json, folder or Hub name")
+    which.add_argument(
+        "--draft-config", metavar="CONFIG", help="the drafter that reads them: config.json, folder or Hub name"
+    )
     which.add_argument(
         "--target-layer-ids",
         type=count,
@@ -34,7 +36,7 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--states",
         action="store_true",
-        help="also store final hidden states, for loss_type=kl, dpace_kl or label_source=target",
+        help="also store final hidden states: for KL losses and label_source=target",
     )
     parser.add_argument("--max-length", type=positive, default=3072, help="truncate examples (default: %(default)s)")
     parser.add_argument("--mask-token-id", type=token_id, help="the drafter's mask token; rows with it are left out")
@@ -44,11 +46,11 @@ def add_arguments(parser) -> None:
         choices=DTYPES,
         metavar="DTYPE",
         default="bfloat16",
-        help=f"{', '.join(DTYPES)} (default: %(default)s)",
+        help=f"of the features: {', '.join(DTYPES)} (default: %(default)s)",
     )
-    parser.add_argument("--shard-size", type=amount, default=1.0, help="in GB (default: %(default)s)")
-    parser.add_argument("--batch-size", type=positive, default=8, help="(default: %(default)s)")
-    parser.add_argument("--num-proc", type=positive, help="worker processes that encode the data")
+    parser.add_argument("--shard-size", type=amount, default=1.0, help="size of a file in GB (default: %(default)s)")
+    parser.add_argument("--batch-size", type=positive, default=8, help="rows at a time (default: %(default)s)")
+    parser.add_argument("--num-proc", type=positive, help="worker processes for the data")
     add_loading(parser, draft=False)
     add_examples(
         parser,

@@ -85,11 +85,11 @@ def run(arguments, echo) -> Outcome:
     if arguments.compare and draft is not None:
         _, alone, seconds = decode()
         facts |= {"equal": alone == ids, "seconds_alone": seconds}
-        told = "the same tokens" if alone == ids else "other tokens"
+        verdict = "the same tokens" if alone == ids else "other tokens"
         if alone != ids and target.dtype in (torch.bfloat16, torch.float16):
             rounded = str(target.dtype).removeprefix("torch.")
-            told += f", as rounding in {rounded} allows; compare with --dtype float32"
-        echo.note(f"target alone{packed}: {_speed(alone, seconds)}; {told}")
+            verdict += f", as rounding in {rounded} allows; compare with --dtype float32"
+        echo.note(f"target alone{packed}: {_speed(alone, seconds)}; {verdict}")
     return Outcome(facts=facts)
 
 

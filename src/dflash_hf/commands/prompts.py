@@ -17,19 +17,19 @@ AGAIN = "the same command continues with the requests that are missing"
 def add_arguments(parser) -> None:
     parser.add_argument("--target", required=True, help="a chat model: a folder or Hub name")
     parser.add_argument("--count", required=True, type=positive, help="number of requests")
-    add_output(parser, ".jsonl file; an existing one is continued", required=True)
+    add_output(parser, ".jsonl file; continued if it exists", required=True)
     parser.add_argument(
         "--kinds", help="chat,code,math,rewrite,task,json in turn; repeat one to weigh it (default: chat)"
     )
     parser.add_argument("--begin", action="append", default=[], help="first words of a request; repeatable")
     parser.add_argument("--system", help="system prompt, kept in the rows (default: the chat template's own)")
-    parser.add_argument("--temperature", type=temperature, default=1.0, help="(default: %(default)s)")
-    parser.add_argument("--top-p", type=probability, default=0.95, help="(default: %(default)s)")
-    parser.add_argument("--max-new-tokens", type=positive, default=128, help="(default: %(default)s)")
-    parser.add_argument("--min-chars", type=count, default=16, help="(default: %(default)s)")
-    parser.add_argument("--max-chars", type=positive, default=1000, help="(default: %(default)s)")
-    parser.add_argument("--seed", type=count, default=0, help="(default: %(default)s)")
-    parser.add_argument("--batch-size", type=positive, help="(default: the fastest on this machine, measured)")
+    parser.add_argument("--temperature", type=temperature, default=1.0, help="0 is greedy (default: %(default)s)")
+    parser.add_argument("--top-p", type=probability, default=0.95, help="nucleus sampling (default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=positive, default=128, help="longest request (default: %(default)s)")
+    parser.add_argument("--min-chars", type=count, default=16, help="drop shorter requests (default: %(default)s)")
+    parser.add_argument("--max-chars", type=positive, default=1000, help="drop longer requests (default: %(default)s)")
+    parser.add_argument("--seed", type=count, default=0, help="sampling seed (default: %(default)s)")
+    parser.add_argument("--batch-size", type=positive, help="rows at a time (default: the fastest, measured)")
     add_template(parser)
     add_packed(add_loading(parser, draft=False))
     add_examples(

@@ -16,13 +16,13 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="list the files and validate the card, without uploading"
     )
-    parser.add_argument("--output", type=output_folder, help="also write every file to this folder, as on the Hub")
+    parser.add_argument("--output", type=output_folder, help="also write every file to this folder")
     parser.add_argument(
-        "--gguf", metavar="TARGET", help="also add dflash-NAME.gguf for llama.cpp; the target's .gguf file or folder"
+        "--gguf", metavar="TARGET", help="add dflash-NAME.gguf for llama.cpp; TARGET: its .gguf file or folder"
     )
     facts = parser.add_argument_group("model card, in addition to card_facts.json and eval_report.json in the folder")
-    facts.add_argument("--base-model", help="repository of the target")
-    facts.add_argument("--base-model-revision", help="commit of the base model")
+    facts.add_argument("--base-model", metavar="REPO", help="repository of the target")
+    facts.add_argument("--base-model-revision", metavar="REV", help="commit of the base model")
     facts.add_argument("--base-model-relation", choices=RELATIONS, metavar="RELATION", help=", ".join(RELATIONS))
     facts.add_argument("--license", help="the Hub's identifier, such as mit")
     facts.add_argument(

@@ -9,16 +9,20 @@ AGAIN = "the same command continues with the rows that are missing"
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("--target", required=True, help="a folder or Hub name; with --server, the name it serves")
+    parser.add_argument(
+        "--target", required=True, help="the target: a folder or Hub name; with --server, its name there"
+    )
     add_data(parser)
-    add_output(parser, ".jsonl file; an existing one is continued", required=True)
-    parser.add_argument("--max-new-tokens", type=positive, default=2048, help="(default: %(default)s)")
+    add_output(parser, ".jsonl file; continued if it exists", required=True)
+    parser.add_argument("--max-new-tokens", type=positive, default=2048, help="longest answer (default: %(default)s)")
     add_sampling(parser, None, "the target's generation config")
     parser.add_argument("--raw", action="store_true", help="use prompts that are text without the chat template")
-    parser.add_argument("--mask-token-id", type=token_id, help="never generated (default: the first spare id)")
+    parser.add_argument(
+        "--mask-token-id", type=token_id, help="token that is never generated (default: the first spare id)"
+    )
     here = add_loading(parser, title="in this process")
     here.add_argument("--draft", help="a drafter, for speed: a folder or Hub name")
-    here.add_argument("--batch-size", type=positive, help="(default: the fastest on this machine, measured)")
+    here.add_argument("--batch-size", type=positive, help="rows at a time (default: the fastest, measured)")
     shared.add_speed(parser, group=here)
     there = parser.add_argument_group("from a server")
     there.add_argument("--server", metavar="URL", help="an OpenAI-compatible server, such as http://127.0.0.1:8000")
@@ -28,8 +32,7 @@ def add_arguments(parser) -> None:
     add_examples(
         parser,
         "dflash regenerate --target Qwen/Qwen3-0.6B --data prompts.jsonl --output responses.jsonl",
-        "dflash regenerate --target Qwen/Qwen3-0.6B --data prompts.jsonl --output responses.jsonl "
-        "--server http://127.0.0.1:8000",
+        "dflash regenerate --target T --data prompts.jsonl --output responses.jsonl --server http://127.0.0.1:8000",
         after=AGAIN,
     )
 

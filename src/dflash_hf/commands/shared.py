@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from dflash_hf.names import DTYPES
 from dflash_hf.terminal import (
@@ -35,7 +36,12 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
         return METAVARS.get(action.type) or super()._get_default_metavar_for_optional(action)
 
 
-METAVARS = {
+COMMON = """options of all commands:
+  --json         print the result as JSON, and messages on standard error
+  -q, --quiet    no progress bars; libraries log errors only
+  -v, --verbose  log more; -vv logs everything
+  --debug        show the traceback of an error (or set DFLASH_DEBUG=1)"""
+METAVARS: dict[Any, str] = {
     **dict.fromkeys((positive, count, seed, token_id, port), "N"),
     **dict.fromkeys((heat, probability, amount), "X"),
     readable_file: "FILE",
@@ -55,7 +61,7 @@ class Parser(argparse.ArgumentParser):
         shown = [action for action in self._actions if action.required or not action.option_strings]
         words = ["[options]"]
         for action in shown:
-            name = action.metavar or action.dest.upper()
+            name = action.metavar or METAVARS.get(action.type) or action.dest.upper()
             name = name if isinstance(name, str) else name[0]
             if action.option_strings:
                 words.insert(-1, f"{action.option_strings[0]} {name}")
@@ -67,19 +73,19 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_common(parser) -> None:
-    """The options of all commands, after a command's own."""
-    group = parser.add_argument_group("output")
-    group.add_argument("--json", action="store_true", help="print the result as JSON, and messages on standard error")
-    group.add_argument("-q", "--quiet", action="store_true", help="no progress bars; libraries log errors only")
-    group.add_argument("-v", "--verbose", action="count", default=0, help="log more; -vv logs everything")
-    group.add_argument("--debug", action="store_true", help="show the traceback of an error (or set DFLASH_DEBUG=1)")
-    group.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
+    """The options of all commands: one line at the end of a command's help; `dflash --help` explains them."""
+    parser.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("-q", "--quiet", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("-v", "--verbose", action="count", default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--debug", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
+    parser.epilog = f"{parser.epilog}\nall commands: --json, -q/--quiet, -v/--verbose, --debug (see dflash --help)"
 
 
 def add_examples(parser, *lines: str, after: str = "") -> None:
     """Examples, and how to resume the command, at the end of its help."""
     text = "examples:\n" + "\n".join(f"  {line}" for line in lines)
-    parser.epilog = text if not after else f"{text}\n\nafter an interruption: {after}"
+    parser.epilog = f"{text}\n" if not after else f"{text}\n\nafter an interruption: {after}"
 
 
 def add_pair(parser, default: bool = False, required: bool = False) -> None:
@@ -158,9 +164,9 @@ def tell_slow_dtype(target) -> None:
 def add_sampling(parser, default: float | None = 0.0, known: str = "0, greedy") -> None:
     """Temperature, nucleus and seed."""
     parser.add_argument("--temperature", type=heat, default=default, help=f"0 is greedy (default: {known})")
-    parser.add_argument("--top-p", type=probability, help="nucleus of the sampling (default: 1)")
+    parser.add_argument("--top-p", type=probability, help="nucleus sampling (default: 1)")
     add_draft_temperature(parser)
-    parser.add_argument("--seed", type=seed, default=0, help="seed of the sampling (default: %(default)s)")
+    parser.add_argument("--seed", type=seed, default=0, help="sampling seed (default: %(default)s)")
 
 
 def add_draft_temperature(parser) -> None:
@@ -168,7 +174,7 @@ def add_draft_temperature(parser) -> None:
     parser.add_argument(
         "--draft-temperature",
         type=heat,
-        help="sample drafts too (default: greedy; DFlash 2: as the target)",
+        help="of the drafts, 0: greedy (default: 0; with a head: --temperature)",
     )
 
 
@@ -195,10 +201,10 @@ def sampling_options(arguments) -> dict:
     return {"do_sample": True, "temperature": arguments.temperature, "top_p": arguments.top_p or 1.0}
 
 
-def add_answering(parser, tokens: str = "") -> None:
+def add_answering(parser) -> None:
     """The options that `generate` and `chat` share: template, sampling, and how models are loaded."""
     add_template_arguments(parser)
-    parser.add_argument("--max-new-tokens", type=positive, default=512, help=f"{tokens}(default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=positive, default=512, help="longest answer (default: %(default)s)")
     add_sampling(parser)
     add_threads(parser)
     add_color(parser, "accepted draft tokens")
@@ -208,9 +214,7 @@ def add_answering(parser, tokens: str = "") -> None:
 
 def add_data(parser) -> None:
     """The arguments of every command that reads training data."""
-    parser.add_argument(
-        "--data", required=True, help="a .jsonl, .json, .parquet or .csv file, or the name of a Hub dataset"
-    )
+    parser.add_argument("--data", required=True, help="a .jsonl, .json, .parquet or .csv file, or a Hub dataset")
     parser.add_argument("--split", help="split of the dataset (default: train, or the only one)")
     parser.add_argument("--name", help="configuration of a Hub dataset")
     parser.add_argument("--limit", type=positive, help="use the first N rows only")
@@ -227,7 +231,7 @@ def rows_of(arguments):
 
 def add_template(parser) -> None:
     """`--chat-template` and its arguments."""
-    parser.add_argument("--chat-template", type=readable_file, help="Jinja file to use instead of the tokenizer's own")
+    parser.add_argument("--chat-template", type=readable_file, help="Jinja file, instead of the tokenizer's own")
     add_template_arguments(parser)
 
 

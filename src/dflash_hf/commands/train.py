@@ -19,15 +19,17 @@ _FLAGS = {"target": "target", "draft": "draft", "data": "data", "output": "outpu
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("--config", metavar="FILE", help="YAML recipe; see `dflash recipes`")
-    parser.add_argument("--target", help="the model to draft for: a folder or Hub name; the same as target=TARGET")
-    parser.add_argument("--draft", help="a drafter to start from; the same as draft=DRAFT")
-    parser.add_argument("--data", help="the target's responses, of `dflash regenerate`, or a dataset; as data=DATA")
-    parser.add_argument("--output", metavar="FOLDER", help="folder of the drafter; the same as output_dir=FOLDER")
+    parser.add_argument("--config", metavar="FILE", help="YAML recipe (`dflash recipes` lists some)")
+    parser.add_argument("--target", help="the target: a folder or Hub name; short for target=TARGET")
+    parser.add_argument("--draft", help="a drafter to start from: a folder or Hub name; short for draft=DRAFT")
+    parser.add_argument("--data", help="its responses (`dflash regenerate`) or a dataset; short for data=DATA")
+    parser.add_argument("--output", metavar="FOLDER", help="for the drafter; short for output_dir=FOLDER")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="any other setting of the recipe; key.inner=value too"
     )
-    parser.add_argument("--dry-run", action="store_true", help="check and print the recipe, without training")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the settings, chosen ones included, without training"
+    )
     parser.add_argument(
         "--keys", nargs="?", const="", metavar="WORD", help="list the settings (that contain WORD) with their defaults"
     )
@@ -64,15 +66,11 @@ def run(arguments, echo) -> Outcome:
         raise ValueError("No output folder is given; name the folder for the drafter with --output.")
     if training.get("push_to_hub") and not training.get("hub_model_id"):
         raise ValueError("push_to_hub=True needs hub_model_id, such as hub_model_id=me/my-drafter.")
-    given = {name: value for name, value in asdict(recipe).items() if value not in (None, {})}
-    settings = {key: "(set)" if is_secret(key) else value for key, value in {**given, **training}.items()}
     _check_files(recipe)
-    if arguments.dry_run:
-        for key, value in settings.items():
-            echo(f"{key}: {value}")
-        return Outcome(facts=settings)
-    _check_before(recipe, training)
     recipe.settled = arguments.config is not None
+    if arguments.dry_run:
+        return _dry_run(recipe, training, echo)
+    _check_before(recipe, training)
     from dflash_hf.training.train import leave_group, train
 
     trainer = train(recipe, training, echo)
@@ -86,6 +84,21 @@ def run(arguments, echo) -> Outcome:
     del trainer
     leave_group()
     return outcome
+
+
+def _dry_run(recipe, training: dict, echo) -> Outcome:
+    """The settings of a run, with the choices that it would make; a recipe file leaves nothing to choose."""
+    if not recipe.settled:
+        from dflash_hf.data.prepare import load_tokenizer
+        from dflash_hf.training.choice import choose
+
+        loaded = (recipe.target, recipe.chat_template, recipe.target_revision, recipe.trust_remote_code)
+        choose(recipe, training, load_tokenizer(*loaded), echo)
+    given = {name: value for name, value in asdict(recipe).items() if value not in (None, {})}
+    settings = {key: "(set)" if is_secret(key) else value for key, value in {**given, **training}.items()}
+    for key, value in settings.items():
+        echo(f"{key}: {value}")
+    return Outcome(facts=settings)
 
 
 def _check_files(recipe) -> None:

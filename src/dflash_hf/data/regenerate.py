@@ -73,7 +73,7 @@ def generate_rows(
 
 
 def usable_ids(encoder: RowEncoder, prompts: dict[int, tuple[Prompt, list | None]]) -> dict[int, list[int]]:
-    """The ids of prompts, without empty ones and those that the template rejects."""
+    """The ids of prompts, without empty prompts and prompts that the template rejects."""
     ids = {}
     for index, (prompt, tools) in prompts.items():
         try:

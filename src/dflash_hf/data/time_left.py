@@ -41,9 +41,8 @@ class TimeLeft:
     def __init__(self, unit: str, total: int, done: int, rows: int, say: Callable[[str], None], full: bool = True):
         self.bar = logging.tqdm(total=total, initial=done, unit=unit)
         self.wanted, self.rows, self.say = total - done, rows, say
-        self.batches = (
-            1.5 if full else 1.0
-        )  # written when as many texts as a batch holds have ended; the others are half finished
+        # Batches written when as many texts as a batch holds have ended: if refilled, the others are half finished.
+        self.batches = 1.5 if full else 1.0
         self.start, self.ended, self.kept, self.tokens = time.monotonic(), 0, 0, 0
 
     def __enter__(self) -> "TimeLeft":
@@ -64,7 +63,7 @@ class TimeLeft:
 
 def telling(items: Iterable, total: int, say: Callable[[str], None], done: int = 0) -> Iterator:
     """
-    Iterate over `total` items of similar duration; after a twentieth of them, `say` the remaining time.
+    Iterate over `total` items of similar duration; after a twentieth of them, `say` the whole and the remaining time.
 
     Args:
         done (`int`): Number of items at the start that take no time, since their outcome is known.
@@ -74,7 +73,8 @@ def telling(items: Iterable, total: int, say: Callable[[str], None], done: int =
         if number == done:
             start = time.monotonic()
         if number == report_at and total > report_at + 3:
-            say(f"about {duration((time.monotonic() - start) / (number - done) * (total - number))} to go")
+            each = (time.monotonic() - start) / (number - done)
+            say(f"about {duration(each * (total - done))} in all, {duration(each * (total - number))} to go")
         yield item
 
 

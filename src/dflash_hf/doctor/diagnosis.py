@@ -38,7 +38,7 @@ class Diagnosis:
         decoded, forced (`Counts`): Counts of decoding, and teacher-forced counts of the same blocks.
         tried (`list[Experiment]`), counts (`list[Counts]`): The experiments and their counts.
         cause (`Experiment`, *optional*): The likeliest cause.
-        surprise, guess (`float`): The target's loss on the prompts, in nats per token, and that of a uniform guess.
+        surprise, guess (`float`): The target's loss on the prompts, in nats per token, and a uniform guess's.
         unlike (`list[str]`): `tokenizer` and `template`, if they differ from those of the drafter's training.
     """
 
@@ -64,7 +64,7 @@ class Diagnosis:
             if sum(self.decoded.blocks)
             else "decoding          without drafts: see the warning above",
             f"prompts           cost the target {self.surprise:.2f} nats per token; guessing costs {self.guess:.2f}",
-            *[f"noticed           the {what} differs from that of the drafter's training" for what in self.unlike],
+            *[f"noticed           the {what} differs from the drafter's training" for what in self.unlike],
             "",
             f"{'tried':44}{'tau':>6}{'change':>9}{'std. errors':>13}{'nats':>8}{'std. errors':>13}",
         ]

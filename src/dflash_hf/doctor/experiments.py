@@ -110,7 +110,7 @@ def _in_config(case: Case, key: str, name: str, cause: str, **fields) -> Experim
 
 
 def masks(case: Case) -> Iterator[Experiment]:
-    """Another mask token: the usual ones and the tokenizer's special ones, except those in the texts."""
+    """Another mask token: the usual tokens and the tokenizer's special tokens, except tokens in the texts."""
     config, tokenizer = case.draft.config, case.encoder.tokenizer
     if config.own_mask_embedding:
         return

@@ -3,17 +3,17 @@ Whether rounding alone explains an answer that differs from the target's own.
 
 In reduced precision the same logits come out slightly different when they are computed in another way: one token at a
 time, a whole block, in a batch. So greedy texts diverge where two tokens are nearly equally likely, in every
-speculative decoder and in the target alone when it is called differently. This is how such a near-tie is told from a
-defect:
+speculative decoder and in the target alone when it is called differently. Such a near-tie is distinguished from a
+defect as follows:
 
 1. *Rounding*, `r`: the target runs its own texts again, in several ways. `r` is the largest change, from one way to
    another, in the difference between the two best logits, over all positions.
 2. *Gap*, `g`: at the first token that differs, the difference between the target's scores of the two tokens, from its
    own forward over the text before them: `g = |s(own) - s(other)|`.
 
-The computation that chose the other token found a difference of at most 0. The one that measures the gap differs from
-it by at most the sum of what each differs from plain decoding. So a near-tie has `g <= 2 r`. Everything else is wrong:
-a token that rounding cannot have chosen, or a text that ends where the target's does not.
+The computation that chose the other token found a difference of at most 0. It and the computation that measures the
+gap each differ from plain decoding by at most `r`, so a near-tie has `g <= 2 r`. Everything else is wrong: a token
+that rounding cannot have chosen, or a text that ends where the target's does not.
 """
 
 import math

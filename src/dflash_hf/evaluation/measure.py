@@ -148,7 +148,7 @@ class EvalReport:
     def from_json(cls, text: str) -> "EvalReport":
         """The report that [`to_json`] wrote."""
         fields = json.loads(text)
-        for name in ("summary", "correct"):  # the latter of earlier versions
+        for name in ("summary", "correct"):  # `correct` in reports of earlier versions
             fields.pop(name, None)
         methods = {name: MethodReport(**method) for name, method in fields.pop("methods").items()}
         found = [Divergence(**one) for one in fields.pop("divergences", [])]

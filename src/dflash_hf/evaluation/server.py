@@ -160,7 +160,7 @@ def run(arguments, echo) -> Outcome:
     echo(f"tokens/s          {ours.tokens_per_second:.1f}, {report.num_prompts} answers, prompts included in the time")
     if ours.speedup is not None:
         echo(f"alone             {report.methods[TARGET].tokens_per_second:.1f} tokens/s: {ours.speedup:.2f}x")
-        echo(f"equal             {ours.equal} of {report.num_prompts} texts are those of the target alone")
+        echo(f"equal             {ours.equal} of {report.num_prompts} texts equal the target's own")
     if arguments.output is not None:
         arguments.output.mkdir(parents=True, exist_ok=True)
         echo(f"written           {report.save(arguments.output / REPORT_FILE)}")

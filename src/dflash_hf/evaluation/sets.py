@@ -1,7 +1,7 @@
 """
-Evaluation sets: the standard ones through `datasets`, and generated ones that need no network.
+Evaluation sets: standard sets through `datasets`, and generated sets that need no network.
 
-Prompts, sizes, seeds and turns of the named sets are those of the published implementation's own runs
+Prompts, sizes, seeds and turns of the named sets follow the published implementation's own runs
 (github.com/z-lab/dflash, `run_benchmark.sh` and `benchmark.py` of 5 January 2026: `shuffle(seed=0)`, then the first N
 rows; 2048 new tokens, thinking off), so that figures can be compared with the paper's.
 """

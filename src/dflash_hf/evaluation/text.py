@@ -94,8 +94,8 @@ def _lossless_line(report: EvalReport) -> str:
     equal, found = report.methods[ways.DFLASH].equal, [one for one in report.divergences if one.method == ways.DFLASH]
     wrong = len({one.prompt for one in found if one.verdict == WRONG})
     ties, count = report.num_prompts - equal - wrong, f"{wrong} {WRONG}" if wrong else "no output is wrong"
-    told = f"lossless          {count}: {equal} of {report.num_prompts} outputs equal the target's own"
-    return told + (f", {ties} differ at a near-tie" if ties else "")
+    line = f"lossless          {count}: {equal} of {report.num_prompts} outputs equal the target's own"
+    return line + (f", {ties} differ at a near-tie" if ties else "")
 
 
 def _tree_lines(report: EvalReport) -> list[str]:

@@ -8,6 +8,7 @@ from dflash_hf.failures import explain
 from dflash_hf.responses import is_cut
 from dflash_hf.serving.conversation import Conversation
 from dflash_hf.serving.pieces import PieceStreamer
+from dflash_hf.serving.word_wrap import WordWrap
 from dflash_hf.terminal import Echo, stdin_lines
 
 
@@ -30,9 +31,11 @@ class Chat:
     def __init__(self, conversation: Conversation, echo: Echo, color: bool):
         self.conversation, self.color, self.note, self._write = conversation, color, echo.note, echo.write
         self.draft = conversation.draft
-        self.live = color and echo.stream.isatty()
+        self.terminal = echo.stream.isatty()
+        self.live = color and self.terminal
         self.person, self.lines = sys.stdin.isatty(), stdin_lines()
         self.previous = 0  # source of the previous piece
+        self.wrap = WordWrap()
         self.turns: list[dict] = []
 
     def run(self) -> list[dict]:
@@ -80,6 +83,7 @@ class Chat:
     def _turn(self, text: str) -> None:
         streamer = PieceStreamer(self.conversation.tokenizer, lambda *piece: self._show(streamer, *piece))
         output = error = None
+        self.wrap = WordWrap()
         try:
             output = self.conversation.answer(text, streamer)
         except (KeyboardInterrupt, Exception) as raised:
@@ -104,7 +108,8 @@ class Chat:
     def _show(self, streamer: PieceStreamer, piece: str, source: int) -> None:
         color = f"\x1b[{shade(source)}m" if self.color and (self.live or source != self.previous) else ""
         self.previous = source
-        self._write(f"{_CLEAR}{color}{piece}{_ASIDE}{streamer.status()}{_BACK}" if self.live else color + piece)
+        shown = self.wrap(piece, color) if self.terminal else color + piece
+        self._write(f"{_CLEAR}{shown}{_ASIDE}{streamer.status()}{_BACK}" if self.live else shown)
 
     def _who(self) -> str:
         return "target alone" if self.conversation.draft is None else "with the drafter"

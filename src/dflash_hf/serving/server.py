@@ -132,6 +132,7 @@ class DraftedServe(Serve):
         """
         from fastapi import HTTPException
 
+        _pinned(self.name, body.get("model") or self.name)  # upstream's 400 is OpenAI's 404
         for name, plain in _NOT_SERVED.items():
             if body.get(name) not in plain:
                 raise HTTPException(400, f"{name}={body[name]!r} is not supported; leave it out.")
@@ -170,7 +171,7 @@ def _pinned(served: str, asked: str) -> str:
     from fastapi import HTTPException
 
     if asked != served:
-        raise HTTPException(400, f"Server is pinned to '{served}'; requested '{asked}'.")
+        raise HTTPException(404, f"The model {asked!r} does not exist; this server serves {served!r}.")
     return served
 
 
@@ -266,7 +267,7 @@ class _Moved(Exception):
 
 class _Request:
     """
-    Stands in for the model in one upstream request: `generate` with the drafter or in a batch, timed and logged.
+    Takes the model's place in an upstream request: `generate` with the drafter or in a batch, timed and logged.
 
     Raises:
         `HTTPException`: 400, the prompt is empty or leaves no room for an answer.

@@ -1,4 +1,4 @@
-"""`DecodingCallback`: real decoding during training, so that the best drafter is the one that decodes best."""
+"""`DecodingCallback`: real decoding during training, so that the best checkpoint is chosen by how it decodes."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -33,8 +33,8 @@ class DecodingCallback(TrainerCallback):
 
     Args:
         trainer (`DFlashTrainer`): The trainer to add it to, before an `EarlyStoppingCallback` that watches tau.
-        prompts (`Sequence[Sequence[int]]`): Prompt ids. Default: those of the first `num_prompts` rows of the
-            evaluation dataset, else of the training dataset.
+        prompts (`Sequence[Sequence[int]]`): Prompt ids. Default: the prompts of the first `num_prompts` rows of
+            the evaluation dataset, else of the training dataset.
         num_prompts (`int`): Rows to take the default prompts from.
         max_new_tokens (`int`): Longest answer.
         decode_steps (`int`, *optional*): Also decode every N steps.

@@ -64,7 +64,7 @@ def time_lines(found: Settings, minutes: float | None, rows: int) -> list[str]:
     of = f" {found.rows:,} of" if found.rows < rows else ""
     lines = [
         f"time              {whole}: {first}about {found.steps:,} steps of {found.step_seconds:.2g} s, "
-        f"{found.passes:.1f} passes over{of} {rows:,} rows"
+        f"{found.passes:.1f} passes over{of} {rows:,} row{'s' * (rows != 1)}"
     ]
     if found.steps < FEWEST_STEPS:
         lines.append(
@@ -78,7 +78,7 @@ def time_lines(found: Settings, minutes: float | None, rows: int) -> list[str]:
 
 def _given(recipe: RecipeArguments, training: dict) -> dict:
     """
-    All keys that are not to be chosen: given keys, those of a drafter to continue from, and all of a recipe file.
+    The keys that must not be chosen: given keys, the keys of a drafter to start from, and all keys of a recipe file.
     """
     keys = {**asdict(recipe), **training}
     if not recipe.settled:

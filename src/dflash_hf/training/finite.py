@@ -105,7 +105,7 @@ class FiniteGuard:
             length = int(inputs["attention_mask"][place].sum())
             ids = inputs["input_ids"][place, :length].tolist()
             number = self._number_of(ids)
-            beginning = f"that of {length} ids beginning with {ids[:_SHOWN]}"
+            beginning = f"a row of {length} ids beginning with {ids[:_SHOWN]}"
             names.append(beginning if number is None else f"row {number} ({length} ids beginning with {ids[:_SHOWN]})")
         return f", in {'; '.join(names)}"
 

@@ -45,11 +45,11 @@ class RecipeArguments:
     num_draft_layers: int = key("Layers of a new drafter.", 5)
     block_size: int = key("Block size of a new drafter, including the anchor.", 16)
     init_layers: list[int] | None = key(
-        "Layers of the target that initialise those of a new drafter, such as [28, 29].", of_run=True
+        "Layers of the target that initialise a new drafter's, such as [28, 29].", of_run=True
     )
     draft_vocab_size: int | None = key("Vocabulary size of a new drafter: the most frequent tokens of the data.")
     target_layer_ids: list[int] | None = key(
-        "Target layers of a new drafter; default: those of the features, or the paper's rule."
+        "Target layers of a new drafter; default: the layers of the features, or the paper's rule."
     )
     mask_token_id: int | None = key("Default: the drafter's, or the target's first spare embedding row.")
     head: str | None = key(
@@ -83,7 +83,7 @@ class RecipeArguments:
 
     def __post_init__(self):
         if not self.target:
-            raise ValueError("target is not given; name the model to draft for, such as target=Qwen/Qwen3-8B.")
+            raise ValueError("target is not given; name the model to draft for, such as --target Qwen/Qwen3-8B.")
         if bool(self.data) == bool(self.features):
             given = "both are given" if self.data else "neither is given"
             raise ValueError(f"A run needs data or features, but {given}; name one.")

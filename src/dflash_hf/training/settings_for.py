@@ -30,7 +30,7 @@ _FEATURES_SHARE = 1 / 3  # maximum share of the time
 _ENDS_SHARE = 0.05  # share of the time for loading and saving
 # Share of the matrix-product throughput that a step reaches: it also adds, masks and moves data.
 _EFFICIENCY = {"half": 0.35, "full": 0.8, "forward": 0.55}
-_SMALL_STEP, _LONG_STEP = 2e12, 20.0  # no warning below the former (operations), a warning above the latter (seconds)
+_SMALL_STEP, _LONG_STEP = 2e12, 20.0  # no warning below this many operations; a warning above this many seconds
 # Sequences seen, rows, and tau on held-out text, of SmolLM2-135M with two layers and blocks of 8.
 _REACHED = (
     (2_850, 60, 1.24),

@@ -173,7 +173,7 @@ class DFlashTrainer(Trainer):
         self.pace: Pace | None = None  # of `max_minutes`
         self.reserved_seconds = 0.0  # part of it reserved for work before and after training
         self.finite, self.saves_aside = FiniteGuard(self), False
-        self.eval_report, self.steps_of_weights = None, None  # the latter if the best weights were reloaded
+        self.eval_report, self.steps_of_weights = None, None  # steps: if the best weights were reloaded
         self.add_callback(WeightsHaveFigures(self))
         bars = any(type(one) is ProgressCallback for one in self.callback_handler.callbacks)
         if bars and (watched() or args.max_minutes is not None):
@@ -210,7 +210,7 @@ class DFlashTrainer(Trainer):
             model: The (wrapped) drafter.
             inputs (`dict`): A collated batch with `anchors` and `valid`, both `[N, A]`.
             return_outputs (`bool`): Also return the statistics of each sequence.
-            num_items_in_batch (`torch.Tensor`): Default: that of this micro-batch.
+            num_items_in_batch (`torch.Tensor`): Default: the sum over this micro-batch.
         """
         args = self.args
 

@@ -44,7 +44,7 @@ def check_whole(checkpoint: str | Path) -> None:
 
 def last_whole_checkpoint(folder: Path) -> str | None:
     """
-    The last complete checkpoint of a run; warns about later ones that are damaged.
+    The last complete checkpoint of a run; warns about damaged later checkpoints.
 
     Raises:
         `ValueError`: there are checkpoints, but none is complete; names a file.
