@@ -11,16 +11,19 @@ import gzip
 import json
 import time
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from transformers import DynamicCache
 
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.demo.run import load_pair
+from dflash_hf.evaluation.measure import variant
 from dflash_hf.modeling.cache_dflash import additive, slot_mask
 from dflash_hf.modeling.drafting_dflash import Context, DFlashCandidateGenerator
 from dflash_hf.modeling.modeling_dflash import apply_rotary
@@ -163,7 +166,8 @@ class Settings:
         rounds (`int`): Latest rounds in a step.
         slots (`str`): Slots of a round in its loss. `"committed"`: up to the first rejected one; `"later"`: also those
             whose true tokens were committed since; `"rejected"`: also those after a rejected token, live only.
-        optimizer (`str`): `"adam"` or `"sgd"`.
+        optimizer (`str`): `"adam"` or `"sgd"`; `"rows"`: for the head, SGD of one round on the rows of tokens whose
+            logits have a gradient above `SMALL`, from the logits of the draft, without a backward pass.
         decay (`float`): Weight of half the squared distance from the published weights.
         path (`bool`): Also the loss of the selector's scores; otherwise only that of independent slots.
         lookup (`int`): Draft what followed the last N tokens earlier in the text, where they occurred, instead of
@@ -189,6 +193,7 @@ class Settings:
 
 
 OUTSIDE = ("head", "bias", "selector", "projection")  # trained on the hidden states of the draft, without a forward
+SMALL = 1e-3
 FRESH = 16  # context tokens whose keys and values a step computes again, so that gradients reach fc and k, v
 
 
@@ -240,8 +245,9 @@ class Round(NamedTuple):
     start: int  # the anchor's index
     committed: int
     tokens: torch.LongTensor  # [B]  the anchor, and the tokens that the target has read
-    teacher: torch.Tensor  # [B - 1, V]  its probabilities of the drafter's vocabulary, after each of these but the last
+    teacher: torch.Tensor  # [B - 1, V]  its probabilities, of the drafter's vocabulary, after each of them
     hidden: torch.Tensor  # [B - 1, H]  of the draft
+    logits: torch.Tensor  # [B - 1, V]
 
 
 class Past:
@@ -269,7 +275,7 @@ class Learner:
         self.first = [p.detach().clone() for p in parameters] if settings.decay else None
         self.seen = self.steps = 0
         self.seconds = 0.0
-        kind = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[settings.optimizer]
+        kind = {"adam": torch.optim.Adam}.get(settings.optimizer, torch.optim.SGD)
         self.optimizer = kind(parameters, lr=settings.rate)
 
     def observe(self, one: Round, features: torch.Tensor) -> None:
@@ -301,7 +307,10 @@ class Learner:
         weights = self.weights.expand(len(rounds), -1)[known] / len(rounds)  # [M]
         wanted = torch.stack([one.teacher for one in rounds])[known]  # [M, V]
         # 3. The target's distribution against the drafter's: of independent slots, and of the path.
-        logits = self.draft.draft_logits(hidden[known], None)  # [M, V]
+        if settings.optimizer == "rows":
+            logits = rounds[-1].logits[known[-1]].requires_grad_()
+        else:
+            logits = self.draft.draft_logits(hidden[known], None)  # [M, V]
         loss = (weights * -(wanted * logits.log_softmax(-1)).sum(-1)).sum()
         if settings.path:
             head = self.generator.slot_head
@@ -314,6 +323,11 @@ class Learner:
             far = sum(((p - q) ** 2).sum() for p, q in zip(self.parameters, self.first, strict=True))
             loss = loss + settings.decay / 2 * far
         # 4. One step.
+        if settings.optimizer == "rows":
+            (grad,) = torch.autograd.grad(loss, logits)  # [M, V]
+            rows = (grad.abs().amax(0) > SMALL).nonzero()[:, 0]
+            self.parameters[0].data.index_add_(0, rows, grad[:, rows].T @ hidden[known], alpha=-settings.rate)
+            return
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -353,6 +367,11 @@ class Drafting(DFlashCandidateGenerator):
         self.hidden = super()._hidden_states(*args)
         return self.hidden
 
+    def _candidates(self, hidden):
+        self.logits = self.draft_model.draft_logits(hidden, self.head)  # [R, B - 1, V]
+        ids, logits = self.slot_head.candidates(self.logits)
+        return self.draft_model.target_ids(ids), logits
+
     def _masks(self, slots):
         if not self.window:
             return super()._masks(slots)
@@ -383,6 +402,7 @@ class Run:
     text: str
     settings: Settings
     rounds: list[tuple[int, int, bool]] = field(default_factory=list)  # place in the output, committed, drafted
+    drafts: int = 0  # those that ran the drafter, which `draft_seconds` counts
     draft_seconds: float = 0.0
     step_seconds: float = 0.0
     steps: int = 0
@@ -401,6 +421,10 @@ class Recording:
             if self.name in WRITTEN:  # their end was suppressed
                 logits[:, draft.target_ids(torch.arange(logits.shape[1])) < 3] = -torch.inf
             self.teacher = logits.softmax(-1)  # [S, V]
+        self.drafts = path.with_suffix(".drafts")
+        self.hidden: dict[tuple[int, int], torch.Tensor] = {}  # of drafts, by window and anchor
+        if self.drafts.exists():
+            self.hidden = torch.load(self.drafts)
 
 
 @torch.no_grad()
@@ -411,6 +435,7 @@ def replay(pair, text: Recording, settings: Settings, most: int | None = None) -
     learner = Learner(draft, parameters, generator, settings) if settings.rate else None
     lookup = Lookup(settings.lookup) if settings.lookup else None
     run, size, place = Run(text.name, settings), draft.config.block_size, 0
+    fixed = settings.train in OUTSIDE or not settings.rate  # hidden states are the same in every run
     first = text.answers[0][0]
     generator.absorb(text.features[None, :first])
     generator.open([0], first, len(text.ids) + size, torch.zeros(1, 1, dtype=torch.long))
@@ -421,8 +446,12 @@ def replay(pair, text: Recording, settings: Settings, most: int | None = None) -
             # 1. Draft from the features of all tokens before the anchor.
             clock = time.process_time()
             found = [] if lookup is None else lookup.after(text.ids, start + 1, size - 1)
+            key = (settings.window, start)
             if found:
                 drafted = found
+            elif key in text.hidden and fixed:
+                generator.hidden = text.hidden[key]
+                drafted = generator.walk(text.tokens[None, start], generator.hidden, 0.0)[0][0, 1:].tolist()
             else:
                 generator.cache.reserve(start + size)
                 context = Context(text.features[None, read:start], torch.tensor([read]))
@@ -430,7 +459,10 @@ def replay(pair, text: Recording, settings: Settings, most: int | None = None) -
                     context = generator.no_features(torch.tensor([start]), size)
                 block = generator.draft(text.tokens[None, start], torch.tensor([start]), *context[:2])
                 drafted, read = block[0, 1:].tolist(), start
-            run.draft_seconds += time.process_time() - clock
+                run.drafts += 1
+                run.draft_seconds += time.process_time() - clock
+                if fixed:
+                    text.hidden[key] = generator.hidden
             # 2. Accept what the text has, plus one token of its own.
             agreed = 0
             while agreed < min(len(drafted), stop - 2 - start) and drafted[agreed] == text.ids[start + 1 + agreed]:
@@ -439,7 +471,7 @@ def replay(pair, text: Recording, settings: Settings, most: int | None = None) -
             # 3. Learn.
             if learner is not None and not found and start + size <= len(text.ids):
                 tokens, teacher = text.tokens[start : start + size], text.teacher[start : start + size - 1]
-                one = Round(start, agreed + 1, tokens, teacher, generator.hidden[0])
+                one = Round(start, agreed + 1, tokens, teacher, generator.hidden[0], generator.logits[0])
                 learner.observe(one, text.features)
             start, place = start + agreed + 1, place + agreed + 1
             if most is not None and place >= most:
@@ -463,11 +495,12 @@ def summary(runs: list[Run]) -> str:
     """One line: tau by place in the output and in all, and milliseconds of a draft and a step."""
     rounds = [one for run in runs for one in run.rounds]
     bins = " ".join(f"{tau(rounds, *pair):.3f}" for pair in zip(BINS, BINS[1:]))
-    drafted = max(sum(drafted for *_, drafted in rounds), 1)
-    draft = sum(run.draft_seconds for run in runs) / drafted * 1e3
+    draft = sum(run.draft_seconds for run in runs) / max(sum(run.drafts for run in runs), 1) * 1e3
     steps = sum(run.steps for run in runs)
     step = sum(run.step_seconds for run in runs) / max(steps, 1) * 1e3
-    return f"{bins} | {tau(rounds):.3f} | draft {draft:.1f} ms, step {step:.1f} ms x {steps / len(rounds):.2f}"
+    alone = sum(drafted for *_, drafted in rounds) / len(rounds)
+    costs = f"draft {draft:.1f} ms, step {step:.1f} ms x {steps / len(rounds):.2f}"
+    return f"{bins} | {tau(rounds):.3f} | {alone:.2f} drafted | {costs}"
 
 
 def setting_of(words: str) -> Settings:
@@ -482,16 +515,46 @@ def replays(work: Path, texts: list[str], lines: list[str], most: int | None):
     recordings = [Recording(work / f"{name}.pt", pair.target, pair.draft) for name in texts]
     for line in lines:
         settings = setting_of(line)
-        runs = [replay(pair, text, settings, most) for text in recordings]
+        runs = []
+        for text in recordings:
+            known = len(text.hidden)
+            runs.append(replay(pair, text, settings, most))
+            if len(text.hidden) > known:
+                torch.save(text.hidden, text.drafts)
         print(f"{str(settings):60} | {summary(runs)}", flush=True)
         with open(work / "runs.jsonl", "a") as file:
             for run in runs:
                 file.write(json.dumps(asdict(run) | {"most": most}) + "\n")
 
 
+def check(work: Path):
+    """That a replay without updates accepts what decoding does, and milliseconds of a round by context."""
+    pair = load_pair(torch.float32)
+    config = pair.target.config
+    text = Recording(work / "chat 0.pt", pair.target, pair.draft)
+    start, stop = text.answers[0]
+    options = {"do_sample": False, "return_dict_in_generate": True}
+    options["assistant_model"] = variant(pair.draft, block_size=pair.draft.config.block_size)
+    decoded = pair.target.generate(text.tokens[None, :start], max_new_tokens=stop - start, **options)
+    replayed = replay(pair, text, Settings(), most=stop - start)
+    same = decoded.acceptance_lengths[0] == [committed for _, committed, _ in replayed.rounds]
+    print(f"{len(replayed.rounds)} rounds, {'equal' if same else 'DIFFERENT'} acceptance lengths", flush=True)
+    for packed in (False, True):
+        with packed_weights(pair.target, pair.draft) if packed else nullcontext():
+            for context in (125, 1000, 2000, 3000):
+                cache = DynamicCache()  # the time does not depend on its values
+                for layer in range(config.num_hidden_layers):
+                    cache.update(*torch.zeros(2, 1, config.num_key_value_heads, context, config.head_dim), layer)
+                ids = torch.randint(3, 40000, (1, context + 1))
+                clock = time.process_time()
+                output = pair.target.generate(ids, past_key_values=cache, max_new_tokens=24, **options)
+                spent = (time.process_time() - clock) / (len(output.acceptance_lengths[0]) + 1)
+                print(f"{'packed' * packed} context {context}: {spent * 1e3:.1f} ms a round", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["record", "replay"])
+    parser.add_argument("part", choices=["record", "check", "replay"])
     parser.add_argument("work", type=Path)
     parser.add_argument("settings", nargs="*", help='"rate=1e-4 stride=4"; see Settings')
     parser.add_argument("--tokens", type=int, default=4000)
@@ -499,6 +562,8 @@ def main():
     arguments = parser.parse_args()
     if arguments.part == "record":
         record(arguments.work, arguments.tokens)
+    elif arguments.part == "check":
+        check(arguments.work)
     else:
         replays(arguments.work, arguments.texts, arguments.settings, arguments.tokens)
 
