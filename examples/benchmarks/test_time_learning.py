@@ -3,6 +3,13 @@ Does a drafter that learns inside one `generate` call pay (test-time speculation
 
     export OMP_NUM_THREADS=1
     python examples/benchmarks/test_time_learning.py record WORK    # long texts of SmolLM2, with features and states
+    python examples/benchmarks/test_time_learning.py check WORK     # replay against decoding; the time of a round
+    python examples/benchmarks/test_time_learning.py replay WORK "" "rate=1e-3 stride=4" --texts list computer
+    python examples/benchmarks/test_time_learning.py table WORK --verify 60
+
+A replay drafts at each anchor of a recorded text, accepts what the text has, and updates a private copy of the drafter
+from the target's distributions there. No forward of the target is needed, so settings are compared in minutes. Times
+are CPU seconds of the process: other jobs share the machine.
 """
 
 import argparse
@@ -38,6 +45,9 @@ WRITTEN = {  # temperature and request; the end of the text is suppressed
     "list": (0.8, "List 200 animals, and describe each of them in two sentences."),
     "computer": (0.8, "Explain in great detail how a computer works, from the transistor to the web browser."),
     "play": (0.8, "Write a play in five acts about two brothers who inherit a farm. Give every line of the dialogue."),
+    "novel": (1.0, "Write a long novel about a family of sailors, with many chapters and dialogue."),
+    "history": (1.0, "Write a detailed history of the Roman Empire, year by year."),
+    "letters": (1.0, "Write the letters that two friends, a doctor and a painter, send each other over twenty years."),
     "loop": (0.0, "Write a large JavaScript program for an online shop: products, cart, orders, users, tests."),
 }
 CHATS = ("chat 0", "chat 1")  # greedy answers to held-out requests, one after another
@@ -131,11 +141,11 @@ class Batch:
 
 
 @torch.no_grad()
-def record(work: Path, tokens: int):
-    """Write all texts side by side, and keep the features and final states of their tokens."""
+def record(work: Path, tokens: int, names: list[str] | None = None):
+    """Write texts side by side, by default all, and keep the features and final states of their tokens."""
     work.mkdir(parents=True, exist_ok=True)
     pair = load_pair(torch.float32)
-    writers = writers_of(pair.tokenizer)
+    writers = {k: v for k, v in writers_of(pair.tokenizer).items() if names is None or k in names}
     batch = Batch(pair.target, len(writers), tokens, pair.draft.config.target_layer_ids)
     logits, kept = [None] * len(writers), []
     with packed_weights(pair.target):
@@ -552,18 +562,46 @@ def check(work: Path):
                 print(f"{'packed' * packed} context {context}: {spent * 1e3:.1f} ms a round", flush=True)
 
 
+def table(work: Path, verify: float, draft: float):
+    """
+    tau by place, and the speed relative to no updates, if a round takes `verify` milliseconds besides the draft, a
+    draft `draft` milliseconds and a step what it took.
+    """
+    runs: dict[str, dict[str, dict]] = {}
+    with open(work / "runs.jsonl") as file:
+        for run in map(json.loads, file):
+            run["settings"] = str(Settings(**run["settings"])) + (
+                f" (first {run['most']})" if run["most"] < 2000 else ""
+            )
+            runs.setdefault(run["text"], {})[run["settings"]] = run
+    for text, by_settings in runs.items():
+        base = None
+        for settings, run in by_settings.items():
+            rounds = run["rounds"]
+            seconds = sum(verify + draft * drafted for *_, drafted in rounds) / 1e3 + run["step_seconds"]
+            speed = sum(committed for _, committed, _ in rounds) / seconds
+            if settings.startswith("no updates"):
+                base = speed
+            bins = " | ".join(f"{tau(rounds, *pair):.2f}" for pair in zip(BINS, BINS[1:]))
+            print(f"| {text} | {settings} | {bins} | {tau(rounds):.2f} | {speed / base:.2f}x |")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["record", "check", "replay"])
+    parser.add_argument("part", choices=["record", "check", "replay", "table"])
     parser.add_argument("work", type=Path)
     parser.add_argument("settings", nargs="*", help='"rate=1e-4 stride=4"; see Settings')
     parser.add_argument("--tokens", type=int, default=4000)
     parser.add_argument("--texts", nargs="+")
+    parser.add_argument("--verify", type=float, default=60.0, help="ms of a round besides the draft; see check")
+    parser.add_argument("--draft", type=float, default=10.9, help="ms of a draft; see replay")
     arguments = parser.parse_args()
     if arguments.part == "record":
-        record(arguments.work, arguments.tokens)
+        record(arguments.work, arguments.tokens, arguments.texts)
     elif arguments.part == "check":
         check(arguments.work)
+    elif arguments.part == "table":
+        table(arguments.work, arguments.verify, arguments.draft)
     else:
         replays(arguments.work, arguments.texts, arguments.settings, arguments.tokens)
 
