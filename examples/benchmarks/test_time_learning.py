@@ -175,10 +175,9 @@ class Settings:
         stride (`int`): Rounds from one step to the next.
         rounds (`int`): Latest rounds in a step.
         slots (`str`): Slots of a round in its loss. `"committed"`: up to the first rejected one; `"later"`: also those
-            whose true tokens were committed since; `"rejected"`: also those after a rejected token, live only.
+            whose true tokens were committed since.
         optimizer (`str`): `"adam"` or `"sgd"`; `"rows"`: for the head, SGD of one round on the rows of tokens whose
             logits have a gradient above `SMALL`, from the logits of the draft, without a backward pass.
-        decay (`float`): Weight of half the squared distance from the published weights.
         path (`bool`): Also the loss of the selector's scores; otherwise only that of independent slots.
         lookup (`int`): Draft what followed the last N tokens earlier in the text, where they occurred, instead of
             asking the drafter; 0: never.
@@ -191,7 +190,6 @@ class Settings:
     rounds: int = 1
     slots: str = "committed"
     optimizer: str = "adam"
-    decay: float = 0.0
     path: bool = True
     lookup: int = 0
     window: int = 0
@@ -282,7 +280,6 @@ class Learner:
         self.draft, self.parameters, self.generator, self.settings = draft, parameters, generator, settings
         self.recent: deque[Round] = deque(maxlen=settings.rounds)
         self.weights = slot_weights(draft.config.block_size)[1:]
-        self.first = [p.detach().clone() for p in parameters] if settings.decay else None
         self.seen = self.steps = 0
         self.seconds = 0.0
         kind = {"adam": torch.optim.Adam}.get(settings.optimizer, torch.optim.SGD)
@@ -308,11 +305,7 @@ class Learner:
             hidden = self.hidden_states(rounds, features)
         # 2. The slots to learn from.
         end, size = rounds[-1].start + rounds[-1].committed, self.draft.config.block_size
-        limits = {
-            "committed": [one.committed for one in rounds],
-            "later": [end - one.start for one in rounds],
-            "rejected": [size] * len(rounds),
-        }[settings.slots]
+        limits = [end - one.start if settings.slots == "later" else one.committed for one in rounds]
         known = torch.arange(1, size) <= torch.tensor(limits)[:, None]  # [n, B - 1]
         weights = self.weights.expand(len(rounds), -1)[known] / len(rounds)  # [M]
         wanted = torch.stack([one.teacher for one in rounds])[known]  # [M, V]
@@ -329,9 +322,6 @@ class Learner:
             query, _ = head.step(None, before, hidden[known])
             scores = head.scores(query, self.draft.target_ids(ids), unary)  # [M, k]
             loss = loss + (weights * -(wanted.gather(-1, ids) * scores.log_softmax(-1)).sum(-1)).sum()
-        if settings.decay:
-            far = sum(((p - q) ** 2).sum() for p, q in zip(self.parameters, self.first, strict=True))
-            loss = loss + settings.decay / 2 * far
         # 4. One step.
         if settings.optimizer == "rows":
             (grad,) = torch.autograd.grad(loss, logits)  # [M, V]
