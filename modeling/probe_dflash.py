@@ -86,7 +86,7 @@ class TargetFacts:
             if math.isfinite(self.error):
                 return (
                     f"{self.name} computes different logits for several tokens than for one at a time (relative error "
-                    f"{self.error:.2g}), as with dynamically quantised weights or a hook that changes the last token only"
+                    f"{self.error:.2g}), as with dynamically quantised weights or a hook on the last token"
                 )
             return f"the cache of {self.name} cannot be rolled back"
         if not self.features:
