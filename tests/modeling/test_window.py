@@ -11,6 +11,7 @@ from support.rows import ragged_prompts
 from support.scripted_draft import recognising
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from dflash_hf.modeling.cache_dflash import SlotCache
 from dflash_hf.modeling.drafting_dflash import DFlashCandidateGenerator
 
 
@@ -94,13 +95,30 @@ def test_calls_inside_a_call_have_their_own_windows(target):
         check(answer, expected)
 
 
-def test_a_text_grows_far_past_its_window(target):
-    """Undrafted rounds, whose features are read together, and growing buffers."""
-    options, expected, texts = written(target, longest=130)
+@pytest.mark.parametrize("size", [6, None])
+def test_a_text_far_longer_than_its_window(size, target, monkeypatch):
+    """
+    Undrafted rounds, whose features are read together, included. One copy writes no slot twice: which of the tokens
+    stays would be a matter of luck on a GPU.
+    """
+    options, expected, texts = written(target, rows=2, longest=130)
     draft = recognising(target, texts, window=13)
-    draft.decoding_config.block_size = None
+    draft.decoding_config.block_size = size
+    place, written_at = SlotCache.place, []
+
+    def noted(self, *slots):
+        if self.most is not None:
+            for row in (row for group in slots for row in group.tolist()):
+                kept = [slot for slot in row if slot != self.trash]
+                written_at.append(kept)
+                assert len(set(kept)) == len(kept) and max(kept) < self.most
+        place(self, *slots)
+
+    monkeypatch.setattr(SlotCache, "place", noted)
     output = target.generate(**options, assistant_model=draft)
-    assert torch.equal(output.sequences, expected)
+    assert torch.equal(output.sequences, expected) and max(map(len, written_at)) > 60
+    if size is not None:
+        check(output, expected)
 
 
 def test_features_outside_the_window_do_not_matter(target):
