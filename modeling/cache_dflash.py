@@ -140,12 +140,13 @@ class SlotCache(Cache):
             attended to: tokens to be dropped are written there.
         pool (`dict`, *optional*): Keeps buffers beyond the life of the cache, for compiled rounds, which are bound to
             fixed addresses and shapes: with it capacities are powers of two, and attention sees all slots.
+        most (`int`, *optional*): Use no more slots than this, however many are reserved: the caller reuses them.
     """
 
-    def __init__(self, rows: int, capacity: int, pool: dict | None = None):
+    def __init__(self, rows: int, capacity: int, pool: dict | None = None, most: int | None = None):
         super().__init__(layers=[])
-        self.rows, self.pool = rows, pool
-        self.capacity = self._fitting(capacity)
+        self.rows, self.pool, self.most = rows, pool, most
+        self.capacity = self._fitting(capacity if most is None else most)
         self.groups: tuple[Places, ...] = ()
         self.view = 0
 
@@ -154,6 +155,7 @@ class SlotCache(Cache):
         Make room for a forward in which no row sees a slot at or past `used`, and set how many slots attention gets:
         the used ones rounded up or, for compiled rounds, all.
         """
+        used = used if self.most is None else min(used, self.most)
         if used >= self.capacity:
             self.capacity = self._fitting(max(used, self.capacity * 9 // 8))
             for layer in self.layers:
@@ -284,6 +286,7 @@ def slot_mask(
     chunk: int | None,
     dtype: torch.dtype,
     tree: DraftTree | None = None,
+    held: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     The additive mask of queries at `slots` over the first `view` slots.
@@ -297,11 +300,12 @@ def slot_mask(
         dtype (`torch.dtype`): A floating dtype. Eager attention adds the mask; a boolean one would be added as 0, 1.
         tree (`DraftTree`, *optional*): The tree at `slots`, instead of a sequence: there a query sees its ancestors,
             and windows and chunks count depths.
+        held (`torch.LongTensor`, *optional*): `[R, view]`, the token that each slot holds. Default: its own number.
 
     Returns:
         `torch.Tensor` `[R, 1, n, view]`.
     """
-    key = torch.arange(view, device=slots.device)  # [view]
+    key = torch.arange(view, device=slots.device) if held is None else held[:, None]  # [view] or [R, 1, view]
     query = slots[:, :, None]  # [R, n, 1]
     if tree is None:
         visible = key <= last_seen[:, :, None]  # [R, n, view]

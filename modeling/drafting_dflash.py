@@ -25,6 +25,7 @@ from .tree_dflash import (
 
 TOKENS_AT_ONCE = 2048  # prompt tokens projected to the drafter's context at a time: bounds memory
 STEPS_AT_ONCE = 32  # undrafted rounds whose features are read together
+SINK = 4  # tokens at the start of each row that a drafter sees besides those in its window
 
 
 class Context(NamedTuple):
@@ -60,6 +61,9 @@ class DFlashCandidateGenerator(CandidateGenerator):
         # A model walks through its parameters to find these, which takes longer than a small layer.
         self.draft_device, self.draft_dtype, self.target_dtype = running_device(draft.fc), draft.dtype, target.dtype
         self.max_length, self.generators, self.temperature = max_length, generators, temperature
+        self.window, self.ring = draft.decoding_config.window, None
+        if self.window is not None:  # a block and what is read before it overwrite nothing in the window
+            self.ring = self.window + 2 * self.config.block_tokens + STEPS_AT_ONCE
         self.noise = torch.full((1, self.config.block_size - 1), self.config.mask_token_id, device=self.device)
         self.cache: SlotCache | None = None
         self.contexts: list[torch.Tensor] = []  # of the prompt, [R, n, H] each, not in the cache yet
@@ -86,8 +90,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
         past = columns - self.absorbed
         self.first = (past - self.padding).clamp(min=0)  # [R, 1], the token that sits in slot 0
         self.offset = offset if offset.dim() == 2 else offset[0]  # only distances matter here
-        self.cache = SlotCache(len(padding), room, pool)
-        self._write_context(past)
+        self.cache = SlotCache(len(padding), room, pool, None if self.ring is None else SINK + self.ring)
+        self._write_context(past, columns)
 
     def absorb(self, *features: torch.Tensor) -> None:
         """
@@ -101,13 +105,16 @@ class DFlashCandidateGenerator(CandidateGenerator):
             joined = torch.cat([self._to_draft(piece) for piece in pieces], dim=-1)  # [R, n, L * H]
             self.contexts.append(self.draft_model.project_context(joined))
 
-    def _write_context(self, first: int) -> None:
-        """Write the keys and values of the absorbed columns, from column `first` on, into the drafter's cache."""
+    def _write_context(self, first: int, end: int) -> None:
+        """Write the keys and values of the absorbed columns, from `first` to `end`, into the drafter's cache."""
         while self.contexts:
             context = self.contexts.pop(0)
             columns = torch.arange(first, first + context.shape[1], device=self.device)
             tokens = columns - self.padding  # [R, n], the index of each token in its row; padding is negative
-            slots = torch.where(tokens < 0, self.cache.trash, tokens - self.first)
+            unseen = tokens < 0
+            if self.ring is not None:  # of the tokens that share a slot, only the last is written
+                unseen = unseen | (columns < end - self.ring) & (tokens - self.first >= SINK)
+            slots = torch.where(unseen, self.cache.trash, self._slots(tokens))
             first += context.shape[1]
             self.cache.place(slots)
             positions = (tokens + self.offset).clamp(min=0)
@@ -266,7 +273,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
     def read(self, context: Context) -> None:
         """Write the keys and values of a context into the drafter's cache, without a block."""
         tokens = context.start[:, None] + torch.arange(context.features.shape[1], device=self.device)  # [R, n]
-        self.cache.place(tokens - self.first)
+        self.cache.place(self._slots(tokens))
         states = self.draft_model.project_context(self._to_draft(context.features))
         self.draft_model.extend_context(states, self._to_draft(tokens + self.offset), self.cache)
 
@@ -285,14 +292,13 @@ class DFlashCandidateGenerator(CandidateGenerator):
             features, features_start, _ = self.no_features(start, self.config.block_tokens)
         before = features_start[:, None] + torch.arange(features.shape[1], device=self.device)  # [R, n]
         block = start[:, None] + torch.arange(size, device=self.device)  # [R, B], token indices
-        before_slots, slots = before - self.first, block - self.first
-        self.cache.place(before_slots, slots)
+        self.cache.place(self._slots(before), self._slots(block))
 
         noise = torch.cat([anchors[:, None], self.noise.expand(rows, -1)], dim=1)  # [R, B]
         hidden = self.draft_model(
             noise_embeds=self._to_draft(self.draft_model.embed(self.target, noise)),
             context_hidden_states=self._to_draft(features),
-            attention_mask=self._masks(slots),
+            attention_mask=self._masks(block - self.first),
             position_ids=self._to_draft(torch.cat([before, block], dim=1) + self.offset),
             past_key_values=self.cache,
         ).last_hidden_state
@@ -300,10 +306,27 @@ class DFlashCandidateGenerator(CandidateGenerator):
         first = 0 if self.config.sample_from_anchor else 1
         return hidden[:, first : first + self.config.block_tokens - 1]
 
+    def _slots(self, tokens: torch.LongTensor) -> torch.LongTensor:
+        """The slots of tokens. With a window, all but the first few share a ring."""
+        slots = tokens - self.first
+        return slots if self.ring is None else torch.where(slots < SINK, slots, SINK + (slots - SINK) % self.ring)
+
+    def _held(self, block: torch.LongTensor) -> torch.LongTensor | None:
+        """`[R, view]`, the token in each slot of a ring; tokens before the window count as later than the block."""
+        if self.ring is None:
+            return None
+        slot, last = torch.arange(self.cache.view, device=block.device), block[:, -1:]
+        token = last - (last - slot) % self.ring  # the last one that was written there
+        seen = (token >= (block[:, :1] - self.window).clamp(min=SINK)) & (slot < SINK + self.ring)
+        return torch.where(slot < SINK, slot, torch.where(seen, token, last + 1))
+
     def _masks(self, slots: torch.Tensor) -> dict[str, torch.Tensor]:
+        held = self._held(slots)
+
         def mask(window, causal: bool) -> torch.Tensor:  # torch 2.8 cannot trace `int | None` on Python 3.10
             last_seen = slots if causal else slots[:, -1:].expand_as(slots)
-            return slot_mask(slots, last_seen, self.cache.view, window, None, self.draft_dtype).to(self.draft_device)
+            view, dtype = self.cache.view, self.draft_dtype
+            return slot_mask(slots, last_seen, view, window, None, dtype, None, held).to(self.draft_device)
 
         return self.config.by_layer_type(mask)
 

@@ -188,6 +188,8 @@ def test_a_gpu_is_waited_for_once_in_so_many_rounds(compiled, nodes, looks, monk
         ("tree_nodes", 0),
         ("tree_nodes", 129),
         ("tree_nodes", 8.0),
+        ("window", 0),
+        ("window", 256.0),
     ],
 )
 def test_what_no_drafter_can_follow_is_refused(field, value, target, draft):

@@ -169,7 +169,13 @@ class RecognisingDraft(ScriptedDraft):
 
 @torch.no_grad()
 def recognising(
-    target, texts: Sequence[torch.LongTensor], block_size: int = 6, error_rate: float = 0.1, seed: int = 0
+    target,
+    texts: Sequence[torch.LongTensor],
+    block_size: int = 6,
+    error_rate: float = 0.1,
+    seed: int = 0,
+    window: int | None = None,
+    **overrides,
 ) -> RecognisingDraft:
     """
     Args:
@@ -178,8 +184,11 @@ def recognising(
         block_size (`int`): Of the drafter.
         error_rate (`float`): The part of all places at which another token is said.
         seed (`int`): Of these places, and of the drafter.
+        window (`int`, *optional*): The drafter's `decoding_config.window`.
+        overrides: Fields of the drafter's configuration.
     """
-    draft = make_draft(target, block_size, seed, target_layer_ids=[0, 1, 2])
+    draft = make_draft(target, block_size, seed, target_layer_ids=[0, 1, 2], **overrides)
+    draft.decoding_config.window = window
     for parameter in draft.parameters():
         if parameter.dim() > 1:
             parameter.mul_(10.0)  # or the hidden state would be little but the anchor's embedding
@@ -209,14 +218,24 @@ def _first_hidden_states(draft: DFlashDraftModel, target, text: torch.LongTensor
     for anchors in columns[1:].split(ANCHORS_AT_ONCE):
         noise = torch.full((len(anchors), config.block_size), config.mask_token_id)
         noise[:, 0] = text[anchors]
-        # A block sees the text before its anchor, and itself.
-        seen = torch.cat([columns < anchors[:, None], torch.ones_like(noise, dtype=torch.bool)], dim=1)
-        mask = torch.zeros(seen.shape, dtype=draft.dtype).masked_fill_(~seen, torch.finfo(draft.dtype).min)
+        # A block sees the text before its anchor, or the window and the first tokens of it, and itself.
+        before = columns < anchors[:, None]
+        if draft.decoding_config.window is not None:
+            before &= (columns >= anchors[:, None] - draft.decoding_config.window) | (columns < 4)
+        seen = torch.cat([before, torch.ones_like(noise, dtype=torch.bool)], dim=1)[:, None]  # [A, 1, S + B]
         positions = torch.cat([columns.expand(len(anchors), -1), anchors[:, None] + block], dim=1)
+        distances = positions[:, -config.block_size :, None] - positions[:, None]  # [A, B, S + B]
+
+        def mask(sliding_window, causal, seen=seen, distances=distances):
+            seen = seen & (distances >= 0) if causal else seen.expand_as(distances)
+            seen = seen if sliding_window is None else seen & (distances < sliding_window)
+            hidden = ~seen[:, None]
+            return torch.zeros(hidden.shape, dtype=draft.dtype).masked_fill_(hidden, torch.finfo(draft.dtype).min)
+
         output = draft(
             noise_embeds=raw_embedding(target, noise),
             context_hidden_states=features.expand(len(anchors), -1, -1),
-            attention_mask=mask[:, None, None].expand(-1, -1, config.block_size, -1),
+            attention_mask=config.by_layer_type(mask),
             position_ids=positions,
         )
         hidden.append(output.last_hidden_state[:, 1])

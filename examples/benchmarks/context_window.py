@@ -1,0 +1,245 @@
+"""
+How a drafter fares that sees only the last tokens of a long context: acceptance by depth and window, and the time of
+a draft and of a verification by the number of tokens they see.
+
+    python examples/benchmarks/context_window.py [--conversations 10]
+    python examples/benchmarks/context_window.py --times
+    python examples/benchmarks/context_window.py --report
+
+SmolLM2-135M and its drafter, which was trained on texts of up to 1,024 tokens. A conversation joins held-out requests
+and the target's own greedy answers to 7,500 tokens. At several depths it is cut after an answer, and there the target
+answers two other requests, greedily. Drafts never change such a text, so every window drafts the same text again; each
+block starts where the accepted tokens of the previous one end, as in `generate`. A block sees the last `window` tokens
+before its anchor and the first `sink` tokens of the row. The target also repeats texts of 600 tokens. Each finished
+conversation or text appends its lines to `results/context_window.jsonl` and is skipped from then on.
+"""
+
+import argparse
+import gzip
+import json
+import random
+import statistics
+import time
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import torch
+from transformers import DynamicCache
+
+from dflash_hf.demo.run import DemoPair, load_pair
+from dflash_hf.evaluation.measure import variant
+from dflash_hf.modeling.cache_dflash import SlotCache, slot_mask
+from dflash_hf.modeling.drafting_dflash import Context, DFlashCandidateGenerator
+from dflash_hf.packed_linear import packed_weights
+from dflash_hf.smollm2 import data_folder
+
+
+RESULTS = Path(__file__).parent / "results" / "context_window.jsonl"
+DEPTHS = (500, 1500, 3000, 5000, 7500)
+WAYS = [(None, 0), *((window, 4) for window in (128, 256, 512, 1024, 2048)), (512, 0), (1024, 0)]  # window, sink
+NEW_TOKENS = 96
+QUESTIONS = 2
+
+
+class Windowed(DFlashCandidateGenerator):
+    """
+    Drafts from the last `seen` context tokens and the first `sink` tokens of a row. Unlike `decoding_config.window`, a
+    mask alone: other windows draft from the same cache.
+    """
+
+    seen, sink = None, 0
+
+    def _masks(self, slots):
+        masks = super()._masks(slots)
+        if self.seen is not None:
+            key = torch.arange(self.cache.view)
+            hidden = (key < slots[:, :1] - self.seen) & (key >= self.sink)  # [R, view]
+            masks = {
+                name: mask.masked_fill(hidden[:, None, None], torch.finfo(mask.dtype).min)
+                for name, mask in masks.items()
+            }
+        return masks
+
+
+def answered(pair: DemoPair) -> list[list[dict]]:
+    """Held-out conversations, each as messages that end with an answer."""
+    found = []
+    for name in ("held_out", "held_out_conversations"):
+        with gzip.open(data_folder() / f"{name}.jsonl.gz", "rt", encoding="utf-8") as file:
+            for row in map(json.loads, file):
+                messages = list(row["messages"])
+                if messages[-1]["role"] == "user":
+                    answer = pair.tokenizer.decode(row["response_ids"], skip_special_tokens=True)
+                    messages.append({"role": "assistant", "content": answer})
+                found.append(messages)
+    return found
+
+
+class Conversation:
+    """A long conversation, and the target's answers at several depths of it."""
+
+    def __init__(self, pair: DemoPair, number: int):
+        rows = answered(pair)
+        random.Random(number).shuffle(rows)
+        self.pair, self.messages = pair, []
+        self.ends = []  # of each depth: messages and tokens before it
+        for messages in rows[QUESTIONS:]:
+            self.messages += messages
+            size = len(self._ids(self.messages))
+            while len(self.ends) < len(DEPTHS) and size >= DEPTHS[len(self.ends)]:
+                self.ends.append((len(self.messages), size))
+            if len(self.ends) == len(DEPTHS):
+                break
+        self.questions = [messages[:1] for messages in rows[:QUESTIONS]]
+
+    def _ids(self, messages: list[dict], ask: bool = False) -> list[int]:
+        text = self.pair.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
+        return self.pair.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _features(self, hidden_states) -> torch.Tensor:
+        return torch.cat([hidden_states[i + 1] for i in self.pair.draft.config.target_layer_ids], dim=-1)
+
+    def lines(self):
+        """Yields a line for each depth, question and way: the tokens that each block committed."""
+        target, drafter = self.pair.target, Windowed(self.pair.draft, self.pair.target)
+        drafter.open([0], 0, 8192, torch.zeros(1, 1, dtype=torch.long))
+        cache = DynamicCache()
+        for count, size in self.ends:
+            # 1. Both models read the conversation up to this depth.
+            begin = cache.get_seq_length()
+            unread = self._ids(self.messages[:count])[begin:] if count else []
+            for at in range(0, len(unread), 512):
+                piece = torch.tensor([unread[at : at + 512]])
+                read = target(piece, past_key_values=cache, output_hidden_states=True, logits_to_keep=1)
+                drafter.read(Context(self._features(read.hidden_states), torch.tensor([begin + at])))
+            for number, question in enumerate(self.questions):
+                # 2. The target answers a question.
+                prompt = torch.tensor([self._ids(self.messages[:count] + question, ask=True)])
+                answer = target.generate(
+                    prompt,
+                    attention_mask=torch.ones_like(prompt),
+                    past_key_values=cache,
+                    max_new_tokens=NEW_TOKENS,
+                    do_sample=False,
+                    output_hidden_states=True,
+                    return_dict_in_generate=True,
+                )
+                cache.crop(size - cache.get_seq_length())
+                features = torch.cat([self._features(step) for step in answer.hidden_states], dim=1)
+                drafter.read(Context(features[:, : prompt.shape[1] - size], torch.tensor([size])))
+                # 3. Every window drafts this answer.
+                for window, sink in WAYS:
+                    drafter.seen, drafter.sink = window, sink
+                    lengths = drafted(drafter, answer.sequences[0], prompt.shape[1], features, size)
+                    yield {"depth": size, "question": number, "window": window, "sink": sink, "lengths": lengths}
+
+
+class Copy(Conversation):
+    """A request that needs a long context: to repeat a text of 600 tokens."""
+
+    def __init__(self, pair: DemoPair, number: int):
+        rows = answered(pair)
+        random.Random(number).shuffle(rows)
+        self.pair, self.messages, self.ends = pair, [], [(0, 0)]
+        text = "\n\n".join(messages[-1]["content"] for messages in rows[:30])
+        text = pair.tokenizer.decode(pair.tokenizer(text)["input_ids"][:600])
+        self.questions = [[{"role": "user", "content": f"Repeat the following text word for word.\n\n{text}"}]]
+
+
+def drafted(drafter, text: torch.Tensor, start: int, features: torch.Tensor, first: int) -> list[int]:
+    """
+    The tokens that each block commits if the target writes `text` `[S]` from `start` on; `features` are those of the
+    tokens from `first` on. Blocks that reach past the end of an answer that was cut off are left out.
+    """
+    size, ended = drafter.config.block_size, int(text[-1]) == drafter.target.generation_config.eos_token_id
+    lengths, context = [], (None, None)
+    while start + (1 if ended else size) < len(text):
+        drafter.cache.reserve(start + size)
+        block = drafter.draft(text[start, None], torch.tensor([start]), *context)[0, 1:]
+        true = text[start + 1 : start + size]
+        agreed = int((block[: len(true)] == true).int().cumprod(0).sum())
+        lengths.append(min(agreed + 1, len(text) - 1 - start))
+        context = features[:, start - first : start - first + lengths[-1]], torch.tensor([start])
+        start += lengths[-1]
+    return lengths
+
+
+def times(pair: DemoPair, repeats: int = 30) -> None:
+    """Prints milliseconds of CPU time, quartiles, of a draft and of a verification, by depth and window."""
+    size, zero = pair.draft.config.block_size, torch.zeros(1, 1, dtype=torch.long)
+    drafters = {}
+    for window in (None, 256, 512, 1024, 2048):
+        drafters[window] = DFlashCandidateGenerator(variant(pair.draft, window=window), pair.target)
+        drafters[window].open([0], 0, 8191, zero)
+    cache = SlotCache(1, 8191)
+    features = torch.randn(1, 2, pair.draft.fc.in_features, dtype=pair.target.dtype)
+
+    def verify(slots):
+        cache.reserve(int(slots[0, -1]) + 1)
+        cache.place(slots)
+        mask = slot_mask(slots, slots, cache.view, None, None, pair.target.dtype)
+        pair.target(slots, attention_mask=mask, position_ids=slots, past_key_values=cache)
+
+    def draft(slots, drafter):
+        drafter.cache.reserve(int(slots[0, -1]) + 1)
+        drafter.draft(slots[:, 0], slots[:, 0], features, slots[:, 0] - 2)
+
+    work = {"verify": verify} | {f"draft {window}": partial(draft, drafter=one) for window, one in drafters.items()}
+    found = {(depth, name): [] for depth in (512, 1024, 2048, 4096, 8000) for name in work}
+    for _ in range(repeats):
+        for (depth, name), seconds in found.items():
+            slots = torch.arange(depth, depth + size)[None]
+            begin = time.thread_time()
+            work[name](slots)
+            seconds.append(1e3 * (time.thread_time() - begin))
+    for (depth, name), seconds in found.items():
+        print(depth, name, *(f"{q:.1f}" for q in statistics.quantiles(seconds, n=4)), flush=True)
+
+
+def report(lines: list[dict]) -> None:
+    """tau by depth and way; the difference from the whole context per answer, with twice its standard error."""
+    for depth, until in ((0, 1), (1, 1024), (1024, 2048), (2048, 4096), (4096, 8192)):  # 0: copies
+        here = [line for line in lines if depth <= line["depth"] < until]
+        whole = {(one["name"], one["depth"], one["question"]): one for one in here if one["window"] is None}
+        for window, sink in WAYS:
+            some = [one for one in here if (one["window"], one["sink"]) == (window, sink)]
+            if not some:
+                continue
+            tau = statistics.fmean(n for one in some for n in one["lengths"])
+            changes = [
+                statistics.fmean(one["lengths"])
+                - statistics.fmean(whole[one["name"], one["depth"], one["question"]]["lengths"])
+                for one in some
+            ]
+            error = 2 * statistics.stdev(changes) / len(changes) ** 0.5 if len(changes) > 1 else 0
+            change = f"{statistics.fmean(changes):+.3f} ± {error:.3f}"
+            print(f"| {depth}-{until} | {window} | {sink} | {len(some)} | {tau:.3f} | {change} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--conversations", type=int, default=10)
+    parser.add_argument("--times", action="store_true")
+    parser.add_argument("--report", action="store_true")
+    arguments = parser.parse_args()
+    lines = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    if arguments.report:
+        return report(lines)
+    torch.set_num_threads(1)
+    pair = load_pair()
+    with torch.inference_mode(), packed_weights(pair.target, pair.draft):
+        if arguments.times:
+            return times(pair)
+        for number, kind in product(range(arguments.conversations), (Copy, Conversation)):
+            name = f"{kind.__name__.lower()} {number}"
+            if name in {line["name"] for line in lines}:
+                continue
+            new = [{"name": name, **line} for line in kind(pair, number).lines()]
+            with RESULTS.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(line) + "\n" for line in new)
+            print(name, flush=True)
+
+
+if __name__ == "__main__":
+    main()
