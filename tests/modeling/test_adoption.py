@@ -159,14 +159,22 @@ def test_opting_out(tmp_path):
     finally:
         dflash_hf.auto.register()
     assert type(AutoModel.from_pretrained(tmp_path / "draft")) is DFlashDraftModel
-    code = (
-        "import dflash_hf\nfrom transformers import AutoConfig\n"
-        f"print(type(AutoConfig.from_pretrained({str(tmp_path / 'draft')!r})).__name__)"
-    )
-    for value, expected in (("0", "Qwen3Config"), ("1", "DFlashDraftConfig")):
-        env = {"DFLASH_HF_AUTO": value, "PYTHONPATH": ":".join(sys.path), "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin"}
-        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-        assert done.stdout.split()[-1:] == [expected], done.stderr
+    # The variable is read when the package is imported: at first, and again in the same process.
+    look = f"print(type(AutoConfig.from_pretrained({str(tmp_path / 'draft')!r})).__name__)"
+    code = f"""
+import os, sys
+import dflash_hf
+from transformers import AutoConfig
+{look}
+os.environ["DFLASH_HF_AUTO"] = "1"
+for name in [name for name in sys.modules if name.partition(".")[0] == "dflash_hf"]:
+    del sys.modules[name]
+import dflash_hf
+{look}
+"""
+    env = {"DFLASH_HF_AUTO": "0", "PYTHONPATH": ":".join(sys.path), "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.stdout.split()[-2:] == ["Qwen3Config", "DFlashDraftConfig"], done.stderr
 
 
 def test_a_drafter_that_draws_its_drafts_is_adopted_too(remote):
