@@ -375,12 +375,15 @@ def ways_of(draft, tree_nodes: int = ways.TREE_NODES) -> dict:
 @contextlib.contextmanager
 def out_of_sight():
     """The garbage collector spends no time on objects that exist already, such as those of compilers."""
-    gc.collect()
-    gc.freeze()
+    frozen = gc.get_freeze_count() > 0  # by the caller: it stays so
+    if not frozen:
+        gc.collect()
+        gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
 
 
 @contextlib.contextmanager
