@@ -51,6 +51,13 @@ def test_static_and_offloaded_caches_of_the_caller_are_refused(family):
     cache = DynamicCache(config=target.config)
     cache.offloading = True  # where there is CUDA, an argument of its constructor
     refused(target, draft, "offloaded to the CPU", past_key_values=cache)
+
+
+@needs_driver
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5_text"])
+def test_an_offloaded_cache_by_its_name_is_refused(family):
+    target = make_target(family, attn=None)
+    draft = make_draft(target)
     refused(target, draft, "cache_implementation='offloaded_static' makes", cache_implementation="offloaded_static")
 
 

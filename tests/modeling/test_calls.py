@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import DynamicCache, StaticCache, TextIteratorStreamer, TextStreamer, pipeline
 from transformers.generation import GenerationConfig
 
+from dflash_hf.evaluation.divergence import WRONG, judge, summary
 from dflash_hf.modeling.cache_dflash import SlotCache
 from dflash_hf.modeling.sessions_dflash import SlotSession
 
@@ -142,17 +143,16 @@ def test_max_time_stops_after_a_round(target, draft):
     assert 11 <= output.shape[1] <= 15
 
 
-def test_half_precision_reports_a_match_rate():
-    """bf16 is not bitwise lossless in any speculative decoder; the texts still begin alike."""
+def test_half_precision_differs_at_near_ties_only():
+    """bf16 is not bitwise lossless in any speculative decoder, but only rounding separates the texts."""
     target = make_target(dtype=torch.bfloat16)
     draft = make_draft(target)
-    same = 0
-    for seed in range(8):
-        prompt = torch.randint(2, VOCAB - 1, (1, 9), generator=torch.Generator().manual_seed(seed))
-        expected, output = both(target, draft, prompt)
-        same += torch.equal(expected, output)
-        assert torch.equal(expected[:, :10], output[:, :10])
-    assert same >= 4
+    prompts = torch.randint(2, VOCAB - 1, (16, 1, 9), generator=torch.Generator().manual_seed(0))
+    texts = [[text[0, 9:].tolist() for text in both(target, draft, prompt)] for prompt in prompts]
+    own, drafted = zip(*texts, strict=True)
+    assert sum(map(list.__eq__, own, drafted)) >= 8 and len({*map(tuple, own)}) == 16
+    found, _ = judge(target, prompts[:, 0].tolist(), own, {"dflash": drafted}, draft.config.block_tokens)
+    assert summary(found, "dflash") != WRONG, found
 
 
 def test_under_autocast(target, draft):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.cuda import needs_driver
 from support.pairs import make_draft, make_target
 from support.scripted_draft import scripted
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -78,6 +79,7 @@ HEADS = {
 }
 
 
+@needs_driver
 @pytest.mark.parametrize("fields", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize(("target_device", "draft_device"), PAIRS)
 def test_every_tensor_is_where_it_is_used(target_device, draft_device, fields):
