@@ -4,6 +4,7 @@ import json
 import os
 
 import pytest
+import torch
 import yaml
 from huggingface_hub import ModelCard, parse_eval_result_entries
 from support.hub_stand_in import stand_in
@@ -79,6 +80,29 @@ def test_code_that_is_named_but_not_there_is_added(folder, tmp_path):
     result = publish(folder, REPO, dry_run=True, facts=FACTS)
     assert "configuration_dflash.py" not in result.files and "trust_remote_code" not in result.card.text
     assert [finding.key for finding in result.findings] == ["configuration_dflash.py"]
+
+
+def test_a_public_repository_does_not_become_private_by_itself(folder, hub):
+    """`--private` uploaded to an existing public repository, in public and without a word."""
+    publish(folder, REPO, facts=FACTS)
+    with pytest.raises(PublishError, match="exists and is public"):
+        publish(folder, REPO, private=True, facts=FACTS)
+    assert len(hub.commits) == 1
+
+
+def test_what_an_earlier_drafter_left_is_removed(folder, hub):
+    """Engines read an old mask embedding together with the new weights, and the card its figures."""
+    config = json.loads((folder / "config.json").read_text())
+    torch.save({"embedding": torch.ones(config["hidden_size"])}, folder / "mask_embedding.pt")
+    (folder / "eval_report.png").write_bytes(b"png")
+    publish(folder, REPO, facts=FACTS)
+    there = set(hub.files[REPO])
+    assert {"mask_embedding.pt", "eval_report.png"} <= there
+    for name in ("mask_embedding.pt", "eval_report.png"):
+        (folder / name).unlink()
+    publish(folder, REPO, facts=FACTS)
+    there = set(hub.files[REPO])
+    assert not {"mask_embedding.pt", "eval_report.png"} & there and "config.json" in there
 
 
 def test_a_second_time_changes_only_what_changed(folder, hub, target):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.cuda import needs_driver
+from support.cuda_driver import needs_driver
 from support.pairs import make_draft, make_target
 from support.scripted_draft import scripted
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -91,7 +91,8 @@ class Handler(BaseHTTPRequestHandler):
             self.answer({"error": "Repository not found"}, 404, X_Error_Code="RepoNotFound")
             return
         names = [{"rfilename": name} for name in sorted(self.hub.files[match[1]])]
-        self.answer({"id": match[1], "sha": self.hub.sha(), "siblings": names})
+        private = self.hub.private.get(match[1], False)
+        self.answer({"id": match[1], "sha": self.hub.sha(), "siblings": names, "private": private})
 
     def list_models(self):
         """Repositories with a tag of the query's `filter`, the most downloaded first."""

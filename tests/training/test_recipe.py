@@ -235,6 +235,8 @@ def test_an_adapter_is_merged_into_the_drafter_it_was_trained_on(folder, data, t
     draft = make_draft(target, target_layer_ids=[0, 2])
     draft.save_pretrained(tmp_path / "published")
     output = tmp_path / "adapted"
+    output.mkdir()
+    (output / "eval_report.json").write_text("{}")  # of other weights
     options = (f"draft={tmp_path / 'published'}", f"data={data}", "peft_config.r=2", "warmup_steps=0")
     code, _, error = train(capsys, folder, output, *options, config=LORA)
     assert code == 0, error
@@ -242,7 +244,7 @@ def test_an_adapter_is_merged_into_the_drafter_it_was_trained_on(folder, data, t
     assert adapted.config.mask_token_id == 279
     changed = [not torch.equal(one, other) for one, other in zip(adapted.parameters(), draft.parameters())]
     assert any(changed) and not all(changed)  # norms are not adapted
-    assert (output / "adapter" / "adapter_model.safetensors").is_file()
+    assert (output / "adapter" / "adapter_model.safetensors").is_file() and not (output / "eval_report.json").exists()
     assert json.loads((output / "card_facts.json").read_text(encoding="utf-8"))["training"]["optimizer_steps"] == 2
 
 

@@ -51,13 +51,13 @@ def run(arguments, echo) -> Outcome:
         raise FileNotFoundError(f"{arguments.folder}: there is no such folder; publish a local folder.")
     given = {name: getattr(arguments, name) for name in (*_FACTS, "evaluated_on") if getattr(arguments, name)}
     facts = CardFacts.from_folder(arguments.folder, **given) if given else None
+    speedup = _speedup(Path(arguments.folder))
     options = {"facts": facts, "write_to": arguments.output, "gguf_target": arguments.gguf}
     result = publish(arguments.folder, arguments.repo, arguments.private, arguments.dry_run, **options)
     if result.findings:
         echo(render(result.findings))
     for name, size in result.files.items():
         echo(f"{size:>14,}  {name}")
-    speedup = _speedup(Path(arguments.folder))
     if speedup is not None and speedup < 1:
         echo.note(f"warning: this drafter slows the target down: {speedup:.2f}x in eval_report.json.")
     if result.left_out:
@@ -79,7 +79,11 @@ def _speedup(folder) -> float | None:
 
     if not (folder / REPORT_FILE).is_file():
         return None
-    methods = EvalReport.from_json((folder / REPORT_FILE).read_text(encoding="utf-8")).methods
+    try:
+        methods = EvalReport.from_json((folder / REPORT_FILE).read_text(encoding="utf-8")).methods
+    except (KeyError, TypeError, ValueError) as error:
+        path = folder / REPORT_FILE
+        raise ValueError(f"{path} is not a report of `dflash eval` ({error!r}): remove it.") from error
     return max(
         (one.speedup_over_packed or one.speedup for name, one in methods.items() if name in DRAFTED), default=None
     )

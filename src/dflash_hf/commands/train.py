@@ -66,6 +66,8 @@ def run(arguments, echo) -> Outcome:
         raise ValueError("No output folder is given; name the folder for the drafter with --output.")
     if training.get("push_to_hub") and not training.get("hub_model_id"):
         raise ValueError("push_to_hub=True needs hub_model_id, such as hub_model_id=me/my-drafter.")
+    if training.get("push_to_hub") and not recipe.base_model and Path(recipe.target or "").expanduser().is_dir():
+        raise ValueError("push_to_hub=True with a local target needs base_model, its name on the Hub, for the card.")
     _check_files(recipe)
     recipe.settled = arguments.config is not None
     if arguments.dry_run:
@@ -142,7 +144,8 @@ def _publish(recipe, args, echo) -> None:
     of_the_hub = [name for name in names if name.count("/") == 1 and not Path(name).exists()]
     facts = CardFacts.from_folder(args.output_dir, base_model=recipe.base_model, datasets=of_the_hub)
     try:
-        result = publish(args.output_dir, args.hub_model_id, bool(args.hub_private_repo), facts=facts)
+        private, token = bool(args.hub_private_repo), args.hub_token
+        result = publish(args.output_dir, args.hub_model_id, private, facts=facts, token=token)
     except PublishError as error:
         again = f"dflash publish {args.output_dir} {args.hub_model_id}"
         raise ValueError(f"The drafter is saved, but not published: {error}\nTry again with `{again}`.") from error

@@ -18,7 +18,7 @@ from dflash_hf.hub.card import CardFacts, eval_results, missing_code, render_car
 from dflash_hf.hub.check import check
 from dflash_hf.hub.engine_rules import Finding
 from dflash_hf.hub.licences import check_licence
-from dflash_hf.modeling.checkpoint_dflash import checkpoint_files
+from dflash_hf.modeling.checkpoint_dflash import MASK_EMBEDDING, checkpoint_files
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.terminal import LONGEST_LINE, one_line
 
@@ -31,7 +31,7 @@ _PUBLISHED = (
     "model.safetensors.index.json",
     "*_dflash.py",
     "custom_generate/generate.py",
-    "mask_embedding.pt",
+    MASK_EMBEDDING,
     FILE_PATTERN,
     REPORT_FILE,
     PLOT_FILE,
@@ -87,7 +87,7 @@ def publish(
     Args:
         folder (`str` or `Path`): The drafter.
         repo (`str`): `"user/name"`; created if it does not exist.
-        private (`bool`): Create it as a private repository.
+        private (`bool`): Create it as a private repository; an existing public one is rejected.
         dry_run (`bool`): Stop before the network is needed.
         facts (`CardFacts`, *optional*): For the card. Default: the folder's own README.md, else its `card_facts.json`.
         token (`str`, *optional*): Hub token. Default: the token of `hf auth login` or `HF_TOKEN`.
@@ -256,12 +256,16 @@ def _upload(
         api = HfApi(token=token)
         api.create_repo(repo, private=private or None, exist_ok=True)
         before = api.repo_info(repo)
+        if private and not before.private:
+            raise PublishError(f"{repo} exists and is public: make it private on the Hub first, or drop --private.")
         operations = [CommitOperationAdd(name, source) for name, source in sources.items()]
         # Shards and code of an earlier version would be read along with the new files.
         there = [file.rfilename for file in before.siblings or []]
         stale = [name for name in there if name not in sources and _is_ours(name)]
         operations += [CommitOperationDelete(name) for name in stale]
         commit = api.create_commit(repo, operations, commit_message="Upload DFlash drafter")
+    except PublishError:
+        raise
     except HfHubHTTPError as error:
         status = None if error.response is None else error.response.status_code
         if status == 401:
@@ -285,6 +289,6 @@ def _upload(
 
 def _is_ours(name: str) -> bool:
     """Whether a repository's file can only come from saving a drafter."""
-    weights = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
-    patterns = (*weights, "*_dflash.py", FILE_PATTERN)
-    return "/" not in name and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    weights = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", MASK_EMBEDDING)
+    patterns = (*weights, "*_dflash.py", FILE_PATTERN, REPORT_FILE, PLOT_FILE)
+    return name == EVAL_RESULTS or "/" not in name and any(fnmatch.fnmatchcase(name, one) for one in patterns)

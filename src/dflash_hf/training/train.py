@@ -68,31 +68,20 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     if recipe.draft_vocab_size:
         choose_vocabulary(draft, target, learned, say)
 
-    # 4. The description of the run, before training changes anything; then features of rows read more than once.
+    # 4. The description of the run, before training changes anything.
     run = None
     if args.process_index == 0:
         run = describe_run(recipe, args, target, draft, encoder, train_dataset, resume) | {"chosen": chosen}
-
-    if not resume and args.process_index == 0:
-        shutil.rmtree(folder / STORED, ignore_errors=True)  # from a run that was interrupted while storing
-    if recipe.store_rows:
-        with args.main_process_first(desc="features"):
-            train_dataset, eval_dataset = _stored(recipe, args, target, draft, encoder, (train_dataset, eval_dataset))
-
-    # 5. Training.
-    extra: dict = {} if recipe.peft_config is None else {"peft_config": recipe.peft_config}
-    extra["callbacks"] = list(callbacks)
-    if recipe.features or recipe.store_rows:
-        from dflash_hf.training.offline import DFlashOfflineTrainer as Trainer
-    else:
-        from dflash_hf.training.trainer import DFlashTrainer as Trainer
-    trainer = Trainer(draft, target, args, train_dataset, eval_dataset, **extra)
-    if recipe.decode_prompts:
-        from dflash_hf.training.callbacks import DecodingCallback
-
-        prompts: dict = {"num_prompts": recipe.decode_prompts, "max_new_tokens": recipe.decode_max_new_tokens}
-        trainer.add_callback(DecodingCallback(trainer, decode_steps=recipe.decode_steps, **prompts))
     with run_in(args, run, resume):
+        # 5. Features of rows read more than once.
+        if not resume and args.process_index == 0:
+            shutil.rmtree(folder / STORED, ignore_errors=True)  # from a run that was interrupted while storing
+        if recipe.store_rows:
+            datasets = (train_dataset, eval_dataset)
+            with args.main_process_first(desc="features"):
+                train_dataset, eval_dataset = _stored(recipe, args, target, draft, encoder, datasets)
+        # 6. Training.
+        trainer = _trainer(recipe, draft, target, args, train_dataset, eval_dataset, callbacks)
         if resume:
             say(f"resuming from {resume}")
         saving = 2.0 + 4 * trainer.draft.num_parameters() / 1e8
@@ -105,6 +94,23 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     if args.process_index == 0:
         shutil.rmtree(folder / STORED, ignore_errors=True)
     say(f"trained           {trainer.state.global_step:,} steps, {duration(Pace.clock() - start)} in all")
+    return trainer
+
+
+def _trainer(recipe: RecipeArguments, draft, target, args, train_dataset, eval_dataset, callbacks):
+    """The trainer of a recipe, with its callbacks."""
+    extra: dict = {} if recipe.peft_config is None else {"peft_config": recipe.peft_config}
+    extra["callbacks"] = list(callbacks)
+    if recipe.features or recipe.store_rows:
+        from dflash_hf.training.offline import DFlashOfflineTrainer as Trainer
+    else:
+        from dflash_hf.training.trainer import DFlashTrainer as Trainer
+    trainer = Trainer(draft, target, args, train_dataset, eval_dataset, **extra)
+    if recipe.decode_prompts:
+        from dflash_hf.training.callbacks import DecodingCallback
+
+        prompts: dict = {"num_prompts": recipe.decode_prompts, "max_new_tokens": recipe.decode_max_new_tokens}
+        trainer.add_callback(DecodingCallback(trainer, decode_steps=recipe.decode_steps, **prompts))
     return trainer
 
 
@@ -122,12 +128,14 @@ def leave_group() -> None:
 
 def _save_finished(trainer) -> None:
     """Save the drafter, in half precision if it was trained in half precision."""
-    draft, args = trainer.draft, trainer.args
-    half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-    plain = not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
-    if half is not None and plain:
-        draft.to(half)
-    trainer.save_model(args.output_dir)
+    if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+        _halved(trainer.draft, trainer.args)
+    trainer.save_model(trainer.args.output_dir)
+
+
+def _halved(draft, args):
+    """A drafter, converted to half precision if a run trains in half precision."""
+    return draft.to(torch.bfloat16 if args.bf16 else torch.float16) if args.bf16 or args.fp16 else draft
 
 
 def _save_adapted(trainer) -> None:
@@ -139,8 +147,10 @@ def _save_adapted(trainer) -> None:
     folder = Path(trainer.args.output_dir)
     trainer.save_model(str(folder / "adapter"))
     if trainer.is_world_process_zero():
-        merged(trainer.accelerator.unwrap_model(trainer.model)).save_pretrained(folder)
+        whole = merged(trainer.accelerator.unwrap_model(trainer.model))
+        _halved(whole, trainer.args).save_pretrained(folder)
         for name in (FACTS_FILE, REPORT_FILE, PLOT_FILE):
+            (folder / name).unlink(missing_ok=True)  # of the weights that were here before
             if (folder / "adapter" / name).is_file():
                 shutil.copyfile(folder / "adapter" / name, folder / name)
 
