@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 import torch
+from support.cuda import needs_driver
 from support.pairs import make_draft, make_target
 from support.scripted_draft import scripted
 from transformers import DynamicCache, QuantizedCache, StaticCache
