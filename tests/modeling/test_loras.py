@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from support.hub_stand_in import stand_in
 from support.pairs import make_draft, make_target
 
 from dflash_hf import DFlashDraftModel
@@ -117,7 +118,7 @@ def test_of_a_peft_model(target, folder, expected):
         assert adapters_of(draft) == () and lengths(target, draft) == expected[None]
 
 
-def test_what_is_saved_and_published(folder, tmp_path):
+def test_what_is_saved_and_published(folder, tmp_path, monkeypatch):
     saved = sorted(path.relative_to(folder).as_posix() for path in folder.glob("adapters/*/*"))
     files = [
         f"adapters/{name}/adapter_{file}" for name in ("chat", "code") for file in ("config.json", "model.safetensors")
@@ -132,7 +133,12 @@ def test_what_is_saved_and_published(folder, tmp_path):
     assert config["base_model_name_or_path"] == "someone/draft"
     draft, again = DFlashDraftModel.from_pretrained(folder), DFlashDraftModel.from_pretrained(tmp_path / "hub")
     draft.load_adapter(folder / "adapters" / "code", "code")
-    again.load_adapter(tmp_path / "hub", "code", adapter_kwargs={"subfolder": "adapters/code"})
+    monkeypatch.setenv("HF_TOKEN", "hf_right")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    with stand_in(monkeypatch) as hub:
+        hub.files["someone/draft"] = {file: (tmp_path / "hub" / file).read_bytes() for file in found.files}
+        where = {"subfolder": "adapters/code", "cache_dir": tmp_path / "cache"}
+        again.load_adapter("someone/draft", "code", adapter_kwargs=where)
     ours, theirs = draft.state_dict(), again.state_dict()
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert any("lora_" in name for name in ours)

@@ -82,4 +82,6 @@ def test_targets_with_a_cache_of_their_own_decode_alone(family, caplog):
         **inputs, max_new_tokens=20, do_sample=False, assistant_model=draft, return_dict_in_generate=True
     )
     assert torch.equal(output.sequences, expected) and output.acceptance_lengths == [[]]
-    assert any("cannot be rolled back" in record.getMessage() for record in caplog.records)
+    # With transformers 5.20 the probe can open a session on RecurrentGemma's cache, and finds other logits in a block.
+    reasons = ["cannot be rolled back", *["computes different logits"] * (family == "recurrent_gemma")]
+    assert any(reason in record.getMessage() for record in caplog.records for reason in reasons)

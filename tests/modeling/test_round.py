@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.pairs import make_draft, make_target, shallow_pair
 from torch._dynamo.utils import counters
+from transformers.utils.import_utils import is_torch_greater_or_equal
 
 from dflash_hf.modeling import compile_dflash
 from dflash_hf.modeling.compile_dflash import CompiledRound, _pools
@@ -319,4 +320,6 @@ def test_adapters_of_rows_are_followed_by_compiled_rounds(pair):
         assert torch.equal(*written), names
         texts.update(tuple(row) for row in written[0].tolist())
         counts.append(graphs())
-    assert len(texts) == 3 and counts[3] == counts[2] and counts[5] == counts[4]
+    # Dynamo before torch 2.11 guards the numbers of hooks, which PEFT registers in every call: each call compiles.
+    found = counts[3] == counts[2] and counts[5] == counts[4]
+    assert len(texts) == 3 and found == is_torch_greater_or_equal("2.11")
