@@ -106,7 +106,7 @@ class DFlashDecodingConfig:
                 f"decoding_config.tree_nodes={nodes} drafts the likeliest tokens, so none can be drawn at "
                 f"draft_temperature={temperature}: set one of them to None."
             )
-        if not isinstance(self.compile, bool | str):
+        if not isinstance(self.compile, bool | str | None):
             raise ValueError(
                 f"decoding_config.compile={self.compile!r} must be True, False, or a mode or backend of torch.compile."
             )

@@ -379,7 +379,11 @@ def test_an_interruption_anywhere_leaves_nothing_behind(place, error, target, dr
         elif place == "draft":
             patch.setattr(draft, "draft_logits", lambda *args: interruption())
         elif place == "prefill":  # behind the tap of a first layer
+            interruption.left = 0
             handle = target.model.layers[2].register_forward_hook(lambda *args: interruption())
+            target.generate(PROMPT, **options, assistant_model=draft)  # a target with a new hook is tried out
+            caches.clear()
+            interruption.left = 1
         elif place == "streamer":
             own = {"streamer": interruption}
         elif place == "processor":
