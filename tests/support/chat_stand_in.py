@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 @contextmanager
 def chat_server(reply):
     """
-    `reply(body)` gives the answer's text, its message, or `(status, text)`, of a redirect with its address; `None` closes the
-    connection without an answer.
+    `reply(body)` gives the answer's text, its message, or `(status, text)`, where the text of a redirect is its
+    address; `None` closes the connection without an answer.
 
     Yields the address and the list of bodies received so far.
     """
