@@ -130,5 +130,8 @@ def test_a_server_that_does_not_tell(changes, message, tmp_path, capsys):
 def test_words_that_cannot_be_right(capsys):
     assert main(["eval", "--server", "http://127.0.0.1:9"]) == 2
     assert main(["eval", "--alone", "http://127.0.0.1:9"]) == 2
+    words = ["--raw", "--runs", "9", "--compile", "--prompt-lookup", "--target", "t"]
+    assert main(["eval", "--server", "http://127.0.0.1:9", "--data", "json", *words]) == 2
+    assert "leave out --target, --raw, --prompt-lookup, --compile, --runs." in capsys.readouterr().err
     assert main(["eval", "--server", "http://127.0.0.1:9", "--data", "json", "--prompts", "1"]) == 1
     assert "is the server running?" in capsys.readouterr().err
