@@ -134,6 +134,15 @@ def test_what_else_is_decoded_batch_by_batch(target):
     assert all_of(target, prompts, 20, penalty, 1) == expected
 
 
+def test_a_config_that_asks_for_several_answers_gets_one_for_each_prompt(target):
+    """`num_return_sequences` gave prompts the answers to others, `return_dict_in_generate` was a `TypeError`."""
+    prompts = make_prompts(5)
+    for asked in (SAMPLED, GenerationConfig(repetition_penalty=5.0, pad_token_id=0)):
+        several = copy.deepcopy(asked)
+        several.num_return_sequences, several.return_dict_in_generate = 2, True
+        assert all_of(target, prompts, 20, several, 3) == all_of(target, prompts, 20, asked, 3)
+
+
 @pytest.mark.parametrize("likely", [2, 16, 1024])
 @pytest.mark.parametrize("top_k", [0, 5])
 @pytest.mark.parametrize("top_p", [0.3, 0.95, 1.0])

@@ -263,6 +263,7 @@ def _batch_by_batch(target, prompts, max_new_tokens: int, config, rows: int, see
     if config.pad_token_id is None:
         config.pad_token_id = min(stops, default=0)
     config.max_new_tokens, config.max_length = max_new_tokens, None
+    config.num_return_sequences, config.return_dict_in_generate = None, False  # one row of tokens for each prompt
     pad, choice = config.pad_token_id, None
     if config.do_sample and draft is None and _is_plain(config):
         choice, config.do_sample = Choice(config, seed), False

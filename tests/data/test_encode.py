@@ -130,6 +130,7 @@ def test_ids_with_a_mask_or_labels():
             {"input_ids": [5, 6, 99], "loss_mask": [0, 1, 1]},
             "Token 99 is outside the target's embedding, which has 50",
         ),
+        ({"input_ids": [5, -6, 7], "loss_mask": [0, 1, 1]}, "Token -6 of input_ids is negative"),
         ({"text": "Hi"}, r"only \['text'\]; give `messages`"),
         ({"prompt": "Hi", "completion": None}, r"only \['prompt'\]"),
     ],

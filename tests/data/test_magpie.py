@@ -292,7 +292,10 @@ def test_other_settings_and_other_files_are_not_mixed(folder, tmp_path, capsys):
     assert code == 1 and "was started with template=" in error
     foreign = tmp_path / "foreign.jsonl"
     foreign.write_text('{"row": 0, "prompt": "Hi", "completion": "Hello"}\n', encoding="utf-8")
+    notes = tmp_path / "foreign.jsonl.settings.json"
+    notes.write_text('{"raw": true}')
     code, _, error = write(capsys, folder, foreign, 6)
+    assert notes.read_text() == '{"raw": true}'  # it got our settings before it was refused
     assert code == 1 and "Line 1 of" in error and "is not request 0 of `dflash prompts`" in error
     code, _, error = write(capsys, folder, tmp_path / "new.jsonl", 6, "--kinds", "poem")
     assert code == 1 and "'poem' is unknown" in error and not (tmp_path / "new.jsonl").exists()

@@ -112,6 +112,14 @@ def test_supervised_text_is_marked():
     assert "[0, as ... 6 tokens ... ish.<|im_end|>]" in short
 
 
+def test_control_characters_of_the_data_do_not_reach_the_terminal():
+    tokenizer = make_tokenizer()
+    (example,) = RowEncoder(tokenizer)(chat("?", "a\x1b]0;title\x07b\r\tc\x9b2J"))
+    shown = colored_example(example, tokenizer, color=True)
+    assert r"a\x1b]0;title\x07b\r" + "\t" + r"c\x9b2J" in shown
+    assert not set(shown.replace("\x1b[32m", "").replace("\x1b[0m", "")) & set("\x1b\x07\r\x9b")
+
+
 def test_prepare_shows_counts_and_writes(tmp_path, tokenizer_folder, capsys):
     data = write(tmp_path / "a.jsonl", ROWS)
     for suffix in (".jsonl", ".parquet"):
@@ -149,6 +157,9 @@ def test_prepare_says_what_is_wrong_in_one_line(tmp_path, tokenizer_folder, caps
     good = json.dumps(ROWS[0])
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "half.jsonl").write_text(good + "\n" + good[:-9], encoding="utf-8")
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(good.encode())[:-12])
+    (tmp_path / "plain.jsonl.gz").write_text(good, encoding="utf-8")
+    (tmp_path / "mark.csv").write_text("\ufeff", encoding="utf-8")
     (tmp_path / "bad.parquet").write_text("nothing", encoding="utf-8")
     (tmp_path / "notes.txt").write_text("Hi", encoding="utf-8")
     write(tmp_path / "text.jsonl", [{"text": "Hi"}])
@@ -160,6 +171,9 @@ def test_prepare_says_what_is_wrong_in_one_line(tmp_path, tokenizer_folder, caps
         ("empty.jsonl", (), "is an empty file"),
         ("half.jsonl", (), "half.jsonl is not a JSON object"),
         ("half.jsonl", (), "it is the last line, perhaps half written"),
+        ("cut.jsonl.gz", (), "cut.jsonl.gz' is damaged (Compressed file ended before"),
+        ("plain.jsonl.gz", (), "plain.jsonl.gz' is damaged (Not a gzipped file"),
+        ("mark.csv", (), "mark.csv' is an empty file"),
         ("bad.parquet", (), "bad.parquet' cannot be read as parquet"),
         ("notes.txt", (), "must be of one kind: .jsonl"),
         ("absent.jsonl", (), "there is no such file"),

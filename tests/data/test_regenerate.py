@@ -27,6 +27,7 @@ from dflash_hf.data import chat_client as client
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_of
 from dflash_hf.data.response_file import ResponseFile
+from dflash_hf.data.sources import load_rows
 from dflash_hf.training.settings_for import Machine
 
 
@@ -189,6 +190,9 @@ def test_other_settings_and_other_data_are_not_mixed(folder, data, tmp_path, cap
     code, _, error = regenerate(capsys, data, folder, output, *HERE)
     assert code == 1 and "Row 0 of" in error and "the data has changed" in error
     lines = output.read_text(encoding="utf-8").splitlines(keepends=True)
+    output.write_text(lines[0] + lines[1] + lines[0], encoding="utf-8")
+    code, _, error = regenerate(capsys, data, folder, output, *HERE)
+    assert code == 1 and "Line 3 of" in error and "is in an earlier line" in error and "remove that line" in error
     output.write_text(lines[0] + "nonsense\n" + lines[1], encoding="utf-8")
     code, _, error = regenerate(capsys, data, folder, output, *HERE)
     assert code == 1 and "Line 2 of" in error and "is not a response" in error
@@ -421,6 +425,15 @@ def test_a_server_that_refuses_everything_is_not_asked_again(answer, message, da
     assert len(received) == 1 and not quick
 
 
+@pytest.mark.parametrize("status", [301, 302, 303])
+def test_the_key_does_not_follow_a_redirect(status, data, tmp_path, capsys, monkeypatch):
+    """`urllib` sent the key to wherever the server pointed."""
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    with chat_server(lambda body: "Yes.") as (other, elsewhere), chat_server(lambda body: (status, other)) as (url, _):
+        code, _, error = regenerate(capsys, data, "served", tmp_path / "out.jsonl", "--server", url)
+    assert code == 1 and f"answers {status}" in error and f"redirects to, {other}." in error and not elsewhere
+
+
 def test_a_row_that_a_server_refuses_is_left_out(data, tmp_path, capsys):
     def reply(body):
         return (400, "too long") if body["messages"][0]["content"] == QUESTIONS[3] else "Yes."
@@ -429,6 +442,18 @@ def test_a_row_that_a_server_refuses_is_left_out(data, tmp_path, capsys):
         code, out, _ = regenerate(capsys, data, "served", tmp_path / "out.jsonl", "--server", url)
     assert code == 1 and "11 of 12 rows are in" in out and "1 rows were refused" in out
     assert sorted(row["row"] for row in rows_of(tmp_path / "out.jsonl")) == [0, 1, 2, *range(4, 12)]
+    with chat_server(lambda body: "Yes.") as (url, _):
+        code, out, _ = regenerate(capsys, data, "served", tmp_path / "out.jsonl", "--server", url, "--limit", "4")
+    assert code == 0 and "4 of 4 rows are in" in out  # not 12 of 4
+
+
+def test_half_a_surrogate_pair_leaves_a_file_that_can_be_read(data, tmp_path, capsys):
+    """It was a `UnicodeEncodeError`, and all answers after it were lost."""
+    output = tmp_path / "out.jsonl"
+    with chat_server(lambda body: "Yes \ud83d.") as (url, _):
+        assert regenerate(capsys, data, "served", output, "--server", url)[0] == 0
+    assert {row["messages"][-1]["content"] for row in check_complete(output).values()} == {"Yes ?."}
+    assert len(load_rows(output)) == len(QUESTIONS)
 
 
 def test_wrong_options_are_told_in_one_line(data, tmp_path, capsys):

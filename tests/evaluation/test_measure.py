@@ -6,7 +6,7 @@ from support.pairs import make_draft, make_target
 from support.scripted_draft import scripted
 
 from dflash_hf import packed_linear
-from dflash_hf.evaluation.measure import EvalReport, evaluate
+from dflash_hf.evaluation.measure import EvalReport, MethodReport, evaluate
 from dflash_hf.evaluation.methods import (
     DFLASH,
     DRAFTED,
@@ -109,6 +109,20 @@ def test_json_and_back(pair, tmp_path):
     again = EvalReport.from_json(path.read_text(encoding="utf-8"))
     assert again == report
     assert again.to_json() == report.to_json()
+
+
+def test_a_report_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
+    report, path = EvalReport({DFLASH: MethodReport(1.0, None, [], 1, 1, None)}, [], [], 4), tmp_path / "report.json"
+    before = report.save(path).read_bytes()
+
+    def full(self, text, **_):
+        self.write_bytes(text[:9].encode())
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(type(path), "write_text", full)
+    with pytest.raises(OSError, match="the disk is full"):
+        report.save(path)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
 def test_a_wrong_token_is_noticed(pair, monkeypatch):

@@ -63,8 +63,14 @@ def test_a_report_like_any_other(tmp_path, capsys):
     assert report.methods["dflash"].speedup == 2 and report.lossless
     out = capsys.readouterr().out
     assert "2.00 tokens per verification over 9" in out and "2.00x" in out and "3 of 3 texts" in out
-    assert main(["eval", "--compare", *[str(tmp_path / "out" / "eval_report.json")] * 2]) == 0
-    assert "no more than chance" not in capsys.readouterr().err
+    path = tmp_path / "out" / "eval_report.json"
+    assert main(["eval", "--compare", str(path), str(path)]) == 0
+    assert "the same prompts: tau +0.000" in capsys.readouterr().out
+    old = json.loads(path.read_text())
+    del old["setting"]["prompts_digest"]  # earlier reports of servers have none, so that nobody knows
+    path.write_text(json.dumps(old))
+    assert main(["eval", "--compare", str(path), str(path)]) == 0
+    assert "the same prompts" not in capsys.readouterr().out
 
 
 def test_one_server(tmp_path, capsys):
@@ -77,6 +83,33 @@ def test_one_server(tmp_path, capsys):
     summary = json.loads(report.read_text())["summary"]
     assert [summary[name] for name in ("speedup", "lossless", "verdict")] == [None] * 3  # nothing was compared
     assert main(["eval", "--compare", str(report), str(report)]) == 0
+
+
+@pytest.mark.parametrize(
+    "steps, forwards",
+    [
+        (Server.steps, 4),
+        (((0, 0, "a"), (3, 2, "b"), (3, 2, "c"), (3, 2, "d"), *[(3, 2, c) for c in "efghijk"]), 9),  # 7 undrafted
+        (((0, 0, "a"), (3, 3, "b"), (3, 3, "c")), 2),  # the answer ends within the block
+    ],
+)
+def test_rounds_without_a_draft_are_forwards_too(steps, forwards, tmp_path):
+    """11 tokens of 9 forwards were reported as 5.5 tokens per forward."""
+    (tmp_path / "data.txt").write_text("one\n")
+    with serving(steps=steps) as (url, _):
+        assert main(["eval", "--server", url, "--data", str(tmp_path / "data.txt"), "--output", str(tmp_path)]) == 0
+    report = EvalReport.from_json((tmp_path / "eval_report.json").read_text())
+    assert report.methods["dflash"].target_forwards == forwards
+
+
+def test_a_password_does_not_reach_the_report(tmp_path, monkeypatch):
+    (tmp_path / "data.txt").write_text("one\n")
+    with serving() as (proxy, _):
+        monkeypatch.setenv("http_proxy", proxy)
+        words = ["--data", str(tmp_path / "data.txt"), "--output", str(tmp_path)]
+        assert main(["eval", "--server", "http://me:secret@somewhere.test:80", *words]) == 0
+    text = (tmp_path / "eval_report.json").read_text()
+    assert "secret" not in text and "http://somewhere.test:80" in text
 
 
 @pytest.mark.parametrize(
@@ -97,5 +130,8 @@ def test_a_server_that_does_not_tell(changes, message, tmp_path, capsys):
 def test_words_that_cannot_be_right(capsys):
     assert main(["eval", "--server", "http://127.0.0.1:9"]) == 2
     assert main(["eval", "--alone", "http://127.0.0.1:9"]) == 2
+    words = ["--raw", "--runs", "9", "--compile", "--prompt-lookup", "--target", "t"]
+    assert main(["eval", "--server", "http://127.0.0.1:9", "--data", "json", *words]) == 2
+    assert "leave out --target, --raw, --prompt-lookup, --compile, --runs." in capsys.readouterr().err
     assert main(["eval", "--server", "http://127.0.0.1:9", "--data", "json", "--prompts", "1"]) == 1
     assert "is the server running?" in capsys.readouterr().err

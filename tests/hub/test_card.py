@@ -81,6 +81,12 @@ def test_figures_come_from_the_report(target, tmp_path):
     assert "base_model_relation" not in metadata
 
 
+def test_addresses_of_servers_are_left_out(folder):
+    report = {"setting": {"server": "http://me:secret@10.0.0.7:80", "alone": "http://10.0.0.8", "max_tokens": 9}}
+    text = render_card(folder, CardFacts("example/target", report=report), "example/draft").text
+    assert "| max tokens | 9 |" in text and "secret" not in text and "10.0.0" not in text
+
+
 def test_what_is_not_known_is_left_out(target, tmp_path):
     text = str(render_example("example_without_report.md", target, tmp_path))
     for word in ("Evaluation", "tau", "Training", "Licence", "license", "model-index", "datasets", "revision", "None"):

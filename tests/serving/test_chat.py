@@ -159,6 +159,23 @@ def test_a_conversation_that_is_too_long_is_told(pair):
     assert streamer.tokens < 20  # as many as there is room for
 
 
+def test_an_answer_that_fills_the_context_is_said_to_be_cut(pair, monkeypatch, capsys):
+    target, tokenizer, draft = pair
+    monkeypatch.setattr(sys, "stdin", io.StringIO("1" * 220 + "\n"))
+    (turn,) = Chat(Conversation(target, tokenizer, draft, options=OPTIONS), Echo(), False).run()
+    assert turn["tokens"] < 20 and "; cut off at the target's context limit" in capsys.readouterr().err
+
+
+def test_an_empty_answer_is_part_of_the_conversation(pair, monkeypatch):
+    """The user's message was forgotten with it."""
+    target, tokenizer, draft = pair
+    conversation = Conversation(target, tokenizer, draft, options=OPTIONS)
+    monkeypatch.setattr(target.generation_config, "eos_token_id", list(range(target.config.vocab_size)))
+    monkeypatch.setattr(PieceStreamer, "_text", lambda self: "")
+    conversation.answer("Say 1", PieceStreamer(tokenizer, lambda *piece: None))
+    assert conversation.messages == [{"role": "user", "content": "Say 1"}, {"role": "assistant", "content": ""}]
+
+
 def test_lines_of_a_pipe_are_answered_one_by_one(pair, monkeypatch, capsys):
     target, tokenizer, draft = pair
     lines = "Say 1\n\n/draft off\n/reset\nSay 1\n/draft on\n/nonsense\n/draft\n/help\n/reset\nSay 2\n"

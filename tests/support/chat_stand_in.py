@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 @contextmanager
 def chat_server(reply):
     """
-    `reply(body)` gives the answer's text, its message, or `(status, text)`; `None` closes the connection without an
-    answer.
+    `reply(body)` gives the answer's text, its message, or `(status, text)`, where the text of a redirect is its
+    address; `None` closes the connection without an answer.
 
     Yields the address and the list of bodies received so far.
     """
@@ -31,6 +31,8 @@ def chat_server(reply):
                 choice = {"message": message, "finish_reason": "tool_calls" if "tool_calls" in message else "stop"}
                 text = json.dumps({"choices": [choice]})
             self.send_response(status)
+            if status in range(300, 400):
+                self.send_header("Location", text)
             self.send_header("Content-Length", str(len(text.encode())))
             self.end_headers()
             self.wfile.write(text.encode())

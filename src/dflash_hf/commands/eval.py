@@ -19,6 +19,8 @@ from dflash_hf.terminal import (
 
 
 AGAIN = "with --output, the same command continues with the answers that are missing"
+RUNS = 3
+_LOCAL = ("target", "draft", "compare", "raw", "prompt_lookup", "compile", "packed", "tree_nodes")
 NO_THINKING = {"enable_thinking": False}  # the usual setting of published results, unless given
 
 
@@ -32,7 +34,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--prompts", type=positive, help="number of prompts (default: the benchmark's, else 40)")
     parser.add_argument("--server", metavar="URL", help="measure a running server instead of a local pair")
     parser.add_argument("--alone", metavar="URL", help="with --server: the same target served without a drafter")
-    parser.add_argument("--runs", type=positive, default=3, help="timed repetitions (default: %(default)s)")
+    parser.add_argument("--runs", type=positive, default=RUNS, help="timed repetitions (default: %(default)s)")
     parser.add_argument(
         "--max-new-tokens", type=positive, help="longest answer (default: 2048 for benchmarks, else 256)"
     )
@@ -63,6 +65,10 @@ def add_arguments(parser) -> None:
 def run(arguments, echo) -> Outcome:
     """`echo` the table, write the report; exit status 1 if an output is WRONG."""
     if arguments.server is not None:
+        ignored = [name for name in _LOCAL if getattr(arguments, name)] + ["runs"] * (arguments.runs != RUNS)
+        if ignored:
+            options = ", ".join(f"--{name.replace('_', '-')}" for name in ignored)
+            raise UsageError(f"--server measures what runs there, once: leave out {options}.")
         from dflash_hf.evaluation.server import run as measure_server
 
         return measure_server(arguments, echo)

@@ -77,7 +77,8 @@ def run(arguments, echo) -> Outcome:
     turn = UserTurn.of(tokenizer, settings.system, settings.chat_template_kwargs)  # raises before anything is written
     left_out: Counter[str] = Counter()
     new = 0
-    with ResponseFile(arguments.output, {**asdict(settings), **digests_of_tokenizer(tokenizer)}) as output:
+    made_with = {**asdict(settings), **digests_of_tokenizer(tokenizer)}
+    with ResponseFile(arguments.output, made_with, rows_of_file) as output:
         if output.repaired:
             echo(f"removed an incomplete line of {output.repaired} bytes at the end of {arguments.output}")
         before = rows_of_file(arguments.output)

@@ -96,10 +96,11 @@ def run(arguments, echo) -> Outcome:
                 output.append(batch)
                 time_left.count(len(batch), sum(sum(row.get("loss_mask", ())) for row in batch))
     refused = len(set(prompts) - set(output.finished))
-    echo(f"{len(output.finished)} of {count} rows are in {arguments.output}")
+    finished = count - refused  # the file may have more, of an earlier run
+    echo(f"{finished} of {count} rows are in {arguments.output}")
     if refused:
         echo(f"{refused} rows were refused; run the same command again to retry them")
-    return Outcome(1 if refused else 0, {"rows": count, "finished": len(output.finished), "refused": refused})
+    return Outcome(1 if refused else 0, {"rows": count, "finished": finished, "refused": refused})
 
 
 def _asked(index: int, row: dict, as_chat: bool, data: str) -> tuple:

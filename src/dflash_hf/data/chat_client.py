@@ -25,12 +25,20 @@ class RequestRefused(ValueError):
     """The server rejects this conversation; the message has the reason."""
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect is an error: it would take the key to another host."""
+
+    def redirect_request(self, *_):
+        return None
+
+
 def post(url: str, body: dict, timeout: float = 600.0):
     """The response to a request of JSON, with the key of `OPENAI_API_KEY` if it is set."""
     headers = {"Content-Type": "application/json"}
     if key := os.environ.get("OPENAI_API_KEY"):
         headers["Authorization"] = f"Bearer {key}"
-    return urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=timeout)
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    return urllib.request.build_opener(_NoRedirect).open(request, timeout=timeout)
 
 
 @dataclass
@@ -80,6 +88,8 @@ class ChatClient:
                 if error.code not in _TRY_AGAIN:
                     hint = {401: "set OPENAI_API_KEY", 404: f"does it serve the model {self.model!r} there?"}
                     remedy = hint.get(error.code, "see its log")
+                    if error.code in range(300, 400):
+                        remedy = f"if you trust it, give the address that it redirects to, {error.headers['Location']}"
                     raise ServerError(f"{self.url} answers {error.code}: {detail}; {remedy}.") from error
                 reason = f"answers {error.code}: {detail}"
             except (KeyError, IndexError, TypeError, json.JSONDecodeError) as error:

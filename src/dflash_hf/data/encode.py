@@ -100,6 +100,8 @@ class RowEncoder:
                 "(or labels of -100); for text without a prompt, the first token alone. If a chat template was used, "
                 "its {% generation %} block must enclose the assistant's text only."
             )
+        if min(ids, default=0) < 0:
+            raise ValueError(f"Token {min(ids)} of input_ids is negative; -100 belongs into `labels` only.")
         if self.vocab_size is not None and max(ids, default=0) >= self.vocab_size:
             raise ValueError(
                 f"Token {max(ids)} is outside the target's embedding, which has {self.vocab_size} rows; the data was "

@@ -156,13 +156,13 @@ def _text_of(row: dict) -> str:
 
 def rows_of_file(path: Path) -> list[dict]:
     """
-    The requests in a file.
+    The requests in a file, without a last line that was never finished.
 
     Raises:
         `ValueError`: a line is not a request of `dflash prompts`; the message names it.
     """
-    with path.open(encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
+    with path.open("rb") as lines:
+        rows = [json.loads(line) for line in lines if line.endswith(b"\n")]
     for number, row in enumerate(rows):
         if row["row"] != number or "sample" not in row or not {"prompt", "messages"} & row.keys():
             raise ValueError(

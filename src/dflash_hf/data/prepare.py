@@ -1,5 +1,6 @@
 """Training examples from a dataset, with a count of the rows that were left out."""
 
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +17,7 @@ from dflash_hf.terminal import one_line, read_text
 
 
 logger = logging.get_logger(__name__)
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line break
 _PROBED = 64  # rows of a stream that are encoded before training starts
 
 
@@ -190,6 +192,7 @@ def colored_example(example: dict, tokenizer, color: bool, longest_run: int = 12
             piece = tokenizer.decode(run[:half]) + left_out + tokenizer.decode(run[-half:])
         else:
             piece = tokenizer.decode(run)
+        piece = _CONTROLS.sub(lambda one: ascii(one[0])[1:-1], piece)
         if mask[start]:
             piece = f"\x1b[32m{piece}\x1b[0m" if color else f"[{piece}]"
         text, start = text + piece, end

@@ -1,7 +1,7 @@
 """JSON Lines files that grow by whole lines and survive a kill at any moment; the responses in one."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from dflash_hf.data.encode import tools_of
@@ -46,7 +46,9 @@ class LineFile:
 
     def append(self, rows: list[dict]) -> None:
         """Add rows; once this returns, they outlive the process."""
-        self.file.write(b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows))
+        # "?" for half a surrogate pair: UTF-8 has none, and readers of the file reject it even if it is escaped.
+        lines = [json.dumps(row, ensure_ascii=False).encode(errors="replace") + b"\n" for row in rows]
+        self.file.write(b"".join(lines))
         self.file.flush()
 
     def close(self) -> None:
@@ -63,6 +65,7 @@ class ResponseFile(LineFile):
     Args:
         path (`Path`): The file; created if it does not exist.
         settings (`dict`): What must be equal for the responses to belong together.
+        check (`Callable`, *optional*): Called with the path before anything is written; raises if it is another file.
 
     Attributes:
         finished (`dict[int, str]`): Rows that have a response, and a digest of their prompts.
@@ -72,13 +75,15 @@ class ResponseFile(LineFile):
         `ValueError`: made with other settings, damaged in the middle, or being written by another process.
     """
 
-    def __init__(self, path: Path, settings: dict):
+    def __init__(self, path: Path, settings: dict, check: Callable[[Path], object] | None = None):
         super().__init__(path)
         self.finished: dict[int, str] = {}
         self.notes = Path(f"{path}{SETTINGS}")
         try:
             self.settings = self._settings_before()
             self._read()
+            if check is not None:
+                check(path)
             self.settle(settings)  # only next to a valid response file
             self.repaired = self.repair()
         except BaseException:
@@ -115,6 +120,8 @@ class ResponseFile(LineFile):
         for number, line in enumerate(self.lines(), start=1):
             try:
                 row = json.loads(line)
+                if row["row"] in self.finished:
+                    raise ValueError(f"row {row['row']} is in an earlier line")
                 self.finished[row["row"]] = digest_of(question_in(row))
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(

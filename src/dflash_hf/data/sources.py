@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -65,7 +66,10 @@ def load_rows(
     (kind,) = kinds
     if kind == "json":
         for path in paths:
-            _check_json(path)
+            try:
+                _check_json(path)
+            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+                raise ValueError(f"data={str(path)!r} is damaged ({error}); compress or download it again.") from error
     options = _text_columns(datasets, paths[0]) if kind == "csv" else {}
     files = [str(path.resolve()) for path in paths]
     try:
@@ -119,7 +123,9 @@ def _text_columns(datasets, path: Path) -> dict:
     """Options that read all cells of a table as text: `5.` is not a number, nor `NA` a missing value."""
     separator = "\t" if path.suffix.lower() == ".tsv" else ","
     with path.open(encoding="utf-8-sig", newline="") as file:
-        names = next(csv.reader(file, delimiter=separator))
+        names = next(csv.reader(file, delimiter=separator), None)
+    if names is None:
+        raise ValueError(f"data={str(path)!r} is an empty file.")
     text = datasets.Features({name: datasets.Value("string") for name in names})
     return {"sep": separator, "keep_default_na": False, "features": text}
 

@@ -54,7 +54,7 @@ def compare(before: Path, after: Path, echo) -> dict:
     for path, report in zip("AB", (first, second)):
         echo(f"slot accepted, %, {path}  " + " ".join(f"{100 * share:.0f}" for share in report.acceptance_by_position))
     asked = [report.setting.get("prompts_digest") for report in (first, second)]
-    if first.num_prompts == second.num_prompts and asked[0] == asked[1]:
+    if first.num_prompts == second.num_prompts and asked[0] == asked[1] is not None:
         sums = [[(sum(n) - len(n), len(n)) for n in report.acceptance_lengths] for report in (first, second)]
         gain, errors = mean_difference(*sums)
         facts |= {"gain": gain, "standard_errors": errors}

@@ -18,6 +18,7 @@ from dflash_hf.evaluation.divergence import WRONG, Divergence, Rounding, judge
 from dflash_hf.evaluation.divergence import summary as worst_verdict
 from dflash_hf.evaluation.forwards import now
 from dflash_hf.evaluation.journal import Journal
+from dflash_hf.files import atomic
 from dflash_hf.modeling.cost_dflash import hardware
 from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.packed_linear import packed_weights
@@ -159,7 +160,8 @@ class EvalReport:
     def save(self, path: str | Path) -> Path:
         """Write the report to `path`; returns it."""
         path = Path(path)
-        path.write_text(self.to_json() + "\n", encoding="utf-8")
+        with atomic(path) as half:
+            half.write_text(self.to_json() + "\n", encoding="utf-8")
         return path
 
 

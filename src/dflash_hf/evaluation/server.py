@@ -11,6 +11,7 @@ import urllib.error
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from urllib.parse import urlsplit
 
 from dflash_hf.data.chat_client import ServerError, post
 from dflash_hf.data.prompts import prompt_of
@@ -18,6 +19,7 @@ from dflash_hf.evaluation.measure import EvalReport, MethodReport
 from dflash_hf.evaluation.methods import DFLASH, TARGET
 from dflash_hf.evaluation.report import REPORT_FILE
 from dflash_hf.evaluation.sets import GENERATED, NAMED, conversations, rows_of
+from dflash_hf.files import digest_of
 from dflash_hf.terminal import Outcome, UsageError, template_arguments
 
 
@@ -113,7 +115,9 @@ def measure(
 
     def method(answers: list[Answer], speedup: float | None, equal: int | None) -> MethodReport:
         speed, tokens = _speed(answers), sum(one.tokens for one in answers)
-        forwards = sum(1 + len(one.lengths) if one.drafted else one.tokens for one in answers)
+        # Every forward gives one token besides the accepted ones, also where nothing was drafted. Accepted tokens
+        # beyond the end of an answer may be missing in `tokens`.
+        forwards = sum(max(len(n) + 1, one.tokens - sum(n) + len(n)) for one in answers for n in [one.lengths])
         return MethodReport(speed, speedup, [speed], tokens, forwards, equal)
 
     equal = sum(one.text == other.text for one, other in found) if others else None
@@ -124,8 +128,18 @@ def measure(
         acceptance_lengths=[one.lengths for one in drafted],
         responses=[[] for _ in drafted],  # servers send texts
         block_size=1 + max(one.drafted for one in drafted),
-        setting={"server": server, "alone": alone, **options},
+        setting={
+            "server": _without_password(server),
+            "alone": alone and _without_password(alone),
+            "prompts_digest": digest_of([list(messages) for messages in said]),
+            **options,
+        },
     )
+
+
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
 def _speed(answers: list[Answer]) -> float:

@@ -5,7 +5,6 @@ Facts come from the drafter's own files (`config.json`, the weights' headers, `e
 and from `card_facts.json` next to them, which holds the fields of [`CardFacts`].
 """
 
-import json
 import math
 import shlex
 from dataclasses import dataclass, field, fields
@@ -16,7 +15,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from dflash_hf.evaluation.methods import AUTO, AUTO_PACKED, DFLASH, TARGET, TREE
 from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE, eval_results_yaml
-from dflash_hf.files import read_json
+from dflash_hf.files import read_json, write_json
 from dflash_hf.gguf_format import gguf_in
 from dflash_hf.hub.check import check, read_shapes
 from dflash_hf.hub.engine_rules import MUSE, oldest_versions
@@ -136,7 +135,7 @@ def save_training_facts(folder: str | Path, target, arguments, measured: dict) -
         known = {**known, "base_model_revision": None, **origin}
     known["training"] = {**training_facts(arguments), **measured}
     known = {name: value for name, value in known.items() if value}
-    path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    write_json(path, known)
     return path
 
 
@@ -308,7 +307,8 @@ def _report_rows(report: dict) -> list[tuple[str, str]]:
     if prompts is not None and blocks.get("equal") is not None:
         rows.append(("Outputs equal to the target's, token for token", blocks.get("equal"), f"{{}} of {prompts}"))
     setting = report.get("setting", {})
-    rows += [(name.replace("_", " "), setting[name], "{}") for name in setting if not name.startswith("prompt")]
+    named = [name for name in setting if not name.startswith("prompt") and name not in ("server", "alone")]
+    rows += [(name.replace("_", " "), setting[name], "{}") for name in named]  # no addresses
     return [(name, form.format(value)) for name, value, form in rows if value is not None]
 
 

@@ -97,8 +97,9 @@ class Chat:
             return
         limit = self.conversation.options.get("max_new_tokens")
         written = [] if output is None else output.sequences[0, -streamer.tokens :].tolist()
-        cut = is_cut(written, limit, self.conversation.target.generation_config)
-        stopped = "; stopped" if error is not None else f"; cut off at --max-new-tokens {limit}" if cut else ""
+        cut = output is not None and is_cut(written, len(written), self.conversation.target.generation_config)
+        where = f"--max-new-tokens {limit}" if len(written) == limit else "the target's context limit"
+        stopped = "; stopped" if error is not None else f"; cut off at {where}" if cut else ""
         self.note(f"{self._who()}: {streamer.tokens} tokens in {streamer.seconds:.2f} s, {streamer.status()}{stopped}")
         if sizes := getattr(output, "draft_sizes", None):  # if our drafter chose them
             self.note(chosen_line(sizes, output.estimated_speedup))

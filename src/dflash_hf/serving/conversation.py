@@ -74,7 +74,7 @@ class Conversation:
             self.cache, self.read = output.past_key_values, output.sequences[0, :-1].tolist()
             return output
         finally:
-            if streamer.text:  # even if it was interrupted
+            if streamer.text or self.read:  # even if it was interrupted, or is empty
                 self.messages = [*asked, {"role": "assistant", "content": streamer.text}]
 
 
