@@ -70,9 +70,7 @@ class Draft(NamedTuple):
     tree: DraftTree | None = None  # whose nodes are the tokens
 
     def prefix(self, size: int) -> "Draft":
-        """The first `size` tokens of a block; a tree is unchanged."""
-        if self.tree is not None or size == self.tokens.shape[1]:
-            return self
+        """The first `size` tokens of a block."""
         proposal = None if self.proposal is None else self.proposal.at(0, size - 1)
         return Draft(self.tokens[:, :size], proposal)
 

@@ -141,9 +141,8 @@ def check_parts(config):
 
 def check_quantization(config):
     value = getattr(config, "quantization_config", None)
-    if value is not None and isinstance(getattr(value, "quant_method", None), str):
-        return
-    if value is not None and not (isinstance(value, dict) and isinstance(value.get("quant_method"), str)):
+    method = value.get("quant_method") if isinstance(value, dict) else getattr(value, "quant_method", None)
+    if value is not None and not isinstance(method, str):
         raise ValueError(f"quantization_config={value!r} must be a dictionary that names its quant_method.")
 
 
