@@ -204,6 +204,16 @@ def test_the_destination_is_whole_or_absent(folder, tmp_path, monkeypatch):
         convert(folder, tmp_path / "other", to="gguf")
 
 
+def test_an_empty_folder_may_be_the_one_we_are_in(folder, tmp_path, monkeypatch):
+    """`dflash convert DRAFT .` ended in an error, and its result was gone."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    convert(folder, ".")
+    assert {path.name for path in (tmp_path / "here").iterdir()} >= {"config.json", "model.safetensors"}
+    assert {path.name for path in tmp_path.iterdir()} == {"draft", "here"}
+    DFlashDraftModel.from_pretrained(tmp_path / "here")
+
+
 def test_the_command(folder, tmp_path, capsys):
     words = ["convert", str(folder), str(tmp_path / "native"), "--to", "native"]
     assert main(words) == 0

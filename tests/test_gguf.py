@@ -258,6 +258,18 @@ def test_damaged_and_other_files(folder, tiny_file, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cut.gguf", "dflash.gguf", "draft"]
 
 
+def test_a_file_without_its_sizes_is_named(tmp_path):
+    """`KeyError: 'num_hidden_layers'`."""
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(tmp_path / "bare.gguf", "dflash")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match=r"bare.gguf is incomplete: it has no .*block_count"):
+        convert(tmp_path / "bare.gguf", tmp_path / "back")
+
+
 @pytest.mark.parametrize("dtype, sign", {"float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}.items())
 def test_smaller_numbers(dtype, sign, tiny, folder, tiny_file, tmp_path):
     words = [str(tmp_path / "dflash.gguf"), "--to", "gguf", "--target", str(tiny_file), "--dtype", dtype]

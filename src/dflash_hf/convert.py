@@ -89,7 +89,7 @@ def convert(
         raise ValueError(f"dst={str(dst)!r} must end with .gguf if to='gguf', and only then.")
     if dtype == "q8_0" and to != "gguf":
         raise ValueError(f"dtype='q8_0' is for GGUF files only, not for to={to!r}.")
-    dst = Path(dst)
+    dst = Path(dst).resolve()  # "." has no name, and no parent
     if dst.is_file() or (dst.is_dir() and (to == "gguf" or any(dst.iterdir()))):
         raise FileExistsError(f"{dst} exists; name a new {'file' if to == 'gguf' else 'folder'}.")
     dst.parent.mkdir(parents=True, exist_ok=True)
@@ -111,8 +111,11 @@ def convert(
             _save_native(draft, scratch / "result")
         else:
             draft.save_pretrained(scratch / "result")
-        shutil.rmtree(dst, ignore_errors=True)
-        (scratch / "result").rename(dst)
+        if dst.is_dir():  # an empty one, which may be somebody's current folder
+            for made in (scratch / "result").iterdir():
+                made.rename(dst / made.name)
+        else:
+            (scratch / "result").rename(dst)
     return dst
 
 

@@ -452,6 +452,9 @@ def gguf_config(file: str | Path, reader=None) -> dict:
 
     names = {tensor.name: tensor for tensor in reader.tensors}
     config = {field: get(key) for key, field in _KEYS.items() if key in fields}
+    missing = [key for key, field in _KEYS.items() if field in ("num_hidden_layers", "head_dim") and key not in fields]
+    if missing:
+        raise ValueError(f"{file} is incomplete: it has no {', '.join(f'{ARCH}.{key}' for key in missing)}.")
     pattern = get("attention.sliding_window_pattern", [False] * config["num_hidden_layers"])
     rope = {"rope_type": "default", "rope_theta": get("rope.freq_base", 10_000.0)}
     if get("rope.scaling.type", "none") not in ("none", "linear") or "rope_freqs.weight" in names:

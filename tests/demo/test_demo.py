@@ -45,6 +45,11 @@ def test_every_way_of_decoding_in_turn(pair, tmp_path):
     assert (tmp_path / "new" / "demo.png").stat().st_size > 10_000
 
 
+def test_answers_of_one_token(pair):
+    """Without verifications; the average was over none."""
+    assert demo.run_demo(pair, 2, max_new_tokens=1, say=lambda line: None).lossless
+
+
 def test_a_curve_has_a_bar_for_each_decoding_and_a_mark():
     lines = []
     curve = Curve(2.5, lines.append)

@@ -11,6 +11,7 @@ from support.tiny_chat import END
 from dflash_hf import DFlashDraftConfig
 from dflash_hf.cli import main
 from dflash_hf.data.encode import digests_of_tokenizer
+from dflash_hf.doctor.experiments import Case, _with_tokenizer_of
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +52,21 @@ def test_the_remedy_can_be_pasted_and_helps(pair, capsys):
     assert json.loads((pair / "draft" / "config.json").read_text(encoding="utf-8"))["auto_map"]
     code, printed = doctor(pair, capsys)
     assert code == 0 and "none of these" in printed.out
+
+
+def test_names_in_a_remedy_are_no_commands(tmp_path):
+    """They come from files of others, and a remedy is there to be pasted."""
+    made = tmp_path / "made"
+    names = {"target": f"a'$(touch {made})", "draft": f'b/$(touch {made})"`touch {made}`'}
+    case = Case(None, None, None, [], None, names=names)
+    for command in (
+        case.remedy_in_config("c.block_size = 8"),
+        case.train_again(),
+        _with_tokenizer_of(*names.values()),
+    ):
+        words = command.replace("python -c", "true").replace("hf download", "true").replace("dflash ", "true ")
+        subprocess.run(words, shell=True, check=True)
+    assert not made.exists()
 
 
 def test_another_template_is_noticed(pair, capsys, tmp_path):

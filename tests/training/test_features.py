@@ -178,6 +178,15 @@ def test_missing_damaged_and_unfinished_shards_are_named(stored, tmp_path):
         StoredFeatures(tmp_path)
 
 
+def test_a_folder_that_cannot_be_written_is_read(stored, monkeypatch):
+    def write(*_):
+        raise PermissionError("read-only")
+
+    (stored / "verified.json").unlink(missing_ok=True)
+    monkeypatch.setattr("dflash_hf.training.features.write_json", write)
+    assert len(StoredFeatures(stored)) > 0
+
+
 def test_a_shard_is_hashed_once(stored, monkeypatch):
     StoredFeatures(stored)
     monkeypatch.setattr(features, "digest_of_file", lambda path: pytest.fail(f"read {path} again"))

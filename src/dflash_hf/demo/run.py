@@ -136,13 +136,12 @@ def run_demo(
 
 def sample_of(pair: DemoPair, rows: list[dict], report: EvalReport) -> tuple[str, list[str], list[int]]:
     """An answer of average acceptance: its request, the texts of its tokens, its verifications."""
-    order = sorted(
-        range(len(rows)), key=lambda i: sum(report.acceptance_lengths[i]) / len(report.acceptance_lengths[i])
-    )
+    lengths = report.acceptance_lengths  # none if the answer ends with the prompt's own token
+    order = sorted(range(len(rows)), key=lambda i: sum(lengths[i]) / max(len(lengths[i]), 1))
     index = order[len(order) // 2]
     answer = [token for token in report.responses[index] if token != pair.tokenizer.eos_token_id]
     request = rows[index]["messages"][-1]["content"]
-    return request, token_texts(pair.tokenizer, answer), report.acceptance_lengths[index]
+    return request, token_texts(pair.tokenizer, answer), lengths[index]
 
 
 def _draw(report: EvalReport, path: Path, sample: tuple, say: Say) -> None:

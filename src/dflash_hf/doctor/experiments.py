@@ -5,6 +5,7 @@ If several changes gain about the same, the first in the list is the cause: the 
 """
 
 import json
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -64,13 +65,14 @@ class Case:
         folder, download = name, ""
         if not Path(name).expanduser().exists():
             folder = name.rpartition("/")[2]
-            download = f"hf download {name} --local-dir {folder} && "
-        load = f"from dflash_hf import DFlashDraftConfig as C; c = C.from_pretrained({folder!r})"
-        return f'{download}python -c "{load}; {changes}; c.save_pretrained({folder!r})"'
+            download = f"hf download {shlex.quote(name)} --local-dir {shlex.quote(folder)} && "
+        at = json.dumps(folder)
+        load = f"from dflash_hf import DFlashDraftConfig as C; c = C.from_pretrained({at})"
+        return f"{download}{_python(f'{load}; {changes}; c.save_pretrained({at})')}"
 
     def train_again(self) -> str:
         """The commands that train a drafter for this target."""
-        target = self.names["target"]
+        target = shlex.quote(self.names["target"])
         return (
             f"dflash prompts --target {target} --count 10000 --output prompts.jsonl && "
             f"dflash regenerate --data prompts.jsonl --target {target} --output responses.jsonl && "
@@ -220,9 +222,11 @@ def heads(case: Case) -> Iterator[Experiment]:
             f"the head's first {known} rows",
             Change(head=_CutHead(head, known)),
             f"the target's head has {head.weight.shape[0] - known} more rows than the drafter knows",
-            f'python -c "from transformers import AutoModelForCausalLM as M; m = M.from_pretrained('
-            f"{case.names['target']!r}, dtype='auto'); m.resize_token_embeddings({known}); "
-            f'm.save_pretrained({case.names["target"] + "-resized"!r})"',
+            _python(
+                "from transformers import AutoModelForCausalLM as M; m = M.from_pretrained("
+                f'{json.dumps(case.names["target"])}, dtype="auto"); m.resize_token_embeddings({known}); '
+                f"m.save_pretrained({json.dumps(case.names['target'] + '-resized')})"
+            ),
         )
 
 
@@ -324,10 +328,7 @@ def tokenizers(case: Case) -> Iterator[Experiment]:
     for origin, tokenizer in (case.tokenizers or {}).items():
         prompts = encoded(replace(case.encoder, tokenizer=tokenizer), case.rows)
         if prompts != case.prompts:
-            remedy = (
-                f'python -c "from transformers import AutoTokenizer as T; T.from_pretrained('
-                f'{case.names[origin]!r}).save_pretrained({case.names["target"]!r})"'
-            )
+            remedy = _with_tokenizer_of(case.names[origin], case.names["target"])
             texts = partial(case.writer.answered, prompts)
             yield Experiment("tokenizer", f"tokenizer of the {origin}", Change(texts=texts), cause, remedy)
     origin = case.names.get("origin", "REPOSITORY")
@@ -336,9 +337,19 @@ def tokenizers(case: Case) -> Iterator[Experiment]:
         "text without a tokenizer",
         Change(texts=partial(case.writer.free, len(case.rows))),
         cause,
-        f'python -c "from transformers import AutoTokenizer as T; T.from_pretrained({origin!r})'
-        f'.save_pretrained({case.names["target"]!r})"',
+        _with_tokenizer_of(origin, case.names["target"]),
     )
+
+
+def _with_tokenizer_of(origin: str, target: str) -> str:
+    """A shell command that saves the tokenizer of one model beside another."""
+    load = f"from transformers import AutoTokenizer as T; T.from_pretrained({json.dumps(origin)})"
+    return _python(f"{load}.save_pretrained({json.dumps(target)})")
+
+
+def _python(code: str) -> str:
+    """A shell command that runs Python code. Names in it come from files of others."""
+    return f"python -c {shlex.quote(code)}"
 
 
 def bases(case: Case) -> Iterator[Experiment]:

@@ -7,6 +7,7 @@ gets its final name when it is complete, and only then an entry in the manifest,
 resumes after the last complete shard.
 """
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -320,7 +321,8 @@ class StoredFeatures(torch.utils.data.Dataset):
                     f"{MANIFEST}, and run the same `dflash features` again."
                 )
         if found != known:
-            write_json(notes, found)
+            with contextlib.suppress(OSError):  # a folder that cannot be written is checked again next time
+                write_json(notes, found)
 
     def __len__(self) -> int:
         return self.manifest.examples

@@ -472,6 +472,7 @@ class DFlashTrainer(Trainer):
             said = warning_of(self.args, self.draft_config, self.target.config, self.train_dataset[0])
             if said:
                 logger.warning(said)
+        self.clock = None  # the time between two runs is not a cost of the second
         return super().train(checkpoint, *args, **kwargs)
 
     def _save_checkpoint(self, model, trial) -> None:
