@@ -364,17 +364,17 @@ def test_the_finished_drafter_is_published_once(folder, data, tmp_path, capsys, 
 
     calls = []
 
-    def stand_in(folder, repo, private, facts):
-        calls.append((Path(folder, "model.safetensors").is_file(), repo, facts.base_model))
+    def stand_in(folder, repo, private, facts, token):
+        calls.append((Path(folder, "model.safetensors").is_file(), repo, facts.base_model, token))
         if len(calls) > 1:
             raise publish.PublishError("the Hub is away")
         return publish.Publication(repo, {}, [], None, [], "https://hub/commit")
 
     monkeypatch.setattr(publish, "publish", stand_in)
-    options = (f"data={data}", "push_to_hub=true", "hub_model_id=me/drafter", "base_model=some/target")
+    options = (f"data={data}", "push_to_hub=true", "hub_model_id=me/drafter", "base_model=some/target", "hub_token=x")
     code, out, error = train(capsys, folder, tmp_path / "drafter", *options)
     assert code == 0 and "published         https://hub/commit" in out, error
-    assert calls == [(True, "me/drafter", "some/target")]
+    assert calls == [(True, "me/drafter", "some/target", "x")]
     recipe, training = read_recipe(None, [f"target={folder}", f"output_dir={tmp_path / 'drafter'}", *options])
     with pytest.raises(ValueError, match="is saved, but not published: the Hub is away\nTry again with `dflash publi"):
         _publish(recipe, DFlashTrainingArguments(**{**training, "push_to_hub": False}), print)
