@@ -96,7 +96,7 @@ class Costs:
         self.bandwidth, self.peak, self.launches, self.launch = 0.8 * bandwidth, 0.6 * peak, launches, launch
 
     def forward(self, weights: float, tokens: int, rows: int) -> float:
-        """Of `tokens` in all, of so many rows."""
+        """The cost of a forward pass over `tokens` tokens of `rows` rows."""
         tiles = -(-tokens // 64) * 64
         return max((2 * weights + rows * self.keys) / self.bandwidth, 2 * weights * tiles / self.peak)
 
