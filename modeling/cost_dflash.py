@@ -207,9 +207,7 @@ def table_of(target, draft, compiled: str | bool = False, ahead: int = 1) -> Cos
     shape = [getattr(config, n) for n in ("num_hidden_layers", "hidden_size", "intermediate_size", "draft_vocab_size")]
     threads = torch.get_num_threads() if target.device.type == "cpu" else None
     weights = sum(parameter.numel() for parameter in draft.parameters())
-    of_target = sum(parameter.numel() for parameter in target.parameters())
-    key = {
-        "target": f"{type(target).__name__} of {of_target:,} parameters",
+    same = {
         "layers": kinds,
         "drafter": f"{type(draft).__name__} of {weights:,} parameters, blocks of {config.block_size}",
         "shape": shape,
@@ -221,9 +219,11 @@ def table_of(target, draft, compiled: str | bool = False, ahead: int = 1) -> Cos
         "look_ahead": ahead,
         "torch": torch.__version__,
     }
-    tables, how = _tables.setdefault(target, {}), (repr(key), adapters_of(draft), target.device, pinned)
+    tables, how = _tables.setdefault(target, {}), (repr(same), adapters_of(draft), target.device, pinned)
     if how in tables:
         return tables[how]
+    of_target = sum(parameter.numel() for parameter in target.parameters())
+    key = {"target": f"{type(target).__name__} of {of_target:,} parameters", **same}
     head = 0 if config.has_own_head else target.get_output_embeddings().weight.numel()
     table = CostTable((weights + head) / max(of_target, 1), config.block_size, target.device, key)
     if pinned:
