@@ -100,7 +100,7 @@ class CompiledRound:
     def __call__(self, pair, start, context, plan):
         if not plan.compiled:  # and not in inference mode, whose tensors would need separate graphs
             return self.function(pair, start, context, plan)
-        context = context if plan.block > 1 else None  # a round that drafts nothing reads none
+        context = context if plan.drafts else None  # a round that drafts nothing reads none
         width = context and context.features.shape[1]
         key = (*(cache.capacity for cache in self.caches), *plan.key, width)
         if key not in self.graphs:

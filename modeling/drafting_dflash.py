@@ -24,7 +24,7 @@ from .tree_dflash import (
 
 
 TOKENS_AT_ONCE = 2048  # prompt tokens projected to the drafter's context at a time: bounds memory
-STEPS_AT_ONCE = 32  # undrafted rounds whose features are read together
+STEPS_AT_ONCE = 32  # tokens of undrafted rounds whose features are read together
 SINK = 4  # tokens at the start of each row that a drafter sees besides those in its window
 
 
@@ -33,7 +33,7 @@ class Context(NamedTuple):
 
     features: torch.Tensor  # [R, n, L * H]
     start: torch.LongTensor  # [R]  index of the first of these tokens in its row
-    steps: int = 0  # rounds without a draft that they come from; 0: a round that verified a draft
+    steps: int = 0  # tokens of rounds without a draft that they come from; 0: a round that verified a draft
 
 
 class DFlashCandidateGenerator(CandidateGenerator):
@@ -246,15 +246,17 @@ class DFlashCandidateGenerator(CandidateGenerator):
             return block, None
         return block, Proposal(ids.to(self.device), torch.stack(probabilities, dim=1).to(self.device))
 
-    def follow(self, context: Context, fresh: Context) -> Context:
+    def follow(self, context: Context, fresh: Context, width: int | None) -> Context:
         """
-        Join the contexts of two rounds, the second of which drafted nothing: reading one token costs as much as
-        reading many, so they are collected for a while.
+        Join the contexts of two rounds, the second of which drafted nothing and committed `width` tokens (`None`: all
+        that it verified): reading one token costs as much as reading many, so they are collected for a while.
         """
-        if 0 < context.steps < STEPS_AT_ONCE:
-            return Context(torch.cat([context.features, fresh.features], dim=1), context.start, context.steps + 1)
+        features = fresh.features[:, :width]
+        steps = context.steps + features.shape[1]
+        if context.steps and steps <= STEPS_AT_ONCE:
+            return Context(torch.cat([context.features, features], dim=1), context.start, steps)
         self.read(context)
-        return fresh._replace(steps=1)
+        return Context(features, fresh.start, features.shape[1])
 
     def shaped(self, context: Context, width: int | None) -> Context:
         """

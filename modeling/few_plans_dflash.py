@@ -97,7 +97,7 @@ class FewPlans:
     def cost(self, plan: Plan) -> float:
         """Cost of a round, in units of a round without a draft."""
         most = max(plan.size for plan in self.plans) - 1
-        return self.known.curve(*self.place, most)[plan.size - 1] if plan.block > 1 else 1.0
+        return self.known.curve(*self.place, most)[plan.size - 1] if plan.drafts else 1.0
 
     def _fastest(self) -> Plan:
         nothing, *drafting = self.plans
@@ -105,7 +105,7 @@ class FewPlans:
             return nothing
         speeds = {plan.key: self.record.tokens(plan) / self.cost(plan) for plan in drafting}
         best = max(drafting, key=lambda plan: speeds[plan.key])
-        lasting = self.plan if self.plan.block > 1 else self.plans[1]
+        lasting = self.plan if self.plan.drafts else self.plans[1]
         return best if speeds[best.key] > self.LASTING * speeds[lasting.key] else lasting
 
     def learn(self, text, verdict: Verdict) -> None:
@@ -115,7 +115,7 @@ class FewPlans:
         seconds, plan, pace = clock(self.device) - text.writer.streaming - self.began, self.plan, self.record.pace
         if plan.compiled or not self.compiled:
             if plan.key in self.timed:  # the first rounds of a plan may compile
-                self.table.note(*self.place, plan.size - 1 if plan.block > 1 else -1, seconds / self.window)
+                self.table.note(*self.place, plan.size - 1 if plan.drafts else -1, seconds / self.window)
             self.timed.add(plan.key)
         for counts, unfinished in text.host.looked_at:
             if not any(counts):  # wasted
@@ -123,7 +123,7 @@ class FewPlans:
             tokens = sum(counts) / sum(count > 0 for count in counts)
             self.sizes.append(plan.size - 1)
             self.total, self.spent = self.total + tokens, self.spent + self.cost(plan)
-            if plan.block > 1:
+            if plan.drafts:
                 self.record.note(plan, counts, unfinished)
                 pace.note(tokens, self.cost(plan))
             else:

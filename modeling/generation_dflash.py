@@ -54,11 +54,11 @@ class Verified(NamedTuple):
 def draft_and_verify(pair: Pair, start: torch.LongTensor, context: Context, plan: Plan) -> Verified:
     """The two forwards of [`one_round`]: the drafter's, then the target's."""
     drafter, session, tap, continuation = pair.drafter, pair.session, pair.tap, pair.continuation
-    if plan.block == 1:
-        draft = Draft(continuation.last[:, None])
-    else:
+    if plan.drafts:
         draft = drafter.propose(plan, continuation.last, start, context.features, context.start)
         draft = continuation.padded(draft if plan.cut is None else plan.cut(draft))
+    else:
+        draft = continuation.copied(plan.copied)
     output = session.verify(draft, start)
     hidden_states = output.hidden_states if continuation.writer.hidden_states is not None else None
     return Verified(draft, output.logits, tap.take(), hidden_states)
@@ -149,16 +149,14 @@ def decode(
         while not continuation.done:
             plan = planner.next(continuation)
             pair.reserve(max(draft.config.block_tokens, plan.size) + context.steps)
-            if planner.whole and context.steps and plan.block > 1:
+            if planner.whole and context.steps and plan.drafts:
                 context = drafter.caught_up(context, start)
             verdict, fresh = run(pair, start, context, plan)
             continuation.commit(verdict)
             planner.learn(continuation, verdict)
             start = start + verdict.counts
-            if plan.block == 1:
-                context = drafter.follow(context, fresh)
-            else:
-                context = drafter.shaped(fresh, None if planner.whole else max(continuation.host.committed))
+            width = None if planner.whole else max(continuation.host.committed)
+            context = drafter.shaped(fresh, width) if plan.drafts else drafter.follow(context, fresh, width)
 
     if streamer is not None:
         streamer.end()

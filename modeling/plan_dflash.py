@@ -20,6 +20,7 @@ from transformers.utils import logging
 
 from .accept_dflash import Draft, Verdict
 from .cost_dflash import CostTable, clock
+from .lookup_dflash import Lookup
 from .tree_dflash import Paths
 
 
@@ -32,7 +33,13 @@ class Plan(NamedTuple):
     block: int  # tokens of a block that are verified, or of the longest path through a tree; the anchor included
     paths: Paths | None = None  # for a tree: the paths among which its nodes are chosen
     cut: Callable[[Draft], Draft] | None = None  # reduces a draft to what is worth verifying
+    copied: tuple[int, ...] = ()  # verified instead of a draft, if there are any: the rest of the block
     compiled: bool = True  # if rounds are compiled at all
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the drafter runs."""
+        return self.block > 1 and not self.copied
 
     @property
     def nodes(self) -> int:
@@ -45,9 +52,9 @@ class Plan(NamedTuple):
         return self.block if self.paths is None else 1 + self.paths.nodes
 
     @property
-    def key(self) -> tuple[int, int]:
+    def key(self) -> tuple[int, int, bool]:
         """What a compiled round depends on: equal keys mean equal shapes."""
-        return self.block, self.nodes
+        return self.block, self.nodes, self.drafts
 
 
 class FixedPlan:
@@ -173,13 +180,14 @@ class Pace:
     SHARE = 0.015  # share of the time that may be lost to retrying what did not pay
 
     reliability: Reliability = field(default_factory=Reliability)
+    copies: Reliability = field(default_factory=Reliability)
     tokens: float = 0.0  # committed per row by rounds that drafted; older rounds count less
     cost: float = 0.0  # of these rounds, in units of a round without a draft
     resting: int = 0  # number of upcoming rounds without a draft
     warned: bool = False  # whether the warning that drafting does not pay off was logged
 
     def copy(self) -> "Pace":
-        return replace(self, reliability=self.reliability.copy())
+        return replace(self, reliability=self.reliability.copy(), copies=self.copies.copy())
 
     @property
     def speed(self) -> float:
@@ -232,7 +240,8 @@ class SlowestRow:
 
 class FastestPlan:
     """
-    For each round, the drafted tokens of a tree that are worth verifying, possibly none.
+    For each round, the drafted tokens of a tree that are worth verifying, possibly none. A single row that repeats
+    what it or its prompt said before copies it, without a draft, where that is faster.
 
     Within a call, sizes follow from the costs that were known at its start and from what was accepted, never from a
     clock. Measurements of this call serve later calls.
@@ -259,20 +268,27 @@ class FastestPlan:
         self.tried: dict[int, int] = {}  # rounds of this call by size, -1 for those without a draft
         self.slowest: SlowestRow | None = None  # over rounds with a draft
         self.judged: list[tuple] = []  # for each row of the current round: parents and chances of its nodes
+        self.lookup = Lookup(self.pace.copies) if self.rows == 1 else None
 
     def next(self, text) -> Plan:
         """The plan of the next round of a text (`Continuation`)."""
-        host, self.judged = text.host, []
+        host, self.judged, self.verified, self.cost = text.host, [], -1, 1.0
         self.alive, self.left = list(host.alive), text.tokens_left
         self.place = self.rows, self.columns + host.longest
         self.costs = self.known.curve(*self.place, self.widest.nodes)
         if not self.sizes:
             self.slowest = SlowestRow(self.rows)
             self.pace.begin(self.costs[min(2, self.widest.nodes)])
+            if self.lookup is not None:
+                self.lookup.extend(text.sequences[0].tolist(), generated=False)
         self.forced = self._to_try()
+        copied = self._worth_copying() if self.forced is None else ()
         rests = self.forced is None and self.pace.resting > 0
         self.pace.resting -= rests
         self.began = clock(self.device) - text.writer.streaming
+        if copied:
+            self.verified, self.cost = len(copied), self._cost_of_copies(len(copied))
+            return Plan(1 + len(copied), copied=copied)
         return Plan(1) if self.left == 1 or rests or self.forced == -1 else self.widest
 
     def cut(self, draft: Draft) -> Draft:
@@ -286,7 +302,8 @@ class FastestPlan:
             for node in range(1, most):
                 likely[node] = likely[parents[row][node]] * self.pace.reliability(chances[row][node])
                 gains[node] += likely[node] * (depths[row][node] < self.left)
-        size = 1 + (self._worth(gains) if self.forced is None else self.forced)
+        self.verified = self._worth(gains) if self.forced is None else self.forced
+        self.cost, size = self.costs[self.verified], 1 + self.verified
         self.judged = [(parents[row][:size], chances[row][:size]) for row in range(len(parents))]
         self.expected = min(1 + sum(gains[:size]) / sum(self.alive), self.left)
         deepest = max(max(row[:size]) for row in depths)
@@ -297,17 +314,18 @@ class FastestPlan:
     def learn(self, text, verdict: Verdict) -> None:
         """Record how long a round took, and what the target accepted of its draft."""
         seconds = clock(self.device) - text.writer.streaming - self.began
-        size = len(self.judged[0][0]) - 1 if self.judged else -1
-        if self.sizes:  # the first round of a call is slower than the others
+        counts, size = text.host.committed, self.verified
+        if self.sizes and (self.judged or size < 0):  # the first round of a call is slower than the others
             self.table.note(*self.place, size, seconds)
             self.tried[size] = self.tried.get(size, 0) + 1
-        counts, cost = text.host.committed, self.costs[size] if size >= 0 else 1.0
         # A batch is done when its slowest row is.
         tokens = min(self.left - (text.tokens_left if any(text.host.alive) else 0), max(counts))
         self.sizes.append(max(size, 0))
-        self.tokens, self.spent = self.tokens + tokens, self.spent + cost
+        self.tokens, self.spent = self.tokens + tokens, self.spent + self.cost
         self.paces[self.key] = self.pace  # the next call copies it
-        if size < 0:
+        if self.lookup is not None:
+            self.lookup.extend(verdict.tokens[0, : counts[0]].tolist())
+        if not self.judged:
             return
         path = None if verdict.path is None else verdict.path.tolist()
         for row, (parents, chances) in enumerate(self.judged):
@@ -322,7 +340,7 @@ class FastestPlan:
         paced = 0.25 * tokens + 0.75 * self.expected
         if len(counts) > 1:
             paced = self.slowest.after(counts, self.alive, self.left)
-        self.pace.note(paced, cost)
+        self.pace.note(paced, self.cost)
 
     def summary(self) -> dict:
         """The choices, for the output. A call that mostly decodes without drafts logs the reason once."""
@@ -338,6 +356,22 @@ class FastestPlan:
                 "rounds here. Set `draft.decoding_config.block_size` to draft in every round."
             )
         return {"draft_sizes": self.sizes, "estimated_speedup": self.tokens / self.spent if self.sizes else None}
+
+    def _worth_copying(self) -> tuple[int, ...]:
+        """The tokens to copy: as many as are worth it, none if a round that drafts, or drafts nothing, is faster."""
+        if self.lookup is None:
+            return ()
+        tokens, chances = self.lookup.copied(min(self.left - 1, self.widest.nodes))
+        expected, best, most = 1.0, 0, 0.0
+        for size, chance in enumerate(chances, start=1):
+            expected += chance
+            worth = expected - self.pace.speed * self._cost_of_copies(size)
+            if worth > most:
+                best, most = size, worth
+        return tuple(tokens[:best])
+
+    def _cost_of_copies(self, size: int) -> float:
+        return 1.0 + self.costs[size] - self.costs[0]
 
     def _worth(self, gains: list[float]) -> int:
         """How many nodes to verify, given the `gains` of each in tokens of all rows."""

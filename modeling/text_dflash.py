@@ -161,6 +161,11 @@ class Continuation:
         """`[R, S + longest]`, finished rows padded."""
         return self.writer.buffer[:, : self.writer.prompt_length + self.longest]
 
+    def copied(self, tokens: tuple[int, ...]) -> Draft:
+        """Given tokens as the draft of every row; without any, only the anchors."""
+        last = self.last[:, None]
+        return Draft(torch.cat([last, last.new_tensor([tokens] * len(last))], dim=1) if tokens else last)
+
     def padded(self, draft: Draft) -> Draft:
         """The draft in which, if rows advance together, finished rows continue with padding, as without a drafter."""
         if self.rules.pace == "together" and self.rules.pads_ended and draft.tokens.shape[0] > 1:

@@ -50,6 +50,7 @@ def run_without_the_package(tmp_path, draft_folder, again):
     environment = {
         "HF_HOME": str(tmp_path / "home"),
         "HF_HUB_OFFLINE": "1",
+        "DFLASH_HF_REMEMBER": "0",
         "PATH": "/usr/bin:/bin",
         "OMP_NUM_THREADS": "1",
     }
@@ -65,6 +66,7 @@ def test_remote_code_alone(tmp_path):
     target.save_pretrained(tmp_path / "target")
     draft = make_draft(target)
     draft.save_pretrained(tmp_path / "draft")
+    draft.decoding_config.block_size = None  # as loaded
     expected = target.generate(
         torch.tensor([[5, 9, 17, 33, 2]]),
         max_new_tokens=20,

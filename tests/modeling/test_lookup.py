@@ -1,0 +1,190 @@
+"""Copies of earlier text as drafts: found where the text repeats itself, and never seen in what is generated."""
+
+import random
+import types
+
+import pytest
+import torch
+from support.pairs import make_draft, make_draft2, make_target
+from support.sampling import assert_follows, exact_distribution, sample
+from support.scripted_draft import scripted
+
+from dflash_hf.modeling.cost_dflash import CostTable
+from dflash_hf.modeling.lookup_dflash import Lookup
+from dflash_hf.modeling.plan_dflash import FastestPlan, Pace, Plan, Reliability
+
+
+CPU = torch.device("cpu")
+LOOP = [3, 8, 1, 9]
+
+
+def read(tokens, **options) -> Lookup:
+    lookup = Lookup(Reliability())
+    lookup.extend(list(tokens), **options)
+    return lookup
+
+
+@pytest.fixture
+def copying(monkeypatch):
+    """
+    Counts what is copied: whatever is found, up to a number of tokens that changes every round; else random tokens.
+    """
+    draws, made = random.Random(0), []
+
+    def always(self):
+        most = min(self.left - 1, self.widest.nodes, draws.randint(0, 8))
+        tokens = self.lookup.copied(most)[0] or [draws.randrange(8) for _ in range(most)]
+        made.append(len(tokens))
+        return tuple(tokens)
+
+    monkeypatch.setattr(FastestPlan, "_worth_copying", always)
+    monkeypatch.setattr(FastestPlan, "_to_try", lambda self: None)
+    return made
+
+
+def test_what_followed_last_is_copied():
+    assert read([1, 2, 3, 4, 1, 2, 5, 6, 9, 1, 2]).copied(3)[0] == [5, 6, 9]
+    assert read([1, 2, 3, 4, 5]).copied(3) == ([], [])
+    assert read([]).copied(3) == ([], [])
+
+
+def test_a_loop_is_copied_beyond_its_end():
+    assert read([7, *LOOP, *LOOP]).copied(10)[0] == [3, 8, 1, 9, 3, 8, 1, 9, 3, 8]
+    assert read([5, 5, 5]).copied(4)[0] == [5, 5, 5, 5]
+
+
+def test_the_place_is_followed_while_the_text_agrees():
+    lookup = read([1, 2, 3, 4, 5, 6, 1, 2])
+    for token in (3, 4, 5):
+        lookup.extend([token])
+    assert lookup.agreeing == 5 and lookup.copied(1)[0] == [6]
+    lookup.extend([9])
+    assert lookup.copied(4) == ([], [])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_found_occurred_before(seed):
+    draws = random.Random(seed)
+    text = [draws.randrange(4) for _ in range(300)]
+    lookup = Lookup(Reliability())
+    for end, token in enumerate(text, start=1):
+        lookup.extend([token])
+        before = [i for i in range(2, end) if text[i - 2 : i] == text[end - 2 : end]]
+        assert (lookup.source is not None) == bool(before)
+        if before:
+            source, agreeing = lookup.source, lookup.agreeing
+            assert text[source - agreeing : source] == text[end - agreeing : end]
+
+
+def test_reliability_is_learned_from_what_was_generated():
+    assert not any(seen for seen, *_ in read(LOOP * 9, generated=False).reliability.seen)
+    good, bad = read(LOOP * 9), Lookup(Reliability())
+    for number in range(9):
+        bad.extend([1, 2, 10 + number])
+    assert good.copied(1)[1][0] > 0.9 > 0.1 > bad.reliability(Lookup.said(2))
+    chances = good.copied(8)[1]
+    assert chances == sorted(chances, reverse=True)
+
+
+def planner(speed: float, accepted: float, slope: float = 0.05) -> FastestPlan:
+    pace = Pace(tokens=speed, cost=1.0)
+    pace.copies.seen = [(100.0, accepted, 50.0)] * len(pace.copies.seen)
+    made = FastestPlan(Plan(9), CostTable(0.1, 8, CPU), {"key": pace}, "key", (1, 60), CPU)
+    made.widest, made.left = types.SimpleNamespace(nodes=16), 100
+    made.costs = [1.1 + slope * n for n in range(17)]
+    made.lookup.extend(LOOP * 4, generated=False)
+    return made
+
+
+@pytest.mark.parametrize(("speed", "accepted", "copies"), [(1.8, 99.0, 16), (1.8, 5.0, 0), (1.0, 99.0, 16)])
+def test_copies_must_be_faster_than_the_drafter(speed, accepted, copies):
+    made = planner(speed, accepted)
+    assert len(made._worth_copying()) == copies
+    assert tuple((LOOP * 4)[:copies]) == made._worth_copying()
+
+
+def test_no_more_is_copied_than_pays_or_is_left():
+    assert 1 < len(planner(1.8, 50.0)._worth_copying()) < 16
+    assert len(planner(1.8, 99.0, slope=0.6)._worth_copying()) == 0
+    made = planner(1.8, 99.0)
+    made.left = 5
+    assert len(made._worth_copying()) == 4
+
+
+FAMILIES = ["qwen3", "gemma3", "gpt2", "lfm2", "qwen3_next"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("make", [make_draft, make_draft2])
+@pytest.mark.parametrize("window", [None, 8])
+def test_texts_with_copies_are_the_targets(family, make, window, copying):
+    """Copies that are right, partly right and wrong; and the cache that comes back goes on."""
+    target = make_target(family, torch.float64, attn=None)
+    prompt = torch.tensor([[5, 9, 17, 33, 75, 50, 5, 9, 17, 33, 2, 5, 9]])
+    options = {"max_new_tokens": 70, "do_sample": False}
+    expected = target.generate(prompt, **options)
+    draft = scripted(make(target, block_size=6), expected, error_rate=0.15, ranks=2)
+    draft.decoding_config.block_size, draft.decoding_config.window = None, window
+    output = target.generate(prompt, **options, assistant_model=draft, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, expected)
+    rounds = list(zip(copying, output.acceptance_lengths[0], strict=True))
+    assert any(0 < size for size, _ in rounds) and any(size == 0 for size, _ in rounds)
+    more, turn = torch.cat([expected, prompt], dim=1), {"max_new_tokens": 12, "do_sample": False}
+    plain = target.generate(prompt, **options, return_dict_in_generate=True).past_key_values
+    again = target.generate(more, past_key_values=output.past_key_values, assistant_model=draft, **turn)
+    assert torch.equal(again, target.generate(more, past_key_values=plain, **turn))
+
+
+def test_copies_are_accepted_and_rejected(copying):
+    """Of a text that loops for a while and then does not."""
+    target = make_target(dtype=torch.float64)
+    prompt = torch.tensor([[*LOOP, *LOOP, *LOOP, 40, 41, *LOOP]])
+    options = {"max_new_tokens": 120, "do_sample": False}
+    expected = target.generate(prompt, **options)
+    draft = make_draft(target, block_size=6)
+    draft.decoding_config.block_size = None
+    output = target.generate(prompt, **options, assistant_model=draft, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, expected)
+    copied = [(size, n) for size, n in zip(copying, output.acceptance_lengths[0], strict=True) if size]
+    assert any(n == size + 1 for size, n in copied) and any(n <= size for size, n in copied)
+
+
+@pytest.mark.parametrize("options", [{"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 4}, {"stop_strings": None}])
+def test_processors_that_read_the_text_see_copies_token_by_token(options, copying):
+    target, prompt = make_target(dtype=torch.float64), torch.tensor([[*LOOP, *LOOP, *LOOP]])
+    options = {"max_new_tokens": 60, **options}
+    draft = make_draft(target, block_size=6)
+    draft.decoding_config.block_size = None
+    plain = target.generate(prompt, **options, do_sample=False)
+    assert torch.equal(target.generate(prompt, **options, do_sample=False, assistant_model=draft), plain)
+    torch.manual_seed(3)
+    plain = target.generate(prompt, **options, do_sample=True, top_k=4)
+    torch.manual_seed(3)
+    assert torch.equal(target.generate(prompt, **options, do_sample=True, top_k=4, assistant_model=draft), plain)
+    assert any(copying)
+
+
+@pytest.mark.parametrize("make", [make_draft, make_draft2])
+def test_samples_follow_the_target_between_copies_and_drafts(small, make, copying):
+    prompt = [3, 1, 4, 2, 3, 1, 4, 6, 3, 1]
+    expected = exact_distribution(small, prompt, 1.0, 0.9)
+    draft = make(small, block_size=4)
+    draft.decoding_config.block_size = None
+    counts = dict.fromkeys(expected, 0)
+    torch.manual_seed(0)
+    for _ in range(500):
+        (text,) = sample(small, draft, prompt, 1, 1.0, 0.9).sequences[:, len(prompt) :].tolist()
+        counts[tuple(text)] += 1
+    assert_follows(counts, expected)
+    assert any(copying)
+
+
+def test_batches_and_set_sizes_copy_nothing(copying):
+    target, prompt = make_target(), torch.tensor([LOOP * 3] * 2)
+    draft = make_draft(target, block_size=6)
+    for rows, size in ((1, 4), (2, 4)):
+        draft.decoding_config.block_size = size
+        target.generate(prompt[:rows], max_new_tokens=30, do_sample=False, assistant_model=draft)
+    assert not copying
+    made = FastestPlan(Plan(9), CostTable(0.1, 8, CPU), {}, "key", (2, 60), CPU)
+    assert made.lookup is None
