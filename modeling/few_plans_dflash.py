@@ -6,7 +6,8 @@ plans, each with its own graph, compiled once the plan has been used enough.
 from dataclasses import dataclass, field
 
 from .accept_dflash import Verdict
-from .cost_dflash import CostTable, clock
+from .cost_dflash import CostTable
+from .lookup_dflash import Lookup
 from .plan_dflash import Pace, Plan
 
 
@@ -65,7 +66,6 @@ class FewPlans:
         paces (`dict`): The drafter's statistics.
         key: Their key, for this number of rows and decoding mode.
         place (`tuple[int, int]`): Rows, and tokens per row before the first round.
-        device (`torch.device`): The target's device.
         compiled (`bool`): Whether rounds are compiled.
     """
 
@@ -73,9 +73,9 @@ class FewPlans:
     EARNED = 48  # rounds of a plan before it is compiled; the initial plan is compiled immediately
     LASTING = 1.05  # minimum speed of a plan, relative to the current one, to replace it
 
-    def __init__(self, plans, table: CostTable, paces: dict, key, place: tuple[int, int], device, compiled: bool):
+    def __init__(self, plans, table: CostTable, paces: dict, key, place: tuple[int, int], compiled: bool):
         self.plans, self.table, self.known, self.paces, self.key = plans, table, table.copy(), paces, key
-        self.place, self.device, self.compiled = place, device, compiled
+        self.place, self.compiled = place, compiled
         slots = max(plan.block for plan in plans) - 1
         self.record = paces[key].copy() if key in paces else Record([0.0] * slots, [0.0] * slots)
         self.plan, self.window = plans[1], 0  # rounds of this plan since the last sync
@@ -86,7 +86,7 @@ class FewPlans:
     def next(self, text) -> Plan:
         """The plan of the next round of a text (`Continuation`)."""
         if not self.window:
-            self.began = clock(self.device) - text.writer.streaming
+            self.began = text.seconds
             plan = self._fastest()
             earned = plan.key == self.plans[1].key or self.record.used.get(plan.key, 0) >= self.EARNED
             self.plan = plan._replace(compiled=earned)
@@ -112,7 +112,7 @@ class FewPlans:
         """After a sync, record how long the rounds took and what they committed."""
         if text.host.pending:
             return
-        seconds, plan, pace = clock(self.device) - text.writer.streaming - self.began, self.plan, self.record.pace
+        seconds, plan, pace = text.seconds - self.began, self.plan, self.record.pace
         if plan.compiled or not self.compiled:
             if plan.key in self.timed:  # the first rounds of a plan may compile
                 self.table.note(*self.place, plan.size - 1 if plan.drafts else -1, seconds / self.window)

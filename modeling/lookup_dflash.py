@@ -1,5 +1,7 @@
 """Drafts that cost nothing: what followed the last tokens of a text where they occurred before in it."""
 
+import torch
+
 
 class Lookup:
     """
@@ -22,7 +24,7 @@ class Lookup:
         self.source, self.agreeing = None, 0  # index of the token that comes next if the text repeats itself
 
     def extend(self, tokens: list[int], generated: bool = True) -> None:
-        """Read the next tokens of the text; tokens of the prompt say nothing about the target."""
+        """Read the next tokens; tokens of the prompt say nothing about the target."""
         for token in tokens:
             if self.source is not None:
                 agrees = self.tokens[self.source] == token
@@ -49,3 +51,23 @@ class Lookup:
             chance *= self.reliability(self.said(self.agreeing + step))
             chances.append(chance)
         return [self.tokens[self.source + step % period] for step in range(most)], chances
+
+    def worth_copying(self, text, most: int, speed: float, cost) -> torch.LongTensor | None:
+        """
+        The next tokens of a text that are worth verifying without a draft, `[n]`, or `None`.
+
+        Args:
+            text (`Continuation`): The text, of a single row; what is new in it is read.
+            most (`int`): Maximum number of tokens.
+            speed (`float`): Tokens per cost of the rounds that compete with it.
+            cost (`callable`): The cost of a round that verifies so many tokens without a draft.
+        """
+        self.extend(text.sequences[0, len(self.tokens) :].tolist(), generated=bool(self.tokens))
+        tokens, chances = self.copied(most)
+        expected, size, best = 1.0, 0, 0.0
+        for count, chance in enumerate(chances, start=1):
+            expected += chance
+            worth = expected - speed * cost(count)
+            if worth > best:
+                size, best = count, worth
+        return text.last.new_tensor(tokens[:size]) if size else None

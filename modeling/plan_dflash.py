@@ -19,7 +19,7 @@ import torch
 from transformers.utils import logging
 
 from .accept_dflash import Draft, Verdict
-from .cost_dflash import CostTable, clock
+from .cost_dflash import CostTable
 from .lookup_dflash import Lookup
 from .tree_dflash import Paths
 
@@ -33,13 +33,13 @@ class Plan(NamedTuple):
     block: int  # tokens of a block that are verified, or of the longest path through a tree; the anchor included
     paths: Paths | None = None  # for a tree: the paths among which its nodes are chosen
     cut: Callable[[Draft], Draft] | None = None  # reduces a draft to what is worth verifying
-    copied: tuple[int, ...] = ()  # verified instead of a draft, if there are any: the rest of the block
+    copied: torch.LongTensor | None = None  # [block - 1]  tokens to verify in every row instead of a draft
     compiled: bool = True  # if rounds are compiled at all
 
     @property
     def drafts(self) -> bool:
         """Whether the drafter runs."""
-        return self.block > 1 and not self.copied
+        return self.block > 1 and self.copied is None
 
     @property
     def nodes(self) -> int:
@@ -252,15 +252,14 @@ class FastestPlan:
         paces (`dict`): The drafter's statistics.
         key: Their key, for this number of rows and decoding mode.
         place (`tuple[int, int]`): Rows, and tokens per row before the first round.
-        device (`torch.device`): The target's device.
     """
 
     whole = False
     LADDER = (1, 2, 4, 8, 16, 32, 64)  # sizes that are slightly preferred until their cost is known
     ENOUGH = 3  # number of times that each of them, and a round without a draft, is tried
 
-    def __init__(self, plan: Plan, table: CostTable, paces: dict, key: tuple, place: tuple, device: torch.device):
-        self.widest, self.table, self.known, self.device = plan._replace(cut=self.cut), table, table.copy(), device
+    def __init__(self, plan: Plan, table: CostTable, paces: dict, key: tuple, place: tuple[int, int]):
+        self.widest, self.table, self.known = plan._replace(cut=self.cut), table, table.copy()
         self.paces, self.key, self.pace = paces, key, paces.get(key, Pace()).copy()
         self.rows, self.columns = place
         self.sizes: list[int] = []  # drafted tokens that each round verified
@@ -279,14 +278,12 @@ class FastestPlan:
         if not self.sizes:
             self.slowest = SlowestRow(self.rows)
             self.pace.begin(self.costs[min(2, self.widest.nodes)])
-            if self.lookup is not None:
-                self.lookup.extend(text.sequences[0].tolist(), generated=False)
         self.forced = self._to_try()
-        copied = self._worth_copying() if self.forced is None else ()
+        copied = self._worth_copying(text) if self.forced is None else None
         rests = self.forced is None and self.pace.resting > 0
         self.pace.resting -= rests
-        self.began = clock(self.device) - text.writer.streaming
-        if copied:
+        self.began = text.seconds
+        if copied is not None:
             self.verified, self.cost = len(copied), self._cost_of_copies(len(copied))
             return Plan(1 + len(copied), copied=copied)
         return Plan(1) if self.left == 1 or rests or self.forced == -1 else self.widest
@@ -313,7 +310,7 @@ class FastestPlan:
 
     def learn(self, text, verdict: Verdict) -> None:
         """Record how long a round took, and what the target accepted of its draft."""
-        seconds = clock(self.device) - text.writer.streaming - self.began
+        seconds = text.seconds - self.began
         counts, size = text.host.committed, self.verified
         if self.sizes and (self.judged or size < 0):  # the first round of a call is slower than the others
             self.table.note(*self.place, size, seconds)
@@ -323,8 +320,6 @@ class FastestPlan:
         self.sizes.append(max(size, 0))
         self.tokens, self.spent = self.tokens + tokens, self.spent + self.cost
         self.paces[self.key] = self.pace  # the next call copies it
-        if self.lookup is not None:
-            self.lookup.extend(verdict.tokens[0, : counts[0]].tolist())
         if not self.judged:
             return
         path = None if verdict.path is None else verdict.path.tolist()
@@ -357,18 +352,11 @@ class FastestPlan:
             )
         return {"draft_sizes": self.sizes, "estimated_speedup": self.tokens / self.spent if self.sizes else None}
 
-    def _worth_copying(self) -> tuple[int, ...]:
-        """The tokens to copy: as many as are worth it, none if a round that drafts, or drafts nothing, is faster."""
+    def _worth_copying(self, text) -> torch.LongTensor | None:
         if self.lookup is None:
-            return ()
-        tokens, chances = self.lookup.copied(min(self.left - 1, self.widest.nodes))
-        expected, best, most = 1.0, 0, 0.0
-        for size, chance in enumerate(chances, start=1):
-            expected += chance
-            worth = expected - self.pace.speed * self._cost_of_copies(size)
-            if worth > most:
-                best, most = size, worth
-        return tuple(tokens[:best])
+            return None
+        most = min(self.left - 1, self.widest.nodes)
+        return self.lookup.worth_copying(text, most, self.pace.speed, self._cost_of_copies)
 
     def _cost_of_copies(self, size: int) -> float:
         return 1.0 + self.costs[size] - self.costs[0]

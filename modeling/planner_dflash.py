@@ -51,15 +51,15 @@ def planner_of(call, pair):
             f"A DFlash drafter ignores {' and '.join(_OF_ASSISTANTS)} with tree_nodes and in rounds that are compiled "
             "or run ahead of the host (compile, look_ahead)."
         )
-    device = target.device
-    if config.is_open and unset and not (whole and device.type != "cpu"):  # `FewPlans` has only been measured on a CPU
+    on_cpu = target.device.type == "cpu"
+    if config.is_open and unset and (on_cpu or not whole):  # `FewPlans` has only been measured on a CPU
         place, key = (rows, pair.columns), (rows, generation_config.do_sample, whole, adapters_of(draft))
         table = table_of(target, draft, call.compile, text.look_ahead)
         if whole:
-            return FewPlans(_few(drafter, trained, rows, trees), table, paces, key, place, device, bool(call.compile))
-        nodes = widest_tree(rows, device.type == "cpu")
+            return FewPlans(_few(drafter, trained, rows, trees), table, paces, key, place, bool(call.compile))
+        nodes = widest_tree(rows, on_cpu)
         plan = drafter.plan(trained, nodes) if trees else drafter.plan(trained, trained - 1, top_k=1)
-        return FastestPlan(plan, table, paces, key, place, device)
+        return FastestPlan(plan, table, paces, key, place)
     nodes = (config.tree_nodes or 0) if trees else 0
     return FixedPlan(drafter.plan(min(config.block_size or trained, limit), nodes), whole)
 

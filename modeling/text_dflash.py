@@ -157,14 +157,19 @@ class Continuation:
         return self.max_new - min((length for length, alive in rows if alive), default=0)
 
     @property
+    def seconds(self) -> float:
+        """A clock that stands still while tokens are streamed."""
+        return clock(self.device) - self.writer.streaming
+
+    @property
     def sequences(self) -> torch.LongTensor:
         """`[R, S + longest]`, finished rows padded."""
         return self.writer.buffer[:, : self.writer.prompt_length + self.longest]
 
-    def copied(self, tokens: tuple[int, ...]) -> Draft:
-        """Given tokens as the draft of every row; without any, only the anchors."""
+    def copied(self, tokens: torch.LongTensor | None) -> Draft:
+        """The tokens `[n]` as the draft of every row; `None`: only the anchors."""
         last = self.last[:, None]
-        return Draft(torch.cat([last, last.new_tensor([tokens] * len(last))], dim=1) if tokens else last)
+        return Draft(last if tokens is None else torch.cat([last, tokens.expand(len(last), -1)], dim=1))
 
     def padded(self, draft: Draft) -> Draft:
         """The draft in which, if rows advance together, finished rows continue with padding, as without a drafter."""

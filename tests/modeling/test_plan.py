@@ -16,7 +16,7 @@ from support.scripted_draft import recognising, scripted
 from torch._dynamo.utils import counters
 from transformers import MaxLengthCriteria, StoppingCriteriaList
 
-from dflash_hf.modeling import compile_dflash, cost_dflash, plan_dflash, planner_dflash
+from dflash_hf.modeling import compile_dflash, cost_dflash, plan_dflash, planner_dflash, text_dflash
 from dflash_hf.modeling.accept_dflash import Draft, Proposal
 from dflash_hf.modeling.cost_dflash import CostTable
 from dflash_hf.modeling.few_plans_dflash import FewPlans, Record
@@ -321,7 +321,7 @@ def test_a_plan_is_compiled_when_it_has_earned_it(any_plan, monkeypatch):
 def few(costs: dict[int, float], record: Record) -> FewPlans:
     plans = [plan_dflash.Plan(1), plan_dflash.Plan(8), plan_dflash.Plan(4)]
     plans += [plan_dflash.Plan(8, every_path(nodes, 7, 4, CPU)) for nodes in (7, 15)]
-    made = FewPlans(plans, CostTable(0.2, 8, CPU), {"key": record}, "key", (1, 9), CPU, False)
+    made = FewPlans(plans, CostTable(0.2, 8, CPU), {"key": record}, "key", (1, 9), False)
     made.cost = lambda plan: costs.get(plan.size - 1, 1.0)
     return made
 
@@ -364,7 +364,7 @@ def planner(costs: list[float], nodes: int = 8, pace: Pace | None = None) -> Fas
 
     table = Table(0.2, 8, CPU)
     table.pinned = True  # all of them are known
-    made = FastestPlan(plan_dflash.Plan(9, None), table, {"key": pace or Pace()}, "key", (1, 60), CPU)
+    made = FastestPlan(plan_dflash.Plan(9, None), table, {"key": pace or Pace()}, "key", (1, 60))
     made.costs, made.alive, made.place = costs, [True], (1, 9)
     return made
 
@@ -487,7 +487,7 @@ def test_within_a_call_sizes_do_not_follow_a_stopwatch(planners, monkeypatch):
         planner_dflash._paces.clear()
         cost_dflash._tables.clear()
         clock = itertools.count()
-        monkeypatch.setattr(plan_dflash, "clock", lambda device: next(clock) * speed)  # noqa: B023
+        monkeypatch.setattr(text_dflash, "clock", lambda device: next(clock) * speed)  # noqa: B023
         draft = opened(scripted(make_draft(target, block_size=6), expected, error_rate=0.2))
         target.generate(prompt, max_new_tokens=60, do_sample=False, assistant_model=draft)
         sizes.append(planners[-1].sizes)
@@ -509,7 +509,7 @@ def test_nothing_is_remembered_of_a_target_that_is_gone():
 def test_the_output_tells_what_was_chosen_and_a_drafter_that_does_not_pay_is_named_once(monkeypatch):
     target, prompt, said = make_target(), torch.tensor([[5, 9, 17, 33]]), []
     monkeypatch.setattr(plan_dflash.logger, "warning", said.append)
-    monkeypatch.setattr(FastestPlan, "_worth_copying", lambda self: ())  # the target's text repeats itself
+    monkeypatch.setattr(FastestPlan, "_worth_copying", lambda self, text: None)  # the target's text repeats itself
     options = {"max_new_tokens": 60, "do_sample": False, "return_dict_in_generate": True}
     expected = target.generate(prompt, **options)
     good = opened(scripted(make_draft(target, block_size=6), expected.sequences, error_rate=0.0))
@@ -587,10 +587,10 @@ def test_large_batches_draft_from_their_first_call_where_that_pays(rows):
     draws, table = random.Random(0), CostTable(0.1, 8, CPU)
     table.samples[rows, table.bucket(100)] = {-1: [1.0] * 3, **{size: [1.2] * 3 for size in range(8)}}
     host, most = types.SimpleNamespace(alive=[True] * rows, longest=0, committed=[]), 120
-    text = types.SimpleNamespace(host=host, tokens_left=most, writer=types.SimpleNamespace(streaming=0.0))
+    text = types.SimpleNamespace(host=host, tokens_left=most, seconds=0.0, last=torch.zeros(1, dtype=torch.long))
     text.sequences = torch.zeros(rows, 0, dtype=torch.long)
     plan = planner_dflash.Plan(8, every_path(7, 7, 1, CPU))
-    planner = FastestPlan(plan, table, {}, (rows,), (rows, 60), CPU)
+    planner = FastestPlan(plan, table, {}, (rows,), (rows, 60))
     got = [0] * rows
     while any(host.alive):
         drafted, counts = planner.next(text), [1] * rows
