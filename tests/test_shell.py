@@ -207,7 +207,6 @@ def test_an_output_that_cannot_be_written_is_found_before_the_work(world, told):
         ["features", "--data", file, "--target", world / "target", "--output", file],
         ["demo", "--output", file],
         ["eval", "--target", "t", "--draft", "d", "--data", "x.txt", "--output", file],
-        ["bench", "--output", file],
         ["publish", "d", "me/d", "--output", file],
         ["smollm2", "--cache-dir", file],
     ):
@@ -461,7 +460,7 @@ def test_help_has_examples_and_the_words_that_all_share(command, capsys):
 
 def test_the_same_options_mean_the_same(capsys):
     parsers = {name: cli.build_parser(name)[1] for name in COMMANDS}
-    loads = {"generate", "eval", "doctor", "bench", "regenerate", "features", "prompts"}
+    loads = {"generate", "eval", "doctor", "regenerate", "features", "prompts"}
     decodes = {"generate", "eval", "regenerate"}
     reads = {"prepare", "regenerate", "features"}
     for name, parser in parsers.items():
@@ -474,7 +473,7 @@ def test_the_same_options_mean_the_same(capsys):
 
 
 def test_no_help_waits_for_torch():
-    """`check --help` and `bench --help` took ten seconds."""
+    """`check --help` took ten seconds."""
     code = "import sys; from dflash_hf import cli; list(map(cli.build_parser, cli.COMMANDS))"
     code += "; print(*sorted(sys.modules))"
     import subprocess

@@ -5,6 +5,7 @@ import copy
 import gc
 import json
 import statistics
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
@@ -16,7 +17,6 @@ import transformers
 from dflash_hf.evaluation import methods as ways
 from dflash_hf.evaluation.divergence import WRONG, Divergence, Rounding, judge
 from dflash_hf.evaluation.divergence import summary as worst_verdict
-from dflash_hf.evaluation.forwards import now
 from dflash_hf.evaluation.journal import Journal
 from dflash_hf.files import atomic
 from dflash_hf.modeling.cost_dflash import hardware
@@ -372,6 +372,13 @@ def ways_of(draft, tree_nodes: int = ways.TREE_NODES) -> dict:
     """The drafter set up for each method of `OURS`, by name."""
     whole = in_blocks(draft)
     return {name: variant(whole, **way.changes(tree_nodes)) for name, way in ways.OURS.items()}
+
+
+def now(device: torch.device) -> float:
+    """The time, after the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 @contextlib.contextmanager
