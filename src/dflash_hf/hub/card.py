@@ -10,11 +10,11 @@ import shlex
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 from huggingface_hub.utils import validate_repo_id
 
 from dflash_hf.evaluation.methods import AUTO, AUTO_PACKED, DFLASH, TARGET, TREE
-from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE, eval_results_yaml
+from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
 from dflash_hf.files import read_json, write_json
 from dflash_hf.gguf_format import gguf_in
 from dflash_hf.hub.check import check, read_shapes
@@ -234,12 +234,20 @@ def eval_results(folder: str | Path, facts: CardFacts | None = None) -> str:
         folder (`str` or `Path`): The drafter's folder.
         facts (`CardFacts`, *optional*): Default: the facts in the folder.
     """
+    import yaml
+
     if facts is None:
         known = _read_json(Path(folder) / FACTS_FILE)
         facts = CardFacts.from_folder(folder) if known.get("base_model") else None
     if facts is None or not (facts.report and facts.evaluated_on):
         return ""
-    return eval_results_yaml(facts.report.get("summary", {}), facts.evaluated_on, facts.hardware)
+    summary, named = facts.report.get("summary", {}), "speculative_decoding_"
+    entries = [
+        EvalResultEntry(facts.evaluated_on, f"{named}{key}", round(summary[key], 3), notes=facts.hardware)
+        for key in ("tau", "speedup")
+        if summary.get(key) is not None
+    ]
+    return yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False) if entries else ""
 
 
 def missing_code(folder: str | Path) -> dict[str, Path]:

@@ -3,7 +3,6 @@
 import ast
 import fnmatch
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,18 +10,18 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, Mo
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import validate_repo_id
 
-from dflash_hf.evaluation.report import EVAL_RESULTS, PLOT_FILE, REPORT_FILE
+from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
 from dflash_hf.files import read_json
 from dflash_hf.gguf_format import FILE_PATTERN, gguf_config, gguf_in, write_gguf
 from dflash_hf.hub.card import CardFacts, eval_results, missing_code, render_card
 from dflash_hf.hub.check import check
 from dflash_hf.hub.engine_rules import Finding
-from dflash_hf.hub.licences import check_licence
 from dflash_hf.modeling.checkpoint_dflash import MASK_EMBEDDING, checkpoint_files
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
-from dflash_hf.terminal import LONGEST_LINE, one_line
+from dflash_hf.terminal import one_line
 
 
+EVAL_RESULTS = ".eval_results/dflash.yaml"  # for the Hub's leaderboards; the model index of the card says the same
 _ADAPTER = "adapter_config.json"
 # The files of a published drafter, besides its weights. Everything else in the folder is not uploaded: optimizer
 # states, logs, training arguments with their paths.
@@ -159,23 +158,6 @@ def _lay_gguf(folder: Path, repo: str, target: str | Path | None) -> None:
         raise PublishError(f"{folder} cannot be published as it is: {one_line(error, 200)}") from error
 
 
-def left_out_line(names: Sequence[str]) -> str:
-    """The files that are not uploaded, in one line: whole folders by their names."""
-    groups: dict[str, int] = {}
-    for name in names:
-        top, _, rest = name.partition("/")
-        key = f"{top}/" if rest else name
-        groups[key] = groups.get(key, 0) + 1
-    parts = [f"{key} ({number} files)" if number > 1 else key for key, number in groups.items()]
-    line = f"not uploaded: {', '.join(parts)}"
-    if len(line) > LONGEST_LINE:
-        kept = 1
-        while len(", ".join(parts[: kept + 1])) < LONGEST_LINE - 80:
-            kept += 1
-        line = f"not uploaded: {', '.join(parts[:kept])} and {len(parts) - kept} more, {len(names)} files in all"
-    return one_line(line)
-
-
 def _card(folder: Path, repo: str, facts: CardFacts | None) -> ModelCard:
     """The card from given facts, else the folder's own card, else from the facts in it; with valid metadata."""
     own = folder / "README.md"
@@ -185,7 +167,6 @@ def _card(folder: Path, repo: str, facts: CardFacts | None) -> ModelCard:
         else:
             card = render_card(folder, facts or CardFacts.from_folder(folder), repo)
         metadata = ModelCard(str(card)).data.to_dict()  # as the Hub parses it
-        check_licence(metadata)
         for name in ("base_model", "datasets"):
             values = metadata.get(name) or []
             for value in [values] if isinstance(values, str) else values:
