@@ -81,6 +81,23 @@ def test_values_that_cannot_be_right_are_told_before_anything_is_loaded(more, co
     assert (found, message in line) == (code, True), line
 
 
+def test_an_answer_that_fills_the_context_is_marked_as_cut(world, capsys):
+    """Only one at --max-new-tokens was."""
+    words = generate(world, "--prompt", "x" * 180, "--max-new-tokens", "250", "--json")
+    assert main([str(word) for word in words]) == 0
+    printed = capsys.readouterr()
+    facts = json.loads(printed.out)
+    assert facts["cut"] and facts["tokens"] < 250 and "cut off at the target's context limit" in printed.err
+
+
+def test_answers_are_not_written_into_their_prompts(world, tmp_path, told):
+    file = tmp_path / "rows.jsonl"
+    file.write_text((world / "rows.jsonl").read_text(), encoding="utf-8")
+    code, line = told("regenerate", "--target", world / "target", "--data", file, "--output", file)
+    assert code == 1 and "rows.jsonl is the data itself, which would be overwritten; choose another file" in line
+    assert file.read_text() == (world / "rows.jsonl").read_text() and list(tmp_path.iterdir()) == [file]
+
+
 def test_drafts_are_shown_where_there_is_a_drafter(world, told):
     for option in ("--compare", "--show-drafts"):
         code, line = told("generate", "--target", world / "target", "--prompt", "Say 1", option)

@@ -41,9 +41,11 @@ def eos_ids(generation_config: GenerationConfig) -> set[int]:
     return set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
 
 
-def is_cut(ids: list[int], limit: int, generation_config: GenerationConfig) -> bool:
-    """Whether an answer was cut off at its maximum number of tokens."""
-    return len(ids) == limit and ids[-1] not in eos_ids(generation_config)
+def cut_at(ids: list[int], limit: int, generation_config: GenerationConfig) -> str:
+    """Where an answer was cut off: at its maximum number of tokens, or before; empty if it has ended by itself."""
+    if not ids or ids[-1] in eos_ids(generation_config):
+        return ""
+    return f"--max-new-tokens {limit}" if len(ids) == limit else "the target's context limit"
 
 
 class Choice:

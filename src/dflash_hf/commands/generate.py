@@ -40,7 +40,8 @@ def run(arguments, echo) -> Outcome:
 
     from dflash_hf.modeling.probe_dflash import facts_of
     from dflash_hf.pairs import pack
-    from dflash_hf.responses import is_cut
+    from dflash_hf.responses import cut_at
+    from dflash_hf.serving.conversation import room_for_answer
     from dflash_hf.serving.pieces import PieceStreamer
 
     tokenizer, draft = pair.tokenizer, pair.draft()
@@ -51,7 +52,8 @@ def run(arguments, echo) -> Outcome:
         facts_of(target)  # once for each target, and not part of an answer's time
     input_ids = torch.tensor([prompt_ids], device=target.device)
     inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
-    options = {"max_new_tokens": arguments.max_new_tokens, "return_dict_in_generate": True, **sampling}
+    limit = room_for_answer(target, len(prompt_ids), arguments.max_new_tokens)
+    options = {"max_new_tokens": limit, "return_dict_in_generate": True, **sampling}
 
     def decode(**extra):
         set_seed(arguments.seed)
@@ -66,10 +68,9 @@ def run(arguments, echo) -> Outcome:
     # Figures go to standard error, so that only the text is piped.
     lengths = (getattr(output, "acceptance_lengths", None) or [[]])[0]
     facts = {"text": tokenizer.decode(ids, skip_special_tokens=True), "tokens": len(ids), "seconds": seconds}
-    facts["cut"] = is_cut(ids, arguments.max_new_tokens, target.generation_config)
-    speed = _speed(ids, seconds)
-    if facts["cut"]:
-        speed += f", cut off at --max-new-tokens {arguments.max_new_tokens}"
+    where = cut_at(ids, arguments.max_new_tokens, target.generation_config)
+    facts["cut"] = bool(where)
+    speed = _speed(ids, seconds) + (f", cut off at {where}" if where else "")
     if lengths:
         facts |= {"tau": sum(lengths) / len(lengths), "acceptance_lengths": lengths}
         speed += f", tau {facts['tau']:.2f} over {len(lengths)} verifications"

@@ -124,6 +124,7 @@ def _check(arguments) -> dict:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in ours)
         raise ValueError(f"--server receives conversations and decodes them itself: leave out {options}.")
     shared.check_sampling(arguments)
+    shared.check_not_data(arguments.output, arguments.data)
     if arguments.server:
         return {}
     config = check_names(arguments.target, arguments.draft, Loading.of(arguments))
