@@ -90,14 +90,6 @@ def test_an_answer_that_fills_the_context_is_marked_as_cut(world, capsys):
     assert facts["cut"] and facts["tokens"] < 250 and "cut off at the target's context limit" in printed.err
 
 
-def test_answers_are_not_written_into_their_prompts(world, tmp_path, told):
-    file = tmp_path / "rows.jsonl"
-    file.write_text((world / "rows.jsonl").read_text(), encoding="utf-8")
-    code, line = told("regenerate", "--target", world / "target", "--data", file, "--output", file)
-    assert code == 1 and "rows.jsonl is the data itself, which would be overwritten; choose another file" in line
-    assert file.read_text() == (world / "rows.jsonl").read_text() and list(tmp_path.iterdir()) == [file]
-
-
 def test_drafts_are_shown_where_there_is_a_drafter(world, told):
     for option in ("--compare", "--show-drafts"):
         code, line = told("generate", "--target", world / "target", "--prompt", "Say 1", option)
@@ -111,7 +103,7 @@ def test_drafts_are_shown_where_there_is_a_drafter(world, told):
         ({"draft": "absent"}, "there is no such folder"),
         ({"target": "draft", "draft": "target"}, "target and drafter are swapped"),
         ({"draft": "target"}, "is not a DFlash drafter but"),
-        ({"target": "bare"}, "has no tokenizer; save the target's tokenizer next to"),
+        ({"target": "bare"}, "bare holds no tokenizer that can be read; save the target's there with"),
         ({"draft": "deep"}, "config.json is nested too deeply"),
         ({"draft": "half"}, "model.safetensors"),
         ({"target": "torn"}, "torn: its safetensors are damaged or only half written"),

@@ -11,18 +11,6 @@ if TYPE_CHECKING:
     from dflash_hf.pairs import Loading
 
 
-_TOKENIZERS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "spiece.model",
-    "vocab.json",
-    "vocab.txt",
-    "tekken.json",
-    "tokenizer.jinja",
-)
-
-
 def read_config(name: str, what: str, revision: str | None = None) -> dict:
     """
     The `config.json` of a model.
@@ -61,7 +49,7 @@ def check_names(target: str, draft: str | None, loading: "Loading", form: str = 
         `dict`: The target's configuration.
 
     Raises:
-        `ValueError`, `OSError`: as [`read_config`]; also if the two are swapped, or the target has no tokenizer.
+        `ValueError`, `OSError`: as [`read_config`]; also if the two are swapped.
     """
     ours, theirs = form.format("target", target), form.format("draft", draft)
     config = read_config(target, ours, loading.revision)
@@ -77,12 +65,6 @@ def check_names(target: str, draft: str | None, loading: "Loading", form: str = 
         base = "REPOSITORY" if Path(target).expanduser().exists() else target
         remedy = f"`dflash find {base}` lists the drafters of a model on the Hub, `dflash train` trains one"
         raise ValueError(f"{theirs} is not a DFlash drafter but {kind}; {remedy}.")
-    if Path(target).expanduser().is_dir():
-        if not any((Path(target).expanduser() / name).exists() for name in _TOKENIZERS):
-            raise ValueError(
-                f"{ours}: the folder has no tokenizer; save the target's tokenizer next to its weights with "
-                "`tokenizer.save_pretrained(folder)`."
-            )
     return config
 
 

@@ -38,18 +38,13 @@ def run(arguments, echo) -> Outcome:
     import torch
     from transformers import set_seed
 
-    from dflash_hf.modeling.probe_dflash import facts_of
-    from dflash_hf.pairs import pack
     from dflash_hf.responses import cut_at
     from dflash_hf.serving.conversation import room_for_answer
     from dflash_hf.serving.pieces import PieceStreamer
 
-    tokenizer, draft = pair.tokenizer, pair.draft()
-    prompt_ids = _ids(pair, prompt)
-    target = pair.target()
-    packed = ", packed" if pack(arguments.packed, target, draft) else ""
-    if draft is not None:
-        facts_of(target)  # once for each target, and not part of an answer's time
+    tokenizer, prompt_ids = pair.tokenizer, _ids(pair, prompt)
+    target, draft = pair.ready()
+    packed = ", packed" if pair.packed else ""
     input_ids = torch.tensor([prompt_ids], device=target.device)
     inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
     limit = room_for_answer(target, len(prompt_ids), arguments.max_new_tokens)

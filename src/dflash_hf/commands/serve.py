@@ -77,6 +77,7 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.serving.server import DraftedServe, bound
 
     pair = NamedPair(arguments, echo.note)
+    _ = pair.tokenizer  # raises if there is none: upstream would serve with an empty one
     loading, at = pair.loading, bound(arguments.host, arguments.port)
     draft = pair.draft()
     try:

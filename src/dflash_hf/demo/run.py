@@ -27,6 +27,7 @@ from dflash_hf.evaluation.plots import headline, plot_report
 from dflash_hf.evaluation.text import colored_answer, summary_lines, token_texts
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.smollm2 import data_folder, drafter_folder, smollm2_folder
+from dflash_hf.terminal import bar
 
 
 logger = logging.get_logger(__name__)
@@ -115,7 +116,7 @@ def run_demo(
         max_new_tokens,
         runs,
         [ways.TARGET, ways.TARGET_PACKED, ways.PROMPT_LOOKUP, ways.DFLASH, ways.AUTO, ways.AUTO_PACKED],
-        progress=lambda rounds: logging.tqdm(rounds, desc="compare", disable=None, leave=False),
+        progress=bar("compare"),
     )
     request, pieces, lengths = sample_of(pair, rows, report)
     say("")

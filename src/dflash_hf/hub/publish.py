@@ -40,6 +40,13 @@ _PUBLISHED = (
 )
 
 
+_REFUSALS: dict[int | None, str] = {
+    401: "the token is invalid; run `hf auth login` again",
+    403: "the token may not write there; use one with write access, or another repository",
+    404: "the repository was not found, or the token has no access to it",
+}
+
+
 class PublishError(RuntimeError):
     """A drafter was not published; says why, and what to do."""
 
@@ -249,14 +256,7 @@ def _upload(
         raise
     except HfHubHTTPError as error:
         status = None if error.response is None else error.response.status_code
-        if status == 401:
-            reason = "the token is invalid; run `hf auth login` again"
-        elif status == 403:
-            reason = "the token may not write there; use one with write access, or another repository"
-        elif status == 404:
-            reason = "the repository was not found, or the token has no access to it"
-        else:
-            reason = f"the Hub answered {status}"
+        reason = _REFUSALS.get(status, f"the Hub answered {status}")
         raise PublishError(f"{repo} was not published: {reason}. {again} ({one_line(error, 90)})") from error
     except ValueError as error:  # from the card or single files
         raise PublishError(

@@ -35,6 +35,8 @@ class DFlashOfflineTrainer(DFlashTrainer):
         `ValueError`: the features belong to another target or other layers, or lack the states.
     """
 
+    collator = FeatureCollator
+
     def __init__(self, model, target, args=None, train_dataset=None, eval_dataset=None, data_collator=None, **kwargs):
         model, target = loaded(model, target)
         eval_datasets = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
@@ -46,9 +48,6 @@ class DFlashOfflineTrainer(DFlashTrainer):
                         f"label_source={args.label_source!r} with loss_type={args.loss_type!r} needs the target's "
                         "final states; pass `StoredFeatures(folder, states=True)`."
                     )
-        if data_collator is None:
-            pad_token_id = target.config.get_text_config().pad_token_id
-            data_collator = FeatureCollator(0 if pad_token_id is None else pad_token_id)
         super().__init__(model, target, args, train_dataset, eval_dataset, data_collator, **kwargs)
 
     def check_examples(self, dataset) -> None:
