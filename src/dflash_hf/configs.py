@@ -1,5 +1,6 @@
 """Checks of a pair's configurations, before any weights are read."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -91,3 +92,32 @@ def positions_of(config: dict) -> int | None:
     # Some give the length before scaling (Qwen's YaRN), some after it (Llama 3.1), which then name the original.
     trained = rope.get("original_max_position_embeddings") or length
     return int(max(length, trained * (rope.get("factor") or 1.0)))
+
+
+def departures(config) -> Iterator[tuple[str, object, object]]:
+    """
+    What a drafter has beyond bidirectional Qwen3-style layers with the target's embedding and head: field, value, and
+    the value without it.
+
+    Args:
+        config (`DFlashDraftConfig`): The drafter's configuration.
+    """
+    rope = config.rope_parameters
+    plain = {
+        **config.head.fields,
+        "draft_vocab_size": None if config.has_own_head else config.draft_vocab_size,
+        "sample_from_anchor": False,
+        "conv_kernel_size": None,
+        "attention_sink_bias": False,
+        "attention_value_scale": 1.0,
+        "input_embedding_scale": 1.0,
+        "own_mask_embedding": False,
+        "has_embed_tokens": False,
+        "v_head_dim": config.head_dim,
+        "target_hidden_size": config.hidden_size,
+    }
+    yield from ((key, getattr(config, key), value) for key, value in plain.items() if getattr(config, key) != value)
+    if config.backbone_rotary_base not in (None, rope["rope_theta"]):
+        yield "backbone_rotary_base", config.backbone_rotary_base, rope["rope_theta"]
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        yield "partial_rotary_factor", rope["partial_rotary_factor"], 1.0
