@@ -38,22 +38,19 @@ def run(arguments, echo) -> Outcome:
     import torch
     from transformers import set_seed
 
-    from dflash_hf.responses import cut_at
+    from dflash_hf.responses import cut_at, generate_one
     from dflash_hf.serving.conversation import room_for_answer
     from dflash_hf.serving.pieces import PieceStreamer
 
     tokenizer, prompt_ids = pair.tokenizer, _ids(pair, prompt)
     target, draft = pair.ready()
     packed = ", packed" if pair.packed else ""
-    input_ids = torch.tensor([prompt_ids], device=target.device)
-    inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
     limit = room_for_answer(target, len(prompt_ids), arguments.max_new_tokens)
-    options = {"max_new_tokens": limit, "return_dict_in_generate": True, **sampling}
 
     def decode(**extra):
         set_seed(arguments.seed)
         start = time.perf_counter()
-        output = target.generate(**inputs, **options, **extra)
+        output = generate_one(target, prompt_ids, max_new_tokens=limit, **sampling, **extra)
         return output, output.sequences[0, len(prompt_ids) :].tolist(), time.perf_counter() - start
 
     streamer = None if arguments.json else PieceStreamer(tokenizer, lambda piece, source: echo.write(piece))

@@ -22,6 +22,7 @@ from dflash_hf.files import atomic
 from dflash_hf.modeling.cost_dflash import hardware
 from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.packed_linear import packed_weights
+from dflash_hf.responses import generate_one
 
 
 @dataclass
@@ -309,16 +310,8 @@ class _Decoder:
         return _Decoded(ids, seconds, forwards, lengths, *chosen)
 
     def _generate(self, prompt: Sequence[int], way: dict) -> tuple[list[int], object]:
-        input_ids = torch.tensor([list(prompt)], device=self.target.device)
-        output = self.target.generate(
-            input_ids=input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            max_new_tokens=self.max_new_tokens,
-            do_sample=False,
-            return_dict_in_generate=True,
-            **way,
-        )
-        return output.sequences[0, input_ids.shape[1] :].tolist(), output
+        output = generate_one(self.target, prompt, max_new_tokens=self.max_new_tokens, do_sample=False, **way)
+        return output.sequences[0, len(prompt) :].tolist(), output
 
 
 def _unlike(decoded: list[dict[str, list[_Decoded]]], method: str, index: int) -> list[int]:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, get_token
 from huggingface_hub.errors import HfHubHTTPError
-from huggingface_hub.utils import validate_repo_id
 
 from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
 from dflash_hf.files import read_json
@@ -18,6 +17,7 @@ from dflash_hf.hub.check import check
 from dflash_hf.hub.engine_rules import Finding
 from dflash_hf.modeling.checkpoint_dflash import MASK_EMBEDDING, checkpoint_files
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
+from dflash_hf.repositories import is_repository_id
 from dflash_hf.terminal import one_line
 
 
@@ -106,10 +106,8 @@ def publish(
             rejected or interrupted.
     """
     folder = Path(folder)
-    try:
-        validate_repo_id(repo)
-    except ValueError as error:
-        raise PublishError(f"repo={repo!r} is not a repository id, like 'user/name': {error}") from error
+    if not is_repository_id(repo):
+        raise PublishError(f"repo={repo!r} is not a repository id, like 'user/name'.")
 
     # 1. The preflight. Errors of single engines are only reported; their launch lines are left out of the card.
     code = missing_code(folder)
@@ -177,7 +175,8 @@ def _card(folder: Path, repo: str, facts: CardFacts | None) -> ModelCard:
         for name in ("base_model", "datasets"):
             values = metadata.get(name) or []
             for value in [values] if isinstance(values, str) else values:
-                validate_repo_id(value)
+                if not is_repository_id(value):
+                    raise ValueError(f"{name}: {value!r} is not a repository id, like 'user/name'.")
     except ImportError as error:
         raise PublishError(str(error)) from error
     except Exception as error:  # YAML has its own errors

@@ -1,6 +1,7 @@
 """Training on stored features."""
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from dflash_hf.data.examples import DFlashCollator
 from dflash_hf.pairs import loaded
@@ -15,10 +16,7 @@ class FeatureCollator(DFlashCollator):
     def __call__(self, examples: list[dict]) -> dict[str, torch.Tensor]:
         batch = super().__call__(examples)
         for name in {"features", "states"} & examples[0].keys():
-            first = examples[0][name]
-            batch[name] = first.new_zeros(*batch["input_ids"].shape, first.shape[-1])
-            for row, example in enumerate(examples):
-                batch[name][row, : len(example[name])] = example[name]
+            batch[name] = pad_sequence([example[name] for example in examples], batch_first=True)
         return batch
 
 
