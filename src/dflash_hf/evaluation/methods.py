@@ -6,7 +6,7 @@ from itertools import product
 
 TARGET, TARGET_PACKED, PROMPT_LOOKUP = "target", "target_packed", "prompt_lookup"
 DFLASH, TREE, COMPILED, PACKED = "dflash", "dflash_tree", "dflash_compiled", "dflash_packed"
-TREE_PACKED, TREE_COMPILED_PACKED = f"{TREE}_packed", f"{TREE}_compiled_packed"
+TREE_PACKED = f"{TREE}_packed"
 AUTO, AUTO_PACKED = "dflash_auto", "dflash_auto_packed"  # unchanged settings: sizes are chosen unless they are set
 METHODS = (TARGET, DFLASH, PROMPT_LOOKUP)
 TREE_NODES = 15
