@@ -10,7 +10,7 @@ import shlex
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from dflash_hf.evaluation.methods import AUTO, AUTO_PACKED, DFLASH, TARGET, TREE
 from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
@@ -229,6 +229,7 @@ def eval_results(folder: str | Path, facts: CardFacts | None = None) -> str:
         facts (`CardFacts`, *optional*): Default: the facts in the folder.
     """
     import yaml
+    from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
 
     if facts is None:
         known = _read_json(Path(folder) / FACTS_FILE)
