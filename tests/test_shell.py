@@ -115,6 +115,13 @@ def test_models_that_are_not_what_they_should_be(names, message, world, told):
     assert code == 1 and message in line, line
 
 
+def test_a_target_without_a_tokenizer_is_not_served(world, told):
+    """Upstream makes one of its special tokens alone."""
+    pytest.importorskip("fastapi")
+    code, line = told("serve", "--target", world / "bare", "--draft", world / "draft", "--port", "0")
+    assert code == 1 and "bare holds no tokenizer that can be read" in line, line
+
+
 def test_a_name_that_is_no_folder_is_asked_for_once(told, monkeypatch):
     """transformers retried for 63 s, and spoke of the Hub's grammar for names."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
