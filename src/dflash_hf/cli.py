@@ -50,7 +50,6 @@ GROUPS = {
     "tools": {
         "find": "list the drafters of a target on the Hub",
         "recipes": "list, show or copy training recipes",
-        "bench": "time every way of decoding a pair",
         "smollm2": "print the local folder of SmolLM2-135M-Instruct",
         "env": "print versions and devices, for a bug report",
     },

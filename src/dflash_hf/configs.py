@@ -1,5 +1,6 @@
 """Checks of a pair's configurations, before any weights are read."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,18 +10,6 @@ from dflash_hf.repositories import looks_local, small_file
 
 if TYPE_CHECKING:
     from dflash_hf.pairs import Loading
-
-
-_TOKENIZERS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "spiece.model",
-    "vocab.json",
-    "vocab.txt",
-    "tekken.json",
-    "tokenizer.jinja",
-)
 
 
 def read_config(name: str, what: str, revision: str | None = None) -> dict:
@@ -61,7 +50,7 @@ def check_names(target: str, draft: str | None, loading: "Loading", form: str = 
         `dict`: The target's configuration.
 
     Raises:
-        `ValueError`, `OSError`: as [`read_config`]; also if the two are swapped, or the target has no tokenizer.
+        `ValueError`, `OSError`: as [`read_config`]; also if the two are swapped.
     """
     ours, theirs = form.format("target", target), form.format("draft", draft)
     config = read_config(target, ours, loading.revision)
@@ -77,12 +66,6 @@ def check_names(target: str, draft: str | None, loading: "Loading", form: str = 
         base = "REPOSITORY" if Path(target).expanduser().exists() else target
         remedy = f"`dflash find {base}` lists the drafters of a model on the Hub, `dflash train` trains one"
         raise ValueError(f"{theirs} is not a DFlash drafter but {kind}; {remedy}.")
-    if Path(target).expanduser().is_dir():
-        if not any((Path(target).expanduser() / name).exists() for name in _TOKENIZERS):
-            raise ValueError(
-                f"{ours}: the folder has no tokenizer; save the target's tokenizer next to its weights with "
-                "`tokenizer.save_pretrained(folder)`."
-            )
     return config
 
 
@@ -109,3 +92,32 @@ def positions_of(config: dict) -> int | None:
     # Some give the length before scaling (Qwen's YaRN), some after it (Llama 3.1), which then name the original.
     trained = rope.get("original_max_position_embeddings") or length
     return int(max(length, trained * (rope.get("factor") or 1.0)))
+
+
+def departures(config) -> Iterator[tuple[str, object, object]]:
+    """
+    What a drafter has beyond bidirectional Qwen3-style layers with the target's embedding and head: field, value, and
+    the value without it.
+
+    Args:
+        config (`DFlashDraftConfig`): The drafter's configuration.
+    """
+    rope = config.rope_parameters
+    plain = {
+        **config.head.fields,
+        "draft_vocab_size": None if config.has_own_head else config.draft_vocab_size,
+        "sample_from_anchor": False,
+        "conv_kernel_size": None,
+        "attention_sink_bias": False,
+        "attention_value_scale": 1.0,
+        "input_embedding_scale": 1.0,
+        "own_mask_embedding": False,
+        "has_embed_tokens": False,
+        "v_head_dim": config.head_dim,
+        "target_hidden_size": config.hidden_size,
+    }
+    yield from ((key, getattr(config, key), value) for key, value in plain.items() if getattr(config, key) != value)
+    if config.backbone_rotary_base not in (None, rope["rope_theta"]):
+        yield "backbone_rotary_base", config.backbone_rotary_base, rope["rope_theta"]
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        yield "partial_rotary_factor", rope["partial_rotary_factor"], 1.0

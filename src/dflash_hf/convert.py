@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from dflash_hf.configs import departures
 from dflash_hf.gguf_format import is_gguf, unpack_gguf, write_gguf
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.names import LAYOUTS
@@ -122,36 +123,17 @@ def convert(
 def native_obstacle(draft: DFlashDraftModel) -> str | None:
     """Why a drafter cannot be a `MuseGlimmerAssistantModel`, or `None`."""
     config = draft.config
-    plain = {"fc.weight", "hidden_norm.weight", "norm.weight"}
-    extra = [n for n in draft.state_dict() if n not in plain and not n.startswith("layers.")]
-    extra += [n for n in draft.state_dict() if ".attention_conv." in n or ".mlp_conv." in n]
-    if extra:
-        return f"it has {extra[0]}, which belongs to DFlash 2, another head, a reduced vocabulary or its own embedding"
     if config.attention_bias:
         return "attention_bias is true, but native projections have no bias"
     if "sliding_attention" in config.layer_types:
         return f"layer_types={config.layer_types} has sliding layers, whose windows native masks count differently"
     if any(config.layer_is_causal(i) for i in range(config.num_hidden_layers)):
         return "its attention is causal inside the block, but native attention is bidirectional"
-    if config.target_hidden_size != config.hidden_size:
-        return f"target_hidden_size={config.target_hidden_size} is not hidden_size={config.hidden_size}"
-    dim = config.head_dim
-    neutral = {
-        "attention_sink_bias": False,
-        "attention_value_scale": 1.0,
-        "v_head_dim": dim,
-        "backbone_rotary_base": config.rope_parameters["rope_theta"],
-        "input_embedding_scale": 1.0,
-        "output_multiplier": 1.0,
-        "final_logit_softcapping": None,
-        "sample_from_anchor": False,
-    }
-    for key, value in neutral.items():
-        ours = getattr(config, key, value)
-        if ours is not None and ours != value:
-            return f"{key}={ours}, which the native model does not have"
-    if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        return f"partial_rotary_factor={config.rope_parameters['partial_rotary_factor']}: native heads rotate fully"
+    for key, value, _ in departures(config):
+        return f"{key}={value!r}, which the native model does not have"
+    for key, plain in (("output_multiplier", 1.0), ("final_logit_softcapping", None)):
+        if getattr(config, key) not in (None, plain):
+            return f"{key}={getattr(config, key)}, which the native model does not have"
     return None
 
 

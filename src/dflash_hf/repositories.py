@@ -18,6 +18,17 @@ def looks_local(name: str) -> bool:
     return name.startswith((".", "/", "~", "\\")) or name.count("/") > 1 or name.endswith("/") or "\\" in name
 
 
+def is_repository_id(name: str) -> bool:
+    """Whether the Hub accepts a name as a repository's."""
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except ValueError:  # huggingface_hub's own error is one
+        return False
+    return True
+
+
 def check_repository(name: str, what: str, revision: str | None = None) -> None:
     """
     Ask the Hub once whether a name is a repository, before libraries retry for a minute.
@@ -32,13 +43,11 @@ def check_repository(name: str, what: str, revision: str | None = None) -> None:
 def small_file(name: str, what: str, revision: str | None, file: str = "config.json") -> str:
     """The path of a repository's small file in the cache, downloaded with a single request if necessary."""
     from huggingface_hub import constants, hf_hub_download, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.utils import build_hf_headers, get_session, validate_repo_id
+    from huggingface_hub.utils import build_hf_headers, get_session
 
     missing = f"{what}: there is no such folder, and"
-    try:
-        validate_repo_id(name)
-    except ValueError as error:
-        raise FileNotFoundError(f"{missing} it is not a Hub repository name.") from error
+    if not is_repository_id(name):
+        raise FileNotFoundError(f"{missing} it is not a Hub repository name.")
     found = try_to_load_from_cache(name, file, revision=revision)
     if isinstance(found, str):
         return found

@@ -41,9 +41,19 @@ def eos_ids(generation_config: GenerationConfig) -> set[int]:
     return set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
 
 
-def is_cut(ids: list[int], limit: int, generation_config: GenerationConfig) -> bool:
-    """Whether an answer was cut off at its maximum number of tokens."""
-    return len(ids) == limit and ids[-1] not in eos_ids(generation_config)
+def generate_one(target: PreTrainedModel, ids: Sequence[int], **options):
+    """The output of `generate` for one prompt of ids."""
+    input_ids = torch.tensor([list(ids)], device=target.device)
+    return target.generate(
+        input_ids=input_ids, attention_mask=torch.ones_like(input_ids), return_dict_in_generate=True, **options
+    )
+
+
+def cut_at(ids: list[int], limit: int, generation_config: GenerationConfig) -> str:
+    """Where an answer was cut off: at its maximum number of tokens, or before; empty if it has ended by itself."""
+    if not ids or ids[-1] in eos_ids(generation_config):
+        return ""
+    return f"--max-new-tokens {limit}" if len(ids) == limit else "the target's context limit"
 
 
 class Choice:

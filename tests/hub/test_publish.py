@@ -317,20 +317,6 @@ def test_a_folder_that_no_reader_should_be_given_is_refused(keys, message, folde
     assert len(str(refused.value)) < 500 and "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("licence", "message"),
-    [
-        ("MIT", "such as mit"),
-        ("gpl-9", "such as gpl, gpl-2.0"),
-        ("my own", "such as mit or"),
-        ("other", "license_name"),
-    ],
-)
-def test_a_licence_that_the_hub_does_not_know(licence, message, folder):
-    with pytest.raises(PublishError, match=message):
-        publish(folder, REPO, dry_run=True, facts=CardFacts("someone/target", license=licence))
-
-
 def test_the_hub_itself_validates_the_card_before_anything_is_made(folder, hub, monkeypatch):
     def refuse(self, repo_type=None):
         raise ValueError("invalid license")

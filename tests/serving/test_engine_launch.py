@@ -53,6 +53,25 @@ def test_the_command_is_run_in_our_place(world, tmp_path, monkeypatch):
     assert done.code == 7 and f"ran ['serve', '{world / 'target'}']" in done.out
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/cmdline"), reason="needs /proc")
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_key_is_no_argument_of_the_engine(engine, world, tmp_path, monkeypatch):
+    """Every user of a machine can read the arguments of all processes."""
+    shown = "from pathlib import Path; print('/proc', Path('/proc/self/cmdline').read_text().count('secret'))"
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").touch()
+    (tmp_path / "sglang" / "launch_server.py").write_text(f"import sys\n{shown}\nprint(sys.argv[-2:])\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    program = tmp_path / "vllm"
+    program.write_text(f"#!{sys.executable}\nimport os\n{shown}\nprint(os.environ['VLLM_API_KEY'])\n")
+    program.chmod(program.stat().st_mode | stat.S_IEXEC)
+    monkeypatch.setenv("DFLASH_API_KEY", "secret")
+    done: Ended = dflash(*serve(world, "--engine", engine))
+    assert "/proc 0" in done.out and "--api-key '***'" in done.out, done.err
+    assert done.out.endswith("['--api-key', 'secret']\n" if engine == "sglang" else "secret\n")
+
+
 def test_what_the_engine_would_trip_over_is_told_and_nothing_is_run(world, tmp_path, capsys):
     broken = tmp_path / "draft"
     broken.mkdir()

@@ -134,6 +134,16 @@ def test_a_batch_that_fails_in_the_middle_loses_nothing(manager, world, monkeypa
     assert all("together with others" in line for line in manager.lines[-3:])
 
 
+def test_a_batch_that_takes_no_more_requests_is_stopped(manager, world, monkeypatch):
+    """Its thread ran on, with its cache, for as long as the server."""
+    monkeypatch.setattr(Together, "pays", lambda self, sampled: self.able > 1)
+    assert answers(manager, world, range(3)) == world[4][:3]
+    (batch,) = manager.together.managers.values()
+    monkeypatch.setattr(batch, "add_request", lambda *args, **kwargs: None)
+    assert answers(manager, world, range(3)) == world[4][:3]
+    assert manager.together.failures == 1 and not batch.is_running()
+
+
 def test_a_way_that_lost_is_tried_again_later(manager, world, monkeypatch):
     together = manager.together
     with together.request(True, False), together.request(True, False):

@@ -166,9 +166,6 @@ def test_missing_damaged_and_unfinished_shards_are_named(stored, tmp_path):
     shard.write_bytes(whole[:-1])
     with pytest.raises(ValueError, match="features-00001.safetensors is damaged: it has"):
         StoredFeatures(stored)
-    shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(ValueError, match="features-00001.safetensors is damaged: its content"):
-        StoredFeatures(stored)
     shard.write_bytes(whole)
     StoredFeatures(stored)
     (stored / "manifest.json").write_text("{", encoding="utf-8")
@@ -176,21 +173,6 @@ def test_missing_damaged_and_unfinished_shards_are_named(stored, tmp_path):
         StoredFeatures(stored)
     with pytest.raises(ValueError, match="has no manifest.json"):
         StoredFeatures(tmp_path)
-
-
-def test_a_folder_that_cannot_be_written_is_read(stored, monkeypatch):
-    def write(*_):
-        raise PermissionError("read-only")
-
-    (stored / "verified.json").unlink(missing_ok=True)
-    monkeypatch.setattr("dflash_hf.training.features.write_json", write)
-    assert len(StoredFeatures(stored)) > 0
-
-
-def test_a_shard_is_hashed_once(stored, monkeypatch):
-    StoredFeatures(stored)
-    monkeypatch.setattr(features, "digest_of_file", lambda path: pytest.fail(f"read {path} again"))
-    StoredFeatures(stored)
 
 
 @pytest.mark.parametrize("what", ["dtype", "layer_ids", "data", "chat_template_kwargs", "weights"])

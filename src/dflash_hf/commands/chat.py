@@ -32,14 +32,9 @@ def _conversation(arguments, sampling: dict, echo):
     pair = NamedPair(arguments, echo.note)
     from transformers import set_seed
 
-    from dflash_hf.modeling.probe_dflash import facts_of
-    from dflash_hf.pairs import pack
     from dflash_hf.serving.conversation import Conversation
 
-    tokenizer, draft, target = pair.tokenizer, pair.draft(), pair.target()
-    pack(arguments.packed, target, draft)
-    if draft is not None:
-        facts_of(target)  # once for each target, and not part of an answer's time
+    tokenizer, (target, draft) = pair.tokenizer, pair.ready()
     set_seed(arguments.seed)
     options = {"max_new_tokens": arguments.max_new_tokens, **sampling}
     return Conversation(target, tokenizer, draft, pair.template(), options)

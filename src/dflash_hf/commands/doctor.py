@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import add_examples, add_loading, add_pair, add_threads
-from dflash_hf.terminal import Outcome, add_template_arguments, note, positive
+from dflash_hf.terminal import Outcome, add_template_arguments, bar, note, positive
 
 
 def add_arguments(parser) -> None:
@@ -30,8 +30,6 @@ def add_arguments(parser) -> None:
 
 def run(arguments, echo) -> Outcome:
     """`dflash doctor`: `echo` the experiments, the likeliest cause and its remedy; exit status 1 if there is one."""
-    from transformers.utils import logging
-
     from dflash_hf.configs import check_names
     from dflash_hf.doctor.diagnosis import diagnose
     from dflash_hf.doctor.experiments import Case
@@ -61,7 +59,7 @@ def run(arguments, echo) -> Outcome:
         _tokenizers(arguments),
         _names(arguments),
     )
-    result = diagnose(case, lambda some: logging.tqdm(some, desc="trying", disable=None, leave=False))
+    result = diagnose(case, bar("trying"))
     for line in result.lines():
         echo(line)
     return Outcome(0 if result.cause is None else 1, result.facts())

@@ -11,6 +11,7 @@ from dflash_hf.terminal import (
     Outcome,
     UsageError,
     add_template_arguments,
+    bar,
     note,
     output_folder,
     positive,
@@ -99,8 +100,6 @@ def run(arguments, echo) -> Outcome:
 
 
 def _measure(arguments):
-    from transformers.utils import logging
-
     from dflash_hf.data.time_left import telling
     from dflash_hf.evaluation.journal import JOURNAL_FILE, Journal
     from dflash_hf.evaluation.measure import evaluate
@@ -134,9 +133,6 @@ def _measure(arguments):
     if arguments.output is not None:
         what = _what(arguments, target, draft, said or prompts, kwargs, methods, max_new_tokens)
         journal = Journal(arguments.output / JOURNAL_FILE, what)
-
-    def bar(desc):
-        return lambda some: logging.tqdm(some, desc=desc, disable=None, leave=False)
 
     if journal is not None and journal.prompts is not None:
         prompts = journal.prompts

@@ -1,5 +1,6 @@
 """`dflash features`."""
 
+from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import add_data, add_examples, add_loading, add_output, rows_of, tell_slow_dtype
 from dflash_hf.names import DTYPES
 from dflash_hf.terminal import (
@@ -62,20 +63,18 @@ def add_arguments(parser) -> None:
 
 def run(arguments, echo) -> Outcome:
     """`dflash features`: store the features missing in the output."""
-    from dflash_hf.configs import check_names, check_token_id
+    from dflash_hf.configs import check_token_id
     from dflash_hf.data.encode import RowEncoder
-    from dflash_hf.data.prepare import load_tokenizer, prepare_dataset
+    from dflash_hf.data.prepare import prepare_dataset
     from dflash_hf.data.prompts import template_kwargs
     from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
     from dflash_hf.modeling.layouts_dflash import fitting_target_layer_ids
     from dflash_hf.modeling.target_dflash import text_depth
-    from dflash_hf.pairs import Loading, device_of, load_target
     from dflash_hf.target import freeze
     from dflash_hf.training.features import describe, store_features
 
-    loading = Loading.of(arguments)
-    check_token_id(arguments.mask_token_id, check_names(arguments.target, None, loading))
-    device = device_of(loading.device)
+    pair = NamedPair(arguments, note)
+    check_token_id(arguments.mask_token_id, pair.config)
     layer_ids, mask_token_id = arguments.target_layer_ids, arguments.mask_token_id
     config = DFlashDraftConfig.from_pretrained(arguments.draft_config) if arguments.draft_config else None
     if config is not None:
@@ -83,13 +82,13 @@ def run(arguments, echo) -> Outcome:
         mask_token_id = config.mask_token_id if mask_token_id is None else mask_token_id
     given = template_arguments(arguments.template_args)
     encoder = RowEncoder(
-        load_tokenizer(arguments.target, arguments.chat_template, loading.revision, loading.trust_remote_code),
+        pair.tokenizer,
         arguments.max_length,
         template_kwargs(given, arguments.data, draft_config=config, say=note),
         mask_token_id,
     )
     rows = rows_of(arguments)
-    target = freeze(load_target(arguments.target, loading, device))
+    target = freeze(pair.target())
     tell_slow_dtype(target)
     depth = text_depth(target.config)
     layer_ids = layer_ids or fitting_target_layer_ids(depth, 5)

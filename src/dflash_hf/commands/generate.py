@@ -38,25 +38,19 @@ def run(arguments, echo) -> Outcome:
     import torch
     from transformers import set_seed
 
-    from dflash_hf.modeling.probe_dflash import facts_of
-    from dflash_hf.pairs import pack
-    from dflash_hf.responses import is_cut
+    from dflash_hf.responses import cut_at, generate_one
+    from dflash_hf.serving.conversation import room_for_answer
     from dflash_hf.serving.pieces import PieceStreamer
 
-    tokenizer, draft = pair.tokenizer, pair.draft()
-    prompt_ids = _ids(pair, prompt)
-    target = pair.target()
-    packed = ", packed" if pack(arguments.packed, target, draft) else ""
-    if draft is not None:
-        facts_of(target)  # once for each target, and not part of an answer's time
-    input_ids = torch.tensor([prompt_ids], device=target.device)
-    inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
-    options = {"max_new_tokens": arguments.max_new_tokens, "return_dict_in_generate": True, **sampling}
+    tokenizer, prompt_ids = pair.tokenizer, _ids(pair, prompt)
+    target, draft = pair.ready()
+    packed = ", packed" if pair.packed else ""
+    limit = room_for_answer(target, len(prompt_ids), arguments.max_new_tokens)
 
     def decode(**extra):
         set_seed(arguments.seed)
         start = time.perf_counter()
-        output = target.generate(**inputs, **options, **extra)
+        output = generate_one(target, prompt_ids, max_new_tokens=limit, **sampling, **extra)
         return output, output.sequences[0, len(prompt_ids) :].tolist(), time.perf_counter() - start
 
     streamer = None if arguments.json else PieceStreamer(tokenizer, lambda piece, source: echo.write(piece))
@@ -66,10 +60,9 @@ def run(arguments, echo) -> Outcome:
     # Figures go to standard error, so that only the text is piped.
     lengths = (getattr(output, "acceptance_lengths", None) or [[]])[0]
     facts = {"text": tokenizer.decode(ids, skip_special_tokens=True), "tokens": len(ids), "seconds": seconds}
-    facts["cut"] = is_cut(ids, arguments.max_new_tokens, target.generation_config)
-    speed = _speed(ids, seconds)
-    if facts["cut"]:
-        speed += f", cut off at --max-new-tokens {arguments.max_new_tokens}"
+    where = cut_at(ids, arguments.max_new_tokens, target.generation_config)
+    facts["cut"] = bool(where)
+    speed = _speed(ids, seconds) + (f", cut off at {where}" if where else "")
     if lengths:
         facts |= {"tau": sum(lengths) / len(lengths), "acceptance_lengths": lengths}
         speed += f", tau {facts['tau']:.2f} over {len(lengths)} verifications"

@@ -1,5 +1,6 @@
 """A pair named on the command line: checked first, each model loaded when it is needed."""
 
+from argparse import Namespace
 from functools import cached_property
 
 from dflash_hf.terminal import UsageError, template_arguments
@@ -29,7 +30,8 @@ class NamedPair:
     given with them.
 
     Args:
-        arguments (`argparse.Namespace`): From a command with [`~dflash_hf.commands.shared.add_loading`].
+        arguments (`argparse.Namespace`): From a command with [`~dflash_hf.commands.shared.add_loading`]; it may lack
+            `draft`, `threads` and `chat_template`.
         say (`Callable`): Called with a line about the chat template's arguments.
 
     Raises:
@@ -40,7 +42,9 @@ class NamedPair:
         from dflash_hf.configs import check_names
         from dflash_hf.pairs import Loading, device_of
 
-        self.arguments, self.say, self.loading = arguments, say, Loading.of(arguments)
+        absent = {"draft": None, "threads": None, "chat_template": None}
+        self.arguments = arguments = Namespace(**{**absent, **vars(arguments)})
+        self.say, self.loading = say, Loading.of(arguments)
         self.config = check_names(arguments.target, arguments.draft, self.loading)
         self.device = device_of(self.loading.device)
         if arguments.threads:
@@ -52,7 +56,8 @@ class NamedPair:
     def tokenizer(self):
         from dflash_hf.data.prepare import load_tokenizer
 
-        return load_tokenizer(self.arguments.target, None, self.loading.revision, self.loading.trust_remote_code)
+        template, loading = self.arguments.chat_template, self.loading
+        return load_tokenizer(self.arguments.target, template, loading.revision, loading.trust_remote_code)
 
     @cached_property
     def draft_config(self):
@@ -92,3 +97,14 @@ class NamedPair:
         from dflash_hf.pairs import load_target
 
         return load_target(self.arguments.target, self.loading, self.device)
+
+    def ready(self) -> tuple:
+        """Target and drafter, packed as the options say, and probed, which is not part of an answer's time."""
+        from dflash_hf.modeling.probe_dflash import facts_of
+        from dflash_hf.pairs import pack
+
+        draft, target = self.draft(), self.target()
+        self.packed = pack(self.arguments.packed, target, draft)
+        if draft is not None:
+            facts_of(target)
+        return target, draft

@@ -1,6 +1,6 @@
 """`dflash prepare`: which tokens of a dataset are trained on, and the examples as ids."""
 
-from dflash_hf.commands.shared import add_data, add_examples, add_output, add_revision, rows_of
+from dflash_hf.commands.shared import add_data, add_examples, add_output, add_revision, check_not_data, rows_of
 from dflash_hf.terminal import Outcome, add_color, count, positive, token_id
 
 
@@ -71,13 +71,8 @@ def run(arguments, echo) -> Outcome:
 
 
 def _check_output(output, data: str, overwrite: bool) -> None:
-    from pathlib import Path
-
     if output.suffix not in (".jsonl", ".parquet"):
         raise ValueError(f"--output {output} must end in .jsonl or .parquet.")
-    if not output.exists():
-        return
-    if Path(data).exists() and output.samefile(data):
-        raise ValueError(f"--output {output} is the data itself, which would be overwritten; choose another file.")
-    if not overwrite:
+    check_not_data(output, data)
+    if output.exists() and not overwrite:
         raise ValueError(f"--output {output} exists; choose another file, or replace it with --overwrite.")

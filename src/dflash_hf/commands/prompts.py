@@ -1,5 +1,6 @@
 """`dflash prompts`: requests written by the target itself."""
 
+from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import (
     add_examples,
     add_loading,
@@ -8,7 +9,7 @@ from dflash_hf.commands.shared import (
     add_template,
     tell_slow_dtype,
 )
-from dflash_hf.terminal import Outcome, count, positive, probability, temperature
+from dflash_hf.terminal import Outcome, count, note, positive, probability, temperature
 
 
 AGAIN = "the same command continues with the requests that are missing"
@@ -47,15 +48,13 @@ def run(arguments, echo) -> Outcome:
 
     from transformers import GenerationConfig
 
-    from dflash_hf.configs import check_names
     from dflash_hf.data.encode import digests_of_tokenizer
     from dflash_hf.data.magpie import judged_samples, prompt_ids, rows_of_file
-    from dflash_hf.data.prepare import load_tokenizer
     from dflash_hf.data.prompt_settings import PromptSettings
     from dflash_hf.data.response_file import ResponseFile
     from dflash_hf.data.time_left import TimeLeft, rows_at_a_time
     from dflash_hf.data.user_turn import UserTurn
-    from dflash_hf.pairs import Loading, load_target, pack
+    from dflash_hf.pairs import pack
     from dflash_hf.target import digest_of_target
     from dflash_hf.terminal import template_arguments
 
@@ -71,9 +70,8 @@ def run(arguments, echo) -> Outcome:
         seed=arguments.seed,
         chat_template_kwargs=template_arguments(arguments.template_args) or {},
     )
-    loading = Loading.of(arguments)
-    check_names(arguments.target, None, loading)
-    tokenizer = load_tokenizer(arguments.target, arguments.chat_template, loading.revision, loading.trust_remote_code)
+    pair = NamedPair(arguments, note)
+    tokenizer = pair.tokenizer
     turn = UserTurn.of(tokenizer, settings.system, settings.chat_template_kwargs)  # raises before anything is written
     left_out: Counter[str] = Counter()
     new = 0
@@ -85,7 +83,7 @@ def run(arguments, echo) -> Outcome:
         echo(f"{len(before)} of {arguments.count} requests are done")
         if len(before) >= arguments.count:
             return Outcome(facts={"requests": len(before), "new": 0})
-        target = load_target(arguments.target, loading)
+        target = pair.target()
         output.settle({"weights": digest_of_target(target), "dtype": str(target.dtype)})
         tell_slow_dtype(target)
         pack(arguments.packed, target)

@@ -2,7 +2,7 @@
 
 from dflash_hf.commands.shared import add_examples
 from dflash_hf.names import RELATIONS
-from dflash_hf.terminal import Outcome, output_folder
+from dflash_hf.terminal import Outcome, one_line, output_folder
 
 
 AGAIN = "the same command uploads the rest; files that arrived are not sent again"
@@ -41,11 +41,12 @@ def add_arguments(parser) -> None:
 
 def run(arguments, echo) -> Outcome:
     """`echo` the files that were or would be uploaded."""
+    from collections import Counter
     from pathlib import Path
 
     from dflash_hf.hub.card import CardFacts
     from dflash_hf.hub.check import render
-    from dflash_hf.hub.publish import left_out_line, publish
+    from dflash_hf.hub.publish import publish
 
     if not Path(arguments.folder).is_dir():
         raise FileNotFoundError(f"{arguments.folder}: there is no such folder; publish a local folder.")
@@ -61,7 +62,10 @@ def run(arguments, echo) -> Outcome:
     if speedup is not None and speedup < 1:
         echo.note(f"warning: this drafter slows the target down: {speedup:.2f}x in eval_report.json.")
     if result.left_out:
-        echo(left_out_line(result.left_out))
+        places = Counter(f"{name.partition('/')[0]}/" if "/" in name else name for name in result.left_out)
+        shown = [f"{name} ({number} files)" if number > 1 else name for name, number in places.items()]
+        more = f" and {len(shown) - 6} more, {len(result.left_out)} files in all" if len(shown) > 6 else ""
+        echo(one_line(f"not uploaded: {', '.join(shown[:6])}{more}"))
     if arguments.dry_run:
         echo(f"The card's metadata is valid:\n{result.card.data.to_yaml()}")
         echo(f"Dry run: nothing was sent to {result.repo}.")

@@ -1,6 +1,7 @@
 """`dflash regenerate`: the target's own responses, in this process or from a server."""
 
 from dflash_hf.commands import shared
+from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import add_data, add_examples, add_loading, add_output, add_sampling
 from dflash_hf.terminal import Outcome, amount, count, positive, token_id
 
@@ -41,24 +42,27 @@ def run(arguments, echo) -> Outcome:
     """Write the rows missing in the output; exit status 1 if some were refused."""
     from itertools import islice
 
-    from dflash_hf.configs import positions_of
-    from dflash_hf.data.encode import RowEncoder, digests_of_tokenizer
+    from dflash_hf.configs import check_token_id
+    from dflash_hf.data.encode import digests_of_tokenizer
     from dflash_hf.data.prompts import template_kwargs
     from dflash_hf.data.regenerate import ask_rows
     from dflash_hf.data.response_file import ResponseFile
     from dflash_hf.data.sources import load_rows
     from dflash_hf.data.time_left import TimeLeft
     from dflash_hf.files import digest_of
-    from dflash_hf.pairs import Loading, draft_config_of
     from dflash_hf.terminal import note, template_arguments
 
-    config = _check(arguments)
-    draft_config = draft_config_of(arguments.draft, Loading.of(arguments)) if arguments.draft else None
-    kwargs = template_kwargs(template_arguments(arguments.template_args), draft_config=draft_config, say=note)
-    server = _server(arguments, kwargs) if arguments.server else None
+    _check(arguments)
+    if arguments.server:
+        kwargs = template_kwargs(template_arguments(arguments.template_args), say=note)
+        pair, server = None, _server(arguments, kwargs)
+    else:
+        pair, server = NamedPair(arguments, note), None
+        check_token_id(arguments.mask_token_id, pair.config)
+        kwargs = pair.template()
     rows = load_rows(arguments.data, arguments.split, name=arguments.name)
     count = min(arguments.limit or len(rows), len(rows))
-    tokenizer = None if server else _tokenizer(arguments)
+    tokenizer = pair.tokenizer if pair else None
     as_chat = not arguments.raw and (tokenizer is None or bool(tokenizer.chat_template))
     prompts = {index: _asked(index, row, as_chat, arguments.data) for index, row in enumerate(islice(rows, count))}
 
@@ -86,11 +90,10 @@ def run(arguments, echo) -> Outcome:
         echo(f"{count - len(missing)} of {count} rows are finished")
         if not missing:
             return Outcome(facts={"rows": count, "finished": count, "refused": 0})
-        if server:
+        if pair is None:
             rows, full, batches = arguments.concurrency, True, ask_rows(server, missing, arguments.concurrency)
         else:
-            encoder = RowEncoder(tokenizer, chat_template_kwargs=kwargs, positions=positions_of(config))
-            rows, full, batches = _in_process(arguments, encoder, missing, output, echo)
+            rows, full, batches = _in_process(pair, pair.encoder(kwargs), missing, output, echo)
         with TimeLeft("row", count, count - len(missing), rows, echo, full) as time_left:
             for batch in batches:
                 output.append(batch)
@@ -114,28 +117,14 @@ def _asked(index: int, row: dict, as_chat: bool, data: str) -> tuple:
         raise ValueError(f"Row {index} of {data}: {error}") from error
 
 
-def _check(arguments) -> dict:
-    """Check that the arguments fit together; returns the target's configuration, empty for a server."""
-    from dflash_hf.configs import check_names, check_token_id
-    from dflash_hf.pairs import Loading, device_of
-
+def _check(arguments) -> None:
+    """Check that the arguments fit together."""
     ours = ("raw", "draft", "chat_template", "packed", "compile", "tree_nodes", "draft_temperature")
     if arguments.server and any(getattr(arguments, name) for name in ours):
         options = ", ".join(f"--{name.replace('_', '-')}" for name in ours)
         raise ValueError(f"--server receives conversations and decodes them itself: leave out {options}.")
     shared.check_sampling(arguments)
-    if arguments.server:
-        return {}
-    config = check_names(arguments.target, arguments.draft, Loading.of(arguments))
-    check_token_id(arguments.mask_token_id, config)
-    device_of(arguments.device)
-    return config
-
-
-def _tokenizer(arguments):
-    from dflash_hf.data.prepare import load_tokenizer
-
-    return load_tokenizer(arguments.target, arguments.chat_template, arguments.revision, arguments.trust_remote_code)
+    shared.check_not_data(arguments.output, arguments.data)
 
 
 def _server(arguments, kwargs: dict):
@@ -152,20 +141,18 @@ def _server(arguments, kwargs: dict):
     return ChatClient(arguments.server, arguments.target, options, arguments.retries, arguments.timeout)
 
 
-def _in_process(arguments, encoder, prompts: dict, output, echo):
+def _in_process(pair: NamedPair, encoder, prompts: dict, output, echo):
     """The number of rows that decode together, whether it is fixed, and the responses."""
     import copy
 
     from dflash_hf.data.regenerate import generate_rows, usable_ids
     from dflash_hf.data.time_left import duration, rows_at_a_time
-    from dflash_hf.pairs import Loading, configured_draft, load_target, pack
+    from dflash_hf.pairs import pack
     from dflash_hf.responses import PLAIN_ROWS
     from dflash_hf.target import digest_of_target, mask_token_remedy, spare_token_id
     from dflash_hf.terminal import note
 
-    loading = Loading.of(arguments)
-    draft = configured_draft(arguments, loading)
-    target = load_target(arguments.target, loading)
+    arguments, draft, target = pair.arguments, pair.draft(), pair.target()
     encoder.mask_token_id = arguments.mask_token_id
     if encoder.mask_token_id is None:
         encoder.mask_token_id = draft.config.mask_token_id if draft else spare_token_id(target, encoder.tokenizer)

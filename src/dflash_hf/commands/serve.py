@@ -21,6 +21,11 @@ from dflash_hf.terminal import (
 
 
 AGAIN = "the same command starts the server again"
+_KEYS = {"vllm": "VLLM_API_KEY", "sglang": "DFLASH_API_KEY", LLAMA_CPP: "LLAMA_API_KEY"}  # variables with the API key
+_SGLANG = (
+    "import os, runpy, sys; sys.argv += ['--api-key', os.environ['DFLASH_API_KEY']]; "
+    "runpy.run_module('sglang.launch_server', run_name='__main__', alter_sys=True)"
+)
 
 
 def add_arguments(parser) -> None:
@@ -72,6 +77,7 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.serving.server import DraftedServe, bound
 
     pair = NamedPair(arguments, echo.note)
+    _ = pair.tokenizer  # raises if there is none: upstream would serve with an empty one
     loading, at = pair.loading, bound(arguments.host, arguments.port)
     draft = pair.draft()
     try:
@@ -130,11 +136,14 @@ def _engine(arguments, echo) -> Outcome:
     if name := arguments.served_model_name or arguments.target_name:
         command += ["--alias" if engine == LLAMA_CPP else "--served-model-name", name]
     shown = shlex.join([*command, "--api-key", "***"] if arguments.api_key else command)
-    command += ["--api-key", arguments.api_key] if arguments.api_key else []
     line = " ".join([*(f"{name}={value}" for name, value in environment.items()), shown])
     echo(line)
     if arguments.dry_run:
         return Outcome(facts={"command": line})
+    if arguments.api_key:  # every user of the machine can read the arguments of a process
+        environment[_KEYS[engine]] = arguments.api_key
+        if engine == "sglang":  # has no variable of its own
+            command = [command[0], "-c", _SGLANG, *command[3:]]
     # The engine installed in this environment, whether or not it is activated.
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
     try:

@@ -229,6 +229,16 @@ def rows_of(arguments):
     return rows.select(range(min(arguments.limit, len(rows)))) if arguments.limit else rows
 
 
+def check_not_data(output: Path, data: str) -> None:
+    """
+    Raises:
+        `ValueError`: the output is the data, which would be overwritten.
+    """
+    source = Path(data).expanduser()
+    if output.exists() and source.exists() and output.samefile(source):
+        raise ValueError(f"--output {output} is the data itself, which would be overwritten; choose another file.")
+
+
 def add_template(parser) -> None:
     """`--chat-template` and its arguments."""
     parser.add_argument("--chat-template", type=readable_file, help="Jinja file, instead of the tokenizer's own")

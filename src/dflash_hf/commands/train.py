@@ -125,15 +125,6 @@ def _check_before(recipe, training: dict) -> None:
         ) from error
     config = check_names(recipe.target, recipe.draft, Loading(revision=recipe.target_revision), form="{}={}")
     check_token_id(recipe.mask_token_id, config, f"mask_token_id={recipe.mask_token_id}")
-    from transformers.integrations import get_available_reporting_integrations
-
-    wanted = training.get("report_to") or []
-    known = {"all", "none", *get_available_reporting_integrations()}
-    for name in [wanted] if isinstance(wanted, str) else wanted:
-        if name not in known:
-            raise ValueError(
-                f"report_to={name} is not installed, or unknown: `pip install {name}`, or set report_to=none."
-            )
 
 
 def _publish(recipe, args, echo) -> None:

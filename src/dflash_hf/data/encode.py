@@ -7,9 +7,10 @@ generation prompt, must be a prefix of the same messages with the turn; the rest
 how earlier turns are rendered (templates that drop old reasoning), every turn becomes an example of its own.
 """
 
+import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -180,7 +181,7 @@ class RowEncoder:
         from jinja2 import TemplateError
 
         options = {"tools": tools, "add_generation_prompt": add_generation_prompt, "return_dict": return_dict}
-        messages = [_for_template(one) for one in messages]
+        messages = [with_arguments(one, _as_mapping) for one in messages]
         try:
             with time_limit(TEMPLATE_SECONDS, _ENDLESS):
                 return self.tokenizer.apply_chat_template(messages, **options, **kwargs, **self.chat_template_kwargs)
@@ -252,20 +253,24 @@ def tools_of(row: Mapping) -> list | None:
     return without_none(tools) or None
 
 
-def _for_template(message: Mapping) -> Mapping:
-    """A message with the arguments of its tool calls as mappings, as servers pass them to the template."""
+def with_arguments(message: Mapping, read: Callable) -> Mapping:
+    """A message with the arguments of its tool calls as `read` returns them."""
     if not message.get("tool_calls"):
         return message
     calls = []
     for call in message["tool_calls"]:
         function = dict(call.get("function", {}))
-        if isinstance(function.get("arguments"), str):
-            try:
-                function["arguments"] = json.loads(function["arguments"])
-            except ValueError:  # the target wrote it so
-                pass
+        if "arguments" in function:
+            function["arguments"] = read(function["arguments"])
         calls.append({**call, "function": function} if function else call)
     return {**message, "tool_calls": calls}
+
+
+def _as_mapping(arguments):
+    """As servers pass the arguments of a call to the template; unchanged if the target did not write JSON."""
+    with contextlib.suppress(ValueError):
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    return arguments
 
 
 def given_ids(row: Mapping) -> list[int]:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 
 _OPEN_ROWS = 64  # in `pack`: enough to fill rows to about 99 %, few enough to search
@@ -108,24 +109,23 @@ class DFlashCollator:
     pad_token_id: int = 0
 
     def __call__(self, examples: list[dict]) -> dict[str, torch.LongTensor]:
-        shape = (len(examples), max(len(example["input_ids"]) for example in examples))
+        lengths = [len(example["input_ids"]) for example in examples]
         batch = {
-            "input_ids": torch.full(shape, self.pad_token_id),
-            "attention_mask": torch.zeros(shape, dtype=torch.long),
-            "loss_mask": torch.zeros(shape, dtype=torch.long),
+            "input_ids": padded([example["input_ids"] for example in examples], self.pad_token_id),
+            "attention_mask": padded([torch.ones(length) for length in lengths]),
+            "loss_mask": padded([example["loss_mask"] for example in examples]),
         }
-        for row, example in enumerate(examples):
-            length = len(example["input_ids"])
-            batch["input_ids"][row, :length] = torch.as_tensor(example["input_ids"])
-            batch["attention_mask"][row, :length] = 1
-            batch["loss_mask"][row, :length] = torch.as_tensor(example["loss_mask"])
         if any("document_ids" in example for example in examples):
-            batch["document_ids"] = torch.full(shape, -1)
-            for row, example in enumerate(examples):
-                documents = example.get("document_ids", [0] * len(example["input_ids"]))
-                batch["document_ids"][row, : len(documents)] = torch.as_tensor(documents)
+            pairs = zip(examples, lengths, strict=True)
+            documents = [example.get("document_ids", torch.zeros(length)) for example, length in pairs]
+            batch["document_ids"] = padded(documents, -1)
             batch["position_ids"] = document_positions(batch["document_ids"])
         return batch
+
+
+def padded(rows: Sequence, value: int = 0) -> torch.LongTensor:
+    """Rows of integers as one tensor `[N, S]`, padded on the right."""
+    return pad_sequence([torch.as_tensor(row).long() for row in rows], batch_first=True, padding_value=value)
 
 
 def document_positions(document_ids: torch.LongTensor) -> torch.LongTensor:

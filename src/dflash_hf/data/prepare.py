@@ -221,6 +221,8 @@ def load_tokenizer(
     options = {"trust_remote_code": True} if trust_remote_code else {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main", **options)
+        if len(tokenizer.get_vocab()) <= len(tokenizer.added_tokens_decoder):  # upstream's for a folder without files
+            raise ValueError(f"the tokenizer of {name} has no vocabulary")
     except (ValueError, OSError, ImportError) as error:
         if "trust_remote_code" in str(error):
             raise ValueError(f"The tokenizer of {name} has custom code; if you trust it {TRUST}.") from error

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from dflash_hf.data.encode import RowEncoder, UnusableRow, given_ids, tools_of, without_none
+from dflash_hf.data.encode import RowEncoder, UnusableRow, given_ids, tools_of, with_arguments, without_none
 from dflash_hf.data.response_file import SETTINGS
 
 
@@ -25,7 +25,7 @@ def prompt_of(row: Mapping, as_chat: bool) -> Prompt:
         raise ValueError(f"There is no prompt, only {sorted(row)}; give `messages` or `prompt`.")
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}] if as_chat else prompt
-    messages = [_as_served(one) for one in prompt]
+    messages = [dict(with_arguments(one, _as_text)) for one in prompt]
     while messages and messages[-1].get("role") == "assistant":
         messages.pop()
     return messages
@@ -73,17 +73,8 @@ def prompt_ids(encoder: RowEncoder, row: Mapping, raw: bool = False) -> list[int
     return ids
 
 
-def _as_served(message: Mapping) -> dict:
-    """A message with the arguments of its tool calls as text."""
-    if not message.get("tool_calls"):
-        return dict(message)
-    calls = []
-    for call in message["tool_calls"]:
-        function = dict(call.get("function", {}))
-        if "arguments" in function and not isinstance(function["arguments"], str):
-            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-        calls.append({**call, "function": function} if function else dict(call))
-    return {**message, "tool_calls": calls}
+def _as_text(arguments) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def template_kwargs(

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from dflash_hf.repositories import looks_local
 from dflash_hf.terminal import install, not_utf8
 
 
@@ -53,7 +54,8 @@ def load_rows(
     kinds = {_LOADERS.get(_suffix(path)) for path in paths}
     if len(paths) == 1 and paths[0].is_dir():
         return _of_folder(datasets, paths[0], split, streaming)
-    if kinds == {None} and len(paths) == 1 and not paths[0].exists() and not _looks_local(str(data)):
+    local = looks_local(str(data)) or paths[0].suffix.lower() in (".txt", ".gz")
+    if kinds == {None} and len(paths) == 1 and not paths[0].exists() and not local:
         return _of_hub(datasets, str(data), split, streaming, name, revision)
 
     for path in paths:
@@ -90,11 +92,6 @@ def _suffix(path: Path) -> str:
 
 def _names(paths: list[Path]) -> str:
     return ", ".join(repr(str(path)) for path in paths)
-
-
-def _looks_local(name: str) -> bool:
-    """Whether a name that does not exist looks like a path."""
-    return name.count("/") > 1 or name.startswith((".", "/", "~")) or Path(name).suffix.lower() in (".txt", ".gz")
 
 
 def _check_json(path: Path) -> None:

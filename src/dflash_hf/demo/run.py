@@ -27,6 +27,7 @@ from dflash_hf.evaluation.plots import headline, plot_report
 from dflash_hf.evaluation.text import colored_answer, summary_lines, token_texts
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.smollm2 import data_folder, drafter_folder, smollm2_folder
+from dflash_hf.terminal import bar
 
 
 logger = logging.get_logger(__name__)
@@ -115,7 +116,7 @@ def run_demo(
         max_new_tokens,
         runs,
         [ways.TARGET, ways.TARGET_PACKED, ways.PROMPT_LOOKUP, ways.DFLASH, ways.AUTO, ways.AUTO_PACKED],
-        progress=lambda rounds: logging.tqdm(rounds, desc="compare", disable=None, leave=False),
+        progress=bar("compare"),
     )
     request, pieces, lengths = sample_of(pair, rows, report)
     say("")
@@ -130,7 +131,11 @@ def run_demo(
         output.mkdir(parents=True, exist_ok=True)
         say("")
         say(f"figures   {report.save(output / 'demo.json')}")
-        _draw(report, output / "demo.png", (request, pieces, lengths), say)
+        try:
+            title = f"SmolLM2-135M-Instruct with its drafter: {headline(report)}"
+            say(f"picture   {plot_report(report, output / 'demo.png', title)}")
+        except ImportError as error:
+            say(f"picture   none: {error}")
     return report
 
 
@@ -142,13 +147,3 @@ def sample_of(pair: DemoPair, rows: list[dict], report: EvalReport) -> tuple[str
     answer = [token for token in report.responses[index] if token != pair.tokenizer.eos_token_id]
     request = rows[index]["messages"][-1]["content"]
     return request, token_texts(pair.tokenizer, answer), lengths[index]
-
-
-def _draw(report: EvalReport, path: Path, sample: tuple, say: Say) -> None:
-    title = f"SmolLM2-135M-Instruct with its drafter: {headline(report)}"
-    request, pieces, lengths = sample
-    shown = ["".join(one if one.isprintable() else "\u21b5" for one in piece) for piece in pieces]
-    try:
-        say(f"picture   {plot_report(report, path, title, (request.splitlines()[0][:110], shown, lengths))}")
-    except ImportError as error:
-        say(f"picture   none: {error}")

@@ -22,6 +22,7 @@ from dflash_hf.doctor.verdict import (
     likelihood,
 )
 from dflash_hf.evaluation.measure import in_blocks
+from dflash_hf.responses import generate_one
 
 
 DECODED = 8  # number of prompts that are decoded
@@ -205,15 +206,8 @@ def decoding(case: Case) -> tuple[Counts, Counts]:
     for text, prompt in zip(case.texts, case.prompts, strict=True):
         if text is None or len(texts) == DECODED:
             continue
-        ids = torch.tensor([prompt], device=case.target.device)
-        output = case.target.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            assistant_model=in_blocks(case.draft),
-            do_sample=False,
-            max_new_tokens=case.writer.max_new_tokens,
-            return_dict_in_generate=True,
-        )
+        options = {"do_sample": False, "max_new_tokens": case.writer.max_new_tokens}
+        output = generate_one(case.target, prompt, assistant_model=in_blocks(case.draft), **options)
         lengths = (getattr(output, "acceptance_lengths", None) or [[]])[0][:-1]
         if lengths:
             starts = torch.tensor([0, *lengths[:-1]]).cumsum(0) + len(prompt)

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dflash_hf.responses import generate_one
+
 
 EQUAL, NEAR_TIE, WRONG = "equal", "differs at a near-tie", "WRONG"
 POSITIONS = 512  # where rounding is measured
@@ -125,9 +127,7 @@ def gap_at(target, text: Sequence[int], own: int, other: int) -> float | None:
     """The difference between the scores of two next tokens, after the processors of the target's own configuration."""
     if -1 in (own, other):
         return None
-    ids = torch.tensor([list(text)], device=target.device)
-    options = {"do_sample": False, "return_dict_in_generate": True, "output_scores": True}
-    output = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, **options)
+    output = generate_one(target, text, do_sample=False, output_scores=True, max_new_tokens=1)
     scores = output.scores[0][0].double()
     gap = abs(float(scores[own] - scores[other]))
     return gap if math.isfinite(gap) else None

@@ -5,6 +5,7 @@ import copy
 import gc
 import json
 import statistics
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
@@ -16,12 +17,12 @@ import transformers
 from dflash_hf.evaluation import methods as ways
 from dflash_hf.evaluation.divergence import WRONG, Divergence, Rounding, judge
 from dflash_hf.evaluation.divergence import summary as worst_verdict
-from dflash_hf.evaluation.forwards import now
 from dflash_hf.evaluation.journal import Journal
 from dflash_hf.files import atomic
 from dflash_hf.modeling.cost_dflash import hardware
 from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.packed_linear import packed_weights
+from dflash_hf.responses import generate_one
 
 
 @dataclass
@@ -309,16 +310,8 @@ class _Decoder:
         return _Decoded(ids, seconds, forwards, lengths, *chosen)
 
     def _generate(self, prompt: Sequence[int], way: dict) -> tuple[list[int], object]:
-        input_ids = torch.tensor([list(prompt)], device=self.target.device)
-        output = self.target.generate(
-            input_ids=input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            max_new_tokens=self.max_new_tokens,
-            do_sample=False,
-            return_dict_in_generate=True,
-            **way,
-        )
-        return output.sequences[0, input_ids.shape[1] :].tolist(), output
+        output = generate_one(self.target, prompt, max_new_tokens=self.max_new_tokens, do_sample=False, **way)
+        return output.sequences[0, len(prompt) :].tolist(), output
 
 
 def _unlike(decoded: list[dict[str, list[_Decoded]]], method: str, index: int) -> list[int]:
@@ -372,6 +365,13 @@ def ways_of(draft, tree_nodes: int = ways.TREE_NODES) -> dict:
     """The drafter set up for each method of `OURS`, by name."""
     whole = in_blocks(draft)
     return {name: variant(whole, **way.changes(tree_nodes)) for name, way in ways.OURS.items()}
+
+
+def now(device: torch.device) -> float:
+    """The time, after the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 @contextlib.contextmanager

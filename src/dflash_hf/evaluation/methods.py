@@ -6,9 +6,8 @@ from itertools import product
 
 TARGET, TARGET_PACKED, PROMPT_LOOKUP = "target", "target_packed", "prompt_lookup"
 DFLASH, TREE, COMPILED, PACKED = "dflash", "dflash_tree", "dflash_compiled", "dflash_packed"
-TREE_PACKED, TREE_COMPILED_PACKED = f"{TREE}_packed", f"{TREE}_compiled_packed"
+TREE_PACKED = f"{TREE}_packed"
 AUTO, AUTO_PACKED = "dflash_auto", "dflash_auto_packed"  # unchanged settings: sizes are chosen unless they are set
-STATIC, ASSISTANT = "target_static", "assistant"  # of `dflash bench` alone
 METHODS = (TARGET, DFLASH, PROMPT_LOOKUP)
 TREE_NODES = 15
 LOOKUP_TOKENS = 10  # candidates of prompt lookup
@@ -36,9 +35,6 @@ DRAFTED = (*OURS, AUTO, AUTO_PACKED)
 PACKED_METHODS = {TARGET_PACKED, AUTO_PACKED, *(name for name, way in OURS.items() if way.packed)}
 COMPILED_METHODS = {name for name, way in OURS.items() if way.compiled}
 TREE_METHODS = {name for name, way in OURS.items() if way.tree}
-BENCH = (TARGET, TARGET_PACKED, *DRAFTED, STATIC, PROMPT_LOOKUP)
-BENCH_ON_CPU = (TARGET, TARGET_PACKED, AUTO, AUTO_PACKED, DFLASH, PACKED, TREE, COMPILED, PROMPT_LOOKUP)
-BENCH_ELSEWHERE = tuple(name for name in BENCH_ON_CPU if name not in PACKED_METHODS)
 
 
 def methods_of_eval(packed: bool, trees: bool, lookup: bool) -> list[str]:

@@ -33,7 +33,7 @@ def prompts_of_conversations(
         said (`list[list[str]]`): Of each conversation what the user says, turn by turn.
         raw (`bool`): Each turn is text by itself, as it is where there is no chat template.
     """
-    import torch
+    from dflash_hf.responses import generate_one
 
     prompts = []
     for turns in progress(said):
@@ -43,10 +43,9 @@ def prompts_of_conversations(
             row = {"messages": messages} if encoder.tokenizer.chat_template and not raw else {"prompt": turn}
             prompts.append(list(prompt_ids(encoder, row, raw)))
             if number < len(turns):
-                ids = torch.tensor([prompts[-1]], device=target.device)
-                mask = torch.ones_like(ids)
-                output = target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=max_new_tokens)
-                answer = encoder.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+                output = generate_one(target, prompts[-1], do_sample=False, max_new_tokens=max_new_tokens)
+                answer = output.sequences[0, len(prompts[-1]) :]
+                answer = encoder.tokenizer.decode(answer, skip_special_tokens=True)
                 messages.append({"role": "assistant", "content": answer})
     return prompts
 

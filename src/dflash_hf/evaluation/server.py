@@ -20,7 +20,7 @@ from dflash_hf.evaluation.methods import DFLASH, TARGET
 from dflash_hf.evaluation.report import REPORT_FILE
 from dflash_hf.evaluation.sets import GENERATED, NAMED, conversations, rows_of
 from dflash_hf.files import digest_of
-from dflash_hf.terminal import Outcome, UsageError, template_arguments
+from dflash_hf.terminal import Outcome, UsageError, bar, template_arguments
 
 
 @dataclass
@@ -148,8 +148,6 @@ def _speed(answers: list[Answer]) -> float:
 
 def run(arguments, echo) -> Outcome:
     """`dflash eval --server`: `echo` the figures, write the report."""
-    from transformers.utils import logging
-
     if arguments.data is None:
         raise UsageError("--server needs --data, the prompts to measure it with.")
     if arguments.data in (*NAMED, *GENERATED):
@@ -164,9 +162,7 @@ def run(arguments, echo) -> Outcome:
     options = {"max_tokens": arguments.max_new_tokens or 256}
     if template := template_arguments(arguments.template_args):
         options["chat_template_kwargs"] = template
-    report = measure(
-        *servers, said, options, lambda some: logging.tqdm(some, desc="asking", disable=None, leave=False)
-    )
+    report = measure(*servers, said, options, bar("asking"))
     ours = report.methods[DFLASH]
     verifications = len(report.verifications)
     echo(f"tau               {report.tau:.2f} tokens per verification over {verifications} verifications")

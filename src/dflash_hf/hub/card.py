@@ -11,10 +11,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from huggingface_hub.utils import validate_repo_id
 
 from dflash_hf.evaluation.methods import AUTO, AUTO_PACKED, DFLASH, TARGET, TREE
-from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE, eval_results_yaml
+from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
 from dflash_hf.files import read_json, write_json
 from dflash_hf.gguf_format import gguf_in
 from dflash_hf.hub.check import check, read_shapes
@@ -23,6 +22,7 @@ from dflash_hf.hub.launch import launch_command
 from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
 from dflash_hf.modeling.saving_dflash import code_files
 from dflash_hf.names import LLAMA_CPP, RELATIONS
+from dflash_hf.repositories import is_repository_id
 from dflash_hf.terminal import install
 
 
@@ -73,10 +73,8 @@ class CardFacts:
     def __post_init__(self):
         for name in ("base_model", *self.datasets):
             repo = getattr(self, name) if name == "base_model" else name
-            try:
-                validate_repo_id(repo)
-            except ValueError as error:  # huggingface_hub's own error is a ValueError
-                raise ValueError(f"{repo!r} is not a repository id, like 'Qwen/Qwen3-8B': {error}") from error
+            if not is_repository_id(repo):
+                raise ValueError(f"{repo!r} is not a repository id, like 'Qwen/Qwen3-8B'.")
         if self.base_model_relation not in (None, *RELATIONS):
             raise ValueError(
                 f"base_model_relation={self.base_model_relation!r} must be one of {', '.join(RELATIONS)}, or left out."
@@ -142,11 +140,7 @@ def save_training_facts(folder: str | Path, target, arguments, measured: dict) -
 def _origin(target) -> dict[str, str]:
     """The repository and commit that a target was loaded from; empty for a local folder."""
     name = target.name_or_path
-    if not name or Path(name).exists():
-        return {}
-    try:
-        validate_repo_id(name)
-    except ValueError:
+    if not name or Path(name).exists() or not is_repository_id(name):
         return {}
     commit = getattr(target.config, "_commit_hash", None)
     return {"base_model": name, **({"base_model_revision": commit} if commit else {})}
@@ -234,12 +228,21 @@ def eval_results(folder: str | Path, facts: CardFacts | None = None) -> str:
         folder (`str` or `Path`): The drafter's folder.
         facts (`CardFacts`, *optional*): Default: the facts in the folder.
     """
+    import yaml
+    from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
+
     if facts is None:
         known = _read_json(Path(folder) / FACTS_FILE)
         facts = CardFacts.from_folder(folder) if known.get("base_model") else None
     if facts is None or not (facts.report and facts.evaluated_on):
         return ""
-    return eval_results_yaml(facts.report.get("summary", {}), facts.evaluated_on, facts.hardware)
+    summary, named = facts.report.get("summary", {}), "speculative_decoding_"
+    entries = [
+        EvalResultEntry(facts.evaluated_on, f"{named}{key}", round(summary[key], 3), notes=facts.hardware)
+        for key in ("tau", "speedup")
+        if summary.get(key) is not None
+    ]
+    return yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False) if entries else ""
 
 
 def missing_code(folder: str | Path) -> dict[str, Path]:

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError
-from huggingface_hub.utils import get_session, validate_repo_id
+from huggingface_hub.utils import get_session
 
+from dflash_hf.repositories import is_repository_id
 from dflash_hf.terminal import one_line
 
 
@@ -34,10 +35,8 @@ def find_drafters(target: str, limit: int = 20) -> list[FoundDrafter]:
         `ValueError`: not a repository name.
         `OSError`: the Hub cannot be reached.
     """
-    try:
-        validate_repo_id(target)
-    except ValueError as error:
-        raise ValueError(f"{target!r} is not a repository name, like 'Qwen/Qwen3-8B'.") from error
+    if not is_repository_id(target):
+        raise ValueError(f"{target!r} is not a repository name, like 'Qwen/Qwen3-8B'.")
     if constants.HF_HUB_OFFLINE:
         raise OSError("The Hub is disabled by HF_HUB_OFFLINE; unset it to list drafters.")
     try:

@@ -3,26 +3,25 @@
 import ast
 import fnmatch
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, get_token
 from huggingface_hub.errors import HfHubHTTPError
-from huggingface_hub.utils import validate_repo_id
 
-from dflash_hf.evaluation.report import EVAL_RESULTS, PLOT_FILE, REPORT_FILE
+from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
 from dflash_hf.files import read_json
 from dflash_hf.gguf_format import FILE_PATTERN, gguf_config, gguf_in, write_gguf
 from dflash_hf.hub.card import CardFacts, eval_results, missing_code, render_card
 from dflash_hf.hub.check import check
 from dflash_hf.hub.engine_rules import Finding
-from dflash_hf.hub.licences import check_licence
 from dflash_hf.modeling.checkpoint_dflash import MASK_EMBEDDING, checkpoint_files
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
-from dflash_hf.terminal import LONGEST_LINE, one_line
+from dflash_hf.repositories import is_repository_id
+from dflash_hf.terminal import one_line
 
 
+EVAL_RESULTS = ".eval_results/dflash.yaml"  # for the Hub's leaderboards; the model index of the card says the same
 _ADAPTER = "adapter_config.json"
 # The files of a published drafter, besides its weights. Everything else in the folder is not uploaded: optimizer
 # states, logs, training arguments with their paths.
@@ -39,6 +38,13 @@ _PUBLISHED = (
     "adapters/*/adapter_model.safetensors",
     f"adapters/*/{_ADAPTER}",
 )
+
+
+_REFUSALS: dict[int | None, str] = {
+    401: "the token is invalid; run `hf auth login` again",
+    403: "the token may not write there; use one with write access, or another repository",
+    404: "the repository was not found, or the token has no access to it",
+}
 
 
 class PublishError(RuntimeError):
@@ -100,10 +106,8 @@ def publish(
             rejected or interrupted.
     """
     folder = Path(folder)
-    try:
-        validate_repo_id(repo)
-    except ValueError as error:
-        raise PublishError(f"repo={repo!r} is not a repository id, like 'user/name': {error}") from error
+    if not is_repository_id(repo):
+        raise PublishError(f"repo={repo!r} is not a repository id, like 'user/name'.")
 
     # 1. The preflight. Errors of single engines are only reported; their launch lines are left out of the card.
     code = missing_code(folder)
@@ -159,23 +163,6 @@ def _lay_gguf(folder: Path, repo: str, target: str | Path | None) -> None:
         raise PublishError(f"{folder} cannot be published as it is: {one_line(error, 200)}") from error
 
 
-def left_out_line(names: Sequence[str]) -> str:
-    """The files that are not uploaded, in one line: whole folders by their names."""
-    groups: dict[str, int] = {}
-    for name in names:
-        top, _, rest = name.partition("/")
-        key = f"{top}/" if rest else name
-        groups[key] = groups.get(key, 0) + 1
-    parts = [f"{key} ({number} files)" if number > 1 else key for key, number in groups.items()]
-    line = f"not uploaded: {', '.join(parts)}"
-    if len(line) > LONGEST_LINE:
-        kept = 1
-        while len(", ".join(parts[: kept + 1])) < LONGEST_LINE - 80:
-            kept += 1
-        line = f"not uploaded: {', '.join(parts[:kept])} and {len(parts) - kept} more, {len(names)} files in all"
-    return one_line(line)
-
-
 def _card(folder: Path, repo: str, facts: CardFacts | None) -> ModelCard:
     """The card from given facts, else the folder's own card, else from the facts in it; with valid metadata."""
     own = folder / "README.md"
@@ -185,11 +172,11 @@ def _card(folder: Path, repo: str, facts: CardFacts | None) -> ModelCard:
         else:
             card = render_card(folder, facts or CardFacts.from_folder(folder), repo)
         metadata = ModelCard(str(card)).data.to_dict()  # as the Hub parses it
-        check_licence(metadata)
         for name in ("base_model", "datasets"):
             values = metadata.get(name) or []
             for value in [values] if isinstance(values, str) else values:
-                validate_repo_id(value)
+                if not is_repository_id(value):
+                    raise ValueError(f"{name}: {value!r} is not a repository id, like 'user/name'.")
     except ImportError as error:
         raise PublishError(str(error)) from error
     except Exception as error:  # YAML has its own errors
@@ -268,14 +255,7 @@ def _upload(
         raise
     except HfHubHTTPError as error:
         status = None if error.response is None else error.response.status_code
-        if status == 401:
-            reason = "the token is invalid; run `hf auth login` again"
-        elif status == 403:
-            reason = "the token may not write there; use one with write access, or another repository"
-        elif status == 404:
-            reason = "the repository was not found, or the token has no access to it"
-        else:
-            reason = f"the Hub answered {status}"
+        reason = _REFUSALS.get(status, f"the Hub answered {status}")
         raise PublishError(f"{repo} was not published: {reason}. {again} ({one_line(error, 90)})") from error
     except ValueError as error:  # from the card or single files
         raise PublishError(

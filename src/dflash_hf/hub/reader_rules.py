@@ -6,11 +6,12 @@ silently.
 
 from collections.abc import Iterator
 
+from dflash_hf.configs import departures
 from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
 from dflash_hf.modeling.selector_dflash import PathSelector
 
 
-_READ_BY_Z_LAB = (*PathSelector.fields, "conv_kernel_size", "input_embedding_scale", "hidden_act")
+_READ_BY_Z_LAB = (*PathSelector.fields, "conv_kernel_size", "input_embedding_scale")
 
 
 def unread(config: DFlashDraftConfig, engine: str) -> Iterator[tuple[str, str]]:
@@ -21,28 +22,11 @@ def unread(config: DFlashDraftConfig, engine: str) -> Iterator[tuple[str, str]]:
         config (`DFlashDraftConfig`): The drafter's configuration.
         engine (`str`): `"mlx"`, `"openvino"` or `"z-lab"`.
     """
-    rope = config.rope_parameters
-    plain = {
-        **config.head.fields,
-        "draft_vocab_size": None,
-        "sample_from_anchor": False,
-        "conv_kernel_size": None,
-        "attention_sink_bias": False,
-        "attention_value_scale": 1.0,
-        "input_embedding_scale": 1.0,
-        "own_mask_embedding": False,
-        "has_embed_tokens": False,
-        "v_head_dim": config.head_dim,
-        "target_hidden_size": config.hidden_size,
-        "hidden_act": "silu",
-    }
-    for key, value in plain.items():
-        if getattr(config, key) != value and not (engine == "z-lab" and key in _READ_BY_Z_LAB):
-            yield key, f"{getattr(config, key)!r} is not read; it drafts as with {value!r}, or not at all."
-    if config.backbone_rotary_base not in (None, rope["rope_theta"]):
-        yield "backbone_rotary_base", "is not read: context and block are rotated by one base."
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        yield "partial_rotary_factor", f"{rope['partial_rotary_factor']} is not read: whole heads are rotated."
+    for key, value, plain in departures(config):
+        if not (engine == "z-lab" and key in _READ_BY_Z_LAB):
+            yield key, f"{value!r} is not read; it drafts as with {plain!r}, or not at all."
+    if config.hidden_act != "silu" and engine != "z-lab":
+        yield "hidden_act", f"{config.hidden_act!r} is not read; it drafts as with 'silu', or not at all."
     if engine == "z-lab" and (config.head is PathSelector) != (config.conv_kernel_size is not None):
         yield "architectures", "DFlash2DraftModel has both a path selector and a convolution there; it stops."
     sliding = [kind == "sliding_attention" for kind in config.layer_types]

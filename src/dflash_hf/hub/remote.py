@@ -10,8 +10,9 @@ from pathlib import Path, PurePosixPath
 
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, SafetensorsParsingError
-from huggingface_hub.utils import validate_repo_id
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+
+from dflash_hf.repositories import is_repository_id
 
 
 # Read by the preflight. For other files it only checks whether they exist.
@@ -32,7 +33,7 @@ def local_folder(name: str | Path, revision: str | None = None, subfolder: str =
     Raises:
         `ValueError`: it may be a repository, but cannot be read.
     """
-    if Path(name).is_dir() or not _is_repo_id(str(name)):
+    if Path(name).is_dir() or not is_repository_id(str(name)):
         yield Path(name) / subfolder
         return
     with tempfile.TemporaryDirectory() as scratch:
@@ -45,14 +46,6 @@ def local_folder(name: str | Path, revision: str | None = None, subfolder: str =
         except Exception as error:  # connection errors come from whichever HTTP library huggingface_hub uses
             raise ValueError(f"{name} is not a local folder, and the Hub cannot be reached: {error!r}") from error
         yield Path(scratch) / subfolder
-
-
-def _is_repo_id(name: str) -> bool:
-    try:
-        validate_repo_id(name)
-    except ValueError:
-        return False
-    return True
 
 
 def _download(api: HfApi, repo: str, revision: str | None, subfolder: str, scratch: Path) -> None:

@@ -5,7 +5,7 @@ import sys
 
 from dflash_hf.evaluation.text import chosen_line, shade
 from dflash_hf.failures import explain
-from dflash_hf.responses import is_cut
+from dflash_hf.responses import cut_at
 from dflash_hf.serving.conversation import Conversation
 from dflash_hf.serving.pieces import PieceStreamer
 from dflash_hf.serving.word_wrap import WordWrap
@@ -95,11 +95,10 @@ class Chat:
         if error is not None and not isinstance(error, KeyboardInterrupt):
             self.note(f"error: {explain(error)}")
             return
-        limit = self.conversation.options.get("max_new_tokens")
         written = [] if output is None else output.sequences[0, -streamer.tokens :].tolist()
-        cut = output is not None and is_cut(written, len(written), self.conversation.target.generation_config)
-        where = f"--max-new-tokens {limit}" if len(written) == limit else "the target's context limit"
-        stopped = "; stopped" if error is not None else f"; cut off at {where}" if cut else ""
+        limit = self.conversation.options.get("max_new_tokens")
+        where = cut_at(written, limit, self.conversation.target.generation_config)
+        stopped = "; stopped" if error is not None else f"; cut off at {where}" if where else ""
         self.note(f"{self._who()}: {streamer.tokens} tokens in {streamer.seconds:.2f} s, {streamer.status()}{stopped}")
         if sizes := getattr(output, "draft_sizes", None):  # if our drafter chose them
             self.note(chosen_line(sizes, output.estimated_speedup))

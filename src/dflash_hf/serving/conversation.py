@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass, field
 
-import torch
-
 from dflash_hf.configs import positions_of
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import ids_of_prompt
+from dflash_hf.responses import generate_one
 from dflash_hf.serving.pieces import PieceStreamer
 
 
@@ -61,16 +60,8 @@ class Conversation:
         if self.read and ids[: len(self.read)] == self.read and len(ids) > len(self.read):
             options["past_key_values"] = self.cache
         self.cache, self.read = None, []
-        input_ids = torch.tensor([ids], device=self.target.device)
         try:
-            output = self.target.generate(
-                input_ids,
-                attention_mask=torch.ones_like(input_ids),
-                assistant_model=self.draft,
-                streamer=streamer,
-                return_dict_in_generate=True,
-                **options,
-            )
+            output = generate_one(self.target, ids, assistant_model=self.draft, streamer=streamer, **options)
             self.cache, self.read = output.past_key_values, output.sequences[0, :-1].tolist()
             return output
         finally:

@@ -210,10 +210,13 @@ class Together:
 
     def _failure(self, kind: tuple, manager, reason) -> BatchFailed:
         with self.changed:
-            if self.managers.get(kind) is manager:  # the first of its requests to notice
+            first = self.managers.get(kind) is manager  # of its requests to notice
+            if first:
                 self.failures = _FAILURES if manager is None else self.failures + 1
                 self.managers.pop(kind, None)
                 logger.warning(f"Continuous batching failed; its requests continue one by one ({reason}).")
+        if first and manager is not None:
+            manager.stop(block=True, timeout=2)
         return BatchFailed(str(reason))
 
     def stop(self) -> None:

@@ -17,9 +17,7 @@ class WordWrap:
     def __init__(self, width: int | None = None):
         self.width = width or max(shutil.get_terminal_size().columns - 1, 1)
         self.column = 0
-        self._word: list[
-            tuple[str, int]
-        ] = []  # the characters since the last space, with their colours; their columns
+        self._word: list[tuple[str, int]] = []  # since the last space: the characters with colour; their columns
 
     def __call__(self, text: str, color: str = "") -> str:
         """What to write for a piece of text in one colour, an escape sequence."""

@@ -7,7 +7,6 @@ gets its final name when it is complete, and only then an entry in the manifest,
 resumes after the last complete shard.
 """
 
-import contextlib
 import hashlib
 import json
 import shutil
@@ -23,13 +22,12 @@ from transformers.utils import logging
 
 from dflash_hf.data.encode import digests_of_tokenizer
 from dflash_hf.data.examples import DFlashCollator
-from dflash_hf.files import atomic, differences, digest_of_file, locked, write_json
+from dflash_hf.files import atomic, differences, locked, write_json
 from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.target import check_logits, digest_of_target, target_features, target_forward
 
 
 MANIFEST = "manifest.json"
-VERIFIED = "verified.json"  # sizes and times of shards whose hash was verified, so that each is read once
 
 
 @dataclass
@@ -51,7 +49,7 @@ class FeatureManifest:
         states (`bool`): Whether the final hidden states are stored too.
         data (`str`): Digest of all ids and loss masks.
         examples, tokens (`int`): Counts of the whole dataset.
-        shards (`list[dict]`): `file`, `examples`, `tokens`, `bytes` and `sha256` of each complete shard.
+        shards (`list[dict]`): `file`, `examples`, `tokens` and `bytes` of each complete shard.
     """
 
     target: str
@@ -208,7 +206,6 @@ def _store(target, examples, folder: Path, manifest, batch_size: int, shard_byte
             with atomic(folder / name) as half:
                 save_file(tensors, half)
                 shard = {"file": name, "examples": len(rows), "tokens": tokens, "bytes": half.stat().st_size}
-                shard["sha256"] = digest_of_file(half)
             manifest.shards.append(shard)
             manifest.save(folder)
             first = last
@@ -302,27 +299,11 @@ class StoredFeatures(torch.utils.data.Dataset):
                 f"{self.folder} holds {stored} of {self.manifest.examples} examples; run the same `dflash features` "
                 "again to finish it."
             )
-        self._verify()
         self.starts = [0]
         for shard in self.manifest.shards:
+            _check_size(self.folder, shard)
             self.starts.append(self.starts[-1] + shard["examples"])
         self.files: dict[int, tuple] = {}
-
-    def _verify(self) -> None:
-        notes = self.folder / VERIFIED
-        known = json.loads(notes.read_text(encoding="utf-8")) if notes.is_file() else {}
-        found = {}
-        for shard in logging.tqdm(self.manifest.shards, unit="shard", desc="checking features"):
-            path = _check_size(self.folder, shard)
-            found[shard["file"]] = [shard["sha256"], path.stat().st_mtime_ns]
-            if known.get(shard["file"]) != found[shard["file"]] and digest_of_file(path) != shard["sha256"]:
-                raise ValueError(
-                    f"{path} is damaged: its content has changed. Remove it, all later shards and their entries in "
-                    f"{MANIFEST}, and run the same `dflash features` again."
-                )
-        if found != known:
-            with contextlib.suppress(OSError):  # a folder that cannot be written is checked again next time
-                write_json(notes, found)
 
     def __len__(self) -> int:
         return self.manifest.examples
@@ -365,7 +346,7 @@ def parts_of(dataset) -> list:
     return dataset.datasets if isinstance(dataset, torch.utils.data.ConcatDataset) else [dataset]
 
 
-def _check_size(folder: Path, shard: dict) -> Path:
+def _check_size(folder: Path, shard: dict) -> None:
     path = folder / shard["file"]
     if not path.is_file():
         raise ValueError(f"{path}, a shard of {MANIFEST}, is missing; restore it, or store the features again.")
@@ -374,7 +355,6 @@ def _check_size(folder: Path, shard: dict) -> Path:
             f"{path} is damaged: it has {path.stat().st_size:,} bytes, not {shard['bytes']:,}; restore it, or store "
             "the features again."
         )
-    return path
 
 
 def _digest_of_data(examples: Sequence[dict]) -> tuple[str, list[int]]:

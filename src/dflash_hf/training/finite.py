@@ -65,12 +65,11 @@ class FiniteGuard:
         return NotFiniteError(f"Step {self.trainer.state.global_step + 1}: {what}. {cause}{rows}. {again} {remedy}")
 
     def _cause(self) -> tuple[str, str, str]:
-        """The cause, the remedy and the rows; recomputed, since training ends here."""
+        """The cause, the remedy and the rows: those with such features, otherwise all of the step."""
         trainer = self.trainer
         for name, parameter in trainer.draft.named_parameters():
             if not is_finite([parameter]):
                 return f"{name} of the drafter is not finite already", "Start from finite weights.", ""
-        alone = trainer.accelerator.num_processes == 1  # otherwise a forward would wait for the other processes
         rows = []
         for inputs in self.of_this_step:
             inputs = trainer._prepare_inputs(inputs)
@@ -85,13 +84,7 @@ class FiniteGuard:
                     "Load the target in bfloat16 or float32 (target_dtype), or store its features in that dtype.",
                     self._named(inputs, wrong.any(1)),
                 )
-            guilty = torch.ones(len(features), dtype=torch.bool)
-            if alone:
-                with torch.no_grad(), trainer.compute_loss_context_manager():
-                    _, outputs = trainer.compute_loss(trainer.model, inputs, return_outputs=True)
-                found = ~outputs["statistics"].isfinite().all(-1)
-                guilty = found if found.any() else guilty
-            rows.append(self._named(inputs, guilty))
+            rows.append(self._named(inputs, torch.ones(len(features), dtype=torch.bool)))
         remedy = (
             f"Lower learning_rate={trainer.args.learning_rate}, warm up longer, or use bf16 instead of fp16; a "
             "checkpoint given as the model to start from (`draft=` of `dflash train`) may use other settings."

@@ -1,6 +1,7 @@
 """Training on stored features."""
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from dflash_hf.data.examples import DFlashCollator
 from dflash_hf.pairs import loaded
@@ -15,10 +16,7 @@ class FeatureCollator(DFlashCollator):
     def __call__(self, examples: list[dict]) -> dict[str, torch.Tensor]:
         batch = super().__call__(examples)
         for name in {"features", "states"} & examples[0].keys():
-            first = examples[0][name]
-            batch[name] = first.new_zeros(*batch["input_ids"].shape, first.shape[-1])
-            for row, example in enumerate(examples):
-                batch[name][row, : len(example[name])] = example[name]
+            batch[name] = pad_sequence([example[name] for example in examples], batch_first=True)
         return batch
 
 
@@ -35,6 +33,8 @@ class DFlashOfflineTrainer(DFlashTrainer):
         `ValueError`: the features belong to another target or other layers, or lack the states.
     """
 
+    collator = FeatureCollator
+
     def __init__(self, model, target, args=None, train_dataset=None, eval_dataset=None, data_collator=None, **kwargs):
         model, target = loaded(model, target)
         eval_datasets = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
@@ -46,9 +46,6 @@ class DFlashOfflineTrainer(DFlashTrainer):
                         f"label_source={args.label_source!r} with loss_type={args.loss_type!r} needs the target's "
                         "final states; pass `StoredFeatures(folder, states=True)`."
                     )
-        if data_collator is None:
-            pad_token_id = target.config.get_text_config().pad_token_id
-            data_collator = FeatureCollator(0 if pad_token_id is None else pad_token_id)
         super().__init__(model, target, args, train_dataset, eval_dataset, data_collator, **kwargs)
 
     def check_examples(self, dataset) -> None:

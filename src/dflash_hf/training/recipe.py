@@ -1,5 +1,6 @@
 """A training run as a YAML file of flat keys: those of [`RecipeArguments`] and of `DFlashTrainingArguments`."""
 
+import contextlib
 import dataclasses
 import difflib
 import os
@@ -218,36 +219,29 @@ def _parse(text: str, what: str):
         raise ValueError(f"{what} is not YAML: {place}.") from error
 
 
+def _whole(value) -> int:
+    if not float(value).is_integer():
+        raise ValueError(value)
+    return int(float(value))
+
+
 def _typed(key: str, value, hint):
     """`value` as one of the types of `hint`; YAML reads `6e-4` as a string and `3` as an integer."""
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     kinds = [typing.get_origin(one) or one for one in (typing.get_args(hint) if union else (hint,))]
-    if value is None and (type(None) in kinds or None in kinds):
-        return None
-    for kind in kinds:
-        if isinstance(kind, type) and isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool):
-            return value
-    if not isinstance(value, bool):
-        if isinstance(value, int | float | str) and float in kinds:
-            try:
-                return float(value)
-            except ValueError:
-                pass
-        if isinstance(value, float | str) and int in kinds:
-            try:
-                number = float(value)
-                if number.is_integer():
-                    return int(number)
-            except ValueError:
-                pass
-        if isinstance(value, int | float) and str in kinds:
-            return str(value)
-        if isinstance(value, str) and any(isinstance(kind, type) and issubclass(kind, Enum) for kind in kinds):
-            return value
-    if value is False and any(isinstance(kind, type) and issubclass(kind, Enum) for kind in kinds):
-        return "no"  # as in `save_strategy: no`, which YAML reads as a boolean
-    if value is False and typing.Literal in kinds:
+    classes = [kind for kind in kinds if isinstance(kind, type)]
+    if any(isinstance(value, kind) and (kind is bool or not isinstance(value, bool)) for kind in classes):
         return value
+    is_enum = any(issubclass(kind, Enum) for kind in classes)
+    if value is False and is_enum:
+        return "no"  # as in `save_strategy: no`, which YAML reads as a boolean
+    if (value is False and typing.Literal in kinds) or (isinstance(value, str) and is_enum):
+        return value
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        for kind, read in ((float, float), (int, _whole), (str, str)):
+            if kind in kinds:
+                with contextlib.suppress(ValueError):
+                    return read(value)
     names = [getattr(kind, "__name__", str(kind)) for kind in kinds if kind is not type(None)]
     shown = "(not shown)" if is_secret(key) else repr(value)
     raise ValueError(f"{key}={shown} must be of type {' or '.join(names)}.")

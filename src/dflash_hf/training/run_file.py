@@ -21,6 +21,7 @@ from dflash_hf.training.whole import last_whole_checkpoint
 
 logger = logging.get_logger(__name__)
 RUN_FILE = "run.json"
+STORED = "features"  # folder for the features of rows that a run reads more than once
 # The arguments of transformers that a run must resume with; our own fields and a recipe's keys say so themselves.
 # Arguments that may differ are left out: duration, logging, saving, evaluation, and the split over processes.
 _OF_UPSTREAM = (
@@ -175,7 +176,7 @@ def _begin(folder: Path, run: dict, resume: str | None) -> None:
             "overwrite_output_dir=true, or choose another output_dir."
         )
     if not resume:
-        for stale in [*folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), folder / UNFINISHED]:
+        for stale in [*folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), folder / UNFINISHED, folder / STORED]:
             shutil.rmtree(stale, ignore_errors=True)
     write_json(folder / RUN_FILE, run)
 

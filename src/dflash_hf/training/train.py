@@ -13,9 +13,6 @@ from dflash_hf.training.pace import Pace
 from dflash_hf.training.recipe import RecipeArguments
 
 
-STORED = "features"  # folder in a run's folder, for rows that it reads more than once
-
-
 def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callbacks=()):
     """
     Train according to a recipe, and save the drafter to its `output_dir`.
@@ -33,7 +30,7 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     from dflash_hf.data.encode import RowEncoder
     from dflash_hf.data.prepare import load_tokenizer
     from dflash_hf.training.choice import choose
-    from dflash_hf.training.run_file import checkpoint_to_resume, describe_run, run_in
+    from dflash_hf.training.run_file import STORED, checkpoint_to_resume, describe_run, run_in
     from dflash_hf.training.start import choose_vocabulary, make_draft
     from dflash_hf.training.training_args import DFlashTrainingArguments
 
@@ -74,8 +71,6 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
         run = describe_run(recipe, args, target, draft, encoder, train_dataset, resume) | {"chosen": chosen}
     with run_in(args, run, resume):
         # 5. Features of rows read more than once.
-        if not resume and args.process_index == 0:
-            shutil.rmtree(folder / STORED, ignore_errors=True)  # from a run that was interrupted while storing
         if recipe.store_rows:
             datasets = (train_dataset, eval_dataset)
             with args.main_process_first(desc="features"):
@@ -158,6 +153,7 @@ def _save_adapted(trainer) -> None:
 def _stored(recipe: RecipeArguments, args, target, draft, encoder, datasets) -> list:
     """Store features of rows drawn from a dataset, and of a whole evaluation dataset, in the run's folder."""
     from dflash_hf.training.features import StoredFeatures, describe, store_features
+    from dflash_hf.training.run_file import STORED
 
     found = []
     for name, rows, wanted in zip(("train", "eval"), datasets, (recipe.store_rows, None), strict=True):

@@ -96,6 +96,8 @@ class DFlashTrainer(Trainer):
         `ValueError`: drafter and target do not fit, or a dataset has rows that cannot be trained on.
     """
 
+    collator: type[DFlashCollator] = DFlashCollator
+
     def __init__(
         self,
         model,
@@ -119,7 +121,7 @@ class DFlashTrainer(Trainer):
                 self.check_examples(dataset)
         if data_collator is None:
             pad_token_id = target.config.get_text_config().pad_token_id
-            data_collator = DFlashCollator(0 if pad_token_id is None else pad_token_id)
+            data_collator = self.collator(0 if pad_token_id is None else pad_token_id)
         if (args.bf16 or args.fp16) and model.dtype in (torch.bfloat16, torch.float16):
             logger.info(f"The drafter's {model.dtype} weights are trained in fp32, with autocast.")
             model.float()

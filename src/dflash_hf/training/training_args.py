@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 import torch
 from transformers import TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 
 _CHOICES = {
@@ -57,7 +56,7 @@ class DFlashTrainingArguments(TrainingArguments):
 
     Raises:
         `ValueError`: names argument, value and remedy.
-        `ImportError`: a package of `report_to` is not installed.
+        `ImportError`: a package of `report_to` is unknown or not installed.
     """
 
     learning_rate: float = key("Initial learning rate of AdamW.", 6e-4, of_run=True, on_card=True)
@@ -108,8 +107,8 @@ class DFlashTrainingArguments(TrainingArguments):
         super().__post_init__()
         if not torch.accelerator.is_available():
             self.dataloader_pin_memory = False
-        for name in set(self.report_to) & set(INTEGRATION_TO_CALLBACK) - set(get_available_reporting_integrations()):
-            raise ImportError(f"report_to={name!r} needs {name}: `pip install {name}`, or leave it out.")
+        for name in set(self.report_to) - set(get_available_reporting_integrations()):
+            raise ImportError(f"report_to={name} is not installed, or unknown: `pip install {name}`, or leave it out.")
         if self.anchor_seed is None:
             self.anchor_seed = self.seed
         if self.max_minutes is not None:

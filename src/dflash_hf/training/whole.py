@@ -1,37 +1,34 @@
 """Checks that the files of a checkpoint are complete, before the target is run."""
 
 import json
-import zipfile
 from pathlib import Path
 
 from transformers.utils import logging
 
-from dflash_hf.files import digest_of_file, write_json
+from dflash_hf.files import write_json
 
 
 logger = logging.get_logger(__name__)
-FILES = "files.json"  # in a checkpoint: the files it was saved with
-_ARCHIVES = ("*.pt", "*.pth", "*.bin")
+FILES = "files.json"  # written last into a checkpoint: the sizes of its files
 
 
 def seal(folder: Path) -> None:
-    """Write the sizes and digests of a checkpoint's files into it, for [`check_whole`]."""
+    """Write the sizes of a checkpoint's files into it, for [`check_whole`]."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != FILES)
-    files = {path.relative_to(folder).as_posix(): [path.stat().st_size, digest_of_file(path)] for path in paths}
-    write_json(folder / FILES, files)
+    write_json(folder / FILES, {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths})
 
 
 def check_whole(checkpoint: str | Path) -> None:
     """
-    Compare the files of a checkpoint with those it was saved with; without a list (from an earlier version, or from
-    another trainer) only the files' headers are checked.
+    Compare the files of a checkpoint with those it was saved with. A checkpoint of another trainer has no list of them
+    and is not checked.
 
     Args:
         checkpoint (`str` or `Path`): A folder `checkpoint-N`.
 
     Raises:
         `FileNotFoundError`: there is no such folder.
-        `ValueError`: a file is missing, truncated or has changed; names it, and the previous checkpoint.
+        `ValueError`: a file is missing or has another size; names it, and the previous checkpoint.
     """
     folder = Path(checkpoint)
     if not folder.is_dir():
@@ -70,33 +67,17 @@ def checkpoints_of(folder: Path) -> list[Path]:
 def _damage(folder: Path) -> str | None:
     listed = folder / FILES
     if not listed.is_file():
-        path = next((path for path in sorted(folder.iterdir()) if not _opens(path)), None)
-        return None if path is None else f"{path} is cut off or damaged"
+        return None
     try:
-        for name, (size, digest) in json.loads(listed.read_text(encoding="utf-8")).items():
+        for name, size in json.loads(listed.read_text(encoding="utf-8")).items():
             path = folder / name
             if not path.is_file():
                 return f"{path} is missing"
-            if path.stat().st_size != size or digest_of_file(path) != digest:
+            if path.stat().st_size != (size[0] if isinstance(size, list) else size):  # with a digest, in 0.1.0
                 return f"{path} is cut off or damaged"
     except (ValueError, TypeError, AttributeError):
         return f"{listed} is cut off or damaged"
     return None
-
-
-def _opens(path: Path) -> bool:
-    if any(path.match(pattern) for pattern in _ARCHIVES):
-        return zipfile.is_zipfile(path)
-    try:
-        if path.suffix == ".safetensors":
-            from dflash_hf.modeling.checkpoint_dflash import read_header
-
-            read_header(str(path))
-        elif path.name == "trainer_state.json":
-            json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError):
-        return False
-    return True
 
 
 def _number(folder: Path) -> int:

@@ -1,12 +1,13 @@
 """The cost of bare forwards, which bounds the speed-up of a pair on this machine."""
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from transformers import DynamicCache
+
+from dflash_hf.evaluation.measure import now
 
 
 @dataclass
@@ -65,10 +66,3 @@ def time_forwards(target, draft, prompt: Sequence[int], context: int) -> Forward
         run("verify", lambda: target(input_ids=ids[:, :size], past_key_values=cache, use_cache=True), cache, size)
         run("draft", drafting, draft_cache, 2 * size)
     return Forwards(**{name: statistics.median(seconds[2:]) for name, seconds in times.items()})
-
-
-def now(device: torch.device) -> float:
-    """The time, after the device has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
