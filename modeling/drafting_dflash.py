@@ -246,10 +246,10 @@ class DFlashCandidateGenerator(CandidateGenerator):
             return block, None
         return block, Proposal(ids.to(self.device), torch.stack(probabilities, dim=1).to(self.device))
 
-    def follow(self, context: Context, fresh: Context, width: int | None) -> Context:
+    def follow(self, context: Context, fresh: Context, width: int) -> Context:
         """
-        Join the contexts of two rounds, the second of which drafted nothing and committed `width` tokens (`None`: all
-        that it verified): reading one token costs as much as reading many, so they are collected for a while.
+        Join the contexts of two rounds, the second of which drafted nothing and committed `width` tokens: reading one
+        token costs as much as reading many, so they are collected for a while.
         """
         features = fresh.features[:, :width]
         steps = context.steps + features.shape[1]

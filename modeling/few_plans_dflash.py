@@ -56,7 +56,8 @@ class Record:
 
 class FewPlans:
     """
-    At each sync of the host, the fastest of a few plans until the next sync.
+    At each sync of the host, the fastest of a few plans until the next sync; copies of earlier text (see [`Lookup`])
+    if the host syncs after each round.
 
     As with [`FastestPlan`], sizes follow from costs that are fixed during a call and from what was accepted.
 
@@ -78,6 +79,8 @@ class FewPlans:
         self.place, self.compiled = place, compiled
         slots = max(plan.block for plan in plans) - 1
         self.record = paces[key].copy() if key in paces else Record([0.0] * slots, [0.0] * slots)
+        self.lookup = Lookup(self.record.pace.copies)
+        self.lasting = plans[1]  # the plan of rounds that draft
         self.plan, self.window = plans[1], 0  # rounds of this plan since the last sync
         self.timed: set = set()  # plans whose first rounds are over
         self.sizes: list[int] = []
@@ -87,7 +90,7 @@ class FewPlans:
         """The plan of the next round of a text (`Continuation`)."""
         if not self.window:
             self.began = text.seconds
-            plan = self._fastest()
+            plan = self._copying(text) or self._fastest()
             earned = plan.key == self.plans[1].key or self.record.used.get(plan.key, 0) >= self.EARNED
             self.plan = plan._replace(compiled=earned)
         self.window += 1
@@ -96,8 +99,8 @@ class FewPlans:
 
     def cost(self, plan: Plan) -> float:
         """Cost of a round, in units of a round without a draft."""
-        most = max(plan.size for plan in self.plans) - 1
-        return self.known.curve(*self.place, most)[plan.size - 1] if plan.drafts else 1.0
+        curve = self.known.curve(*self.place, max(plan.size for plan in self.plans) - 1)
+        return curve[plan.size - 1] if plan.drafts else 1.0 + curve[plan.size - 1] - curve[0]
 
     def _fastest(self) -> Plan:
         nothing, *drafting = self.plans
@@ -105,8 +108,17 @@ class FewPlans:
             return nothing
         speeds = {plan.key: self.record.tokens(plan) / self.cost(plan) for plan in drafting}
         best = max(drafting, key=lambda plan: speeds[plan.key])
-        lasting = self.plan if self.plan.drafts else self.plans[1]
-        return best if speeds[best.key] > self.LASTING * speeds[lasting.key] else lasting
+        self.lasting = best if speeds[best.key] > self.LASTING * speeds[self.lasting.key] else self.lasting
+        return self.lasting
+
+    def _copying(self, text) -> Plan | None:
+        """Copies as many as a block has, where they are faster than drafting."""
+        if self.place[0] > 1 or text.look_ahead > 1:
+            return None
+        whole = self.plans[1]
+        cost = self.cost(whole._replace(copied=text.last))
+        copied = self.lookup.worth_copying(text, whole.block - 1, self.record.pace.speed, lambda count: cost)
+        return whole._replace(copied=copied) if copied is not None else None
 
     def learn(self, text, verdict: Verdict) -> None:
         """After a sync, record how long the rounds took and what they committed."""
@@ -114,7 +126,7 @@ class FewPlans:
             return
         seconds, plan, pace = text.seconds - self.began, self.plan, self.record.pace
         if plan.compiled or not self.compiled:
-            if plan.key in self.timed:  # the first rounds of a plan may compile
+            if plan.key in self.timed and plan.copied is None:  # the first rounds of a plan may compile
                 self.table.note(*self.place, plan.size - 1 if plan.drafts else -1, seconds / self.window)
             self.timed.add(plan.key)
         for counts, unfinished in text.host.looked_at:
@@ -126,7 +138,7 @@ class FewPlans:
             if plan.drafts:
                 self.record.note(plan, counts, unfinished)
                 pace.note(tokens, self.cost(plan))
-            else:
+            elif plan.copied is None:
                 pace.resting = max(pace.resting - 1, 0)
         self.window = 0
         self.paces[self.key] = self.record

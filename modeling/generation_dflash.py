@@ -155,8 +155,11 @@ def decode(
             continuation.commit(verdict)
             planner.learn(continuation, verdict)
             start = start + verdict.counts
-            width = None if planner.whole else max(continuation.host.committed)
-            context = drafter.shaped(fresh, width) if plan.drafts else drafter.follow(context, fresh, width)
+            width = max(continuation.host.committed)
+            if plan.drafts:
+                context = drafter.shaped(fresh, None if planner.whole else width)
+            else:
+                context = drafter.follow(context, fresh, width)
 
     if streamer is not None:
         streamer.end()

@@ -1,7 +1,7 @@
 """
 What copying earlier text is worth to the plain call: SmolLM2-135M with its drafter, with and without it.
 
-    python examples/benchmarks/lookup.py [--prompts 8] [--only code] [--temperature 0]
+    python examples/benchmarks/lookup.py [--prompts 8] [--only code] [--temperature 0] [--compile]
 
 Held-out requests of each kind, natural ends, one row, one thread, both models packed in bfloat16; time is the thread's
 CPU time. Methods decode the same prompts in turn, and each drafter keeps its own statistics. *Copied*: share of the
@@ -73,16 +73,18 @@ def main():
     parser.add_argument("--only", default="", help="kinds whose name contains this")
     parser.add_argument("--new-tokens", type=int, default=192)
     parser.add_argument("--temperature", type=float, default=0)
+    parser.add_argument("--compile", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     os.environ["DFLASH_HF_REMEMBER"] = "0"
     pair, switch = load_pair(torch.bfloat16), Copies()
     packed_weights(pair.target, pair.draft)
+    pair.draft.decoding_config.compile = arguments.compile
     ways = {"target": None, "without": pair.draft, "with": copy.deepcopy(pair.draft)}
     print("| | speed without | with | gain | quartiles | tau without | with | tokens |\n" + "|---" * 8 + "|")
     everything = {way: [] for way in ways}
     kinds = {kind: rows for kind, rows in prompts(arguments.prompts).items() if arguments.only in kind}
-    warm = next(iter(kinds.values()))[:2] * 2
+    warm = next(iter(kinds.values()))[:2] * (5 if arguments.compile else 2)
     for kind, rows in {"warm": warm, **kinds}.items():
         times, taus, tokens = {way: [] for way in ways}, {way: [] for way in ways}, 0
         for number, row in enumerate(rows):

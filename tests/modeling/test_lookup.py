@@ -5,11 +5,14 @@ import types
 
 import pytest
 import torch
-from support.pairs import make_draft, make_draft2, make_target
+from support.pairs import make_draft, make_draft2, make_target, shallow_pair
 from support.sampling import assert_follows, exact_distribution, sample
 from support.scripted_draft import scripted
+from torch._dynamo.utils import counters
 
+from dflash_hf.modeling import compile_dflash
 from dflash_hf.modeling.cost_dflash import CostTable
+from dflash_hf.modeling.few_plans_dflash import FewPlans
 from dflash_hf.modeling.lookup_dflash import Lookup
 from dflash_hf.modeling.plan_dflash import FastestPlan, Pace, Plan, Reliability
 
@@ -184,6 +187,37 @@ def test_samples_follow_the_target_between_copies_and_drafts(small, make, copyin
         counts[tuple(text)] += 1
     assert_follows(counts, expected)
     assert any(copying)
+
+
+@pytest.mark.parametrize("make", [make_draft, make_draft2])
+def test_one_graph_serves_all_copies(make, monkeypatch):
+    """Rounds that are compiled copy as many tokens as a block has, and other tokens every time."""
+    draws, made = random.Random(0), []
+
+    def copying(self, text):
+        self.lookup.worth_copying(text, 0, 1.0, None)  # reads what is new
+        if draws.random() < 0.4:
+            return None
+        tokens = self.lookup.copied(5)[0] or [draws.randrange(8) for _ in range(5)]
+        made.append(self.plans[1]._replace(copied=torch.tensor(tokens)))
+        return made[-1]
+
+    monkeypatch.setattr(FewPlans, "_copying", copying)
+    monkeypatch.setattr(FewPlans, "EARNED", 3)
+    target, draft = shallow_pair(make, block_size=6)
+    prompt, options = torch.tensor([LOOP * 3]), {"max_new_tokens": 60, "do_sample": False}
+    expected = target.generate(prompt, **options)
+    draft = scripted(draft, expected, error_rate=0.15, ranks=2)
+    draft.decoding_config.block_size, draft.decoding_config.compile = None, "eager"
+    torch._dynamo.reset()
+    counters.clear()
+    for _ in range(2):
+        output = target.generate(prompt, **options, assistant_model=draft, return_dict_in_generate=True)
+        assert torch.equal(output.sequences, expected)
+    assert len({tuple(plan.copied.tolist()) for plan in made}) > 4 and len({plan.key for plan in made}) == 1
+    assert counters["stats"]["unique_graphs"] == 2, "of whole blocks, and of copies"
+    assert max(output.acceptance_lengths[0]) > 2 and not compile_dflash.failed_on(target, draft)
+    torch._dynamo.reset()
 
 
 def test_batches_and_set_sizes_copy_nothing(copying):
