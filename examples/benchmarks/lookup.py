@@ -51,6 +51,10 @@ class Copies:
         lookup_dflash.Lookup.copied = lambda lookup, most: self.copied(lookup, most) if self.on else ([], [])
 
 
+def inputs_of(pair, row: list[dict]):
+    return pair.tokenizer.apply_chat_template(row, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+
+
 def decode(pair, draft, inputs, arguments):
     torch.manual_seed(0)
     start = time.thread_time()
@@ -88,9 +92,7 @@ def main():
     for kind, rows in {"warm": warm, **kinds}.items():
         times, taus, tokens = {way: [] for way in ways}, {way: [] for way in ways}, 0
         for number, row in enumerate(rows):
-            inputs = pair.tokenizer.apply_chat_template(
-                row, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-            )
+            inputs = inputs_of(pair, row)
             for way in list(ways) if number % 2 else reversed(ways):
                 switch.on = way == "with"
                 spent, length, output = decode(pair, ways[way], inputs, arguments)

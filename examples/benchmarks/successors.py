@@ -1,0 +1,111 @@
+"""
+Would successors that the target named before pay as further nodes of a draft tree (Graft's refill)? SmolLM2-135M.
+
+    python examples/benchmarks/successors.py [--prompts 4] [--only code]
+
+Every verification tells the target's own token after each drafted one, rejected ones included. Here the latest is kept
+for each token, and after every round that drafted it is counted what these would have added: a node below each
+verified one, where its estimated gain exceeds its cost at the speed of the text, as in the tree itself; how often such
+a successor is right is learned on the way. The text is decoded as usual, copies included. *Ratio*: speed of the rounds
+that draft, with these nodes over without, from their tokens and the costs in the cost table.
+"""
+
+import argparse
+import os
+from collections import Counter
+from types import SimpleNamespace
+
+import lookup
+import torch
+
+from dflash_hf.demo.run import load_pair
+from dflash_hf.modeling.plan_dflash import FastestPlan
+from dflash_hf.modeling.text_dflash import Continuation
+from dflash_hf.packed_linear import packed_weights
+
+
+class Successors:
+    """Watches the rounds of a call."""
+
+    def __init__(self):
+        self.table, self.right, self.known, self.found = {}, 3.0, 10.0, Counter()
+        self.planner = None
+        judge, plan = Continuation.judge, FastestPlan.next
+
+        def judged(text, draft, logits, hidden_states=None):
+            verdict = judge(text, draft, logits, hidden_states)
+            if draft is not None:
+                self.count(draft, verdict)
+                self.table.update(zip(draft.tokens[0].tolist(), logits[0].argmax(-1).tolist(), strict=True))
+            return verdict
+
+        def planned(planner, text):
+            self.planner = planner
+            return plan(planner, text)
+
+        Continuation.judge, FastestPlan.next = judged, planned
+
+    def count(self, draft, verdict) -> None:
+        """After a round that drafted: its tokens and cost, and what further nodes would have added to both."""
+        planner, found, committed = self.planner, self.found, int(verdict.counts[0])
+        if not planner.judged:
+            return
+        tokens, (parents, chances) = draft.tokens[0].tolist(), planner.judged[0]
+        last = committed - 1 if verdict.path is None else int(verdict.path[0, committed - 1])
+        likely, covered = [1.0] * len(tokens), [0.0] * len(tokens)
+        for node in range(1, len(tokens)):
+            chance = planner.pace.reliability(chances[node])
+            likely[node] = likely[parents[node]] * chance
+            covered[parents[node]] += chance
+        children = {(parents[node], tokens[node]) for node in range(1, len(tokens))}
+        candidates = [
+            (likely[node] * max(1 - covered[node], 0) * self.right / self.known, node, self.table[token])
+            for node, token in enumerate(tokens)
+            if token in self.table and (node, self.table[token]) not in children
+        ]
+        size = len(tokens) - 1
+        found.update(rounds=1, tokens=committed, cost=planner.cost)
+        for gain, node, successor in sorted(candidates, reverse=True):
+            hit = node == last and successor == int(verdict.tokens[0, committed - 1])
+            self.known, self.right = self.known + (node == last), self.right + hit
+            if size + 1 < len(planner.costs):
+                more = planner.costs[size + 1] - planner.costs[size]
+                if gain > planner.pace.speed * more:
+                    size += 1
+                    found.update(nodes=1, hits=hit, more=more)
+
+
+def line(name: str, found: Counter) -> str:
+    before, rounds = found["tokens"] / found["cost"], found["rounds"]
+    after = (found["tokens"] + found["hits"]) / (found["cost"] + found["more"])
+    return (
+        f"| {name} | {rounds} | {found['nodes'] / rounds:.2f} | {found['hits'] / rounds:.3f} | {after / before:.3f} |"
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=4, help="of each kind")
+    parser.add_argument("--only", default="", help="kinds whose name contains this")
+    arguments = parser.parse_args()
+    options = SimpleNamespace(new_tokens=192, temperature=0)
+    torch.set_num_threads(1)
+    os.environ["DFLASH_HF_REMEMBER"] = "0"
+    pair, successors, total = load_pair(torch.bfloat16), Successors(), Counter()
+    packed_weights(pair.target, pair.draft)
+    print("| | rounds | nodes | hits | ratio |\n|---|---|---|---|---|")
+    for kind, rows in lookup.prompts(arguments.prompts).items():
+        if arguments.only not in kind:
+            continue
+        successors.found = Counter()
+        for row in rows:
+            successors.table = {}
+            lookup.decode(pair, pair.draft, lookup.inputs_of(pair, row), options)
+        if successors.found["rounds"]:
+            print(line(kind, successors.found), flush=True)
+        total += successors.found
+    print(line("all", total))
+
+
+if __name__ == "__main__":
+    main()
