@@ -25,23 +25,12 @@ from .target_dflash import text_depth
 
 logger = logging.get_logger(__name__)
 # Keys that some publishers nest in `dflash_config` and others keep at the top level. Nested wins, as in the engines.
-_NESTED_KEYS = {
-    "block_size": "block_size",
-    "mask_token_id": "mask_token_id",
-    "target_layer_ids": "target_layer_ids",
-    "num_target_layers": "num_target_layers",
-    "swa_window_size": "sliding_window",
-    "conv_kernel_size": "conv_kernel_size",
-    "conv_group_size": "conv_group_size",
-    "output_multiplier": "output_multiplier",
-    "final_logit_softcapping": "final_logit_softcapping",
-    "input_embedding_scale": "input_embedding_scale",
-    "attention_sink_bias": "attention_sink_bias",
-    "attention_value_scale": "attention_value_scale",
-    "backbone_rotary_base": "backbone_rotary_base",
-    "own_mask_embedding": "own_mask_embedding",
-    "has_embed_tokens": "has_embed_tokens",
-}
+_SAME_NAME = (
+    *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "conv_kernel_size", "conv_group_size"),
+    *("output_multiplier", "final_logit_softcapping", "input_embedding_scale", "attention_sink_bias"),
+    *("attention_value_scale", "backbone_rotary_base", "own_mask_embedding", "has_embed_tokens"),
+)
+_NESTED_KEYS = {"swa_window_size": "sliding_window", **{key: key for key in _SAME_NAME}}
 _FIELD_OF = {**_NESTED_KEYS, "causal": "is_causal", "causal_head": "is_causal", "use_swa": "layer_types"}
 # Of these and the heads' fields, those that engines read only nested are written only if they differ from the default.
 _WRITTEN_TWICE = (
