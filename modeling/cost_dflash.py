@@ -44,7 +44,7 @@ class CostTable:
         self.pinned, self.new, self.total = False, 0, 0  # samples: since they were last saved, and in total
         self.forwards = _CPU if device.type == "cpu" else _GPU
         self.curves: dict[tuple, list[float]] = {}  # cached in copies, which no longer learn
-        self.samples: dict[tuple, dict] = defaultdict(dict)  # (rows, bucket) -> {size: seconds}; -1: no draft
+        self.samples: dict[tuple, dict] = defaultdict(dict)  # (rows, bucket) -> {size: seconds}; see `note`
 
     @staticmethod
     def bucket(columns: int) -> int:
@@ -52,7 +52,10 @@ class CostTable:
         return max(columns, 256).bit_length()
 
     def note(self, rows: int, columns: int, size: int, seconds: float) -> None:
-        """Record the time of a round that verified `size` drafted tokens of each row."""
+        """
+        Record the time of a round that verified `size` drafted tokens of each row, or `-1 - size` tokens without a
+        draft (-1: only the anchors).
+        """
         if self.pinned or not seconds > 0:  # a coarse clock
             return
         self.new, self.total = self.new + 1, self.total + 1
@@ -85,7 +88,7 @@ class CostTable:
             for place, sizes in found.items():
                 rows, bucket = map(int, place.split())
                 for size, seconds in sizes.items():
-                    if not all(isinstance(s, float) and 0 < s < math.inf for s in seconds) or int(size) < -1:
+                    if not all(isinstance(s, float) and 0 < s < math.inf for s in seconds):
                         return False
                     samples[rows, bucket][int(size)] = deque(seconds, maxlen=SAMPLES)
         except (AttributeError, TypeError, ValueError):
@@ -93,35 +96,33 @@ class CostTable:
         self.samples, self.total = samples, sum(len(s) for sizes in samples.values() for s in sizes.values())
         return True
 
-    def curve(self, rows: int, columns: int, most: int) -> list[float]:
+    def curve(self, rows: int, columns: int, most: int, drafted: bool = True) -> list[float]:
         """
-        Costs of rounds that draft a block and verify 0, 1, ... `most` of its tokens, in units of a round without a
-        draft: measured if there are enough samples, otherwise interpolated and extrapolated along the expected shape;
-        never decreasing.
+        Costs of rounds that verify 0, 1, ... `most` tokens besides the anchor, with or without drafting a block
+        before, in units of a round without either: measured if there are enough samples, otherwise interpolated and
+        extrapolated along the expected shape; never decreasing.
         """
-        key = rows, self.bucket(columns), most
+        key = rows, self.bucket(columns), most, drafted
         if key not in self.curves:
-            self.curves[key] = self._curve(rows, columns, most)
+            self.curves[key] = self._curve(rows, columns, most, drafted)
         return self.curves[key]
 
-    def _curve(self, rows: int, columns: int, most: int) -> list[float]:
-        drafting = self.drafting * self._forward(rows * self.block_size)
+    def _curve(self, rows: int, columns: int, most: int, drafted: bool) -> list[float]:
+        drafting = self.drafting * self._forward(rows * self.block_size) if drafted else 0.0
         expected = [drafting + self._forward(rows * (n + 1)) for n in range(most + 1)]
-        plain = self._forward(rows)
-        known = self._nearest(rows, columns)
-        if not known:
-            return [value / plain for value in expected]
+        plain, known = self._forward(rows), self._nearest(rows, columns)
+        found = {size if drafted else -1 - size: value for size, value in known.items() if (size >= 0) == drafted}
         # A larger round is never cheaper: where samples say so, their mean is likelier than the highest of them.
-        rising = _rising([(n, *known[n]) for n in sorted(known) if n >= 0])
+        rising = _rising([(n, *found[n]) for n in sorted(found)])
         measured = {n: seconds / expected[min(n, most)] for n, seconds in rising.items()}
-        if -1 in known:
-            measured[-1] = known[-1][0] / plain
-        scale = sorted(measured.values())[len(measured) // 2]
+        unit = [known[-1][0] / plain] if -1 in known else []
+        ratios = sorted([*measured.values(), *unit]) or [1.0]
+        scale = ratios[len(ratios) // 2]
         places = sorted(rising)
         curve = [value * _between(places, measured, n, scale) for n, value in enumerate(expected)]
         for n in range(1, most + 1):
             curve[n] = max(curve[n], curve[n - 1])
-        return [value / (plain * measured.get(-1, scale)) for value in curve]
+        return [value / (plain * (unit or [scale])[0]) for value in curve]
 
     def _nearest(self, rows: int, columns: int) -> dict[int, tuple[float, int]]:
         """Typical seconds by size and their number of samples, at the nearest length with samples."""

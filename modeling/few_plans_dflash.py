@@ -67,6 +67,7 @@ class FewPlans:
         paces (`dict`): The drafter's statistics.
         key: Their key, for this number of rows and decoding mode.
         place (`tuple[int, int]`): Rows, and tokens per row before the first round.
+        lookup (`Lookup`, *optional*): Finds what can be copied, for a single row whose host syncs after each round.
         compiled (`bool`): Whether rounds are compiled.
     """
 
@@ -74,12 +75,16 @@ class FewPlans:
     EARNED = 48  # rounds of a plan before it is compiled; the initial plan is compiled immediately
     LASTING = 1.05  # minimum speed of a plan, relative to the current one, to replace it
 
-    def __init__(self, plans, table: CostTable, paces: dict, key, place: tuple[int, int], compiled: bool):
+    def __init__(
+        self, plans, table: CostTable, paces: dict, key, place: tuple[int, int], lookup: Lookup | None, compiled: bool
+    ):
         self.plans, self.table, self.known, self.paces, self.key = plans, table, table.copy(), paces, key
         self.place, self.compiled = place, compiled
         slots = max(plan.block for plan in plans) - 1
         self.record = paces[key].copy() if key in paces else Record([0.0] * slots, [0.0] * slots)
-        self.lookup = Lookup(self.record.pace.copies)
+        self.lookup = lookup
+        if lookup is not None:
+            lookup.reliability = self.record.pace.copies
         self.lasting = plans[1]  # the plan of rounds that draft
         self.plan, self.window = plans[1], 0  # rounds of this plan since the last sync
         self.timed: set = set()  # plans whose first rounds are over
@@ -99,8 +104,8 @@ class FewPlans:
 
     def cost(self, plan: Plan) -> float:
         """Cost of a round, in units of a round without a draft."""
-        curve = self.known.curve(*self.place, max(plan.size for plan in self.plans) - 1)
-        return curve[plan.size - 1] if plan.drafts else 1.0 + curve[plan.size - 1] - curve[0]
+        most = max(plan.size for plan in self.plans) - 1
+        return self.known.curve(*self.place, most, plan.drafts)[plan.size - 1]
 
     def _fastest(self) -> Plan:
         nothing, *drafting = self.plans
@@ -113,12 +118,13 @@ class FewPlans:
 
     def _copying(self, text) -> Plan | None:
         """Copies as many as a block has, where they are faster than drafting."""
-        if self.place[0] > 1 or text.look_ahead > 1:
+        if self.lookup is None:
             return None
         whole = self.plans[1]
-        cost = self.cost(whole._replace(copied=text.last))
-        copied = self.lookup.worth_copying(text, whole.block - 1, self.record.pace.speed, lambda count: cost)
-        return whole._replace(copied=copied) if copied is not None else None
+        most = whole.block - 1
+        cost = self.cost(whole._replace(copied=text.last))  # for any number of tokens, since shapes are fixed
+        copied = self.lookup.worth_copying(text, most, self.record.pace.speed, [cost] * (most + 1))
+        return whole._replace(copied=copied) if copied is not None and len(copied) == most else None
 
     def learn(self, text, verdict: Verdict) -> None:
         """After a sync, record how long the rounds took and what they committed."""
@@ -126,8 +132,8 @@ class FewPlans:
             return
         seconds, plan, pace = text.seconds - self.began, self.plan, self.record.pace
         if plan.compiled or not self.compiled:
-            if plan.key in self.timed and plan.copied is None:  # the first rounds of a plan may compile
-                self.table.note(*self.place, plan.size - 1 if plan.drafts else -1, seconds / self.window)
+            if plan.key in self.timed:  # the first rounds of a plan may compile
+                self.table.note(*self.place, plan.size - 1 if plan.drafts else -plan.size, seconds / self.window)
             self.timed.add(plan.key)
         for counts, unfinished in text.host.looked_at:
             if not any(counts):  # wasted

@@ -32,9 +32,9 @@ class DFlashGenerateOutput(GenerateDecoderOnlyOutput):
     `GenerateDecoderOnlyOutput` with `acceptance_lengths` (`list[list[int]]`): for each row, the number of tokens that
     each verification committed, bonus token included. A row's first token is excluded: the prompt's forward wrote it.
 
-    If sizes were chosen, not set: `draft_sizes` (`list[int]`), the number of drafted tokens that each round verified
-    in every row, and `estimated_speedup` (`float`), the speed of these rounds relative to the target alone, estimated
-    from their acceptance and the costs by which sizes were chosen.
+    If sizes were chosen, not set: `draft_sizes` (`list[int]`), the number of drafted or copied tokens that each round
+    verified in every row, and `estimated_speedup` (`float`), the speed of these rounds relative to the target alone,
+    estimated from their acceptance and the costs by which sizes were chosen.
     """
 
     acceptance_lengths: list[list[int]] | None = None
@@ -155,11 +155,11 @@ def decode(
             continuation.commit(verdict)
             planner.learn(continuation, verdict)
             start = start + verdict.counts
-            width = max(continuation.host.committed)
+            committed = max(continuation.host.committed)  # as of the last sync
             if plan.drafts:
-                context = drafter.shaped(fresh, None if planner.whole else width)
+                context = drafter.shaped(fresh, None if planner.whole else committed)
             else:
-                context = drafter.follow(context, fresh, width)
+                context = drafter.follow(context, fresh, 1 if plan.copied is None else committed)
 
     if streamer is not None:
         streamer.end()

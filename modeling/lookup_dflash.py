@@ -13,13 +13,15 @@ class Lookup:
     cost.
 
     Args:
-        reliability (`plan_dflash.Reliability`): The drafter's statistics of its copies; extended.
+        vocab_size (`int`): Of the target: placeholders in a prompt, for images or the like, are not copied.
+        reliability (`plan_dflash.Reliability`, *optional*): The drafter's statistics of its copies; extended. A
+            planner sets it.
     """
 
-    SHORTEST = 2  # tokens that must agree before anything is copied
+    SHORTEST, LONGEST = 2, 16  # tokens that must agree before anything is copied; that are copied at most
 
-    def __init__(self, reliability):
-        self.reliability, self.tokens = reliability, []
+    def __init__(self, vocab_size: int, reliability=None):
+        self.vocab_size, self.reliability, self.tokens = vocab_size, reliability, []
         self.places: dict[tuple, int] = {}  # what followed each sequence of tokens when it occurred last
         self.source, self.agreeing = None, 0  # index of the token that comes next if the text repeats itself
 
@@ -44,15 +46,18 @@ class Lookup:
 
     def copied(self, most: int) -> tuple[list[int], list[float]]:
         """Up to `most` next tokens if the text repeats itself, and for each the chance that all up to it do."""
-        if self.source is None:
-            return [], []
-        period, chances, chance = len(self.tokens) - self.source, [], 1.0
-        for step in range(most):
+        tokens, chances, chance = [], [], 1.0
+        while self.source is not None and len(tokens) < min(most, self.LONGEST):
+            step = len(tokens)
+            token = self.tokens[self.source + step % (len(self.tokens) - self.source)]
+            if not 0 <= token < self.vocab_size:
+                break
             chance *= self.reliability(self.said(self.agreeing + step))
+            tokens.append(token)
             chances.append(chance)
-        return [self.tokens[self.source + step % period] for step in range(most)], chances
+        return tokens, chances
 
-    def worth_copying(self, text, most: int, speed: float, cost) -> torch.LongTensor | None:
+    def worth_copying(self, text, most: int, speed: float, costs: list[float]) -> torch.LongTensor | None:
         """
         The next tokens of a text that are worth verifying without a draft, `[n]`, or `None`.
 
@@ -60,14 +65,14 @@ class Lookup:
             text (`Continuation`): The text, of a single row; what is new in it is read.
             most (`int`): Maximum number of tokens.
             speed (`float`): Tokens per cost of the rounds that compete with it.
-            cost (`callable`): The cost of a round that verifies so many tokens without a draft.
+            costs (`list[float]`): The costs of rounds that verify 0, 1, ... tokens without a draft.
         """
         self.extend(text.sequences[0, len(self.tokens) :].tolist(), generated=bool(self.tokens))
         tokens, chances = self.copied(most)
         expected, size, best = 1.0, 0, 0.0
         for count, chance in enumerate(chances, start=1):
             expected += chance
-            worth = expected - speed * cost(count)
+            worth = expected - speed * costs[count]
             if worth > best:
                 size, best = count, worth
         return text.last.new_tensor(tokens[:size]) if size else None

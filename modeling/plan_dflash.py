@@ -252,26 +252,29 @@ class FastestPlan:
         paces (`dict`): The drafter's statistics.
         key: Their key, for this number of rows and decoding mode.
         place (`tuple[int, int]`): Rows, and tokens per row before the first round.
+        lookup (`Lookup`, *optional*): Finds what can be copied, for a single row.
     """
 
     whole = False
     LADDER = (1, 2, 4, 8, 16, 32, 64)  # sizes that are slightly preferred until their cost is known
     ENOUGH = 3  # number of times that each of them, and a round without a draft, is tried
 
-    def __init__(self, plan: Plan, table: CostTable, paces: dict, key: tuple, place: tuple[int, int]):
+    def __init__(self, plan: Plan, table: CostTable, paces: dict, key, place: tuple[int, int], lookup: Lookup | None):
         self.widest, self.table, self.known = plan._replace(cut=self.cut), table, table.copy()
         self.paces, self.key, self.pace = paces, key, paces.get(key, Pace()).copy()
         self.rows, self.columns = place
         self.sizes: list[int] = []  # drafted tokens that each round verified
         self.tokens = self.spent = 0.0  # committed per row; their cost, in units of a round without a draft
-        self.tried: dict[int, int] = {}  # rounds of this call by size, -1 for those without a draft
+        self.tried: dict[int, int] = {}  # rounds of this call by size, as in the table
         self.slowest: SlowestRow | None = None  # over rounds with a draft
         self.judged: list[tuple] = []  # for each row of the current round: parents and chances of its nodes
-        self.lookup = Lookup(self.pace.copies) if self.rows == 1 else None
+        self.lookup = lookup
+        if lookup is not None:
+            lookup.reliability = self.pace.copies
 
     def next(self, text) -> Plan:
         """The plan of the next round of a text (`Continuation`)."""
-        host, self.judged, self.verified, self.cost = text.host, [], -1, 1.0
+        host, self.judged, self.size, self.cost = text.host, [], -1, 1.0
         self.alive, self.left = list(host.alive), text.tokens_left
         self.place = self.rows, self.columns + host.longest
         self.costs = self.known.curve(*self.place, self.widest.nodes)
@@ -280,11 +283,11 @@ class FastestPlan:
             self.pace.begin(self.costs[min(2, self.widest.nodes)])
         self.forced = self._to_try()
         copied = self._worth_copying(text) if self.forced is None else None
-        rests = self.forced is None and self.pace.resting > 0
+        rests = self.forced is None and copied is None and self.pace.resting > 0
         self.pace.resting -= rests
         self.began = text.seconds
         if copied is not None:
-            self.verified, self.cost = len(copied), self._cost_of_copies(len(copied))
+            self.size, self.cost = -1 - len(copied), self._copying()[len(copied)]
             return Plan(1 + len(copied), copied=copied)
         return Plan(1) if self.left == 1 or rests or self.forced == -1 else self.widest
 
@@ -299,8 +302,8 @@ class FastestPlan:
             for node in range(1, most):
                 likely[node] = likely[parents[row][node]] * self.pace.reliability(chances[row][node])
                 gains[node] += likely[node] * (depths[row][node] < self.left)
-        self.verified = self._worth(gains) if self.forced is None else self.forced
-        self.cost, size = self.costs[self.verified], 1 + self.verified
+        self.size = self._worth(gains) if self.forced is None else self.forced
+        self.cost, size = self.costs[self.size], 1 + self.size
         self.judged = [(parents[row][:size], chances[row][:size]) for row in range(len(parents))]
         self.expected = min(1 + sum(gains[:size]) / sum(self.alive), self.left)
         deepest = max(max(row[:size]) for row in depths)
@@ -311,13 +314,13 @@ class FastestPlan:
     def learn(self, text, verdict: Verdict) -> None:
         """Record how long a round took, and what the target accepted of its draft."""
         seconds = text.seconds - self.began
-        counts, size = text.host.committed, self.verified
-        if self.sizes and (self.judged or size < 0):  # the first round of a call is slower than the others
+        counts, size = text.host.committed, self.size
+        if self.sizes:  # the first round of a call is slower than the others
             self.table.note(*self.place, size, seconds)
             self.tried[size] = self.tried.get(size, 0) + 1
         # A batch is done when its slowest row is.
         tokens = min(self.left - (text.tokens_left if any(text.host.alive) else 0), max(counts))
-        self.sizes.append(max(size, 0))
+        self.sizes.append(size if size >= 0 else -1 - size)
         self.tokens, self.spent = self.tokens + tokens, self.spent + self.cost
         self.paces[self.key] = self.pace  # the next call copies it
         if not self.judged:
@@ -340,10 +343,10 @@ class FastestPlan:
     def summary(self) -> dict:
         """The choices, for the output. A call that mostly decodes without drafts logs the reason once."""
         self.table.keep()
-        drafts, pace = sum(size > 0 for size in self.sizes), self.pace
+        pace, mostly_none = self.pace, len(self.sizes) >= 16 and 2 * self.sizes.count(0) > len(self.sizes)
         judged = any(observations for observations, *_ in pace.reliability.seen)
-        lost = judged and pace.tokens < pace.cost
-        if len(self.sizes) >= 16 and 2 * drafts < len(self.sizes) and lost and not pace.warned:
+        lost = judged and pace.tokens < pace.cost and self.tokens < 1.1 * self.spent  # copies may make up for it
+        if mostly_none and lost and not pace.warned:
             pace.warned = True
             logger.warning(
                 f"Decoding mostly without drafts: with {self.place[0]} row(s), rounds that draft are estimated at "
@@ -356,10 +359,11 @@ class FastestPlan:
         if self.lookup is None:
             return None
         most = min(self.left - 1, self.widest.nodes)
-        return self.lookup.worth_copying(text, most, self.pace.speed, self._cost_of_copies)
+        return self.lookup.worth_copying(text, most, self.pace.speed, self._copying())
 
-    def _cost_of_copies(self, size: int) -> float:
-        return 1.0 + self.costs[size] - self.costs[0]
+    def _copying(self) -> list[float]:
+        """Costs of rounds that verify 0, 1, ... copied tokens."""
+        return self.known.curve(*self.place, self.widest.nodes, drafted=False)
 
     def _worth(self, gains: list[float]) -> int:
         """How many nodes to verify, given the `gains` of each in tokens of all rows."""

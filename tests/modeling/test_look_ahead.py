@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.pairs import make_draft, make_target, shallow_pair
-from support.scripted_draft import scripted
+from support.scripted_draft import recognising, scripted
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers import DynamicCache, GenerationConfig, TextStreamer
 from transformers.generation import EosTokenCriteria, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
@@ -196,3 +196,20 @@ def test_what_no_drafter_can_follow_is_refused(field, value, target, draft):
     setattr(draft.decoding_config, field, value)
     with pytest.raises(ValueError, match=f"decoding_config.{field}={value!r} must be"):
         target.generate(torch.tensor([[5, 9]]), max_new_tokens=4, assistant_model=draft)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_call_that_begins_at_rest_loses_no_features(rows):
+    """The host has not seen the first rounds when their features are kept."""
+    target = make_target()
+    prompts = [torch.randint(2, 90, (1, 20), generator=torch.Generator().manual_seed(seed)) for seed in (5, 6)]
+    hard, easy = (prompt.expand(rows, -1) for prompt in prompts)
+    options = {"max_new_tokens": 80, "do_sample": False}
+    expected = target.generate(easy, **options)
+    draft = recognising(target, [expected[0]], block_size=6, error_rate=0.0)
+    draft.decoding_config.block_size, draft.decoding_config.look_ahead = None, 4
+    rounds = []
+    for prompt in (hard, easy, easy, easy):
+        output = target.generate(prompt, **options, assistant_model=draft, return_dict_in_generate=True)
+        rounds.append(len(output.acceptance_lengths[0]))
+    assert rounds[0] > 70 and rounds[-1] < 25, "hard text, then the drafter's own"

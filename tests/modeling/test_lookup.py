@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 
 from dflash_hf.modeling import compile_dflash
 from dflash_hf.modeling.cost_dflash import CostTable
+from dflash_hf.modeling.drafting_dflash import STEPS_AT_ONCE
 from dflash_hf.modeling.few_plans_dflash import FewPlans
 from dflash_hf.modeling.lookup_dflash import Lookup
 from dflash_hf.modeling.plan_dflash import FastestPlan, Pace, Plan, Reliability
@@ -22,7 +23,7 @@ LOOP = [3, 8, 1, 9]
 
 
 def read(tokens, **options) -> Lookup:
-    lookup = Lookup(Reliability())
+    lookup = Lookup(96, Reliability())
     lookup.extend(list(tokens), **options)
     return lookup
 
@@ -37,7 +38,7 @@ def copying(monkeypatch):
     def always(self, text):
         if self.lookup is None:
             return None
-        self.lookup.worth_copying(text, 0, 1.0, None)  # reads what is new
+        self.lookup.worth_copying(text, 0, 1.0, [])  # reads what is new
         most = min(self.left - 1, self.widest.nodes, draws.randint(0, 8))
         tokens = self.lookup.copied(most)[0] or [draws.randrange(8) for _ in range(most)]
         made.append(len(tokens))
@@ -72,7 +73,7 @@ def test_the_place_is_followed_while_the_text_agrees():
 def test_what_is_found_occurred_before(seed):
     draws = random.Random(seed)
     text = [draws.randrange(4) for _ in range(300)]
-    lookup = Lookup(Reliability())
+    lookup = Lookup(96, Reliability())
     for end, token in enumerate(text, start=1):
         lookup.extend([token])
         before = [i for i in range(2, end) if text[i - 2 : i] == text[end - 2 : end]]
@@ -84,7 +85,7 @@ def test_what_is_found_occurred_before(seed):
 
 def test_reliability_is_learned_from_what_was_generated():
     assert not any(seen for seen, *_ in read(LOOP * 9, generated=False).reliability.seen)
-    good, bad = read(LOOP * 9), Lookup(Reliability())
+    good, bad = read(LOOP * 9), Lookup(96, Reliability())
     for number in range(9):
         bad.extend([1, 2, 10 + number])
     assert good.copied(1)[1][0] > 0.9 > 0.1 > bad.reliability(Lookup.said(2))
@@ -95,9 +96,10 @@ def test_reliability_is_learned_from_what_was_generated():
 def planner(speed: float, accepted: float, slope: float = 0.05) -> FastestPlan:
     pace = Pace(tokens=speed, cost=1.0)
     pace.copies.seen = [(100.0, accepted, 50.0)] * len(pace.copies.seen)
-    made = FastestPlan(Plan(9), CostTable(0.1, 8, CPU), {"key": pace}, "key", (1, 60))
+    made = FastestPlan(Plan(9), CostTable(0.1, 8, CPU), {"key": pace}, "key", (1, 60), Lookup(96))
     made.widest, made.left = types.SimpleNamespace(nodes=16), 100
-    made.costs = [1.1 + slope * n for n in range(17)]
+    made.known = types.SimpleNamespace(curve=lambda *place, drafted: [1.0 + slope * n for n in range(17)])
+    made.place = (1, 9)
     return made
 
 
@@ -119,6 +121,53 @@ def test_no_more_is_copied_than_pays_or_is_left():
     made = planner(1.8, 99.0)
     made.left = 5
     assert len(copied(made)) == 4
+
+
+def test_copies_cost_what_they_were_measured_to_cost():
+    """Not what drafted rounds let one guess: here a forward takes as long as its tokens are many."""
+    table = CostTable(0.1, 8, CPU)
+    for _ in range(3):
+        for size in (2, 4, 8):
+            table.note(1, 60, size, 3.0 + size)
+        table.note(1, 60, -1, 1.0)
+    drafted = table.copy().curve(1, 60, 16)
+    for _ in range(3):
+        for copies in (4, 16):
+            table.note(1, 60, -1 - copies, 1.0 + copies)
+    known = table.copy()
+    assert known.curve(1, 60, 16) == drafted and drafted[4] == pytest.approx(7.0)
+    copied = known.curve(1, 60, 16, drafted=False)
+    assert [copied[n] for n in (0, 4, 16)] == pytest.approx([1.0, 5.0, 17.0])
+    assert copied[8] == pytest.approx(9.0, rel=0.1) and copied == sorted(copied)
+    assert CostTable(0.1, 8, CPU).curve(1, 60, 16, drafted=False)[0] == 1.0
+
+
+def test_copies_are_measured(monkeypatch):
+    """In every round that copies, under sizes of their own."""
+    monkeypatch.setattr(Pace, "speed", 1.0)
+    target, draft = make_target(), make_draft(make_target(), block_size=6)
+    draft.decoding_config.block_size = None
+    noted, note = [], CostTable.note
+    monkeypatch.setattr(CostTable, "note", lambda *args: (noted.append(args[-2]), note(*args)))
+    output = target.generate(torch.tensor([LOOP * 3]), max_new_tokens=90, do_sample=False, assistant_model=draft)
+    assert output.shape[1] == 12 + 90 and min(noted) < -2
+
+
+def test_placeholders_are_not_copied():
+    """A prompt given as embeddings may have ids that the target has no embedding for."""
+    ids = [7, 11, 12, 13, -200, -200, 20, 5000, 21, 11, 12]
+    assert read(ids).copied(5)[0] == [13]
+    assert read([*ids[:7], 13, -200]).copied(4)[0] == []
+    assert len(read(LOOP * 30).copied(64)[0]) == Lookup.LONGEST < STEPS_AT_ONCE, "a ring of slots has room for it"
+    target = make_target()
+    draft = make_draft(target, block_size=6)
+    draft.decoding_config.block_size = None
+    embeds, prompt = torch.randn(1, 11, 32, generator=torch.Generator().manual_seed(0)), torch.tensor([ids])
+    options = {"inputs_embeds": embeds, "input_ids": prompt, "max_new_tokens": 30, "do_sample": False}
+    options["sequence_bias"] = {(11,): 30.0, (11, 12): 60.0}  # so that the text comes back to the placeholders
+    plain = target.generate(**options)
+    assert plain[0, 11:].tolist().count(12) > 3
+    assert torch.equal(target.generate(**options, assistant_model=draft), plain)
 
 
 FAMILIES = ["qwen3", "gemma3", "gpt2", "lfm2", "qwen3_next"]
@@ -195,7 +244,7 @@ def test_one_graph_serves_all_copies(make, monkeypatch):
     draws, made = random.Random(0), []
 
     def copying(self, text):
-        self.lookup.worth_copying(text, 0, 1.0, None)  # reads what is new
+        self.lookup.worth_copying(text, 0, 1.0, [])  # reads what is new
         if draws.random() < 0.4:
             return None
         tokens = self.lookup.copied(5)[0] or [draws.randrange(8) for _ in range(5)]
@@ -227,5 +276,3 @@ def test_batches_and_set_sizes_copy_nothing(copying):
         draft.decoding_config.block_size = size
         target.generate(prompt[:rows], max_new_tokens=30, do_sample=False, assistant_model=draft)
     assert not copying
-    made = FastestPlan(Plan(9), CostTable(0.1, 8, CPU), {}, "key", (2, 60))
-    assert made.lookup is None

@@ -321,7 +321,7 @@ def test_a_plan_is_compiled_when_it_has_earned_it(any_plan, monkeypatch):
 def few(costs: dict[int, float], record: Record) -> FewPlans:
     plans = [plan_dflash.Plan(1), plan_dflash.Plan(8), plan_dflash.Plan(4)]
     plans += [plan_dflash.Plan(8, every_path(nodes, 7, 4, CPU)) for nodes in (7, 15)]
-    made = FewPlans(plans, CostTable(0.2, 8, CPU), {"key": record}, "key", (1, 9), False)
+    made = FewPlans(plans, CostTable(0.2, 8, CPU), {"key": record}, "key", (1, 9), None, False)
     made.cost = lambda plan: costs.get(plan.size - 1, 1.0)
     return made
 
@@ -364,7 +364,7 @@ def planner(costs: list[float], nodes: int = 8, pace: Pace | None = None) -> Fas
 
     table = Table(0.2, 8, CPU)
     table.pinned = True  # all of them are known
-    made = FastestPlan(plan_dflash.Plan(9, None), table, {"key": pace or Pace()}, "key", (1, 60))
+    made = FastestPlan(plan_dflash.Plan(9, None), table, {"key": pace or Pace()}, "key", (1, 60), None)
     made.costs, made.alive, made.place = costs, [True], (1, 9)
     return made
 
@@ -423,7 +423,7 @@ def test_a_drafter_s_word_is_taken_as_far_as_it_holds():
 
 def test_what_a_row_says_after_its_end_is_not_counted(planners, monkeypatch):
     """The last token of a row that ends is no rejection of what was drafted behind it."""
-    monkeypatch.setattr(CostTable, "curve", lambda self, rows, columns, most: [1.2] * (most + 1))
+    monkeypatch.setattr(CostTable, "curve", lambda self, rows, columns, most, drafted=True: [1.2] * (most + 1))
     target = make_target()
     prompt = torch.tensor([[5, 9, 17, 33]])
     expected = target.generate(prompt, max_new_tokens=24, do_sample=False)
@@ -439,7 +439,7 @@ def test_what_a_row_says_after_its_end_is_not_counted(planners, monkeypatch):
 
 def test_a_rest_goes_on_in_the_next_call_and_ends(planners, monkeypatch):
     """Or answers that are shorter than a rest would never be drafted again."""
-    monkeypatch.setattr(CostTable, "curve", lambda self, rows, columns, most: [1.6] * (most + 1))
+    monkeypatch.setattr(CostTable, "curve", lambda self, rows, columns, most, drafted=True: [1.6] * (most + 1))
     target = make_target()
     draft = opened(make_draft(target, block_size=6))
     for _ in range(8):
@@ -513,7 +513,7 @@ def test_the_output_tells_what_was_chosen_and_a_drafter_that_does_not_pay_is_nam
     options = {"max_new_tokens": 60, "do_sample": False, "return_dict_in_generate": True}
     expected = target.generate(prompt, **options)
     good = opened(scripted(make_draft(target, block_size=6), expected.sequences, error_rate=0.0))
-    monkeypatch.setattr(CostTable, "curve", lambda self, rows, columns, most: [1.4] * (most + 1))
+    monkeypatch.setattr(CostTable, "curve", lambda self, rows, columns, most, drafted=True: [1.4] * (most + 1))
     output = target.generate(prompt, **options, assistant_model=good)
     assert len(output.draft_sizes) == len(output.acceptance_lengths[0]) and max(output.draft_sizes) > 2
     assert output.estimated_speedup > 1.5 and not said
@@ -528,9 +528,25 @@ def test_the_output_tells_what_was_chosen_and_a_drafter_that_does_not_pay_is_nam
     assert output.draft_sizes is None and output.estimated_speedup is None
 
 
+def test_a_drafter_is_not_blamed_where_copies_are_fast(monkeypatch):
+    """Setting a block size, as the warning says, would end them."""
+    target, said = make_target(), []
+    monkeypatch.setattr(plan_dflash.logger, "warning", said.append)
+    monkeypatch.setattr(
+        CostTable, "curve", lambda self, rows, columns, most, drafted=True: [1.0 + drafted] * (most + 1)
+    )
+    draft = opened(make_draft(target, block_size=6))
+    prompt = torch.tensor([[3, 8, 1, 9] * 4])
+    options = {"sequence_bias": {(3,): 1.0, (3, 8): 90.0, (8, 1): 90.0, (1, 9): 90.0, (9, 3): 90.0}}
+    options |= {"max_new_tokens": 90, "do_sample": False, "return_dict_in_generate": True}
+    for _ in range(2):
+        output = target.generate(prompt, **options, assistant_model=draft)
+    assert output.estimated_speedup > 2 and not said
+
+
 def test_calls_in_threads_share_what_is_known_of_a_drafter(planners, monkeypatch):
     """Each writes what the target writes alone; the next call begins with what all of them learned."""
-    monkeypatch.setattr(CostTable, "curve", lambda self, rows, columns, most: [1.2] * (most + 1))
+    monkeypatch.setattr(CostTable, "curve", lambda self, rows, columns, most, drafted=True: [1.2] * (most + 1))
     target, options = make_target(), {"max_new_tokens": 30, "do_sample": False}
     prompts = [torch.tensor([[5, 9, 17, first]]) for first in range(20, 26)]
     texts = [target.generate(prompt, **options)[0] for prompt in prompts]
@@ -590,7 +606,7 @@ def test_large_batches_draft_from_their_first_call_where_that_pays(rows):
     text = types.SimpleNamespace(host=host, tokens_left=most, seconds=0.0, last=torch.zeros(1, dtype=torch.long))
     text.sequences = torch.zeros(rows, 0, dtype=torch.long)
     plan = planner_dflash.Plan(8, every_path(7, 7, 1, CPU))
-    planner = FastestPlan(plan, table, {}, (rows,), (rows, 60))
+    planner = FastestPlan(plan, table, {}, (rows,), (rows, 60), None)
     got = [0] * rows
     while any(host.alive):
         drafted, counts = planner.next(text), [1] * rows

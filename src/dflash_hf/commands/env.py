@@ -70,9 +70,10 @@ def _costs(echo) -> list[dict]:
             lines.append(f"{'costs of rounds':18} {', '.join(parts)}: {path}")
             for place, sizes in table["found"].items():
                 rows, bucket = map(int, place.split())
+                named = {int(size): 1000 * statistics.median(seconds) for size, seconds in sizes.items()}
                 shown = [
-                    f"{'no draft' if size == '-1' else size} {1000 * statistics.median(seconds):.1f}"
-                    for size, seconds in sorted(sizes.items(), key=lambda item: int(item[0]))
+                    f"{size if size >= 0 else f'{-1 - size} copied' if size < -1 else 'no draft'} {ms:.1f}"
+                    for size, ms in sorted(named.items())
                 ]
                 lines.append(f"{'':18} {rows} row(s), up to {2**bucket} tokens, ms by tokens: {', '.join(shown)}")
             tables.append({"file": str(path), **table})

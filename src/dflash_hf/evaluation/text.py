@@ -35,15 +35,15 @@ def origins(lengths: Sequence[int], total: int) -> list[int]:
 
 def chosen_line(sizes: Sequence[int], speedup: float | None) -> str:
     """
-    The draft sizes that were chosen, round by round.
+    How many tokens the rounds verified, drafted or copied.
 
     Args:
-        sizes (`Sequence[int]`): Drafted tokens of each round: `draft_sizes` of one or more outputs.
+        sizes (`Sequence[int]`): `draft_sizes` of one or more outputs.
         speedup (`float`, *optional*): The `estimated_speedup`.
     """
     counts = ", ".join(f"{size or 'none'} in {rounds}" for size, rounds in sorted(Counter(sizes).items()))
     estimate = "" if speedup is None else f"; an estimated {speedup:.2f}x of the target alone"
-    return f"drafted tokens verified: {counts} of {len(sizes)} rounds{estimate}"
+    return f"drafted or copied tokens verified: {counts} of {len(sizes)} rounds{estimate}"
 
 
 def summary_lines(report: EvalReport) -> list[str]:
