@@ -23,7 +23,8 @@ class Lookup:
     def __init__(self, vocab_size: int, reliability=None):
         self.vocab_size, self.reliability, self.tokens = vocab_size, reliability, []
         self.places: dict[tuple, int] = {}  # what followed each sequence of tokens when it occurred last
-        self.source, self.agreeing = None, 0  # index of the token that comes next if the text repeats itself
+        self.source: int | None = None  # index of the token that comes next if the text repeats itself
+        self.agreeing = 0  # tokens before it that equal the last tokens of the text
 
     def extend(self, tokens: list[int], generated: bool = True) -> None:
         """Read the next tokens; tokens of the prompt say nothing about the target."""
