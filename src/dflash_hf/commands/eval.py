@@ -118,7 +118,7 @@ def _measure(arguments):
     if arguments.data in (*NAMED, *GENERATED):
         said, repository = conversations(arguments.data, arguments.prompts)
     else:
-        local = Path(arguments.data).expanduser()
+        local = Path(arguments.data)
         repository, limit = local.name if local.exists() else arguments.data, arguments.prompts or 40
         said = turns_of_file(arguments.data, limit, arguments.split)
         if said is None:
