@@ -196,6 +196,9 @@ def test_other_settings_and_other_data_are_not_mixed(folder, data, tmp_path, cap
     output.write_text(lines[0] + "nonsense\n" + lines[1], encoding="utf-8")
     code, _, error = regenerate(capsys, data, folder, output, *HERE)
     assert code == 1 and "Line 2 of" in error and "is not a response" in error
+    (tmp_path / "out.jsonl.settings.json").write_text("{", encoding="utf-8")
+    code, _, error = regenerate(capsys, data, folder, output, *HERE)
+    assert code == 1 and "out.jsonl.settings.json is not JSON" in error
 
 
 @pytest.mark.parametrize("what", ["chat_template", "seed", "dtype", "mask_token_id", "weights", "tokenizer"])

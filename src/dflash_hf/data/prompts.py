@@ -6,6 +6,7 @@ from pathlib import Path
 
 from dflash_hf.data.encode import RowEncoder, UnusableRow, given_ids, tools_of, with_arguments, without_none
 from dflash_hf.data.response_file import SETTINGS
+from dflash_hf.files import read_json
 
 
 Prompt = str | list[dict]
@@ -101,7 +102,7 @@ def template_kwargs(
     for path in [data] if isinstance(data, str | Path) else data or []:
         notes = Path(f"{path}{SETTINGS}")
         if notes.is_file():
-            made_with[str(path)] = json.loads(notes.read_text(encoding="utf-8")).get("chat_template_kwargs", {})
+            made_with[str(path)] = read_json(notes).get("chat_template_kwargs", {})
     trained_with = None if draft_config is None else (draft_config.dflash_config or {}).get("chat_template_kwargs")
     if given is not None:
         wanted, source = given, "as given"
