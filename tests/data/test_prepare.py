@@ -194,3 +194,13 @@ def test_prepare_says_what_is_wrong_in_one_line(tmp_path, tokenizer_folder, caps
         assert not out
     code, _, error = prepare(capsys, tmp_path / "good.jsonl", "--tokenizer", str(tmp_path / "absent"))
     assert code == 1 and error == f"dflash prepare: error: {tmp_path / 'absent'}: there is no such folder."
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("someone/data", "The dataset 'someone/data' could not"), ("./absent", "'absent': there is no")],
+)
+def test_a_list_may_hold_one_name(name, message):
+    """The Hub was asked for a dataset called `['someone/data']`."""
+    with pytest.raises(OSError, match=message):
+        load_rows([name])
