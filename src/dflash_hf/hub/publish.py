@@ -10,7 +10,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, Mo
 from huggingface_hub.errors import HfHubHTTPError
 
 from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
-from dflash_hf.files import read_json
+from dflash_hf.files import atomic, read_json
 from dflash_hf.gguf_format import FILE_PATTERN, gguf_config, gguf_in, write_gguf
 from dflash_hf.hub.card import CardFacts, eval_results, missing_code, render_card
 from dflash_hf.hub.check import check
@@ -138,7 +138,8 @@ def publish(
         for name, source in everything.items():
             path = Path(write_to) / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(source if isinstance(source, bytes) else source.read_bytes())
+            with atomic(path) as half:
+                half.write_bytes(source if isinstance(source, bytes) else source.read_bytes())
     if not dry_run:
         # 4. One commit.
         result.url = _upload(repo, everything, card, private, token)
