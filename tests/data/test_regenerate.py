@@ -463,7 +463,8 @@ def test_wrong_options_are_told_in_one_line(data, tmp_path, capsys):
     for options, message in (
         (("--server", "localhost:8000"), "server='localhost:8000' must be an address"),
         (("--server", "http://127.0.0.1:1", "--raw"), "leave out --raw"),
-        (("--server", "http://127.0.0.1:1", "--packed"), "leave out --raw, --draft, --chat-template, --packed"),
+        (("--server", "http://127.0.0.1:1", "--packed", "--dtype", "fp16"), "leave out --packed, --dtype"),
+        (("--server", "http://127.0.0.1:1", "--batch-size", "4"), "leave out --batch-size"),
     ):
         code, _, error = regenerate(capsys, data, tmp_path / "absent", tmp_path / "out.jsonl", *options)
         assert code == 1 and message in error
