@@ -9,7 +9,7 @@ from support.tiny_chat import CHATML, CROOKED, make_tokenizer
 from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.examples import check_examples
-from dflash_hf.data.prepare import colored_example, prepare_dataset
+from dflash_hf.data.prepare import colored_example, load_tokenizer, prepare_dataset
 from dflash_hf.data.sources import load_rows
 
 
@@ -204,3 +204,15 @@ def test_a_list_may_hold_one_name(name, message):
     """The Hub was asked for a dataset called `['someone/data']`."""
     with pytest.raises(OSError, match=message):
         load_rows([name])
+
+
+def test_a_tokenizer_that_does_not_know_its_added_tokens_is_loaded(tokenizer_folder, monkeypatch):
+    """`added_tokens_decoder` of transformers' `MistralCommonBackend` is a method: it ended with a `TypeError`."""
+    mistral = pytest.importorskip("transformers.tokenization_mistral_common")
+
+    class Tokenizer:
+        get_vocab = dict
+        added_tokens_decoder = mistral.MistralCommonBackend.added_tokens_decoder
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: Tokenizer())
+    assert isinstance(load_tokenizer(tokenizer_folder), Tokenizer)
