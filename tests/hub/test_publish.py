@@ -186,8 +186,8 @@ def test_a_folder_gets_what_the_hub_would(folder, tmp_path):
 
 
 def test_what_must_not_be_published(folder):
-    with pytest.raises(PublishError, match="is not a repository id"):
-        publish(folder, "a/b/c", dry_run=True, facts=FACTS)
+    with pytest.raises(PublishError, match="repo='a/b--c' is not a repository id.* no '--'"):
+        publish(folder, "a/b--c", dry_run=True, facts=FACTS)
     with pytest.raises(PublishError, match="write base_model into"):
         publish(folder, REPO, dry_run=True)
     config = json.loads((folder / "config.json").read_text())

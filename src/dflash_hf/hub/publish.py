@@ -17,7 +17,7 @@ from dflash_hf.hub.check import check
 from dflash_hf.hub.engine_rules import Finding
 from dflash_hf.modeling.checkpoint_dflash import MASK_EMBEDDING, checkpoint_files
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
-from dflash_hf.repositories import is_repository_id
+from dflash_hf.repositories import REPOSITORY_ID, is_repository_id
 from dflash_hf.terminal import one_line
 
 
@@ -107,7 +107,7 @@ def publish(
     """
     folder = Path(folder)
     if not is_repository_id(repo):
-        raise PublishError(f"repo={repo!r} is not a repository id, like 'user/name'.")
+        raise PublishError(f"repo={repo!r} is not {REPOSITORY_ID}.")
 
     # 1. The preflight. Errors of single engines are only reported; their launch lines are left out of the card.
     code = missing_code(folder)
@@ -177,7 +177,7 @@ def _card(folder: Path, repo: str, facts: CardFacts | None) -> ModelCard:
             values = metadata.get(name) or []
             for value in [values] if isinstance(values, str) else values:
                 if not is_repository_id(value):
-                    raise ValueError(f"{name}: {value!r} is not a repository id, like 'user/name'.")
+                    raise ValueError(f"{name}: {value!r} is not {REPOSITORY_ID}.")
     except ImportError as error:
         raise PublishError(str(error)) from error
     except Exception as error:  # YAML has its own errors
