@@ -119,8 +119,10 @@ def _asked(index: int, row: dict, as_chat: bool, data: str) -> tuple:
 
 def _check(arguments) -> None:
     """Check that the arguments fit together."""
-    names = ("raw", "draft", "chat_template", "packed", "compile", "tree_nodes", "draft_temperature", "batch_size")
-    names += ("device", "revision", "draft_revision", "trust_remote_code")
+    names = (
+        *("raw", "draft", "chat_template", "packed", "compile", "tree_nodes", "draft_temperature", "batch_size"),
+        *("device", "revision", "draft_revision", "trust_remote_code"),
+    )
     ours = [name for name in names if getattr(arguments, name)] + ["dtype"] * (arguments.dtype != "auto")
     if arguments.server and ours:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in ours)
