@@ -21,8 +21,8 @@ Sums = Sequence[tuple[int, int]]  # of each text: accepted tokens, and blocks
 
 def mean_difference(before: Sums, after: Sums) -> tuple[float, float]:
     """
-    The gain in accepted tokens per block, and that gain in standard errors; zeros if there are no blocks. A single text
-    says nothing about chance: 0 standard errors.
+    The gain in accepted tokens per block, and that gain in standard errors; zeros if there are no blocks. Of a single
+    text, which says nothing about chance, it is 0 standard errors.
     """
     means, parts = [], []
     for sums in (before, after):
