@@ -163,6 +163,7 @@ def test_prepare_says_what_is_wrong_in_one_line(tmp_path, tokenizer_folder, caps
     (tmp_path / "bad.parquet").write_text("nothing", encoding="utf-8")
     (tmp_path / "notes.txt").write_text("Hi", encoding="utf-8")
     write(tmp_path / "text.jsonl", [{"text": "Hi"}])
+    write(tmp_path / "said.jsonl", [{"messages": "Hi"}])
     zeros = {"input_ids": [3, 4, 5], "loss_mask": [0, 0, 0]}
     write(tmp_path / "zeros.jsonl", [zeros])
     write(tmp_path / "good.jsonl", [ROWS[0]])
@@ -179,6 +180,7 @@ def test_prepare_says_what_is_wrong_in_one_line(tmp_path, tokenizer_folder, caps
         ("absent.jsonl", (), "there is no such file"),
         ("folder", (), "without dataset_info.json"),
         ("text.jsonl", (), "Row 0: There is no column to train on, only ['text']; give `messages`"),
+        ("said.jsonl", (), "Row 0: `messages` is 'Hi'; give a list of messages with `role` and `content`"),
         ("zeros.jsonl", (), "Row 0: The loss_mask supervise none of 3 tokens"),
         ("good.jsonl", ("--output", "a.txt"), "--output a.txt must end in .jsonl or .parquet"),
         ("good.jsonl", ("--template-args", "[1"), "--template-args [1 is not JSON"),
