@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import side_by_side
 import yaml
 from support.guides import PAGES, ROOT, blocks_of, save_stand_in
 from transformers import AutoTokenizer
@@ -101,6 +102,8 @@ def parse(words: list[str]) -> None:
         assert set(speculative) == {"method", "model", "num_speculative_tokens"}
     elif program == "python" and rest[0] != "-m":
         assert (ROOT / rest[0]).is_file(), rest[0]
+        if rest[0].endswith("side_by_side.py"):
+            side_by_side.arguments_of(rest[1:])
     else:
         assert words[:3] in (["python", "-m", "sglang.launch_server"], ["hf", "auth", "login"]), words
 

@@ -10,7 +10,7 @@ from support.pairs import make_draft, make_target
 from transformers import GenerationConfig, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from dflash_hf import responses as module
-from dflash_hf.responses import Choice, best_rows, decodes_in_slots, drawn, responses
+from dflash_hf.responses import Choice, best_rows, cut_at, decodes_in_slots, drawn, responses
 
 
 STOPS = [7, 11, 13, 17, 19, 23]
@@ -189,3 +189,13 @@ def test_the_best_number_of_rows(target, monkeypatch):
     slots.step(dict.fromkeys(range(8), (0, 40)))
     monkeypatch.setattr(module, "free_memory", lambda device: 2 * 2.1 * slots.memory)
     assert best_rows(target, 40, limit=500)[0] == 16
+
+
+def test_where_an_answer_was_cut_off():
+    """At `max_time` of the target's generation config it was said to fill the context."""
+    config = GenerationConfig(eos_token_id=2)
+    assert [cut_at(ids, 3, config) for ids in ([], [5, 2], [5, 6, 2])] == ["", "", ""]
+    assert cut_at([5, 6, 7], 3, config) == "--max-new-tokens 3"
+    assert cut_at([5, 6], 3, config) == "the target's context limit"
+    config.max_time = 0.1
+    assert cut_at([5, 6], 3, config) == "the target's max_time"

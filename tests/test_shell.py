@@ -115,6 +115,19 @@ def test_models_that_are_not_what_they_should_be(names, message, world, told):
     assert code == 1 and message in line, line
 
 
+def test_names_at_home(world, told, monkeypatch):
+    """`--target=~/model` had no tokenizer, and the settings next to `--data=~/responses.jsonl` were not read."""
+    monkeypatch.setenv("HOME", str(world))
+    code, out = told("generate", "--target=~/target", "--draft=~/draft", "--prompt", "Say 1", "--max-new-tokens", "4")
+    assert code == 0, out
+    settings = world / "rows.jsonl.settings.json"
+    settings.write_text('{"chat_template_kwargs": {"enable_thinking": false}}', encoding="utf-8")
+    words = ["prepare", "--tokenizer=~/target", "--data=~/rows.jsonl", "--template-args", '{"enable_thinking": true}']
+    code, line = told(*words)
+    settings.unlink()
+    assert code == 1 and "was made with chat_template_kwargs={'enable_thinking': False}" in line, line
+
+
 def test_a_target_without_a_tokenizer_is_not_served(world, told):
     """Upstream makes one of its special tokens alone."""
     pytest.importorskip("fastapi")

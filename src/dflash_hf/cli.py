@@ -159,7 +159,10 @@ def _module(name: str):
 
 
 def _resolve_names(arguments) -> None:
-    """Resolve `smollm2`, the name of the pair that needs no Hub."""
+    """Resolve `~`, which shells leave in `--target=~/model`, and `smollm2`, the name of the pair that needs no Hub."""
+    for name in ("target", "draft", "base", "gguf", "data", "tokenizer", "draft_config", "folder"):
+        if isinstance(given := getattr(arguments, name, None), str):
+            setattr(arguments, name, os.path.expanduser(given))
     arguments.target_name = "smollm2" if getattr(arguments, "target", None) == "smollm2" else None
     for name in ("target", "draft", "base", "gguf"):
         if getattr(arguments, name, None) == "smollm2":

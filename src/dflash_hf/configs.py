@@ -105,7 +105,7 @@ def departures(config) -> Iterator[tuple[str, object, object]]:
     rope = config.rope_parameters
     plain = {
         **config.head.fields,
-        "draft_vocab_size": None if config.has_own_head else config.draft_vocab_size,
+        "draft_vocab_size": None,
         "sample_from_anchor": False,
         "conv_kernel_size": None,
         "attention_sink_bias": False,

@@ -10,6 +10,7 @@ from pathlib import Path
 from dflash_hf.terminal import one_line
 
 
+REPOSITORY_ID = "a repository id, like 'user/name': at most 96 letters, digits, '-', '_' and '.', no '--' or '..'"
 _SECONDS = 10.0  # timeout of the single request to the Hub
 
 

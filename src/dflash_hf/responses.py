@@ -53,7 +53,9 @@ def cut_at(ids: list[int], limit: int, generation_config: GenerationConfig) -> s
     """Where an answer was cut off: at its maximum number of tokens, or before; empty if it has ended by itself."""
     if not ids or ids[-1] in eos_ids(generation_config):
         return ""
-    return f"--max-new-tokens {limit}" if len(ids) == limit else "the target's context limit"
+    if len(ids) == limit:
+        return f"--max-new-tokens {limit}"
+    return "the target's max_time" if generation_config.max_time else "the target's context limit"
 
 
 class Choice:

@@ -9,7 +9,7 @@ from support.tiny_chat import CHATML, CROOKED, make_tokenizer
 from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.examples import check_examples
-from dflash_hf.data.prepare import colored_example, prepare_dataset
+from dflash_hf.data.prepare import colored_example, load_tokenizer, prepare_dataset
 from dflash_hf.data.sources import load_rows
 
 
@@ -163,6 +163,7 @@ def test_prepare_says_what_is_wrong_in_one_line(tmp_path, tokenizer_folder, caps
     (tmp_path / "bad.parquet").write_text("nothing", encoding="utf-8")
     (tmp_path / "notes.txt").write_text("Hi", encoding="utf-8")
     write(tmp_path / "text.jsonl", [{"text": "Hi"}])
+    write(tmp_path / "said.jsonl", [{"messages": "Hi"}])
     zeros = {"input_ids": [3, 4, 5], "loss_mask": [0, 0, 0]}
     write(tmp_path / "zeros.jsonl", [zeros])
     write(tmp_path / "good.jsonl", [ROWS[0]])
@@ -179,6 +180,7 @@ def test_prepare_says_what_is_wrong_in_one_line(tmp_path, tokenizer_folder, caps
         ("absent.jsonl", (), "there is no such file"),
         ("folder", (), "without dataset_info.json"),
         ("text.jsonl", (), "Row 0: There is no column to train on, only ['text']; give `messages`"),
+        ("said.jsonl", (), "Row 0: `messages` is 'Hi'; give a list of messages with `role` and `content`"),
         ("zeros.jsonl", (), "Row 0: The loss_mask supervise none of 3 tokens"),
         ("good.jsonl", ("--output", "a.txt"), "--output a.txt must end in .jsonl or .parquet"),
         ("good.jsonl", ("--template-args", "[1"), "--template-args [1 is not JSON"),
@@ -194,3 +196,25 @@ def test_prepare_says_what_is_wrong_in_one_line(tmp_path, tokenizer_folder, caps
         assert not out
     code, _, error = prepare(capsys, tmp_path / "good.jsonl", "--tokenizer", str(tmp_path / "absent"))
     assert code == 1 and error == f"dflash prepare: error: {tmp_path / 'absent'}: there is no such folder."
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("someone/data", "The dataset 'someone/data' could not"), ("./absent", "'absent': there is no")],
+)
+def test_a_list_may_hold_one_name(name, message):
+    """The Hub was asked for a dataset called `['someone/data']`."""
+    with pytest.raises(OSError, match=message):
+        load_rows([name])
+
+
+def test_a_tokenizer_that_does_not_know_its_added_tokens_is_loaded(tokenizer_folder, monkeypatch):
+    """`added_tokens_decoder` of transformers' `MistralCommonBackend` is a method: it ended with a `TypeError`."""
+    mistral = pytest.importorskip("transformers.tokenization_mistral_common")
+
+    class Tokenizer:
+        get_vocab = dict
+        added_tokens_decoder = mistral.MistralCommonBackend.added_tokens_decoder
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: Tokenizer())
+    assert isinstance(load_tokenizer(tokenizer_folder), Tokenizer)

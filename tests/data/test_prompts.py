@@ -37,3 +37,10 @@ def test_what_is_given_wins_then_the_data_then_the_drafter(given, data, trained,
         assert lines.pop(0).endswith(source)
     worse = trained is not None and expected != trained
     assert lines == [f"the drafter was trained with {json.dumps(trained)}: expect lower acceptance"] * worse
+
+
+def test_settings_that_are_damaged_are_named(tmp_path):
+    """Only the place in the file was."""
+    (tmp_path / "data.jsonl.settings.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ValueError, match="data.jsonl.settings.json is not JSON"):
+        template_kwargs(None, tmp_path / "data.jsonl")

@@ -196,6 +196,9 @@ def test_other_settings_and_other_data_are_not_mixed(folder, data, tmp_path, cap
     output.write_text(lines[0] + "nonsense\n" + lines[1], encoding="utf-8")
     code, _, error = regenerate(capsys, data, folder, output, *HERE)
     assert code == 1 and "Line 2 of" in error and "is not a response" in error
+    (tmp_path / "out.jsonl.settings.json").write_text("{", encoding="utf-8")
+    code, _, error = regenerate(capsys, data, folder, output, *HERE)
+    assert code == 1 and "out.jsonl.settings.json is not JSON" in error
 
 
 @pytest.mark.parametrize("what", ["chat_template", "seed", "dtype", "mask_token_id", "weights", "tokenizer"])
@@ -460,7 +463,8 @@ def test_wrong_options_are_told_in_one_line(data, tmp_path, capsys):
     for options, message in (
         (("--server", "localhost:8000"), "server='localhost:8000' must be an address"),
         (("--server", "http://127.0.0.1:1", "--raw"), "leave out --raw"),
-        (("--server", "http://127.0.0.1:1", "--packed"), "leave out --raw, --draft, --chat-template, --packed"),
+        (("--server", "http://127.0.0.1:1", "--packed", "--dtype", "fp16"), "leave out --packed, --dtype"),
+        (("--server", "http://127.0.0.1:1", "--batch-size", "4"), "leave out --batch-size"),
     ):
         code, _, error = regenerate(capsys, data, tmp_path / "absent", tmp_path / "out.jsonl", *options)
         assert code == 1 and message in error
@@ -500,6 +504,9 @@ def test_a_row_without_a_prompt_is_named(folder, tmp_path, capsys):
     data.write_text('{"prompt": "Say 1"}\n{"prompt": null}\n', encoding="utf-8")
     code, _, error = regenerate(capsys, data, folder, tmp_path / "out.jsonl", *HERE)
     assert code == 1 and f"Row 1 of {data}: There is no prompt" in error and not (tmp_path / "out.jsonl").exists()
+    data.write_text('{"prompt": 3}\n', encoding="utf-8")
+    code, _, error = regenerate(capsys, data, folder, tmp_path / "out.jsonl", *HERE)
+    assert code == 1 and f"Row 0 of {data}: `prompt` is 3; give a list of messages with `role` and" in error
 
 
 def test_an_output_that_is_the_input_stays_as_it_is(folder, tmp_path, capsys):

@@ -83,6 +83,10 @@ def test_errors_are_one_line(pair, capsys, tmp_path):
     assert code == 1 and "1 prompt(s) gave" in printed.err.strip().splitlines()[-1]
     code, printed = doctor(pair, capsys, "--base", tmp_path / "nowhere")
     assert code == 1 and "--base" in printed.err and "nowhere" in printed.err
+    (pair / "draft" / "card_facts.json").write_text("{", encoding="utf-8")
+    code, printed = doctor(pair, capsys)
+    (pair / "draft" / "card_facts.json").unlink()
+    assert code == 1 and "card_facts.json is not JSON" in printed.err
 
 
 def test_a_row_without_a_prompt_is_named(pair, capsys, tmp_path):

@@ -1,6 +1,7 @@
 """`dflash eval --server`, against a stand-in that streams what llama.cpp's server streams."""
 
 import json
+import socket
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -127,11 +128,68 @@ def test_a_server_that_does_not_tell(changes, message, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (b"SSH-2.0-OpenSSH\r\n", "gave no usable answer (SSH-2.0-OpenSSH"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n100\r\ndata: {}\n\n", "gave no usable answer"),
+        (b'HTTP/1.1 200 OK\r\n\r\ndata: {"error": {"message": "Compute error."}}\n\n', "Compute error."),
+        (b'HTTP/1.1 200 OK\r\n\r\ndata: {"timings": {"predicted_n": 3}}\n\n', "reports no timings"),
+    ],
+)
+def test_answers_that_are_none(answer, message, tmp_path, capsys):
+    """They were reported as defects of this package, or as another server."""
+    (tmp_path / "data.txt").write_text("one\n")
+
+    def reply():
+        connection, _ = listener.accept()
+        connection.recv(65536)
+        connection.sendall(answer)
+        connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=reply, daemon=True).start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        assert main(["eval", "--server", url, "--data", str(tmp_path / "data.txt")]) == 1
+    error = capsys.readouterr().err
+    assert message in error and "bug report" not in error
+
+
+def test_a_benchmark_has_its_own_length_and_split(monkeypatch, capsys):
+    """A server was asked for 256 tokens instead of 2048, and another split was ignored."""
+    monkeypatch.setattr("dflash_hf.evaluation.sets.load_rows", lambda *_, **__: [{"prompt": ["Hi"]}])
+    with serving() as (url, asked):
+        assert main(["eval", "--server", url, "--data", "mt-bench"]) == 0
+    assert asked[0]["max_tokens"] == 2048
+    assert main(["eval", "--server", url, "--data", "mt-bench", "--split", "test"]) == 2
+    assert "--split test: --data mt-bench has a split of its own" in capsys.readouterr().err
+
+
+def test_no_prompts_are_no_fault_of_the_server(tmp_path, capsys):
+    (tmp_path / "data.txt").write_text("\n")
+    assert main(["eval", "--server", "http://127.0.0.1:9", "--data", str(tmp_path / "data.txt")]) == 1
+    assert "data.txt holds no prompts" in capsys.readouterr().err
+
+
 def test_words_that_cannot_be_right(capsys):
     assert main(["eval", "--server", "http://127.0.0.1:9"]) == 2
     assert main(["eval", "--alone", "http://127.0.0.1:9"]) == 2
-    words = ["--raw", "--runs", "9", "--compile", "--prompt-lookup", "--target", "t"]
+    words = [
+        "--raw",
+        "--runs",
+        "9",
+        "--compile",
+        "--prompt-lookup",
+        "--target",
+        "t",
+        "--dtype",
+        "fp16",
+        "--threads",
+        "1",
+    ]
     assert main(["eval", "--server", "http://127.0.0.1:9", "--data", "json", *words]) == 2
-    assert "leave out --target, --raw, --prompt-lookup, --compile, --runs." in capsys.readouterr().err
+    assert (
+        "leave out --target, --raw, --prompt-lookup, --compile, --threads, --runs, --dtype." in capsys.readouterr().err
+    )
     assert main(["eval", "--server", "http://127.0.0.1:9", "--data", "json", "--prompts", "1"]) == 1
     assert "is the server running?" in capsys.readouterr().err

@@ -254,6 +254,7 @@ def test_the_error_of_a_difference_of_means():
         errors.append(gain / t if t else 0.0)
     assert statistics.stdev(gains) == pytest.approx(statistics.fmean(errors), rel=0.15)
     assert mean_difference([(0, 0)], [(3, 1)]) == (0.0, 0.0)
+    assert mean_difference([(10, 4)], [(12, 4)]) == (0.5, 0.0)  # it was infinitely more than chance
 
 
 @pytest.mark.parametrize(

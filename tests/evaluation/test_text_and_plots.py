@@ -76,3 +76,18 @@ def test_a_picture_is_drawn(report, tmp_path):
         header = path.read_bytes()[:24]
         assert header[:8] == b"\x89PNG\r\n\x1a\n"
         assert int.from_bytes(header[16:20], "big") > 1000
+
+
+def test_an_interrupted_picture_leaves_the_one_before(report, tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure")
+    before = plot_report(report, tmp_path / "report.png").read_bytes()
+
+    def interrupted(self, path, **options):
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(figure.Figure, "savefig", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        plot_report(report, tmp_path / "report.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["report.png"]
+    assert (tmp_path / "report.png").read_bytes() == before

@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -185,8 +186,8 @@ def test_a_folder_gets_what_the_hub_would(folder, tmp_path):
 
 
 def test_what_must_not_be_published(folder):
-    with pytest.raises(PublishError, match="is not a repository id"):
-        publish(folder, "a/b/c", dry_run=True, facts=FACTS)
+    with pytest.raises(PublishError, match="repo='a/b--c' is not a repository id.* no '--'"):
+        publish(folder, "a/b--c", dry_run=True, facts=FACTS)
     with pytest.raises(PublishError, match="write base_model into"):
         publish(folder, REPO, dry_run=True)
     config = json.loads((folder / "config.json").read_text())
@@ -315,6 +316,28 @@ def test_a_folder_that_no_reader_should_be_given_is_refused(keys, message, folde
     with pytest.raises(PublishError, match=message) as refused:
         publish(folder, REPO, dry_run=True, facts=FACTS)
     assert len(str(refused.value)) < 500 and "\n" not in str(refused.value)
+
+
+def test_a_dry_run_vouches_for_no_license(folder, capsys):
+    """It said that a card with `license: MIT`, which the Hub rejects, is valid."""
+    assert main(["publish", str(folder), REPO, "--dry-run", "--base-model", "someone/target", "--license", "MIT"]) == 0
+    out = capsys.readouterr().out
+    assert "license: MIT" in out and "whose license only the Hub checks" in out and "is valid" not in out
+
+
+def test_an_interrupted_copy_leaves_the_weights_as_they_were(folder, monkeypatch):
+    """`--output` may be the folder itself."""
+    before, write = (folder / "model.safetensors").read_bytes(), Path.write_bytes
+
+    def interrupted(path, content):
+        write(path, content[: len(content) // 2])
+        if "safetensors" in path.name:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_bytes", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        publish(folder, REPO, dry_run=True, facts=FACTS, write_to=folder)
+    assert (folder / "model.safetensors").read_bytes() == before
 
 
 def test_the_hub_itself_validates_the_card_before_anything_is_made(folder, hub, monkeypatch):

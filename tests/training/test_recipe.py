@@ -204,6 +204,18 @@ def test_stored_features_train_with_what_they_were_stored_with(folder, data, tmp
     assert code == 1 and "was made with chat_template_kwargs={'enable_thinking': False}, not" in error
 
 
+def test_features_in_the_folder_of_the_run_are_kept(folder, data, tmp_path, capsys):
+    """A run of stored features removed them if they were in `features` of its own output folder."""
+    features = tmp_path / "drafter" / "features"
+    command = ["features", "--data", str(data), "--target", str(folder), "--output", str(features), "--device", "cpu"]
+    options = ["--target-layer-ids", "0", "2", "--max-length", "64", "--template-args", '{"enable_thinking": false}']
+    assert main([*command, *options, "--store-dtype", "float32"]) == 0
+    before = sorted(path.name for path in features.iterdir())
+    code, _, error = train(capsys, folder, tmp_path / "drafter", f"features={features}", config=OFFLINE)
+    assert code == 0, error
+    assert sorted(path.name for path in features.iterdir()) == before
+
+
 @pytest.mark.parametrize("source", ["data", "features"])
 def test_a_drafter_begins_as_its_target_with_the_tokens_of_the_data(source, folder, data, tmp_path, capsys):
     given = f"data={data}"
@@ -321,7 +333,7 @@ def test_a_plain_run_chooses_and_keeps_to_its_time(steady, folder, data, tmp_pat
     draft = DFlashDraftModel.from_pretrained(output)
     chosen = json.loads((output / "run.json").read_text(encoding="utf-8"))["chosen"]
     assert chosen["bf16"] and draft.dtype == torch.bfloat16
-    assert draft.config.block_size == 8 and not (output / "features").exists()
+    assert draft.config.block_size == 8 and not (output / ".features").exists()
 
     # It goes on with what was chosen, on whatever machine.
     (last,) = sorted(output.glob("checkpoint-*"), key=lambda one: int(one.name.split("-")[1]))[-1:]

@@ -163,11 +163,11 @@ def test_two_runs_do_not_train_into_one_folder(target, tmp_path, capsys):
         f"output_dir={tmp_path / 'o'}",
         *TINY,
     ]
-    (tmp_path / "o" / "features").mkdir(parents=True)  # of the first run, which has no checkpoint yet
+    (tmp_path / "o" / ".features").mkdir(parents=True)  # of the first run, which has no checkpoint yet
     with locked(tmp_path / "o"):
         code, _, error = run(capsys, command)
     assert code == 1 and "is being written by another process" in error
-    assert (tmp_path / "o" / "features").is_dir()
+    assert (tmp_path / "o" / ".features").is_dir()
 
 
 def test_a_run_that_ends_at_a_number_that_is_none_keeps_the_drafter_before(used, capsys, monkeypatch):

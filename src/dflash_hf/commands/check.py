@@ -38,10 +38,10 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.repositories import looks_local
 
     file = arguments.draft.endswith(".gguf")
-    if looks_local(arguments.draft) and not file and not Path(arguments.draft).expanduser().is_dir():
+    if looks_local(arguments.draft) and not file and not Path(arguments.draft).is_dir():
         raise FileNotFoundError(f"{arguments.draft}: there is no such folder.")
     target = arguments.target
-    if target is not None and not Path(target).expanduser().is_file():
+    if target is not None and not Path(target).is_file():
         config = read_config(target, f"--target {target}")
         target = config.get("text_config", config)
     findings = check(

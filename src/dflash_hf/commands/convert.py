@@ -39,7 +39,7 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.convert import convert
     from dflash_hf.hub.card import FACTS_FILE
 
-    if not Path(arguments.draft).expanduser().is_file():
+    if not Path(arguments.draft).is_file():
         read_config(arguments.draft, arguments.draft, arguments.revision)  # raises a clear error if it is missing
     if (arguments.to == "gguf") != (arguments.target is not None):
         raise UsageError(

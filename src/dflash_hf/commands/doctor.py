@@ -1,6 +1,5 @@
 """`dflash doctor`."""
 
-import json
 from itertools import islice
 from pathlib import Path
 
@@ -66,12 +65,14 @@ def run(arguments, echo) -> Outcome:
 
 
 def _names(arguments) -> dict[str, str]:
+    from dflash_hf.files import read_json
+
     names = {"target": arguments.target, "draft": arguments.draft, "drafter": arguments.draft}
     if arguments.base is not None:
         names["base"] = names["origin"] = arguments.base
-    facts = Path(arguments.draft).expanduser() / "card_facts.json"
+    facts = Path(arguments.draft) / "card_facts.json"
     if "origin" not in names and facts.is_file():
-        names["origin"] = json.loads(facts.read_text(encoding="utf-8")).get("base_model") or "REPOSITORY"
+        names["origin"] = read_json(facts).get("base_model") or "REPOSITORY"
     return names
 
 
@@ -81,6 +82,6 @@ def _tokenizers(arguments) -> dict:
 
     found = {}
     for origin, name in (("base", arguments.base), ("drafter", arguments.draft)):
-        if name is not None and (origin == "base" or (Path(name).expanduser() / "tokenizer.json").is_file()):
+        if name is not None and (origin == "base" or (Path(name) / "tokenizer.json").is_file()):
             found[origin] = load_tokenizer(name, None, None, arguments.trust_remote_code)
     return found

@@ -21,7 +21,10 @@ from dflash_hf.terminal import (
 
 AGAIN = "with --output, the same command continues with the answers that are missing"
 RUNS = 3
-_LOCAL = ("target", "draft", "compare", "raw", "prompt_lookup", "compile", "packed", "tree_nodes")
+_LOCAL = (
+    *("target", "draft", "compare", "raw", "prompt_lookup", "compile", "packed", "tree_nodes"),
+    *("threads", "device", "revision", "draft_revision", "trust_remote_code"),
+)
 NO_THINKING = {"enable_thinking": False}  # the usual setting of published results, unless given
 
 
@@ -65,8 +68,11 @@ def add_arguments(parser) -> None:
 
 def run(arguments, echo) -> Outcome:
     """`echo` the table, write the report; exit status 1 if an output is WRONG."""
+    if arguments.split is not None and arguments.data in (*NAMED, *GENERATED):
+        raise UsageError(f"--split {arguments.split}: --data {arguments.data} has a split of its own; leave it out.")
     if arguments.server is not None:
         ignored = [name for name in _LOCAL if getattr(arguments, name)] + ["runs"] * (arguments.runs != RUNS)
+        ignored += ["dtype"] * (arguments.dtype != "auto")
         if ignored:
             options = ", ".join(f"--{name.replace('_', '-')}" for name in ignored)
             raise UsageError(f"--server measures what runs there, once: leave out {options}.")
@@ -118,7 +124,7 @@ def _measure(arguments):
     if arguments.data in (*NAMED, *GENERATED):
         said, repository = conversations(arguments.data, arguments.prompts)
     else:
-        local = Path(arguments.data).expanduser()
+        local = Path(arguments.data)
         repository, limit = local.name if local.exists() else arguments.data, arguments.prompts or 40
         said = turns_of_file(arguments.data, limit, arguments.split)
         if said is None:

@@ -14,7 +14,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("repo", help="user/name on the Hub")
     parser.add_argument("--private", action="store_true", help="make the repository private")
     parser.add_argument(
-        "--dry-run", action="store_true", help="list the files and validate the card, without uploading"
+        "--dry-run", action="store_true", help="list the files and the card's metadata, without uploading"
     )
     parser.add_argument("--output", type=output_folder, help="also write every file to this folder")
     parser.add_argument(
@@ -67,7 +67,7 @@ def run(arguments, echo) -> Outcome:
         more = f" and {len(shown) - 6} more, {len(result.left_out)} files in all" if len(shown) > 6 else ""
         echo(one_line(f"not uploaded: {', '.join(shown[:6])}{more}"))
     if arguments.dry_run:
-        echo(f"The card's metadata is valid:\n{result.card.data.to_yaml()}")
+        echo(f"The card's metadata, whose license only the Hub checks:\n{result.card.data.to_yaml()}")
         echo(f"Dry run: nothing was sent to {result.repo}.")
     else:
         echo(result.url or f"{result.repo} is already up to date: no new commit.")

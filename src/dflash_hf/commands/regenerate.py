@@ -119,8 +119,12 @@ def _asked(index: int, row: dict, as_chat: bool, data: str) -> tuple:
 
 def _check(arguments) -> None:
     """Check that the arguments fit together."""
-    ours = ("raw", "draft", "chat_template", "packed", "compile", "tree_nodes", "draft_temperature")
-    if arguments.server and any(getattr(arguments, name) for name in ours):
+    names = (
+        *("raw", "draft", "chat_template", "packed", "compile", "tree_nodes", "draft_temperature", "batch_size"),
+        *("device", "revision", "draft_revision", "trust_remote_code"),
+    )
+    ours = [name for name in names if getattr(arguments, name)] + ["dtype"] * (arguments.dtype != "auto")
+    if arguments.server and ours:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in ours)
         raise ValueError(f"--server receives conversations and decodes them itself: leave out {options}.")
     shared.check_sampling(arguments)

@@ -169,11 +169,11 @@ def _llama_cpp_pair(arguments) -> tuple[tuple[str, str, object], dict | None]:
         raise UsageError(
             f"--{unread[0].replace('_', '-')} is not for llama.cpp, which reads GGUF files; leave it out."
         )
-    if Path(arguments.target).expanduser().is_dir():
+    if Path(arguments.target).is_dir():
         raise UsageError(
             f"--target {arguments.target} is a folder, but llama.cpp runs .gguf files; name the target's .gguf file."
         )
-    draft, folder = arguments.draft, Path(arguments.draft).expanduser()
+    draft, folder = arguments.draft, Path(arguments.draft)
     if folder.is_dir():
         file = gguf_in(folder)
         if file is None:

@@ -234,7 +234,7 @@ def check_not_data(output: Path, data: str) -> None:
     Raises:
         `ValueError`: the output is the data, which would be overwritten.
     """
-    source = Path(data).expanduser()
+    source = Path(data)
     if output.exists() and source.exists() and output.samefile(source):
         raise ValueError(f"--output {output} is the data itself, which would be overwritten; choose another file.")
 

@@ -66,7 +66,7 @@ def run(arguments, echo) -> Outcome:
         raise ValueError("No output folder is given; name the folder for the drafter with --output.")
     if training.get("push_to_hub") and not training.get("hub_model_id"):
         raise ValueError("push_to_hub=True needs hub_model_id, such as hub_model_id=me/my-drafter.")
-    if training.get("push_to_hub") and not recipe.base_model and Path(recipe.target or "").expanduser().is_dir():
+    if training.get("push_to_hub") and not recipe.base_model and Path(recipe.target or "").is_dir():
         raise ValueError("push_to_hub=True with a local target needs base_model, its name on the Hub, for the card.")
     _check_files(recipe)
     recipe.settled = arguments.config is not None
@@ -108,7 +108,7 @@ def _check_files(recipe) -> None:
         given = getattr(recipe, name) or []
         for one in [given] if isinstance(given, str) else given:
             path = Path(one.removesuffix(".gz")).suffix
-            if path in (".jsonl", ".json", ".csv", ".parquet") and not Path(one).expanduser().is_file():
+            if path in (".jsonl", ".json", ".csv", ".parquet") and not Path(one).is_file():
                 raise FileNotFoundError(f"{name}={one!r}: there is no such file.")
 
 
@@ -118,7 +118,7 @@ def _check_before(recipe, training: dict) -> None:
     from dflash_hf.pairs import Loading
 
     try:
-        check_writable(Path(training["output_dir"]).expanduser())
+        check_writable(Path(training["output_dir"]))
     except OSError as error:
         raise ValueError(
             f"output_dir={training['output_dir']} cannot be written: {error.strerror or error}."

@@ -16,6 +16,7 @@ from itertools import groupby
 
 from dflash_hf.data.time_limit import time_limit
 from dflash_hf.files import digest_of
+from dflash_hf.terminal import one_line
 
 
 COLUMNS = (
@@ -74,10 +75,10 @@ class RowEncoder:
         if "input_ids" in row:
             examples = [(list(row["input_ids"]), _mask_of_ids(row))]
         elif "messages" in row and "response_ids" in row:
-            prompt = self.render(row["messages"], tools_of(row), add_generation_prompt=True)
+            prompt = self.render(messages_in(row), tools_of(row), add_generation_prompt=True)
             examples = [([*prompt, *row["response_ids"]], [0] * len(prompt) + [1] * len(row["response_ids"]))]
         elif "messages" in row:
-            examples = self._conversation(row["messages"], row.get("given", 0), tools_of(row))
+            examples = self._conversation(messages_in(row), row.get("given", 0), tools_of(row))
             if row.get("finish_reason") == "length":
                 self._without_end(*examples[-1])
         elif "prompt" in row and "completion" in row:
@@ -87,7 +88,10 @@ class RowEncoder:
             elif isinstance(prompt, str):
                 raise ValueError("`prompt` is text but `completion` is not; give both as text or both as messages.")
             else:
-                turns = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+                turns = [{"role": "assistant", "content": completion}]
+                if not isinstance(completion, str):
+                    turns = messages_in(row, "completion")
+                prompt = messages_in(row, "prompt")
                 examples = self._conversation([*prompt, *turns], len(prompt), tools_of(row))
         else:
             raise ValueError(f"There is no column to train on, only {sorted(row)}; give {COLUMNS}.")
@@ -232,6 +236,21 @@ def without_none(value):
         return {key: without_none(one) for key, one in value.items() if one is not None}
     if isinstance(value, list) and value and isinstance(value[0], Mapping):
         return [without_none(one) for one in value]
+    return value
+
+
+def messages_in(row: Mapping, name: str = "messages") -> Sequence[Mapping]:
+    """
+    The messages in a column.
+
+    Raises:
+        `ValueError`: it holds something else.
+    """
+    value = row[name]
+    if not isinstance(value, list | tuple) or not all(isinstance(one, Mapping) for one in value):
+        raise ValueError(
+            f"`{name}` is {one_line(repr(value), 60)}; give a list of messages with `role` and `content`."
+        )
     return value
 
 

@@ -221,7 +221,8 @@ def load_tokenizer(
     options = {"trust_remote_code": True} if trust_remote_code else {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main", **options)
-        if len(tokenizer.get_vocab()) <= len(tokenizer.added_tokens_decoder):  # upstream's for a folder without files
+        added = tokenizer.added_tokens_decoder  # of mistral-common's tokenizers a method that raises
+        if isinstance(added, dict) and len(tokenizer.get_vocab()) <= len(added):  # made of a folder without files
             raise ValueError(f"the tokenizer of {name} has no vocabulary")
     except (ValueError, OSError, ImportError) as error:
         if "trust_remote_code" in str(error):

@@ -4,8 +4,17 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from dflash_hf.data.encode import RowEncoder, UnusableRow, given_ids, tools_of, with_arguments, without_none
+from dflash_hf.data.encode import (
+    RowEncoder,
+    UnusableRow,
+    given_ids,
+    messages_in,
+    tools_of,
+    with_arguments,
+    without_none,
+)
 from dflash_hf.data.response_file import SETTINGS
+from dflash_hf.files import read_json
 
 
 Prompt = str | list[dict]
@@ -17,15 +26,16 @@ def prompt_of(row: Mapping, as_chat: bool) -> Prompt:
     and `as_chat`. Arguments of tool calls become JSON text, which servers expect and files can hold.
 
     Raises:
-        `ValueError`: the row has neither column.
+        `ValueError`: the row has neither column, or something else in it.
     """
     row = without_none(row)
-    prompt = row.get("messages") or row.get("prompt")
+    name = "messages" if row.get("messages") else "prompt"
+    prompt = row.get(name)
     if prompt is None:
         raise ValueError(f"There is no prompt, only {sorted(row)}; give `messages` or `prompt`.")
-    if isinstance(prompt, str):
+    if name == "prompt" and isinstance(prompt, str):
         return [{"role": "user", "content": prompt}] if as_chat else prompt
-    messages = [dict(with_arguments(one, _as_text)) for one in prompt]
+    messages = [dict(with_arguments(one, _as_text)) for one in messages_in(row, name)]
     while messages and messages[-1].get("role") == "assistant":
         messages.pop()
     return messages
@@ -101,7 +111,7 @@ def template_kwargs(
     for path in [data] if isinstance(data, str | Path) else data or []:
         notes = Path(f"{path}{SETTINGS}")
         if notes.is_file():
-            made_with[str(path)] = json.loads(notes.read_text(encoding="utf-8")).get("chat_template_kwargs", {})
+            made_with[str(path)] = read_json(notes).get("chat_template_kwargs", {})
     trained_with = None if draft_config is None else (draft_config.dflash_config or {}).get("chat_template_kwargs")
     if given is not None:
         wanted, source = given, "as given"

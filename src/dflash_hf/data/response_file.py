@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from dflash_hf.data.encode import tools_of
-from dflash_hf.files import differences, digest_of, lock, write_json
+from dflash_hf.files import differences, digest_of, lock, read_json, write_json
 
 
 SETTINGS = ".settings.json"  # added to the file's name
@@ -99,7 +99,7 @@ class ResponseFile(LineFile):
     def _settings_before(self) -> dict:
         if not self.path.stat().st_size or not self.notes.exists():
             return {}
-        return json.loads(self.notes.read_text(encoding="utf-8"))
+        return read_json(self.notes)
 
     def settle(self, settings: dict) -> None:
         """

@@ -54,9 +54,10 @@ def load_rows(
     kinds = {_LOADERS.get(_suffix(path)) for path in paths}
     if len(paths) == 1 and paths[0].is_dir():
         return _of_folder(datasets, paths[0], split, streaming)
-    local = looks_local(str(data)) or paths[0].suffix.lower() in (".txt", ".gz")
+    first = str(data if isinstance(data, str | Path) else data[0])
+    local = looks_local(first) or paths[0].suffix.lower() in (".txt", ".gz")
     if kinds == {None} and len(paths) == 1 and not paths[0].exists() and not local:
-        return _of_hub(datasets, str(data), split, streaming, name, revision)
+        return _of_hub(datasets, first, split, streaming, name, revision)
 
     for path in paths:
         if not path.is_file():

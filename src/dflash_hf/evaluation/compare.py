@@ -20,7 +20,10 @@ Sums = Sequence[tuple[int, int]]  # of each text: accepted tokens, and blocks
 
 
 def mean_difference(before: Sums, after: Sums) -> tuple[float, float]:
-    """The gain in accepted tokens per block, and that gain in standard errors; zeros if there are no blocks."""
+    """
+    The gain in accepted tokens per block, and that gain in standard errors; zeros if there are no blocks. Of a single
+    text, which says nothing about chance, it is 0 standard errors.
+    """
     means, parts = [], []
     for sums in (before, after):
         total = sum(n for _, n in sums)
@@ -30,7 +33,9 @@ def mean_difference(before: Sums, after: Sums) -> tuple[float, float]:
         parts.append([(a - means[-1] * n) / total for a, n in sums])
     own = [now - then for then, now in zip(*parts, strict=True)]
     number, gain = len(own), means[1] - means[0]
-    error = math.sqrt(number / max(number - 1, 1) * sum(one * one for one in own))
+    if number < 2:
+        return gain, 0.0
+    error = math.sqrt(number / (number - 1) * sum(one * one for one in own))
     return gain, 0.0 if gain == 0 else math.copysign(math.inf, gain) if error == 0 else gain / error
 
 

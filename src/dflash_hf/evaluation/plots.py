@@ -6,6 +6,7 @@ from pathlib import Path
 from dflash_hf.evaluation.measure import EvalReport
 from dflash_hf.evaluation.methods import COMPILED_METHODS, DFLASH, DRAFTED, PROMPT_LOOKUP, TARGET, TARGET_PACKED
 from dflash_hf.evaluation.text import LABELS
+from dflash_hf.files import atomic
 from dflash_hf.terminal import install
 
 
@@ -47,7 +48,8 @@ def plot_report(report: EvalReport, path: str | Path, title: str = "") -> Path:
         axes.spines[["top", "right"]].set_visible(False)
         axes.title.set_fontsize(10)
     path = Path(path)
-    figure.savefig(path)
+    with atomic(path) as half:
+        figure.savefig(half, format="png")
     return path
 
 

@@ -10,6 +10,7 @@ import json
 import urllib.error
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from itertools import islice
 from urllib.parse import urlsplit
 
@@ -18,9 +19,9 @@ from dflash_hf.data.prompts import prompt_of
 from dflash_hf.evaluation.measure import EvalReport, MethodReport
 from dflash_hf.evaluation.methods import DFLASH, TARGET
 from dflash_hf.evaluation.report import REPORT_FILE
-from dflash_hf.evaluation.sets import GENERATED, NAMED, conversations, rows_of
+from dflash_hf.evaluation.sets import GENERATED, NAMED, NEW_TOKENS, conversations, rows_of
 from dflash_hf.files import digest_of
-from dflash_hf.terminal import Outcome, UsageError, bar, template_arguments
+from dflash_hf.terminal import Outcome, UsageError, bar, one_line, template_arguments
 
 
 @dataclass
@@ -55,13 +56,15 @@ def ask(server: str, messages: list[dict], options: dict) -> Answer:
     body["cache_prompt"] = False
     text, timings, accepted = "", {}, {0: 0}  # tokens drafted so far -> tokens accepted so far
     for event in _events(f"{server}/v1/chat/completions", body):
+        if "error" in event:
+            raise ServerError(f"{server} gave up: {one_line(event['error'], 200)}")
         for choice in event.get("choices") or ():
             delta = choice.get("delta") or {}
             text += (delta.get("reasoning_content") or "") + (delta.get("content") or "")
         if "timings" in event:
             timings = event["timings"]
             accepted[timings.get("draft_n", 0)] = timings.get("draft_n_accepted", 0)
-    if "predicted_n" not in timings:
+    if not {"predicted_n", "predicted_ms", "prompt_ms"} <= timings.keys():
         raise ServerError(
             f"{server} reports no timings. Only llama.cpp's server does; other servers have metrics of their own."
         )
@@ -81,7 +84,7 @@ def _events(url: str, body: dict) -> Iterable[dict]:
     except urllib.error.HTTPError as error:
         detail = error.read().decode(errors="replace").strip()[:200]
         raise ServerError(f"{url} answers {error.code}: {detail}.") from error
-    except (OSError, ValueError) as error:  # refused, reset, timed out, cut off, or not JSON
+    except (OSError, ValueError, HTTPException) as error:  # refused, reset, timed out, cut off, or not JSON
         raise ServerError(f"{url} gave no usable answer ({error}); is the server running?") from error
 
 
@@ -156,10 +159,12 @@ def run(arguments, echo) -> Outcome:
     else:
         rows = islice(iter(rows_of(arguments.data, arguments.split)), arguments.prompts or 40)
         said = [_messages(row) for row in rows]
+    if not said:
+        raise ValueError(f"--data {arguments.data} holds no prompts; give at least one.")
     servers = [
         None if one is None else one.rstrip("/").removesuffix("/v1") for one in (arguments.server, arguments.alone)
     ]
-    options = {"max_tokens": arguments.max_new_tokens or 256}
+    options = {"max_tokens": arguments.max_new_tokens or (NEW_TOKENS if arguments.data in NAMED else 256)}
     if template := template_arguments(arguments.template_args):
         options["chat_template_kwargs"] = template
     report = measure(*servers, said, options, bar("asking"))

@@ -24,8 +24,7 @@ def origins(lengths: Sequence[int], total: int) -> list[int]:
 
     Returns:
         `list[int]`: 0 for the target's own tokens (the first, and each bonus); otherwise the number of the
-            verification
-        that accepted the token, counted from 1.
+        verification that accepted the token, counted from 1.
     """
     sources = [0]
     for number, length in enumerate(lengths, start=1):

@@ -22,7 +22,7 @@ from dflash_hf.hub.launch import launch_command
 from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
 from dflash_hf.modeling.saving_dflash import code_files
 from dflash_hf.names import LLAMA_CPP, RELATIONS
-from dflash_hf.repositories import is_repository_id
+from dflash_hf.repositories import REPOSITORY_ID, is_repository_id
 from dflash_hf.terminal import install
 
 
@@ -74,7 +74,7 @@ class CardFacts:
         for name in ("base_model", *self.datasets):
             repo = getattr(self, name) if name == "base_model" else name
             if not is_repository_id(repo):
-                raise ValueError(f"{repo!r} is not a repository id, like 'Qwen/Qwen3-8B'.")
+                raise ValueError(f"{repo!r} is not {REPOSITORY_ID}.")
         if self.base_model_relation not in (None, *RELATIONS):
             raise ValueError(
                 f"base_model_relation={self.base_model_relation!r} must be one of {', '.join(RELATIONS)}, or left out."

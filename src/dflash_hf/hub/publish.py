@@ -10,14 +10,14 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, Mo
 from huggingface_hub.errors import HfHubHTTPError
 
 from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
-from dflash_hf.files import read_json
+from dflash_hf.files import atomic, read_json
 from dflash_hf.gguf_format import FILE_PATTERN, gguf_config, gguf_in, write_gguf
 from dflash_hf.hub.card import CardFacts, eval_results, missing_code, render_card
 from dflash_hf.hub.check import check
 from dflash_hf.hub.engine_rules import Finding
 from dflash_hf.modeling.checkpoint_dflash import MASK_EMBEDDING, checkpoint_files
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
-from dflash_hf.repositories import is_repository_id
+from dflash_hf.repositories import REPOSITORY_ID, is_repository_id
 from dflash_hf.terminal import one_line
 
 
@@ -107,7 +107,7 @@ def publish(
     """
     folder = Path(folder)
     if not is_repository_id(repo):
-        raise PublishError(f"repo={repo!r} is not a repository id, like 'user/name'.")
+        raise PublishError(f"repo={repo!r} is not {REPOSITORY_ID}.")
 
     # 1. The preflight. Errors of single engines are only reported; their launch lines are left out of the card.
     code = missing_code(folder)
@@ -138,7 +138,8 @@ def publish(
         for name, source in everything.items():
             path = Path(write_to) / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(source if isinstance(source, bytes) else source.read_bytes())
+            with atomic(path) as half:
+                half.write_bytes(source if isinstance(source, bytes) else source.read_bytes())
     if not dry_run:
         # 4. One commit.
         result.url = _upload(repo, everything, card, private, token)
@@ -176,7 +177,7 @@ def _card(folder: Path, repo: str, facts: CardFacts | None) -> ModelCard:
             values = metadata.get(name) or []
             for value in [values] if isinstance(values, str) else values:
                 if not is_repository_id(value):
-                    raise ValueError(f"{name}: {value!r} is not a repository id, like 'user/name'.")
+                    raise ValueError(f"{name}: {value!r} is not {REPOSITORY_ID}.")
     except ImportError as error:
         raise PublishError(str(error)) from error
     except Exception as error:  # YAML has its own errors

@@ -21,7 +21,7 @@ from dflash_hf.training.whole import last_whole_checkpoint
 
 logger = logging.get_logger(__name__)
 RUN_FILE = "run.json"
-STORED = "features"  # folder for the features of rows that a run reads more than once
+STORED = ".features"  # of rows that a run reads more than once; it is removed, so its name is not a user's
 # The arguments of transformers that a run must resume with; our own fields and a recipe's keys say so themselves.
 # Arguments that may differ are left out: duration, logging, saving, evaluation, and the split over processes.
 _OF_UPSTREAM = (
