@@ -91,11 +91,9 @@ def run(arguments, echo) -> Outcome:
 def _dry_run(recipe, training: dict, echo) -> Outcome:
     """The settings of a run, with the choices that it would make; a recipe file leaves nothing to choose."""
     if not recipe.settled:
-        from dflash_hf.data.prepare import load_tokenizer
         from dflash_hf.training.choice import choose
 
-        loaded = (recipe.target, recipe.chat_template, recipe.target_revision, recipe.trust_remote_code)
-        choose(recipe, training, load_tokenizer(*loaded), echo)
+        choose(recipe, training, _tokenizer(recipe), echo)
     given = {name: value for name, value in asdict(recipe).items() if value not in (None, {})}
     settings = {key: "(set)" if is_secret(key) else value for key, value in {**given, **training}.items()}
     for key, value in settings.items():
@@ -125,6 +123,13 @@ def _check_before(recipe, training: dict) -> None:
         ) from error
     config = check_names(recipe.target, recipe.draft, Loading(revision=recipe.target_revision), form="{}={}")
     check_token_id(recipe.mask_token_id, config, f"mask_token_id={recipe.mask_token_id}")
+    _tokenizer(recipe)
+
+
+def _tokenizer(recipe):
+    from dflash_hf.data.prepare import load_tokenizer
+
+    return load_tokenizer(recipe.target, recipe.chat_template, recipe.target_revision, recipe.trust_remote_code)
 
 
 def _publish(recipe, args, echo) -> None:

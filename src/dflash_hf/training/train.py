@@ -39,7 +39,7 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     training = {**training, "output_dir": str(folder)}
     resume = checkpoint_to_resume(folder, training.get("resume_from_checkpoint"), recipe.overwrite_output_dir)
     revision, trusted = recipe.target_revision, recipe.trust_remote_code
-    tokenizer = load_tokenizer(recipe.target, recipe.chat_template, revision, trusted)
+    tokenizer = load_tokenizer(recipe.target, recipe.chat_template, revision, trusted, empty=True)
     chosen = choose(recipe, training, tokenizer, echo, resume)
     options = {**training, "push_to_hub": False, "resume_from_checkpoint": None}
     if recipe.streaming and not options.get("max_steps", -1) > 0:
