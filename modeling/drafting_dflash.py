@@ -33,7 +33,7 @@ class Context(NamedTuple):
 
     features: torch.Tensor  # [R, n, L * H]
     start: torch.LongTensor  # [R]  index of the first of these tokens in its row
-    steps: int = 0  # tokens of rounds without a draft that they come from; 0: a round that verified a draft
+    steps: int = 0  # their number if all of them are committed; 0: some may be rejected
 
 
 class DFlashCandidateGenerator(CandidateGenerator):
@@ -265,7 +265,9 @@ class DFlashCandidateGenerator(CandidateGenerator):
         """
         missing = 0 if width is not None else self.config.block_tokens - context.features.shape[1]
         features = torch.nn.functional.pad(context.features, (0, 0, 0, missing)) if missing else context.features
-        return context._replace(features=features[:, :width])
+        # The only row has committed all of these tokens, so that others can be joined to them.
+        steps = width if width is not None and len(features) == 1 else 0
+        return Context(features[:, :width], context.start, steps)
 
     def caught_up(self, context: Context, start: torch.LongTensor) -> Context:
         """Read what rounds without a draft left, and return an empty context at `start` in the usual shape."""

@@ -19,6 +19,7 @@ class Lookup:
     """
 
     SHORTEST, LONGEST = 2, 16  # tokens that must agree before anything is copied; that are copied at most
+    MARGIN = 0.1  # tokens that copies must gain
 
     def __init__(self, vocab_size: int, reliability=None):
         self.vocab_size, self.reliability, self.tokens = vocab_size, reliability, []
@@ -70,7 +71,7 @@ class Lookup:
         """
         self.extend(text.sequences[0, len(self.tokens) :].tolist(), generated=bool(self.tokens))
         tokens, chances = self.copied(most)
-        expected, size, best = 1.0, 0, 0.0
+        expected, size, best = 1.0, 0, self.MARGIN
         for count, chance in enumerate(chances, start=1):
             expected += chance
             worth = expected - speed * costs[count]
