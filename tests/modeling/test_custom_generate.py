@@ -18,6 +18,7 @@ from dflash_hf.modeling import custom_generate_dflash
 
 
 PROMPT = [[5, 9, 17, 33, 2]]
+SIZE = {"num_assistant_tokens": 3}  # sizes that are chosen depend on earlier calls
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ALONE = """
 import json, shutil, sys
@@ -35,6 +36,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 target = AutoModelForCausalLM.from_pretrained({target!r}).eval()
 arguments = {{"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True, "trust_remote_code": True}}
+arguments["num_assistant_tokens"] = {size!r}
 outputs = []
 for name in {names!r}:
     output = target.generate(torch.tensor({prompt!r}), custom_generate=name, **arguments)
@@ -69,7 +71,12 @@ def modules_cache(tmp_path, monkeypatch):
 
 def assisted(target, draft):
     return target.generate(
-        torch.tensor(PROMPT), max_new_tokens=20, do_sample=False, assistant_model=draft, return_dict_in_generate=True
+        torch.tensor(PROMPT),
+        max_new_tokens=20,
+        do_sample=False,
+        return_dict_in_generate=True,
+        assistant_model=draft,
+        **SIZE,
     )
 
 
@@ -81,12 +88,14 @@ def by_name(target, name, **kwargs):
         return_dict_in_generate=True,
         custom_generate=str(name),
         trust_remote_code=True,
+        **SIZE,
         **kwargs,
     )
 
 
 def alone(tmp_path, names, again=None):
     script = textwrap.dedent(ALONE).format(
+        size=SIZE["num_assistant_tokens"],
         blocked=["", str(tmp_path)],
         target=str(tmp_path / "target"),
         names=[str(name) for name in names],

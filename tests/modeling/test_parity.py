@@ -115,6 +115,7 @@ def test_loop_equals_the_published_one_over_the_reference(tmp_path, variant):
     config, tensors = publish(tmp_path / "draft", **VARIANTS[variant])
     flat = {**config, **config.get("dflash_config", {})}
     draft = DFlashDraftModel.from_pretrained(tmp_path / "draft")
+    draft.decoding_config.block_size = draft.config.block_size  # whole blocks, as in the published loop
     target = make_target()
     prompts = torch.randint(2, 90, (2, 7), generator=torch.Generator().manual_seed(1))
     for prompt, stop in zip(prompts, ([], [3, 8, 20, 14]), strict=True):

@@ -40,7 +40,9 @@ def chosen_line(sizes: Sequence[int], speedup: float | None) -> str:
         sizes (`Sequence[int]`): `draft_sizes` of one or more outputs.
         speedup (`float`, *optional*): The `estimated_speedup`.
     """
-    counts = ", ".join(f"{size or 'none'} in {rounds}" for size, rounds in sorted(Counter(sizes).items()))
+    bins = ((0, "none"), (4, "1 to 4"), (8, "5 to 8"), (16, "9 to 16"))
+    named = Counter(next((name for most, name in bins if size <= most), "more") for size in sizes)
+    counts = ", ".join(f"{name} in {named[name]}" for name in [*(name for _, name in bins), "more"] if named[name])
     estimate = "" if speedup is None else f"; an estimated {speedup:.2f}x of the target alone"
     return f"drafted or copied tokens verified: {counts} of {len(sizes)} rounds{estimate}"
 
