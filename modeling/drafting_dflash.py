@@ -24,7 +24,7 @@ from .tree_dflash import (
 
 
 TOKENS_AT_ONCE = 2048  # prompt tokens projected to the drafter's context at a time: bounds memory
-STEPS_AT_ONCE = 32  # tokens of undrafted rounds whose features are read together
+STEPS_AT_ONCE = 32  # committed tokens whose features are read together
 SINK = 4  # tokens at the start of each row that a drafter sees besides those in its window
 
 
@@ -33,7 +33,7 @@ class Context(NamedTuple):
 
     features: torch.Tensor  # [R, n, L * H]
     start: torch.LongTensor  # [R]  index of the first of these tokens in its row
-    steps: int = 0  # their number if all of them are committed; 0: some may be rejected
+    steps: int = 0  # number of these tokens if all are committed; 0: some may be rejected
 
 
 class DFlashCandidateGenerator(CandidateGenerator):

@@ -263,7 +263,7 @@ class FastestPlan:
         self.widest, self.table, self.known = plan._replace(cut=self.cut), table, table.copy()
         self.paces, self.key, self.pace = paces, key, paces.get(key, Pace()).copy()
         self.rows, self.columns = place
-        self.sizes: list[int] = []  # drafted tokens that each round verified
+        self.sizes: list[int] = []  # drafted or copied tokens that each round verified
         self.tokens = self.spent = 0.0  # committed per row; their cost, in units of a round without a draft
         self.tried: dict[int, int] = {}  # rounds of this call by size, as in the table
         self.slowest: SlowestRow | None = None  # over rounds with a draft

@@ -59,7 +59,7 @@ def run(arguments, echo) -> Outcome:
 
 
 def _costs(echo) -> list[dict]:
-    """The cost of rounds here, from which sizes are chosen: medians by the number of drafted tokens verified."""
+    """The cost of rounds here, from which sizes are chosen: medians by the number of tokens verified."""
     tables = []
     for path in remembered("costs"):
         table, lines = read(path), []

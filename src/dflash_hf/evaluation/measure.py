@@ -41,7 +41,7 @@ class MethodReport:
         warmup_seconds (`float`): Time of the first calls: compilation, probes, allocation.
         equal (`int`, *optional*): Number of prompts whose output equals the target's own, token for token, in every
             run; `None` if nothing was compared.
-        draft_sizes (`list[int]`, *optional*): Drafted tokens verified by each round of the last run, if sizes were
+        draft_sizes (`list[int]`, *optional*): Tokens verified by each round of the last run, if sizes were
             chosen round by round.
         estimated_speedup (`float`, *optional*): The estimate that the sizes were chosen by; mean over the answers of
             the last run.
