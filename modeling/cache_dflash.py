@@ -15,7 +15,8 @@ from transformers.cache_utils import (
 from .tree_dflash import DraftTree
 
 
-SLOTS_PER_STEP = 64  # the view handed to attention is the used length rounded up to this
+SLOTS_PER_STEP = 64  # capacities are multiples of this
+VIEW_STEP = 8  # the view handed to attention is the used length rounded up to this
 SMALLEST_BUCKET = 256  # for compiled rounds: capacities, and therefore views, are powers of two from here on
 
 
@@ -161,7 +162,7 @@ class SlotCache(Cache):
             for layer in self.layers:
                 if isinstance(layer, SlotLayer):  # recurrent layers of a hybrid do not grow
                     layer.grow()
-        self.view = self.capacity if self.pool is not None else min(_round_up(used), self.capacity)
+        self.view = self.capacity if self.pool is not None else min(_round_up(used, VIEW_STEP), self.capacity)
 
     def place(self, *slots: torch.Tensor) -> None:
         """
@@ -322,8 +323,8 @@ def slot_mask(
     return additive(visible, dtype)[:, None]
 
 
-def _round_up(length: int) -> int:
-    return -(-length // SLOTS_PER_STEP) * SLOTS_PER_STEP
+def _round_up(length: int, step: int = SLOTS_PER_STEP) -> int:
+    return -(-length // step) * step
 
 
 def _left_padded(row: torch.Tensor, pad: int, first: int, columns: int) -> torch.Tensor:

@@ -248,15 +248,15 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
     def follow(self, context: Context, fresh: Context, width: int) -> Context:
         """
-        Join the contexts of two rounds, the second of which drafted nothing and committed `width` tokens: reading one
-        token costs as much as reading many, so they are collected for a while.
+        Join the contexts of two rounds, the second of which drafted nothing and committed at most `width` tokens per
+        row: reading one token costs as much as reading many, so they are collected for a while.
         """
         features = fresh.features[:, :width]
-        steps = context.steps + features.shape[1]
+        equal, steps = width == 1 or len(features) == 1, context.steps + width  # all rows committed all of them
         if context.steps and steps <= STEPS_AT_ONCE:
-            return Context(torch.cat([context.features, features], dim=1), context.start, steps)
+            return Context(torch.cat([context.features, features], dim=1), context.start, steps * equal)
         self.read(context)
-        return Context(features, fresh.start, features.shape[1])
+        return Context(features, fresh.start, width * equal)
 
     def shaped(self, context: Context, width: int | None) -> Context:
         """

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from .accept_dflash import Verdict
 from .cost_dflash import CostTable
-from .lookup_dflash import Lookup
+from .lookup_dflash import Copier
 from .plan_dflash import Pace, Plan
 
 
@@ -56,7 +56,7 @@ class Record:
 
 class FewPlans:
     """
-    At each sync of the host, the fastest of a few plans until the next sync; copies of earlier text (see [`Lookup`])
+    At each sync of the host, the fastest of a few plans until the next sync; copies of earlier text (see [`Copier`])
     if the host syncs after each round.
 
     As with [`FastestPlan`], sizes follow from costs that are fixed during a call and from what was accepted.
@@ -67,8 +67,8 @@ class FewPlans:
         paces (`dict`): The drafter's statistics.
         key: Their key, for this number of rows and decoding mode.
         place (`tuple[int, int]`): Rows, and tokens per row before the first round.
-        lookup (`Lookup`, *optional*): Finds what can be copied, for a single row whose host syncs after each round.
         compiled (`bool`): Whether rounds are compiled.
+        vocab_size (`int`, *optional*): Of the target, if rows may copy earlier text.
     """
 
     whole = True
@@ -76,15 +76,20 @@ class FewPlans:
     LASTING = 1.05  # minimum speed of a plan, relative to the current one, to replace it
 
     def __init__(
-        self, plans, table: CostTable, paces: dict, key, place: tuple[int, int], lookup: Lookup | None, compiled: bool
+        self,
+        plans: list[Plan],
+        table: CostTable,
+        paces: dict,
+        key,
+        place: tuple[int, int],
+        compiled: bool,
+        vocab_size: int | None = None,
     ):
         self.plans, self.table, self.known, self.paces, self.key = plans, table, table.copy(), paces, key
         self.place, self.compiled = place, compiled
         slots = max(plan.block for plan in plans) - 1
         self.record = paces[key].copy() if key in paces else Record([0.0] * slots, [0.0] * slots)
-        self.lookup = lookup
-        if lookup is not None:
-            lookup.reliability = self.record.pace.copies
+        self.copier = None if vocab_size is None else Copier(place[0], vocab_size, self.record.pace)
         self.lasting = plans[1]  # the plan of rounds that draft
         self.plan, self.window = plans[1], 0  # rounds of this plan since the last sync
         self.timed: set = set()  # plans whose first rounds are over
@@ -118,13 +123,13 @@ class FewPlans:
 
     def _copying(self, text) -> Plan | None:
         """Copies as many as a block has, where they are faster than drafting."""
-        if self.lookup is None:
+        if self.copier is None:
             return None
         whole = self.plans[1]
         most = whole.block - 1
         cost = self.cost(whole._replace(copied=text.last))  # for any number of tokens, since shapes are fixed
-        copied = self.lookup.worth_copying(text, most, self.record.pace.speed, [cost] * (most + 1))
-        return whole._replace(copied=copied) if copied is not None and len(copied) == most else None
+        copied = self.copier.worth_copying(text, most, self.record.pace.speed, [cost] * (most + 1))
+        return whole._replace(copied=copied) if copied is not None and copied.shape[1] == most else None
 
     def learn(self, text, verdict: Verdict) -> None:
         """After a sync, record how long the rounds took and what they committed."""
@@ -146,6 +151,8 @@ class FewPlans:
                 pace.note(tokens, self.cost(plan))
             elif plan.copied is None:
                 pace.resting = max(pace.resting - 1, 0)
+            else:
+                self.copier.learn(counts, [count > 0 for count in counts])
         self.window = 0
         self.paces[self.key] = self.record
 

@@ -148,8 +148,8 @@ def decode(
         context = drafter.no_features(start, draft.config.block_tokens)
         while not continuation.done:
             plan = planner.next(continuation)
-            pair.reserve(max(draft.config.block_tokens, plan.size) + context.steps)
-            if planner.whole and context.steps and plan.drafts:
+            pair.reserve(plan.size)
+            if planner.whole and plan.drafts and context.features.shape[1] != draft.config.block_tokens:
                 context = drafter.caught_up(context, start)
             verdict, fresh = run(pair, start, context, plan)
             continuation.commit(verdict)

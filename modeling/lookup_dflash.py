@@ -1,5 +1,7 @@
 """Drafts that cost nothing: what followed the last tokens of a text where they occurred before in it."""
 
+from itertools import zip_longest
+
 import torch
 
 
@@ -14,14 +16,12 @@ class Lookup:
 
     Args:
         vocab_size (`int`): Of the target: placeholders in a prompt, for images or the like, are not copied.
-        reliability (`plan_dflash.Reliability`, *optional*): The drafter's statistics of its copies; extended. A
-            planner sets it.
+        reliability (`plan_dflash.Reliability`): The drafter's statistics of its copies; extended.
     """
 
     SHORTEST, LONGEST = 2, 16  # tokens that must agree before anything is copied; that are copied at most
-    MARGIN = 0.1  # tokens that copies must gain
 
-    def __init__(self, vocab_size: int, reliability=None):
+    def __init__(self, vocab_size: int, reliability):
         self.vocab_size, self.reliability, self.tokens = vocab_size, reliability, []
         self.places: dict[tuple, int] = {}  # what followed each sequence of tokens when it occurred last
         self.source: int | None = None  # index of the token that comes next if the text repeats itself
@@ -59,22 +59,81 @@ class Lookup:
             chances.append(chance)
         return tokens, chances
 
+
+class Copier:
+    """
+    What the rows of a text can copy from themselves, each row with a [`Lookup`] of its own.
+
+    A batch is done when its slowest row is. So tokens count less in rows that have less to go, and of the gain that is
+    expected only the share that used to reach the slowest row.
+
+    Args:
+        rows (`int`): Rows of the text.
+        vocab_size (`int`): Of the target.
+        pace (`plan_dflash.Pace`): The drafter's statistics; extended.
+    """
+
+    MARGIN = 0.1  # tokens per row that copies must gain
+    PRIOR = 4  # rounds of a single token each with which the pace of a row begins
+    POWER = 4  # half as many rounds to go: half the worth, to this power
+
+    def __init__(self, rows: int, vocab_size: int, pace):
+        self.lookups, self.pace = [Lookup(vocab_size, pace.copies) for _ in range(rows)], pace
+        self.gained, self.least = [0] * rows, 0  # by copying in this call; by the slowest row
+        self.expected = 0.0  # tokens per row that the current copies gain
+        pace.forget_copies()
+
     def worth_copying(self, text, most: int, speed: float, costs: list[float]) -> torch.LongTensor | None:
         """
-        The next tokens of a text that are worth verifying without a draft, `[n]`, or `None`.
+        The next tokens of a text that are worth verifying without a draft, `[R, n]`, or `None`. Rows that copy fewer
+        repeat their last token.
 
         Args:
-            text (`Continuation`): The text, of a single row; what is new in it is read.
+            text (`Continuation`): The text; what is new in it is read.
             most (`int`): Maximum number of tokens.
-            speed (`float`): Tokens per cost of the rounds that compete with it.
+            speed (`float`): Tokens per row and cost of the rounds that compete with it.
             costs (`list[float]`): The costs of rounds that verify 0, 1, ... tokens without a draft.
         """
-        self.extend(text.sequences[0, len(self.tokens) :].tolist(), generated=bool(self.tokens))
-        tokens, chances = self.copied(most)
-        expected, size, best = 1.0, 0, self.MARGIN
-        for count, chance in enumerate(chances, start=1):
-            expected += chance
-            worth = expected - speed * costs[count]
+        copies = self._found(text, most)
+        weights = self._weights(text, copies)
+        gains = zip_longest(*([weights[row] * chance for chance in copies[row][1]] for row in copies), fillvalue=0.0)
+        share = self.pace.share_of_copies(len(self.lookups)) if len(self.lookups) > 1 else 1.0
+        gain, size, best = 0.0, 0, self.MARGIN
+        for count, of_rows in enumerate(gains, start=1):
+            gain += sum(of_rows) / sum(weights.values())
+            worth = 1 + share * gain - speed * costs[count]
             if worth > best:
-                size, best = count, worth
-        return text.last.new_tensor(tokens[:size]) if size else None
+                self.expected, size, best = gain, count, worth
+        if not size:
+            return None
+        tokens = text.last[:, None].repeat(1, size)
+        for row, (copied, _) in copies.items():
+            tokens[row, : len(copied)] = tokens.new_tensor(copied[:size])
+        return tokens
+
+    def learn(self, counts: list[int], alive: list[bool]) -> None:
+        """Record what a round that copied gained: `counts` tokens were committed in the rows."""
+        self.gained = [gained + max(count - 1, 0) for gained, count in zip(self.gained, counts, strict=True)]
+        least = min(gained for gained, goes_on in zip(self.gained, alive, strict=True) if goes_on)
+        self.pace.note_copies(self.expected, least - self.least)
+        self.least = least
+
+    def _weights(self, text, copies) -> dict[int, float]:
+        """What a token is worth in each unfinished row, 1 in the slowest."""
+        to_go = {}
+        for row in copies:
+            written, rounds = text.host.lengths[row], len(text.host.acceptance_lengths[row])
+            to_go[row] = (text.max_new - written) * (rounds + self.PRIOR) / (written + self.PRIOR)
+        return {row: (rounds / max(to_go.values())) ** self.POWER for row, rounds in to_go.items()}
+
+    def _found(self, text, most: int) -> dict[int, tuple[list[int], list[float]]]:
+        """Read what is new in each unfinished row; its copies and their chances."""
+        ends = [text.writer.prompt_length + length for length in text.host.lengths]
+        first = min(len(lookup.tokens) for lookup in self.lookups)
+        written = text.writer.buffer[:, first : max(ends)].tolist()
+        copies = {}
+        for row, (lookup, tokens, end) in enumerate(zip(self.lookups, written, ends, strict=True)):
+            if text.host.alive[row]:
+                lookup.extend(tokens[len(lookup.tokens) - first : end - first], generated=bool(lookup.tokens))
+                copies[row] = lookup.copied(min(most, text.max_new - text.host.lengths[row] - 1))
+        return copies

@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from .accept_dflash import Draft, Verdict
 from .cost_dflash import CostTable
-from .lookup_dflash import Lookup
+from .lookup_dflash import Copier
 from .tree_dflash import Paths
 
 
@@ -33,7 +33,7 @@ class Plan(NamedTuple):
     block: int  # tokens of a block that are verified, or of the longest path through a tree; the anchor included
     paths: Paths | None = None  # for a tree: the paths among which its nodes are chosen
     cut: Callable[[Draft], Draft] | None = None  # reduces a draft to what is worth verifying
-    copied: torch.LongTensor | None = None  # [block - 1]  tokens to verify in every row instead of a draft
+    copied: torch.LongTensor | None = None  # [R, block - 1]  tokens to verify instead of a draft
     compiled: bool = True  # if rounds are compiled at all
 
     @property
@@ -178,6 +178,7 @@ class Pace:
 
     EXPECTED = 1.5  # assumed tokens per row of a drafting round, before any was seen
     SHARE = 0.015  # share of the time that may be lost to retrying what did not pay
+    TRUST = 4.0  # expected tokens that the first guess of the share that reaches the slowest row is worth
 
     reliability: Reliability = field(default_factory=Reliability)
     copies: Reliability = field(default_factory=Reliability)
@@ -185,6 +186,8 @@ class Pace:
     cost: float = 0.0  # of these rounds, in units of a round without a draft
     resting: int = 0  # number of upcoming rounds without a draft
     warned: bool = False  # whether the warning that drafting does not pay off was logged
+    copies_expected: float = 0.0  # tokens per row that copies in batches were expected to gain
+    copies_gained: float = 0.0  # that the slowest rows gained
 
     def copy(self) -> "Pace":
         return replace(self, reliability=self.reliability.copy(), copies=self.copies.copy())
@@ -193,6 +196,18 @@ class Pace:
     def speed(self) -> float:
         """Speed of rounds that draft relative to rounds that do not; at least 1, since drafting is optional."""
         return max(self.tokens / self.cost, 1.0) if self.cost else 1.0
+
+    def share_of_copies(self, rows: int) -> float:
+        """The share of the gain expected of copies that reaches the slowest row of a batch."""
+        return (self.copies_gained + self.TRUST * min(2 / rows, 1.0)) / (self.copies_expected + self.TRUST)
+
+    def note_copies(self, expected: float, gained: float) -> None:
+        """Record a round that copied in a batch."""
+        self.copies_expected, self.copies_gained = self.copies_expected + expected, self.copies_gained + gained
+
+    def forget_copies(self) -> None:
+        """Before a call: older calls count less, so that copying is tried again."""
+        self.copies_expected, self.copies_gained = 0.95 * self.copies_expected, 0.95 * self.copies_gained
 
     def begin(self, cost: float) -> None:
         """If nothing was drafted before, set a prior on whether drafting pays, worth two observed rounds."""
@@ -240,8 +255,8 @@ class SlowestRow:
 
 class FastestPlan:
     """
-    For each round, the drafted tokens of a tree that are worth verifying, possibly none. A single row that repeats
-    what it or its prompt said before copies it, without a draft, where that is faster.
+    For each round, the drafted tokens of a tree that are worth verifying, possibly none. Rows that repeat what they
+    or their prompts said before copy it, without a draft, where that is faster.
 
     Within a call, sizes follow from the costs that were known at its start and from what was accepted, never from a
     clock. Measurements of this call serve later calls.
@@ -252,14 +267,16 @@ class FastestPlan:
         paces (`dict`): The drafter's statistics.
         key: Their key, for this number of rows and decoding mode.
         place (`tuple[int, int]`): Rows, and tokens per row before the first round.
-        lookup (`Lookup`, *optional*): Finds what can be copied, for a single row.
+        vocab_size (`int`, *optional*): Of the target, if rows may copy earlier text.
     """
 
     whole = False
     LADDER = (1, 2, 4, 8, 16, 32, 64)  # sizes that are slightly preferred until their cost is known
     ENOUGH = 3  # number of times that each of them, and a round without a draft, is tried
 
-    def __init__(self, plan: Plan, table: CostTable, paces: dict, key, place: tuple[int, int], lookup: Lookup | None):
+    def __init__(
+        self, plan: Plan, table: CostTable, paces: dict, key, place: tuple[int, int], vocab_size: int | None = None
+    ):
         self.widest, self.table, self.known = plan._replace(cut=self.cut), table, table.copy()
         self.paces, self.key, self.pace = paces, key, paces.get(key, Pace()).copy()
         self.rows, self.columns = place
@@ -268,9 +285,7 @@ class FastestPlan:
         self.tried: dict[int, int] = {}  # rounds of this call by size, as in the table
         self.slowest: SlowestRow | None = None  # over rounds with a draft
         self.judged: list[tuple] = []  # for each row of the current round: parents and chances of its nodes
-        self.lookup = lookup
-        if lookup is not None:
-            lookup.reliability = self.pace.copies
+        self.copier = None if vocab_size is None else Copier(self.rows, vocab_size, self.pace)
 
     def next(self, text) -> Plan:
         """The plan of the next round of a text (`Continuation`)."""
@@ -287,8 +302,9 @@ class FastestPlan:
         self.pace.resting -= rests
         self.began = text.seconds
         if copied is not None:
-            self.size, self.cost = -1 - len(copied), self._copying()[len(copied)]
-            return Plan(1 + len(copied), copied=copied)
+            count = copied.shape[1]
+            self.size, self.cost = -1 - count, self._copying()[count]
+            return Plan(1 + count, copied=copied)
         return Plan(1) if self.left == 1 or rests or self.forced == -1 else self.widest
 
     def cut(self, draft: Draft) -> Draft:
@@ -323,6 +339,8 @@ class FastestPlan:
         self.sizes.append(size if size >= 0 else -1 - size)
         self.tokens, self.spent = self.tokens + tokens, self.spent + self.cost
         self.paces[self.key] = self.pace  # the next call copies it
+        if size < -1:
+            self.copier.learn(counts, self.alive)
         if not self.judged:
             return
         path = None if verdict.path is None else verdict.path.tolist()
@@ -356,10 +374,10 @@ class FastestPlan:
         return {"draft_sizes": self.sizes, "estimated_speedup": self.tokens / self.spent if self.sizes else None}
 
     def _worth_copying(self, text) -> torch.LongTensor | None:
-        if self.lookup is None:
+        if self.copier is None:
             return None
         most = min(self.left - 1, self.widest.nodes)
-        return self.lookup.worth_copying(text, most, self.pace.speed, self._copying())
+        return self.copier.worth_copying(text, most, self.pace.speed, self._copying())
 
     def _copying(self) -> list[float]:
         """Costs of rounds that verify 0, 1, ... copied tokens."""

@@ -6,7 +6,6 @@ from transformers.utils import logging
 
 from .cost_dflash import adapters_of, table_of
 from .few_plans_dflash import FewPlans
-from .lookup_dflash import Lookup
 from .plan_dflash import SCHEDULES, AssistantPlan, FastestPlan, FixedPlan, Plan
 
 
@@ -56,14 +55,14 @@ def planner_of(call, pair):
     if config.is_open and unset and (on_cpu or not whole):  # `FewPlans` has only been measured on a CPU
         place, key = (rows, pair.columns), (rows, generation_config.do_sample, whole, adapters_of(draft))
         table = table_of(target, draft, call.compile, text.look_ahead)
-        vocab_size = target.config.get_text_config(decoder=True).vocab_size
-        lookup = Lookup(vocab_size) if rows == 1 and text.look_ahead == 1 else None
+        copies = text.look_ahead == 1 and (rows == 1 or text.rules.pace != "together")
+        vocab_size = target.config.get_text_config(decoder=True).vocab_size if copies else None
         if whole:
             plans = _few(drafter, trained, rows, trees)
-            return FewPlans(plans, table, paces, key, place, lookup, bool(call.compile))
+            return FewPlans(plans, table, paces, key, place, bool(call.compile), vocab_size)
         nodes = widest_tree(rows, on_cpu)
         plan = drafter.plan(trained, nodes) if trees else drafter.plan(trained, trained - 1, top_k=1)
-        return FastestPlan(plan, table, paces, key, place, lookup)
+        return FastestPlan(plan, table, paces, key, place, vocab_size)
     nodes = (config.tree_nodes or 0) if trees else 0
     return FixedPlan(drafter.plan(min(config.block_size or trained, limit), nodes), whole)
 

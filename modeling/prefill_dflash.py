@@ -56,10 +56,11 @@ class Pair:
     columns: int  # of the prompt, padding included
     cache: Cache | None = None  # returned to the caller at the end
 
-    def reserve(self, breadth: int) -> None:
-        """Make room in both caches for a round that writes `breadth` tokens."""
-        for cache in (self.drafter.cache, self.session.cache):
-            cache.reserve(self.columns + self.continuation.longest_possible + breadth)
+    def reserve(self, size: int) -> None:
+        """Make room in both caches for a round that verifies `size` tokens."""
+        used = self.columns + self.continuation.longest_possible
+        self.drafter.cache.reserve(used + max(size, self.drafter.config.block_tokens))
+        self.session.cache.reserve(used + size)
 
 
 @contextmanager

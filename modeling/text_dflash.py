@@ -167,9 +167,9 @@ class Continuation:
         return self.writer.buffer[:, : self.writer.prompt_length + self.longest]
 
     def copied(self, tokens: torch.LongTensor | None) -> Draft:
-        """The tokens `[n]` as the draft of every row; `None`: only the anchors."""
+        """The tokens `[R, n]` as a draft; `None`: only the anchors."""
         last = self.last[:, None]
-        return Draft(last if tokens is None else torch.cat([last, tokens.expand(len(last), -1)], dim=1))
+        return Draft(last if tokens is None else torch.cat([last, tokens], dim=1))
 
     def padded(self, draft: Draft) -> Draft:
         """The draft in which, if rows advance together, finished rows continue with padding, as without a drafter."""

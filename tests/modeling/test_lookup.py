@@ -14,7 +14,7 @@ from dflash_hf.modeling import compile_dflash
 from dflash_hf.modeling.cost_dflash import CostTable
 from dflash_hf.modeling.drafting_dflash import STEPS_AT_ONCE
 from dflash_hf.modeling.few_plans_dflash import FewPlans
-from dflash_hf.modeling.lookup_dflash import Lookup
+from dflash_hf.modeling.lookup_dflash import Copier, Lookup
 from dflash_hf.modeling.plan_dflash import FastestPlan, Pace, Plan, Reliability
 
 
@@ -36,13 +36,14 @@ def copying(monkeypatch):
     draws, made = random.Random(0), []
 
     def always(self, text):
-        if self.lookup is None:
+        if self.copier is None:
             return None
-        self.lookup.worth_copying(text, 0, 1.0, [])  # reads what is new
         most = min(self.left - 1, self.widest.nodes, draws.randint(0, 8))
-        tokens = self.lookup.copied(most)[0] or [draws.randrange(8) for _ in range(most)]
-        made.append(len(tokens))
-        return torch.tensor(tokens) if tokens else None
+        tokens = self.copier.worth_copying(text, most, 0.0, [0.0] * (most + 1))
+        if tokens is None and most:
+            tokens = torch.tensor([[draws.randrange(8) for _ in range(most)] for _ in self.alive])
+        made.append(most and tokens.shape[1])
+        return tokens
 
     monkeypatch.setattr(FastestPlan, "_worth_copying", always)
     monkeypatch.setattr(FastestPlan, "_to_try", lambda self: None)
@@ -96,7 +97,7 @@ def test_reliability_is_learned_from_what_was_generated():
 def planner(speed: float, accepted: float, slope: float = 0.05) -> FastestPlan:
     pace = Pace(tokens=speed, cost=1.0)
     pace.copies.seen = [(100.0, accepted, 50.0)] * len(pace.copies.seen)
-    made = FastestPlan(Plan(9), CostTable(0.1, 8, CPU), {"key": pace}, "key", (1, 60), Lookup(96))
+    made = FastestPlan(Plan(9), CostTable(0.1, 8, CPU), {"key": pace}, "key", (1, 60), 96)
     made.widest, made.left = types.SimpleNamespace(nodes=16), 100
     made.known = types.SimpleNamespace(curve=lambda *place, drafted: [1.0 + slope * n for n in range(17)])
     made.place = (1, 9)
@@ -105,8 +106,11 @@ def planner(speed: float, accepted: float, slope: float = 0.05) -> FastestPlan:
 
 def copied(planner) -> list[int]:
     ids = torch.tensor([LOOP * 4])
-    tokens = planner._worth_copying(types.SimpleNamespace(sequences=ids, last=ids[:, -1]))
-    return [] if tokens is None else tokens.tolist()
+    writer = types.SimpleNamespace(buffer=ids, prompt_length=ids.shape[1])
+    host = types.SimpleNamespace(lengths=[0], alive=[True], acceptance_lengths=[[]])
+    text = types.SimpleNamespace(writer=writer, host=host, max_new=planner.left, last=ids[:, -1])
+    tokens = planner._worth_copying(text)
+    return [] if tokens is None else tokens[0].tolist()
 
 
 @pytest.mark.parametrize(("speed", "accepted", "copies"), [(1.8, 99.0, 16), (1.8, 5.0, 0), (1.0, 99.0, 16)])
@@ -194,6 +198,78 @@ def test_texts_with_copies_are_the_targets(family, make, window, copying):
     assert torch.equal(again, target.generate(more, past_key_values=plain, **turn))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("window", "options"), [(None, {}), (8, {"eos_token_id": [3, 8, 20]}), (None, {"repetition_penalty": 1.2})]
+)
+def test_every_row_of_a_batch_copies_from_itself(family, window, options, copying):
+    """Rows of several lengths, some of which find nothing or end early."""
+    target = make_target(family, torch.float64, attn=None)
+    prompt = torch.tensor([[0, 0, 0, *LOOP, *LOOP], [5, 9, 17, 5, 9, 17, 33, 2, 5, 9, 17], list(range(30, 41))])
+    mask = torch.tensor([[0] * 3 + [1] * 8, [1] * 11, [1] * 11])
+    options = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, **options}
+    expected = target.generate(prompt, **options)
+    draft = scripted(make_draft(target, block_size=6), expected, error_rate=0.15, ranks=2)
+    draft.decoding_config.block_size, draft.decoding_config.window = None, window
+    output = target.generate(prompt, **options, assistant_model=draft, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, expected)
+    assert 0 in copying and max(copying) > 1
+
+
+def test_what_a_row_that_is_ahead_copies_is_worth_less():
+    """A batch is done when its slowest row is."""
+    lengths, alive = [0, 0], [True, True]
+
+    def copied(rows, most=8):
+        copier = Copier(2, 96, Pace())
+        buffer = torch.tensor(rows)
+        text = types.SimpleNamespace(
+            writer=types.SimpleNamespace(buffer=buffer, prompt_length=16),
+            host=types.SimpleNamespace(lengths=lengths, alive=alive, acceptance_lengths=[[2] * 12, [1] * 12]),
+            last=torch.tensor([row[15 + length] for row, length in zip(rows, lengths, strict=True)]),
+            max_new=100,
+        )
+        return copier.worth_copying(text, most, 1.0, [1 + 0.2 * n for n in range(most + 1)])
+
+    loop, other = LOOP * 10, list(range(40, 80))
+    assert copied([other, other]) is None
+    both = copied([loop, loop]).tolist()
+    assert both == [(LOOP * 2)[: len(both[0])]] * 2
+    one = copied([loop, other]).tolist()
+    assert one[0] == (LOOP * 2)[: len(one[0])] and set(one[1]) == {55} and len(one[0]) < len(both[0])
+    lengths[0] = 24
+    assert copied([loop, other]) is None
+    one = copied([other, loop]).tolist()
+    assert one == [[79] * len(one[0]), both[0][: len(one[0])]]
+    alive[1] = False
+    assert copied([loop, loop]) is not None
+
+
+def test_of_a_gain_only_what_reaches_the_slowest_row_counts():
+    """If one row finds nothing, a batch soon stops copying for the others; later calls try again."""
+    pace = Pace()
+    text = types.SimpleNamespace(
+        writer=types.SimpleNamespace(buffer=torch.tensor([LOOP * 4, range(40, 56)]), prompt_length=16),
+        host=types.SimpleNamespace(lengths=[0, 0], alive=[True, True], acceptance_lengths=[[], []]),
+        last=torch.tensor([9, 55]),
+        max_new=100,
+    )
+
+    def copied(copier):
+        return copier.worth_copying(text, 8, 1.0, [1 + 0.1 * n for n in range(9)]) is not None
+
+    tried = []
+    for _ in range(40):
+        copier, rounds = Copier(2, 96, pace), 0
+        while copied(copier):
+            rounds += 1
+            copier.learn([9, 1], [True, True])
+        tried.append(rounds)
+    assert 1 <= tried[0] <= 8 and 1 <= sum(tried[10:]) <= 15, tried
+    assert pace.share_of_copies(8) < pace.share_of_copies(2) < 0.6
+    assert Pace().share_of_copies(8) < Pace().share_of_copies(2) == 1.0
+
+
 def test_copies_are_accepted_and_rejected(copying):
     """Of a text that loops for a while and then does not."""
     target = make_target(dtype=torch.float64)
@@ -238,23 +314,27 @@ def test_samples_follow_the_target_between_copies_and_drafts(small, make, copyin
     assert any(copying)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("make", [make_draft, make_draft2])
-def test_one_graph_serves_all_copies(make, monkeypatch):
+def test_one_graph_serves_all_copies(make, rows, monkeypatch):
     """Rounds that are compiled copy as many tokens as a block has, and other tokens every time."""
     draws, made = random.Random(0), []
 
     def copying(self, text):
-        self.lookup.worth_copying(text, 0, 1.0, [])  # reads what is new
         if draws.random() < 0.4:
             return None
-        tokens = self.lookup.copied(5)[0] or [draws.randrange(8) for _ in range(5)]
-        made.append(self.plans[1]._replace(copied=torch.tensor(tokens)))
+        tokens = self.copier.worth_copying(text, 5, 0.0, [0.0] * 6)
+        if tokens is None or tokens.shape[1] < 5:
+            tokens = torch.tensor([[draws.randrange(8) for _ in range(5)] for _ in text.host.alive])
+        made.append(self.plans[1]._replace(copied=tokens))
         return made[-1]
 
     monkeypatch.setattr(FewPlans, "_copying", copying)
+    monkeypatch.setattr(FewPlans, "_fastest", lambda self: self.plans[1])
     monkeypatch.setattr(FewPlans, "EARNED", 3)
     target, draft = shallow_pair(make, block_size=6)
-    prompt, options = torch.tensor([LOOP * 3]), {"max_new_tokens": 60, "do_sample": False}
+    prompt = torch.tensor([LOOP * 3, [*LOOP[::-1], 20, 21, 22, 23, *LOOP]])[:rows]
+    options = {"max_new_tokens": 60, "do_sample": False}
     expected = target.generate(prompt, **options)
     draft = scripted(draft, expected, error_rate=0.15, ranks=2)
     draft.decoding_config.block_size, draft.decoding_config.compile = None, "eager"
@@ -263,16 +343,19 @@ def test_one_graph_serves_all_copies(make, monkeypatch):
     for _ in range(2):
         output = target.generate(prompt, **options, assistant_model=draft, return_dict_in_generate=True)
         assert torch.equal(output.sequences, expected)
-    assert len({tuple(plan.copied.tolist()) for plan in made}) > 4 and len({plan.key for plan in made}) == 1
+    assert len({str(plan.copied.tolist()) for plan in made}) > 4 and len({plan.key for plan in made}) == 1
     assert counters["stats"]["unique_graphs"] == 2, "of whole blocks, and of copies"
     assert max(output.acceptance_lengths[0]) > 2 and not compile_dflash.failed_on(target, draft)
     torch._dynamo.reset()
 
 
-def test_batches_and_set_sizes_copy_nothing(copying):
+def test_set_sizes_and_rows_in_step_copy_nothing(copying):
     target, prompt = make_target(), torch.tensor([LOOP * 3] * 2)
     draft = make_draft(target, block_size=6)
-    for rows, size in ((1, 4), (2, 4)):
-        draft.decoding_config.block_size = size
+    draft.decoding_config.block_size = 4
+    for rows in (1, 2):
         target.generate(prompt[:rows], max_new_tokens=30, do_sample=False, assistant_model=draft)
+    draft.decoding_config.block_size = None
+    unknown = [lambda ids, scores: scores + 0.0]
+    target.generate(prompt, max_new_tokens=30, do_sample=False, assistant_model=draft, logits_processor=unknown)
     assert not copying
