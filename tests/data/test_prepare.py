@@ -99,7 +99,7 @@ def test_a_dataset_that_teaches_nothing_is_refused(streaming, tmp_path):
     with pytest.raises(ValueError, match="None of 21 rows can be trained on: 20 because the ids up to the generation"):
         prepare_dataset(rows, RowEncoder(make_tokenizer(CROOKED)))
     ones = [*({"input_ids": [3, 4, 5], "loss_mask": [0, 1, 1]},) * 2, {"input_ids": [3, 4], "loss_mask": [1, 1]}]
-    with pytest.raises(ValueError, match="Row 2: The loss mask is all ones"):
+    with pytest.raises(ValueError, match="Row 2 of the data: The loss mask is all ones"):
         prepare_dataset(load_rows(write(tmp_path / "b.jsonl", ones), streaming=streaming), RowEncoder())
 
 
@@ -166,6 +166,7 @@ def test_prepare_says_what_is_wrong_in_one_line(tmp_path, tokenizer_folder, caps
     write(tmp_path / "said.jsonl", [{"messages": "Hi"}])
     zeros = {"input_ids": [3, 4, 5], "loss_mask": [0, 0, 0]}
     write(tmp_path / "zeros.jsonl", [zeros])
+    write(tmp_path / "nested.jsonl", [{"input_ids": [[3, 4], [5]], "loss_mask": [0, 1]}])
     write(tmp_path / "good.jsonl", [ROWS[0]])
     (tmp_path / "folder").mkdir()
     for name, options, message in (
@@ -179,9 +180,18 @@ def test_prepare_says_what_is_wrong_in_one_line(tmp_path, tokenizer_folder, caps
         ("notes.txt", (), "must be of one kind: .jsonl"),
         ("absent.jsonl", (), "there is no such file"),
         ("folder", (), "without dataset_info.json"),
-        ("text.jsonl", (), "Row 0: There is no column to train on, only ['text']; give `messages`"),
-        ("said.jsonl", (), "Row 0: `messages` is 'Hi'; give a list of messages with `role` and `content`"),
-        ("zeros.jsonl", (), "Row 0: The loss_mask supervise none of 3 tokens"),
+        (
+            "text.jsonl",
+            (),
+            f"Row 0 of {tmp_path}/text.jsonl: There is no column to train on, only ['text']; give `messages`",
+        ),
+        (
+            "said.jsonl",
+            (),
+            f"Row 0 of {tmp_path}/said.jsonl: `messages` is 'Hi'; give a list of messages with `role` and `content`",
+        ),
+        ("zeros.jsonl", (), f"Row 0 of {tmp_path}/zeros.jsonl: The loss_mask supervise none of 3 tokens"),
+        ("nested.jsonl", (), "nested.jsonl: `input_ids` is [[3, 4], [5]]; give a flat list with one integer for each"),
         ("good.jsonl", ("--output", "a.txt"), "--output a.txt must end in .jsonl or .parquet"),
         ("good.jsonl", ("--template-args", "[1"), "--template-args [1 is not JSON"),
         ("good.jsonl", ("--template-args", "[1]"), "--template-args [1] must be a JSON object"),

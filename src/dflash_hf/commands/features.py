@@ -98,7 +98,7 @@ def run(arguments, echo) -> Outcome:
             "--target-layer-ids."
         )
     encoder.vocab_size = target.get_input_embeddings().weight.shape[0]
-    dataset, report = prepare_dataset(rows, encoder, num_proc=arguments.num_proc)
+    dataset, report = prepare_dataset(rows, encoder, num_proc=arguments.num_proc, source=arguments.data)
     for line in report.lines():
         echo(line)
     manifest = store_features(

@@ -54,7 +54,7 @@ def run(arguments, echo) -> Outcome:
         template_kwargs(template_arguments(arguments.template_args), arguments.data, say=note),
         arguments.mask_token_id,
     )
-    dataset, report = prepare_dataset(rows_of(arguments), encoder, num_proc=arguments.num_proc)
+    dataset, report = prepare_dataset(rows_of(arguments), encoder, num_proc=arguments.num_proc, source=arguments.data)
     color = wants_color(arguments.color, sys.stdout)
     for number in range(min(arguments.examples, len(dataset))):
         echo(f"--- example {number}, supervised tokens {'in green' if color else 'in brackets'}")

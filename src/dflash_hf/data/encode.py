@@ -73,10 +73,12 @@ class RowEncoder:
         """
         row = without_none(row)
         if "input_ids" in row:
-            examples = [(list(row["input_ids"]), _mask_of_ids(row))]
+            ids = numbers_in(row, "input_ids")
+            examples = [(ids, _mask_of_ids(row, ids))]
         elif "messages" in row and "response_ids" in row:
             prompt = self.render(messages_in(row), tools_of(row), add_generation_prompt=True)
-            examples = [([*prompt, *row["response_ids"]], [0] * len(prompt) + [1] * len(row["response_ids"]))]
+            answer = numbers_in(row, "response_ids")
+            examples = [([*prompt, *answer], [0] * len(prompt) + [1] * len(answer))]
         elif "messages" in row:
             examples = self._conversation(messages_in(row), row.get("given", 0), tools_of(row))
             if row.get("finish_reason") == "length":
@@ -254,6 +256,20 @@ def messages_in(row: Mapping, name: str = "messages") -> Sequence[Mapping]:
     return value
 
 
+def numbers_in(row: Mapping, name: str) -> list[int]:
+    """
+    The integers in a column of token ids, labels or a loss mask.
+
+    Raises:
+        `ValueError`: it holds something else.
+    """
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        numbers = [int(one) for one in row[name]]
+        if numbers == list(row[name]):
+            return numbers
+    raise ValueError(f"`{name}` is {one_line(repr(row[name]), 60)}; give a flat list with one integer for each token.")
+
+
 def tools_of(row: Mapping) -> list | None:
     """
     The tools of a row: a list, or JSON text, since tables cannot hold tools of different schemas.
@@ -294,7 +310,7 @@ def _as_mapping(arguments):
 
 def given_ids(row: Mapping) -> list[int]:
     """The ids of a row before the first supervised one; all of a row without a mask."""
-    ids = list(row["input_ids"])
+    ids = numbers_in(row, "input_ids")
     mask = list(row["loss_mask"]) if "loss_mask" in row else [one != _IGNORED_LABEL for one in row.get("labels", [])]
     return ids[: mask.index(True)] if True in mask else ids
 
@@ -306,17 +322,13 @@ def digests_of_tokenizer(tokenizer) -> dict[str, str]:
     return {"template": digest_of(template), "tokenizer": digest_of(vocabulary)}
 
 
-def _mask_of_ids(row: Mapping) -> list[int]:
+def _mask_of_ids(row: Mapping, ids: list[int]) -> list[int]:
     """The loss mask of a row of ids; `labels` are not shifted, and -100 where they are ignored."""
-    ids = list(row["input_ids"])
-    if "loss_mask" in row:
-        name, values = "loss_mask", list(row["loss_mask"])
-        mask = [int(bool(value)) for value in values]
-    elif "labels" in row:
-        name, values = "labels", list(row["labels"])
-        mask = [int(value != _IGNORED_LABEL) for value in values]
-    else:
+    name = "loss_mask" if "loss_mask" in row else "labels"
+    if name not in row:
         raise ValueError("`input_ids` need a `loss_mask` (1 on the response) or `labels` (-100 elsewhere).")
+    values, ignored = numbers_in(row, name), _IGNORED_LABEL if name == "labels" else 0
+    mask = [int(value != ignored) for value in values]
     if len(values) != len(ids):
         raise ValueError(f"There are {len(ids)} input_ids but {len(values)} {name}; give one for each token.")
     if not any(mask):

@@ -80,7 +80,9 @@ class DataReport:
         return lines
 
 
-def prepare_dataset(rows, encoder: RowEncoder, packing: bool = False, num_proc: int | None = None):
+def prepare_dataset(
+    rows, encoder: RowEncoder, packing: bool = False, num_proc: int | None = None, source: str = "the data"
+):
     """
     Encode a dataset.
 
@@ -89,6 +91,7 @@ def prepare_dataset(rows, encoder: RowEncoder, packing: bool = False, num_proc: 
         encoder (`RowEncoder`): Makes examples from rows.
         packing (`bool`): Join examples into rows of `encoder.max_length` tokens, within 1000 examples at a time.
         num_proc (`int`): Number of processes; not for streams.
+        source (`str`): Name of the dataset, for messages.
 
     Returns:
         The dataset with `input_ids` and `loss_mask`, and a [`DataReport`], which counts only the first 64 rows of a
@@ -108,14 +111,14 @@ def prepare_dataset(rows, encoder: RowEncoder, packing: bool = False, num_proc: 
     if stream:
         first = islice(iter(rows), _PROBED)
         for index, row in enumerate(first):
-            report.add(*_encode_one(encoder, index, row))
+            report.add(*_encode_one(encoder, source, index, row))
         # The columns of a stream are known only from its rows.
         columns = rows.column_names or list(next(iter(rows), {}))
         options = {"remove_columns": columns}
     else:
         options = {"remove_columns": rows.column_names, "num_proc": num_proc, "desc": "encoding"}
     encoded = rows.map(
-        partial(_encode_batch, encoder),
+        partial(_encode_batch, encoder, source),
         with_indices=True,
         batched=True,
         features=Features({**features, "left_out": Value("string"), "ends_row": Value("bool")}),
@@ -135,19 +138,19 @@ def prepare_dataset(rows, encoder: RowEncoder, packing: bool = False, num_proc: 
     return kept, report
 
 
-def _encode_one(encoder: RowEncoder, index: int, row: dict) -> tuple[list[dict], str | None]:
+def _encode_one(encoder: RowEncoder, source: str, index: int, row: dict) -> tuple[list[dict], str | None]:
     try:
         return encoder(row), None
     except UnusableRow as reason:
         return [], str(reason)
     except ValueError as error:
-        raise ValueError(f"Row {index}: {error}") from error
+        raise ValueError(f"Row {index} of {source}: {error}") from error
 
 
-def _encode_batch(encoder: RowEncoder, batch: dict, indices: list[int]) -> dict:
+def _encode_batch(encoder: RowEncoder, source: str, batch: dict, indices: list[int]) -> dict:
     output = {"input_ids": [], "loss_mask": [], "left_out": [], "ends_row": []}
     for place, index in enumerate(indices):
-        examples, reason = _encode_one(encoder, index, {name: values[place] for name, values in batch.items()})
+        examples, reason = _encode_one(encoder, source, index, {name: batch[name][place] for name in batch})
         for number, example in enumerate(examples or [{"input_ids": [], "loss_mask": []}], start=1):
             output["input_ids"].append(example["input_ids"])
             output["loss_mask"].append(example["loss_mask"])

@@ -183,7 +183,7 @@ def _datasets(recipe: RecipeArguments, args, target, config, encoder, say) -> tu
 
     def prepared(data, split, streaming, packing):
         rows = load_rows(data, split, streaming, recipe.data_name, recipe.data_revision)
-        dataset, report = prepare_dataset(rows, encoder, packing, recipe.num_proc)
+        dataset, report = prepare_dataset(rows, encoder, packing, recipe.num_proc, data)
         say(f"{data}:" if not streaming else f"{data}, its first rows:")
         for line in report.lines():
             say(f"  {line}")
