@@ -158,7 +158,7 @@ def test_a_pt_file(wrap, rename, draft, tmp_path):
     assert check(folder) == []
     equal_tensors(load_file(folder / "model.safetensors"), dict(draft.state_dict()))
     (tmp_path / "run" / "config.json").rename(tmp_path / "elsewhere.json")
-    with pytest.raises(ValueError, match="has no .*config.json"):
+    with pytest.raises(ValueError, match=r"draft\.pt has no .*config.json; name .* with config \(--config\)"):
         convert(file, tmp_path / "second")
     torch.save(torch.load(file), file, _use_new_zipfile_serialization=False)  # the older format of such files
     convert(file, tmp_path / "second", config=tmp_path / "elsewhere.json")
@@ -180,6 +180,9 @@ def test_a_pt_file_is_never_executed(draft, tmp_path, monkeypatch):
             convert(file, tmp_path / "draft")
     torch.save({"step": 3}, file)
     with pytest.raises(ValueError, match="no dictionary of tensors"):
+        convert(file, tmp_path / "draft")
+    torch.save({"weight": torch.ones(2)}, file)
+    with pytest.raises(ValueError, match=rf"^{file}: missing keys"):  # not a file that is already removed
         convert(file, tmp_path / "draft")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -221,3 +224,6 @@ def test_the_command(folder, tmp_path, capsys):
     assert main(words) == 1
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert line.startswith("dflash convert: error: ") and "name a new folder" in line
+    for name in ("missing.pt", "missing.gguf"):  # was looked for on the Hub
+        assert main(["convert", name, str(tmp_path / "new")]) == 1
+        assert f"error: DRAFT {name}: there is no such file; name a drafter's folder" in capsys.readouterr().err

@@ -22,6 +22,7 @@ from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.names import LAYOUTS
 
 
+FILES = (".pt", ".pth", ".bin", ".gguf")  # ends of names that are files, not folders or repositories
 # Keys of `MuseGlimmerAssistantConfig`, and vocab_size, for which engines would use Muse's.
 _NATIVE_KEYS = (
     "hidden_size",
@@ -97,11 +98,14 @@ def convert(
     with tempfile.TemporaryDirectory(dir=dst.parent, prefix=f".{dst.name}.") as name:
         scratch = Path(name)
         source = src
-        if str(src).endswith((".pt", ".pth", ".bin")):
-            source = _unpack(Path(src), config, scratch / "unpacked")
-        elif is_gguf(src):
+        if is_gguf(src):
             source = unpack_gguf(Path(src), scratch / "unpacked")
-        draft = DFlashDraftModel.from_pretrained(source, **({"revision": revision} if revision else {}))
+        elif str(src).endswith(FILES):
+            source = _unpack(Path(src), config, scratch / "unpacked")
+        try:
+            draft = DFlashDraftModel.from_pretrained(source, **({"revision": revision} if revision else {}))
+        except ValueError as error:
+            raise ValueError(str(error).replace(str(scratch / "unpacked" / "model.safetensors"), str(src))) from error
         draft = _with_shared_head(draft) if share_head else draft
         if target is not None:
             write_gguf(draft, dst, target, dtype)
@@ -178,7 +182,7 @@ def _unpack(file: Path, config: str | Path | None, folder: Path) -> Path:
     """A `.pt` file and its configuration as a folder of safetensors."""
     config = Path(config) if config is not None else file.parent / "config.json"
     if not config.is_file():
-        raise ValueError(f"{file} has no {config}; name the drafter's config.json with `config`.")
+        raise ValueError(f"{file} has no {config}; name the drafter's config.json with config (--config).")
     try:
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except Exception as error:  # truncated, not a checkpoint, or contains objects that would be executed
