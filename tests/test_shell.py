@@ -115,6 +115,20 @@ def test_models_that_are_not_what_they_should_be(names, message, world, told):
     assert code == 1 and message in line, line
 
 
+def test_a_folder_has_no_revisions(world, tmp_path, told):
+    """They were ignored: the folder was read as it is."""
+    tokenizer = ["prepare", "--tokenizer", world / "target", "--data", world / "rows.jsonl", "--revision", "v2"]
+    for words, what in (
+        (generate(world, "--revision", "v2"), f"--target {world / 'target'}"),
+        (generate(world, "--draft-revision", "v2"), f"--draft {world / 'draft'}"),
+        (["check", world / "draft", "--revision", "v2"], world / "draft"),
+        (["convert", world / "draft", tmp_path / "new", "--revision", "v2"], f"DRAFT {world / 'draft'}"),
+        (tokenizer, world / "target"),
+    ):
+        code, line = told(*words)
+        assert code == 1 and f"error: {what} is on this machine" in line and "leave out the revision v2." in line, line
+
+
 def test_names_at_home(world, told, monkeypatch):
     """`--target=~/model` had no tokenizer, and the settings next to `--data=~/responses.jsonl` were not read."""
     monkeypatch.setenv("HOME", str(world))

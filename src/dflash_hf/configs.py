@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflash_hf.files import read_json
-from dflash_hf.repositories import looks_local, small_file
+from dflash_hf.repositories import check_revision, looks_local, small_file
 
 
 if TYPE_CHECKING:
@@ -23,8 +23,9 @@ def read_config(name: str, what: str, revision: str | None = None) -> dict:
 
     Raises:
         `OSError`: there is no such folder or repository, or the Hub cannot be reached.
-        `ValueError`: it is not a model, or `config.json` is damaged.
+        `ValueError`: it is not a model, `config.json` is damaged, or a local folder is given a revision.
     """
+    check_revision(name, what, revision)
     folder = Path(name).expanduser()
     if not folder.exists() and not looks_local(name):
         return read_json(small_file(name, what, revision))

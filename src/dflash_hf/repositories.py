@@ -30,13 +30,26 @@ def is_repository_id(name: str) -> bool:
     return True
 
 
+def check_revision(name: str, what: str, revision: str | None) -> None:
+    """
+    Raises:
+        `ValueError`: a revision of a local folder or file, which would be ignored.
+    """
+    if revision and Path(name).expanduser().exists():
+        raise ValueError(
+            f"{what} is on this machine, where there are no revisions; leave out the revision {revision}."
+        )
+
+
 def check_repository(name: str, what: str, revision: str | None = None) -> None:
     """
     Ask the Hub once whether a name is a repository, before libraries retry for a minute.
 
     Raises:
         `OSError`: it is not, or the Hub cannot be reached.
+        `ValueError`: as [`check_revision`].
     """
+    check_revision(name, what, revision)
     if not Path(name).expanduser().exists():
         small_file(name, what, revision, "tokenizer_config.json")
 

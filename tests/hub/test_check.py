@@ -540,6 +540,8 @@ def test_the_command(folder, target, tmp_path, capsys):
     assert rows[1].startswith("error     vllm, sglang  is_causal") and rows[2].startswith("warning ")
     assert call(folder, "--engine", "transformers")[0] == 0
     assert call(folder, "--target", tmp_path / "nowhere")[0] == 1
+    with pytest.raises(ValueError, match=rf"^{folder} is on this machine, .* leave out the revision v2\.$"):
+        check(folder, revision="v2")
     with pytest.raises(ValueError, match="tensorrt"):
         check(folder, ["tensorrt"])
     assert render([Finding("error", ("vllm",), "a", "b")]).splitlines()[1].split() == ["error", "vllm", "a", "b"]

@@ -38,12 +38,14 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.configs import read_config
     from dflash_hf.convert import FILES, convert
     from dflash_hf.hub.card import FACTS_FILE
+    from dflash_hf.repositories import check_revision
 
     what = f"DRAFT {arguments.draft}"
     if not arguments.draft.endswith(FILES):
         read_config(arguments.draft, what, arguments.revision)  # raises a clear error if it is missing
     elif not Path(arguments.draft).is_file():
         raise FileNotFoundError(f"{what}: there is no such file; name a drafter's folder, repository or other file.")
+    check_revision(arguments.draft, what, arguments.revision)
     if (arguments.to == "gguf") != (arguments.target is not None):
         raise UsageError(
             "--to gguf needs --target, whose tokenizer the GGUF file contains; other layouts do not take --target."

@@ -25,6 +25,7 @@ from dflash_hf.modeling.heads_dflash import HEADS
 from dflash_hf.modeling.layouts_dflash import canonical_config
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.names import ENGINES, LLAMA_CPP, READERS, SERVERS
+from dflash_hf.repositories import check_revision
 from dflash_hf.terminal import one_line
 from dflash_hf.weights import check_finite_weights
 
@@ -55,14 +56,15 @@ def check(
         `list[Finding]`, errors first; empty if there are none.
 
     Raises:
-        `ValueError`: an unknown engine, a repository that cannot be read or whose weights are requested, or a target
-            without a readable configuration.
+        `ValueError`: an unknown engine, a repository that cannot be read or whose weights are requested, a revision
+            of a local folder, or a target without a readable configuration.
     """
     known = (*ENGINES, LLAMA_CPP, *READERS)
     if unknown := [engine for engine in engines if engine not in known]:
         raise ValueError(f"engines={list(engines)} holds {unknown[0]!r}; choose from {', '.join(known)}.")
     if is_gguf(folder) and list(engines) != [LLAMA_CPP]:
         raise ValueError(f"{folder} is read by {LLAMA_CPP} only; name no other engine.")
+    check_revision(str(folder), str(folder), revision)
     if weights and not Path(folder).is_dir():
         raise ValueError(f"{folder} is not a local folder: its weights can be read once it is downloaded.")
     target = None if target is None else _target_config(target)
