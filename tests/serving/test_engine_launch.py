@@ -120,6 +120,11 @@ def test_llama_cpp_runs_files(tmp_path, capsys):
         (["--dry-run"], 2, "--dry-run prints the command of another engine"),
         (["--engine", "vllm", "--compile"], 2, "--compile is for --engine transformers"),
         (["--engine", "sglang", "--tree-nodes", "7"], 2, "--tree-nodes is for --engine transformers"),
+        (
+            ["--engine", "vllm", "--port", "0"],
+            2,
+            "--port 0 is for --engine transformers, which chooses a free port; name",
+        ),
         (["--engine", "tgi"], 2, "invalid choice: 'tgi'"),
         (["--port", "70000"], 2, "70000 is not a port"),
     ],

@@ -39,7 +39,9 @@ def add_arguments(parser) -> None:
         help=f"{', '.join(engines)} (default: %(default)s)",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to bind to (default: %(default)s)")
-    parser.add_argument("--port", type=port, default=8000, help="0 chooses a free port (default: %(default)s)")
+    parser.add_argument(
+        "--port", type=port, default=8000, help="0: any free one, without --engine (default: %(default)s)"
+    )
     parser.add_argument("--served-model-name", metavar="NAME", help="the model's id in the API (default: --target)")
     parser.add_argument("--api-key", metavar="KEY", help="require this key (default: the variable DFLASH_API_KEY)")
     parser.add_argument("--enable-cors", action="store_true", help="let web pages of any origin call the server")
@@ -119,6 +121,8 @@ def _engine(arguments, echo) -> Outcome:
     ours = [name for name in names if getattr(arguments, name)]
     if ours:
         raise UsageError(f"--{ours[0].replace('_', '-')} is for --engine transformers; leave it out for {engine}.")
+    if arguments.port == 0:
+        raise UsageError(f"--port 0 is for --engine transformers, which chooses a free port; name one for {engine}.")
     if engine == LLAMA_CPP:
         of_pair, target = _llama_cpp_pair(arguments)
         template = template_kwargs(template_arguments(arguments.template_args), draft_config=of_pair[2], say=echo.note)
