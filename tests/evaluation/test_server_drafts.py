@@ -23,7 +23,7 @@ class Server(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        type(self).asked.append(body)
+        type(self).asked.append({**body, "authorization": self.headers["Authorization"]})
         self.send_response(self.status)
         self.end_headers()
         if self.status != 200:
@@ -111,6 +111,44 @@ def test_a_password_does_not_reach_the_report(tmp_path, monkeypatch):
         assert main(["eval", "--server", "http://me:secret@somewhere.test:80", *words]) == 0
     text = (tmp_path / "eval_report.json").read_text()
     assert "secret" not in text and "http://somewhere.test:80" in text
+
+
+@pytest.mark.parametrize(
+    "url, message",
+    [
+        ("http://me:secret@127.0.0.1:9", "http://127.0.0.1:9 gave no usable answer"),
+        ("http://me:secret@127.0.0.1/v1", "http://127.0.0.1 gave no usable answer"),
+        ("http://me:secret@[::1]:9/v1", "http://[::1]:9 gave no usable answer"),
+        ("http://127.0.0.1:9/v1?token=secret", "server='***' must be an address such as"),
+        ("http://127.0.0.1:9/v1?to=a@b&token=secret", "server='***' must be an address such as"),
+        ("http://me:sec/secret@127.0.0.1:9", "server='***' must be an address such as"),
+        ("http://me:secret@127.0.0.1:secret", "server='***' must be an address such as"),
+        ("http://[secret", "server='***' must be an address such as"),
+        ("http://me:secret", "server='***' must be an address such as"),
+        ("me:secret@127.0.0.1:9", "server='***' must be an address such as"),
+    ],
+)
+def test_a_password_does_not_reach_an_error(url, message, tmp_path, capsys, monkeypatch):
+    """Without a port, `http.client` took `secret@127.0.0.1` for one, and named it."""
+    monkeypatch.setattr("http.client.HTTPConnection.default_port", 9)  # the discard port: closed
+    (tmp_path / "data.txt").write_text("one\n")
+    words = ["--data", str(tmp_path / "data.txt")]
+    assert main(["eval", "--server", url, *words]) == 1
+    error = capsys.readouterr().err
+    assert message in error and "secret" not in error
+    words += ["--target", "served", "--output", str(tmp_path / "out.jsonl"), "--retries", "0"]
+    (tmp_path / "data.jsonl").write_text('{"prompt": "one"}\n')
+    words[1] = str(tmp_path / "data.jsonl")
+    assert main(["regenerate", "--server", url, *words]) == 1
+    assert "secret" not in capsys.readouterr().err
+
+
+def test_a_password_is_sent():
+    """It was part of the host's name, which nobody has."""
+    with serving() as (url, asked):
+        url = url.replace("//", "//me:se%40cret@")
+        assert main(["eval", "--server", url, "--data", "json", "--prompts", "1"]) == 0
+    assert asked[0]["authorization"] == "Basic bWU6c2VAY3JldA=="  # me:se@cret
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def _check(arguments) -> None:
 
 
 def _server(arguments, kwargs: dict):
-    from dflash_hf.data.chat_client import ChatClient
+    from dflash_hf.data.chat_client import ChatClient, Server
 
     options = {"max_tokens": arguments.max_new_tokens, "seed": arguments.seed, "stream": False}
     if arguments.mask_token_id is not None:  # a bias of -100 bans the token
@@ -142,7 +142,7 @@ def _server(arguments, kwargs: dict):
             options[name] = getattr(arguments, name)
     if kwargs:
         options["chat_template_kwargs"] = kwargs
-    return ChatClient(arguments.server, arguments.target, options, arguments.retries, arguments.timeout)
+    return ChatClient(Server(arguments.server), arguments.target, options, arguments.retries, arguments.timeout)
 
 
 def _in_process(pair: NamedPair, encoder, prompts: dict, output, echo):

@@ -1,19 +1,24 @@
 """A client of `/v1/chat/completions`: many conversations in parallel, retried when the server is busy."""
 
+import base64
 import http.client
 import json
 import os
 import queue
 import random
+import re
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from urllib.parse import unquote
 
 
 _TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)  # busy, starting or overloaded
+# Scheme, user and password, and the rest: host or IPv6 address, port and path.
+_ADDRESS = re.compile(r"(https?://)(?:([^/?#@]*)@)?((?:[\w.-]+|\[[\da-fA-F:.]+\])(?::\d+)?(?:/[^?#@]*)?)")
 _OF_THE_ROW = (400, 413, 422)  # other conversations may be answered
 
 
@@ -32,41 +37,58 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def post(url: str, body: dict, timeout: float = 600.0):
-    """The response to a request of JSON, with the key of `OPENAI_API_KEY` if it is set."""
-    headers = {"Content-Type": "application/json"}
-    if key := os.environ.get("OPENAI_API_KEY"):
-        headers["Authorization"] = f"Bearer {key}"
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    return urllib.request.build_opener(_NoRedirect).open(request, timeout=timeout)
-
-
-@dataclass
-class ChatClient:
+class Server:
     """
-    An OpenAI-compatible server.
+    An OpenAI-compatible server. As a string, it is the address without user and password.
 
     Args:
-        url (`str`): `http://host:port`, with or without `/v1`.
-        model (`str`): The name under which it serves the target.
-        options (`dict`): Further fields of each request, such as `max_tokens`.
-        retries (`int`): Attempts after the first; waits 1, 2, 4, ... seconds, at most 30.
-        timeout (`float`): Seconds for one answer.
+        url (`str`): `http://host:port` or `http://user:password@host:port`, with or without `/v1`.
 
     Raises:
         `ValueError`: the address is invalid.
     """
 
-    url: str
+    def __init__(self, url: str):
+        match = _ADDRESS.fullmatch(url)
+        if match is None:
+            shown = url if re.fullmatch(r"[\w.-]+(:\d+)?", url) else "***"  # anything else may hold a password
+            raise ValueError(f"server={shown!r} must be an address such as http://127.0.0.1:8000, without a query.")
+        scheme, user, place = match.groups(default="")
+        self.address = (scheme + place).rstrip("/").removesuffix("/v1")
+        self._user = unquote(user)
+
+    def __str__(self) -> str:
+        return self.address
+
+    def post(self, body: dict, timeout: float = 600.0):
+        """The response to a request for a completion, with the password or else the key of `OPENAI_API_KEY`."""
+        headers = {"Content-Type": "application/json"}
+        if self._user:
+            headers["Authorization"] = f"Basic {base64.b64encode(self._user.encode()).decode()}"
+        elif key := os.environ.get("OPENAI_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        request = urllib.request.Request(f"{self}/v1/chat/completions", json.dumps(body).encode(), headers)
+        return urllib.request.build_opener(_NoRedirect).open(request, timeout=timeout)
+
+
+@dataclass
+class ChatClient:
+    """
+    Asks a server for answers.
+
+    Args:
+        server (`Server`): The server.
+        model (`str`): The name under which it serves the target.
+        options (`dict`): Further fields of each request, such as `max_tokens`.
+        retries (`int`): Attempts after the first; waits 1, 2, 4, ... seconds, at most 30.
+        timeout (`float`): Seconds for one answer.
+    """
+
+    server: Server
     model: str
     options: dict
     retries: int = 5
     timeout: float = 600.0
-
-    def __post_init__(self):
-        if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"server={self.url!r} must be an address such as http://127.0.0.1:8000.")
-        self.url = self.url.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
 
     def answer(self, messages: list[dict], tools: list | None = None) -> dict:
         """
@@ -79,7 +101,7 @@ class ChatClient:
         body = {"model": self.model, "messages": messages, **({"tools": tools} if tools else {}), **self.options}
         for attempt in range(self.retries + 1):
             try:
-                with post(self.url, body, self.timeout) as response:
+                with self.server.post(body, self.timeout) as response:
                     return json.load(response)["choices"][0]
             except urllib.error.HTTPError as error:
                 detail = error.read().decode(errors="replace").strip()[:300]
@@ -90,15 +112,17 @@ class ChatClient:
                     remedy = hint.get(error.code, "see its log")
                     if error.code in range(300, 400):
                         remedy = f"if you trust it, give the address that it redirects to, {error.headers['Location']}"
-                    raise ServerError(f"{self.url} answers {error.code}: {detail}; {remedy}.") from error
+                    raise ServerError(f"{self.server} answers {error.code}: {detail}; {remedy}.") from error
                 reason = f"answers {error.code}: {detail}"
             except (KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
-                raise ServerError(f"{self.url} did not return a chat completion.") from error
+                raise ServerError(f"{self.server} did not return a chat completion.") from error
             except (OSError, http.client.HTTPException) as error:  # refused, reset, timed out, cut off
                 reason = f"does not answer ({getattr(error, 'reason', None) or error or type(error).__name__})"
             if attempt < self.retries:
                 time.sleep(min(30, 2**attempt) * random.uniform(0.5, 1))
-        raise ServerError(f"{self.url} {reason}, tried {self.retries + 1} times; is the server still running?")
+        raise ServerError(
+            f"{self.server}/v1/chat/completions {reason}, tried {self.retries + 1} times; is the server still running?"
+        )
 
 
 def in_parallel(ask: Callable, items: Iterable[tuple], concurrency: int) -> Iterator[tuple]:

@@ -12,9 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from itertools import islice
-from urllib.parse import urlsplit
 
-from dflash_hf.data.chat_client import ServerError, post
+from dflash_hf.data.chat_client import Server, ServerError
 from dflash_hf.data.prompts import prompt_of
 from dflash_hf.evaluation.measure import EvalReport, MethodReport
 from dflash_hf.evaluation.methods import DFLASH, TARGET
@@ -44,7 +43,7 @@ class Answer:
     drafted: int
 
 
-def ask(server: str, messages: list[dict], options: dict) -> Answer:
+def ask(server: Server, messages: list[dict], options: dict) -> Answer:
     """
     Stream one greedy answer.
 
@@ -55,7 +54,7 @@ def ask(server: str, messages: list[dict], options: dict) -> Answer:
     # If llama.cpp reuses part of a prompt from its cache, it rounds differently and its own texts differ.
     body["cache_prompt"] = False
     text, timings, accepted = "", {}, {0: 0}  # tokens drafted so far -> tokens accepted so far
-    for event in _events(f"{server}/v1/chat/completions", body):
+    for event in _events(server, body):
         if "error" in event:
             raise ServerError(f"{server} gave up: {one_line(event['error'], 200)}")
         for choice in event.get("choices") or ():
@@ -75,27 +74,27 @@ def ask(server: str, messages: list[dict], options: dict) -> Answer:
     return Answer(text, timings["predicted_n"], seconds, lengths, max((b - a for a, b in steps), default=0))
 
 
-def _events(url: str, body: dict) -> Iterable[dict]:
+def _events(server: Server, body: dict) -> Iterable[dict]:
     try:
-        with post(url, body) as stream:
+        with server.post(body) as stream:
             for line in stream:
                 if line.startswith(b"data: {"):
                     yield json.loads(line[6:])
     except urllib.error.HTTPError as error:
         detail = error.read().decode(errors="replace").strip()[:200]
-        raise ServerError(f"{url} answers {error.code}: {detail}.") from error
+        raise ServerError(f"{server} answers {error.code}: {detail}.") from error
     except (OSError, ValueError, HTTPException) as error:  # refused, reset, timed out, cut off, or not JSON
-        raise ServerError(f"{url} gave no usable answer ({error}); is the server running?") from error
+        raise ServerError(f"{server} gave no usable answer ({error}); is the server running?") from error
 
 
 def measure(
-    server: str, alone: str | None, said: Sequence[Sequence[dict]], options: dict, progress=iter
+    server: Server, alone: Server | None, said: Sequence[Sequence[dict]], options: dict, progress=iter
 ) -> EvalReport:
     """
     Ask a server and, in turn, one that serves the target alone.
 
     Args:
-        server, alone (`str`): Addresses; the second may be `None`.
+        server, alone (`Server`): The second may be `None`.
         said (`Sequence[Sequence[dict]]`): The messages of each conversation; every user message without an answer gets
             one.
         options (`dict`): Further fields of each request, such as `max_tokens`.
@@ -132,17 +131,12 @@ def measure(
         responses=[[] for _ in drafted],  # servers send texts
         block_size=1 + max(one.drafted for one in drafted),
         setting={
-            "server": _without_password(server),
-            "alone": alone and _without_password(alone),
+            "server": str(server),
+            "alone": None if alone is None else str(alone),
             "prompts_digest": digest_of([list(messages) for messages in said]),
             **options,
         },
     )
-
-
-def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
 def _speed(answers: list[Answer]) -> float:
@@ -161,9 +155,7 @@ def run(arguments, echo) -> Outcome:
         said = [_messages(row) for row in rows]
     if not said:
         raise ValueError(f"--data {arguments.data} holds no prompts; give at least one.")
-    servers = [
-        None if one is None else one.rstrip("/").removesuffix("/v1") for one in (arguments.server, arguments.alone)
-    ]
+    servers = [None if url is None else Server(url) for url in (arguments.server, arguments.alone)]
     options = {"max_tokens": arguments.max_new_tokens or (NEW_TOKENS if arguments.data in NAMED else 256)}
     if template := template_arguments(arguments.template_args):
         options["chat_template_kwargs"] = template
