@@ -1,5 +1,7 @@
 """Files that are whole or not there, digests of contents, and locks."""
 
+import json
+import math
 import subprocess
 import sys
 
@@ -18,6 +20,12 @@ def test_a_file_is_whole_or_as_it_was(tmp_path):
             raise KeyboardInterrupt
     assert path.read_text(encoding="utf-8") == '{\n "a": 1\n}\n'
     assert [one.name for one in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_what_is_not_finite_is_null(tmp_path):
+    """`Infinity` and `NaN` are not JSON: other readers refuse the file."""
+    write_json(tmp_path / "a.json", {"a": [math.inf, -math.inf, math.nan, 1.5], "Infinity": "NaN"})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"a": [None, None, None, 1.5], "Infinity": "NaN"}
 
 
 def test_digests_are_of_contents(tmp_path):

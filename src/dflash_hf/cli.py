@@ -9,7 +9,6 @@ standard error, `dflash NAME: error: ...`.
 import _thread
 import argparse
 import importlib
-import json
 import os
 import signal
 import sys
@@ -19,7 +18,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from dflash_hf.commands.shared import COMMON, Formatter, Parser, add_common
-from dflash_hf.terminal import Echo, Outcome, UsageError, end_progress_bars, one_line, set_verbosity, stop_printing
+from dflash_hf.terminal import (
+    Echo,
+    Outcome,
+    UsageError,
+    end_progress_bars,
+    json_text,
+    one_line,
+    set_verbosity,
+    stop_printing,
+)
 
 
 # The commands, in the order of use. The module of a command's name in `commands` has `add_arguments(parser)` and
@@ -81,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             outcome = module.run(arguments, Echo(to_stderr=arguments.json))
             outcome = outcome if isinstance(outcome, Outcome) else Outcome(outcome)
             if arguments.json:
-                print(json.dumps({"exit": outcome.code, **outcome.facts}, indent=1, default=str))
+                print(json_text({"exit": outcome.code, **outcome.facts}))
             sys.stdout.flush()
             return outcome.code
         except BrokenPipeError:

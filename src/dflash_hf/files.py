@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-from dflash_hf.terminal import one_line
+from dflash_hf.terminal import json_text, one_line
 
 
 logger = logging.get_logger(__name__)
@@ -34,7 +34,7 @@ def atomic(path: Path) -> Iterator[Path]:
 def write_json(path: Path, value) -> None:
     """Write a JSON file atomically."""
     with atomic(path) as half:
-        half.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+        half.write_text(json_text(value) + "\n", encoding="utf-8")
 
 
 def read_json(path: str | Path) -> dict:

@@ -53,6 +53,12 @@ def one_line(message: object, limit: int = LONGEST_LINE) -> str:
     return f"{text[: limit - tail - 5]} ... {text[-tail:]}"
 
 
+def json_text(value) -> str:
+    """A value as JSON. Numbers that are not finite, which JSON does not have, become null; unknown objects text."""
+    plain = json.loads(json.dumps(value, default=str), parse_constant=lambda name: None)
+    return json.dumps(plain, indent=1, allow_nan=False)
+
+
 def install(extra: str) -> str:
     """How to install an extra, for any shell; the package is not on PyPI yet."""
     return f"run `pip install '.[{extra}]'` in a checkout of dflash-hf"

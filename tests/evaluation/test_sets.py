@@ -1,6 +1,7 @@
 """The sets of `dflash eval`: the field's protocol, sets made by rule, turns, resumption after a kill, comparison."""
 
 import json
+import math
 import os
 import signal
 import statistics
@@ -19,7 +20,8 @@ from dflash_hf.data.encode import RowEncoder
 from dflash_hf.evaluation import sets
 from dflash_hf.evaluation.compare import mean_difference
 from dflash_hf.evaluation.journal import JOURNAL_FILE, Journal
-from dflash_hf.evaluation.methods import AUTO
+from dflash_hf.evaluation.measure import EvalReport, MethodReport
+from dflash_hf.evaluation.methods import AUTO, DFLASH
 from dflash_hf.evaluation.prompts import prompts_of_conversations
 from dflash_hf.evaluation.sets import GENERATED, NAMED, conversations, generated_rows
 
@@ -264,3 +266,14 @@ def test_the_error_of_a_difference_of_means():
 def test_what_cannot_be_meant_is_refused_at_once(arguments, capsys):
     assert main(["eval", *arguments]) == 2
     assert "--compare" in capsys.readouterr().err
+
+
+def test_a_gain_without_variance_is_json(tmp_path, capsys):
+    """Infinitely many standard errors were printed as `Infinity`, which is not JSON."""
+    for name, length in (("a", 1), ("b", 2)):
+        speed = MethodReport(math.inf, None, [], 6, 6, None)
+        report = EvalReport({DFLASH: speed}, [[length] * 3] * 2, [[0], [0]], 4, {"prompts_digest": "same"})
+        json.loads(report.save(tmp_path / name).read_text(), parse_constant=pytest.fail)
+    assert main(["eval", "--compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert facts["gain"] == 1 and facts["standard_errors"] is None

@@ -121,6 +121,20 @@ def test_going_on_with_other_settings_is_refused_and_each_is_named(used, target,
     assert contents(output) == before
 
 
+def test_an_infinite_setting_is_compared_too(used, capsys):
+    """`Infinity` in `run.json` is not JSON, and null would be the default."""
+    output, command, _ = used
+    gamma, resume = "loss_decay_gamma=inf", "resume_from_checkpoint=auto"
+    assert run(capsys, command, "overwrite_output_dir=true", gamma)[0] == 0
+    settings = json.loads((output / RUN_FILE).read_text(encoding="utf-8"), parse_constant=pytest.fail)["settings"]
+    assert settings["loss_decay_gamma"] == "Infinity"
+    assert run(capsys, command, resume, gamma)[0] == 0
+    text = (output / RUN_FILE).read_text(encoding="utf-8")
+    (output / RUN_FILE).write_text(text.replace('"Infinity"', "Infinity"), encoding="utf-8")  # of earlier versions
+    assert run(capsys, command, resume, gamma)[0] == 0
+    assert "loss_decay_gamma='Infinity', not None" in run(capsys, command, resume)[2]
+
+
 def test_what_does_not_matter_may_differ(used, target, tmp_path, capsys, monkeypatch):
     """The same files elsewhere, more steps, other logging; and files that did not change are not read again."""
     output, command, data = used

@@ -23,6 +23,7 @@ from dflash_hf.modeling.cost_dflash import hardware
 from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.packed_linear import packed_weights
 from dflash_hf.responses import generate_one
+from dflash_hf.terminal import json_text
 
 
 @dataclass
@@ -144,7 +145,7 @@ class EvalReport:
             "verdict": self.verdict(),
             "prompts": self.num_prompts,
         }
-        return json.dumps({"summary": summary, **asdict(self)}, indent=1)
+        return json_text({"summary": summary, **asdict(self)})
 
     @classmethod
     def from_json(cls, text: str) -> "EvalReport":

@@ -113,7 +113,8 @@ def describe_run(recipe, args, target, draft, encoder, dataset, resume: str | No
         **{name: getattr(args, name) for name in _OF_UPSTREAM},
         "batch (per_device_train_batch_size * gradient_accumulation_steps * processes)": batch,
     }
-    return json.loads(json.dumps({"target": recipe.target, "settings": settings, "files": files}, default=str))
+    described = {"target": recipe.target, "settings": settings, "files": files}
+    return json.loads(json.dumps(described, default=str), parse_constant=str)  # JSON has no infinity
 
 
 def read_run(folder: Path) -> dict | None:
@@ -127,7 +128,7 @@ def read_run(folder: Path) -> dict | None:
     if not path.is_file():
         return None
     try:
-        run = json.loads(path.read_text(encoding="utf-8"))
+        run = json.loads(path.read_text(encoding="utf-8"), parse_constant=str)
         return {name: dict(run[name]) for name in ("settings", "files")} | {"chosen": dict(run.get("chosen", {}))}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
