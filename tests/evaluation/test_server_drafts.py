@@ -62,6 +62,7 @@ def test_a_report_like_any_other(tmp_path, capsys):
     report = EvalReport.from_json((tmp_path / "out" / "eval_report.json").read_text())
     assert report.acceptance_lengths == [[3, 1, 2]] * 3 and report.tau == 2 and report.block_size == 4
     assert report.methods["dflash"].speedup == 2 and report.lossless
+    assert report.setting["dataset"] == "data.jsonl"
     out = capsys.readouterr().out
     assert "2.00 tokens per verification over 9" in out and "2.00x" in out and "3 of 3 texts" in out
     path = tmp_path / "out" / "eval_report.json"
@@ -197,7 +198,9 @@ def test_a_benchmark_has_its_own_length_and_split(monkeypatch, capsys):
     """A server was asked for 256 tokens instead of 2048, and another split was ignored."""
     monkeypatch.setattr("dflash_hf.evaluation.sets.load_rows", lambda *_, **__: [{"prompt": ["Hi"]}])
     with serving() as (url, asked):
-        assert main(["eval", "--server", url, "--data", "mt-bench"]) == 0
+        assert main(["eval", "--server", url, "--data", "mt-bench", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["setting"]["dataset"] == "HuggingFaceH4/mt_bench_prompts"  # no report of a server named its data
     assert asked[0]["max_tokens"] == 2048
     assert main(["eval", "--server", url, "--data", "mt-bench", "--split", "test"]) == 2
     assert "--split test: --data mt-bench has a split of its own" in capsys.readouterr().err

