@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -41,17 +42,16 @@ class DataReport:
     longest: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
 
-    def add(self, examples: list[dict], reason: str | None) -> None:
-        """Count one row."""
-        self.rows += 1
-        if reason:
-            self.dropped[reason] = self.dropped.get(reason, 0) + 1
-        for example in examples:
-            length = len(example["input_ids"])
-            self.examples += 1
-            self.tokens += length
-            self.supervised += sum(example["loss_mask"])
-            self.longest = max(self.longest, length)
+    def add(self, batch: dict) -> None:
+        """Count a batch of encoded rows."""
+        lengths = [len(ids) for ids in batch["input_ids"]]
+        self.rows += sum(batch["ends_row"])
+        self.examples += sum(length > 0 for length in lengths)
+        self.tokens += sum(lengths)
+        self.supervised += sum(map(sum, batch["loss_mask"]))
+        self.longest = max([self.longest, *lengths])
+        reasons = Counter(str(reason) for reason, length in zip(batch["left_out"], lengths) if length == 0)
+        self.dropped = dict(Counter(self.dropped) + reasons)
 
     def check(self) -> None:
         """
@@ -100,20 +100,20 @@ def prepare_dataset(
     Raises:
         `ValueError`: a row is invalid (the message names it), or no row can be trained on.
     """
-    from datasets import Features, IterableDataset, Sequence, Value
+    from datasets import Features, IterableDataset, Value
+    from datasets import Sequence as ListOf
 
     if packing and encoder.max_length is None:
         raise ValueError("packing=True needs max_length, the length of a row.")
-    features = {"input_ids": Sequence(Value("int32")), "loss_mask": Sequence(Value("int8"))}
-    packed_features = Features({**features, "document_ids": Sequence(Value("int32"))})
+    features = {"input_ids": ListOf(Value("int32")), "loss_mask": ListOf(Value("int8"))}
+    packed_features = Features({**features, "document_ids": ListOf(Value("int32"))})
     report = DataReport()
     stream = isinstance(rows, IterableDataset)
     if stream:
-        first = islice(iter(rows), _PROBED)
-        for index, row in enumerate(first):
-            report.add(*_encode_one(encoder, source, index, row))
-        # The columns of a stream are known only from its rows.
-        columns = rows.column_names or list(next(iter(rows), {}))
+        first = list(islice(iter(rows), _PROBED))
+        columns = rows.column_names or list(first[0] if first else ())  # of a stream, known only from its rows
+        batch = {name: [row.get(name) for row in first] for name in columns}
+        report.add(_encode_batch(encoder, source, batch, range(len(first))))
         options = {"remove_columns": columns}
     else:
         options = {"remove_columns": rows.column_names, "num_proc": num_proc, "desc": "encoding"}
@@ -125,8 +125,8 @@ def prepare_dataset(
         **options,
     )
     if not stream:
-        for batch in encoded.with_format("numpy").iter(1000):
-            _count(report, batch)
+        for batch in encoded.iter(1000):
+            report.add(batch)
     report.check()
 
     # Rows that were left out are empty.
@@ -138,36 +138,22 @@ def prepare_dataset(
     return kept, report
 
 
-def _encode_one(encoder: RowEncoder, source: str, index: int, row: dict) -> tuple[list[dict], str | None]:
-    try:
-        return encoder(row), None
-    except UnusableRow as reason:
-        return [], str(reason)
-    except ValueError as error:
-        raise ValueError(f"Row {index} of {source}: {error}") from error
-
-
-def _encode_batch(encoder: RowEncoder, source: str, batch: dict, indices: list[int]) -> dict:
+def _encode_batch(encoder: RowEncoder, source: str, batch: dict, indices: Sequence[int]) -> dict:
     output = {"input_ids": [], "loss_mask": [], "left_out": [], "ends_row": []}
     for place, index in enumerate(indices):
-        examples, reason = _encode_one(encoder, source, index, {name: batch[name][place] for name in batch})
+        examples, reason = [], None
+        try:
+            examples = encoder({name: values[place] for name, values in batch.items()})
+        except UnusableRow as unusable:
+            reason = str(unusable)
+        except ValueError as error:
+            raise ValueError(f"Row {index} of {source}: {error}") from error
         for number, example in enumerate(examples or [{"input_ids": [], "loss_mask": []}], start=1):
             output["input_ids"].append(example["input_ids"])
             output["loss_mask"].append(example["loss_mask"])
             output["left_out"].append(reason)
             output["ends_row"].append(number >= len(examples))
     return output
-
-
-def _count(report: DataReport, batch: dict) -> None:
-    lengths = [len(ids) for ids in batch["input_ids"]]
-    report.rows += int(sum(batch["ends_row"]))
-    report.examples += sum(length > 0 for length in lengths)
-    report.tokens += sum(lengths)
-    report.supervised += sum(int(mask.sum()) for mask in batch["loss_mask"])
-    report.longest = max(report.longest, *lengths)
-    reasons = Counter(str(reason) for reason, length in zip(batch["left_out"], lengths) if length == 0)
-    report.dropped = dict(Counter(report.dropped) + reasons)
 
 
 def _is_kept(input_ids: list[int]) -> bool:
