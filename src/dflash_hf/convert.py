@@ -103,7 +103,7 @@ def convert(
         elif str(src).endswith(FILES):
             source = _unpack(Path(src), config, scratch / "unpacked")
         try:
-            draft = DFlashDraftModel.from_pretrained(source, **({"revision": revision} if revision else {}))
+            draft = DFlashDraftModel.from_pretrained(source, revision=revision or "main")
         except ValueError as error:
             raise ValueError(str(error).replace(str(scratch / "unpacked" / "model.safetensors"), str(src))) from error
         draft = _with_shared_head(draft) if share_head else draft

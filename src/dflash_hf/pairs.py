@@ -75,9 +75,7 @@ def load_target(name: str, loading: Loading, device=None, form: str = "--{} {}",
 
     what = form.format("target", name)
     options |= {"dtype": loading.dtype, "device_map": device or device_of(loading.device)}
-    options["trust_remote_code"] = loading.trust_remote_code
-    if loading.revision:
-        options["revision"] = loading.revision
+    options |= {"trust_remote_code": loading.trust_remote_code, "revision": loading.revision or "main"}
     try:
         return AutoModelForCausalLM.from_pretrained(name, **options).eval()
     except SafetensorError as error:
@@ -99,17 +97,14 @@ def load_draft(name: str, loading: Loading, device: str | None = None):
     from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 
     options = {"dtype": loading.dtype, "device_map": device or device_of(loading.device)}
-    if loading.draft_revision:
-        options["revision"] = loading.draft_revision
-    return DFlashDraftModel.from_pretrained(name, **options).eval()
+    return DFlashDraftModel.from_pretrained(name, revision=loading.draft_revision or "main", **options).eval()
 
 
 def draft_config_of(name: str, loading: Loading):
     """A drafter's configuration, without its weights."""
     from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
 
-    options = {"revision": loading.draft_revision} if loading.draft_revision else {}
-    return DFlashDraftConfig.from_pretrained(name, **options)
+    return DFlashDraftConfig.from_pretrained(name, revision=loading.draft_revision or "main")
 
 
 def loaded(model, target) -> tuple:

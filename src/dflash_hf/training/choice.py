@@ -108,9 +108,9 @@ def _config_of(recipe: RecipeArguments):
 
     from dflash_hf.pairs import about_remote_code
 
-    options = {"revision": recipe.target_revision} if recipe.target_revision else {}
+    options = {"trust_remote_code": recipe.trust_remote_code, "revision": recipe.target_revision or "main"}
     try:
-        return AutoConfig.from_pretrained(recipe.target, trust_remote_code=recipe.trust_remote_code, **options)
+        return AutoConfig.from_pretrained(recipe.target, **options)
     except ValueError as error:
         raise ValueError(about_remote_code(f"target={recipe.target}", error)) from error
 
