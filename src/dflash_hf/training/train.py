@@ -94,13 +94,12 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
 
 def _trainer(recipe: RecipeArguments, draft, target, args, train_dataset, eval_dataset, callbacks):
     """The trainer of a recipe, with its callbacks."""
-    extra: dict = {} if recipe.peft_config is None else {"peft_config": recipe.peft_config}
-    extra["callbacks"] = list(callbacks)
     if recipe.features or recipe.store_rows:
         from dflash_hf.training.offline import DFlashOfflineTrainer as Trainer
     else:
         from dflash_hf.training.trainer import DFlashTrainer as Trainer
-    trainer = Trainer(draft, target, args, train_dataset, eval_dataset, **extra)
+    more = {"peft_config": recipe.peft_config, "callbacks": list(callbacks)}
+    trainer = Trainer(draft, target, args, train_dataset, eval_dataset, **more)
     if recipe.decode_prompts:
         from dflash_hf.training.callbacks import DecodingCallback
 
