@@ -83,11 +83,7 @@ def _speedup(folder) -> float | None:
 
     if not (folder / REPORT_FILE).is_file():
         return None
-    try:
-        methods = EvalReport.from_json((folder / REPORT_FILE).read_text(encoding="utf-8")).methods
-    except (KeyError, TypeError, ValueError) as error:
-        path = folder / REPORT_FILE
-        raise ValueError(f"{path} is not a report of `dflash eval` ({error!r}): remove it.") from error
+    methods = EvalReport.load(folder / REPORT_FILE).methods
     return max(
         (one.speedup_over_packed or one.speedup for name, one in methods.items() if name in DRAFTED), default=None
     )

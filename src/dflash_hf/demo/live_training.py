@@ -66,7 +66,7 @@ def train_live(minutes: float, output: Path, say: Callable[[str], None] = logger
         ],
     )
     report = data.parent / REPORT_FILE  # on other held-out requests, with longer answers
-    shipped = EvalReport.from_json(report.read_text(encoding="utf-8")).tau if report.is_file() else None
+    shipped = EvalReport.load(report).tau if report.is_file() else None
     curve = Curve(shipped, say)
     trainer = train(recipe, training, say, callbacks=[curve])
     for one in trainer.callback_handler.callbacks:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from dflash_hf.evaluation.measure import EvalReport
 from dflash_hf.evaluation.text import LABELS
-from dflash_hf.terminal import read_text
 
 
 Sums = Sequence[tuple[int, int]]  # of each text: accepted tokens, and blocks
@@ -41,7 +40,7 @@ def mean_difference(before: Sums, after: Sums) -> tuple[float, float]:
 
 def compare(before: Path, after: Path, echo) -> dict:
     """Compare two reports, line by line to `echo`; returns the figures."""
-    first, second = _report(before), _report(after)
+    first, second = EvalReport.load(before), EvalReport.load(after)
     echo(f"{'':30}{'A':>12}{'B':>12}{'B / A':>9}")
     facts: dict = {"tau": [first.tau, second.tau], "methods": {}}
     rows = [("tau", first.tau, second.tau), ("tau, mean of answers", first.tau_per_response, second.tau_per_response)]
@@ -66,11 +65,3 @@ def compare(before: Path, after: Path, echo) -> dict:
         chance = "more than chance" if abs(errors) >= 2 else "no more than chance"
         echo(f"the same prompts: tau {gain:+.3f}, {errors:+.1f} standard errors, {chance}")
     return facts
-
-
-def _report(path: Path) -> EvalReport:
-    text = read_text(path)
-    try:
-        return EvalReport.from_json(text)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not a report of `dflash eval` ({error!r}).") from error

@@ -23,7 +23,7 @@ from dflash_hf.modeling.cost_dflash import hardware
 from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.packed_linear import packed_weights
 from dflash_hf.responses import generate_one
-from dflash_hf.terminal import json_text
+from dflash_hf.terminal import json_text, read_text
 
 
 @dataclass
@@ -158,6 +158,21 @@ class EvalReport:
         rounding = fields.pop("rounding", None)
         rounding = None if rounding is None else Rounding(**rounding)
         return cls(methods=methods, divergences=found, rounding=rounding, **fields)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "EvalReport":
+        """
+        The report in a file.
+
+        Raises:
+            `ValueError`: the file holds something else.
+        """
+        try:
+            return cls.from_json(read_text(Path(path)))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{path} is not a report of `dflash eval` ({error!r}); remove it, or name another file."
+            ) from error
 
     def save(self, path: str | Path) -> Path:
         """Write the report to `path`; returns it."""

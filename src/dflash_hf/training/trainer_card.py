@@ -29,7 +29,7 @@ class WeightsHaveFigures(TrainerCallback):
         """The best weights were loaded: their report is next to them."""
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             report = Path(state.best_model_checkpoint) / REPORT_FILE
-            found = EvalReport.from_json(report.read_text(encoding="utf-8")) if report.is_file() else None
+            found = EvalReport.load(report) if report.is_file() else None
             self.trainer.eval_report, self.trainer.steps_of_weights = found, state.best_global_step
 
     def on_push_begin(self, args, state, control, **kwargs):
