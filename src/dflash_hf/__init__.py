@@ -7,6 +7,7 @@ imported, and everything else on use, so that the import itself costs almost not
 """
 
 import importlib
+from functools import partial as _partial
 
 from dflash_hf.when_imported import when_imported as _when_imported
 
@@ -46,23 +47,14 @@ def __dir__():
     return sorted(__all__)
 
 
-def _register():
-    importlib.import_module(".auto", __name__).register()
+def _call(module: str, function: str) -> None:
+    getattr(importlib.import_module(module, __name__), function)()
 
 
-def _register_classes():
-    importlib.import_module(".auto", __name__).register_classes()
-
-
-def _register_pipelines():
-    importlib.import_module(".auto", __name__).register_pipelines()
-
-
-def _install_hook():
-    importlib.import_module(".modeling.hook_dflash", __name__).install_hook()
-
-
-_when_imported("transformers.models.auto.configuration_auto", _register)
-_when_imported("dflash_hf.modeling.modeling_dflash", _register_classes)
-_when_imported("transformers.generation.utils", _install_hook)
-_when_imported("transformers.pipelines.base", _register_pipelines)
+for _awaited, *_action in (
+    ("transformers.models.auto.configuration_auto", ".auto", "register"),
+    ("dflash_hf.modeling.modeling_dflash", ".auto", "register_classes"),
+    ("transformers.generation.utils", ".modeling.hook_dflash", "install_hook"),
+    ("transformers.pipelines.base", ".auto", "register_pipelines"),
+):
+    _when_imported(_awaited, _partial(_call, *_action))

@@ -23,7 +23,7 @@ def explain(error: BaseException, again: str = "run the same command again") -> 
     """
     chain = list(_causes(error))
     texts = [str(one) for one in chain]
-    if any(_errno(one) in (errno.ENOSPC, errno.EDQUOT) for one in chain) or _holds(texts, _FULL):
+    if any(getattr(one, "errno", None) in (errno.ENOSPC, errno.EDQUOT) for one in chain) or _holds(texts, _FULL):
         where = next((one.filename for one in chain if isinstance(one, OSError) and one.filename), None)
         return one_line(f"the disk is full{f' ({where})' if where else ''}: free some space, then {again}")
     if any(isinstance(one, MemoryError) or type(one).__name__ == "OutOfMemoryError" for one in chain) or (
@@ -54,10 +54,6 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
-
-
-def _errno(error: BaseException) -> int | None:
-    return error.errno if isinstance(error, OSError) else None
 
 
 def _holds(texts: list[str], signs: tuple[str, ...]) -> bool:

@@ -83,14 +83,8 @@ _FEEDING = {
     *("minimax", "minimax01", "minimaxm2", "mistral", "mixtral", "museglimmer", "nanbeige", "nemotronh"),
     *("nemotronhmoe", "qwen3", "qwen35", "qwen35moe", "qwen3moe", "qwen3next"),
 }
-_FEEDING_LAST = {
-    "deepseek4",
-    "deepseekv4",
-    "mimo2",
-    "mimov2",
-    "nemotronh",
-    "nemotronhmoe",
-}  # the last layer's output too
+# Those that expose the last layer's output, too.
+_FEEDING_LAST = {"deepseek4", "deepseekv4", "mimo2", "mimov2", "nemotronh", "nemotronhmoe"}
 
 
 def is_gguf(name: str | Path) -> bool:

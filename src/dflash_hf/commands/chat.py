@@ -22,19 +22,14 @@ def add_arguments(parser) -> None:
 def run(arguments, echo) -> Outcome:
     sampling = sampling_options(arguments)
     take_default(arguments, echo.note)
-    conversation = _conversation(arguments, sampling, echo)
-    from dflash_hf.serving.chat import Chat
-
-    return Outcome(facts={"turns": Chat(conversation, echo, wants_color(arguments.color, echo.stream)).run()})
-
-
-def _conversation(arguments, sampling: dict, echo):
     pair = NamedPair(arguments, echo.note)
     from transformers import set_seed
 
+    from dflash_hf.serving.chat import Chat
     from dflash_hf.serving.conversation import Conversation
 
     tokenizer, (target, draft) = pair.tokenizer, pair.ready()
     set_seed(arguments.seed)
     options = {"max_new_tokens": arguments.max_new_tokens, **sampling}
-    return Conversation(target, tokenizer, draft, pair.template(), options)
+    conversation = Conversation(target, tokenizer, draft, pair.template(), options)
+    return Outcome(facts={"turns": Chat(conversation, echo, wants_color(arguments.color, echo.stream)).run()})

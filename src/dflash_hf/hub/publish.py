@@ -151,10 +151,8 @@ def _lay_gguf(folder: Path, repo: str, target: str | Path | None) -> None:
     file = gguf_in(folder)
     try:
         if target is not None:
-            name, draft = (
-                repo.rpartition("/")[2].lower().removeprefix("dflash-"),
-                DFlashDraftModel.from_pretrained(folder),
-            )
+            name = repo.rpartition("/")[2].lower().removeprefix("dflash-")
+            draft = DFlashDraftModel.from_pretrained(folder)
             write_gguf(draft, folder / f"{draft.config.head.method(draft.config)}-{name}.gguf", target)
         elif file is not None:
             gguf_config(file)
