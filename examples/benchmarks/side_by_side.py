@@ -48,7 +48,7 @@ from dflash_hf.evaluation.prompts import read_prompts
 from dflash_hf.evaluation.text import summary_lines
 from dflash_hf.names import DTYPES
 from dflash_hf.packed_linear import packed_weights
-from dflash_hf.pairs import Loading, device_of, load_target
+from dflash_hf.pairs import Loading, device_of, load_draft, load_target
 from dflash_hf.smollm2 import folder_of
 from dflash_hf.terminal import add_template_arguments, note, output_folder, positive
 
@@ -107,7 +107,8 @@ class RoundReport:
         lines.append(f"attained          of the attainable speed-up: {reached}")
         peers = [report.methods[name] for name in (NATIVE, REFERENCE) if name in report.methods]
         for packed, remark in ((False, ""), (True, "; ours alone is packed")):
-            ours = {name: report.methods[name].speedup for name in self.rounds if OURS[name].packed == packed}
+            names = [name for name in report.methods if name in DRAFTED and (name in PACKED_METHODS) == packed]
+            ours = {name: report.methods[name].speedup for name in names}
             if peers and ours:
                 best = max(peer.speedup for peer in peers)
                 ratios = ", ".join(f"{speedup / best:.2f}x {name}" for name, speedup in ours.items())
@@ -127,6 +128,7 @@ def bench(
     reference_python: str | None = None,
     assistant=None,
     tree_nodes: int = TREE_NODES,
+    peers_draft=None,
 ) -> tuple[EvalReport, RoundReport]:
     """
     Time a pair with every method, alternating, in one process (the reference in a separate process).
@@ -143,6 +145,7 @@ def bench(
         reference_python (`str`, *optional*): Its interpreter; default: this one.
         assistant (*optional*): A small autoregressive model to time as drafter as well.
         tree_nodes (`int`): Tokens of a draft tree.
+        peers_draft (*optional*): A drafter without a head, for the others if they cannot read `draft`.
 
     Raises:
         `ValueError`: `forced_acceptance` is outside 1..block size.
@@ -155,10 +158,11 @@ def bench(
     others: dict = {STATIC: {"cache_implementation": "static"}} if STATIC in methods else {}
     if assistant is not None:
         others[ASSISTANT] = {"assistant_model": assistant}
+    theirs = draft if peers_draft is None else peers_draft
     with tempfile.TemporaryDirectory() as scratch:
         if NATIVE in methods:
             try:
-                folder = convert(_saved(draft, scratch), Path(scratch) / "native", to="native")
+                folder = convert(_saved(theirs, scratch), Path(scratch) / "native", to="native")
                 native = AutoModel.from_pretrained(folder, dtype=draft.dtype).to(draft.device).eval()
                 others[NATIVE] = {"assistant_model": native, "speculation_type": "dflash"}
             except ValueError as error:
@@ -167,7 +171,7 @@ def bench(
         if reference is not None:
             target.save_pretrained(Path(scratch) / "target")
             server = Reference(
-                reference, scratch, _saved(draft, scratch), target, max_new_tokens, texts, reference_python
+                reference, scratch, _saved(theirs, scratch), target, max_new_tokens, texts, reference_python
             )
             others[REFERENCE] = server
         ours = [method for method in methods if method not in (NATIVE, STATIC)]
@@ -256,6 +260,7 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--forced-acceptance", type=float, help="tokens per verification of an oracle draft")
     parser.add_argument("--reference", help="a checkout of z-lab/dflash to time as well")
     parser.add_argument("--reference-python", help="its interpreter; default: this one")
+    parser.add_argument("--peers-draft", help="a drafter for the others, if they cannot read --draft")
     add_threads(parser)
     add_output(parser, "for bench.json, bench.md and bench.png", output_folder)
     add_loading(parser)
@@ -315,6 +320,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.assistant is not None:
         assistant = load_target(arguments.assistant, Loading(arguments.dtype), target.device)
     default = ON_CPU if target.device.type == "cpu" else METHODS
+    peers_draft = None
+    if arguments.peers_draft is not None:
+        peers_draft = load_draft(arguments.peers_draft, Loading(arguments.dtype), target.device)
     report, rounds = bench(
         target,
         draft,
@@ -327,6 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.reference_python,
         assistant,
         arguments.tree_nodes,
+        peers_draft,
     )
     forced = "" if arguments.forced_acceptance is None else f", FORCED acceptance {arguments.forced_acceptance}"
     setting = report.setting

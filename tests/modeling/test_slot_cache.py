@@ -24,7 +24,7 @@ def test_later_groups_cover_earlier_ones(rows):
     cache.reserve(7)
     cache.place(context, block)
     keys, values = cache.update(states(rows, 9), -states(rows, 9), 0)
-    assert keys.shape == (rows, 2, 64, 4) and torch.equal(keys, -values)
+    assert keys.shape == (rows, 2, 8, 4) and torch.equal(keys, -values)
     assert keys[0, 0, :8, 0].tolist() == [0, 1, 4, 5, 6, 7, 8, 0]
 
 
