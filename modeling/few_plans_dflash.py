@@ -89,7 +89,7 @@ class FewPlans:
         self.place, self.compiled = place, compiled
         slots = max(plan.block for plan in plans) - 1
         self.record = paces[key].copy() if key in paces else Record([0.0] * slots, [0.0] * slots)
-        self.copier = None if vocab_size is None else Copier(place[0], vocab_size, self.record.pace)
+        self.copier = None if vocab_size is None else Copier(place[0], vocab_size, self.record.pace.copies)
         self.lasting = plans[1]  # the plan of rounds that draft
         self.plan, self.window = plans[1], 0  # rounds of this plan since the last sync
         self.timed: set = set()  # plans whose first rounds are over

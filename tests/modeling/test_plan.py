@@ -20,7 +20,8 @@ from dflash_hf.modeling import compile_dflash, cost_dflash, plan_dflash, planner
 from dflash_hf.modeling.accept_dflash import Draft, Proposal
 from dflash_hf.modeling.cost_dflash import CostTable
 from dflash_hf.modeling.few_plans_dflash import FewPlans, Record
-from dflash_hf.modeling.plan_dflash import FastestPlan, Pace, Reliability, SlowestRow
+from dflash_hf.modeling.plan_dflash import FastestPlan, Pace, SlowestRow
+from dflash_hf.modeling.reliability_dflash import Reliability
 from dflash_hf.modeling.tree_dflash import DraftTree, every_path, likeliest_tree
 
 
