@@ -15,7 +15,7 @@ from transformers.cache_utils import (
 from .tree_dflash import DraftTree
 
 
-SLOTS_PER_STEP = 64  # capacities are multiples of this
+CAPACITY_STEP = 64  # capacities are multiples of this
 VIEW_STEP = 8  # the view handed to attention is the used length rounded up to this
 SMALLEST_BUCKET = 256  # for compiled rounds: capacities, and therefore views, are powers of two from here on
 
@@ -323,7 +323,7 @@ def slot_mask(
     return additive(visible, dtype)[:, None]
 
 
-def _round_up(length: int, step: int = SLOTS_PER_STEP) -> int:
+def _round_up(length: int, step: int = CAPACITY_STEP) -> int:
     return -(-length // step) * step
 
 

@@ -33,7 +33,7 @@ class Context(NamedTuple):
 
     features: torch.Tensor  # [R, n, L * H]
     start: torch.LongTensor  # [R]  index of the first of these tokens in its row
-    steps: int = 0  # number of these tokens if all are committed; 0: some may be rejected
+    steps: int = 0  # number of these tokens if unfinished rows have committed all; 0: some may be rejected
 
 
 class DFlashCandidateGenerator(CandidateGenerator):
@@ -252,11 +252,12 @@ class DFlashCandidateGenerator(CandidateGenerator):
         row: reading one token costs as much as reading many, so they are collected for a while.
         """
         features = fresh.features[:, :width]
-        equal, steps = width == 1 or len(features) == 1, context.steps + width  # all rows committed all of them
-        if context.steps and steps <= STEPS_AT_ONCE:
-            return Context(torch.cat([context.features, features], dim=1), context.start, steps * equal)
+        joinable = width if width == 1 or len(features) == 1 else 0  # otherwise some rows rejected some of them
+        if context.steps and context.steps + width <= STEPS_AT_ONCE:
+            steps = context.steps + joinable if joinable else 0
+            return Context(torch.cat([context.features, features], dim=1), context.start, steps)
         self.read(context)
-        return Context(features, fresh.start, width * equal)
+        return Context(features, fresh.start, joinable)
 
     def shaped(self, context: Context, width: int | None) -> Context:
         """
@@ -313,7 +314,10 @@ class DFlashCandidateGenerator(CandidateGenerator):
     def _slots(self, tokens: torch.LongTensor) -> torch.LongTensor:
         """The slots of tokens. With a window, all but the first few share a ring."""
         slots = tokens - self.first
-        return slots if self.ring is None else torch.where(slots < SINK, slots, SINK + (slots - SINK) % self.ring)
+        if self.ring is not None:
+            slots = torch.where(slots < SINK, slots, SINK + (slots - SINK) % self.ring)
+        # A row that has ended stands still while features of the others are collected, and runs out of slots.
+        return slots.clamp(max=self.cache.trash)
 
     def _held(self, block: torch.LongTensor) -> torch.LongTensor | None:
         """`[R, view]`, the token in each slot of a ring; tokens before the window count as later than the block."""

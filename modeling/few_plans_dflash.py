@@ -5,6 +5,8 @@ plans, each with its own graph, compiled once the plan has been used enough.
 
 from dataclasses import dataclass, field
 
+import torch
+
 from .accept_dflash import Verdict
 from .cost_dflash import CostTable
 from .lookup_dflash import Copier
@@ -107,29 +109,31 @@ class FewPlans:
         self.record.used[self.plan.key] = self.record.used.get(self.plan.key, 0) + 1
         return self.plan
 
-    def cost(self, plan: Plan) -> float:
-        """Cost of a round, in units of a round without a draft."""
+    def cost(self, size: int, drafted: bool) -> float:
+        """Cost of a round that verifies `size` tokens, in units of a round without a draft."""
         most = max(plan.size for plan in self.plans) - 1
-        return self.known.curve(*self.place, most, plan.drafts)[plan.size - 1]
+        return self.known.curve(*self.place, most, drafted)[size - 1]
 
     def _fastest(self) -> Plan:
         nothing, *drafting = self.plans
         if self.record.pace.resting > 0:
             return nothing
-        speeds = {plan.key: self.record.tokens(plan) / self.cost(plan) for plan in drafting}
+        speeds = {plan.key: self.record.tokens(plan) / self.cost(plan.size, True) for plan in drafting}
         best = max(drafting, key=lambda plan: speeds[plan.key])
         self.lasting = best if speeds[best.key] > self.LASTING * speeds[self.lasting.key] else self.lasting
         return self.lasting
 
     def _copying(self, text) -> Plan | None:
-        """Copies as many as a block has, where they are faster than drafting."""
+        """Copies where they are faster than drafting: as many as a block has, since its shape is fixed."""
         if self.copier is None:
             return None
         whole = self.plans[1]
-        most = whole.block - 1
-        cost = self.cost(whole._replace(copied=text.last))  # for any number of tokens, since shapes are fixed
-        copied = self.copier.worth_copying(text, most, self.record.pace.speed, [cost] * (most + 1))
-        return whole._replace(copied=copied) if copied is not None and copied.shape[1] == most else None
+        costs = [self.cost(whole.size, drafted=False)] * whole.block
+        copied = self.copier.worth_copying(text, whole.block - 1, self.record.pace.speed, costs)
+        if copied is None:
+            return None
+        missing = whole.block - 1 - copied.shape[1]
+        return whole._replace(copied=torch.cat([copied, text.last[:, None].expand(-1, missing)], dim=1))
 
     def learn(self, text, verdict: Verdict) -> None:
         """After a sync, record how long the rounds took and what they committed."""
@@ -145,10 +149,11 @@ class FewPlans:
                 continue
             tokens = sum(counts) / sum(count > 0 for count in counts)
             self.sizes.append(plan.size - 1)
-            self.total, self.spent = self.total + tokens, self.spent + self.cost(plan)
+            cost = self.cost(plan.size, plan.drafts)
+            self.total, self.spent = self.total + tokens, self.spent + cost
             if plan.drafts:
                 self.record.note(plan, counts, unfinished)
-                pace.note(tokens, self.cost(plan))
+                pace.note(tokens, cost)
             elif plan.copied is None:
                 pace.resting = max(pace.resting - 1, 0)
             else:

@@ -77,12 +77,12 @@ class CopyRecord:
         return replace(self, reliability=self.reliability.copy())
 
     def share(self, rows: int) -> float:
-        """The share of an expected gain that reaches the slowest row of a batch; at first, less for more rows."""
-        return (self.gained + self.TRUST * min(2 / rows, 1.0)) / (self.expected + self.TRUST)
+        """The share of an expected gain that reaches the slowest of some rows; at first, less for more rows."""
+        return 1.0 if rows == 1 else (self.gained + self.TRUST * min(2 / rows, 1.0)) / (self.expected + self.TRUST)
 
     def forget(self) -> None:
-        """Before a call: older calls count less, so that copying is tried again."""
-        self.expected, self.gained = 0.95 * self.expected, 0.95 * self.gained
+        """In every round: older rounds count less, so that copying is tried again."""
+        self.expected, self.gained = 0.998 * self.expected, 0.998 * self.gained
 
 
 class Copier:
@@ -99,19 +99,18 @@ class Copier:
     """
 
     MARGIN = 0.1  # tokens per row that copies must gain
-    PRIOR = 4  # rounds of a single token each with which the pace of a row begins
-    POWER = 4  # half as many rounds to go: half the worth, to this power
+    PRIOR = 4  # rounds of one token each that are taken to have come before the first
+    POWER = 4  # a row with half as many rounds to go is worth half, to this power
 
     def __init__(self, rows: int, vocab_size: int, record: CopyRecord):
         self.lookups, self.record = [Lookup(vocab_size, record.reliability) for _ in range(rows)], record
-        self.gained, self.least = [0] * rows, 0  # by copying in this call; by the slowest row
-        self.expected = 0.0  # tokens per row that the current copies gain
-        record.forget()
+        self.gained = [0] * rows  # tokens, by copying
+        self.expected = 0.0  # tokens per row that the latest copies should gain
 
     def worth_copying(self, text, most: int, speed: float, costs: list[float]) -> torch.LongTensor | None:
         """
-        The next tokens of a text that are worth verifying without a draft, `[R, n]`, or `None`. Rows that copy fewer
-        repeat their last token.
+        The next tokens of a text that are worth verifying without a draft, `[R, n]`, or `None`. Rows that find fewer
+        are filled with their last token; any would do.
 
         Args:
             text (`Continuation`): The text; what is new in it is read.
@@ -119,10 +118,10 @@ class Copier:
             speed (`float`): Tokens per row and cost of the rounds that compete with it.
             costs (`list[float]`): The costs of rounds that verify 0, 1, ... tokens without a draft.
         """
-        copies = self._found(text, most)
-        weights = self._weights(text, copies)
+        copies, share = self._read(text, most), self.record.share(sum(text.host.alive))
+        weights = self._weights(text)
+        self.record.forget()
         gains = zip_longest(*([weights[row] * chance for chance in copies[row][1]] for row in copies), fillvalue=0.0)
-        share = self.record.share(len(self.lookups)) if len(self.lookups) > 1 else 1.0
         gain, size, best = 0.0, 0, self.MARGIN
         for count, of_rows in enumerate(gains, start=1):
             gain += sum(of_rows) / sum(weights.values())
@@ -137,23 +136,24 @@ class Copier:
         return tokens
 
     def learn(self, counts: list[int], alive: list[bool]) -> None:
-        """Record what a round that copied gained: `counts` tokens were committed in the rows."""
-        self.gained = [gained + max(count - 1, 0) for gained, count in zip(self.gained, counts, strict=True)]
-        least = min(gained for gained, goes_on in zip(self.gained, alive, strict=True) if goes_on)
+        """Record what the latest copies gained: `counts` tokens were committed in the rows that were `alive`."""
+        rows = [row for row, goes_on in enumerate(alive) if goes_on]
+        before = min(self.gained[row] for row in rows)
+        for row in rows:
+            self.gained[row] += counts[row] - 1
         self.record.expected += self.expected
-        self.record.gained += least - self.least
-        self.least = least
+        self.record.gained += min(self.gained[row] for row in rows) - before
 
-    def _weights(self, text, copies) -> dict[int, float]:
-        """What a token is worth in each unfinished row, 1 in the slowest."""
+    def _weights(self, text) -> dict[int, float]:
+        """What a token is worth in each unfinished row, 1 in the slowest; no end but `max_new` can be foreseen."""
         to_go = {}
-        for row in copies:
+        for row in (row for row, alive in enumerate(text.host.alive) if alive):
             written, rounds = text.host.lengths[row], len(text.host.acceptance_lengths[row])
             to_go[row] = (text.max_new - written) * (rounds + self.PRIOR) / (written + self.PRIOR)
         return {row: (rounds / max(to_go.values())) ** self.POWER for row, rounds in to_go.items()}
 
-    def _found(self, text, most: int) -> dict[int, tuple[list[int], list[float]]]:
-        """Read what is new in each unfinished row; its copies and their chances."""
+    def _read(self, text, most: int) -> dict[int, tuple[list[int], list[float]]]:
+        """Read what is new in each unfinished row; returns its copies and their chances."""
         host, start = text.host, text.writer.prompt_length
         rows = [row for row, alive in enumerate(host.alive) if alive]
         first = min(len(self.lookups[row].tokens) for row in rows)

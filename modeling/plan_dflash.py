@@ -257,7 +257,7 @@ class FastestPlan:
         self.began = text.seconds
         if copied is not None:
             count = copied.shape[1]
-            self.size, self.cost = -1 - count, self._copying()[count]
+            self.size, self.cost = -1 - count, self._costs_of_copies()[count]
             return Plan(1 + count, copied=copied)
         return Plan(1) if self.left == 1 or rests or self.forced == -1 else self.widest
 
@@ -331,9 +331,9 @@ class FastestPlan:
         if self.copier is None:
             return None
         most = min(self.left - 1, self.widest.nodes)
-        return self.copier.worth_copying(text, most, self.pace.speed, self._copying())
+        return self.copier.worth_copying(text, most, self.pace.speed, self._costs_of_copies())
 
-    def _copying(self) -> list[float]:
+    def _costs_of_copies(self) -> list[float]:
         """Costs of rounds that verify 0, 1, ... copied tokens."""
         return self.known.curve(*self.place, self.widest.nodes, drafted=False)
 

@@ -57,7 +57,7 @@ class Pair:
     cache: Cache | None = None  # returned to the caller at the end
 
     def reserve(self, size: int) -> None:
-        """Make room in both caches for a round that verifies `size` tokens."""
+        """Make room in both caches for a round that verifies `size` tokens, in every unfinished row."""
         used = self.columns + self.continuation.longest_possible
         self.drafter.cache.reserve(used + max(size, self.drafter.config.block_tokens))
         self.session.cache.reserve(used + size)
