@@ -147,6 +147,7 @@ class Pace:
 
     EXPECTED = 1.5  # assumed tokens per row of a drafting round, before any was seen
     SHARE = 0.015  # share of the time that may be lost to retrying what did not pay
+    DECIDED = 2.5  # cost of the rounds, older ones counting less, after which it is decided whether drafting pays
 
     reliability: Reliability = field(default_factory=Reliability)
     copies: CopyRecord = field(default_factory=CopyRecord)
@@ -172,10 +173,11 @@ class Pace:
     def note(self, tokens: float, cost: float, rounds: int = 1) -> None:
         """Record a round that drafted. If drafting does not pay, rest; the more a retry costs, the longer."""
         self.tokens, self.cost = 0.95 * self.tokens + tokens, 0.95 * self.cost + cost
-        if self.cost > 2.5 and self.tokens < self.cost:
-            lost = 2 * cost / rounds * (1 - self.tokens / self.cost)  # by the next two rounds
+        if self.cost > self.DECIDED and self.tokens < self.cost:
+            self.tokens, self.cost = 0.4 * self.tokens, 0.4 * self.cost  # so that one or two rounds decide again
+            retried = 1 if 0.95 * self.cost + cost / rounds > self.DECIDED else 2
+            lost = retried * cost / rounds * (1 - self.tokens / self.cost)
             self.resting = min(math.ceil(lost / self.SHARE), 128)
-            self.tokens, self.cost = 0.4 * self.tokens, 0.4 * self.cost  # so that they decide again
 
 
 class SlowestRow:

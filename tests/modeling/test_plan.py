@@ -322,8 +322,8 @@ def test_a_plan_is_compiled_when_it_has_earned_it(any_plan, monkeypatch):
 def few(costs: dict[int, float], record: Record) -> FewPlans:
     plans = [plan_dflash.Plan(1), plan_dflash.Plan(8), plan_dflash.Plan(4)]
     plans += [plan_dflash.Plan(8, every_path(nodes, 7, 4, CPU)) for nodes in (7, 15)]
-    made = FewPlans(plans, CostTable(0.2, 8, CPU), {"key": record}, "key", (1, 9), None, False)
-    made.cost = lambda plan: costs.get(plan.size - 1, 1.0)
+    made = FewPlans(plans, CostTable(0.2, 8, CPU), {"key": record}, "key", (1, 9), False)
+    made.cost = lambda size, drafted: costs.get(size - 1, 1.0)
     return made
 
 
