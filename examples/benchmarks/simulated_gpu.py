@@ -201,7 +201,7 @@ def planner(costs: Costs, rows: int, paces: dict) -> FastestPlan:
     table.samples[rows, bucket] = {n: deque([costs.round(rows, n)] * 3) for n in SIZES if n <= nodes}
     table.pinned = True
     plan = Plan(BLOCK, every_path(nodes, BLOCK - 1, TOP_K, torch.device("cpu")))
-    return FastestPlan(plan, table, paces, (rows,), (rows, TEXT), torch.device("cpu"))
+    return FastestPlan(plan, table, paces, (rows,), (rows, TEXT))
 
 
 def table() -> list[str]:
