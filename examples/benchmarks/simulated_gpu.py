@@ -168,7 +168,7 @@ def decode(costs, rows: int, sure: float, others: float, planned) -> dict:
     world, left = World(sure, others, rows), [NEW] * rows
     spent, sizes, tokens, plain = 0.0, [], 0.0, 0
     host = SimpleNamespace(alive=[True] * rows, longest=0, committed=[])
-    text = SimpleNamespace(host=host, tokens_left=NEW, writer=SimpleNamespace(streaming=0.0))
+    text = SimpleNamespace(host=host, tokens_left=NEW, seconds=0.0)
     while any(host.alive):
         plan = planned.next(text) if isinstance(planned, FastestPlan) else planned
         size, counts, path = -1, torch.ones(rows, dtype=torch.long), None
