@@ -133,7 +133,7 @@ class FewPlans:
         if copied is None:
             return None
         missing = whole.block - 1 - copied.shape[1]
-        return whole._replace(copied=torch.cat([copied, text.last[:, None].expand(-1, missing)], dim=1))
+        return whole._replace(copied=torch.nn.functional.pad(copied, (0, missing)))
 
     def learn(self, text, verdict: Verdict) -> None:
         """After a sync, record how long the rounds took and what they committed."""

@@ -110,7 +110,7 @@ class Copier:
     def worth_copying(self, text, most: int, speed: float, costs: list[float]) -> torch.LongTensor | None:
         """
         The next tokens of a text that are worth verifying without a draft, `[R, n]`, or `None`. Rows that find fewer
-        are filled with their last token; any would do.
+        are filled with token 0; any would do.
 
         Args:
             text (`Continuation`): The text; what is new in it is read.
@@ -130,10 +130,8 @@ class Copier:
                 self.expected, size, best = gain, count, worth
         if not size:
             return None
-        tokens = text.last[:, None].repeat(1, size)
-        for row, (copied, _) in copies.items():
-            tokens[row, : len(copied)] = tokens.new_tensor(copied[:size])
-        return tokens
+        rows = [copies.get(row, ([], []))[0][:size] for row in range(len(self.lookups))]
+        return text.last.new_tensor([[*copied, *[0] * (size - len(copied))] for copied in rows])
 
     def learn(self, counts: list[int], alive: list[bool]) -> None:
         """Record what the latest copies gained: `counts` tokens were committed in the rows that were `alive`."""
