@@ -119,12 +119,12 @@ class Copier:
             costs (`list[float]`): The costs of rounds that verify 0, 1, ... tokens without a draft.
         """
         copies, share = self._read(text, most), self.record.share(sum(text.host.alive))
-        weights = self._weights(text)
+        weights = self._weights(text, copies)
         self.record.forget()
         gains = zip_longest(*([weights[row] * chance for chance in copies[row][1]] for row in copies), fillvalue=0.0)
         gain, size, best = 0.0, 0, self.MARGIN
         for count, of_rows in enumerate(gains, start=1):
-            gain += sum(of_rows) / sum(weights.values())
+            gain += sum(of_rows)
             worth = 1 + share * gain - speed * costs[count]
             if worth > best:
                 self.expected, size, best = gain, count, worth
@@ -142,13 +142,14 @@ class Copier:
         self.record.expected += self.expected
         self.record.gained += min(self.gained[row] for row in rows) - before
 
-    def _weights(self, text) -> dict[int, float]:
-        """What a token is worth in each unfinished row, 1 in the slowest; no end but `max_new` can be foreseen."""
+    def _weights(self, text, rows) -> dict[int, float]:
+        """What a token is worth in each of the unfinished rows; in all 1. No end but `max_new` can be foreseen."""
         to_go = {}
-        for row in (row for row, alive in enumerate(text.host.alive) if alive):
+        for row in rows:
             written, rounds = text.host.lengths[row], len(text.host.acceptance_lengths[row])
             to_go[row] = (text.max_new - written) * (rounds + self.PRIOR) / (written + self.PRIOR)
-        return {row: (rounds / max(to_go.values())) ** self.POWER for row, rounds in to_go.items()}
+        total = sum(rounds**self.POWER for rounds in to_go.values())
+        return {row: rounds**self.POWER / total for row, rounds in to_go.items()}
 
     def _read(self, text, most: int) -> dict[int, tuple[list[int], list[float]]]:
         """Read what is new in each unfinished row; returns its copies and their chances."""
