@@ -20,7 +20,7 @@ from transformers.utils import logging
 from .accept_dflash import Draft, Verdict
 from .cost_dflash import CostTable
 from .lookup_dflash import Copier, CopyRecord
-from .reliability_dflash import Reliability
+from .reliability_dflash import Correction, Reliability
 from .tree_dflash import Paths
 
 
@@ -240,6 +240,7 @@ class FastestPlan:
         self.tokens = self.spent = 0.0  # committed per row; their cost, in units of a round without a draft
         self.tried: dict[int, int] = {}  # rounds of this call by size, as in the table
         self.slowest: SlowestRow | None = None  # over rounds with a draft
+        self.here = Correction()  # of the drafts of this text
         self.judged: list[tuple] = []  # for each row of the current round: parents and chances of its nodes
         self.copier = None if vocab_size is None else Copier(self.rows, vocab_size, self.pace.copies)
 
@@ -268,16 +269,18 @@ class FastestPlan:
         tree, most = draft.tree, draft.tokens.shape[1]
         depths, parents = tree.depths.tolist(), tree.parents.tolist()
         chances = (tree.log_probs - tree.log_probs.gather(1, tree.parents)).exp().tolist()
-        gains = [0.0] * most
+        gains = [0.0] * most  # tokens of all rows by node
         for row in (row for row, alive in enumerate(self.alive) if alive):
             likely = [1.0] * most
             for node in range(1, most):
                 likely[node] = likely[parents[row][node]] * self.pace.reliability(chances[row][node])
                 gains[node] += likely[node] * (depths[row][node] < self.left)
-        self.size = self._worth(gains) if self.forced is None else self.forced
+        trusted = self.here.ratio
+        self.size = self._worth([trusted * gain for gain in gains]) if self.forced is None else self.forced
         self.cost, size = self.costs[self.size], 1 + self.size
         self.judged = [(parents[row][:size], chances[row][:size]) for row in range(len(parents))]
-        self.expected = min(1 + sum(gains[:size]) / sum(self.alive), self.left)
+        self.said = sum(gains[:size]) / sum(self.alive)  # tokens per row that should be accepted
+        self.expected = min(1 + trusted * self.said, self.left)
         deepest = max(max(row[:size]) for row in depths)
         if deepest == size - 1 and all(row[:size] == list(range(size)) for row in depths):
             return Draft(tree.tokens[:, :size])
@@ -299,6 +302,7 @@ class FastestPlan:
             self.copier.learn(counts, self.alive)
         if not self.judged:
             return
+        self.here.note(self.said, sum(counts) / sum(self.alive) - 1)
         path = None if verdict.path is None else verdict.path.tolist()
         for row, (parents, chances) in enumerate(self.judged):
             if self.alive[row]:

@@ -1,4 +1,4 @@
-"""How reliable probabilities turned out to be."""
+"""How reliable probabilities turned out to be: of a drafter in general, and in the text at hand."""
 
 from bisect import bisect
 
@@ -32,3 +32,21 @@ class Reliability:
         _, accepted, said = self.seen[bisect(self.EDGES, probability)]
         trusted = self.TRUST * probability
         return min(probability * (accepted + trusted) / (said + trusted), 1.0)
+
+
+class Correction:
+    """The share of the expected tokens that were accepted in one text; older rounds count less."""
+
+    TRUST, MEMORY = 4.0, 0.9  # expected tokens that all other texts are worth; kept from each round to the next
+
+    def __init__(self):
+        self.expected = self.accepted = 0.0
+
+    def note(self, expected: float, accepted: float) -> None:
+        """Record a round: tokens per row that should be accepted, and that were."""
+        self.expected = self.MEMORY * self.expected + expected
+        self.accepted = self.MEMORY * self.accepted + accepted
+
+    @property
+    def ratio(self) -> float:
+        return (self.accepted + self.TRUST) / (self.expected + self.TRUST)

@@ -422,6 +422,24 @@ def test_a_drafter_s_word_is_taken_as_far_as_it_holds():
     assert all(counts[0] <= Reliability.MEMORY + 1 for counts in reliability.seen)
 
 
+def test_a_drafter_is_believed_as_far_as_it_is_right_in_this_text(planners, monkeypatch):
+    """Always right in texts before, never in this one: a few rounds are enough to verify less."""
+    rising = [1.2 + 0.1 * n for n in range(17)]
+    monkeypatch.setattr(CostTable, "curve", lambda self, rows, columns, most, drafted=True: rising[: most + 1])
+    target, prompt = make_target(), torch.tensor([[5, 9, 17, 33]])
+    expected = target.generate(prompt, max_new_tokens=24, do_sample=False)
+    for error_rate in (0.0, 0.0, 0.0, 1.0):
+        draft = opened(scripted(make_draft(target, block_size=6), expected, error_rate=error_rate))
+        known = planner_dflash._paces.setdefault(draft, {}).setdefault(target, {})
+        if planners:
+            known |= planners[-1].paces
+        monkeypatch.setattr(FastestPlan, "_worth_copying", lambda self, text: None)
+        target.generate(prompt, max_new_tokens=24, do_sample=False, assistant_model=draft)
+    right, wrong = planners[-2:]
+    assert right.here.ratio > 0.8 and wrong.here.ratio < 0.5
+    assert wrong.sizes[0] == max(right.sizes) > 2 * wrong.sizes[3]
+
+
 def test_what_a_row_says_after_its_end_is_not_counted(planners, monkeypatch):
     """The last token of a row that ends is no rejection of what was drafted behind it."""
     monkeypatch.setattr(CostTable, "curve", lambda self, rows, columns, most, drafted=True: [1.2] * (most + 1))
