@@ -25,6 +25,10 @@ SAMPLES = 24  # kept per size; older samples are dropped
 # The cost of a forward pass over N tokens, in passes over one token: assumed until it is measured.
 _CPU = {1: 1.0, 4: 1.1, 8: 1.3, 16: 1.7, 32: 2.7, 64: 4.6}
 _GPU = {1: 1.0, 64: 1.05, 128: 1.3, 256: 2.2, 512: 4.2}
+# Tokens that a round verifies in each row besides the anchor, and whether they were drafted, rather than copied.
+Work = tuple[int, bool]
+NOTHING: Work = (0, False)  # a round without a draft
+_MADE = {"drafted": True, "copied": False}  # in files
 
 
 class CostTable:
@@ -44,56 +48,56 @@ class CostTable:
         self.pinned, self.new, self.total = False, 0, 0  # samples: since they were last saved, and in total
         self.forwards = _CPU if device.type == "cpu" else _GPU
         self.curves: dict[tuple, list[float]] = {}  # cached in copies, which no longer learn
-        self.samples: dict[tuple, dict] = defaultdict(dict)  # (rows, bucket) -> {size: seconds}; see `note`
+        self.samples: dict[tuple, dict] = defaultdict(dict)  # (rows, bucket) -> {work: seconds}
 
     @staticmethod
     def bucket(columns: int) -> int:
         """The bucket of a text's length; lengths in a bucket cost about the same."""
         return max(columns, 256).bit_length()
 
-    def note(self, rows: int, columns: int, size: int, seconds: float) -> None:
-        """
-        Record the time of a round that verified `size` drafted tokens of each row, or `-1 - size` tokens without a
-        draft (-1: only the anchors).
-        """
+    def note(self, rows: int, columns: int, work: Work, seconds: float) -> None:
+        """Record the time of a round."""
         if self.pinned or not seconds > 0:  # a coarse clock
             return
         self.new, self.total = self.new + 1, self.total + 1
-        sizes = self.samples[rows, self.bucket(columns)]
-        sizes[size] = deque([*sizes.get(size, ()), seconds], maxlen=SAMPLES)  # new: others may be reading
+        known = self.samples[rows, self.bucket(columns)]
+        known[work] = deque([*known.get(work, ()), seconds], maxlen=SAMPLES)  # new: others may be reading
 
-    def count(self, rows: int, columns: int, size: int) -> int:
+    def count(self, rows: int, columns: int, work: Work) -> int:
         """The number of measurements; the maximum in a pinned table."""
-        return SAMPLES if self.pinned else len(self.samples.get((rows, self.bucket(columns)), {}).get(size, ()))
+        return SAMPLES if self.pinned else len(self.samples.get((rows, self.bucket(columns)), {}).get(work, ()))
 
     def copy(self) -> "CostTable":
         """A copy that later measurements do not affect."""
         other = copy.copy(self)
         other.curves = {}
-        other.samples = defaultdict(dict, {key: dict(sizes) for key, sizes in list(self.samples.items())})
+        other.samples = defaultdict(dict, {place: dict(known) for place, known in list(self.samples.items())})
         return other
 
     def keep(self) -> None:
         """Save for later processes, less often as samples accumulate."""
         if self.new > 8 + (self.total - self.new) // 4 and self.key is not None:
             self.new = 0
-            places = [(f"{rows} {bucket}", sizes) for (rows, bucket), sizes in list(self.samples.items())]
-            found = {place: {str(n): list(seconds) for n, seconds in list(sizes.items())} for place, sizes in places}
+            found = {}
+            for (rows, bucket), known in list(self.samples.items()):
+                works = [(size, "drafted" if made else "copied", times) for (size, made), times in list(known.items())]
+                found[f"{rows} {bucket}"] = {f"{size} {made}": list(times) for size, made, times in works}
             remember("costs", self.key, found)
 
     def take(self, found) -> bool:
         """Load what `keep` wrote; returns whether it is valid."""
         samples = defaultdict(dict)
         try:
-            for place, sizes in found.items():
+            for place, known in found.items():
                 rows, bucket = map(int, place.split())
-                for size, seconds in sizes.items():
+                for work, seconds in known.items():
+                    size, made = work.split()
                     if not all(isinstance(s, float) and 0 < s < math.inf for s in seconds):
                         return False
-                    samples[rows, bucket][int(size)] = deque(seconds, maxlen=SAMPLES)
-        except (AttributeError, TypeError, ValueError):
+                    samples[rows, bucket][int(size), _MADE[made]] = deque(seconds, maxlen=SAMPLES)
+        except (AttributeError, KeyError, TypeError, ValueError):
             return False
-        self.samples, self.total = samples, sum(len(s) for sizes in samples.values() for s in sizes.values())
+        self.samples, self.total = samples, sum(len(s) for known in samples.values() for s in known.values())
         return True
 
     def curve(self, rows: int, columns: int, most: int, drafted: bool = True) -> list[float]:
@@ -111,11 +115,11 @@ class CostTable:
         drafting = self.drafting * self._forward(rows * self.block_size) if drafted else 0.0
         expected = [drafting + self._forward(rows * (n + 1)) for n in range(most + 1)]
         plain, known = self._forward(rows), self._nearest(rows, columns)
-        found = {size if drafted else -1 - size: value for size, value in known.items() if (size >= 0) == drafted}
+        found = {size: value for (size, made), value in known.items() if made == drafted}
         # A larger round is never cheaper: where samples say so, their mean is likelier than the highest of them.
         rising = _rising([(n, *found[n]) for n in sorted(found)])
         measured = {n: seconds / expected[min(n, most)] for n, seconds in rising.items()}
-        unit = [known[-1][0] / plain] if -1 in known else []
+        unit = [known[NOTHING][0] / plain] if NOTHING in known else []
         ratios = sorted([*measured.values(), *unit]) or [1.0]
         scale = ratios[len(ratios) // 2]
         places = sorted(rising)
@@ -124,12 +128,12 @@ class CostTable:
             curve[n] = max(curve[n], curve[n - 1])
         return [value / (plain * (unit or [scale])[0]) for value in curve]
 
-    def _nearest(self, rows: int, columns: int) -> dict[int, tuple[float, int]]:
-        """Typical seconds by size and their number of samples, at the nearest length with samples."""
+    def _nearest(self, rows: int, columns: int) -> dict[Work, tuple[float, int]]:
+        """Typical seconds and their number of samples, at the nearest length with samples."""
         bucket = self.bucket(columns)
         for _, length in sorted((abs(length - bucket), length) for of, length in self.samples if of == rows):
-            sizes = self.samples[rows, length].items()
-            if known := {n: (_typical(seconds), len(seconds)) for n, seconds in sizes if len(seconds) > 2}:
+            noted = self.samples[rows, length].items()
+            if known := {work: (_typical(seconds), len(seconds)) for work, seconds in noted if len(seconds) > 2}:
                 return known
         return {}
 

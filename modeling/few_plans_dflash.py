@@ -142,7 +142,7 @@ class FewPlans:
         seconds, plan, pace = text.seconds - self.began, self.plan, self.record.pace
         if plan.compiled or not self.compiled:
             if plan.key in self.timed:  # the first rounds of a plan may compile
-                self.table.note(*self.place, plan.size - 1 if plan.drafts else -plan.size, seconds / self.window)
+                self.table.note(*self.place, (plan.size - 1, plan.drafts), seconds / self.window)
             self.timed.add(plan.key)
         for counts, unfinished in text.host.looked_at:
             if not any(counts):  # wasted

@@ -18,7 +18,7 @@ import torch
 from transformers.utils import logging
 
 from .accept_dflash import Draft, Verdict
-from .cost_dflash import CostTable
+from .cost_dflash import NOTHING, CostTable, Work
 from .lookup_dflash import Copier, CopyRecord
 from .reliability_dflash import Correction, Reliability
 from .tree_dflash import Paths
@@ -238,7 +238,7 @@ class FastestPlan:
         self.rows, self.columns = place
         self.sizes: list[int] = []  # drafted or copied tokens that each round verified
         self.tokens = self.spent = 0.0  # committed per row; their cost, in units of a round without a draft
-        self.tried: dict[int, int] = {}  # rounds of this call by size, as in the table
+        self.tried: dict[Work, int] = {}  # rounds of this call
         self.slowest: SlowestRow | None = None  # over rounds with a draft
         self.here = Correction()  # of the drafts of this text
         self.judged: list[tuple] = []  # for each row of the current round: parents and chances of its nodes
@@ -246,7 +246,7 @@ class FastestPlan:
 
     def next(self, text) -> Plan:
         """The plan of the next round of a text (`Continuation`)."""
-        host, self.judged, self.size, self.cost = text.host, [], -1, 1.0
+        host, self.judged, self.work, self.cost = text.host, [], NOTHING, 1.0
         self.alive, self.left = list(host.alive), text.tokens_left
         self.place = self.rows, self.columns + host.longest
         self.costs = self.known.curve(*self.place, self.widest.nodes)
@@ -260,9 +260,9 @@ class FastestPlan:
         self.began = text.seconds
         if copied is not None:
             count = copied.shape[1]
-            self.size, self.cost = -1 - count, self._costs_of_copies()[count]
+            self.work, self.cost = (count, False), self._costs_of_copies()[count]
             return Plan(1 + count, copied=copied)
-        return Plan(1) if self.left == 1 or rests or self.forced == -1 else self.widest
+        return Plan(1) if self.left == 1 or rests or self.forced == NOTHING else self.widest
 
     def cut(self, draft: Draft) -> Draft:
         """The likeliest nodes of a drafted tree, as many as are worth it; as a block if they form a single path."""
@@ -276,8 +276,8 @@ class FastestPlan:
                 likely[node] = likely[parents[row][node]] * self.pace.reliability(chances[row][node])
                 gains[node] += likely[node] * (depths[row][node] < self.left)
         trusted = self.here.ratio
-        self.size = self._worth([trusted * gain for gain in gains]) if self.forced is None else self.forced
-        self.cost, size = self.costs[self.size], 1 + self.size
+        count = self._worth([trusted * gain for gain in gains]) if self.forced is None else self.forced[0]
+        self.work, self.cost, size = (count, True), self.costs[count], 1 + count
         self.judged = [(parents[row][:size], chances[row][:size]) for row in range(len(parents))]
         self.said = sum(gains[:size]) / sum(self.alive)  # tokens per row that should be accepted
         self.expected = min(1 + trusted * self.said, self.left)
@@ -289,16 +289,16 @@ class FastestPlan:
     def learn(self, text, verdict: Verdict) -> None:
         """Record how long a round took, and what the target accepted of its draft."""
         seconds = text.seconds - self.began
-        counts, size = text.host.committed, self.size
+        counts, (size, drafted) = text.host.committed, self.work
         if self.sizes:  # the first round of a call is slower than the others
-            self.table.note(*self.place, size, seconds)
-            self.tried[size] = self.tried.get(size, 0) + 1
+            self.table.note(*self.place, self.work, seconds)
+            self.tried[self.work] = self.tried.get(self.work, 0) + 1
         # A batch is done when its slowest row is.
         tokens = min(self.left - (text.tokens_left if any(text.host.alive) else 0), max(counts))
-        self.sizes.append(size if size >= 0 else -1 - size)
+        self.sizes.append(size)
         self.tokens, self.spent = self.tokens + tokens, self.spent + self.cost
         self.paces[self.key] = self.pace  # the next call copies it
-        if size < -1:
+        if size and not drafted:
             self.copier.learn(counts, self.alive)
         if not self.judged:
             return
@@ -349,15 +349,15 @@ class FastestPlan:
         for size in range(1, len(gains)):
             value += gains[size]
             worth = value - rate * (self.costs[size] - self.costs[0])
-            if size in self.LADDER and self._is_new(size):
+            if size in self.LADDER and self._is_new((size, True)):
                 worth += 0.1 * rate
             if worth > most:
                 best, most = size, worth
         return best
 
-    def _is_new(self, size: int) -> bool:
-        return self.known.count(*self.place, size) + self.tried.get(size, 0) < self.ENOUGH
+    def _is_new(self, work: Work) -> bool:
+        return self.known.count(*self.place, work) + self.tried.get(work, 0) < self.ENOUGH
 
-    def _to_try(self) -> int | None:
-        """A size to force regardless of its worth: no draft, every fourth round, until its cost is known."""
-        return -1 if len(self.sizes) % 4 == 1 and not self.pace.resting and self._is_new(-1) else None
+    def _to_try(self) -> Work | None:
+        """What to force regardless of its worth: no draft, every fourth round, until its cost is known."""
+        return NOTHING if len(self.sizes) % 4 == 1 and not self.pace.resting and self._is_new(NOTHING) else None

@@ -198,7 +198,7 @@ def planner(costs: Costs, rows: int, paces: dict) -> FastestPlan:
     nodes = widest_tree(rows, on_cpu=False)
     table = CostTable(costs.drafter / costs.target, BLOCK, device)
     bucket = table.bucket(TEXT)
-    table.samples[rows, bucket] = {n: deque([costs.round(rows, n)] * 3) for n in SIZES if n <= nodes}
+    table.samples[rows, bucket] = {(max(n, 0), n >= 0): deque([costs.round(rows, n)] * 3) for n in SIZES if n <= nodes}
     table.pinned = True
     plan = Plan(BLOCK, every_path(nodes, BLOCK - 1, TOP_K, torch.device("cpu")))
     return FastestPlan(plan, table, paces, (rows,), (rows, TEXT))

@@ -18,7 +18,7 @@ from transformers import MaxLengthCriteria, StoppingCriteriaList
 
 from dflash_hf.modeling import compile_dflash, cost_dflash, plan_dflash, planner_dflash, text_dflash
 from dflash_hf.modeling.accept_dflash import Draft, Proposal
-from dflash_hf.modeling.cost_dflash import CostTable
+from dflash_hf.modeling.cost_dflash import NOTHING, CostTable
 from dflash_hf.modeling.few_plans_dflash import FewPlans, Record
 from dflash_hf.modeling.plan_dflash import FastestPlan, Pace, SlowestRow
 from dflash_hf.modeling.reliability_dflash import Reliability
@@ -54,7 +54,7 @@ def any_size(monkeypatch, planners):
     draws = random.Random(0)
 
     def to_try(self):
-        return draws.choice([-1, 0, *range(1, self.widest.nodes + 1)])
+        return draws.choice([NOTHING, *((size, True) for size in range(self.widest.nodes + 1))])
 
     monkeypatch.setattr(FastestPlan, "_to_try", to_try)
     return planners
@@ -385,9 +385,9 @@ def test_a_size_of_unknown_cost_is_preferred_a_little():
     made = planner([1.2, 1.2, 1.3, 1.4, 1.5, 1.9, 2.3, 2.7, 3.1])
     gains = [0.0, 0.5, 0.25, 0.12, 0.05, *[0.01] * 4]
     assert made._worth(gains) == 3
-    made.known.pinned, made.tried = False, {1: FastestPlan.ENOUGH, 2: FastestPlan.ENOUGH}
+    made.known.pinned, made.tried = False, {(1, True): FastestPlan.ENOUGH, (2, True): FastestPlan.ENOUGH}
     assert made._worth(gains) == 4
-    made.tried[4] = FastestPlan.ENOUGH
+    made.tried[4, True] = FastestPlan.ENOUGH
     assert made._worth(gains) == 3
 
 
@@ -472,26 +472,27 @@ def test_costs_are_those_that_were_measured():
     expected = table.copy().curve(1, 100, 16)
     assert 1.0 < expected[0] < expected[4] < expected[16] < 3.0
     for _ in range(5):
-        table.note(1, 100, -1, 0.020)
+        table.note(1, 100, NOTHING, 0.020)
         for size, seconds in ((0, 0.025), (4, 0.026), (8, 0.040), (16, 0.030)):
-            table.note(1, 100, size, seconds)
-    table.note(1, 100, 2, 9.0)  # once is too little to count
+            table.note(1, 100, (size, True), seconds)
+    table.note(1, 100, (2, True), 9.0)  # once is too little to count
     curve = table.copy().curve(1, 100, 16)
     # Sixteen tokens cannot cost less than eight: the mean of both is likelier.
     assert [curve[n] for n in (0, 4, 8)] == pytest.approx([1.25, 1.3, 1.75]) and 1.74 < curve[16] < 1.8
     assert curve == sorted(curve) and len(curve) == 17
     assert table.copy().curve(1, 900, 16)[4] == pytest.approx(1.3), "of the nearest length, until it is measured"
     assert table.copy().curve(2, 100, 16) != curve
-    table.note(1, 900, 4, 0.5)  # once is too little to count there, too
+    table.note(1, 900, (4, True), 0.5)  # once is too little to count there, too
     assert table.copy().curve(1, 900, 16)[4] == pytest.approx(1.3)
 
 
 def test_a_few_slow_rounds_do_not_make_larger_ones_slow():
     """The first rounds of a process had 2 tokens: with the highest cost so far, all larger sizes cost as much."""
     table = CostTable(0.25, 8, CPU)
-    for size, seconds, times in ((-1, 0.072, 24), (2, 0.172, 3), (4, 0.119, 24), (8, 0.138, 24), (13, 0.176, 24)):
+    drafted = ((2, 0.172, 3), (4, 0.119, 24), (8, 0.138, 24), (13, 0.176, 24))
+    for work, seconds, times in ((NOTHING, 0.072, 24), *(((size, True), *rest) for size, *rest in drafted)):
         for _ in range(times):
-            table.note(1, 100, size, seconds)
+            table.note(1, 100, work, seconds)
     curve = table.copy().curve(1, 100, 16)
     assert curve[2] == pytest.approx(curve[4]) and curve[4] < 1.75 and curve[8] == pytest.approx(0.138 / 0.072)
 
@@ -620,7 +621,7 @@ def test_pace_of_the_slowest_row(rows, slow):
 def test_large_batches_draft_from_their_first_call_where_that_pays(rows):
     """Half of all slots are right, and a round that drafts costs 1.2 of one that does not."""
     draws, table = random.Random(0), CostTable(0.1, 8, CPU)
-    table.samples[rows, table.bucket(100)] = {-1: [1.0] * 3, **{size: [1.2] * 3 for size in range(8)}}
+    table.samples[rows, table.bucket(100)] = {NOTHING: [1.0] * 3, **{(size, True): [1.2] * 3 for size in range(8)}}
     host, most = types.SimpleNamespace(alive=[True] * rows, longest=0, committed=[]), 120
     text = types.SimpleNamespace(host=host, tokens_left=most, seconds=0.0, last=torch.zeros(1, dtype=torch.long))
     text.sequences = torch.zeros(rows, 0, dtype=torch.long)

@@ -68,14 +68,12 @@ def _costs(echo) -> list[dict]:
             parts = [key[name] for name in ("target", "drafter", "dtype", "device")]
             parts += [f"{key['threads']} threads"] * bool(key["threads"]) + ["compiled"] * bool(key["compiled"])
             lines.append(f"{'costs of rounds':18} {', '.join(parts)}: {path}")
-            for place, sizes in table["found"].items():
+            for place, known in table["found"].items():
                 rows, bucket = map(int, place.split())
-                named = {int(size): 1000 * statistics.median(seconds) for size, seconds in sizes.items()}
-                shown = [
-                    f"{size if size >= 0 else f'{-1 - size} copied' if size < -1 else 'no draft'} {ms:.1f}"
-                    for size, ms in sorted(named.items())
-                ]
-                lines.append(f"{'':18} {rows} row(s), up to {2**bucket} tokens, ms by tokens: {', '.join(shown)}")
+                named = {tuple(work.split()): 1000 * statistics.median(seconds) for work, seconds in known.items()}
+                named = sorted((made, int(size), ms) for (size, made), ms in named.items())
+                shown = ", ".join(f"{size} {made} {ms:.1f}" for made, size, ms in named)
+                lines.append(f"{'':18} {rows} row(s), up to {2**bucket} tokens, ms by tokens: {shown}")
             tables.append({"file": str(path), **table})
         for line in lines:
             echo(line)
