@@ -43,6 +43,8 @@ class CostTable:
         key (`dict`, *optional*): Identifies the pair and machine, so that later processes find these costs.
     """
 
+    STEADY = 1.15  # how much slower or faster than usual all rounds of a call must be for another load of the machine
+
     def __init__(self, drafting: float, block_size: int, device: torch.device, key: dict | None = None):
         self.drafting, self.block_size, self.key = drafting, block_size, key
         self.pinned, self.new, self.total = False, 0, 0  # samples: since they were last saved, and in total
@@ -55,17 +57,26 @@ class CostTable:
         """The bucket of a text's length; lengths in a bucket cost about the same."""
         return max(columns, 256).bit_length()
 
-    def note(self, rows: int, columns: int, work: Work, seconds: float) -> None:
-        """Record the time of a round."""
-        if self.pinned or not seconds > 0:  # a coarse clock
-            return
-        self.new, self.total = self.new + 1, self.total + 1
-        known = self.samples[rows, self.bucket(columns)]
-        known[work] = deque([*known.get(work, ()), seconds], maxlen=SAMPLES)  # new: others may be reading
+    def note(self, rounds: list[tuple[int, int, Work, float]]) -> None:
+        """
+        Record the rounds of a call: rows, columns, work, seconds. Sizes follow from ratios of costs; if all rounds of
+        a call took much longer than usual, so would have those that it had no use for, and its times are scaled back.
+        """
+        rounds = [] if self.pinned else [one for one in rounds if one[-1] > 0]  # 0: a coarse clock
+        usual = [self._known(*of) for *of, _ in rounds]
+        load = _typical([one[-1] / _typical(of) for one, of in zip(rounds, usual, strict=True) if len(of) > 2])
+        load = 1.0 if 1 / self.STEADY < load < self.STEADY else load
+        for rows, columns, work, seconds in rounds:
+            self.new, self.total = self.new + 1, self.total + 1
+            times = [*self._known(rows, columns, work), seconds / load]
+            self.samples[rows, self.bucket(columns)][work] = deque(times, maxlen=SAMPLES)  # new: others may be reading
 
     def count(self, rows: int, columns: int, work: Work) -> int:
         """The number of measurements; the maximum in a pinned table."""
-        return SAMPLES if self.pinned else len(self.samples.get((rows, self.bucket(columns)), {}).get(work, ()))
+        return SAMPLES if self.pinned else len(self._known(rows, columns, work))
+
+    def _known(self, rows: int, columns: int, work: Work):
+        return self.samples.get((rows, self.bucket(columns)), {}).get(work, ())
 
     def copy(self) -> "CostTable":
         """A copy that later measurements do not affect."""
@@ -142,9 +153,9 @@ class CostTable:
         return _line(sizes, self.forwards, min(tokens, sizes[-1])) * max(tokens / sizes[-1], 1.0)
 
 
-def _typical(seconds) -> float:
-    """The lower quartile: other load makes rounds slower, never faster."""
-    return sorted(seconds)[len(seconds) // 4]
+def _typical(values) -> float:
+    """The lower quartile: other load makes rounds slower, never faster. 1 if there are none."""
+    return sorted(values)[len(values) // 4] if values else 1.0
 
 
 def _rising(points: list[tuple[int, float, int]]) -> dict[int, float]:

@@ -94,7 +94,8 @@ class FewPlans:
         self.copier = None if vocab_size is None else Copier(place[0], vocab_size, self.record.pace.copies)
         self.lasting = plans[1]  # the plan of rounds that draft
         self.plan, self.window = plans[1], 0  # rounds of this plan since the last sync
-        self.timed: set = set()  # plans whose first rounds are over
+        self.warm: set = set()  # plans whose first rounds are over
+        self.timed: list[tuple] = []  # rows, columns, work and seconds of their rounds
         self.sizes: list[int] = []
         self.total = self.spent = 0.0
 
@@ -141,9 +142,9 @@ class FewPlans:
             return
         seconds, plan, pace = text.seconds - self.began, self.plan, self.record.pace
         if plan.compiled or not self.compiled:
-            if plan.key in self.timed:  # the first rounds of a plan may compile
-                self.table.note(*self.place, (plan.size - 1, plan.drafts), seconds / self.window)
-            self.timed.add(plan.key)
+            if plan.key in self.warm:  # the first rounds of a plan may compile
+                self.timed.append((*self.place, (plan.size - 1, plan.drafts), seconds / self.window))
+            self.warm.add(plan.key)
         for counts, unfinished in text.host.looked_at:
             if not any(counts):  # wasted
                 continue
@@ -163,5 +164,6 @@ class FewPlans:
 
     def summary(self) -> dict:
         """The choices, for the output."""
+        self.table.note(self.timed)
         self.table.keep()
         return {"draft_sizes": self.sizes, "estimated_speedup": self.total / self.spent if self.sizes else None}

@@ -238,6 +238,7 @@ class FastestPlan:
         self.rows, self.columns = place
         self.sizes: list[int] = []  # drafted or copied tokens that each round verified
         self.tokens = self.spent = 0.0  # committed per row; their cost, in units of a round without a draft
+        self.timed: list[tuple] = []  # rows, columns, work and seconds of this call's rounds
         self.tried: dict[Work, int] = {}  # rounds of this call
         self.slowest: SlowestRow | None = None  # over rounds with a draft
         self.here = Correction()  # of the drafts of this text
@@ -291,7 +292,7 @@ class FastestPlan:
         seconds = text.seconds - self.began
         counts, (size, drafted) = text.host.committed, self.work
         if self.sizes:  # the first round of a call is slower than the others
-            self.table.note(*self.place, self.work, seconds)
+            self.timed.append((*self.place, self.work, seconds))
             self.tried[self.work] = self.tried.get(self.work, 0) + 1
         # A batch is done when its slowest row is.
         tokens = min(self.left - (text.tokens_left if any(text.host.alive) else 0), max(counts))
@@ -320,6 +321,7 @@ class FastestPlan:
 
     def summary(self) -> dict:
         """The choices, for the output. A call that mostly decodes without drafts logs the reason once."""
+        self.table.note(self.timed)
         self.table.keep()
         pace, mostly_none = self.pace, len(self.sizes) >= 16 and 2 * self.sizes.count(0) > len(self.sizes)
         judged = any(observations for observations, *_ in pace.reliability.seen)

@@ -134,12 +134,12 @@ def test_copies_cost_what_they_were_measured_to_cost():
     table = CostTable(0.1, 8, CPU)
     for _ in range(3):
         for size in (2, 4, 8):
-            table.note(1, 60, (size, True), 3.0 + size)
-        table.note(1, 60, (0, False), 1.0)
+            table.note([(1, 60, (size, True), 3.0 + size)])
+        table.note([(1, 60, (0, False), 1.0)])
     drafted = table.copy().curve(1, 60, 16)
     for _ in range(3):
         for copies in (4, 16):
-            table.note(1, 60, (copies, False), 1.0 + copies)
+            table.note([(1, 60, (copies, False), 1.0 + copies)])
     known = table.copy()
     assert known.curve(1, 60, 16) == drafted and drafted[4] == pytest.approx(7.0)
     copied = known.curve(1, 60, 16, drafted=False)
@@ -154,9 +154,9 @@ def test_copies_are_measured(monkeypatch):
     target, draft = make_target(), make_draft(make_target(), block_size=6)
     draft.decoding_config.block_size = None
     noted, note = [], CostTable.note
-    monkeypatch.setattr(CostTable, "note", lambda *args: (noted.append(args[-2]), note(*args)))
+    monkeypatch.setattr(CostTable, "note", lambda self, rounds: (noted.extend(rounds), note(self, rounds)))
     output = target.generate(torch.tensor([LOOP * 3]), max_new_tokens=90, do_sample=False, assistant_model=draft)
-    assert output.shape[1] == 12 + 90 and max(size for size, drafted in noted if not drafted) > 1
+    assert output.shape[1] == 12 + 90 and max(size for _, _, (size, drafted), _ in noted if not drafted) > 1
 
 
 def test_placeholders_are_not_copied():

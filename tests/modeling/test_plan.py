@@ -472,18 +472,31 @@ def test_costs_are_those_that_were_measured():
     expected = table.copy().curve(1, 100, 16)
     assert 1.0 < expected[0] < expected[4] < expected[16] < 3.0
     for _ in range(5):
-        table.note(1, 100, NOTHING, 0.020)
-        for size, seconds in ((0, 0.025), (4, 0.026), (8, 0.040), (16, 0.030)):
-            table.note(1, 100, (size, True), seconds)
-    table.note(1, 100, (2, True), 9.0)  # once is too little to count
+        drafted = ((0, 0.025), (4, 0.026), (8, 0.040), (16, 0.030))
+        table.note([(1, 100, NOTHING, 0.020), *((1, 100, (size, True), seconds) for size, seconds in drafted)])
+    table.note([(1, 100, (2, True), 9.0)])  # once is too little to count
     curve = table.copy().curve(1, 100, 16)
     # Sixteen tokens cannot cost less than eight: the mean of both is likelier.
     assert [curve[n] for n in (0, 4, 8)] == pytest.approx([1.25, 1.3, 1.75]) and 1.74 < curve[16] < 1.8
     assert curve == sorted(curve) and len(curve) == 17
     assert table.copy().curve(1, 900, 16)[4] == pytest.approx(1.3), "of the nearest length, until it is measured"
     assert table.copy().curve(2, 100, 16) != curve
-    table.note(1, 900, (4, True), 0.5)  # once is too little to count there, too
+    table.note([(1, 900, (4, True), 0.5)])  # once is too little to count there, too
     assert table.copy().curve(1, 900, 16)[4] == pytest.approx(1.3)
+
+
+def test_a_call_on_a_busy_machine_changes_no_ratio():
+    """A neighbour slows down a call that drafts nothing: else drafting would look free ever after."""
+    table = CostTable(0.25, 8, CPU)
+    drafts, rests = [(1, 100, (4, True), 0.030)] * 24, [(1, 100, NOTHING, 0.020)] * 24
+    table.note(drafts + rests)
+    before = table.copy().curve(1, 100, 16)
+    assert before[4] == pytest.approx(1.5)
+    table.note([(*of, 1.6 * seconds) for *of, seconds in rests])
+    assert table.copy().curve(1, 100, 16) == pytest.approx(before)
+    # What rounds of one call say about each other counts, whatever the load.
+    table.note([(*of, factor * seconds) for some, factor in ((drafts, 1.6), (rests, 2.0)) for *of, seconds in some])
+    assert table.copy().curve(1, 100, 16)[4] == pytest.approx(1.2)
 
 
 def test_a_few_slow_rounds_do_not_make_larger_ones_slow():
@@ -491,8 +504,7 @@ def test_a_few_slow_rounds_do_not_make_larger_ones_slow():
     table = CostTable(0.25, 8, CPU)
     drafted = ((2, 0.172, 3), (4, 0.119, 24), (8, 0.138, 24), (13, 0.176, 24))
     for work, seconds, times in ((NOTHING, 0.072, 24), *(((size, True), *rest) for size, *rest in drafted)):
-        for _ in range(times):
-            table.note(1, 100, work, seconds)
+        table.note([(1, 100, work, seconds)] * times)
     curve = table.copy().curve(1, 100, 16)
     assert curve[2] == pytest.approx(curve[4]) and curve[4] < 1.75 and curve[8] == pytest.approx(0.138 / 0.072)
 

@@ -69,7 +69,7 @@ def test_costs_are_there_for_the_next_process(home, pair, capsys):
 
 def test_another_pair_dtype_or_number_of_threads_has_costs_of_its_own(home, pair):
     target, draft = pair
-    table_of(target, draft).note(1, 100, (0, True), 0.5)
+    table_of(target, draft).note([(1, 100, (0, True), 0.5)])
     twin = make_target()
     for other in (
         lambda: table_of(make_target(num_hidden_layers=5), draft),
@@ -106,7 +106,7 @@ INSIDE = [
 def test_a_damaged_file_is_as_good_as_none_unless_it_was_named(text, home, pair, monkeypatch):
     table = table_of(*pair)
     for _ in range(20):
-        table.note(1, 100, (0, True), 0.5)
+        table.note([(1, 100, (0, True), 0.5)])
     table.keep()
     (file,) = remembered("costs")
     if not isinstance(text, str):
