@@ -63,7 +63,7 @@ class CostTable:
         a call took much longer than usual, so would have those that it had no use for, and its times are scaled back.
         """
         rounds = [] if self.pinned else [one for one in rounds if one[-1] > 0]  # 0: a coarse clock
-        usual = [self._known(*of) for *of, _ in rounds]
+        usual = [self._known(rows, columns, work) for rows, columns, work, _ in rounds]
         load = _typical([one[-1] / _typical(of) for one, of in zip(rounds, usual, strict=True) if len(of) > 2])
         load = 1.0 if 1 / self.STEADY < load < self.STEADY else load
         for rows, columns, work, seconds in rounds:

@@ -70,9 +70,9 @@ def _costs(echo) -> list[dict]:
             lines.append(f"{'costs of rounds':18} {', '.join(parts)}: {path}")
             for place, known in table["found"].items():
                 rows, bucket = map(int, place.split())
-                named = {tuple(work.split()): 1000 * statistics.median(seconds) for work, seconds in known.items()}
-                named = sorted((made, int(size), ms) for (size, made), ms in named.items())
-                shown = ", ".join(f"{size} {made} {ms:.1f}" for made, size, ms in named)
+                works = [(*work.split(), 1000 * statistics.median(seconds)) for work, seconds in known.items()]
+                sizes = sorted((made, int(size), ms) for size, made, ms in works)
+                shown = ", ".join(f"{size} {made} {ms:.1f}" for made, size, ms in sizes)
                 lines.append(f"{'':18} {rows} row(s), up to {2**bucket} tokens, ms by tokens: {shown}")
             tables.append({"file": str(path), **table})
         for line in lines:
