@@ -16,6 +16,7 @@ from support.pairs import VOCAB, make_draft, make_target
 from support.scripted_draft import scripted
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
+from dflash_hf.modeling.cost_dflash import NOTHING
 from dflash_hf.modeling.few_plans_dflash import FewPlans
 from dflash_hf.modeling.plan_dflash import FastestPlan
 
@@ -145,7 +146,7 @@ def cases_of_heads(draw):
 def at_any_size(seed):
     """Where sizes are chosen, in every round another one, drawn at random: none, a part of what is drafted, or all."""
     draws = random.Random(seed)
-    sizes = {"_to_try": lambda self: draws.choice([-1, 0, *range(1, self.widest.nodes + 1)])}
+    sizes = {"_to_try": lambda self: draws.choice([NOTHING, *((n, True) for n in range(self.widest.nodes + 1))])}
     plans = {"_fastest": lambda self: draws.choice(self.plans), "EARNED": 2}
     with mock.patch.multiple(FastestPlan, **sizes), mock.patch.multiple(FewPlans, **plans):
         yield
