@@ -8,6 +8,7 @@ from transformers.generation import CandidateGenerator
 
 from .accept_dflash import Draft, Proposal, draw, likeliest
 from .cache_dflash import SlotCache, slot_mask
+from .foresight_dflash import Foresight
 from .plan_dflash import Plan
 from .target_dflash import input_device, running_device
 from .tree_dflash import (
@@ -47,6 +48,9 @@ class DFlashCandidateGenerator(CandidateGenerator):
         max_length (`int`): Longest row, prompt included; for upstream's loop.
         generators (`list[torch.Generator]`, *optional*): One per row, to draw drafts with.
         temperature (`float`): Temperature at which `propose` draws the tokens of a block; 0 is greedy.
+
+    Attributes:
+        foresight ([`Foresight`], *optional*): The noise of the target's next samples, which drafts then allow for.
     """
 
     requires_model_outputs = True
@@ -61,6 +65,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         # A model walks through its parameters to find these, which takes longer than a small layer.
         self.draft_device, self.draft_dtype, self.target_dtype = running_device(draft.fc), draft.dtype, target.dtype
         self.max_length, self.generators, self.temperature = max_length, generators, temperature
+        self.foresight: Foresight | None = None
         self.window, self.ring = draft.decoding_config.window, None
         if self.window is not None:  # a block and what is read before it overwrite nothing in the window
             self.ring = self.window + 2 * self.config.block_tokens + STEPS_AT_ONCE
@@ -174,7 +179,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         hidden = self._hidden_states(anchors, start, features, features_start)[:, : len(paths.levels)]
         # 1. Independent slots.
         if head.order == 0:
-            logits = self.draft_model.draft_logits(hidden, self.head)  # [R, D, V]
+            logits = self._logits(hidden)  # [R, D, V]
             best, ids = logits.topk(paths.top_k, dim=-1)
             log_probs = best.float() - logits.float().logsumexp(dim=-1, keepdim=True)  # [R, D, k]
             ids, log_probs = self.draft_model.target_ids(ids).to(self.device), log_probs.to(self.device)
@@ -200,9 +205,14 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
         return beam_tree(before, head.start(before), after, paths).to(self.device)
 
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Draft logits `[R, n, V]`, with the noise of the target's next samples if it is known."""
+        logits = self.draft_model.draft_logits(hidden, self.head)
+        return logits if self.foresight is None else self.foresight(logits)
+
     def _candidates(self, hidden: torch.Tensor) -> tuple[torch.LongTensor, torch.Tensor]:
         """The candidates of each slot, as the target's ids, and their draft logits."""
-        ids, logits = self.slot_head.candidates(self.draft_model.draft_logits(hidden, self.head))  # [R, n, k]
+        ids, logits = self.slot_head.candidates(self._logits(hidden))  # [R, n, k]
         ids, logits = (one.to(self.draft_device) for one in (self.draft_model.target_ids(ids), logits))
         return ids.expand_as(logits), logits
 
@@ -221,7 +231,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         head = self.slot_head
         # 1. Independent slots are drafted together.
         if head.order == 0 and temperature == 0:
-            tokens = likeliest(self.draft_model.draft_logits(hidden, self.head))  # [R, n]
+            tokens = likeliest(self._logits(hidden))  # [R, n]
             tokens = self.draft_model.target_ids(tokens)
             return torch.cat([anchors[:, None], tokens.to(self.device)], dim=1), None
 

@@ -117,6 +117,7 @@ def opened_pair(call: Call, continuation: Continuation):
     keep_cache = call.generation_config.return_dict_in_generate or getattr(given, "_is_user_defined", False)
     with models_of(call) as models:
         drafter, (draft_pool, pool) = models.drafter, models.pools
+        drafter.foresight = call.foresight(drafter.device)
         prompt = prefill(call, models)
         columns, padding, offset = prompt.columns, prompt.padding, prompt.offset
         room = columns + call.draft.config.block_tokens + (0 if call.compile else min(call.max_new, 256))  # grows
