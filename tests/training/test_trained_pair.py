@@ -10,6 +10,7 @@ from support.trained_pair import train_pair, walk
 from dflash_hf import DFlashTrainer, DFlashTrainingArguments
 from dflash_hf.data.examples import make_example
 from dflash_hf.modeling.drafting_dflash import DFlashCandidateGenerator
+from dflash_hf.modeling.foresight_dflash import Foresight
 from dflash_hf.modeling.modeling_dflash import additive
 from dflash_hf.modeling.target_dflash import raw_embedding
 from dflash_hf.target import target_features
@@ -154,7 +155,7 @@ def test_training_and_decoding_draft_the_same_tokens(pair, prompts):
 def test_trees_are_drafted_from_the_features_of_the_text(pair, prompts, sampled, monkeypatch):
     """
     Whatever way was taken through the trees before: each tree is the one that the text up to its anchor gives. Greedy
-    texts are committed inside the round, a sample of one row token by token.
+    texts are committed inside the round, a sample of one row token by token, from trees that foresee its noise.
     """
     target, draft = (copy.deepcopy(model).double() for model in pair)
     draft.decoding_config.tree_nodes = 12
@@ -162,7 +163,8 @@ def test_trees_are_drafted_from_the_features_of_the_text(pair, prompts, sampled,
 
     def record(self, paths, anchors, start, *args):
         tree = original(self, paths, anchors, start, *args)
-        drafted.append((int(start[0]), tree.tokens[0].tolist(), tree.parents[0].tolist()))
+        noise = self.foresight and torch.default_generator.clone_state()
+        drafted.append((int(start[0]), tree.tokens[0].tolist(), tree.parents[0].tolist(), noise))
         return tree
 
     monkeypatch.setattr(DFlashCandidateGenerator, "tree", record)
@@ -175,8 +177,11 @@ def test_trees_are_drafted_from_the_features_of_the_text(pair, prompts, sampled,
         output = target.generate(prompt[None], **options, assistant_model=draft, return_dict_in_generate=True)
         text, recorded = output.sequences, drafted[:]
         features = target_features(target, draft.config.target_layer_ids, text)
-        for start, tokens, parents in recorded:
+        for start, tokens, parents, noise in recorded:
+            assert (noise is not None) == sampled
             generator = DFlashCandidateGenerator(draft, target)
+            if sampled:
+                generator.foresight = Foresight([noise], target.config.vocab_size, draft.target_ids, 1.0)
             generator.absorb(features[:, :start])
             generator.open([0], start, 128, torch.zeros(1, 1, dtype=torch.long))
             generator.cache.reserve(start + 16)
