@@ -14,6 +14,7 @@ from transformers.generation import (
     logits_process,
 )
 
+from .noise_dflash import Noise
 from .tree_dflash import DraftTree
 
 
@@ -93,13 +94,14 @@ class Draft(NamedTuple):
         path, lengths = self.tree.walk(tokens)
         return tokens.gather(1, path), lengths, path
 
-    def child(self, node: int, token: torch.LongTensor, rows: slice) -> int | None:
-        """The child of `node` that holds the target's `token` `[r]` in every row of `rows`, if there is one."""
-        if self.tree is not None:  # a single row
-            return self.tree.child(node, int(token), rows.start)
-        if node + 1 == self.tokens.shape[1]:
-            return None
-        return node + 1 if bool((token == self.tokens[rows, node + 1]).all()) else None
+    def children(self, rows: list[int], nodes: list[int], tokens: torch.LongTensor) -> list[int | None]:
+        """For each of some rows, the child of its node that holds the target's token, if there is one."""
+        if self.tree is not None:
+            return [self.tree.child(node, token, row) for row, node, token in zip(rows, nodes, tokens.tolist())]
+        if min(nodes) + 1 == self.tokens.shape[1]:  # the nodes of a block are in step
+            return [None] * len(rows)
+        drafted = self.tokens[rows, [node + 1 for node in nodes]]
+        return [node + 1 if same else None for node, same in zip(nodes, (drafted == tokens).tolist(), strict=True)]
 
 
 class Verdict(NamedTuple):
@@ -193,6 +195,12 @@ def _of_row(processor, row: int):
     return processor
 
 
+def _draws_nothing(streamer) -> bool:
+    """Whether a streamer is known not to use torch's generators between two tokens: upstream's, and this package's."""
+    of_upstream = type(streamer).__module__.startswith("transformers.")
+    return streamer is None or of_upstream or hasattr(streamer, "next_round")
+
+
 class Judge:
     """
     The rules of one call: which token the target chooses after each token, and where a row ends. Stateless.
@@ -206,12 +214,18 @@ class Judge:
     Args:
         rows (`int`): Rows of the batch.
         logits_processor, stopping_criteria, generation_config: As in `GenerationMixin._sample`.
-        streamed (`bool`): Whether a streamer receives the tokens of all rows.
+        streamer (`BaseStreamer`, *optional*): Receives the tokens of all rows.
         generators (`list[torch.Generator]`, *optional*): One per row, to sample with. Each committed token takes one
             draw, so that a row's text depends on its own generator only, unless drafts are drawn too.
+        noise ([`Noise`], *optional*): Of the samples. Rows that advance at their own pace then get the samples that
+            they get without a drafter. Not used if code of the caller's runs between two tokens: it could draw too.
     """
 
-    def __init__(self, rows, logits_processor, stopping_criteria, generation_config, streamed=False, generators=None):
+    noise: Noise | None
+
+    def __init__(
+        self, rows, logits_processor, stopping_criteria, generation_config, streamer=None, generators=None, noise=None
+    ):
         self.processor, self.criteria = logits_processor, stopping_criteria
         self.do_sample, self.generators = generation_config.do_sample, generators
         ends = [c.eos_token_id for c in stopping_criteria if isinstance(c, EosTokenCriteria)]
@@ -229,10 +243,12 @@ class Judge:
         # Without an end-of-sequence token, rows ended by a stop string go on being written until all have ended.
         of_row = (*_COUNTED, StopStringCriteria) if self.pads_ended else _COUNTED
         rowwise &= all(type(c) in of_row for c in stopping_criteria)
-        if listed or (streamed and rows > 1):
+        together = listed or (streamer is not None and rows > 1)
+        self.noise = noise if rowwise and not together and _draws_nothing(streamer) else None
+        if together:
             self.pace = "together"
-        # A single row is sampled token by token, so that a seed gives the same text as without a drafter.
-        elif positionwise and counted and generators is None and not (rows == 1 and self.do_sample):
+        # Without noise, a single row is sampled token by token: a seed gives the same text as without a drafter.
+        elif positionwise and counted and (self.noise or not (generators or rows == 1 and self.do_sample)):
             self.pace = "at once"
         else:
             self.pace = "row by row" if rowwise or rows == 1 else "together"
@@ -250,6 +266,8 @@ class Judge:
             logits (`torch.Tensor`): `[R, n, V]`, the target's logits after each of these tokens.
             state (`RowState`): The rows' state before these tokens.
         """
+        if self.noise is not None:
+            return self._step_by_step(draft, logits, state, self.noise)
         rows, size, vocab_size = logits.shape
         # 1. The target's own token after each drafted one.
         scores = logits.reshape(rows * size, vocab_size)
@@ -278,6 +296,33 @@ class Judge:
         last = last if state.last is None else torch.where(counts > 0, last, state.last)
         return Verdict(tokens, counts, last, state.unfinished & ~ended, path)
 
+    def _step_by_step(self, draft: Draft | None, logits: torch.Tensor, state: RowState, noise: Noise) -> Verdict:
+        """As `at_once`, but rows are sampled only as far as they agree with the draft: that is worth a sync."""
+        depth, device = 0 if draft is None else draft.depth, logits.device
+        tokens, path = torch.full((2, len(logits), depth + 1), self.pad, device=device)
+        path.zero_()
+        left, alive = state.left.tolist(), state.unfinished.tolist()
+        rows = [row for row, goes_on in enumerate(alive) if goes_on]
+        nodes, counts = [0] * len(rows), [0] * len(logits)
+        for step in range(depth + 1):
+            scores = self.processor(None, logits[rows, nodes].float())
+            token = noise.sample(scores.softmax(dim=-1), rows, step)
+            tokens[rows, step], path[rows, step] = token, torch.tensor(nodes, device=device)
+            ended = [False] * len(rows) if self.eos is None else torch.isin(token, self.eos.to(device)).tolist()
+            found = [None] * len(rows) if draft is None else draft.children(rows, nodes, token)
+            for row, end in zip(rows, ended, strict=True):
+                counts[row] = step + 1
+                alive[row] = not end and step + 1 < left[row]
+            going = [(row, node) for row, node in zip(rows, found, strict=True) if node is not None and alive[row]]
+            if not going:
+                break
+            rows, nodes = map(list, zip(*going, strict=True))
+        taken = torch.tensor(counts, device=device)
+        last = tokens.gather(1, (taken - 1).clamp(min=0)[:, None])[:, 0]
+        last = last if state.last is None else torch.where(taken > 0, last, state.last)
+        along = path if draft is not None and draft.tree is not None else None
+        return Verdict(tokens, taken, last, torch.tensor(alive, device=device), along)
+
     def token(self, prefix, logits, unfinished, draft: Draft | None, step: int, rows: slice):
         """
         The target's next token of some rows.
@@ -296,6 +341,8 @@ class Judge:
         scores = self.processors[rows.start](prefix, logits)
         if not self.do_sample:
             tokens = likeliest(scores)
+        elif self.noise is not None:
+            tokens = self.noise.sample(scores.softmax(dim=-1), [*range(rows.start, rows.stop)], step)
         else:
             drafted = proposal = None
             if draft is not None and draft.proposal is not None and step < draft.depth:

@@ -1,12 +1,11 @@
 """The settings of one call of `generate`, determined once, before the prompt is read."""
 
-import torch
 from transformers.generation import MaxLengthCriteria
 from transformers.utils import logging
 
 from .cache_dflash import cached_columns
 from .compile_dflash import failed_on
-from .foresight_dflash import Foresight, foreseeable, generator_of
+from .noise_dflash import Foresight, Noise, foreseeable, generator_of
 from .probe_dflash import TargetFacts, facts_of
 
 
@@ -36,7 +35,7 @@ class Call:
         past (`int`): Columns of the prompt that a cache already holds, padding included.
         max_new (`int`): Maximum number of tokens to generate.
         temperature (`float`): Temperature at which drafts are drawn; 0 takes the likeliest tokens.
-        foresees (`bool`): Whether drafts allow for the noise of the target's next samples.
+        noise ([`Noise`], *optional*): Of the samples of this call, if it can be drawn before it is needed.
         generators (`list[torch.Generator]`, *optional*): One per sampled row.
         compile (`str` or `bool`): As in [`DFlashDecodingConfig`]; `False` if rounds cannot be compiled.
         look_ahead (`int`): Rounds that are started before the host reads what they committed.
@@ -71,19 +70,26 @@ class Call:
         free = reason is None and facts.session_class.rollback_is_free
         compilable = free and not self.lists_hidden_states and self.generators is None
         self.compile = config.compile if compilable and config.compile not in failed_on(target, draft) else False
-        # Rows whose tokens take one draw each, of a generator of their own.
-        alone = self.generators is not None or self.rows == 1
-        self.foresees = generation_config.do_sample and alone and not self.compile and config.draft_temperature is None
-        self.temperature = 0.0 if self.foresees else draft_temperature(draft, generation_config)
         self.look_ahead = config.rounds_ahead(input_ids.device) if free else 1
+        # Whether the draws of a text are those that it takes without a drafter.
+        alone = self.generators is not None or self.rows == 1
+        follows = not config.draft_temperature and not self.compile and (alone or self.look_ahead == 1)
+        self.temperature = 0.0 if follows else draft_temperature(draft, generation_config)
+        self.noise = self._noise() if follows and generation_config.do_sample else None
 
-    def foresight(self, device: torch.device) -> Foresight | None:
-        """The noise of the next samples, for drafts that are to allow for it; tokens are sampled on `device`."""
-        temperature = 1.0 if self.generation_config.temperature is None else self.generation_config.temperature
-        if not self.foresees or temperature < Foresight.LEAST or not foreseeable(device):
+    def _noise(self) -> Noise | None:
+        device = self.input_ids.device
+        if self.plain_reason is not None or not foreseeable(device):
             return None
+        return Noise(self.generators or [generator_of(device)], self.rows, self.max_new)
+
+    def foresight(self, noise: Noise | None) -> Foresight | None:
+        """The noise of the next samples, for drafts that are to allow for it."""
+        if noise is None or self.draft.decoding_config.draft_temperature is not None:
+            return None
+        temperature = 1.0 if self.generation_config.temperature is None else self.generation_config.temperature
         vocab_size = self.target.config.get_text_config(decoder=True).vocab_size
-        return Foresight(self.generators or [generator_of(device)], vocab_size, self.draft.target_ids, temperature)
+        return Foresight(noise, vocab_size, self.draft.target_ids, temperature)
 
     def _rope_reason(self) -> str | None:
         """Why rotary frequencies that depend on the length of the text rule out drafting, if they do."""

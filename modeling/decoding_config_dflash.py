@@ -22,10 +22,10 @@ class DFlashDecodingConfig:
         block_size (`int`, *optional*): Verify the first `block_size` tokens of a drafted block in every round, anchor
             included. The block is always drafted at the trained size.
         draft_temperature (`float`, *optional*): Temperature at which drafts are drawn when the target samples; 0 takes
-            the likeliest tokens. Default: a single row, and rows with `generators`, get the tokens that are likeliest
-            given the noise of the target's next samples (see `foresight_dflash`), which changes no text. Otherwise the
-            temperature of `generate` for drafters whose head requests it, such as a path selector, and 0 for others.
-            Trees are never drawn, nor are drafts whose size is chosen round by round.
+            the likeliest tokens. Default: the tokens that are likeliest given the noise of the target's next samples
+            (see `noise_dflash`), which changes no text. In compiled rounds, and batches that run ahead of the host,
+            the temperature of `generate` for drafters whose head requests it, such as a path selector, and 0 for
+            others. Trees are never drawn, nor are drafts whose size is chosen round by round.
         tree_nodes (`int`, *optional*): Draft a tree of N tokens, the likeliest paths through the likely tokens of each
             slot (DDTree, arXiv 2604.12989), and verify it with one forward. More tokens are accepted; a forward over
             more tokens costs more, least if it is memory-bound. Targets with recurrent layers, and rows that must

@@ -8,7 +8,7 @@ from transformers.generation import CandidateGenerator
 
 from .accept_dflash import Draft, Proposal, draw, likeliest
 from .cache_dflash import SlotCache, slot_mask
-from .foresight_dflash import Foresight
+from .noise_dflash import Foresight
 from .plan_dflash import Plan
 from .target_dflash import input_device, running_device
 from .tree_dflash import (

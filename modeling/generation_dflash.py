@@ -122,8 +122,8 @@ def decode(
     """
     Generate with `target`, drafted by `draft`; the arguments are those of `GenerationMixin._assisted_decoding`.
 
-    The output is what `target` generates alone: the same tokens if greedy, the same distribution if sampled (and, for
-    one row, the same sample for the same seed).
+    The output is what `target` generates alone: the same tokens if greedy, the same sample for the same seed. Where
+    the samples' noise cannot be foreseen (see [`Judge`]), a batch has the same distribution.
 
     Returns:
         `torch.LongTensor` `[R, S]` or [`DFlashGenerateOutput`].
@@ -138,7 +138,7 @@ def decode(
             return output
         return DFlashGenerateOutput(**output, acceptance_lengths=[[] for _ in input_ids])
 
-    judge = Judge(call.rows, *rules, streamer is not None, call.generators)
+    judge = Judge(call.rows, *rules, streamer, call.generators, call.noise)
     writer = Writer(input_ids, judge.pad, generation_config, streamer)
     continuation = Continuation(input_ids, judge, writer, call.max_new, call.look_ahead)
     # 1. Prefill as the target does; along the way, the prompt's features become the drafter's context.

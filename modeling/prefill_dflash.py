@@ -14,6 +14,7 @@ from .call_dflash import Call
 from .compile_dflash import slots_of
 from .drafting_dflash import DFlashCandidateGenerator, first_positions, padding_of
 from .isolation_dflash import isolated
+from .noise_dflash import Noise
 from .sessions_dflash import SlotSession
 from .target_dflash import FeatureTap, decoder_layers, empty_cache
 from .text_dflash import Continuation
@@ -64,10 +65,14 @@ class Pair:
 
 
 @contextmanager
-def models_of(call: Call):
+def models_of(call: Call, noise: Noise | None = None):
     """
     The two models of a call, and a tap on the target's layers. Hooks and flags are set on copies of the modules: other
     calls may be running both models.
+
+    Args:
+        call (`Call`): The call.
+        noise ([`Noise`], *optional*): Of its samples.
 
     Yields:
         [`Models`]
@@ -81,6 +86,7 @@ def models_of(call: Call):
         if draft.training:
             draft = opened.enter_context(isolated(draft, draft.modules(), training=False))
         drafter = DFlashCandidateGenerator(draft, own, generators=call.generators, temperature=call.temperature)
+        drafter.foresight = call.foresight(noise)
         tap = opened.enter_context(FeatureTap(own, layer_ids, consume=drafter.absorb))
         yield Models(own, drafter, tap, pools)
 
@@ -115,9 +121,9 @@ def opened_pair(call: Call, continuation: Continuation):
     """
     given = call.model_kwargs[call.facts.cache_name] = usable_cache(call)
     keep_cache = call.generation_config.return_dict_in_generate or getattr(given, "_is_user_defined", False)
-    with models_of(call) as models:
+    noise = continuation.rules.noise
+    with models_of(call, noise) as models:
         drafter, (draft_pool, pool) = models.drafter, models.pools
-        drafter.foresight = call.foresight(drafter.device)
         prompt = prefill(call, models)
         columns, padding, offset = prompt.columns, prompt.padding, prompt.offset
         room = columns + call.draft.config.block_tokens + (0 if call.compile else min(call.max_new, 256))  # grows
@@ -133,6 +139,8 @@ def opened_pair(call: Call, continuation: Continuation):
         finally:
             if keep_cache:  # even after an interruption
                 pair.cache = session.close(columns + max(continuation.longest - 1, 0))
+            if noise is not None:
+                noise.close(continuation.host.lengths)
             for holder in (drafter.cache, session):
                 holder.clear()
 

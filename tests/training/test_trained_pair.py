@@ -10,8 +10,8 @@ from support.trained_pair import train_pair, walk
 from dflash_hf import DFlashTrainer, DFlashTrainingArguments
 from dflash_hf.data.examples import make_example
 from dflash_hf.modeling.drafting_dflash import DFlashCandidateGenerator
-from dflash_hf.modeling.foresight_dflash import Foresight
 from dflash_hf.modeling.modeling_dflash import additive
+from dflash_hf.modeling.noise_dflash import Foresight, Noise
 from dflash_hf.modeling.target_dflash import raw_embedding
 from dflash_hf.target import target_features
 from dflash_hf.training.blocks import block_mask, build_blocks
@@ -151,11 +151,19 @@ def test_training_and_decoding_draft_the_same_tokens(pair, prompts):
         assert block[1:].tolist() == drafted[anchor][1:]
 
 
-@pytest.mark.parametrize("sampled", [False, True], ids=["at once", "step by step"])
-def test_trees_are_drafted_from_the_features_of_the_text(pair, prompts, sampled, monkeypatch):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": False},
+        {"do_sample": True, "top_k": 2},
+        {"do_sample": True, "top_k": 2, "repetition_penalty": 1.1},
+    ],
+    ids=["at once", "sampled", "token by token"],
+)
+def test_trees_are_drafted_from_the_features_of_the_text(pair, prompts, options, monkeypatch):
     """
-    Whatever way was taken through the trees before: each tree is the one that the text up to its anchor gives. Greedy
-    texts are committed inside the round, a sample of one row token by token, from trees that foresee its noise.
+    Whatever way was taken through the trees before: each tree is the one that the text up to its anchor gives, and the
+    noise of the next samples.
     """
     target, draft = (copy.deepcopy(model).double() for model in pair)
     draft.decoding_config.tree_nodes = 12
@@ -163,8 +171,8 @@ def test_trees_are_drafted_from_the_features_of_the_text(pair, prompts, sampled,
 
     def record(self, paths, anchors, start, *args):
         tree = original(self, paths, anchors, start, *args)
-        noise = self.foresight and torch.default_generator.clone_state()
-        drafted.append((int(start[0]), tree.tokens[0].tolist(), tree.parents[0].tolist(), noise))
+        assert (self.foresight is not None) == options["do_sample"]
+        drafted.append((int(start[0]), tree.tokens[0].tolist(), tree.parents[0].tolist()))
         return tree
 
     monkeypatch.setattr(DFlashCandidateGenerator, "tree", record)
@@ -172,16 +180,17 @@ def test_trees_are_drafted_from_the_features_of_the_text(pair, prompts, sampled,
     for prompt in prompts[:4]:
         drafted.clear()
         torch.manual_seed(0)
-        options = {"attention_mask": torch.ones_like(prompt[None]), "max_new_tokens": 50, "do_sample": sampled}
-        options |= {"top_k": 2} if sampled else {}
+        options |= {"attention_mask": torch.ones_like(prompt[None]), "max_new_tokens": 50}
         output = target.generate(prompt[None], **options, assistant_model=draft, return_dict_in_generate=True)
         text, recorded = output.sequences, drafted[:]
         features = target_features(target, draft.config.target_layer_ids, text)
-        for start, tokens, parents, noise in recorded:
-            assert (noise is not None) == sampled
+        for start, tokens, parents in recorded:
             generator = DFlashCandidateGenerator(draft, target)
-            if sampled:
-                generator.foresight = Foresight([noise], target.config.vocab_size, draft.target_ids, 1.0)
+            if options["do_sample"]:
+                noise = Noise([torch.Generator().manual_seed(0)], 1, 50)
+                noise.sample(torch.ones(1, target.config.vocab_size), [0], 0)
+                noise.advance([start - len(prompt) + 1], [True])
+                generator.foresight = Foresight(noise, target.config.vocab_size, draft.target_ids, 1.0)
             generator.absorb(features[:, :start])
             generator.open([0], start, 128, torch.zeros(1, 1, dtype=torch.long))
             generator.cache.reserve(start + 16)

@@ -1,0 +1,192 @@
+"""
+The noise of a call's samples, drawn before it is needed: drafts allow for it, and no text changes.
+
+`torch.multinomial` takes the token with the largest `p / e`, where `e ~ Exp(1)` is its generator's noise: the
+Gumbel-max trick. With the noise of the next draws at hand, each row takes its own sample of each of its tokens,
+however far it is ahead of the others: a seed gives the text that it gives without a drafter, in batches too. And a
+drafter that takes the token with the largest `q / e` drafts what the target will draw wherever `q` is near `p`
+(Daliri et al., arXiv 2408.07978).
+"""
+
+import functools
+
+import torch
+
+
+class Noise:
+    """
+    The noise of the samples of a call.
+
+    Args:
+        generators (`list[torch.Generator]`): One for all rows, which takes one draw for the next token of all of them,
+            or one per row.
+        rows (`int`): Rows of the batch.
+        most (`int`): Maximum number of tokens per row.
+
+    Attributes:
+        taken (`list[int]`): The number of tokens that each row has sampled.
+    """
+
+    def __init__(self, generators: list[torch.Generator], rows: int, most: int):
+        self.draws = [Draws(generator, rows // len(generators)) for generator in generators]
+        self.taken, self.alive, self.most = [0] * rows, [True] * rows, most
+
+    def _draws(self, row: int) -> tuple["Draws", int]:
+        """The draws that a row takes part in, and its place there."""
+        return (self.draws[0], row) if len(self.draws) == 1 else (self.draws[row], 0)
+
+    def sample(self, chances: torch.Tensor, rows: list[int], step: int) -> torch.LongTensor:
+        """
+        Args:
+            chances (`torch.Tensor`): `[r, V]`, the distributions of the next token but `step` of some rows.
+            rows (`list[int]`): Their indices.
+            step (`int`): Tokens that they have sampled in this round.
+
+        Returns:
+            `torch.LongTensor` `[r]`: what `torch.multinomial` draws from them.
+        """
+        noise = []
+        for row in rows:
+            draws, place = self._draws(row)
+            noise.append(draws.noise(self.taken[row] + step, chances.shape[-1])[place])
+        best, tokens = (chances / torch.stack(noise)).max(dim=-1)
+        return torch.multinomial(chances, 1)[:, 0] if best.isnan().any() else tokens  # which raises an error
+
+    def ahead(self, number: int, ids: torch.LongTensor) -> torch.Tensor:
+        """
+        Standard Gumbel noise `[R, number, len(ids)]` of the next `number` tokens of each row: what is added to the
+        log-probabilities of these ids.
+        """
+        noise = torch.zeros(len(self.taken), number, len(ids), device=ids.device)
+        for row in [row for row, goes_on in enumerate(self.alive) if goes_on]:
+            draws, place = self._draws(row)
+            for step in range(min(number, self.most - self.taken[row])):
+                noise[row, step] = draws.gumbel(self.taken[row] + step, ids)[place]
+        return noise
+
+    def advance(self, taken: list[int], alive: list[bool]) -> None:
+        """Rows have sampled so many tokens; what no row needs any more is dropped."""
+        self.taken, self.alive = [*taken], [*alive]
+        needed = [one if goes_on else max(taken) for one, goes_on in zip(taken, alive, strict=True)]
+        for draws, rows in self._shared(needed):
+            draws.drop(min(rows))
+
+    def _shared(self, values: list[int]):
+        """The draws, each with its rows' share of `values`."""
+        return zip(self.draws, [values] if len(self.draws) == 1 else [[value] for value in values], strict=True)
+
+    def close(self, taken: list[int]) -> None:
+        """Leave the generators as without a drafter, after as many draws as the text has tokens."""
+        for draws, rows in self._shared(taken):
+            draws.close(max(rows))
+
+
+class Draws:
+    """
+    A generator's draws from distributions over a vocabulary, for `rows` rows at a time. Draws that were made for
+    nothing are undone at the end, unless somebody else has used the generator since.
+    """
+
+    MOST_BYTES = 2**29  # of noise that is kept for rows that are behind; older noise is drawn again
+
+    def __init__(self, generator: torch.Generator, rows: int):
+        self.generator, self.rows, self.width = generator, rows, 0
+        self.states: dict[int, torch.Tensor] = {}  # of the generator, before each draw, and after the last
+        self.kept: dict[int, torch.Tensor] = {}  # [rows, V], exponential noise of each draw
+        self.gumbels: dict[int, torch.Tensor] = {}  # [rows, len(ids)]
+        self.made = 0
+
+    def noise(self, index: int, width: int = 0) -> torch.Tensor:
+        """The noise `[rows, V]` of a draw; the vocabulary has `width` tokens."""
+        self.width = width or self.width
+        while self.made <= index:
+            self.states[self.made] = self.generator.get_state()
+            self._keep(self.made, self.generator)
+            self.made += 1
+            self.states[self.made] = self.generator.get_state()
+        if index not in self.kept:
+            again = torch.Generator(self.generator.device)
+            again.set_state(self.states[index])
+            self._keep(index, again)
+        return self.kept[index]
+
+    def _keep(self, index: int, generator: torch.Generator) -> None:
+        noise = torch.empty(self.rows, self.width, device=generator.device).exponential_(generator=generator)
+        if noise.nbytes * len(self.kept) >= self.MOST_BYTES:
+            self._forget(min(self.kept))
+        self.kept[index] = noise
+
+    def gumbel(self, index: int, ids: torch.LongTensor) -> torch.Tensor:
+        """Standard Gumbel noise `[rows, len(ids)]` of some tokens in a draw."""
+        if index not in self.gumbels:
+            self.gumbels[index] = self.noise(index)[:, ids].log_().neg_()
+        return self.gumbels[index]
+
+    def _forget(self, index: int) -> None:
+        self.kept.pop(index, None)
+        self.gumbels.pop(index, None)
+
+    def drop(self, before: int) -> None:
+        """Draws before one of them are not needed any more."""
+        for index in [index for index in self.states if index < before]:
+            self._forget(index)
+            del self.states[index]
+
+    def close(self, taken: int) -> None:
+        """Undo all but the first `taken` draws."""
+        if taken < self.made and torch.equal(self.generator.get_state(), self.states[self.made]):
+            self.generator.set_state(self.states[taken])
+
+
+class Foresight:
+    """
+    Adds the noise of the next samples to draft logits.
+
+    Args:
+        noise (`Noise`): The noise of the call.
+        vocab_size (`int`): Of the target.
+        target_ids (`callable`): The target's ids for ids of the drafter's vocabulary.
+        temperature (`float`): At which the target samples.
+    """
+
+    def __init__(self, noise: Noise, vocab_size: int, target_ids, temperature: float):
+        self.noise, self.last, self.target_ids, self.temperature = noise, vocab_size - 1, target_ids, temperature
+        self.ids: torch.LongTensor | None = None  # [V], target ids of the drafter's vocabulary
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """
+        Args:
+            logits (`torch.Tensor`): `[R, n, V]`, draft logits of the next `n` tokens.
+
+        Returns:
+            `torch.Tensor` `[R, n, V]` in fp32: the likeliest token of a slot is the one that would be drawn from them.
+        """
+        if self.ids is None:
+            ids = self.target_ids(torch.arange(logits.shape[-1], device=logits.device))
+            self.ids = ids.clamp(max=self.last).to(self.noise.draws[0].generator.device)
+        return logits.float() / self.temperature + self.noise.ahead(logits.shape[1], self.ids).to(logits.device)
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """Torch's own generator of a device."""
+    if device.type == "cpu":
+        return torch.default_generator
+    index = torch.get_device_module(device).current_device() if device.index is None else device.index
+    return torch.get_device_module(device).default_generators[index]
+
+
+@functools.cache
+def foreseeable(device: torch.device) -> bool:
+    """Whether `torch.multinomial` draws on a device as described above, and its generators can be rewound."""
+    try:
+        generator, again = torch.Generator(device).manual_seed(0), torch.Generator(device)
+        again.set_state(generator.get_state())
+        chances = torch.arange(1.0, 3 * 4096 + 1, device=device).view(3, 4096)
+        noise = Noise([again], rows=3, most=8)
+        for step in range(8):
+            drawn = torch.multinomial(chances, 1, generator=generator)[:, 0]
+            if not torch.equal(noise.sample(chances, [0, 1, 2], step), drawn):
+                return False
+        return True
+    except (AttributeError, RuntimeError):  # generators of some devices cannot be copied
+        return False
