@@ -185,6 +185,11 @@ class RowState(NamedTuple):
     left: torch.LongTensor  # [R]  tokens that each row may still generate
     last: torch.LongTensor | None  # [R]  last committed token, where the next block starts; initially `None`
 
+    def last_after(self, tokens: torch.LongTensor, counts: torch.LongTensor) -> torch.LongTensor:
+        """The last committed tokens once `counts` `[R]` of these `tokens` `[R, n]` are."""
+        last = tokens.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
+        return last if self.last is None else torch.where(counts > 0, last, self.last)
+
 
 def _of_row(processor, row: int):
     """A row-wise processor, restricted to one row of the batch."""
@@ -291,15 +296,12 @@ class Judge:
             ended = ended | (first <= counts)
             counts = counts.minimum(first)
         counts = torch.where(state.unfinished, counts, 0)
-        last = tokens.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
-        last = last if state.last is None else torch.where(counts > 0, last, state.last)
-        return Verdict(tokens, counts, last, state.unfinished & ~ended, path)
+        return Verdict(tokens, counts, state.last_after(tokens, counts), state.unfinished & ~ended, path)
 
     def _step_by_step(self, draft: Draft | None, logits: torch.Tensor, state: RowState, noise: Noise) -> Verdict:
         """As `at_once`, but rows are sampled only as far as they agree with the draft: that is worth a sync."""
         depth, device = 0 if draft is None else draft.depth, logits.device
-        tokens, path = torch.full((2, len(logits), depth + 1), self.pad, device=device)
-        path.zero_()
+        tokens, path = torch.zeros(2, len(logits), depth + 1, dtype=torch.long, device=device)
         left, alive = state.left.tolist(), state.unfinished.tolist()
         rows = [row for row, goes_on in enumerate(alive) if goes_on]
         nodes, counts = [0] * len(rows), [0] * len(logits)
@@ -316,11 +318,9 @@ class Judge:
             if not going:
                 break
             rows, nodes = map(list, zip(*going, strict=True))
-        taken = torch.tensor(counts, device=device)
-        last = tokens.gather(1, (taken - 1).clamp(min=0)[:, None])[:, 0]
-        last = last if state.last is None else torch.where(taken > 0, last, state.last)
+        taken, unfinished = torch.tensor(counts, device=device), torch.tensor(alive, device=device)
         along = path if draft is not None and draft.tree is not None else None
-        return Verdict(tokens, taken, last, torch.tensor(alive, device=device), along)
+        return Verdict(tokens, taken, state.last_after(tokens, taken), unfinished, along)
 
     def token(self, prefix, logits, unfinished, draft: Draft | None, step: int, rows: slice):
         """
