@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from transformers import MuseGlimmerAssistantConfig
 
 from dflash_hf.configs import departures
 from dflash_hf.gguf_format import is_gguf, unpack_gguf, write_gguf
@@ -23,29 +24,8 @@ from dflash_hf.names import LAYOUTS
 
 
 FILES = (".pt", ".pth", ".bin", ".gguf")  # ends of names that are files, not folders or repositories
-# Keys of `MuseGlimmerAssistantConfig`, and vocab_size, for which engines would use Muse's.
-_NATIVE_KEYS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "rope_parameters",
-    "max_position_embeddings",
-    "sliding_window",
-    "layer_types",
-    "attention_dropout",
-    "hidden_act",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "block_size",
-    "mask_token_id",
-    "target_layer_ids",
-    "vocab_size",
-)
+# Without `vocab_size`, engines would use Muse's.
+_NATIVE_KEYS = (*MuseGlimmerAssistantConfig.__annotations__, "vocab_size")
 
 
 def convert(
