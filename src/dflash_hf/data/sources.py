@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_hf.repositories import looks_local
-from dflash_hf.terminal import install, not_utf8
+from dflash_hf.terminal import needs, not_utf8
 
 
 _SECONDS = 10.0  # timeout of the request to the Hub
@@ -43,10 +43,8 @@ def load_rows(
         `OSError`: a file does not exist, or the Hub cannot be reached.
         `ImportError`: `datasets` is not installed.
     """
-    try:
+    with needs("Reading a dataset needs `datasets`", "train"):
         import datasets
-    except ImportError as error:
-        raise ImportError(f"Reading a dataset needs `datasets`: {install('train')}.") from error
 
     paths = [Path(one).expanduser() for one in ([data] if isinstance(data, str | Path) else data)]
     if not paths:

@@ -23,7 +23,7 @@ from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
 from dflash_hf.modeling.saving_dflash import code_files
 from dflash_hf.names import LLAMA_CPP, RELATIONS
 from dflash_hf.repositories import REPOSITORY_ID, is_repository_id
-from dflash_hf.terminal import install
+from dflash_hf.terminal import needs
 
 
 FACTS_FILE = "card_facts.json"
@@ -154,10 +154,8 @@ def render_card(folder: str | Path, facts: CardFacts, repo: str) -> ModelCard:
         `ImportError`: jinja2 is not installed.
         `ValueError`: the folder is not a drafter's, or the facts contradict each other.
     """
-    try:
+    with needs("A model card needs jinja2", "hub"):
         import jinja2  # noqa: F401
-    except ImportError as error:
-        raise ImportError(f"A model card needs jinja2: {install('hub')}.") from error
     folder = Path(folder)
     config = DFlashDraftConfig.from_pretrained(folder)
     summary = (facts.report or {}).get("summary", {})
