@@ -117,8 +117,8 @@ class DFlashTrainer(Trainer):
         check_fit(model.config, target)
         eval_datasets = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
         for dataset in (train_dataset, *eval_datasets):
-            if hasattr(dataset, "__len__"):
-                self.check_examples(dataset)
+            if dataset is not None:
+                self.check_dataset(dataset, args, model.config, target)
         if data_collator is None:
             pad_token_id = target.config.get_text_config().pad_token_id
             data_collator = self.collator(0 if pad_token_id is None else pad_token_id)
@@ -193,9 +193,10 @@ class DFlashTrainer(Trainer):
         self.add_callback(StopsInTime(self.pace))
         return self.lr_scheduler
 
-    def check_examples(self, dataset) -> None:
+    def check_dataset(self, dataset, args, draft_config, target) -> None:
         """Reject rows that cannot be trained on, see [`~dflash_hf.data.examples.check_examples`]."""
-        check_examples(dataset)
+        if hasattr(dataset, "__len__"):
+            check_examples(dataset)
 
     @property
     def draft(self):
