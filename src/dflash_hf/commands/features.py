@@ -32,11 +32,8 @@ def add_arguments(parser) -> None:
         metavar="N",
         help="layers of the target, from 0 (default: five by the paper's rule)",
     )
-    parser.add_argument(
-        "--states",
-        action="store_true",
-        help="also store final hidden states: for KL losses and label_source=target",
-    )
+    states = "also store final hidden states: for KL losses and label_source=target"
+    parser.add_argument("--states", action="store_true", help=states)
     parser.add_argument("--max-length", type=positive, default=3072, help="truncate examples (default: %(default)s)")
     parser.add_argument("--mask-token-id", type=token_id, help="the drafter's mask token; rows with it are left out")
     add_dtype(parser, DTYPES, f"of the features: {', '.join(DTYPES)}", "bfloat16", "--store-dtype")
