@@ -52,9 +52,7 @@ GROUPS = {
         "convert": "convert a drafter to another layout, or to GGUF",
         "publish": "upload a drafter with its model card to the Hub",
     },
-    "serve": {
-        "serve": "start an OpenAI-compatible server: transformers, vLLM, SGLang or llama.cpp",
-    },
+    "serve": {"serve": "start an OpenAI-compatible server: transformers, vLLM, SGLang or llama.cpp"},
     "tools": {
         "find": "list the drafters of a target on the Hub",
         "recipes": "list, show or copy training recipes",

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from transformers import MuseGlimmerAssistantConfig
 
 from dflash_hf.configs import departures
 from dflash_hf.gguf_format import is_gguf, unpack_gguf, write_gguf
@@ -23,29 +24,10 @@ from dflash_hf.names import LAYOUTS
 
 
 FILES = (".pt", ".pth", ".bin", ".gguf")  # ends of names that are files, not folders or repositories
-# Keys of `MuseGlimmerAssistantConfig`, and vocab_size, for which engines would use Muse's.
-_NATIVE_KEYS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "rope_parameters",
-    "max_position_embeddings",
-    "sliding_window",
-    "layer_types",
-    "attention_dropout",
-    "hidden_act",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "block_size",
-    "mask_token_id",
-    "target_layer_ids",
-    "vocab_size",
-)
+# Tensors that have another name in the native layout.
+NATIVE_NAMES = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+# Without `vocab_size`, engines would use Muse's.
+_NATIVE_KEYS = (*MuseGlimmerAssistantConfig.__annotations__, "vocab_size")
 
 
 def convert(
@@ -173,8 +155,7 @@ def _save_native(draft: DFlashDraftModel, folder: Path) -> None:
     native |= {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     native["dtype"] = native["torch_dtype"] = str(draft.dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(native, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    names = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
-    tensors = {names.get(name, name): tensor.contiguous() for name, tensor in draft.state_dict().items()}
+    tensors = {NATIVE_NAMES.get(name, name): tensor.contiguous() for name, tensor in draft.state_dict().items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 

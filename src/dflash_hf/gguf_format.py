@@ -22,7 +22,7 @@ from dflash_hf.modeling.head_dflash import Head
 from dflash_hf.modeling.markov_dflash import MarkovHead
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel, DFlashRotaryEmbedding
 from dflash_hf.modeling.selector_dflash import PathSelector
-from dflash_hf.terminal import install
+from dflash_hf.terminal import needs
 
 
 ARCH = "dflash"
@@ -498,8 +498,6 @@ def _open(file: str | Path):
 
 
 def _gguf():
-    try:
+    with needs("GGUF files need `gguf`", "gguf"):
         import gguf
-    except ImportError as error:
-        raise ImportError(f"GGUF files need `gguf`: {install('gguf')}.") from error
     return gguf

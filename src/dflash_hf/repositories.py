@@ -11,7 +11,7 @@ from dflash_hf.terminal import one_line
 
 
 REPOSITORY_ID = "a repository id, like 'user/name': at most 96 letters, digits, '-', '_' and '.', no '--' or '..'"
-_SECONDS = 10.0  # timeout of the single request to the Hub
+SECONDS = 10.0  # timeout of the single request to the Hub
 
 
 def looks_local(name: str) -> bool:
@@ -69,7 +69,7 @@ def small_file(name: str, what: str, revision: str | None, file: str = "config.j
         raise OSError(f"{missing} the Hub is disabled by HF_HUB_OFFLINE; name a folder, or allow the Hub.")
     url = hf_hub_url(name, file, revision=revision)
     try:
-        answer = get_session().head(url, headers=build_hf_headers(), timeout=_SECONDS, follow_redirects=True)
+        answer = get_session().head(url, headers=build_hf_headers(), timeout=SECONDS, follow_redirects=True)
     except Exception as error:  # from whichever HTTP library huggingface_hub uses
         raise OSError(
             f"{missing} the Hub cannot be reached ({type(error).__name__}: {one_line(error, 80)})."

@@ -64,6 +64,20 @@ def install(extra: str) -> str:
     return f"run `pip install '.[{extra}]'` in a checkout of dflash-hf"
 
 
+@contextlib.contextmanager
+def needs(what: str, extra: str) -> Iterator[None]:
+    """
+    Around the import of a package of an extra.
+
+    Raises:
+        `ImportError`: it is not installed; `what` says who needs it.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(f"{what}: {install(extra)}.") from error
+
+
 def is_secret(name: str) -> bool:
     """Whether a setting of this name is a secret."""
     return bool(_SECRET.search(name))

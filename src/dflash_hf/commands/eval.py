@@ -51,11 +51,8 @@ def add_arguments(parser) -> None:
     )
     add_output(parser, "for eval_report.json and .png; the drafter's folder for its model card", output_folder)
     add_loading(parser)
-    add_speed(
-        parser,
-        "also time packed weights, with and without the drafter (CPU)",
-        "also time draft trees of N tokens",
-    )
+    packed = "also time packed weights, with and without the drafter (CPU)"
+    add_speed(parser, packed, "also time draft trees of N tokens")
     add_examples(
         parser,
         "dflash eval --target Qwen/Qwen3-0.6B --draft my-drafter --data prompts.txt --output my-drafter",
@@ -184,12 +181,9 @@ def _what(arguments, target, draft, asked, kwargs: dict, methods: list[str], max
         "asked": digest_of(asked),
         "chat_template_kwargs": kwargs,
         "methods": methods,
-        "runs": arguments.runs,
         "max_new_tokens": max_new_tokens,
-        "raw": arguments.raw,
         "dtype": str(target.dtype),
         "device": str(target.device),
         "threads": torch.get_num_threads(),
-        "compile": arguments.compile,
-        "tree_nodes": arguments.tree_nodes,
+        **{name: getattr(arguments, name) for name in ("runs", "raw", "compile", "tree_nodes")},
     }

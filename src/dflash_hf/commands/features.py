@@ -1,19 +1,17 @@
 """`dflash features`."""
 
 from dflash_hf.commands.pair import NamedPair
-from dflash_hf.commands.shared import add_data, add_examples, add_loading, add_output, rows_of, tell_slow_dtype
-from dflash_hf.names import DTYPES
-from dflash_hf.terminal import (
-    Outcome,
-    amount,
-    count,
-    dtype,
-    note,
-    output_folder,
-    positive,
-    template_arguments,
-    token_id,
+from dflash_hf.commands.shared import (
+    add_data,
+    add_dtype,
+    add_examples,
+    add_loading,
+    add_output,
+    rows_of,
+    tell_slow_dtype,
 )
+from dflash_hf.names import DTYPES
+from dflash_hf.terminal import Outcome, amount, count, note, output_folder, positive, template_arguments, token_id
 
 
 AGAIN = "the same command continues after the last complete shard"
@@ -34,21 +32,11 @@ def add_arguments(parser) -> None:
         metavar="N",
         help="layers of the target, from 0 (default: five by the paper's rule)",
     )
-    parser.add_argument(
-        "--states",
-        action="store_true",
-        help="also store final hidden states: for KL losses and label_source=target",
-    )
+    states = "also store final hidden states: for KL losses and label_source=target"
+    parser.add_argument("--states", action="store_true", help=states)
     parser.add_argument("--max-length", type=positive, default=3072, help="truncate examples (default: %(default)s)")
     parser.add_argument("--mask-token-id", type=token_id, help="the drafter's mask token; rows with it are left out")
-    parser.add_argument(
-        "--store-dtype",
-        type=dtype,
-        choices=DTYPES,
-        metavar="DTYPE",
-        default="bfloat16",
-        help=f"of the features: {', '.join(DTYPES)} (default: %(default)s)",
-    )
+    add_dtype(parser, DTYPES, f"of the features: {', '.join(DTYPES)}", "bfloat16", "--store-dtype")
     parser.add_argument("--shard-size", type=amount, default=1.0, help="size of a file in GB (default: %(default)s)")
     parser.add_argument("--batch-size", type=positive, default=8, help="rows at a time (default: %(default)s)")
     parser.add_argument("--num-proc", type=positive, help="worker processes for the data")

@@ -1,7 +1,7 @@
 """`dflash prepare`: which tokens of a dataset are trained on, and the examples as ids."""
 
 from dflash_hf.commands.shared import add_data, add_examples, add_output, add_revision, check_not_data, rows_of
-from dflash_hf.terminal import Outcome, add_color, count, positive, token_id
+from dflash_hf.terminal import Outcome, add_color, count, note, positive, template_arguments, token_id, wants_color
 
 
 def add_arguments(parser) -> None:
@@ -36,7 +36,6 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.data.prompts import template_kwargs
     from dflash_hf.files import atomic
     from dflash_hf.pairs import Loading
-    from dflash_hf.terminal import note, template_arguments, wants_color
 
     output = arguments.output
     if output is not None:

@@ -1,15 +1,8 @@
 """`dflash prompts`: requests written by the target itself."""
 
 from dflash_hf.commands.pair import NamedPair
-from dflash_hf.commands.shared import (
-    add_examples,
-    add_loading,
-    add_output,
-    add_packed,
-    add_template,
-    tell_slow_dtype,
-)
-from dflash_hf.terminal import Outcome, count, note, positive, probability, temperature
+from dflash_hf.commands.shared import add_examples, add_loading, add_output, add_packed, add_template, tell_slow_dtype
+from dflash_hf.terminal import Outcome, count, note, positive, probability, temperature, template_arguments
 
 
 AGAIN = "the same command continues with the requests that are missing"
@@ -44,7 +37,7 @@ def add_arguments(parser) -> None:
 def run(arguments, echo) -> Outcome:
     """Add the missing requests to the output."""
     from collections import Counter
-    from dataclasses import asdict
+    from dataclasses import asdict, fields
 
     from transformers import GenerationConfig
 
@@ -56,20 +49,11 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.data.user_turn import UserTurn
     from dflash_hf.pairs import pack
     from dflash_hf.target import digest_of_target
-    from dflash_hf.terminal import template_arguments
 
-    settings = PromptSettings(
-        kinds=[kind.strip() for kind in arguments.kinds.split(",")] if arguments.kinds else [],
-        begin=arguments.begin,
-        system=arguments.system,
-        temperature=arguments.temperature,
-        top_p=arguments.top_p,
-        max_new_tokens=arguments.max_new_tokens,
-        min_chars=arguments.min_chars,
-        max_chars=arguments.max_chars,
-        seed=arguments.seed,
-        chat_template_kwargs=template_arguments(arguments.template_args) or {},
-    )
+    known = {one.name for one in fields(PromptSettings)}
+    given = {name: value for name, value in vars(arguments).items() if name in known}
+    given["kinds"] = [kind.strip() for kind in arguments.kinds.split(",")] if arguments.kinds else []
+    settings = PromptSettings(**given, chat_template_kwargs=template_arguments(arguments.template_args) or {})
     pair = NamedPair(arguments, note)
     tokenizer = pair.tokenizer
     turn = UserTurn.of(tokenizer, settings.system, settings.chat_template_kwargs)  # raises before anything is written

@@ -3,7 +3,7 @@
 from dflash_hf.commands import shared
 from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import add_data, add_examples, add_loading, add_output, add_sampling
-from dflash_hf.terminal import Outcome, amount, count, positive, token_id
+from dflash_hf.terminal import Outcome, amount, count, note, positive, template_arguments, token_id
 
 
 AGAIN = "the same command continues with the rows that are missing"
@@ -50,7 +50,6 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.data.sources import load_rows
     from dflash_hf.data.time_left import TimeLeft
     from dflash_hf.files import digest_of
-    from dflash_hf.terminal import note, template_arguments
 
     _check(arguments)
     if arguments.server:
@@ -68,12 +67,8 @@ def run(arguments, echo) -> Outcome:
 
     # Everything that responses depend on. Files are identified by content: data by each prompt, the target by weights.
     settings = {
-        "max_new_tokens": arguments.max_new_tokens,
-        "temperature": arguments.temperature,
-        "top_p": arguments.top_p,
-        "seed": arguments.seed,
+        **{name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_p", "seed", "raw")},
         "chat_template_kwargs": kwargs,
-        "raw": arguments.raw,
         "served": arguments.target if server else None,
         **({"mask_token_id": arguments.mask_token_id} if server else digests_of_tokenizer(tokenizer)),
     }
@@ -154,7 +149,6 @@ def _in_process(pair: NamedPair, encoder, prompts: dict, output, echo):
     from dflash_hf.pairs import pack
     from dflash_hf.responses import PLAIN_ROWS
     from dflash_hf.target import digest_of_target, mask_token_remedy, spare_token_id
-    from dflash_hf.terminal import note
 
     arguments, draft, target = pair.arguments, pair.draft(), pair.target()
     encoder.mask_token_id = arguments.mask_token_id

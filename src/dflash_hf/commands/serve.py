@@ -10,14 +10,7 @@ from dflash_hf.commands.shared import (
     add_threads,
 )
 from dflash_hf.names import ENGINES, LLAMA_CPP
-from dflash_hf.terminal import (
-    Outcome,
-    UsageError,
-    add_template_arguments,
-    install,
-    port,
-    template_arguments,
-)
+from dflash_hf.terminal import Outcome, UsageError, add_template_arguments, install, port, template_arguments
 
 
 AGAIN = "the same command starts the server again"

@@ -99,18 +99,17 @@ def add_pair(parser, default: bool = False, required: bool = False) -> None:
 def add_loading(parser, draft: bool = True, title: str = "models"):
     """How models are loaded: see [`~dflash_hf.pairs.Loading`]."""
     group = parser.add_argument_group(title)
-    group.add_argument(
-        "--dtype",
-        type=dtype,
-        choices=("auto", *DTYPES),
-        metavar="DTYPE",
-        default="auto",
-        help=f"auto, {', '.join(DTYPES)} (default: %(default)s)",
-    )
+    add_dtype(group, ("auto", *DTYPES), f"auto, {', '.join(DTYPES)}", "auto")
     group.add_argument("--device", type=device, help="cpu, cuda, cuda:1, ... or auto (default: a GPU if there is one)")
     add_revision(group, draft)
     group.add_argument("--trust-remote-code", action="store_true", help="run the target's own code")
     return group
+
+
+def add_dtype(parser, choices: tuple[str, ...], known: str, default: str, option: str = "--dtype") -> None:
+    """`--dtype`, or another option that is a dtype."""
+    help = f"{known} (default: %(default)s)"
+    parser.add_argument(option, type=dtype, choices=choices, metavar="DTYPE", default=default, help=help)
 
 
 def add_revision(group, draft: bool = False, of: str = "the target's repository") -> None:
@@ -171,11 +170,8 @@ def add_sampling(parser, default: float | None = 0.0, known: str = "0, greedy") 
 
 def add_draft_temperature(parser) -> None:
     """`--draft-temperature`: how drafts are chosen if the target samples."""
-    parser.add_argument(
-        "--draft-temperature",
-        type=heat,
-        help="of the drafts, 0: greedy (default: 0; with a head: --temperature)",
-    )
+    help = "of the drafts, 0: greedy (default: 0; with a head: --temperature)"
+    parser.add_argument("--draft-temperature", type=heat, help=help)
 
 
 def check_sampling(arguments) -> None:

@@ -4,15 +4,14 @@ import base64
 import http.client
 import json
 import os
-import queue
 import random
 import re
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from multiprocessing.pool import ThreadPool
 from urllib.parse import unquote
 
 
@@ -135,34 +134,19 @@ def in_parallel(ask: Callable, items: Iterable[tuple], concurrency: int) -> Iter
     Raises:
         The first other exception of `ask`; running calls are abandoned.
     """
-    todo, done = queue.SimpleQueue(), queue.SimpleQueue()
+    failed: list[Exception] = []
 
-    def work():
-        while (item := todo.get()) is not None:
-            try:
-                done.put((item, ask(item[1]), None))
-            except RequestRefused as refusal:
-                done.put((item, refusal, None))
-            except BaseException as error:  # raised again below
-                done.put((item, None, error))
+    def outcome(item: tuple) -> tuple:
+        if failed:  # a server that rejects everything is not asked again
+            raise failed[0]
+        try:
+            return item, ask(item[1])
+        except RequestRefused as refusal:
+            return item, refusal
+        except Exception as error:
+            failed.append(error)
+            raise
 
-    # Daemons: a server that hangs must not keep an interrupted process alive.
-    for _ in range(concurrency):
-        threading.Thread(target=work, daemon=True).start()
-    items = iter(items)
-    under_way = 0
-    try:
-        while True:
-            while under_way < concurrency and (item := next(items, None)) is not None:
-                todo.put(item)
-                under_way += 1
-            if under_way == 0:
-                return
-            item, result, error = done.get()
-            under_way -= 1
-            if error is not None:
-                raise error
-            yield item, result
-    finally:
-        for _ in range(concurrency):
-            todo.put(None)
+    # Its threads are daemons: a server that hangs must not keep an interrupted process alive.
+    with ThreadPool(concurrency) as pool:
+        yield from pool.imap_unordered(outcome, items)

@@ -208,17 +208,17 @@ class RowEncoder:
 
     def _inserted(self, ids: list[int], message: Mapping) -> int:
         """Length of an empty thought at the start of a turn that is not part of the message itself."""
-        match = _EMPTY_THOUGHT.match(self._decode(ids[:64]))
+        match = _EMPTY_THOUGHT.match(decoded(self.tokenizer, ids[:64]))
         if not match or f"<{match[1]}>" in _text_of(message):
             return 0
         # A token that also contains the start of the answer is the target's.
         counts = range(min(len(ids), 64), 0, -1)
-        return next((count for count in counts if _EMPTY_THOUGHT.fullmatch(self._decode(ids[:count]))), 0)
+        return next((count for count in counts if _EMPTY_THOUGHT.fullmatch(decoded(self.tokenizer, ids[:count]))), 0)
 
     def _end(self, ids: list[int], begin: int) -> int:
         """Where a turn ends: whitespace after its last special token belongs to the template."""
         end = len(ids)
-        while end > begin and not self._decode(ids[end - 1 : end]).strip():
+        while end > begin and not decoded(self.tokenizer, ids[end - 1 : end]).strip():
             end -= 1
         return end if end > begin and ids[end - 1] in self.tokenizer.added_tokens_decoder else len(ids)
 
@@ -228,8 +228,10 @@ class RowEncoder:
         if ids[last] in self.tokenizer.added_tokens_decoder:
             mask[last] = 0
 
-    def _decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+def decoded(tokenizer, ids: list[int]) -> str:
+    """The text of ids as it is, special tokens included."""
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def without_none(value):

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from transformers import GenerationConfig
 
 from dflash_hf.data.distinct import DistinctTexts, flaw
+from dflash_hf.data.encode import decoded
 from dflash_hf.data.prompt_settings import PromptSettings
 from dflash_hf.data.user_turn import UserTurn
 from dflash_hf.responses import eos_ids, responses
@@ -125,7 +126,7 @@ def _request(tokenizer, turn: UserTurn, target, begin: str, response: list[int])
     ended = response[-1] in _stops(target, tokenizer, turn)
     ids, start = response[: len(response) - ended], prompt_ids(tokenizer, turn, begin)
     # Decoded after the prompt: some tokenizers drop the space before a first word.
-    text = _decode(tokenizer, [*start, *ids])[len(_decode(tokenizer, start)) :]
+    text = decoded(tokenizer, [*start, *ids])[len(decoded(tokenizer, start)) :]
     if turn.stop_id(tokenizer) is None and turn.behind.strip():
         text, found, _ = text.partition(turn.behind.strip())
         ended = ended or bool(found)
@@ -137,10 +138,6 @@ def _request(tokenizer, turn: UserTurn, target, begin: str, response: list[int])
     elif not text.strip():
         reason = "nothing after its beginning"
     return (begin + text).strip(), reason
-
-
-def _decode(tokenizer, ids: list[int]) -> str:
-    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def _row(kind: str, text: str, settings: PromptSettings, number: int) -> dict:

@@ -1,66 +1,14 @@
 """Kinds of requests, and how they are sampled."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
 # First words of a turn, by kind, without a trailing space, since tokens start with one. Without them, chat models
 # seldom ask for code or arithmetic.
-KINDS = {
-    "chat": ("",),
-    "code": (
-        "Write a Python function that",
-        "Write a Python function to",
-        "How do I implement",
-        "Write a Python class",
-        "Explain what this Python code does:\n\n```python\n",
-        "Write a SQL query",
-        "Complete this Python function:\n\n```python\ndef",
-        "Write a JavaScript function",
-        "Find the bug in this code:\n\n```python\n",
-        "Write a Python program",
-    ),
-    "math": (
-        "Calculate",
-        "Solve the equation",
-        "What is the sum of",
-        "If a train travels at",
-        "How many",
-        "A store sells",
-        "Find the area",
-        "What is the value of",
-        "Compute",
-        "Convert",
-    ),
-    "rewrite": (
-        "Rewrite the following sentence",
-        "Summarize the following",
-        "Correct the grammar",
-        "Rephrase",
-        "Edit the following",
-        "Make this email",
-        "Translate the following",
-    ),
-    "task": (
-        "List",
-        "Give me",
-        "Write a short",
-        "Describe",
-        "Compare",
-        "Name",
-        "Create a",
-        "Explain",
-        "Suggest",
-        "Generate",
-    ),
-    "json": (
-        "Return a JSON object",
-        "Write a JSON",
-        "Convert the following text into JSON",
-        "Extract the names and dates as JSON",
-        "Create a table",
-    ),
-}
+KINDS: dict[str, list[str]] = json.loads(Path(__file__).with_name("kinds.json").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ class ResponseFile(LineFile):
         self.finished: dict[int, str] = {}
         self.notes = Path(f"{path}{SETTINGS}")
         try:
-            self.settings = self._settings_before()
+            self.settings = read_json(self.notes) if path.stat().st_size and self.notes.exists() else {}
             self._read()
             if check is not None:
                 check(path)
@@ -95,11 +95,6 @@ class ResponseFile(LineFile):
 
     def __exit__(self, *exc):
         self.close()
-
-    def _settings_before(self) -> dict:
-        if not self.path.stat().st_size or not self.notes.exists():
-            return {}
-        return read_json(self.notes)
 
     def settle(self, settings: dict) -> None:
         """

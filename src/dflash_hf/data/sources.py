@@ -7,11 +7,10 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from dflash_hf.repositories import looks_local
-from dflash_hf.terminal import install, not_utf8
+from dflash_hf.repositories import SECONDS, looks_local
+from dflash_hf.terminal import needs, not_utf8
 
 
-_SECONDS = 10.0  # timeout of the request to the Hub
 _LOADERS = {
     **dict.fromkeys((".jsonl", ".jsonl.gz", ".ndjson", ".json"), "json"),
     **{".parquet": "parquet", ".csv": "csv", ".tsv": "csv"},
@@ -43,10 +42,8 @@ def load_rows(
         `OSError`: a file does not exist, or the Hub cannot be reached.
         `ImportError`: `datasets` is not installed.
     """
-    try:
+    with needs("Reading a dataset needs `datasets`", "train"):
         import datasets
-    except ImportError as error:
-        raise ImportError(f"Reading a dataset needs `datasets`: {install('train')}.") from error
 
     paths = [Path(one).expanduser() for one in ([data] if isinstance(data, str | Path) else data)]
     if not paths:
@@ -161,7 +158,7 @@ def _ask_once(datasets, repo: str, revision: str | None) -> None:
 
     cached = Path(datasets.config.HF_DATASETS_CACHE) / repo.replace("/", "___")
     if not constants.HF_HUB_OFFLINE and not cached.exists():
-        HfApi().dataset_info(repo, revision=revision, timeout=_SECONDS)
+        HfApi().dataset_info(repo, revision=revision, timeout=SECONDS)
 
 
 def _choose_split(splits, split: str | None, where: str):

@@ -64,19 +64,10 @@ class Writer:
         if first is None:
             return [None] * count
         start = max(self.max_new_tokens // 4, 2)
-        with torch.random.fork_rng(devices=[self.target.device] if self.target.device.type == "cuda" else []):
-            torch.manual_seed(seed)
-            start_ids = self.target.generate(
-                torch.full((count, 1), first, device=self.target.device),
-                attention_mask=torch.ones(count, 1, dtype=torch.long, device=self.target.device),
-                do_sample=True,
-                temperature=1.0,
-                top_p=0.95,
-                top_k=0,
-                min_new_tokens=start,
-                max_new_tokens=start,
-            )
-        return self.answered(start_ids.tolist())
+        sampled = copy.deepcopy(config)
+        sampled.update(do_sample=True, temperature=1.0, top_p=0.95, top_k=0, min_new_tokens=start)
+        begun = generate_responses(self.target, [[first]] * count, start, None, self.batch_size, sampled, seed=seed)
+        return self.answered([[first, *text] for text in begun])
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from dflash_hf.evaluation.measure import EvalReport
 from dflash_hf.evaluation.methods import COMPILED_METHODS, DFLASH, DRAFTED, PROMPT_LOOKUP, TARGET, TARGET_PACKED
 from dflash_hf.evaluation.text import LABELS
 from dflash_hf.files import atomic
-from dflash_hf.terminal import install
+from dflash_hf.terminal import needs
 
 
 _COLORS = {TARGET: "#8a8f98", TARGET_PACKED: "#8a8f98", PROMPT_LOOKUP: "#c98a2b"}
@@ -30,11 +30,9 @@ def plot_report(report: EvalReport, path: str | Path, title: str = "") -> Path:
     Raises:
         `ImportError`: matplotlib is not installed.
     """
-    try:
+    with needs("Pictures need matplotlib", "plots"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(f"Pictures need matplotlib: {install('plots')}.") from error
 
     # With its own canvas: the user's backend and open figures are not touched.
     height = max(3.2, 0.9 + 0.36 * len(report.methods)) + (0.4 if title else 0)  # inches

@@ -100,8 +100,7 @@ def _lossless_line(report: EvalReport) -> str:
 
 
 def _tree_lines(report: EvalReport) -> list[str]:
-    taus = [report.methods[name].tau for name in report.methods if name in ways.TREE_METHODS]
-    taus = [tau for tau in taus if tau is not None]
+    taus = [one.tau for name, one in report.methods.items() if name in ways.TREE_METHODS and one.tau is not None]
     nodes = report.setting.get("tree_nodes")
     return [f"tau, draft trees  {taus[0]:.2f} with trees of {nodes} tokens"] if taus else []
 

@@ -23,7 +23,7 @@ from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
 from dflash_hf.modeling.saving_dflash import code_files
 from dflash_hf.names import LLAMA_CPP, RELATIONS
 from dflash_hf.repositories import REPOSITORY_ID, is_repository_id
-from dflash_hf.terminal import install
+from dflash_hf.terminal import needs
 
 
 FACTS_FILE = "card_facts.json"
@@ -154,36 +154,25 @@ def render_card(folder: str | Path, facts: CardFacts, repo: str) -> ModelCard:
         `ImportError`: jinja2 is not installed.
         `ValueError`: the folder is not a drafter's, or the facts contradict each other.
     """
-    try:
+    with needs("A model card needs jinja2", "hub"):
         import jinja2  # noqa: F401
-    except ImportError as error:
-        raise ImportError(f"A model card needs jinja2: {install('hub')}.") from error
     folder = Path(folder)
     config = DFlashDraftConfig.from_pretrained(folder)
     summary = (facts.report or {}).get("summary", {})
-    return ModelCard.from_template(
-        metadata(facts, repo),
-        template_path=str(template_path()),
-        title=repo.split("/")[-1],
-        repo=repo,
-        base_model=facts.base_model,
-        base_model_revision=facts.base_model_revision,
-        block_size=config.block_tokens,
-        model=_model_rows(config, folder),
-        loading=_loading(folder),
-        engines=_engines(folder, config, facts, repo),
-        report=_report_rows(facts.report or {}),
-        positions=[
-            (k, f"{share:.2f}") for k, share in enumerate(summary.get("acceptance_by_position") or [], start=1)
-        ],
-        evaluated_on=facts.evaluated_on,
-        hardware=facts.hardware,
-        plot=facts.plot,
-        data=facts.data,
-        datasets=facts.datasets,
-        training=list(facts.training.items()),
-        license=facts.license,
-    )
+    positions = enumerate(summary.get("acceptance_by_position") or [], start=1)
+    variables = {
+        **vars(facts),
+        "title": repo.split("/")[-1],
+        "repo": repo,
+        "block_size": config.block_tokens,
+        "model": _model_rows(config, folder),
+        "loading": _loading(folder),
+        "engines": _engines(folder, config, facts, repo),
+        "report": _report_rows(facts.report or {}),
+        "positions": [(k, f"{share:.2f}") for k, share in positions],
+        "training": list(facts.training.items()),
+    }
+    return ModelCard.from_template(metadata(facts, repo), template_path=str(template_path()), **variables)
 
 
 def metadata(facts: CardFacts, repo: str) -> ModelCardData:

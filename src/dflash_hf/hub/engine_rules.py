@@ -11,6 +11,7 @@ from pathlib import Path
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from dflash_hf.convert import NATIVE_NAMES
 from dflash_hf.modeling.checkpoint_dflash import MASK_EMBEDDING
 from dflash_hf.modeling.checks_dflash import CONVOLUTION_KEYS
 from dflash_hf.modeling.domino_dflash import DominoHead
@@ -26,7 +27,6 @@ DFLASH2_KEYS = (*CONVOLUTION_KEYS, *PathSelector.sizes)
 DSPARK = MarkovHead.architecture
 ARCHITECTURES = ("DFlashDraftModel", DFLASH2, MUSE, DSPARK)
 _SERVED = (PathSelector, MarkovHead, DominoHead)  # heads that engines have
-_MUSE_NAMES = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 _GEMMA_VOCABULARY = 262144
 _V2_RUNNER = "for which vLLM needs its V2 model runner: do not set VLLM_USE_V2_MODEL_RUNNER=0."
 
@@ -319,7 +319,7 @@ def _tensors(drafter: Drafter) -> Iterator[Finding]:
     for shapes in (wanted, found):  # skipped by both engines, which read a separate file
         shapes.pop("mask_embedding", None)
     if drafter.config["architectures"] == [MUSE]:
-        wanted = {_MUSE_NAMES.get(name, name): shape for name, shape in wanted.items()}
+        wanted = {NATIVE_NAMES.get(name, name): shape for name, shape in wanted.items()}
     for name in sorted(wanted.keys() - found.keys()):
         yield Finding("error", SERVERS, name, f"is missing {wanted[name]}; vLLM would serve without any warning.")
     remedy = " `dflash convert` gives canonical names." if drafter.loads else ""

@@ -6,11 +6,8 @@ from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import get_session
 
-from dflash_hf.repositories import is_repository_id
+from dflash_hf.repositories import SECONDS, is_repository_id
 from dflash_hf.terminal import one_line
-
-
-_SECONDS = 10.0  # to find out whether the Hub can be reached
 
 
 @dataclass
@@ -40,7 +37,7 @@ def find_drafters(target: str, limit: int = 20) -> list[FoundDrafter]:
     if constants.HF_HUB_OFFLINE:
         raise OSError("The Hub is disabled by HF_HUB_OFFLINE; unset it to list drafters.")
     try:
-        get_session().head(constants.ENDPOINT, timeout=_SECONDS)  # once, before the library retries repeatedly
+        get_session().head(constants.ENDPOINT, timeout=SECONDS)  # once, before the library retries repeatedly
         models = HfApi().list_models(filter=f"base_model:{target}", sort="downloads", full=True)
         found = []
         for model in models:

@@ -53,10 +53,8 @@ class Conversation:
         """
         asked = [*self.messages, {"role": "user", "content": text}]
         ids = ids_of_prompt(RowEncoder(self.tokenizer, chat_template_kwargs=self.template), asked)
-        options = {
-            **self.options,
-            "max_new_tokens": room_for_answer(self.target, len(ids), self.options["max_new_tokens"]),
-        }
+        room = room_for_answer(self.target, len(ids), self.options["max_new_tokens"])
+        options = {**self.options, "max_new_tokens": room}
         if self.read and ids[: len(self.read)] == self.read and len(ids) > len(self.read):
             options["past_key_values"] = self.cache
         self.cache, self.read = None, []

@@ -53,8 +53,7 @@ class DraftedServe(Serve):
         template (`dict`): Arguments of the chat template, for requests without their own.
         name (`str`, *optional*): The model's id in the API. Default: `target`.
         api_key (`str`, *optional*): Required as the bearer token of every request but `/health`.
-        enable_cors (`bool`): Let web pages of any origin call the server.
-        device, dtype, trust_remote_code, log_level: As in `transformers serve`.
+        options: `device`, `dtype`, `trust_remote_code`, `log_level` and `enable_cors`, as in `transformers serve`.
 
     Raises:
         `ValueError`: target and drafter do not belong together.
@@ -68,25 +67,17 @@ class DraftedServe(Serve):
         at: socket.socket,
         packed: bool = False,
         template: dict | None = None,
-        device: str = "auto",
-        dtype: str = "auto",
-        trust_remote_code: bool = False,
-        log_level: str = "error",
         name: str | None = None,
         api_key: str | None = None,
-        enable_cors: bool = False,
+        **options,
     ):
         self.target, self.draft, self.say, self.at, self.packed = target, draft, say, at, packed
         self.name, self.api_key = name or target, api_key
         super().__init__(
             force_model=target,
             chat_template_kwargs=json.dumps(template or {}),
-            device=device,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
-            log_level=log_level,
-            enable_cors=enable_cors,
             non_blocking=True,  # it calls `start_server` when everything is built
+            **options,
         )
 
     def start_server(self) -> None:

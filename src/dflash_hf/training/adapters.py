@@ -3,7 +3,7 @@
 import copy
 
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
-from dflash_hf.terminal import install
+from dflash_hf.terminal import needs
 
 
 # Every matrix of the layers. `fc`, which reads the target's features, can be added if the target itself changed.
@@ -26,10 +26,8 @@ def add_adapter(draft: DFlashDraftModel, peft_config):
         `ImportError`: peft is not installed.
         `ValueError`: the drafter has an adapter already, or the configuration is invalid.
     """
-    try:
+    with needs("peft_config needs peft", "train"):
         import peft
-    except ImportError as error:
-        raise ImportError(f"peft_config needs peft: {install('train')}.") from error
     if not isinstance(draft, DFlashDraftModel):
         raise ValueError(
             f"peft_config puts an adapter on a DFlashDraftModel, but model is a {type(draft).__name__}: merge its "

@@ -102,22 +102,19 @@ class DecodingCallback(TrainerCallback):
 
     def measure(self) -> EvalReport:
         """The report of the first process, on every process."""
-        with self.trainer.off_the_clock():
-            return self._measure()
-
-    def _measure(self) -> EvalReport:
         outcome: list = [None, None]  # a report as JSON, or the error
-        if self.trainer.is_world_process_zero():
-            model, target = self.trainer.draft, self.trainer.target
-            was_training = model.training
-            try:
-                report = evaluate(target, model, self.prompts, self.max_new_tokens, runs=1, methods=(TARGET, DFLASH))
-                outcome[0] = report.to_json()
-            except Exception as error:  # the other processes wait for the outcome
-                outcome[1] = error
-            finally:
-                model.train(was_training)
-        text, failure = broadcast_object_list(outcome)
+        with self.trainer.off_the_clock():
+            if self.trainer.is_world_process_zero():
+                model, target = self.trainer.draft, self.trainer.target
+                was_training, methods = model.training, (TARGET, DFLASH)
+                try:
+                    report = evaluate(target, model, self.prompts, self.max_new_tokens, runs=1, methods=methods)
+                    outcome[0] = report.to_json()
+                except Exception as error:  # the other processes wait for the outcome
+                    outcome[1] = error
+                finally:
+                    model.train(was_training)
+            text, failure = broadcast_object_list(outcome)
         if failure is not None:
             raise failure
         return EvalReport.from_json(text)

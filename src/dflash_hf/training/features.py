@@ -120,7 +120,6 @@ def drop_layers(target, device: torch.device):
 
 def describe(target, name: str, layer_ids: list[int], encoder, dtype: str, states: bool = False) -> FeatureManifest:
     """The manifest of the features to store, without data and shards."""
-    digests = digests_of_tokenizer(encoder.tokenizer)
     return FeatureManifest(
         target=name,
         revision=getattr(target.config, "_commit_hash", None),
@@ -128,9 +127,8 @@ def describe(target, name: str, layer_ids: list[int], encoder, dtype: str, state
         layer_ids=list(layer_ids),
         width=len(layer_ids) * target.config.get_text_config().hidden_size,
         dtype=dtype,
-        template=digests["template"],
+        **digests_of_tokenizer(encoder.tokenizer),
         chat_template_kwargs=encoder.chat_template_kwargs,
-        tokenizer=digests["tokenizer"],
         max_length=encoder.max_length,
         states=states,
     )

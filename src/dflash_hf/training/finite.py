@@ -111,14 +111,12 @@ class FiniteGuard:
 
 def last_good_checkpoint(folder: Path) -> Path | None:
     """The latest checkpoint of a run with finite weights."""
-    return next((checkpoint for checkpoint in checkpoints_of(folder) if _is_good(checkpoint)), None)
-
-
-def _is_good(checkpoint: Path) -> bool:
-    try:
-        check_finite_weights(checkpoint)
-    except ValueError:
-        return False
-    except OSError:  # an adapter, or weights in the parts of several processes
-        pass
-    return True
+    for checkpoint in checkpoints_of(folder):
+        try:
+            check_finite_weights(checkpoint)
+        except ValueError:
+            continue
+        except OSError:  # an adapter, or weights in the parts of several processes
+            pass
+        return checkpoint
+    return None

@@ -1,7 +1,6 @@
 """The training log as a table for those who watch a terminal; files and other programs get every figure."""
 
 import copy
-import sys
 
 from transformers import ProgressCallback
 
@@ -64,8 +63,3 @@ class LogTable(ProgressCallback):
                 self.training_bar.write(_HEAD)
             self.rows += 1
             self.training_bar.write(row)
-
-
-def watched() -> bool:
-    """Whether the log goes to a terminal."""
-    return sys.stdout.isatty()

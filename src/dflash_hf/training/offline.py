@@ -4,7 +4,6 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from dflash_hf.data.examples import DFlashCollator
-from dflash_hf.pairs import loaded
 from dflash_hf.target import TargetOutput, digest_of_target
 from dflash_hf.training.features import StoredFeatures, parts_of
 from dflash_hf.training.trainer import DFlashTrainer
@@ -35,21 +34,15 @@ class DFlashOfflineTrainer(DFlashTrainer):
 
     collator = FeatureCollator
 
-    def __init__(self, model, target, args=None, train_dataset=None, eval_dataset=None, data_collator=None, **kwargs):
-        model, target = loaded(model, target)
-        eval_datasets = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
-        for dataset in (train_dataset, *eval_datasets):
-            for part in parts_of(dataset) if dataset is not None else []:
-                check_features(part, model.config, target)
-                if args is not None and args.reads_states and not part.states:
-                    raise ValueError(
-                        f"label_source={args.label_source!r} with loss_type={args.loss_type!r} needs the target's "
-                        "final states; pass `StoredFeatures(folder, states=True)`."
-                    )
-        super().__init__(model, target, args, train_dataset, eval_dataset, data_collator, **kwargs)
-
-    def check_examples(self, dataset) -> None:
-        """Stored features were checked when they were stored; reading them all again would take hours."""
+    def check_dataset(self, dataset, args, draft_config, target) -> None:
+        """Rows were checked when they were stored; reading them all again would take hours."""
+        for part in parts_of(dataset):
+            check_features(part, draft_config, target)
+            if args.reads_states and not part.states:
+                raise ValueError(
+                    f"label_source={args.label_source!r} with loss_type={args.loss_type!r} needs the target's final "
+                    "states; pass `StoredFeatures(folder, states=True)`."
+                )
 
     def check_target(self, target) -> None:
         """The states were checked when they were stored."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from dflash_hf.terminal import install, is_secret, read_text
+from dflash_hf.terminal import is_secret, needs, read_text
 from dflash_hf.training.training_args import DFlashTrainingArguments, key
 
 
@@ -208,10 +208,8 @@ def _read_yaml(path: Path) -> dict:
 
 
 def _parse(text: str, what: str):
-    try:
+    with needs("A recipe needs pyyaml", "train"):
         import yaml
-    except ImportError as error:
-        raise ImportError(f"A recipe needs pyyaml: {install('train')}.") from error
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -8,7 +8,7 @@ On a CPU a drafter learns best from many small steps: the settings are the best 
 import math
 import shutil
 import statistics
-import time
+import timeit
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -339,9 +339,5 @@ def _operations(device: torch.device, dtype: torch.dtype) -> float:
     rows, width = (512, 1024) if device.type == "cpu" else (4096, 4096)
     options = {"device": device, "dtype": dtype}
     left, right = torch.ones(rows, width, **options), torch.ones(width, width, **options)
-    seconds = []
-    for _ in range(6):
-        start = time.perf_counter()
-        (left @ right)[0, 0].item()  # waits
-        seconds.append(time.perf_counter() - start)
+    seconds = timeit.repeat(lambda: (left @ right)[0, 0].item(), number=1, repeat=6)  # `item` waits
     return 2 * rows * width * width / statistics.median(seconds[1:])

@@ -83,7 +83,9 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
         trainer.reserved_seconds = Pace.clock() - start + saving
         trainer.train(resume_from_checkpoint=resume)
         if recipe.peft_config is None:
-            _save_finished(trainer)
+            if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+                _halved(trainer.draft, args)
+            trainer.save_model(args.output_dir)
         else:
             _save_adapted(trainer)
     if args.process_index == 0:
@@ -118,13 +120,6 @@ def leave_group() -> None:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
         gc.collect()
-
-
-def _save_finished(trainer) -> None:
-    """Save the drafter, in half precision if it was trained in half precision."""
-    if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
-        _halved(trainer.draft, trainer.args)
-    trainer.save_model(trainer.args.output_dir)
 
 
 def _halved(draft, args):

@@ -1,5 +1,6 @@
 """`DFlashTrainer`: a Hugging Face `Trainer` for drafters, with the frozen target next to the model."""
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,7 +41,7 @@ from dflash_hf.training.blocks import (
 )
 from dflash_hf.training.checkpoints import UNFINISHED, checkpoint_of, clear_aside, finish_checkpoint
 from dflash_hf.training.finite import FiniteGuard
-from dflash_hf.training.log_table import LogTable, watched
+from dflash_hf.training.log_table import LogTable
 from dflash_hf.training.losses import (
     Teacher,
     TokenLosses,
@@ -117,8 +118,8 @@ class DFlashTrainer(Trainer):
         check_fit(model.config, target)
         eval_datasets = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
         for dataset in (train_dataset, *eval_datasets):
-            if hasattr(dataset, "__len__"):
-                self.check_examples(dataset)
+            if dataset is not None:
+                self.check_dataset(dataset, args, model.config, target)
         if data_collator is None:
             pad_token_id = target.config.get_text_config().pad_token_id
             data_collator = self.collator(0 if pad_token_id is None else pad_token_id)
@@ -178,9 +179,10 @@ class DFlashTrainer(Trainer):
         self.eval_report, self.steps_of_weights = None, None  # steps: if the best weights were reloaded
         self.add_callback(WeightsHaveFigures(self))
         bars = any(type(one) is ProgressCallback for one in self.callback_handler.callbacks)
-        if bars and (watched() or args.max_minutes is not None):
+        watched = sys.stdout.isatty()
+        if bars and (watched or args.max_minutes is not None):
             self.remove_callback(ProgressCallback)
-            self.add_callback(LogTable(watched()))
+            self.add_callback(LogTable(watched))
 
     def create_scheduler(self, num_training_steps: int, optimizer=None):
         """As upstream, or over time with `max_minutes`."""
@@ -193,9 +195,10 @@ class DFlashTrainer(Trainer):
         self.add_callback(StopsInTime(self.pace))
         return self.lr_scheduler
 
-    def check_examples(self, dataset) -> None:
+    def check_dataset(self, dataset, args, draft_config, target) -> None:
         """Reject rows that cannot be trained on, see [`~dflash_hf.data.examples.check_examples`]."""
-        check_examples(dataset)
+        if hasattr(dataset, "__len__"):
+            check_examples(dataset)
 
     @property
     def draft(self):
