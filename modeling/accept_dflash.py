@@ -315,6 +315,7 @@ class Judge:
                 counts[row] = step + 1
                 alive[row] = not end and step + 1 < left[row]
             going = [(row, node) for row, node in zip(rows, found, strict=True) if node is not None and alive[row]]
+            going = [(row, node) for row, node in going if noise.goes_on(row, step + 1)]
             if not going:
                 break
             rows, nodes = map(list, zip(*going, strict=True))

@@ -27,6 +27,8 @@ class Noise:
         taken (`list[int]`): The number of tokens that each row has sampled.
     """
 
+    MOST_BYTES = 2**29  # of noise that is kept for rows that are behind
+
     def __init__(self, generators: list[torch.Generator], rows: int, most: int):
         self.draws = [Draws(generator, rows // len(generators)) for generator in generators]
         self.taken, self.alive, self.most = [0] * rows, [True] * rows, most
@@ -51,6 +53,15 @@ class Noise:
             noise.append(draws.noise(self.taken[row] + step, chances.shape[-1])[place])
         best, tokens = (chances / torch.stack(noise)).max(dim=-1)
         return torch.multinomial(chances, 1)[:, 0] if best.isnan().any() else tokens  # which raises an error
+
+    def goes_on(self, row: int, step: int) -> bool:
+        """
+        Whether a row may sample more than `step` tokens in this round: not if it is so far ahead of others that the
+        noise kept for them takes too much memory.
+        """
+        behind = min(one for one, goes_on in zip(self.taken, self.alive, strict=True) if goes_on)
+        kept = self.taken[row] + step - behind
+        return len(self.draws) > 1 or kept * self.draws[0].bytes < self.MOST_BYTES
 
     def ahead(self, number: int, ids: torch.LongTensor) -> torch.Tensor:
         """
@@ -87,8 +98,6 @@ class Draws:
     nothing are undone at the end, unless somebody else has used the generator since.
     """
 
-    MOST_BYTES = 2**29  # of noise that is kept for rows that are behind; older noise is drawn again
-
     def __init__(self, generator: torch.Generator, rows: int):
         self.generator, self.rows, self.width = generator, rows, 0
         self.states: dict[int, torch.Tensor] = {}  # of the generator, before each draw, and after the last
@@ -101,20 +110,16 @@ class Draws:
         self.width = width or self.width
         while self.made <= index:
             self.states[self.made] = self.generator.get_state()
-            self._keep(self.made, self.generator)
+            noise = torch.empty(self.rows, self.width, device=self.generator.device)
+            self.kept[self.made] = noise.exponential_(generator=self.generator)
             self.made += 1
             self.states[self.made] = self.generator.get_state()
-        if index not in self.kept:
-            again = torch.Generator(self.generator.device)
-            again.set_state(self.states[index])
-            self._keep(index, again)
         return self.kept[index]
 
-    def _keep(self, index: int, generator: torch.Generator) -> None:
-        noise = torch.empty(self.rows, self.width, device=generator.device).exponential_(generator=generator)
-        if noise.nbytes * len(self.kept) >= self.MOST_BYTES:
-            self._forget(min(self.kept))
-        self.kept[index] = noise
+    @property
+    def bytes(self) -> int:
+        """Memory of one draw's noise."""
+        return 4 * self.rows * self.width
 
     def gumbel(self, index: int, ids: torch.LongTensor) -> torch.Tensor:
         """Standard Gumbel noise `[rows, len(ids)]` of some tokens in a draw."""
@@ -122,15 +127,11 @@ class Draws:
             self.gumbels[index] = self.noise(index)[:, ids].log_().neg_()
         return self.gumbels[index]
 
-    def _forget(self, index: int) -> None:
-        self.kept.pop(index, None)
-        self.gumbels.pop(index, None)
-
     def drop(self, before: int) -> None:
         """Draws before one of them are not needed any more."""
-        for index in [index for index in self.states if index < before]:
-            self._forget(index)
-            del self.states[index]
+        for held in (self.states, self.kept, self.gumbels):
+            for index in [index for index in held if index < before]:
+                del held[index]
 
     def close(self, taken: int) -> None:
         """Undo all but the first `taken` draws."""

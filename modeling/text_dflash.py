@@ -214,7 +214,7 @@ class Continuation:
     def _token_by_token(self, draft: Draft | None, logits: torch.Tensor, hidden_states: tuple | None) -> Verdict:
         """Judge, write and stream each token before judging the next; all rows together, or row by row."""
         count, device = len(logits), self.device
-        together = self.rules.pace == "together"
+        together, noise = self.rules.pace == "together", self.rules.noise
         groups = [slice(0, count)] if together else [slice(row, row + 1) for row in range(count)]
         unfinished, paths, written, counts = self.state.unfinished.clone(), [], [], []
         self.writer.reserve(self.longest + logits.shape[1])
@@ -239,6 +239,7 @@ class Continuation:
                 unfinished[rows] &= ~ended
                 # To continue, all rows must agree with the draft; a finished row agrees with padding.
                 goes_on = draft is not None and len(tokens) <= draft.depth and bool(unfinished[rows].any())
+                goes_on = goes_on and (noise is None or noise.goes_on(rows.start, len(tokens)))
                 numbers = range(rows.start, rows.stop)
                 found = draft.children([*numbers], [node] * len(numbers), token) if goes_on else [None]
                 if None in found:

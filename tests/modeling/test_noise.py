@@ -11,7 +11,7 @@ from transformers import LogitsProcessor
 
 from dflash_hf.modeling import call_dflash
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
-from dflash_hf.modeling.noise_dflash import Draws, Foresight, Noise, foreseeable, generator_of
+from dflash_hf.modeling.noise_dflash import Foresight, Noise, foreseeable, generator_of
 
 
 CPU = torch.device("cpu")
@@ -69,7 +69,7 @@ def test_draws_made_for_nothing_are_undone_unless_somebody_else_has_drawn():
     assert torch.equal(generator.get_state(), state)
 
 
-def test_noise_is_kept_until_the_last_row_has_used_it(monkeypatch):
+def test_noise_is_kept_until_the_last_row_has_used_it():
     noise, chances = Noise([seeded(0)], 3, 50), torch.ones(3, 10)
     first = noise.sample(chances, [0, 1, 2], 0)
     noise.sample(chances, [0], 9)
@@ -77,12 +77,6 @@ def test_noise_is_kept_until_the_last_row_has_used_it(monkeypatch):
     assert list(noise.draws[0].kept) == [4, 5, 6, 7, 8, 9]
     noise.advance([10, 4, 6], [True, False, True])
     assert list(noise.draws[0].kept) == [6, 7, 8, 9] and noise.ahead(2, torch.arange(10))[1].eq(0).all()
-    # What there is no room for is drawn again.
-    expected = noise.draws[0].noise(6).clone()
-    monkeypatch.setattr(Draws, "MOST_BYTES", 6 * expected.nbytes)
-    noise.draws[0].noise(12)
-    assert list(noise.draws[0].kept) == [7, 8, 9, 10, 11, 12]
-    assert torch.equal(noise.draws[0].noise(6), expected)
     assert torch.equal(first, torch.multinomial(chances, 1, generator=seeded(0))[:, 0])
 
 
@@ -117,6 +111,26 @@ def test_a_seed_gives_a_batch_the_sample_it_gives_without_a_drafter(sizes, optio
     assert torch.equal(torch.rand(1), after)
     lengths = output.acceptance_lengths
     assert len({len(row) for row in lengths}) > 1 and max(map(max, lengths)) > 1  # rows had their own paces
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}])
+def test_rows_that_are_far_ahead_take_one_token_a_round(options, knowing_nothing, monkeypatch):
+    """So the noise that is kept for the others takes a bounded memory; texts are the same."""
+    target, apart = make_target(dtype=torch.float64), []
+    draft, (inputs, _) = make_draft(target, block_size=6), ragged_prompts(3)
+    advance = Noise.advance
+
+    def watched(self, taken, alive):
+        advance(self, taken, alive)
+        apart.append(max(taken) - min(taken))
+
+    monkeypatch.setattr(Noise, "advance", watched)
+    free = decode(target, draft, inputs, max_new_tokens=60, top_k=0, **options)
+    monkeypatch.setattr(Noise, "MOST_BYTES", 4 * 3 * target.config.vocab_size * 4)
+    most, apart = max(apart), []
+    bounded = decode(target, draft, inputs, max_new_tokens=60, top_k=0, **options)
+    assert torch.equal(free.sequences, bounded.sequences)
+    assert max(apart) <= 5 < most
 
 
 @pytest.mark.parametrize("make", [make_draft, make_draft2])
