@@ -202,12 +202,14 @@ def _of_row(processor, row: int):
 
 def _draws_nothing(streamer) -> bool:
     """Whether a streamer is known not to use torch's generators between two tokens: upstream's, and this package's."""
-    return streamer is None or type(streamer).__module__.partition(".")[0] in ("transformers", "dflash_hf")
+    code = [] if streamer is None else [type(streamer), getattr(streamer, "write", type(streamer))]
+    return all(one.__module__.partition(".")[0] in ("transformers", "dflash_hf") for one in code)
 
 
 class Judge:
     """
-    The rules of one call: which token the target chooses after each token, and where a row ends. Stateless.
+    The rules of one call: which token the target chooses after each token, and where a row ends. Stateless, but for
+    the noise of its samples.
 
     Its `pace` says how rows advance; the text is the same. *At once*: all positions are judged in one call, and each
     row advances at its own pace. Needs processors that read the scores of one position only, and standard criteria.

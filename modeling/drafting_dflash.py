@@ -187,7 +187,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
         # 2. Scores that depend on the previous token: all pairs of candidates in one call.
         ids, logits = self._candidates(hidden)  # [R, D, c]
-        before = anchors.to(self.draft_device)
+        before = self._known(anchors)
         if head.order == 1 and head.top_k is not None:
             query, _ = head.step(None, before, hidden[:, 0])
             first = head.scores(query, ids[:, 0], logits[:, 0])  # [R, c]
@@ -204,6 +204,10 @@ class DFlashCandidateGenerator(CandidateGenerator):
             return wide[1].gather(-1, order), best, state
 
         return beam_tree(before, head.start(before), after, paths).to(self.device)
+
+    def _known(self, anchors: torch.LongTensor) -> torch.LongTensor:
+        """The anchors, as a head reads them: a target with padding rows may sample ids past the drafter's vocabulary."""
+        return anchors.to(self.draft_device).clamp(max=self.config.vocab_size - 1)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Draft logits `[R, n, V]`, with the noise of the target's next samples if it is known."""
@@ -237,7 +241,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
         # 2. One token per slot, given the previous tokens.
         ids, logits = self._candidates(hidden)  # [R, n, k]
-        before = anchors.to(self.draft_device)
+        before = self._known(anchors)
         state, chosen, probabilities = head.start(before), [], []
         for slot in range(ids.shape[1]):
             query, state = head.step(state, before, hidden[:, slot])

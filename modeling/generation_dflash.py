@@ -122,8 +122,8 @@ def decode(
     """
     Generate with `target`, drafted by `draft`; the arguments are those of `GenerationMixin._assisted_decoding`.
 
-    The output is what `target` generates alone: the same tokens if greedy, the same sample for the same seed. Where
-    the samples' noise cannot be foreseen (see [`Judge`]), a batch has the same distribution.
+    The output is what `target` generates alone: the same tokens if greedy, the same sample for the same seed. If
+    drafts are drawn, or a batch is compiled or runs ahead of the host, samples have the same distribution only.
 
     Returns:
         `torch.LongTensor` `[R, S]` or [`DFlashGenerateOutput`].

@@ -24,7 +24,7 @@ class Noise:
         most (`int`): Maximum number of tokens per row.
 
     Attributes:
-        taken (`list[int]`): The number of tokens that each row has sampled.
+        taken (`list[int]`): The number of tokens that each row had sampled before this round.
     """
 
     MOST_BYTES = 2**29  # of noise that is kept for rows that are behind
@@ -32,6 +32,7 @@ class Noise:
     def __init__(self, generators: list[torch.Generator], rows: int, most: int):
         self.draws = [Draws(generator, rows // len(generators)) for generator in generators]
         self.taken, self.alive, self.most = [0] * rows, [True] * rows, most
+        self.sampled = [0] * rows  # this round's tokens included
 
     def _draws(self, row: int) -> tuple["Draws", int]:
         """The draws that a row takes part in, and its place there."""
@@ -51,8 +52,11 @@ class Noise:
         for row in rows:
             draws, place = self._draws(row)
             noise.append(draws.noise(self.taken[row] + step, chances.shape[-1])[place])
+            self.sampled[row] = self.taken[row] + step + 1
         best, tokens = (chances / torch.stack(noise)).max(dim=-1)
-        return torch.multinomial(chances, 1)[:, 0] if best.isnan().any() else tokens  # which raises an error
+        if best.isnan().any():  # an error, if they are no chances
+            return torch.multinomial(chances, 1, generator=torch.Generator(chances.device))[:, 0]
+        return tokens
 
     def goes_on(self, row: int, step: int) -> bool:
         """
@@ -68,7 +72,7 @@ class Noise:
         Standard Gumbel noise `[R, number, len(ids)]` of the next `number` tokens of each row: what is added to the
         log-probabilities of these ids.
         """
-        noise = torch.zeros(len(self.taken), number, len(ids), device=ids.device)
+        noise = torch.zeros(len(self.taken), number, len(ids), dtype=torch.float32, device=ids.device)
         for row in [row for row, goes_on in enumerate(self.alive) if goes_on]:
             draws, place = self._draws(row)
             for step in range(min(number, self.most - self.taken[row])):
@@ -78,29 +82,25 @@ class Noise:
     def advance(self, taken: list[int], alive: list[bool]) -> None:
         """Rows have sampled so many tokens; what no row needs any more is dropped."""
         self.taken, self.alive = [*taken], [*alive]
-        needed = [one if goes_on else max(taken) for one, goes_on in zip(taken, alive, strict=True)]
-        for draws, rows in self._shared(needed):
-            draws.drop(min(rows))
+        for number, draws in enumerate(self.draws):
+            rows = [number] if len(self.draws) > 1 else [row for row, goes_on in enumerate(alive) if goes_on]
+            draws.drop(min((taken[row] for row in rows), default=max(taken)))
 
-    def _shared(self, values: list[int]):
-        """The draws, each with its rows' share of `values`."""
-        return zip(self.draws, [values] if len(self.draws) == 1 else [[value] for value in values], strict=True)
-
-    def close(self, taken: list[int]) -> None:
+    def close(self) -> None:
         """Leave the generators as without a drafter, after as many draws as the text has tokens."""
-        for draws, rows in self._shared(taken):
-            draws.close(max(rows))
+        for number, draws in enumerate(self.draws):
+            draws.close(self.sampled[number] if len(self.draws) > 1 else max(self.sampled))
 
 
 class Draws:
     """
     A generator's draws from distributions over a vocabulary, for `rows` rows at a time. Draws that were made for
-    nothing are undone at the end, unless somebody else has used the generator since.
+    nothing are undone at the end, unless somebody else has used the generator in between.
     """
 
     def __init__(self, generator: torch.Generator, rows: int):
         self.generator, self.rows, self.width = generator, rows, 0
-        self.states: dict[int, torch.Tensor] = {}  # of the generator, before each draw, and after the last
+        self.states: dict[int, torch.Tensor] = {}  # of the generator, before each draw
         self.kept: dict[int, torch.Tensor] = {}  # [rows, V], exponential noise of each draw
         self.gumbels: dict[int, torch.Tensor] = {}  # [rows, len(ids)]
         self.made = 0
@@ -110,11 +110,13 @@ class Draws:
         self.width = width or self.width
         while self.made <= index:
             self.states[self.made] = self.generator.get_state()
-            noise = torch.empty(self.rows, self.width, device=self.generator.device)
-            self.kept[self.made] = noise.exponential_(generator=self.generator)
+            self.kept[self.made] = self._drawn(self.generator)
             self.made += 1
-            self.states[self.made] = self.generator.get_state()
         return self.kept[index]
+
+    def _drawn(self, generator: torch.Generator) -> torch.Tensor:
+        noise = torch.empty(self.rows, self.width, dtype=torch.float32, device=generator.device)
+        return noise.exponential_(generator=generator)
 
     @property
     def bytes(self) -> int:
@@ -134,9 +136,14 @@ class Draws:
                 del held[index]
 
     def close(self, taken: int) -> None:
-        """Undo all but the first `taken` draws."""
-        if taken < self.made and torch.equal(self.generator.get_state(), self.states[self.made]):
-            self.generator.set_state(self.states[taken])
+        """Undo all but the first `taken` draws, if these alone lead to the present state."""
+        if taken < self.made:
+            again = torch.Generator(self.generator.device)
+            again.set_state(self.states[taken])
+            for _ in range(taken, self.made):
+                self._drawn(again)
+            if torch.equal(again.get_state(), self.generator.get_state()):
+                self.generator.set_state(self.states[taken])
 
 
 class Foresight:

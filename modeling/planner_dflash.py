@@ -53,7 +53,8 @@ def planner_of(call, pair):
         )
     on_cpu = target.device.type == "cpu"
     if config.is_open and unset and (on_cpu or not whole):  # `FewPlans` has only been measured on a CPU
-        place, key = (rows, pair.columns), (rows, generation_config.do_sample, whole, adapters_of(draft))
+        sampled = generation_config.do_sample, drafter.foresight is not None
+        place, key = (rows, pair.columns), (rows, sampled, whole, adapters_of(draft))
         table = table_of(target, draft, call.compile, text.look_ahead)
         copies = text.look_ahead == 1 and (rows == 1 or text.rules.pace != "together")
         vocab_size = target.config.get_text_config(decoder=True).vocab_size if copies else None

@@ -140,7 +140,7 @@ def opened_pair(call: Call, continuation: Continuation):
             if keep_cache:  # even after an interruption
                 pair.cache = session.close(columns + max(continuation.longest - 1, 0))
             if noise is not None:
-                noise.close(continuation.host.lengths)
+                noise.close()
             for holder in (drafter.cache, session):
                 holder.clear()
 

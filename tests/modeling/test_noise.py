@@ -12,6 +12,7 @@ from transformers import LogitsProcessor
 from dflash_hf.modeling import call_dflash
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.modeling.noise_dflash import Foresight, Noise, foreseeable, generator_of
+from dflash_hf.serving.pieces import PieceStreamer
 
 
 CPU = torch.device("cpu")
@@ -58,15 +59,19 @@ def test_draws_made_for_nothing_are_undone_unless_somebody_else_has_drawn():
     chances = torch.ones(2, 10)
     for _ in range(3):
         torch.multinomial(chances, 1, generator=plain)
-    ahead.sample(chances, [1], 7)
-    ahead.close([3, 2])
+    ahead.sample(chances, [0, 1], 2)
+    ahead.ahead(8, torch.arange(10))
+    ahead.close()
     assert torch.equal(plain.get_state(), generator.get_state())
-    ahead = Noise([generator], 2, 50)
-    ahead.sample(chances, [1], 7)
-    torch.rand(1, generator=generator)
-    state = generator.get_state()
-    ahead.close([3, 2])
-    assert torch.equal(generator.get_state(), state)
+    for others in (0, 2):  # by somebody else: after our last draw, and between those that would be undone
+        ahead = Noise([generator], 2, 50)
+        ahead.sample(chances, [0, 1], 2)
+        ahead.ahead(4, torch.arange(10))
+        torch.rand(1, generator=generator)
+        ahead.ahead(4 + others, torch.arange(10))
+        state = generator.get_state()
+        ahead.close()
+        assert torch.equal(generator.get_state(), state)
 
 
 def test_noise_is_kept_until_the_last_row_has_used_it():
@@ -171,6 +176,46 @@ def test_rows_with_generators_foresee_their_own(knowing_nothing):
     assert rounds[0] < rounds[1]
 
 
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}])
+def test_generators_of_rows_that_end_early_are_left_after_their_last_token(options):
+    target = make_target(dtype=torch.float64)
+    draft, (inputs, _) = make_draft2(target, block_size=6), ragged_prompts(3)
+    options |= {"eos_token_id": [3, 9, 14, 20, 30], "pad_token_id": 0}
+    draft.decoding_config.generators = [seeded(seed) for seed in range(3)]
+    texts = decode(target, draft, inputs, **options).sequences[:, inputs["input_ids"].shape[1] :]
+    lengths = (texts != 0).sum(dim=1).tolist()
+    assert len(set(lengths)) > 1
+    for seed, length in enumerate(lengths):
+        expected = seeded(seed)
+        for _ in range(length):
+            torch.multinomial(torch.ones(1, target.config.vocab_size), 1, generator=expected)
+        assert torch.equal(draft.decoding_config.generators[seed].get_state(), expected.get_state())
+
+
+def test_the_default_dtype_changes_no_noise():
+    chances, texts = torch.rand(2, 1000, generator=seeded(1)), []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            texts.append(Noise([seeded(0)], 2, 5).sample(chances, [0, 1], 0).tolist())
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert texts[0] == texts[1] == torch.multinomial(chances, 1, generator=seeded(0))[:, 0].tolist()
+
+
+def test_a_streamer_whose_write_is_the_caller_s_is_not_trusted():
+    class Tokenizer:
+        def decode(self, ids, **options):
+            return "".join(chr(97 + token % 26) for token in ids)
+
+    target, texts = make_target(dtype=torch.float64), []
+    draft = make_draft2(target, block_size=6)
+    for assistant in (None, draft):
+        streamer = PieceStreamer(Tokenizer(), lambda piece, source: torch.rand(1))
+        texts.append(decode(target, assistant, {"input_ids": PROMPT}, top_k=0, streamer=streamer).sequences)
+    assert torch.equal(*texts)
+
+
 def test_calls_in_threads_draw_different_noise():
     target = make_target(dtype=torch.float64)
     draft, texts = make_draft(target, block_size=6), []
@@ -218,6 +263,18 @@ def test_a_streamer_that_draws_gets_its_own_numbers():
     for assistant in (None, draft):
         texts.append(decode(target, assistant, {"input_ids": PROMPT}, streamer=Streamer()).sequences)
     assert torch.equal(*texts)
+
+
+def test_ids_past_the_drafter_s_vocabulary_may_be_sampled():
+    target = make_target(dtype=torch.float64)
+    with torch.no_grad():
+        target.lm_head.weight.mul_(0.1)
+    target.resize_token_embeddings(112, mean_resizing=False)
+    target.config.vocab_size = 96
+    draft, (inputs, _) = make_draft2(target, block_size=6), ragged_prompts(3)
+    expected = decode(target, None, inputs, top_k=0).sequences
+    assert expected.max() >= 96
+    assert torch.equal(decode(target, draft, inputs, top_k=0).sequences, expected)
 
 
 def test_chances_that_are_no_numbers_are_an_error_as_without_a_drafter():
