@@ -206,7 +206,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         return beam_tree(before, head.start(before), after, paths).to(self.device)
 
     def _known(self, anchors: torch.LongTensor) -> torch.LongTensor:
-        """The anchors, as a head reads them: a target with padding rows may sample ids past the drafter's vocabulary."""
+        """The anchors for a head: a target with padding rows may sample ids past the drafter's vocabulary."""
         return anchors.to(self.draft_device).clamp(max=self.config.vocab_size - 1)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
