@@ -46,7 +46,10 @@ ADDED = {  # to a trained drafter
     "convolution": {**WHOLE, "draft_config": {"conv_kernel_size": 2, "conv_group_size": 16}},
     "JetSpec (causal)": {**WHOLE, "head": "jetspec"},
     "path selector": {**ALONE, "draft_config": {"selector_rank": 128, "selector_top_k": 16}},
+    "path selector, all": {**WHOLE, "draft_config": {"selector_rank": 128, "selector_top_k": 16}},
+    "DFlash 2, all": {**WHOLE, "head": "dflash2", "draft_config": {"selector_rank": 128, "selector_top_k": 16}},
     "DSpark, vanilla": {**ALONE, "head": "dspark"},
+    "DSpark, vanilla, all": {**WHOLE, "head": "dspark"},
     "DSpark, gated": {**ALONE, "head": "dspark", "draft_config": {"markov_head_type": "gated"}},
     "DSpark, rnn": {**ALONE, "head": "dspark", "draft_config": {"markov_head_type": "rnn"}},
     "DSpark, vanilla, its own loss": {**ALONE, "head": "dspark", "loss_type": "dspark"},
@@ -108,7 +111,7 @@ def prompts_of(pair: DemoPair, count: int) -> dict[str, list[list[int]]]:
 def decode_all(arguments) -> None:
     """For each request, the target alone, then each drafter with each method: tokens, rounds, CPU seconds."""
     found = {(line["name"], line["seed"]): line["minutes"] for line in lines_of("trained.jsonl")}
-    drafts = {"as it was": drafter_folder()}
+    drafts = {"as it was": arguments.draft}
     for (name, seed), minutes in found.items():
         folder = folder_of(arguments.work, name, minutes, seed)
         if folder.is_dir() and (not arguments.only or name in arguments.only):
