@@ -243,6 +243,17 @@ class _Trial:
 
     def found(self) -> TargetFacts:
         """The best method of rolling back, and what it requires."""
+        facts = self.facts
+        facts.session_class = SlotSession
+        facts.error = self.error(padding=2)
+        if not facts.error < EXACT:
+            self.search()
+        if facts.session_class is not None:
+            facts.features = self.features()
+        return facts
+
+    def search(self) -> None:
+        """Try all methods on rows without padding, then the best one on a row with padding."""
         target, facts, errors = self.target, self.facts, {}
         for kind in KINDS:
             try:
@@ -259,19 +270,18 @@ class _Trial:
         best = min(errors, key=errors.get)
         facts.session_class, facts.error = best if errors[best] < CLOSE else None, errors[best]
         if facts.session_class is None:
-            return facts
+            return
         # A row with padding, and which positions the target uses if it is given none.
         for facts.counts_columns in (False, True):
-            facts.pads = self.error(padding=2) < CLOSE
+            facts.pads = not self.error(padding=2) >= CLOSE
             if facts.pads or "position_ids" in inspect.signature(target.forward).parameters:
                 break
-        facts.features = self.features()
-        return facts
 
     def error(self, padding: int) -> float:
         """
         The largest relative error of logits and states after rolling back two rows, which keep different numbers of
-        tokens; the second row starts with padding.
+        tokens; the second row starts with padding. NaN if the target itself gives NaN for rows with padding: there is
+        nothing to compare with.
         """
         target, facts, device = self.target, self.facts, self.device
         vocab_size = target.config.get_text_config().vocab_size
@@ -285,13 +295,13 @@ class _Trial:
         try:
             watched = [target.get_submodule(name) for name in facts.moving]
             with isolated(target, watched) as own:
-                expected, states = _decoded(own, tokens, mask, kept.tolist())  # [2, 9, V]
-                if padding and not bool(expected.isfinite().all()):
-                    return 0.0  # upstream gives NaN for padded rows: there is nothing to compare with
                 cache = empty_cache(own)
                 positions = _fed(own, tokens[:, :5], mask[:, :5], cache)[1]
                 if not facts.session_class.takes(cache):
-                    return float("inf")
+                    return math.inf
+                expected, states = _decoded(own, tokens, mask, kept.tolist())  # [2, 9, V]
+                if padding and not bool(expected.isfinite().all()):
+                    return math.nan
                 padded = torch.tensor([0, padding], device=device)
                 offset = first_positions(positions, 5, padded.tolist(), device, facts.counts_columns)
                 session = facts.open_session(own, cache, padded.tolist(), 32, offset, {})
@@ -312,7 +322,7 @@ class _Trial:
         except Exception as error:
             facts.lasting = facts.lasting and (padding > 0 or expected is not None)
             logger.debug("%s cannot roll back with %s: %s", facts.name, facts.session_class.__name__, error)
-            return float("inf")
+            return math.inf
 
     def features(self) -> dict[int, tuple]:
         """The shape of each decoder layer's output in a short forward over text."""

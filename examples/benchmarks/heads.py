@@ -52,8 +52,10 @@ ADDED = {  # to a trained drafter
     "DSpark, vanilla, all": {**WHOLE, "head": "dspark"},
     "DSpark, gated": {**ALONE, "head": "dspark", "draft_config": {"markov_head_type": "gated"}},
     "DSpark, rnn": {**ALONE, "head": "dspark", "draft_config": {"markov_head_type": "rnn"}},
+    "DSpark, rnn, all": {**WHOLE, "head": "dspark", "draft_config": {"markov_head_type": "rnn"}},
     "DSpark, vanilla, its own loss": {**ALONE, "head": "dspark", "loss_type": "dspark"},
     "Domino": {**ALONE, "head": "domino"},
+    "Domino, all": {**WHOLE, "head": "domino"},
 }
 WAYS = {  # decoding methods; the first chooses sizes round by round
     "plain call": ({}, {}),
