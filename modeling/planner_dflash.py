@@ -36,8 +36,8 @@ def planner_of(call, pair):
     asked = generation_config.num_assistant_tokens
     unset = asked in (None, _DEFAULT_ASSISTANT_TOKENS)
     limit = trained if unset else max(int(asked), 0) + 1
-    # Rows that advance together agree on one path; recurrent states cannot follow several.
-    trees = pair.session.rollback_is_free and (rows == 1 or text.rules.pace != "together")
+    # Rows that advance together agree on one path.
+    trees = call.facts.trees and (rows == 1 or text.rules.pace != "together")
     paces = _paces.setdefault(draft, weakref.WeakKeyDictionary()).setdefault(target, {})
     threshold, schedule = (getattr(generation_config, name) for name in _OF_ASSISTANTS)
     threshold = 0.0 if threshold in (None, _DEFAULT_THRESHOLD) else threshold

@@ -21,6 +21,7 @@ from .recurrent_dflash import ReplaySession, StepSession, moving_modules, recurr
 from .remembered_dflash import recall, remember
 from .sessions_dflash import SlotSession
 from .target_dflash import cache_argument, decoder_layers, empty_cache, input_device, try_out
+from .tree_dflash import every_path, independent_paths, likeliest_tree
 
 
 logger = logging.get_logger(__name__)
@@ -48,6 +49,8 @@ class TargetFacts:
         session_class (`type`, *optional*): `SlotSession`, `ReplaySession` or `StepSession`: how its cache is rolled
             back; `None` if no method restores the state.
         moving (`dict[str, int]`): For recurrent targets, the result of [`moving_modules`].
+        trees (`bool`): Whether trees can be verified: not if positions follow from the places of keys in the cache, as
+            MPT's, nor if a recurrent state would have to follow several paths.
         pads (`bool`): Whether rows with padding on the left can be drafted.
         counts_columns (`bool`): Whether, if given no positions, it counts columns, padding included.
         features (`dict[int, tuple]`): Shapes of its decoder layers' outputs, without layers that it skips or that are
@@ -61,6 +64,7 @@ class TargetFacts:
     name: str
     session_class: type[SlotSession] | None = None
     moving: dict[str, int] = field(default_factory=dict)
+    trees: bool = False
     pads: bool = True
     counts_columns: bool = False
     features: dict[int, tuple] = field(default_factory=dict)
@@ -245,8 +249,11 @@ class _Trial:
         """The best method of rolling back, and what it requires."""
         facts = self.facts
         facts.session_class = SlotSession
-        facts.error = self.error(padding=2)
-        if not facts.error < EXACT:
+        for facts.trees in (True, False):
+            facts.error = self.error(padding=2)
+            if facts.error < EXACT:
+                break
+        else:
             self.search()
         if facts.session_class is not None:
             facts.features = self.features()
@@ -276,6 +283,8 @@ class _Trial:
             facts.pads = not self.error(padding=2) >= CLOSE
             if facts.pads or "position_ids" in inspect.signature(target.forward).parameters:
                 break
+        facts.trees = facts.session_class is SlotSession
+        facts.trees = facts.trees and self.error(padding=0) < CLOSE
 
     def error(self, padding: int) -> float:
         """
@@ -306,7 +315,8 @@ class _Trial:
                 offset = first_positions(positions, 5, padded.tolist(), device, facts.counts_columns)
                 session = facts.open_session(own, cache, padded.tolist(), 32, offset, {})
                 start = 5 - padded
-                first = _verified(session, block, start, kept)
+                draft, path = _tree(block) if facts.trees else (Draft(block), None)
+                first = _verified(session, draft, start, kept, path)
                 errors = [
                     _relative_error(a[row].flatten(), b.flatten())
                     for row in range(2)
@@ -314,7 +324,7 @@ class _Trial:
                 ]
                 start = start + kept
                 rest = tokens.gather(1, (start + padded)[:, None] + torch.arange(6, device=device))  # [2, 6]
-                second = _verified(session, rest, start, torch.full_like(kept, 6))
+                second = _verified(session, Draft(rest), start, torch.full_like(kept, 6))
             for row, count in enumerate(kept.tolist()):
                 ours = torch.cat([first[row, :count], second[row]])
                 errors.append(_relative_error(ours, expected[row, : len(ours)]))
@@ -341,11 +351,23 @@ class _Trial:
         return shapes
 
 
-def _verified(session, block, start, kept) -> torch.Tensor:
-    session.cache.reserve(int(start.max()) + block.shape[1])
-    logits = session.verify(Draft(block), start).logits
-    session.commit(start, Verdict(block, kept, block[:, -1], torch.ones_like(kept, dtype=torch.bool)))
-    return logits
+def _verified(session, draft: Draft, start, kept, path: torch.LongTensor | None = None) -> torch.Tensor:
+    """Verify a draft, commit `kept` tokens of each row, and return the logits along the accepted path."""
+    session.cache.reserve(int(start.max()) + draft.tokens.shape[1])
+    logits = session.verify(draft, start).logits
+    verdict = Verdict(draft.tokens, kept, draft.tokens[:, -1], torch.ones_like(kept, dtype=torch.bool), path)
+    session.commit(start, verdict)
+    return verdict.along(logits)
+
+
+def _tree(block: torch.LongTensor) -> tuple[Draft, torch.LongTensor]:
+    """A tree with the first three tokens of a block, next to others that come before them, and the path of these."""
+    anchors, second, third = block[:, :3].T
+    ids = torch.stack([second + 1, second, third, anchors], dim=1).view(2, 2, 2)  # [R, slots, candidates]
+    log_probs = torch.tensor([[-0.1, -0.2], [-0.5, -9.0]], device=block.device).expand(2, 2, 2)
+    paths = every_path(4, 2, 2, block.device)
+    tree = likeliest_tree(anchors, *independent_paths(ids, log_probs, paths), paths)
+    return Draft(tree.tokens, tree=tree), torch.tensor([[0, 2, 4]], device=block.device).expand(2, 3)
 
 
 def _fed(target, tokens, mask, cache, count: int | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:

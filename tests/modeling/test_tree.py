@@ -409,16 +409,19 @@ def test_compiled_rounds_draft_trees():
     torch._dynamo.reset()
 
 
-def test_recurrent_targets_are_verified_in_blocks():
-    target = make_target("lfm2", attn=None)
-    draft = make_draft(target)
+@pytest.mark.parametrize("family", ["lfm2", "mpt"])
+def test_targets_that_cannot_follow_a_tree_verify_blocks(family):
+    """A recurrent state follows one path; MPT's bias counts the places of keys in the cache."""
+    target = make_target(family, torch.float64, attn=None)
+    draft = make_draft(target, block_size=8)
     draft.decoding_config.tree_nodes = 12
-    prompt = torch.tensor([[5, 9, 17, 33]])
-    expected = target.generate(prompt, max_new_tokens=20, do_sample=False)
-    draft = scripted(draft, expected, error_rate=0.2)
-    options = {"assistant_model": draft, "return_dict_in_generate": True}
-    output = target.generate(prompt, max_new_tokens=20, do_sample=False, **options)
-    assert torch.equal(output.sequences, expected) and max(output.acceptance_lengths[0]) > 2
+    prompts = torch.randint(3, 90, (4, 6), generator=torch.Generator().manual_seed(1))
+    options = {"max_new_tokens": 60, "do_sample": False, "return_dict_in_generate": True}
+    expected = target.generate(prompts, **options)
+    draft = scripted(draft, expected.sequences, error_rate=0.2, ranks=3)
+    output = target.generate(prompts, **options, assistant_model=draft)
+    assert torch.equal(output.sequences, expected.sequences)
+    assert max(max(row) for row in output.acceptance_lengths) > 1
 
 
 def test_trees_are_not_drawn(target, draft):
