@@ -24,7 +24,6 @@ from dflash_hf.target import (
     check_logits,
     freeze,
     packed_masks,
-    target_features,
     target_forward,
     target_labels,
     target_logits,
@@ -281,9 +280,7 @@ class DFlashTrainer(Trainer):
         """The target's forward, as far as needed; a subclass may get the output from elsewhere."""
         layer_ids = self.draft_config.target_layer_ids
         masks = packed_masks(self.target, layer_ids, inputs)
-        if self.args.reads_states:
-            return target_forward(self.target, layer_ids, inputs["input_ids"], **masks)
-        return TargetOutput(target_features(self.target, layer_ids, inputs["input_ids"], **masks), None)
+        return target_forward(self.target, layer_ids, inputs["input_ids"], **masks, states=self.args.reads_states)
 
     def statistics_of(self, losses: TokenLosses, blocks: Blocks, loss, normalizer) -> torch.Tensor:
         """[`~dflash_hf.training.losses.block_statistics`] of the drafted tokens; the last may be trained only."""
