@@ -149,17 +149,15 @@ def decode(
         while not continuation.done:
             plan = planner.next(continuation)
             pair.reserve(plan.size)
-            if planner.whole and plan.drafts and context.features.shape[1] != draft.config.block_tokens:
-                context = drafter.caught_up(context, start)
+            of_one_shape = planner.whole and plan.drafts
+            if of_one_shape:
+                context = drafter.shaped(context, start)
             verdict, fresh = run(pair, start, context, plan)
             continuation.commit(verdict)
             planner.learn(continuation, verdict)
             start = start + verdict.counts
-            committed = max(continuation.host.committed)  # as of the last sync
-            if plan.drafts:
-                context = drafter.shaped(fresh, None if planner.whole else committed)
-            else:
-                context = drafter.follow(context, fresh, 1 if plan.copied is None else committed)
+            committed = None if of_one_shape else max(1, *continuation.host.committed)  # as of the last sync
+            context = drafter.follow(None if plan.drafts else context, fresh, committed)
 
     if streamer is not None:
         streamer.end()
