@@ -170,22 +170,17 @@ class DFlashDraftConfig(PreTrainedConfig):
         for key in ("final_logit_softcapping", *(key for part in parts_by_sizes() for key in part)):
             if getattr(self, key) == 0:
                 setattr(self, key, None)
-        self.sample_from_anchor = False if self.sample_from_anchor is None else self.sample_from_anchor
-        for key in ("output_multiplier", "input_embedding_scale", "attention_value_scale"):
+        for key in ("sample_from_anchor", "output_multiplier", "input_embedding_scale", "attention_value_scale"):
             if getattr(self, key) is None:
-                setattr(self, key, 1.0)
+                setattr(self, key, getattr(type(self), key))
         if self.draft_vocab_size == self.vocab_size:
             self.draft_vocab_size = None
         check_sizes(self)
         check_numbers(self)
-        if self.num_key_value_heads is None:
-            self.num_key_value_heads = self.num_attention_heads
-        if self.head_dim is None:
-            self.head_dim = self.hidden_size // self.num_attention_heads
-        if self.v_head_dim is None:
-            self.v_head_dim = self.head_dim
-        if self.target_hidden_size is None:
-            self.target_hidden_size = self.hidden_size
+        self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
+        self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
+        self.v_head_dim = self.v_head_dim or self.head_dim
+        self.target_hidden_size = self.target_hidden_size or self.hidden_size
         if self.layer_types is None:
             first = kwargs.get("max_window_layers") or 0
             slides = use_swa is None and self.use_sliding_window and self.sliding_window
