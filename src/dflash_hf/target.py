@@ -105,7 +105,7 @@ def target_forward(
         return TargetOutput(features=tap.take(), last_hidden_state=last_hidden_state if states else None)
 
 
-def target_features(target: PreTrainedModel, layer_ids: list[int], input_ids: torch.LongTensor, **masks):
+def target_features(target: PreTrainedModel, layer_ids: list[int], input_ids, **masks) -> torch.Tensor:
     """The features `[N, S, L*H]` of [`target_forward`] alone; takes the same masks."""
     return target_forward(target, layer_ids, input_ids, **masks, states=False).features
 

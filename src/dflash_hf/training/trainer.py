@@ -237,9 +237,9 @@ class DFlashTrainer(Trainer):
         hidden = by_token(hidden, self.draft_config.block_size, self.draft_config.sample_from_anchor)  # [N, A, T, H]
         labels = blocks.labels if self.draft_ids is None else self.draft_ids.to(label_ids.device)[blocks.labels]
         places = self.places_before(inputs, labels.shape[-1])  # [N, A, T]
-        teacher = (
-            None if states is None else Teacher(states.flatten(0, 1), places, self.teacher_logits, args.loss_kind)
-        )
+        teacher = None
+        if states is not None:
+            teacher = Teacher(states.flatten(0, 1), places, self.teacher_logits, args.loss_kind)
         losses = self.head_losses(hidden, labels, blocks.counted, inputs["input_ids"].flatten()[places], teacher)
         loss = block_loss(losses, blocks.counted, self.slot_weights, args.dpace_alpha)  # [N]
         normalizer = loss_normalizer(blocks.counted, self.slot_weights)  # [N]
