@@ -31,7 +31,8 @@ _SAME_NAME = (
     *("attention_value_scale", "backbone_rotary_base", "own_mask_embedding", "has_embed_tokens"),
 )
 _NESTED_KEYS = {"swa_window_size": "sliding_window", **{key: key for key in _SAME_NAME}}
-_FIELD_OF = {**_NESTED_KEYS, "causal": "is_causal", "causal_head": "is_causal", "use_swa": "layer_types"}
+# Keys of it that set a field in another form.
+_IMPLIED_FIELDS = {"causal": "is_causal", "causal_head": "is_causal", "use_swa": "layer_types"}
 # Of these and the heads' fields, those that engines read only nested are written only if they differ from the default.
 _WRITTEN_TWICE = (
     *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "swa_window_size", "has_embed_tokens"),
@@ -293,7 +294,7 @@ class DFlashDraftConfig(PreTrainedConfig):
         # The caller's arguments override the file, including its nested form.
         changes = {key: kwargs.pop(key) for key in list(kwargs) if key in names and key != "dtype"}
         if isinstance(nested := canonical.get("dflash_config"), dict):
-            field_of = {**_FIELD_OF, **_nested_fields()}
+            field_of = {**_IMPLIED_FIELDS, **_nested_fields()}
             canonical["dflash_config"] = {k: v for k, v in nested.items() if field_of.get(k) not in changes}
         canonical |= changes
         # Nor may a file replace a method.

@@ -11,6 +11,7 @@ not drafting, which is a size like any other. Whatever is chosen, the text is th
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -368,15 +369,11 @@ class FastestPlan(PlanByCost):
 
     def _worth(self, gains: list[float]) -> int:
         """How many nodes to verify, given the `gains` of each in tokens of all rows."""
-        rate, best, most, value = sum(self.alive) * self.pace.speed, 0, 0.0, 0.0
-        for size in range(1, len(gains)):
-            value += gains[size]
-            worth = value - rate * (self.costs[size] - self.costs[0])
-            if size in self.LADDER and self._is_new((size, True)):
-                worth += 0.1 * rate
-            if worth > most:
-                best, most = size, worth
-        return best
+        rate, worths = sum(self.alive) * self.pace.speed, [0.0]
+        for size, value in enumerate(accumulate(gains[1:]), start=1):
+            is_new = size in self.LADDER and self._is_new((size, True))
+            worths.append(value - rate * (self.costs[size] - self.costs[0]) + 0.1 * rate * is_new)
+        return worths.index(max(worths))  # the smallest of those that are worth most
 
     def _is_new(self, work: Work) -> bool:
         return self.known.count(*self.place, work) + self.tried.get(work, 0) < self.ENOUGH
