@@ -10,6 +10,7 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
 )
 
 from .tree_dflash import DraftTree
@@ -128,6 +129,19 @@ class SlotLayer(CacheLayerMixin):
         return self.cache.capacity
 
 
+class RecurrentSlotLayer(SlotLayer, LinearAttentionLayer):
+    """A layer with keys in slots, and recurrent states that are shared with the original layer."""
+
+    is_compileable = False
+
+    def __init__(self, cache: "SlotCache", recurrent: LinearAttentionLayer):
+        self.__dict__ = {**vars(recurrent), "cache": cache}
+
+    def lazy_initialization(self, *args, **kwargs) -> None:
+        """Upstream's convention: keys and values are passed by position, states by keyword."""
+        (SlotLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
+
+
 class SlotCache(Cache):
     """
     A cache of `rows` x `capacity` slots, in which slot `i` of a row holds its `i`-th token.
@@ -210,18 +224,20 @@ class SlotCache(Cache):
         The prompt is held once: keys and values of the source are freed as soon as they have moved, until `release`.
 
         Args:
-            cache (`Cache`): Dynamic and sliding-window layers only; see `can_adopt`.
+            cache (`Cache`): Its keys in dynamic and sliding-window layers only. Recurrent states, and layers that hold
+                nothing, are shared with it.
             padding (`list[int]`): Padding columns at the start of each row.
             capacity (`int`): Slots of each row.
             pool (`dict`, *optional*): As for the class.
         """
         slots = cls(len(padding), capacity, pool)
-        columns = cache.get_seq_length()
+        columns = cached_columns(cache)
         for layer in cache.layers:
-            if holds_nothing(layer):
+            if not isinstance(layer, CacheLayerMixin):
                 slots.layers.append(layer)
                 continue
-            moved = SlotLayer(slots)
+            recurrent = isinstance(layer, LinearAttentionLayer)
+            moved = RecurrentSlotLayer(slots, layer) if recurrent else SlotLayer(slots)
             slots.layers.append(moved)
             if layer.is_initialized:  # otherwise it shares the keys of another layer
                 moved.adopt(layer, padding, columns)
@@ -237,7 +253,7 @@ class SlotCache(Cache):
         that continues the conversation with or without a drafter. The slots are freed on the way.
         """
         for source, layer in zip(self.layers, cache.layers, strict=True):
-            if holds_nothing(source) or not source.is_initialized:
+            if not isinstance(source, SlotLayer) or not source.is_initialized:
                 continue
             first = 0
             if isinstance(layer, DynamicSlidingWindowLayer):
@@ -256,13 +272,8 @@ class SlotCache(Cache):
 
 def can_adopt(cache: Cache) -> bool:
     """Whether every layer of a cache is empty, ordinary or sliding-window, so that its tokens fit into slots."""
-    ordinary = (DynamicLayer, DynamicSlidingWindowLayer)
-    return all(type(layer) in ordinary or holds_nothing(layer) for layer in cache.layers)
-
-
-def holds_nothing(layer) -> bool:
-    """Whether a layer of a cache holds nothing, or shares the keys of another layer."""
-    return not isinstance(layer, CacheLayerMixin | LinearAttentionCacheLayerMixin)
+    holding = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin | LinearAttentionCacheLayerMixin)]
+    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in holding)
 
 
 def cached_columns(cache) -> int:

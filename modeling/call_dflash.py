@@ -75,13 +75,9 @@ class Call:
         alone = self.generators is not None or self.rows == 1
         follows = not config.draft_temperature and not self.compile and (alone or self.look_ahead == 1)
         self.temperature = 0.0 if follows else draft_temperature(draft, generation_config)
-        self.noise = self._noise() if follows and generation_config.do_sample else None
-
-    def _noise(self) -> Noise | None:
-        device = self.input_ids.device
-        if self.plain_reason is not None or not foreseeable(device):
-            return None
-        return Noise(self.generators or [generator_of(device)], self.rows, self.max_new)
+        self.noise = None
+        if follows and generation_config.do_sample and reason is None and foreseeable(input_ids.device):
+            self.noise = Noise(self.generators or [generator_of(input_ids.device)], self.rows, self.max_new)
 
     def foresight(self, noise: Noise | None) -> Foresight | None:
         """The noise of the next samples, for drafts that are to allow for it."""

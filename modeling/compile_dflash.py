@@ -14,6 +14,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from transformers.utils import logging
 
+from .target_dflash import methods_of
+
 
 logger = logging.get_logger(__name__)
 
@@ -50,9 +52,7 @@ def _methods(target) -> frozenset[weakref.ref]:
     The methods of a target's module classes: graphs guard hooks and attributes of each module, but not these. The two
     methods that are left out are replaced by Dynamo itself.
     """
-    classes = {base for kind in {type(module) for module in target.modules()} for base in kind.__mro__}
-    methods = {value for base in classes for value in vars(base).values() if isinstance(value, types.FunctionType)}
-    return frozenset(map(weakref.ref, methods - {nn.Module.__init__, nn.Module.__setstate__}))
+    return frozenset(map(weakref.ref, methods_of(target) - {nn.Module.__init__, nn.Module.__setstate__}))
 
 
 @functools.cache

@@ -31,7 +31,8 @@ _SAME_NAME = (
     *("attention_value_scale", "backbone_rotary_base", "own_mask_embedding", "has_embed_tokens"),
 )
 _NESTED_KEYS = {"swa_window_size": "sliding_window", **{key: key for key in _SAME_NAME}}
-_FIELD_OF = {**_NESTED_KEYS, "causal": "is_causal", "causal_head": "is_causal", "use_swa": "layer_types"}
+# Keys of it that set a field in another form.
+_IMPLIED_FIELDS = {"causal": "is_causal", "causal_head": "is_causal", "use_swa": "layer_types"}
 # Of these and the heads' fields, those that engines read only nested are written only if they differ from the default.
 _WRITTEN_TWICE = (
     *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "swa_window_size", "has_embed_tokens"),
@@ -170,22 +171,17 @@ class DFlashDraftConfig(PreTrainedConfig):
         for key in ("final_logit_softcapping", *(key for part in parts_by_sizes() for key in part)):
             if getattr(self, key) == 0:
                 setattr(self, key, None)
-        self.sample_from_anchor = False if self.sample_from_anchor is None else self.sample_from_anchor
-        for key in ("output_multiplier", "input_embedding_scale", "attention_value_scale"):
+        for key in ("sample_from_anchor", "output_multiplier", "input_embedding_scale", "attention_value_scale"):
             if getattr(self, key) is None:
-                setattr(self, key, 1.0)
+                setattr(self, key, getattr(type(self), key))
         if self.draft_vocab_size == self.vocab_size:
             self.draft_vocab_size = None
         check_sizes(self)
         check_numbers(self)
-        if self.num_key_value_heads is None:
-            self.num_key_value_heads = self.num_attention_heads
-        if self.head_dim is None:
-            self.head_dim = self.hidden_size // self.num_attention_heads
-        if self.v_head_dim is None:
-            self.v_head_dim = self.head_dim
-        if self.target_hidden_size is None:
-            self.target_hidden_size = self.hidden_size
+        self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
+        self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
+        self.v_head_dim = self.v_head_dim or self.head_dim
+        self.target_hidden_size = self.target_hidden_size or self.hidden_size
         if self.layer_types is None:
             first = kwargs.get("max_window_layers") or 0
             slides = use_swa is None and self.use_sliding_window and self.sliding_window
@@ -298,7 +294,7 @@ class DFlashDraftConfig(PreTrainedConfig):
         # The caller's arguments override the file, including its nested form.
         changes = {key: kwargs.pop(key) for key in list(kwargs) if key in names and key != "dtype"}
         if isinstance(nested := canonical.get("dflash_config"), dict):
-            field_of = {**_FIELD_OF, **_nested_fields()}
+            field_of = {**_IMPLIED_FIELDS, **_nested_fields()}
             canonical["dflash_config"] = {k: v for k, v in nested.items() if field_of.get(k) not in changes}
         canonical |= changes
         # Nor may a file replace a method.

@@ -134,7 +134,7 @@ class CostTable:
         ratios = sorted([*measured.values(), *unit]) or [1.0]
         scale = ratios[len(ratios) // 2]
         places = sorted(rising)
-        curve = [value * _between(places, measured, n, scale) for n, value in enumerate(expected)]
+        curve = [value * (_line(places, measured, n) if places else scale) for n, value in enumerate(expected)]
         for n in range(1, most + 1):
             curve[n] = max(curve[n], curve[n - 1])
         return [value / (plain * (unit or [scale])[0]) for value in curve]
@@ -150,7 +150,7 @@ class CostTable:
 
     def _forward(self, tokens: int) -> float:
         sizes = list(self.forwards)
-        return _line(sizes, self.forwards, min(tokens, sizes[-1])) * max(tokens / sizes[-1], 1.0)
+        return _line(sizes, self.forwards, tokens) * max(tokens / sizes[-1], 1.0)
 
 
 def _typical(values) -> float:
@@ -171,14 +171,9 @@ def _rising(points: list[tuple[int, float, int]]) -> dict[int, float]:
     return {place: mean for mean, _, places in pools for place in places}
 
 
-def _between(places: list[int], values: dict[int, float], n: int, default: float) -> float:
-    if not places:
-        return default
-    return _line(places, values, min(max(n, places[0]), places[-1]))
-
-
 def _line(places: list[int], values: dict[int, float], n: int) -> float:
-    """Linear interpolation at `n`."""
+    """Linear interpolation at `n`; constant outside of the places."""
+    n = min(max(n, places[0]), places[-1])
     right = bisect_left(places, n)
     if places[right] == n:
         return values[n]

@@ -86,39 +86,27 @@ class DFlashDecodingConfig:
         Raises:
             `ValueError`: a field is invalid for a drafter of that block size.
         """
-        if not (self.block_size is None or _is_count(self.block_size) and self.block_size <= trained):
-            raise ValueError(
-                f"decoding_config.block_size={self.block_size!r} must be a number of tokens from 1 to {trained}, the "
-                "trained block size, or None for that."
-            )
         temperature = self.draft_temperature
-        if not (temperature is None or _is_number(temperature) and 0 <= temperature < float("inf")):
+        tokens = f"a number of tokens from 1 to {trained}, the trained block size, or None for that"
+        self._require("block_size", _is_count(self.block_size, trained), tokens)
+        drawn = _is_number(temperature) and 0 <= temperature < float("inf")
+        self._require("draft_temperature", drawn, "0, for the likeliest tokens, or positive")
+        tokens = f"a number of tokens from 1 to {MOST_NODES}, or None for single blocks"
+        self._require("tree_nodes", _is_count(self.tree_nodes, MOST_NODES), tokens)
+        known = isinstance(self.compile, bool | str)
+        self._require("compile", known, "True, False, or a mode or backend of torch.compile")
+        self._require("look_ahead", _is_count(self.look_ahead), "a positive number of rounds, or None")
+        self._require("window", _is_count(self.window), "a positive number of tokens, or None for all")
+        if self.tree_nodes is not None and temperature:
             raise ValueError(
-                f"decoding_config.draft_temperature={temperature!r} must be 0, for the likeliest tokens, or positive."
-            )
-        nodes = self.tree_nodes
-        if not (nodes is None or _is_count(nodes) and nodes <= MOST_NODES):
-            raise ValueError(
-                f"decoding_config.tree_nodes={nodes!r} must be a number of tokens from 1 to {MOST_NODES}, or None for "
-                "single blocks."
-            )
-        if nodes is not None and temperature:
-            raise ValueError(
-                f"decoding_config.tree_nodes={nodes} drafts the likeliest tokens, so none can be drawn at "
+                f"decoding_config.tree_nodes={self.tree_nodes} drafts the likeliest tokens, so none can be drawn at "
                 f"draft_temperature={temperature}: set one of them to None."
             )
-        if not isinstance(self.compile, bool | str | None):
-            raise ValueError(
-                f"decoding_config.compile={self.compile!r} must be True, False, or a mode or backend of torch.compile."
-            )
-        if not (self.look_ahead is None or _is_count(self.look_ahead)):
-            raise ValueError(
-                f"decoding_config.look_ahead={self.look_ahead!r} must be a positive number of rounds, or None."
-            )
-        if not (self.window is None or _is_count(self.window)):
-            raise ValueError(
-                f"decoding_config.window={self.window!r} must be a positive number of tokens, or None for all."
-            )
+
+    def _require(self, name: str, fits: bool, what: str) -> None:
+        value = getattr(self, name)
+        if value is not None and not fits:
+            raise ValueError(f"decoding_config.{name}={value!r} must be {what}.")
 
     def check_generators(self, rows: int, device: torch.device) -> None:
         """
@@ -147,5 +135,5 @@ def _is_number(value) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_count(value) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+def _is_count(value, most: float = float("inf")) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most

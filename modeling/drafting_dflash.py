@@ -260,34 +260,37 @@ class DFlashCandidateGenerator(CandidateGenerator):
             return block, None
         return block, Proposal(ids.to(self.device), torch.stack(probabilities, dim=1).to(self.device))
 
-    def follow(self, context: Context, fresh: Context, width: int) -> Context:
+    def follow(self, context: Context | None, fresh: Context, committed: int | None) -> Context:
         """
-        Join the contexts of two rounds, the second of which drafted nothing and committed at most `width` tokens per
-        row: reading one token costs as much as reading many, so they are collected for a while.
-        """
-        features = fresh.features[:, :width]
-        joinable = width if width == 1 or len(features) == 1 else 0  # otherwise some rows rejected some of them
-        if context.steps and context.steps + width <= STEPS_AT_ONCE:
-            steps = context.steps + joinable if joinable else 0
-            return Context(torch.cat([context.features, features], dim=1), context.start, steps)
-        self.read(context)
-        return Context(features, fresh.start, joinable)
+        The context after a round. Reading one token costs as much as reading many, so what rounds without a draft
+        leave is collected for a while.
 
-    def shaped(self, context: Context, width: int | None) -> Context:
+        Args:
+            context (`Context`, *optional*): What the drafter had not read before; `None` if it ran in this round.
+            fresh (`Context`): What the round leaves.
+            committed (`int`, *optional*): Maximum number of tokens that it committed in a row; `None` keeps the shape.
         """
-        The first `width` columns of the context that a round leaves. `None`: as many as a block has, whatever it
-        verified; the new block overwrites what follows the accepted tokens.
+        features = fresh.features[:, :committed]
+        width = features.shape[1]
+        steps = width if committed is not None and (width == 1 or len(features) == 1) else 0
+        if context is not None:
+            if context.steps and context.steps + width <= STEPS_AT_ONCE:
+                joined = torch.cat([context.features, features], dim=1)
+                return Context(joined, context.start, steps and context.steps + steps)
+            self.read(context)
+        return Context(features, fresh.start, steps)
+
+    def shaped(self, context: Context, start: torch.LongTensor) -> Context:
         """
-        missing = 0 if width is not None else self.config.block_tokens - context.features.shape[1]
+        A context in the shape of a block at `start`: padded, since the new block overwrites what follows the accepted
+        tokens, or read and empty, if it is longer.
+        """
+        missing = self.config.block_tokens - context.features.shape[1]
+        if missing < 0:
+            self.read(context)
+            return self.no_features(start, self.config.block_tokens)
         features = torch.nn.functional.pad(context.features, (0, 0, 0, missing)) if missing else context.features
-        # The only row has committed all of these tokens, so that others can be joined to them.
-        steps = width if width is not None and len(features) == 1 else 0
-        return Context(features[:, :width], context.start, steps)
-
-    def caught_up(self, context: Context, start: torch.LongTensor) -> Context:
-        """Read what rounds without a draft left, and return an empty context at `start` in the usual shape."""
-        self.read(context)
-        return self.no_features(start, self.config.block_tokens)
+        return Context(features, context.start)
 
     def read(self, context: Context) -> None:
         """Write the keys and values of a context into the drafter's cache, without a block."""

@@ -9,8 +9,7 @@ import torch
 
 from .accept_dflash import Verdict
 from .cost_dflash import CostTable
-from .lookup_dflash import Copier
-from .plan_dflash import Pace, Plan
+from .plan_dflash import Pace, Plan, PlanByCost
 
 
 @dataclass
@@ -56,12 +55,10 @@ class Record:
         return 1.3 * expected if plan.nodes else expected
 
 
-class FewPlans:
+class FewPlans(PlanByCost):
     """
     At each sync of the host, the fastest of a few plans until the next sync; copies of earlier text (see [`Copier`])
     if the host syncs after each round.
-
-    As with [`FastestPlan`], sizes follow from costs that are fixed during a call and from what was accepted.
 
     Args:
         plans (`list[Plan]`): The first drafts nothing, the second is the initial plan.
@@ -77,27 +74,14 @@ class FewPlans:
     EARNED = 48  # rounds of a plan before it is compiled; the initial plan is compiled immediately
     LASTING = 1.05  # minimum speed of a plan, relative to the current one, to replace it
 
-    def __init__(
-        self,
-        plans: list[Plan],
-        table: CostTable,
-        paces: dict,
-        key,
-        place: tuple[int, int],
-        compiled: bool,
-        vocab_size: int | None = None,
-    ):
-        self.plans, self.table, self.known, self.paces, self.key = plans, table, table.copy(), paces, key
-        self.place, self.compiled = place, compiled
+    def __init__(self, plans: list[Plan], table: CostTable, paces: dict, key, place, compiled: bool, vocab_size=None):
         slots = max(plan.block for plan in plans) - 1
         self.record = paces[key].copy() if key in paces else Record([0.0] * slots, [0.0] * slots)
-        self.copier = None if vocab_size is None else Copier(place[0], vocab_size, self.record.pace.copies)
+        super().__init__(table, place, self.record.pace, vocab_size)
+        self.plans, self.paces, self.key, self.compiled = plans, paces, key, compiled
         self.lasting = plans[1]  # the plan of rounds that draft
         self.plan, self.window = plans[1], 0  # rounds of this plan since the last sync
         self.warm: set = set()  # plans whose first rounds are over
-        self.timed: list[tuple] = []  # rows, columns, work and seconds of their rounds
-        self.sizes: list[int] = []
-        self.total = self.spent = 0.0
 
     def next(self, text) -> Plan:
         """The plan of the next round of a text (`Continuation`)."""
@@ -117,7 +101,7 @@ class FewPlans:
 
     def _fastest(self) -> Plan:
         nothing, *drafting = self.plans
-        if self.record.pace.resting > 0:
+        if self.pace.resting > 0:
             return nothing
         speeds = {plan.key: self.record.tokens(plan) / self.cost(plan.size, True) for plan in drafting}
         best = max(drafting, key=lambda plan: speeds[plan.key])
@@ -130,7 +114,7 @@ class FewPlans:
             return None
         whole = self.plans[1]
         costs = [self.cost(whole.size, drafted=False)] * whole.block
-        copied = self.copier.worth_copying(text, whole.block - 1, self.record.pace.speed, costs)
+        copied = self.copier.worth_copying(text, whole.block - 1, self.pace.speed, costs)
         if copied is None:
             return None
         missing = whole.block - 1 - copied.shape[1]
@@ -140,7 +124,7 @@ class FewPlans:
         """After a sync, record how long the rounds took and what they committed."""
         if text.host.pending:
             return
-        seconds, plan, pace = text.seconds - self.began, self.plan, self.record.pace
+        seconds, plan, pace = text.seconds - self.began, self.plan, self.pace
         if plan.compiled or not self.compiled:
             if plan.key in self.warm:  # the first rounds of a plan may compile
                 self.timed.append((*self.place, (plan.size - 1, plan.drafts), seconds / self.window))
@@ -149,9 +133,8 @@ class FewPlans:
             if not any(counts):  # wasted
                 continue
             tokens = sum(counts) / sum(count > 0 for count in counts)
-            self.sizes.append(plan.size - 1)
             cost = self.cost(plan.size, plan.drafts)
-            self.total, self.spent = self.total + tokens, self.spent + cost
+            self.note(plan.size - 1, tokens, cost)
             if plan.drafts:
                 self.record.note(plan, counts, unfinished)
                 pace.note(tokens, cost)
@@ -161,9 +144,3 @@ class FewPlans:
                 self.copier.learn(counts, [count > 0 for count in counts])
         self.window = 0
         self.paces[self.key] = self.record
-
-    def summary(self) -> dict:
-        """The choices, for the output."""
-        self.table.note(self.timed)
-        self.table.keep()
-        return {"draft_sizes": self.sizes, "estimated_speedup": self.total / self.spent if self.sizes else None}

@@ -6,14 +6,13 @@ Decoding with a DFlash drafter: draft a block or a tree, verify it with one forw
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from transformers import GenerationMixin
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
-from .accept_dflash import Draft, Judge, Verdict
+from .accept_dflash import Judge, Verdict
 from .call_dflash import Call, warn_of_ignored_settings
 from .compile_dflash import CompiledRound
 from .drafting_dflash import Context
@@ -42,17 +41,14 @@ class DFlashGenerateOutput(GenerateDecoderOnlyOutput):
     estimated_speedup: float | None = None
 
 
-class Verified(NamedTuple):
-    """A draft, and the target's forward over it."""
+def draft_and_verify(pair: Pair, start: torch.LongTensor, context: Context, plan: Plan) -> tuple:
+    """
+    The two forwards of [`one_round`]: the drafter's, then the target's.
 
-    draft: Draft
-    logits: torch.Tensor  # [R, n, V]
-    features: torch.Tensor  # [R, n, L * H]
-    hidden_states: tuple | None  # [R, n, H] of each layer, if requested
-
-
-def draft_and_verify(pair: Pair, start: torch.LongTensor, context: Context, plan: Plan) -> Verified:
-    """The two forwards of [`one_round`]: the drafter's, then the target's."""
+    Returns:
+        [`Draft`], and the target's logits `[R, n, V]`, features `[R, n, L * H]` and, if requested, hidden states
+        `[R, n, H]` of each layer after each of its tokens.
+    """
     drafter, session, tap, continuation = pair.drafter, pair.session, pair.tap, pair.continuation
     if plan.drafts:
         draft = drafter.propose(plan, continuation.last, start, context.features, context.start)
@@ -61,7 +57,7 @@ def draft_and_verify(pair: Pair, start: torch.LongTensor, context: Context, plan
         draft = continuation.copied(plan.copied)
     output = session.verify(draft, start)
     hidden_states = output.hidden_states if continuation.writer.hidden_states is not None else None
-    return Verified(draft, output.logits, tap.take(), hidden_states)
+    return draft, output.logits, tap.take(), hidden_states
 
 
 def one_round(
@@ -149,17 +145,15 @@ def decode(
         while not continuation.done:
             plan = planner.next(continuation)
             pair.reserve(plan.size)
-            if planner.whole and plan.drafts and context.features.shape[1] != draft.config.block_tokens:
-                context = drafter.caught_up(context, start)
+            of_one_shape = planner.whole and plan.drafts
+            if of_one_shape:
+                context = drafter.shaped(context, start)
             verdict, fresh = run(pair, start, context, plan)
             continuation.commit(verdict)
             planner.learn(continuation, verdict)
             start = start + verdict.counts
-            committed = max(continuation.host.committed)  # as of the last sync
-            if plan.drafts:
-                context = drafter.shaped(fresh, None if planner.whole else committed)
-            else:
-                context = drafter.follow(context, fresh, 1 if plan.copied is None else committed)
+            committed = None if of_one_shape else max(1, *continuation.host.committed)  # as of the last sync
+            context = drafter.follow(None if plan.drafts else context, fresh, committed)
 
     if streamer is not None:
         streamer.end()

@@ -7,9 +7,6 @@ import functools
 import os
 
 
-_HOOKED = ("_validate_generation_mode", "_assisted_decoding")
-
-
 def drafter_of(assistant_model):
     """
     The assistant itself if it implements the DFlash protocol, our drafter with its tensors if it is a foreign DFlash
@@ -46,10 +43,10 @@ def install_hook() -> None:
     # Not imported at the top of this file: the package calls this function as soon as that import is done.
     from transformers import GenerationMixin
 
-    for name in _HOOKED:
+    for name, wrap in _WRAPPERS.items():
         method = getattr(GenerationMixin, name)
         if not hasattr(method, "_dflash_original"):
-            wrapper = {"_validate_generation_mode": _wrap_validate, "_assisted_decoding": _wrap_decode}[name](method)
+            wrapper = wrap(method)
             wrapper._dflash_original = method
             setattr(GenerationMixin, name, wrapper)
 
@@ -58,18 +55,21 @@ def remove_hook() -> None:
     """Put upstream's methods back."""
     from transformers import GenerationMixin
 
-    for name in _HOOKED:
+    for name in _WRAPPERS:
         method = getattr(GenerationMixin, name)
         if hasattr(method, "_dflash_original"):
             setattr(GenerationMixin, name, method._dflash_original)
 
 
+def _drafter_for(generation_config, assistant_model):
+    """The drafter that decodes; `None` for upstream's own path, which is left alone if requested by name."""
+    return None if generation_config.speculation_type == "dflash" else drafter_of(assistant_model)
+
+
 def _wrap_validate(original):
     @functools.wraps(original)
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
-        # Upstream's own path is left alone if requested by name.
-        native = generation_config.speculation_type == "dflash"
-        assistant = None if native else drafter_of(generation_mode_kwargs.get("assistant_model"))
+        assistant = _drafter_for(generation_config, generation_mode_kwargs.get("assistant_model"))
         if assistant is not None:
             return assistant.dflash_validate(self, generation_mode, generation_config, generation_mode_kwargs)
         return original(self, generation_mode, generation_config, generation_mode_kwargs)
@@ -80,11 +80,13 @@ def _wrap_validate(original):
 def _wrap_decode(original):
     @functools.wraps(original)
     def _assisted_decoding(self, *args, **kwargs):
-        native = kwargs["generation_config"].speculation_type == "dflash"
-        assistant = None if native else drafter_of(kwargs.get("assistant_model"))
+        assistant = _drafter_for(kwargs["generation_config"], kwargs.get("assistant_model"))
         if assistant is not None:
             kwargs.pop("assistant_model")
             return assistant.dflash_decode(self, *args, **kwargs)
         return original(self, *args, **kwargs)
 
     return _assisted_decoding
+
+
+_WRAPPERS = {"_validate_generation_mode": _wrap_validate, "_assisted_decoding": _wrap_decode}

@@ -218,13 +218,18 @@ def refuse_other_tensors(names) -> None:
     Raises:
         `UnknownHeadError`: a tensor belongs to an unsupported head.
     """
-    read = {head.family for head in HEADS}
+    refused = _refused_heads()
     for name in names:
         for start, head in _OTHER_TENSORS.items():
-            if name.startswith(start) and head not in read:
-                raise UnknownHeadError(
-                    f"tensor {name} belongs to a {head} drafter, which is refused: {_OTHER_HEADS[head]}."
-                )
+            if name.startswith(start) and head in refused:
+                reason = refused[head]
+                raise UnknownHeadError(f"tensor {name} belongs to a {head} drafter, which is refused: {reason}.")
+
+
+def _refused_heads() -> dict[str, str]:
+    """Families that have not been added to `HEADS`, and why they are refused."""
+    read = {head.family for head in HEADS}
+    return {head: reason for head, reason in _OTHER_HEADS.items() if head not in read}
 
 
 def _refuse_other_heads(config: dict) -> None:
@@ -233,10 +238,7 @@ def _refuse_other_heads(config: dict) -> None:
     names = [str(name) for name in both.get("architectures") or () if isinstance(name, str)]
     names += [str(both.get("projector_type", "")), str(both.get("model_arch", ""))]
     kind = str(config.get("speculators_model_type", ""))
-    read = [head.family for head in HEADS]
-    for head, reason in _OTHER_HEADS.items():
-        if head in read:
-            continue
+    for head, reason in _refused_heads().items():
         named = [name for name in (*names, kind) if head.lower() in name.lower()]
         named += [f"{key}={both[key]!r}" for key, family in _OTHER_KEYS.items() if family == head and both.get(key)]
         if named:

@@ -1,7 +1,7 @@
 """Drafts that cost nothing: what followed the last tokens of a text where they occurred before in it."""
 
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 
 import torch
 
@@ -121,15 +121,14 @@ class Copier:
         copies, share = self._read(text, most), self.record.share(sum(text.host.alive))
         weights = self._weights(text, copies)
         self.record.forget()
-        gains = zip_longest(*([weights[row] * chance for chance in copies[row][1]] for row in copies), fillvalue=0.0)
-        gain, size, best = 0.0, 0, self.MARGIN
-        for count, of_rows in enumerate(gains, start=1):
-            gain += sum(of_rows)
-            worth = 1 + share * gain - speed * costs[count]
-            if worth > best:
-                self.expected, size, best = gain, count, worth
+        each = zip_longest(*([weights[row] * chance for chance in copies[row][1]] for row in copies), fillvalue=0.0)
+        gains = [0.0, *accumulate(map(sum, each))]  # of all rows, by number of tokens
+        worths = [1 + share * gain - speed * cost for gain, cost in zip(gains, costs)]
+        worths[0] = self.MARGIN
+        size = worths.index(max(worths))  # the smallest of those that are worth most
         if not size:
             return None
+        self.expected = gains[size]
         rows = [copies.get(row, ([], []))[0][:size] for row in range(len(self.lookups))]
         return text.last.new_tensor([[*copied, *[0] * (size - len(copied))] for copied in rows])
 

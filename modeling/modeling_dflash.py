@@ -193,12 +193,8 @@ class BlockConvolution(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.block_size, self.taps, self.group_size = (
-            config.block_size,
-            config.conv_kernel_size,
-            config.conv_group_size,
-        )
-        self.groups = config.hidden_size // self.group_size
+        self.block_size, self.taps = config.block_size, config.conv_kernel_size
+        self.group_size, self.groups = config.conv_group_size, config.hidden_size // config.conv_group_size
         self.base_kernel = nn.Parameter(torch.empty(2, self.taps, config.hidden_size))  # before, after the sublayer
         self.kernel_projection = nn.Linear(config.hidden_size, 2 * self.taps * self.groups, bias=False)
 
@@ -345,9 +341,8 @@ class DFlashDraftModel(SavedDrafter):
         if not self.config.has_embed_tokens:
             return raw_embedding(target, input_ids.to(input_device(target)))
         rows = self.embed_tokens.weight
-        return raw_embedding(
-            self, input_ids.to(rows.device).clamp(max=len(rows) - 1)
-        )  # the target's table may have been extended
+        known = input_ids.to(rows.device).clamp(max=len(rows) - 1)  # the target's table may have been extended
+        return raw_embedding(self, known)
 
     def draft_logits(self, hidden_states: torch.Tensor, target_head: nn.Module) -> torch.Tensor:
         """

@@ -30,13 +30,11 @@ class Noise:
     MOST_BYTES = 2**29  # of noise that is kept for rows that are behind
 
     def __init__(self, generators: list[torch.Generator], rows: int, most: int):
-        self.draws = [Draws(generator, rows // len(generators)) for generator in generators]
+        sharing = rows // len(generators)
+        self.draws = [Draws(one, range(n * sharing, (n + 1) * sharing)) for n, one in enumerate(generators)]
+        self.of_row = [draws for draws in self.draws for _ in draws.rows]
         self.taken, self.alive, self.most = [0] * rows, [True] * rows, most
         self.sampled = [0] * rows  # this round's tokens included
-
-    def _draws(self, row: int) -> tuple["Draws", int]:
-        """The draws that a row takes part in, and its place there."""
-        return (self.draws[0], row) if len(self.draws) == 1 else (self.draws[row], 0)
 
     def sample(self, chances: torch.Tensor, rows: list[int], step: int) -> torch.LongTensor:
         """
@@ -50,8 +48,7 @@ class Noise:
         """
         noise = []
         for row in rows:
-            draws, place = self._draws(row)
-            noise.append(draws.noise(self.taken[row] + step, chances.shape[-1])[place])
+            noise.append(self.of_row[row].noise(row, self.taken[row] + step, chances.shape[-1]))
             self.sampled[row] = self.taken[row] + step + 1
         best, tokens = (chances / torch.stack(noise)).max(dim=-1)
         if best.isnan().any():  # an error, if they are no chances
@@ -63,9 +60,8 @@ class Noise:
         Whether a row may sample more than `step` tokens in this round: not if it is so far ahead of others that the
         noise kept for them takes too much memory.
         """
-        behind = min(one for one, goes_on in zip(self.taken, self.alive, strict=True) if goes_on)
-        kept = self.taken[row] + step - behind
-        return len(self.draws) > 1 or kept * self.draws[0].bytes < self.MOST_BYTES
+        draws = self.of_row[row]
+        return (self.taken[row] + step - self._first_needed(draws)) * draws.bytes < self.MOST_BYTES
 
     def ahead(self, number: int, ids: torch.LongTensor) -> torch.Tensor:
         """
@@ -74,40 +70,53 @@ class Noise:
         """
         noise = torch.zeros(len(self.taken), number, len(ids), dtype=torch.float32, device=ids.device)
         for row in [row for row, goes_on in enumerate(self.alive) if goes_on]:
-            draws, place = self._draws(row)
             for step in range(min(number, self.most - self.taken[row])):
-                noise[row, step] = draws.gumbel(self.taken[row] + step, ids)[place]
+                noise[row, step] = self.of_row[row].gumbel(row, self.taken[row] + step, ids)
         return noise
 
     def advance(self, taken: list[int], alive: list[bool]) -> None:
         """Rows have sampled so many tokens; what no row needs any more is dropped."""
         self.taken, self.alive = [*taken], [*alive]
-        for number, draws in enumerate(self.draws):
-            rows = [number] if len(self.draws) > 1 else [row for row, goes_on in enumerate(alive) if goes_on]
-            draws.drop(min((taken[row] for row in rows), default=max(taken)))
+        for draws in self.draws:
+            draws.drop(self._first_needed(draws))
+
+    def _first_needed(self, draws: "Draws") -> int:
+        """The first draw that a row has not taken yet."""
+        waiting = [self.taken[row] for row in draws.rows if self.alive[row]]
+        return min(waiting) if waiting else max(self.taken[row] for row in draws.rows)
 
     def close(self) -> None:
         """Leave the generators as without a drafter, after as many draws as the text has tokens."""
-        for number, draws in enumerate(self.draws):
-            draws.close(self.sampled[number] if len(self.draws) > 1 else max(self.sampled))
+        for draws in self.draws:
+            draws.close(max(self.sampled[row] for row in draws.rows))
 
 
 class Draws:
     """
-    A generator's draws from distributions over a vocabulary, for `rows` rows at a time. Draws that were made for
+    A generator's draws from distributions over a vocabulary, for all of its rows at a time. Draws that were made for
     nothing are undone at the end, unless somebody else has used the generator in between.
     """
 
-    def __init__(self, generator: torch.Generator, rows: int):
+    def __init__(self, generator: torch.Generator, rows: range):
         self.generator, self.rows, self.width = generator, rows, 0
         self.states: dict[int, torch.Tensor] = {}  # of the generator, before each draw
         self.kept: dict[int, torch.Tensor] = {}  # [rows, V], exponential noise of each draw
         self.gumbels: dict[int, torch.Tensor] = {}  # [rows, len(ids)]
         self.made = 0
 
-    def noise(self, index: int, width: int = 0) -> torch.Tensor:
-        """The noise `[rows, V]` of a draw; the vocabulary has `width` tokens."""
-        self.width = width or self.width
+    def noise(self, row: int, index: int, width: int) -> torch.Tensor:
+        """A row's noise `[V]` in a draw from a vocabulary of `width` tokens."""
+        self.width = width
+        return self._draw(index)[row - self.rows.start]
+
+    def gumbel(self, row: int, index: int, ids: torch.LongTensor) -> torch.Tensor:
+        """A row's standard Gumbel noise `[len(ids)]` of some tokens in a draw."""
+        if index not in self.gumbels:
+            self.gumbels[index] = self._draw(index)[:, ids].log_().neg_()
+        return self.gumbels[index][row - self.rows.start]
+
+    def _draw(self, index: int) -> torch.Tensor:
+        """The noise `[rows, V]` of a draw."""
         while self.made <= index:
             self.states[self.made] = self.generator.get_state()
             self.kept[self.made] = self._drawn(self.generator)
@@ -115,19 +124,13 @@ class Draws:
         return self.kept[index]
 
     def _drawn(self, generator: torch.Generator) -> torch.Tensor:
-        noise = torch.empty(self.rows, self.width, dtype=torch.float32, device=generator.device)
+        noise = torch.empty(len(self.rows), self.width, dtype=torch.float32, device=generator.device)
         return noise.exponential_(generator=generator)
 
     @property
     def bytes(self) -> int:
         """Memory of one draw's noise."""
-        return 4 * self.rows * self.width
-
-    def gumbel(self, index: int, ids: torch.LongTensor) -> torch.Tensor:
-        """Standard Gumbel noise `[rows, len(ids)]` of some tokens in a draw."""
-        if index not in self.gumbels:
-            self.gumbels[index] = self.noise(index)[:, ids].log_().neg_()
-        return self.gumbels[index]
+        return 4 * len(self.rows) * self.width
 
     def drop(self, before: int) -> None:
         """Draws before one of them are not needed any more."""

@@ -11,6 +11,7 @@ not drafting, which is a size like any other. Whatever is chosen, the text is th
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -209,13 +210,44 @@ class SlowestRow:
         return pace / (1 + lag / ((got + left) * pace) ** 0.5)
 
 
-class FastestPlan:
+class PlanByCost:
     """
-    For each round, the drafted tokens of a tree that are worth verifying, possibly none. Rows that repeat what they
-    or their prompts said before copy it, without a draft, where that is faster.
+    What the planners that choose sizes have in common.
 
     Within a call, sizes follow from the costs that were known at its start and from what was accepted, never from a
     clock. Measurements of this call serve later calls.
+
+    Args:
+        table (`CostTable`): The cost of rounds on this machine; extended.
+        place (`tuple[int, int]`): Rows, and tokens per row before the first round.
+        pace (`Pace`): The drafter's statistics; extended.
+        vocab_size (`int`, *optional*): Of the target, if rows may copy earlier text.
+    """
+
+    def __init__(self, table: CostTable, place: tuple[int, int], pace: Pace, vocab_size: int | None):
+        self.table, self.known, self.pace = table, table.copy(), pace
+        self.rows, self.columns = self.place = place
+        self.copier = None if vocab_size is None else Copier(self.rows, vocab_size, pace.copies)
+        self.timed: list[tuple] = []  # rows, columns, work and seconds of this call's rounds
+        self.sizes: list[int] = []  # drafted or copied tokens that each round verified
+        self.tokens = self.spent = 0.0  # committed per row; their cost, in units of a round without a draft
+
+    def note(self, size: int, tokens: float, cost: float) -> None:
+        """Record a round of this call."""
+        self.sizes.append(size)
+        self.tokens, self.spent = self.tokens + tokens, self.spent + cost
+
+    def summary(self) -> dict:
+        """The choices, for the output."""
+        self.table.note(self.timed)
+        self.table.keep()
+        return {"draft_sizes": self.sizes, "estimated_speedup": self.tokens / self.spent if self.sizes else None}
+
+
+class FastestPlan(PlanByCost):
+    """
+    For each round, the drafted tokens of a tree that are worth verifying, possibly none. Rows that repeat what they
+    or their prompts said before copy it, without a draft, where that is faster.
 
     Args:
         plan (`Plan`): The draft if there is one: a tree with the maximum number of nodes.
@@ -233,26 +265,20 @@ class FastestPlan:
     def __init__(
         self, plan: Plan, table: CostTable, paces: dict, key, place: tuple[int, int], vocab_size: int | None = None
     ):
-        self.widest, self.table, self.known = plan._replace(cut=self.cut), table, table.copy()
-        self.paces, self.key, self.pace = paces, key, paces.get(key, Pace()).copy()
-        self.rows, self.columns = place
-        self.sizes: list[int] = []  # drafted or copied tokens that each round verified
-        self.tokens = self.spent = 0.0  # committed per row; their cost, in units of a round without a draft
-        self.timed: list[tuple] = []  # rows, columns, work and seconds of this call's rounds
+        super().__init__(table, place, paces.get(key, Pace()).copy(), vocab_size)
+        self.widest, self.paces, self.key = plan._replace(cut=self.cut), paces, key
         self.tried: dict[Work, int] = {}  # rounds of this call
-        self.slowest: SlowestRow | None = None  # over rounds with a draft
+        self.slowest = SlowestRow(self.rows)  # over rounds with a draft
         self.here = Correction()  # of the drafts of this text
         self.judged: list[tuple] = []  # for each row of the current round: parents and chances of its nodes
-        self.copier = None if vocab_size is None else Copier(self.rows, vocab_size, self.pace.copies)
 
     def next(self, text) -> Plan:
         """The plan of the next round of a text (`Continuation`)."""
-        host, self.judged, self.work, self.cost = text.host, [], NOTHING, 1.0
-        self.alive, self.left = list(host.alive), text.tokens_left
-        self.place = self.rows, self.columns + host.longest
+        self.judged, self.work, self.cost = [], NOTHING, 1.0
+        self.alive, self.left = text.host.alive, text.tokens_left
+        self.place = self.rows, self.columns + text.host.longest
         self.costs = self.known.curve(*self.place, self.widest.nodes)
         if not self.sizes:
-            self.slowest = SlowestRow(self.rows)
             self.pace.begin(self.costs[min(2, self.widest.nodes)])
         self.forced = self._to_try()
         copied = self._worth_copying(text) if self.forced is None else None
@@ -276,12 +302,10 @@ class FastestPlan:
             for node in range(1, most):
                 likely[node] = likely[parents[row][node]] * self.pace.reliability(chances[row][node])
                 gains[node] += likely[node] * (depths[row][node] < self.left)
-        trusted = self.here.ratio
-        count = self._worth([trusted * gain for gain in gains]) if self.forced is None else self.forced[0]
+        count = self._worth([self.here.ratio * gain for gain in gains]) if self.forced is None else self.forced[0]
         self.work, self.cost, size = (count, True), self.costs[count], 1 + count
         self.judged = [(parents[row][:size], chances[row][:size]) for row in range(len(parents))]
         self.said = sum(gains[:size]) / sum(self.alive)  # tokens per row that should be accepted
-        self.expected = min(1 + trusted * self.said, self.left)
         deepest = max(max(row[:size]) for row in depths)
         if deepest == size - 1 and all(row[:size] == list(range(size)) for row in depths):
             return Draft(tree.tokens[:, :size])
@@ -296,13 +320,13 @@ class FastestPlan:
             self.tried[self.work] = self.tried.get(self.work, 0) + 1
         # A batch is done when its slowest row is.
         tokens = min(self.left - (text.tokens_left if any(text.host.alive) else 0), max(counts))
-        self.sizes.append(size)
-        self.tokens, self.spent = self.tokens + tokens, self.spent + self.cost
+        self.note(size, tokens, self.cost)
         self.paces[self.key] = self.pace  # the next call copies it
         if size and not drafted:
             self.copier.learn(counts, self.alive)
         if not self.judged:
             return
+        expected = min(1 + self.here.ratio * self.said, self.left)
         self.here.note(self.said, sum(counts) / sum(self.alive) - 1)
         path = None if verdict.path is None else verdict.path.tolist()
         for row, (parents, chances) in enumerate(self.judged):
@@ -314,15 +338,13 @@ class FastestPlan:
                     if parents[node] in judged:
                         self.pace.reliability.note(chances[node], node in taken)
         # For a single row, the expected number is as informative as the accepted one, and varies less.
-        paced = 0.25 * tokens + 0.75 * self.expected
+        paced = 0.25 * tokens + 0.75 * expected
         if len(counts) > 1:
             paced = self.slowest.after(counts, self.alive, self.left)
         self.pace.note(paced, self.cost)
 
     def summary(self) -> dict:
         """The choices, for the output. A call that mostly decodes without drafts logs the reason once."""
-        self.table.note(self.timed)
-        self.table.keep()
         pace, mostly_none = self.pace, len(self.sizes) >= 16 and 2 * self.sizes.count(0) > len(self.sizes)
         judged = any(observations for observations, *_ in pace.reliability.seen)
         lost = judged and pace.tokens < pace.cost and self.tokens < 1.1 * self.spent  # copies may make up for it
@@ -333,7 +355,7 @@ class FastestPlan:
                 f"{pace.tokens / pace.cost:.2f}x the speed of the target alone, given its acceptance and the cost of "
                 "rounds here. Set `draft.decoding_config.block_size` to draft in every round."
             )
-        return {"draft_sizes": self.sizes, "estimated_speedup": self.tokens / self.spent if self.sizes else None}
+        return super().summary()
 
     def _worth_copying(self, text) -> torch.LongTensor | None:
         if self.copier is None:
@@ -347,15 +369,11 @@ class FastestPlan:
 
     def _worth(self, gains: list[float]) -> int:
         """How many nodes to verify, given the `gains` of each in tokens of all rows."""
-        rate, best, most, value = sum(self.alive) * self.pace.speed, 0, 0.0, 0.0
-        for size in range(1, len(gains)):
-            value += gains[size]
-            worth = value - rate * (self.costs[size] - self.costs[0])
-            if size in self.LADDER and self._is_new((size, True)):
-                worth += 0.1 * rate
-            if worth > most:
-                best, most = size, worth
-        return best
+        rate, worths = sum(self.alive) * self.pace.speed, [0.0]
+        for size, value in enumerate(accumulate(gains[1:]), start=1):
+            is_new = size in self.LADDER and self._is_new((size, True))
+            worths.append(value - rate * (self.costs[size] - self.costs[0]) + 0.1 * rate * is_new)
+        return worths.index(max(worths))  # the smallest of those that are worth most
 
     def _is_new(self, work: Work) -> bool:
         return self.known.count(*self.place, work) + self.tried.get(work, 0) < self.ENOUGH

@@ -7,14 +7,13 @@ from typing import NamedTuple
 
 import torch
 from transformers import Cache
-from transformers.generation import utils as generation_utils
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from .cache_dflash import cached_columns
 from .call_dflash import Call
 from .compile_dflash import slots_of
 from .drafting_dflash import DFlashCandidateGenerator, first_positions, padding_of
 from .isolation_dflash import isolated
-from .noise_dflash import Noise
 from .sessions_dflash import SlotSession
 from .target_dflash import FeatureTap, decoder_layers, empty_cache
 from .text_dflash import Continuation
@@ -24,15 +23,6 @@ from .text_dflash import Continuation
 _OWN_ARGUMENTS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "use_cache"}
 _OWN_ARGUMENTS |= {"output_attentions", "output_hidden_states", "past_key_values", "cache_params"}
 _PROMPT_ARGUMENTS = {"mm_token_type_ids", "logits_to_keep", "cache_position"}
-
-
-class Models(NamedTuple):
-    """Both models, isolated from other calls."""
-
-    target: torch.nn.Module
-    drafter: DFlashCandidateGenerator
-    tap: FeatureTap
-    pools: list  # slots that outlive the call, of drafter and target; `None` if rounds are not compiled
 
 
 class Prefilled(NamedTuple):
@@ -65,35 +55,55 @@ class Pair:
 
 
 @contextmanager
-def models_of(call: Call, noise: Noise | None = None):
+def opened_pair(call: Call, continuation: Continuation):
     """
-    The two models of a call, and a tap on the target's layers. Hooks and flags are set on copies of the modules: other
-    calls may be running both models.
-
-    Args:
-        call (`Call`): The call.
-        noise ([`Noise`], *optional*): Of its samples.
+    Prefill and set up everything that rounds need; on exit, the caller's cache is written back. Hooks and flags are
+    set on copies of the modules: other calls may be running both models.
 
     Yields:
-        [`Models`]
+        [`Pair`], and the indices of the first anchors `[R]`.
     """
-    target, draft = call.target, call.draft
+    target, draft, facts, noise = call.target, call.draft, call.facts, continuation.rules.noise
+    given = call.model_kwargs[facts.cache_name] = usable_cache(call)
+    keep_cache = call.generation_config.return_dict_in_generate or getattr(given, "_is_user_defined", False)
     with ExitStack() as opened:
+        # 1. Both models, and a tap on the target's layers.
         layers, layer_ids = decoder_layers(target), draft.config.target_layer_ids
-        watched = [layers[max(i, 0)] for i in layer_ids] + [target.get_submodule(name) for name in call.facts.moving]
-        own = opened.enter_context(isolated(target, watched))
-        pools = [opened.enter_context(slots_of(model)) if call.compile else None for model in (draft, target)]
+        watched = [layers[max(i, 0)] for i in layer_ids] + [target.get_submodule(name) for name in facts.moving]
+        target = opened.enter_context(isolated(target, watched))
+        pools = [opened.enter_context(slots_of(one)) if call.compile else None for one in (draft, call.target)]
         if draft.training:
             draft = opened.enter_context(isolated(draft, draft.modules(), training=False))
-        drafter = DFlashCandidateGenerator(draft, own, generators=call.generators, temperature=call.temperature)
+        drafter = DFlashCandidateGenerator(draft, target, generators=call.generators, temperature=call.temperature)
         drafter.foresight = call.foresight(noise)
-        tap = opened.enter_context(FeatureTap(own, layer_ids, consume=drafter.absorb))
-        yield Models(own, drafter, tap, pools)
+        tap = opened.enter_context(FeatureTap(target, layer_ids, consume=drafter.absorb))
+        # 2. The prompt, read by both.
+        prompt = prefill(call, target, drafter)
+        tap.consume = None
+        # 3. The state from which rounds start.
+        columns, padding, offset = prompt.columns, prompt.padding, prompt.offset
+        room = columns + draft.config.block_tokens + (0 if call.compile else min(call.max_new, 256))  # grows
+        drafter.open(padding, columns, room, offset, pools[0])
+        extra = extra_arguments(call)
+        session = facts.open_session(target, prompt.cache, padding, room, offset, extra, pools[1])
+        session.end_at(columns + call.max_new - 1)
+        pair = Pair(drafter, session, tap, continuation, columns)
+        try:
+            continuation.commit(continuation.judge(None, prompt.logits, prompt.hidden_states))
+            del prompt
+            yield pair, torch.tensor([columns - pad for pad in padding], device=drafter.device)
+        finally:
+            if keep_cache:  # even after an interruption
+                pair.cache = session.close(columns + max(continuation.host.longest - 1, 0))
+            if noise is not None:
+                noise.close()
+            for holder in (drafter.cache, session):
+                holder.clear()
 
 
-def prefill(call: Call, models: Models) -> Prefilled:
+def prefill(call: Call, target, drafter: DFlashCandidateGenerator) -> Prefilled:
     """Run the prompt through the target as usual; its features become the drafter's context."""
-    target, drafter, model_kwargs, name = models.target, models.drafter, call.model_kwargs, call.facts.cache_name
+    model_kwargs, name = call.model_kwargs, call.facts.cache_name
     if "logits_to_keep" in model_kwargs and getattr(target.config.get_text_config(), "num_kv_shared_layers", False):
         # An index, not a count: with a count, Gemma 4 drops all other tokens before the layers that share keys.
         model_kwargs["logits_to_keep"] = torch.tensor([-1])
@@ -103,46 +113,11 @@ def prefill(call: Call, models: Models) -> Prefilled:
     )
     outputs = target._prefill(call.input_ids, call.generation_config, model_kwargs)
     watch.remove()
-    models.tap.consume = None
     cache = outputs.get(name, model_kwargs[name])  # Phi-3 starts a new cache if a long prompt needs other frequencies
     columns = filled_columns(call, cache, drafter.absorbed)
     offset = first_positions(positions[-1], columns, padding, drafter.device, call.facts.counts_columns)
     logits = outputs.logits[:, -1:].to(drafter.device, copy=True)  # a copy: the rest can be freed
     return Prefilled(logits, cache, columns, padding, offset, outputs.get("hidden_states"))
-
-
-@contextmanager
-def opened_pair(call: Call, continuation: Continuation):
-    """
-    Prefill and set up everything that rounds need; on exit, the caller's cache is written back.
-
-    Yields:
-        [`Pair`], and the indices of the first anchors `[R]`.
-    """
-    given = call.model_kwargs[call.facts.cache_name] = usable_cache(call)
-    keep_cache = call.generation_config.return_dict_in_generate or getattr(given, "_is_user_defined", False)
-    noise = continuation.rules.noise
-    with models_of(call, noise) as models:
-        drafter, (draft_pool, pool) = models.drafter, models.pools
-        prompt = prefill(call, models)
-        columns, padding, offset = prompt.columns, prompt.padding, prompt.offset
-        room = columns + call.draft.config.block_tokens + (0 if call.compile else min(call.max_new, 256))  # grows
-        drafter.open(padding, columns, room, offset, draft_pool)
-        extra = extra_arguments(call)
-        session = call.facts.open_session(models.target, prompt.cache, padding, room, offset, extra, pool)
-        session.end_at(columns + call.max_new - 1)
-        pair = Pair(drafter, session, models.tap, continuation, columns)
-        try:
-            continuation.commit(continuation.judge(None, prompt.logits, prompt.hidden_states))
-            del prompt
-            yield pair, torch.tensor([columns - pad for pad in padding], device=drafter.device)
-        finally:
-            if keep_cache:  # even after an interruption
-                pair.cache = session.close(columns + max(continuation.longest - 1, 0))
-            if noise is not None:
-                noise.close()
-            for holder in (drafter.cache, session):
-                holder.clear()
 
 
 def usable_cache(call: Call):
@@ -177,12 +152,11 @@ def extra_arguments(call: Call) -> dict:
     """
     accepted = inspect.signature(call.target.forward).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
-    skip = _OWN_ARGUMENTS | _PROMPT_ARGUMENTS
-    prompt_only = getattr(generation_utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ())
+    skip = {*_OWN_ARGUMENTS, *_PROMPT_ARGUMENTS, *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL}
     extra = {
         key: value[:, -1:] if key == "token_type_ids" and value is not None else value
         for key, value in call.model_kwargs.items()
-        if key not in skip and key not in prompt_only and (takes_any or key in accepted)
+        if key not in skip and (takes_any or key in accepted)
     }
     if call.lists_hidden_states:
         extra["output_hidden_states"] = call.generation_config.output_hidden_states

@@ -20,7 +20,7 @@ from .isolation_dflash import HOOKS, isolated
 from .recurrent_dflash import ReplaySession, StepSession, moving_modules, recurrent_states
 from .remembered_dflash import recall, remember
 from .sessions_dflash import SlotSession
-from .target_dflash import cache_argument, decoder_layers, empty_cache, input_device, try_out
+from .target_dflash import cache_argument, decoder_layers, empty_cache, input_device, methods_of, try_out
 from .tree_dflash import every_path, independent_paths, likeliest_tree
 
 
@@ -143,7 +143,7 @@ def facts_of(target) -> TargetFacts:
     key += (torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),)
     if key not in known:
         own = replaced or training or hooks
-        functions = [] if own else _functions(target)
+        functions = set() if own else methods_of(target)
         on_disk = None if own else _key_on_disk(target, key, functions)
         # Here a function is itself, since two of the same place in a file may differ in their closures.
         alike = (*map(str, on_disk.values()), frozenset(map(weakref.ref, functions))) if on_disk else ()
@@ -191,13 +191,7 @@ def _kept_hooks(modules: list):
                 hooks.update(earlier)
 
 
-def _functions(target) -> list:
-    """The functions of the classes of a target's modules, and of those that they inherit from."""
-    classes = {base for kind in {type(module) for module in target.modules()} for base in kind.__mro__}
-    return [function for kind in classes for function in vars(kind).values() if inspect.isfunction(function)]
-
-
-def _key_on_disk(target, key: tuple, functions: list) -> dict | None:
+def _key_on_disk(target, key: tuple, functions: set) -> dict | None:
     """
     The key under which other processes find the facts about a target: its modules and configuration, and the current
     files of their code, of the decoding code and of this package. `None` if some code comes from no file.

@@ -5,20 +5,15 @@ Only the target's modules that update a state run again, on inputs recorded in t
 in slots, as in any other target. Every row keeps its own length.
 """
 
-import copy
-
 import torch
 from transformers import cache_utils
 from transformers.cache_utils import (
     Cache,
-    CacheLayerMixin,
     LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
     StaticLayer,
 )
 
 from .accept_dflash import Draft, Verdict
-from .cache_dflash import SlotCache, SlotLayer
 from .isolation_dflash import isolated
 from .sessions_dflash import SlotSession
 from .target_dflash import empty_cache, try_out
@@ -186,46 +181,6 @@ def moving_modules(target) -> dict[str, int]:
     return found
 
 
-class RecurrentSlotLayer(SlotLayer, LinearAttentionLayer):
-    """A layer with recurrent states and keys in slots; the states are shared with the original layer."""
-
-    is_compileable = False
-
-    def __init__(self, attention: SlotLayer, recurrent: LinearAttentionLayer):
-        self.__dict__ = {**vars(recurrent), **vars(attention)}
-
-    def lazy_initialization(self, *args, **kwargs) -> None:
-        """Upstream's convention: keys and values are passed by position, states by keyword."""
-        (SlotLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
-
-
-class HybridSlotCache(SlotCache):
-    """A slot cache that shares recurrent and empty layers with the cache it was made from."""
-
-    @classmethod
-    def adopt(cls, cache: Cache, padding: list[int], capacity: int, pool: dict | None = None) -> "HybridSlotCache":
-        slots, attention = cls(len(padding), capacity, pool), _attention_alone(cache)
-        moved = iter(SlotCache.adopt(attention, padding, capacity, pool).layers if attention.layers else [])
-        for layer in cache.layers:
-            if isinstance(layer, CacheLayerMixin):
-                keys = next(moved)
-                keys.cache = slots
-                layer = RecurrentSlotLayer(keys, layer) if isinstance(layer, LinearAttentionLayer) else keys
-            slots.layers.append(layer)
-        return slots
-
-    def release(self, cache: Cache, padding: list[int], columns: int) -> Cache:
-        SlotCache.release(_attention_alone(self), _attention_alone(cache), padding, columns)
-        return cache
-
-
-def _attention_alone(cache: Cache) -> Cache:
-    """A view of a cache with only the layers that hold keys and values."""
-    view = copy.copy(cache)
-    view.layers = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
-    return view
-
-
 class ReplaySession(SlotSession):
     """
     A target with recurrent layers, whose states are restored and advanced over the accepted tokens.
@@ -234,7 +189,6 @@ class ReplaySession(SlotSession):
         moving (`dict[str, int]`): From [`moving_modules`]; the modules of these names must be private to the caller.
     """
 
-    cache_class = HybridSlotCache
     tape_class = StateTape
     rollback_is_free = False
 

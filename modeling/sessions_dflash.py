@@ -27,13 +27,12 @@ class SlotSession:
         pool (`dict`, *optional*): As for [`SlotCache`].
     """
 
-    cache_class = SlotCache
     windows: dict[str | None, tuple[int | None, int | None] | None]  # as returned by [`mask_windows`]
     rollback_is_free = True  # so that rounds can be compiled, and run before the host knows what was accepted
 
     def __init__(self, target, cache, padding, capacity, offset, extra, pool=None):
         self.target, self.offset, self.source, self.padding = target, offset, cache, padding
-        self.cache = self.cache_class.adopt(cache, padding, capacity, pool)
+        self.cache = SlotCache.adopt(cache, padding, capacity, pool)
         self.arguments = {**extra, cache_argument(target): self.cache, "use_cache": True}
         self.windows, self.dtype = mask_windows(target), target.dtype
         if not any(self.windows.values()):  # no layer has a mask

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+from types import FunctionType
 
 import torch
 from torch import nn
@@ -30,6 +31,12 @@ def decoder_layers(target) -> nn.ModuleList:
         f"{type(target).__name__} has no list of {depth} decoder layers, so its features cannot be read; use a "
         "decoder-only transformer as the target."
     )
+
+
+def methods_of(target) -> set[FunctionType]:
+    """The methods of the classes of a target's modules, and of those that they inherit from."""
+    classes = {base for kind in {type(module) for module in target.modules()} for base in kind.__mro__}
+    return {value for base in classes for value in vars(base).values() if isinstance(value, FunctionType)}
 
 
 def running_device(module: nn.Module) -> torch.device:

@@ -141,11 +141,6 @@ class Continuation:
         return self.state.last
 
     @property
-    def longest(self) -> int:
-        """Generated tokens of the longest row."""
-        return self.host.longest
-
-    @property
     def longest_possible(self) -> int:
         """An upper bound of `longest` that includes rounds the host has not read yet."""
         return min(self.host.longest_possible, self.max_new)
@@ -164,7 +159,7 @@ class Continuation:
     @property
     def sequences(self) -> torch.LongTensor:
         """`[R, S + longest]`, finished rows padded."""
-        return self.writer.buffer[:, : self.writer.prompt_length + self.longest]
+        return self.writer.buffer[:, : self.writer.prompt_length + self.host.longest]
 
     def copied(self, tokens: torch.LongTensor | None) -> Draft:
         """The tokens `[R, n]` as a draft; `None`: only the anchors."""
@@ -213,45 +208,40 @@ class Continuation:
 
     def _token_by_token(self, draft: Draft | None, logits: torch.Tensor, hidden_states: tuple | None) -> Verdict:
         """Judge, write and stream each token before judging the next; all rows together, or row by row."""
-        count, device = len(logits), self.device
-        together, noise = self.rules.pace == "together", self.rules.noise
-        groups = [slice(0, count)] if together else [slice(row, row + 1) for row in range(count)]
-        unfinished, paths, written, counts = self.state.unfinished.clone(), [], [], []
-        self.writer.reserve(self.longest + logits.shape[1])
+        count, device, noise = len(logits), self.device, self.rules.noise
+        if self.rules.pace == "together":
+            groups = [slice(0, count)]
+        else:
+            groups = [slice(row, row + 1) for row, alive in enumerate(self.host.alive) if alive]
+        depth = 0 if draft is None else draft.depth
+        tokens = torch.full((count, depth + 1), self.rules.pad, device=device)
+        path, counts = torch.zeros_like(tokens), [0] * count
+        unfinished = self.state.unfinished.clone()
+        self.writer.reserve(self.host.longest + logits.shape[1])
         if draft is not None:
             self.writer.next_round()
         for rows in groups:
-            path, tokens = [0], []
-            length = self.writer.prompt_length + self.host.lengths[rows.start]
-            while together or self.host.alive[rows.start]:
-                node = path[-1]
+            numbers = [*range(rows.start, rows.stop)]
+            length, node = self.writer.prompt_length + self.host.lengths[rows.start], 0
+            while node is not None:
+                step = counts[rows.start]
                 raw = logits[rows, node].to(copy=True, dtype=torch.float32)
-                prefix = self.writer.buffer[rows, :length]
-                token, scores = self.rules.token(prefix, raw, unfinished[rows], draft, len(tokens), rows)
+                prefix = self.writer.buffer[rows, : length + step]
+                token, scores = self.rules.token(prefix, raw, unfinished[rows], draft, step, rows)
                 of_token = hidden_states  # for the prompt, the hidden states of all its tokens
                 if draft is not None and hidden_states is not None:
                     of_token = tuple(layer[..., node : node + 1, :].clone() for layer in hidden_states)
                 self.writer.note(scores, raw, of_token)
-                self.writer.append(rows, length, token)
-                tokens.append(token)
-                length += 1
-                ended = self.rules.criteria(self.writer.buffer[rows, :length], self.writer.scores)
-                unfinished[rows] &= ~ended
+                self.writer.append(rows, length + step, token)
+                tokens[rows, step], path[rows, step] = token, node
+                step += 1
+                counts[rows] = [step] * len(numbers)
+                unfinished[rows] &= ~self.rules.criteria(self.writer.buffer[rows, : length + step], self.writer.scores)
                 # To continue, all rows must agree with the draft; a finished row agrees with padding.
-                goes_on = draft is not None and len(tokens) <= draft.depth and bool(unfinished[rows].any())
-                goes_on = goes_on and (noise is None or noise.goes_on(rows.start, len(tokens)))
-                numbers = range(rows.start, rows.stop)
-                found = draft.children([*numbers], [node] * len(numbers), token) if goes_on else [None]
-                if None in found:
-                    break
-                path.append(found[0])
-            paths.append(path)
-            counts += [len(tokens)] * (rows.stop - rows.start)
-            written.append(torch.stack(tokens, dim=1) if tokens else self.state.last[rows, None])
-        last = torch.cat([tokens[:, -1] for tokens in written])
-        width = max(tokens.shape[1] for tokens in written)
-        tokens = [torch.nn.functional.pad(t, (0, width - t.shape[1]), value=self.rules.pad) for t in written]
-        nodes = None
-        if draft is not None and draft.tree is not None:
-            nodes = torch.tensor([path + [0] * (draft.depth + 1 - len(path)) for path in paths], device=device)
-        return Verdict(torch.cat(tokens), torch.tensor(counts, device=device), last, unfinished, nodes)
+                goes_on = step <= depth and bool(unfinished[rows].any())
+                goes_on = goes_on and (noise is None or noise.goes_on(rows.start, step))
+                found = draft.children(numbers, [node] * len(numbers), token) if goes_on else [None]
+                node = None if None in found else found[0]
+        taken = torch.tensor(counts, device=device)
+        along = path if draft is not None and draft.tree is not None else None
+        return Verdict(tokens, taken, self.state.last_after(tokens, taken), unfinished, along)

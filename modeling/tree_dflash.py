@@ -180,9 +180,7 @@ def likeliest_tree(
         log_probs (`torch.Tensor`): `[R, M]`; a path's is below that of each of its prefixes.
         paths (`Paths`): The paths, of which `n` are chosen.
     """
-    # If a path is chosen, so are all of its prefixes.
-    best, chosen = log_probs.topk(paths.nodes, dim=-1)  # [R, n], the likeliest first
-    return _joined(anchors, tokens.gather(1, chosen), best, chosen, paths.ancestors[chosen])
+    return _tree_of(anchors, tokens, log_probs, paths.ancestors.expand(len(anchors), -1, -1), paths.nodes)
 
 
 def beam_tree(anchors: torch.LongTensor, state, after, paths: Paths, width: int = MOST_BEAMS) -> DraftTree:
@@ -221,24 +219,24 @@ def beam_tree(anchors: torch.LongTensor, state, after, paths: Paths, width: int 
             parents = best // ways + torch.arange(rows, device=ids.device)[:, None] * (len(state) // rows)
             state = state[parents.flatten()]
     # 3. The likeliest of all paths found.
-    tokens, log_probs, beginnings = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
-    best, chosen = log_probs.topk(min(paths.nodes, count), dim=-1)  # [R, n]
-    beginnings = beginnings.gather(1, chosen[..., None].expand(-1, -1, depth))
-    return _joined(anchors, tokens.gather(1, chosen), best, chosen, beginnings)
+    tokens, log_probs, prefixes = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+    return _tree_of(anchors, tokens, log_probs, prefixes, min(paths.nodes, count))
 
 
-def _joined(anchors, tokens, log_probs, chosen, beginnings) -> DraftTree:
+def _tree_of(anchors, tokens, log_probs, prefixes, nodes: int) -> DraftTree:
     """
-    A tree of chosen paths, from their last tokens `[R, n]`, log-probabilities and numbers, and from the numbers of
-    their prefixes `[R, n, D]`.
+    The tree of the `nodes` likeliest paths, from the last token `[R, M]` of each, its log-probability, and the numbers
+    of its prefixes `[R, M, D]`. If a path is chosen, so are all of its prefixes.
     """
-    tokens = torch.cat([anchors[:, None], tokens], dim=1)
-    depths = torch.nn.functional.pad((beginnings >= 0).sum(dim=-1), (1, 0))  # [R, n + 1]
+    log_probs, chosen = log_probs.topk(nodes, dim=-1)  # [R, n], the likeliest first
+    prefixes = prefixes.gather(1, chosen[..., None].expand(-1, -1, prefixes.shape[-1]))  # [R, n, D]
+    tokens = torch.cat([anchors[:, None], tokens.gather(1, chosen)], dim=1)
+    depths = torch.nn.functional.pad((prefixes >= 0).sum(dim=-1), (1, 0))  # [R, n + 1]
     # 1. Which nodes each node sees.
-    sees = (beginnings[:, :, None] == chosen[:, None, :, None]).any(dim=-1)  # [R, n, n]
+    sees = (prefixes[:, :, None] == chosen[:, None, :, None]).any(dim=-1)  # [R, n, n]
     sees = torch.nn.functional.pad(sees, (1, 0, 1, 0))  # [R, n + 1, n + 1]
     sees[:, :, 0] = True
     # 2. The parent is the ancestor one slot above; nodes in the first slot have the anchor as parent.
     above = sees & (depths[:, None] == depths[:, :, None] - 1)
     parents = (above * torch.arange(above.shape[1], device=above.device)).sum(dim=-1)  # [R, n + 1]
-    return DraftTree(tokens, depths, parents, sees, beginnings.shape[-1], torch.nn.functional.pad(log_probs, (1, 0)))
+    return DraftTree(tokens, depths, parents, sees, prefixes.shape[-1], torch.nn.functional.pad(log_probs, (1, 0)))

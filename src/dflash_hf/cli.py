@@ -93,20 +93,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         except BrokenPipeError:
             stop_printing()
             return 141
-        except Exception as error:  # every error becomes one line
+        except (Exception, KeyboardInterrupt) as error:  # every error becomes one line
             if debug:
                 traceback.print_exc()
-            if interrupted:  # libraries turn a Ctrl-C during their import into their own errors
-                return _say_interrupted(name, again)
+            # Libraries turn a Ctrl-C during their import into their own errors.
+            if interrupted or isinstance(error, KeyboardInterrupt):
+                eval("None")  # clears a Ctrl-C during an `exec`, as in a dataclass; else Python exits by the signal
+                end_progress_bars()
+                print(f"\ndflash {name}: interrupted; {one_line(again)}.", file=sys.stderr)
+                return 130
             from dflash_hf.failures import explain
 
             end_progress_bars()
             print(f"dflash {name}: error: {explain(error, again)}", file=sys.stderr)
             return 2 if isinstance(error, UsageError) else 1
-        except KeyboardInterrupt:
-            if debug:
-                traceback.print_exc()
-            return _say_interrupted(name, again)
 
 
 def build_parser(chosen: str) -> tuple[Parser, Parser | None]:
@@ -175,13 +175,6 @@ def _resolve_names(arguments) -> None:
             from dflash_hf.smollm2 import folder_of
 
             setattr(arguments, name, folder_of("smollm2", drafter=name == "draft"))
-
-
-def _say_interrupted(name: str, again: str) -> int:
-    eval("None")  # clears a Ctrl-C during an `exec`, as in a dataclass, after which Python would exit by the signal
-    end_progress_bars()
-    print(f"\ndflash {name}: interrupted; {one_line(again)}.", file=sys.stderr)
-    return 130
 
 
 @contextmanager

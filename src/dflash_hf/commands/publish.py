@@ -44,6 +44,8 @@ def run(arguments, echo) -> Outcome:
     from collections import Counter
     from pathlib import Path
 
+    from dflash_hf.evaluation.measure import EvalReport
+    from dflash_hf.evaluation.report import REPORT_FILE
     from dflash_hf.hub.card import CardFacts
     from dflash_hf.hub.check import render
     from dflash_hf.hub.publish import publish
@@ -52,7 +54,10 @@ def run(arguments, echo) -> Outcome:
         raise FileNotFoundError(f"{arguments.folder}: there is no such folder; publish a local folder.")
     given = {name: getattr(arguments, name) for name in (*_FACTS, "evaluated_on") if getattr(arguments, name)}
     facts = CardFacts.from_folder(arguments.folder, **given) if given else None
-    speedup = _speedup(Path(arguments.folder))
+    speedup, report = None, Path(arguments.folder, REPORT_FILE)
+    if report.is_file():
+        evaluated = EvalReport.load(report)
+        speedup = evaluated.methods[evaluated.fastest].gain
     options = {"facts": facts, "write_to": arguments.output, "gguf_target": arguments.gguf}
     result = publish(arguments.folder, arguments.repo, arguments.private, arguments.dry_run, **options)
     if result.findings:
@@ -73,17 +78,3 @@ def run(arguments, echo) -> Outcome:
         echo(result.url or f"{result.repo} is already up to date: no new commit.")
     known = {"repo": result.repo, "files": result.files, "left_out": len(result.left_out), "url": result.url}
     return Outcome(facts={**known, "findings": [vars(finding) for finding in result.findings]})
-
-
-def _speedup(folder) -> float | None:
-    """The best speed-up in the folder's report, over the fairest baseline."""
-    from dflash_hf.evaluation.measure import EvalReport
-    from dflash_hf.evaluation.methods import DRAFTED
-    from dflash_hf.evaluation.report import REPORT_FILE
-
-    if not (folder / REPORT_FILE).is_file():
-        return None
-    methods = EvalReport.load(folder / REPORT_FILE).methods
-    return max(
-        (one.speedup_over_packed or one.speedup for name, one in methods.items() if name in DRAFTED), default=None
-    )

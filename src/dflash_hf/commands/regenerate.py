@@ -116,12 +116,10 @@ def _check(arguments) -> None:
     """Check that the arguments fit together."""
     names = (
         *("raw", "draft", "chat_template", "packed", "compile", "tree_nodes", "draft_temperature", "batch_size"),
-        *("device", "revision", "draft_revision", "trust_remote_code"),
+        *("device", "revision", "draft_revision", "trust_remote_code", "dtype"),
     )
-    ours = [name for name in names if getattr(arguments, name)] + ["dtype"] * (arguments.dtype != "auto")
-    if arguments.server and ours:
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in ours)
-        raise ValueError(f"--server receives conversations and decodes them itself: leave out {options}.")
+    if arguments.server and (ours := shared.given(arguments, names)):
+        raise ValueError(f"--server receives conversations and decodes them itself: leave out {', '.join(ours)}.")
     shared.check_sampling(arguments)
     shared.check_not_data(arguments.output, arguments.data)
 

@@ -8,6 +8,7 @@ from dflash_hf.commands.shared import (
     add_pair,
     add_speed,
     add_threads,
+    given,
 )
 from dflash_hf.names import ENGINES, LLAMA_CPP
 from dflash_hf.terminal import Outcome, UsageError, add_template_arguments, install, port, template_arguments
@@ -111,9 +112,8 @@ def _engine(arguments, echo) -> Outcome:
     if arguments.draft is None:
         raise UsageError(f"--engine {engine} needs --draft; without a drafter, run {engine} itself.")
     names = ("compile", "tree_nodes", "draft_temperature", "packed", "device", "threads", "enable_cors")
-    ours = [name for name in names if getattr(arguments, name)]
-    if ours:
-        raise UsageError(f"--{ours[0].replace('_', '-')} is for --engine transformers; leave it out for {engine}.")
+    if ours := given(arguments, names):
+        raise UsageError(f"{ours[0]} is for --engine transformers; leave it out for {engine}.")
     if arguments.port == 0:
         raise UsageError(f"--port 0 is for --engine transformers, which chooses a free port; name one for {engine}.")
     if engine == LLAMA_CPP:

@@ -1,6 +1,7 @@
 """Arguments that several commands share; an option means the same everywhere."""
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,12 @@ def add_answering(parser) -> None:
     add_color(parser, "accepted draft tokens")
     add_loading(parser)
     add_speed(parser)
+
+
+def given(arguments, names: Iterable[str]) -> list[str]:
+    """The options among these names of arguments that are set."""
+    values = {name: getattr(arguments, name) for name in names}
+    return [f"--{name.replace('_', '-')}" for name, one in values.items() if one and (name, one) != ("dtype", "auto")]
 
 
 def add_data(parser) -> None:

@@ -5,7 +5,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
 
 from transformers.utils import logging
@@ -168,13 +169,9 @@ def _pack_batch(max_length: int, batch: dict) -> dict:
 
 def colored_example(example: dict, tokenizer, color: bool, longest_run: int = 120) -> str:
     """The text of an example, with supervised tokens in green or in brackets; long runs are shortened."""
-    ids, mask = example["input_ids"], example["loss_mask"]
-    text, start = "", 0
-    while start < len(ids):
-        end = start
-        while end < len(ids) and mask[end] == mask[start]:
-            end += 1
-        run = ids[start:end]
+    text = ""
+    for supervised, pairs in groupby(zip(example["input_ids"], example["loss_mask"]), key=itemgetter(1)):
+        run = [token for token, _ in pairs]
         if len(run) > longest_run:
             half = longest_run // 2
             left_out = f" ... {len(run) - 2 * half} tokens ... "
@@ -182,9 +179,9 @@ def colored_example(example: dict, tokenizer, color: bool, longest_run: int = 12
         else:
             piece = tokenizer.decode(run)
         piece = _CONTROLS.sub(lambda one: ascii(one[0])[1:-1], piece)
-        if mask[start]:
+        if supervised:
             piece = f"\x1b[32m{piece}\x1b[0m" if color else f"[{piece}]"
-        text, start = text + piece, end
+        text += piece
     return text
 
 

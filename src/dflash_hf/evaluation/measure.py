@@ -65,6 +65,11 @@ class MethodReport:
         """New tokens per forward of the target, the prompt's forward included."""
         return self.tokens / self.target_forwards
 
+    @property
+    def gain(self) -> float | None:
+        """The speed-up over the fairest baseline that was measured."""
+        return self.speedup_over_packed or self.speedup
+
 
 @dataclass
 class EvalReport:
@@ -94,6 +99,11 @@ class EvalReport:
     @property
     def num_prompts(self) -> int:
         return len(self.responses)
+
+    @property
+    def fastest(self) -> str:
+        """The method with a drafter that gains most."""
+        return max((name for name in self.methods if name in ways.DRAFTED), key=lambda name: self.methods[name].gain)
 
     @property
     def verifications(self) -> list[int]:

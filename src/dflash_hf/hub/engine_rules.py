@@ -180,10 +180,9 @@ def _attention(drafter: Drafter) -> Iterator[Finding]:
         yield Finding("error", SERVERS, "causal_head", message)
     for i, (vllm, sglang) in enumerate(zip(read["vllm"], read["sglang"])):
         if vllm != sglang:
-            message = (
-                f"layer {i}: vLLM reads (window, causal) = {vllm}, SGLang {sglang}; write layer_types, sliding_window"
-            )
-            yield Finding("error", SERVERS, "is_causal", f"{message} and is_causal at the top level.")
+            message = f"layer {i}: vLLM reads (window, causal) = {vllm}, SGLang {sglang}; write layer_types, "
+            message += "sliding_window and is_causal at the top level."
+            yield Finding("error", SERVERS, "is_causal", message)
             break
 
 
@@ -227,9 +226,8 @@ def _rope(drafter: Drafter) -> Iterator[Finding]:
 def _numbers(drafter: Drafter) -> Iterator[Finding]:
     get = drafter.get
     if get("hidden_act", "silu") != "silu":
-        yield Finding(
-            "error", SERVERS, "hidden_act", f"{get('hidden_act')!r} is not supported; engines only have silu."
-        )
+        message = f"{get('hidden_act')!r} is not supported; engines only have silu."
+        yield Finding("error", SERVERS, "hidden_act", message)
     width, hidden = get("target_hidden_size"), get("hidden_size")
     if width not in (None, hidden):
         message = f"{width} differs from hidden_size={hidden}, but the target's embedding feeds the drafter."
@@ -282,10 +280,8 @@ def _domino(drafter: Drafter) -> Iterator[Finding]:
     if drafter.get("pure_draft_prefix_len") != 1:
         message = f"{drafter.get('pure_draft_prefix_len')} is not 1, the only value that SGLang supports."
         yield Finding("error", ("sglang",), "pure_draft_prefix_len", message)
-    if drafter.get("projector_type") != "domino":
-        message = (
-            f"{drafter.get('projector_type')!r}: SGLang builds the head only for 'domino'. Save the drafter again."
-        )
+    if (kind := drafter.get("projector_type")) != "domino":
+        message = f"{kind!r}: SGLang builds the head only for 'domino'. Save the drafter again."
         yield Finding("error", ("sglang",), "projector_type", message)
     message = "is drafted greedily by SGLang, on one GPU, in bfloat16."
     yield Finding("warning", ("sglang",), "projector_type", message)

@@ -168,10 +168,15 @@ def _pinned(served: str, asked: str) -> str:
 
 async def _as_openai_does(request, error):
     """Format an error as OpenAI clients expect."""
+    return _error(error.status_code, str(error.detail))
+
+
+def _error(status: int, message: str):
+    """A response with an error."""
     from fastapi.responses import JSONResponse
 
-    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-    return JSONResponse({"error": {"message": str(error.detail), "type": kind}}, status_code=error.status_code)
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return JSONResponse({"error": {"message": message, "type": kind}}, status_code=status)
 
 
 def _settings(build: Callable, body: dict, *args, **kwargs):
@@ -406,10 +411,7 @@ class WithKey:
         if scope["type"] == "http" and scope["path"] != "/health":
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, self.wanted):
-                from fastapi.responses import JSONResponse
-
-                error = {"message": "Wrong or missing API key.", "type": "invalid_request_error"}
-                return await JSONResponse({"error": error}, status_code=401)(scope, receive, send)
+                return await _error(401, "Wrong or missing API key.")(scope, receive, send)
         await self.app(scope, receive, send)
 
 

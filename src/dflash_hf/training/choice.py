@@ -10,7 +10,7 @@ from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.sources import load_rows
 from dflash_hf.data.time_left import duration
 from dflash_hf.pairs import Loading, draft_config_of
-from dflash_hf.training.features import FeatureManifest
+from dflash_hf.training.features import manifests_of
 from dflash_hf.training.recipe import RecipeArguments
 from dflash_hf.training.run_file import read_run
 from dflash_hf.training.settings_for import FEWEST_STEPS, PAPER, Data, Machine, Settings, settings_for
@@ -118,8 +118,7 @@ def _config_of(recipe: RecipeArguments):
 def _look(recipe: RecipeArguments, tokenizer) -> Data:
     """The number of rows, and token counts from a sample of them."""
     if recipe.features:
-        folders = [recipe.features] if isinstance(recipe.features, str) else recipe.features
-        manifests = [FeatureManifest.load(Path(folder)) for folder in folders]
+        manifests = manifests_of(recipe.features).values()
         rows = sum(one.examples for one in manifests)
         tokens = sum(one.tokens for one in manifests) / max(rows, 1)
         return Data(rows, tokens, 0.75 * tokens)

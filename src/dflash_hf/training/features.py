@@ -24,7 +24,7 @@ from dflash_hf.data.encode import digests_of_tokenizer
 from dflash_hf.data.examples import DFlashCollator
 from dflash_hf.files import atomic, differences, locked, write_json
 from dflash_hf.modeling.target_dflash import decoder_layers
-from dflash_hf.target import check_logits, digest_of_target, target_features, target_forward
+from dflash_hf.target import check_logits, digest_of_target, target_forward
 
 
 MANIFEST = "manifest.json"
@@ -223,17 +223,14 @@ def _shard(target, rows, first, manifest, batch_size, on_tokens) -> dict[str, to
         chosen = order[start : start + batch_size]
         batch = collate([{name: rows[i][name] for name in ("input_ids", "loss_mask")} for i in chosen])
         ids, mask = (batch[name].to(target.device) for name in ("input_ids", "attention_mask"))
-        if manifest.states:
-            output = target_forward(target, manifest.layer_ids, ids, attention_mask=mask)
-            found = {"features": output.features, "states": output.last_hidden_state}  # [N, S, L*H], [N, S, H]
-        else:
-            found = {"features": target_features(target, manifest.layer_ids, ids, attention_mask=mask)}
+        output = target_forward(target, manifest.layer_ids, ids, attention_mask=mask, states=manifest.states)
+        found = {"features": output.features, "states": output.last_hidden_state}  # [N, S, L*H], [N, S, H]
         for row, i in enumerate(chosen):
             place = slice(offsets[i], offsets[i + 1])
-            for name, values in found.items():
-                computed = values[row, : lengths[i + 1]]
-                tensors[name][place] = computed.to("cpu", dtype)
-                _check_finite(tensors[name][place], computed, first + i, manifest)
+            for name, tensor in tensors.items():
+                computed = found[name][row, : lengths[i + 1]]
+                tensor[place] = computed.to("cpu", dtype)
+                _check_finite(tensor[place], computed, first + i, manifest)
             on_tokens(int(lengths[i + 1]))
     return {
         **tensors,
@@ -337,6 +334,12 @@ def stored(folders: str | Path | Sequence[str | Path], layer_ids: list[int] | No
     if isinstance(folders, str | Path):
         return StoredFeatures(folders, layer_ids, states)
     return torch.utils.data.ConcatDataset([StoredFeatures(folder, layer_ids, states) for folder in folders])
+
+
+def manifests_of(folders: str | Sequence[str] | None) -> dict[str, FeatureManifest]:
+    """The manifests of a folder, or of several, by folder."""
+    folders = [folders] if isinstance(folders, str) else folders or []
+    return {folder: FeatureManifest.load(Path(folder)) for folder in folders}
 
 
 def parts_of(dataset) -> list:

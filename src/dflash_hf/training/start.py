@@ -8,8 +8,6 @@ better start. A small drafter spends most of its time in the target's head; rest
 the target actually generates, the head costs a fraction (FR-Spec, arXiv 2502.14856).
 """
 
-from pathlib import Path
-
 import torch
 from torch import nn
 
@@ -21,7 +19,7 @@ from dflash_hf.modeling.heads_dflash import head_fields
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.target import mask_token_remedy, spare_token_id
-from dflash_hf.training.features import FeatureManifest
+from dflash_hf.training.features import manifests_of
 
 
 def make_draft(recipe, target, encoder, say):
@@ -29,8 +27,7 @@ def make_draft(recipe, target, encoder, say):
     The drafter that a recipe trains: a fresh drafter, or a trained one. Its configuration gets the arguments of the
     chat template, and `encoder` the settings of the drafter.
     """
-    folders = [recipe.features] if isinstance(recipe.features, str) else recipe.features or []
-    manifests = {folder: FeatureManifest.load(Path(folder)) for folder in folders}
+    manifests = manifests_of(recipe.features)
     if recipe.draft:
         draft = _draft_to_go_on(recipe, say)
     else:

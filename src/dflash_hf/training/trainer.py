@@ -24,7 +24,6 @@ from dflash_hf.target import (
     check_logits,
     freeze,
     packed_masks,
-    target_features,
     target_forward,
     target_labels,
     target_logits,
@@ -238,9 +237,9 @@ class DFlashTrainer(Trainer):
         hidden = by_token(hidden, self.draft_config.block_size, self.draft_config.sample_from_anchor)  # [N, A, T, H]
         labels = blocks.labels if self.draft_ids is None else self.draft_ids.to(label_ids.device)[blocks.labels]
         places = self.places_before(inputs, labels.shape[-1])  # [N, A, T]
-        teacher = (
-            None if states is None else Teacher(states.flatten(0, 1), places, self.teacher_logits, args.loss_kind)
-        )
+        teacher = None
+        if states is not None:
+            teacher = Teacher(states.flatten(0, 1), places, self.teacher_logits, args.loss_kind)
         losses = self.head_losses(hidden, labels, blocks.counted, inputs["input_ids"].flatten()[places], teacher)
         loss = block_loss(losses, blocks.counted, self.slot_weights, args.dpace_alpha)  # [N]
         normalizer = loss_normalizer(blocks.counted, self.slot_weights)  # [N]
@@ -281,9 +280,7 @@ class DFlashTrainer(Trainer):
         """The target's forward, as far as needed; a subclass may get the output from elsewhere."""
         layer_ids = self.draft_config.target_layer_ids
         masks = packed_masks(self.target, layer_ids, inputs)
-        if self.args.reads_states:
-            return target_forward(self.target, layer_ids, inputs["input_ids"], **masks)
-        return TargetOutput(target_features(self.target, layer_ids, inputs["input_ids"], **masks), None)
+        return target_forward(self.target, layer_ids, inputs["input_ids"], **masks, states=self.args.reads_states)
 
     def statistics_of(self, losses: TokenLosses, blocks: Blocks, loss, normalizer) -> torch.Tensor:
         """[`~dflash_hf.training.losses.block_statistics`] of the drafted tokens; the last may be trained only."""

@@ -12,6 +12,12 @@ _CHOICES = {
     "label_source": ("data", "target"),
     "block_attention": ("auto", "flex", "dense"),
 }
+# Arguments of transformers that must stay off, and what they would do.
+_OFF = {
+    "remove_unused_columns": "would drop `input_ids` and `loss_mask`, which the drafter's forward does not take",
+    "logging_nan_inf_filter": "hides losses that are not finite, at which training stops",
+    "label_smoothing_factor": "is not part of this loss",
+}
 
 
 def key(help: str, default=None, of_run: bool = False, on_card: bool = False):
@@ -129,16 +135,6 @@ class DFlashTrainingArguments(TrainingArguments):
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(map(repr, choices))}.")
-        if self.remove_unused_columns:
-            raise ValueError(
-                "remove_unused_columns=True would drop `input_ids` and `loss_mask`, which are not arguments of the "
-                "drafter's forward; leave it off."
-            )
-        if self.logging_nan_inf_filter:
-            raise ValueError(
-                "logging_nan_inf_filter=True hides losses that are not finite, at which training stops; leave it off."
-            )
-        if self.label_smoothing_factor:
-            raise ValueError(
-                f"label_smoothing_factor={self.label_smoothing_factor} is not part of this loss; leave it at 0."
-            )
+        for name, effect in _OFF.items():
+            if getattr(self, name):
+                raise ValueError(f"{name}={getattr(self, name)} {effect}; leave it out.")
