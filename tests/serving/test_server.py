@@ -86,6 +86,13 @@ def test_many_requests_at_once_get_the_target_s_own_texts(bench, server, own):
     assert any("together with others" in line for line in server.log)
 
 
+def test_many_requests_without_a_temperature(bench, server, own):
+    """Neither they nor the generation configuration say whether to sample: answers are greedy."""
+    with bench.ThreadPoolExecutor(4) as pool:
+        answers = pool.map(lambda n: server.ask(PROMPTS[n], n % 2 == 0, max_tokens=MAX_TOKENS)[0], range(12))
+        assert list(answers) == [own[prompt] for prompt in PROMPTS]
+
+
 def test_clients_that_go_away_are_not_answered(server):
     before = len(server.log)
     long = {"max_tokens": 180, "temperature": 0}
@@ -128,7 +135,8 @@ def test_a_seed_is_a_request_s_own(bench, server, folder):
     assert len(set(expected)) == 4
 
     def one(number: int) -> str:
-        return server.ask("Say 1", False, max_tokens=30, temperature=1.5, seed=number % 4)[0]
+        seed = number % 4 - 2**33 * (number % 2)  # OpenAI's seeds have 64 bits
+        return server.ask("Say 1", False, max_tokens=30, temperature=1.5, seed=seed)[0]
 
     with bench.ThreadPoolExecutor(4) as pool:
         assert list(pool.map(one, range(8))) == [expected[number % 4] for number in range(8)]
@@ -148,6 +156,9 @@ def test_what_cannot_be_answered_is_told(server):
     text, tokens = server.ask("1" * 200, False, max_tokens=500, temperature=0)
     assert tokens <= 256 - 200
     assert [model.id for model in server.client.models.list()] == [server.model]
+    assert server.client.models.retrieve(server.model).id == server.model
+    with pytest.raises(openai.NotFoundError, match="'another' does not exist"):
+        server.client.models.retrieve("another")
     assert server.client.get(server.url.removesuffix("/v1") + "/health", cast_to=object) == {"status": "ok"}
 
 
@@ -166,7 +177,12 @@ def test_what_cannot_be_answered_is_told(server):
         ({"response_format": {"type": "json_object"}}, "response_format=.* is not supported"),
         ({"messages": []}, "empty conversation"),
         ({"messages": [{"content": "Say 1"}]}, "KeyError: 'role'"),
-        ({"seed": -1, "temperature": 1.0}, "Seed must be between"),
+        ({"messages": "Say 1"}, "messages='Say 1' must be a list of objects"),
+        ({"seed": "x"}, "seed='x' must be a whole number"),
+        ({"seed": 1.5, "stream": True}, "seed=1.5 must be a whole number"),
+        ({"logit_bias": [1]}, "logit_bias=.* must be an object"),
+        ({"top_logprobs": 3}, "top_logprobs=3 is not supported"),
+        ({"extra_body": {"logprobs": 0}}, "logprobs=0 is not supported"),
         ({"stop": 5}, "stop=5 must be a string or a list of strings"),
         ({"stop": ["a", 5], "stream": True}, "must be a string or a list of strings"),
         ({"extra_body": {"generation_config": "{"}}, "Expecting property name"),
@@ -182,7 +198,7 @@ def test_what_is_wrong_with_a_request_is_told(server, own, more, message):
 
 def test_what_changes_nothing_is_not_refused(server, own):
     kind = {"type": "text"}
-    more = {"n": 1, "logprobs": False, "stop": [], "logit_bias": {}, "response_format": kind, "presence_penalty": 0}
+    more = {"n": 1, "logprobs": False, "stop": [""], "logit_bias": {}, "response_format": kind, "presence_penalty": 0}
     for stream in (False, True):
         assert server.ask("Say 1", stream, max_tokens=MAX_TOKENS, temperature=0, **more)[0] == own["Say 1"]
 

@@ -35,6 +35,7 @@ from dflash_hf.terminal import one_line
 _NOT_SERVED = {
     **dict.fromkeys(("n", "best_of"), (None, 1)),
     **dict.fromkeys(("logprobs", "echo"), (None, False)),
+    **dict.fromkeys(("top_logprobs", "functions", "function_call", "suffix"), (None,)),
     "presence_penalty": (None, 0),
     "response_format": (None, {"type": "text"}),
 }
@@ -101,6 +102,12 @@ class DraftedServe(Serve):
         models.force_model = self.name  # requests are compared with it
         app.router.routes[:] = [route for route in app.router.routes if route.path != "/reset"]  # would unpack
         models.get_gen_models = lambda: [served]  # upstream lists the whole cache, but would not serve it
+
+        def one_model(name: str) -> dict:
+            _pinned(self.name, name)
+            return served
+
+        app.add_api_route("/v1/models/{name:path}", one_model)
         app.add_middleware(EndedWithItsClient)
         app.add_exception_handler(HTTPException, _as_openai_does)
         if self.api_key is not None:  # added last, so that web pages can read the rejection
@@ -125,10 +132,14 @@ class DraftedServe(Serve):
 
         _pinned(self.name, body.get("model") or self.name)  # upstream's 400 is OpenAI's 404
         for name, plain in _NOT_SERVED.items():
-            if body.get(name) not in plain:
-                raise HTTPException(400, f"{name}={body[name]!r} is not supported; leave it out.")
+            value = body.get(name)  # logprobs=0 asks for something, logprobs=False does not
+            if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in plain):
+                raise HTTPException(400, f"{name}={value!r} is not supported; leave it out.")
         if body.get("tools") and not self.takes_tools:
             raise HTTPException(400, f"The chat template of {self.name} does not support tools; leave `tools` out.")
+        messages = body.get("messages", [])
+        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+            raise HTTPException(400, f"messages={messages!r} must be a list of objects with `role` and `content`.")
         body.setdefault("stream", False)  # OpenAI's default; upstream's `/v1/responses` streams
         try:
             return await handle(body, request_id)
@@ -186,17 +197,22 @@ def _settings(build: Callable, body: dict, *args, **kwargs):
     stops.
     """
     seed = body.pop("seed", None)
+    if seed is not None and type(seed) is not int:
+        raise ValueError(f"seed={seed!r} must be a whole number.")
     temperature = None if body.get("temperature") is None else float(body["temperature"])
     if temperature is not None and not 0 <= temperature < math.inf:
         raise ValueError(f"temperature={temperature:g} must be 0, for greedy decoding, or a positive number.")
-    body["stop"] = stop = body.get("stop") or None  # an empty list has no effect
-    if stop is not None and not all(isinstance(text, str) for text in (stop if isinstance(stop, list) else [stop])):
+    stop, biases = body.get("stop") or [], body.get("logit_bias") or {}
+    stops = stop if isinstance(stop, list) else [stop]
+    if not all(isinstance(text, str) for text in stops):
         raise ValueError(f"stop={stop!r} must be a string or a list of strings.")
-    body["logit_bias"] = {token: float(bias) for token, bias in (body.get("logit_bias") or {}).items()} or None
+    if not isinstance(biases, dict):
+        raise ValueError(f"logit_bias={biases!r} must be an object of token ids and their biases.")
+    body["stop"] = [text for text in stops if text] or None
+    body["logit_bias"] = {token: float(bias) for token, bias in biases.items()} or None
     config = build(body, *args, **kwargs)
-    config._seed = seed
-    if temperature is not None:
-        config.do_sample = temperature > 0
+    config._seed = None if seed is None else seed % 2**32  # numpy's limit; OpenAI's seeds have 64 bits
+    config.do_sample = bool(config.do_sample) if temperature is None else temperature > 0
     return config
 
 
