@@ -57,14 +57,14 @@ class Call:
             config.check_generators(len(input_ids), input_ids.device)
         # A criterion of the caller replaces the configuration's limit.
         limits = [criterion.max_length for criterion in stopping_criteria if isinstance(criterion, MaxLengthCriteria)]
-        self.max_new = max(min(limits, default=generation_config.max_length) - input_ids.shape[1], 1)
+        self.max_new = max(int(min(limits, default=generation_config.max_length)) - input_ids.shape[1], 1)
         self.lists_hidden_states = generation_config.return_dict_in_generate and generation_config.output_hidden_states
 
         reason = _reason_before_probing(generation_config, model_kwargs, synced_gpus)
         self.facts = facts = None if reason else facts_of(target)
         reason = reason or facts.why_plain(draft.config.target_layer_ids, model_kwargs.get("attention_mask"))
         self.past = 0 if reason else cached_columns(model_kwargs.get(facts.cache_name))
-        self.plain_reason = reason = reason or self._rope_reason()
+        self.plain_reason = reason = reason or self._cache_reason() or self._rope_reason()
         if reason is not None and self.generators is not None:
             raise ValueError(f"decoding_config.generators cannot be used: {reason}; set it to None to decode plainly.")
         free = reason is None and facts.session_class.rollback_is_free
@@ -86,6 +86,13 @@ class Call:
         temperature = 1.0 if self.generation_config.temperature is None else self.generation_config.temperature
         vocab_size = self.target.config.get_text_config(decoder=True).vocab_size
         return Foresight(noise, vocab_size, self.draft.target_ids, temperature)
+
+    def _cache_reason(self) -> str | None:
+        """Why the columns of a cache that the caller passes rule out drafting, if they do."""
+        mask = self.model_kwargs.get("attention_mask")
+        if self.past and mask is not None and mask.shape[1] <= self.past:
+            return f"past_key_values already holds all {mask.shape[1]} columns of attention_mask"
+        return None
 
     def _rope_reason(self) -> str | None:
         """Why rotary frequencies that depend on the length of the text rule out drafting, if they do."""

@@ -80,3 +80,17 @@ def test_quantised_caches_are_refused(family, backend, package):
     refused(target, draft, "past_key_values is a QuantizedCache", past_key_values=fresh)
     arguments = {"cache_implementation": "quantized", "cache_config": {"backend": backend}}
     refused(target, draft, "cache_implementation='quantized' makes a QuantizedCache", **arguments)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_neox"])
+def test_a_cache_that_holds_the_whole_prompt_is_decoded_plainly(family):
+    """Upstream feeds the prompt a second time, with a mask that is too short: nobody could draft what that means."""
+    target = make_target(family, attn=None)
+    draft = make_draft(target)
+    ids = torch.tensor([[0, 0, 5, 9, 7], [4, 8, 15, 16, 23]])
+    inputs, texts = {"input_ids": ids, "attention_mask": (ids != 0).long()}, []
+    for assistant in (None, draft):
+        cache = DynamicCache(config=target.config)
+        target(**inputs, past_key_values=cache)
+        texts.append(target.generate(**inputs, **OPTIONS, past_key_values=cache, assistant_model=assistant))
+    assert torch.equal(*texts)

@@ -72,6 +72,7 @@ def test_positions_never_pass_the_targets_length():
     stop = target.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False)[0, -1].item()
     expected, output = both(target, draft, ids, attention_mask=mask, max_new_tokens=22, eos_token_id=stop)
     assert torch.equal(output, expected)
+    assert torch.equal(*both(target, draft, PROMPT, max_new_tokens=7.0))
 
 
 def test_the_mask_token_is_an_ordinary_token_of_the_text(target):

@@ -317,7 +317,7 @@ def test_a_dry_run_without_a_recipe_shows_what_a_run_would_choose(steady, folder
     assert main(["train", *given, "--dry-run", "max_minutes=3", "max_length=64"]) == 0
     out = capsys.readouterr().out
     assert "machine           cpu" in out and "  block_size=8 " in out and "\nblock_size: 8\n" in out
-    assert "\nmax_minutes: 3" in out and not (tmp_path / "drafter").exists()
+    assert "\nmax_minutes: 3" in out and re.search(r"\nsave_steps: \d+\n", out) and not (tmp_path / "drafter").exists()
 
 
 def test_a_plain_run_chooses_and_keeps_to_its_time(steady, folder, data, tmp_path, capsys):

@@ -1,6 +1,7 @@
 """`dflash train` in a folder that has been used: refused, gone on with, or begun anew; never mixed."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from support.tiny_chat import CHATML, THINKING, save_target
@@ -182,6 +183,19 @@ def test_two_runs_do_not_train_into_one_folder(target, tmp_path, capsys):
         code, _, error = run(capsys, command)
     assert code == 1 and "is being written by another process" in error
     assert (tmp_path / "o" / ".features").is_dir()
+
+
+def test_features_of_the_same_run_are_kept_until_it_is_done(tmp_path):
+    """A run that was interrupted before its first checkpoint begins again, but its features are there."""
+    args, run = SimpleNamespace(output_dir=str(tmp_path)), {"settings": {"seed": 1}, "files": {}}
+    for now, kept in ((run, False), (run, True), ({**run, "settings": {"seed": 2}}, False)):
+        (tmp_path / ".features").mkdir(exist_ok=True)
+        with run_file.run_in(args, now, None):
+            assert (tmp_path / ".features").is_dir() == kept
+    (tmp_path / ".features").mkdir()
+    (tmp_path / "run.json").write_text("{")
+    with run_file.run_in(args, run, None):
+        assert not (tmp_path / ".features").exists()
 
 
 def test_a_run_that_ends_at_a_number_that_is_none_keeps_the_drafter_before(used, capsys, monkeypatch):

@@ -177,7 +177,7 @@ def _what(arguments, target, draft, asked, kwargs: dict, methods: list[str], max
         "target": digest_of_target(target),
         "draft": digest_of_parameters(draft.named_parameters()),
         "draft_config": digest_of(draft.config.to_diff_dict()),
-        "asked": digest_of(asked),
+        "prompts (--data, --split, --prompts; a digest)": digest_of(asked),
         "chat_template_kwargs": kwargs,
         "methods": methods,
         "max_new_tokens": max_new_tokens,

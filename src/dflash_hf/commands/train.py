@@ -7,7 +7,7 @@ from dflash_hf.commands.shared import add_examples
 from dflash_hf.terminal import Outcome, check_writable, is_secret
 
 
-AGAIN = "the same command with resume_from_checkpoint=auto resumes from the last checkpoint"
+AGAIN = "the same command with resume_from_checkpoint=auto resumes from the last checkpoint, if there is one"
 # What to change first; the other settings have sensible defaults.
 FIRST = (
     ("per_device_train_batch_size", "rows per step; 1 if memory is short"),

@@ -72,7 +72,7 @@ class Rounding:
     def line(self) -> str:
         """For a terminal."""
         own = ", ".join(
-            f"{way} {len(gaps)} of {self.texts}" + (f" (gap up to {max(gaps):.3g})" if gaps else "")
+            f"{way} {len(gaps)} of {self.texts}" + (f" (gap up to {max(gaps) + 0.0:.3g})" if gaps else "")
             for way, gaps in self.own_gaps.items()
         )
         return f"rounding moves two logits apart by up to {self.size:.3g}; the target against itself: {own}"

@@ -53,7 +53,7 @@ def choose(recipe: RecipeArguments, training: dict, tokenizer, say, resume: str 
         say(line)
     if recipe.settled:
         return {}
-    found.values["logging_steps"] = min(max(found.steps // 20, 1), 500)
+    found.values |= {f"{what}_steps": min(max(found.steps // n, 1), 500) for what, n in (("logging", 20), ("save", 4))}
     return _taken(recipe, training, found.values)
 
 

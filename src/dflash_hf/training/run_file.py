@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator, Sized
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 
@@ -177,8 +177,13 @@ def _begin(folder: Path, run: dict, resume: str | None) -> None:
             "overwrite_output_dir=true, or choose another output_dir."
         )
     if not resume:
-        for stale in [*folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), folder / UNFINISHED, folder / STORED]:
-            shutil.rmtree(stale, ignore_errors=True)
+        stale = [*folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), folder / UNFINISHED]
+        with suppress(ValueError):  # it is damaged
+            before = read_run(folder)
+        if not before or differences(before["settings"], run["settings"]):
+            stale.append(folder / STORED)
+        for one in stale:
+            shutil.rmtree(one, ignore_errors=True)
     write_json(folder / RUN_FILE, run)
 
 
