@@ -293,6 +293,21 @@ def test_what_is_wrong_is_told_in_one_line(folder, data, tmp_path, capsys):
     assert not output.exists()
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("max_minutes=0", "max_minutes=0.0 must be positive"),
+        ("block_size=1", "block_size=1 must be at least 2, the anchor and one drafted token"),
+    ],
+)
+def test_settings_that_cannot_be_are_told_before_anything_is_measured(folder, data, tmp_path, capsys, given, message):
+    output = tmp_path / "drafter"
+    command = ["train", "--target", str(folder), "--data", str(data), "--output", str(output), given]
+    assert main(command) == 1
+    said = capsys.readouterr()
+    assert message in said.err and "machine" not in said.out and not output.exists()
+
+
 def test_a_dry_run_loads_nothing(data, capsys):
     code, out, _ = train(capsys, "nowhere", "there", f"data={data}", "--dry-run")
     assert code == 0 and "block_size: 4\n" in out and "max_steps: 2\n" in out

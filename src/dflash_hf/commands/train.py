@@ -114,7 +114,11 @@ def _check_before(recipe, training: dict) -> None:
     """Raise errors now that would otherwise appear after the target was loaded, or after hours."""
     from dflash_hf.configs import check_names, check_token_id
     from dflash_hf.pairs import Loading
+    from dflash_hf.training.training_args import DFlashTrainingArguments
 
+    if recipe.block_size < 2:
+        raise ValueError(f"block_size={recipe.block_size} must be at least 2, the anchor and one drafted token.")
+    DFlashTrainingArguments(**{**training, "push_to_hub": False, "resume_from_checkpoint": None})
     try:
         check_writable(Path(training["output_dir"]))
     except OSError as error:
