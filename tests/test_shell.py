@@ -149,7 +149,7 @@ def test_a_target_without_a_tokenizer_is_not_served(world, told):
     assert code == 1 and "bare holds no tokenizer that can be read" in line, line
 
 
-def test_a_name_that_is_no_folder_is_asked_for_once(told, monkeypatch):
+def test_a_name_that_is_no_folder_is_asked_for_once(world, told, monkeypatch):
     """transformers retried for 63 s, and spoke of the Hub's grammar for names."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     template = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"  # the discard port: closed
@@ -158,13 +158,13 @@ def test_a_name_that_is_no_folder_is_asked_for_once(told, monkeypatch):
     start = time.monotonic()
     code, line = told("generate", "--target", "no-such-folder", "--prompt", "x")
     assert code == 1 and "there is no such folder, and the Hub cannot be reached" in line
-    code, line = told("prepare", "--data", "rows.jsonl", "--tokenizer", "no-such-folder")
+    code, line = told("prepare", "--data", world / "rows.jsonl", "--tokenizer", "no-such-folder")
     assert code == 1 and "there is no such folder, and the Hub cannot be reached" in line
     assert time.monotonic() - start < 20
     with stand_in(monkeypatch):
         monkeypatch.setenv("HF_TOKEN", "hf_right")
         code, line = told("generate", "--target", "someone/nothing", "--prompt", "x")
-        again = told("prepare", "--data", "rows.jsonl", "--tokenizer", "someone/nothing")
+        again = told("prepare", "--data", world / "rows.jsonl", "--tokenizer", "someone/nothing")
     assert code == 1 and "the Hub has no model of that name" in line
     assert again[0] == 1 and "the Hub has no model of that name" in again[1]
 
@@ -194,6 +194,15 @@ def test_a_dataset_that_is_not_there_is_asked_for_once(world, told, monkeypatch)
 def test_data_that_cannot_be_read_are_named_with_their_line(name, message, world, told):
     code, line = told("prepare", "--data", world / name, "--target", world / "target")
     assert code == 1 and message.format(world / name) in line, line
+
+
+@pytest.mark.parametrize(
+    "command", ["eval --target t --draft d", "regenerate --target t --output o", "doctor --target t --draft d"]
+)
+def test_a_file_that_is_not_there_is_told_before_anything_is_loaded(command, told, monkeypatch):
+    monkeypatch.setattr(f"dflash_hf.commands.{command.split()[0]}.run", lambda *_: pytest.fail("ran"))
+    code, line = told(*command.split(), "--data", "absent.jsonl")
+    assert code == 1 and "data='absent.jsonl': there is no such file" in line
 
 
 def test_a_byte_order_mark_and_a_line_of_a_megabyte_are_read(world, told):

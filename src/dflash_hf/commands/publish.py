@@ -6,7 +6,7 @@ from dflash_hf.terminal import Outcome, one_line, output_folder
 
 
 AGAIN = "the same command uploads the rest; files that arrived are not sent again"
-_FACTS = ("base_model", "base_model_revision", "base_model_relation", "license", "datasets", "data", "hardware")
+_FACTS = ("base_model", "base_model_revision", "base_model_relation", "license", "datasets", "hardware")
 
 
 def add_arguments(parser) -> None:
@@ -28,7 +28,7 @@ def add_arguments(parser) -> None:
     facts.add_argument(
         "--dataset", action="append", dest="datasets", metavar="REPO", help="training dataset on the Hub; repeatable"
     )
-    facts.add_argument("--data-description", dest="data", metavar="TEXT", help="a sentence about the training data")
+    facts.add_argument("--data-description", metavar="TEXT", help="a sentence about the training data")
     facts.add_argument("--hardware", help="hardware of the evaluation")
     facts.add_argument("--evaluated-on", metavar="REPO", help="dataset of the evaluation")
     add_examples(
@@ -53,6 +53,7 @@ def run(arguments, echo) -> Outcome:
     if not Path(arguments.folder).is_dir():
         raise FileNotFoundError(f"{arguments.folder}: there is no such folder; publish a local folder.")
     given = {name: getattr(arguments, name) for name in (*_FACTS, "evaluated_on") if getattr(arguments, name)}
+    given |= {"data": arguments.data_description} if arguments.data_description else {}
     facts = CardFacts.from_folder(arguments.folder, **given) if given else None
     speedup, report = None, Path(arguments.folder, REPORT_FILE)
     if report.is_file():

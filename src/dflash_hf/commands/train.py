@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from pathlib import Path
 
-from dflash_hf.commands.shared import add_examples
+from dflash_hf.commands.shared import add_examples, check_data
 from dflash_hf.terminal import Outcome, check_writable, is_secret
 
 
@@ -68,7 +68,8 @@ def run(arguments, echo) -> Outcome:
         raise ValueError("push_to_hub=True needs hub_model_id, such as hub_model_id=me/my-drafter.")
     if training.get("push_to_hub") and not recipe.base_model and Path(recipe.target or "").is_dir():
         raise ValueError("push_to_hub=True with a local target needs base_model, its name on the Hub, for the card.")
-    _check_files(recipe)
+    for name in ("data", "eval_data"):
+        check_data(name, getattr(recipe, name))
     recipe.settled = arguments.config is not None
     if arguments.dry_run:
         return _dry_run(recipe, training, echo)
@@ -99,15 +100,6 @@ def _dry_run(recipe, training: dict, echo) -> Outcome:
     for key, value in settings.items():
         echo(f"{key}: {value}")
     return Outcome(facts=settings)
-
-
-def _check_files(recipe) -> None:
-    for name in ("data", "eval_data"):
-        given = getattr(recipe, name) or []
-        for one in [given] if isinstance(given, str) else given:
-            path = Path(one.removesuffix(".gz")).suffix
-            if path in (".jsonl", ".json", ".csv", ".parquet") and not Path(one).is_file():
-                raise FileNotFoundError(f"{name}={one!r}: there is no such file.")
 
 
 def _check_before(recipe, training: dict) -> None:
