@@ -277,7 +277,7 @@ class _Trial:
             facts.pads = not self.error(padding=2) >= CLOSE
             if facts.pads or "position_ids" in inspect.signature(target.forward).parameters:
                 break
-        facts.trees = facts.session_class is SlotSession
+        facts.trees = facts.session_class is SlotSession  # so that a tree is tried
         facts.trees = facts.trees and self.error(padding=0) < CLOSE
 
     def error(self, padding: int) -> float:

@@ -17,7 +17,8 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from dflash_hf.commands.shared import COMMON, Formatter, Parser, add_common, check_data
+from dflash_hf.commands.shared import COMMON, Formatter, Parser, add_common
+from dflash_hf.data.sources import check_files
 from dflash_hf.terminal import (
     Echo,
     Outcome,
@@ -169,7 +170,7 @@ def _resolve_names(arguments) -> None:
     for name in ("target", "draft", "base", "gguf", "data", "tokenizer", "draft_config", "folder"):
         if isinstance(given := getattr(arguments, name, None), str):
             setattr(arguments, name, os.path.expanduser(given))
-    check_data("data", getattr(arguments, "data", None))
+    check_files("data", getattr(arguments, "data", None))
     arguments.target_name = "smollm2" if getattr(arguments, "target", None) == "smollm2" else None
     for name in ("target", "draft", "base", "gguf"):
         if getattr(arguments, name, None) == "smollm2":

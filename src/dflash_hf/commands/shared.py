@@ -215,18 +215,6 @@ def given(arguments, names: Iterable[str]) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name, one in values.items() if one and (name, one) != ("dtype", "auto")]
 
 
-def check_data(name: str, given: str | list[str] | None) -> None:
-    """
-    Check that files of data exist, before anything is loaded; other names may be datasets on the Hub.
-
-    Raises:
-        `FileNotFoundError`: one does not.
-    """
-    for one in [given] if isinstance(given, str) else given or []:
-        if Path(one.removesuffix(".gz")).suffix in (".jsonl", ".json", ".csv", ".parquet") and not Path(one).is_file():
-            raise FileNotFoundError(f"{name}={one!r}: there is no such file.")
-
-
 def add_data(parser) -> None:
     """The arguments of every command that reads training data."""
     parser.add_argument("--data", required=True, help="a .jsonl, .json, .parquet or .csv file, or a Hub dataset")

@@ -3,7 +3,8 @@
 from dataclasses import asdict
 from pathlib import Path
 
-from dflash_hf.commands.shared import add_examples, check_data
+from dflash_hf.commands.shared import add_examples
+from dflash_hf.data.sources import check_files
 from dflash_hf.terminal import Outcome, check_writable, is_secret
 
 
@@ -69,7 +70,7 @@ def run(arguments, echo) -> Outcome:
     if training.get("push_to_hub") and not recipe.base_model and Path(recipe.target or "").is_dir():
         raise ValueError("push_to_hub=True with a local target needs base_model, its name on the Hub, for the card.")
     for name in ("data", "eval_data"):
-        check_data(name, getattr(recipe, name))
+        check_files(name, getattr(recipe, name))
     recipe.settled = arguments.config is not None
     if arguments.dry_run:
         return _dry_run(recipe, training, echo)
@@ -108,8 +109,6 @@ def _check_before(recipe, training: dict) -> None:
     from dflash_hf.pairs import Loading
     from dflash_hf.training.training_args import DFlashTrainingArguments
 
-    if recipe.block_size < 2:
-        raise ValueError(f"block_size={recipe.block_size} must be at least 2, the anchor and one drafted token.")
     DFlashTrainingArguments(**{**training, "push_to_hub": False, "resume_from_checkpoint": None})
     try:
         check_writable(Path(training["output_dir"]))

@@ -17,6 +17,22 @@ _LOADERS = {
 }
 
 
+def check_files(name: str, data: str | Sequence[str] | None) -> None:
+    """
+    Check that files of rows exist, before anything is loaded; other names may be datasets on the Hub.
+
+    Args:
+        name (`str`): The argument to name in the error.
+        data: As for [`load_rows`].
+
+    Raises:
+        `FileNotFoundError`: one does not.
+    """
+    for one in [data] if isinstance(data, str) else data or []:
+        if _suffix(Path(one)) in _LOADERS and not Path(one).exists():
+            raise FileNotFoundError(f"{name}={one!r}: there is no such file.")
+
+
 def load_rows(
     data: str | Path | Sequence[str | Path],
     split: str | None = None,

@@ -53,7 +53,8 @@ def choose(recipe: RecipeArguments, training: dict, tokenizer, say, resume: str 
         say(line)
     if recipe.settled:
         return {}
-    found.values |= {f"{what}_steps": min(max(found.steps // n, 1), 500) for what, n in (("logging", 20), ("save", 4))}
+    found.values["logging_steps"] = min(max(found.steps // 20, 1), 500)
+    found.values["save_steps"] = min(max(found.steps // 4, 1), 500)
     return _taken(recipe, training, found.values)
 
 

@@ -113,6 +113,8 @@ class RecipeArguments:
         for name in ("num_draft_layers", "block_size", "max_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.block_size < 2:
+            raise ValueError(f"block_size={self.block_size} must be at least 2, the anchor and one drafted token.")
 
 
 _HINTS = {
