@@ -196,6 +196,7 @@ def test_records_that_cannot_be_gone_on_with_are_named(pair, tmp_path, capsys):
 @pytest.mark.parametrize("turns", [None, [], "ab", ["ab", None], [{"role": "user", "content": "ab"}], 5], ids=str)
 def test_turns_that_are_no_texts_are_named(turns, pair, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("dflash_hf.evaluation.prompts.rows_of", lambda *_: [{"turns": ["a", "b"]}, {"turns": turns}])
+    (tmp_path / "rows.jsonl").touch()
     assert main(command(pair, "--data", tmp_path / "rows.jsonl")) == 1
     assert f"Row 1 of {tmp_path / 'rows.jsonl'}: turns={turns!r} must be" in capsys.readouterr().err
 
