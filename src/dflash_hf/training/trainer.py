@@ -122,21 +122,7 @@ class DFlashTrainer(Trainer):
         if data_collator is None:
             pad_token_id = target.config.get_text_config().pad_token_id
             data_collator = self.collator(0 if pad_token_id is None else pad_token_id)
-        if (args.bf16 or args.fp16) and model.dtype in (torch.bfloat16, torch.float16):
-            logger.info(f"The drafter's {model.dtype} weights are trained in fp32, with autocast.")
-            model.float()
-        self.has_head = model.config.has_head
-        if model.config.head.needs_teacher(model.config) and not args.has_teacher:
-            logger.warning(
-                f"Part of the {model.config.head.name} learns from the target's distribution only and is not trained "
-                f"with loss_type={args.loss_type}; use dspark, kl or tv."
-            )
-        choose_parameters(model, args.head_only, peft_config)
-        if self.has_head and peft_config is None and args.ddp_find_unused_parameters is None:
-            # The head is used outside of the wrapped forward, where DDP's search would consider it unused.
-            args.ddp_find_unused_parameters = False
-        if model.config.has_own_head:
-            model.lm_head.requires_grad_(False)  # rows of the target's
+        prepare_draft(model, args, peft_config)
         super().__init__(
             model=model if peft_config is None else add_adapter(model, peft_config),
             args=args,
@@ -153,22 +139,14 @@ class DFlashTrainer(Trainer):
             )
         # compute_loss divides by the weights of the whole accumulated batch, so Trainer must not divide again.
         self.model_accepts_loss_kwargs = True
-        self.draft_config = model.config
+        self.draft_config, self.has_head = model.config, model.config.has_head
         self.uses_flex = uses_flex(args.block_attention, model.config, args.device)
-        self.target = freeze(target)
-        if not hasattr(target, "hf_device_map") and target.device != args.device:
-            target.to(args.device)
-        self.check_target(target)
-        self.draft_head = partial(model.draft_logits, target_head=target.get_output_embeddings())
-        self.draft_ids = draft_ids(model)  # [V] or None
-        self.drafted_ids = None  # [v], the target's id of each of the drafter's tokens
-        if self.draft_ids is not None:
-            self.drafted_ids = model.target_ids(torch.arange(len(model.d2t)))
         self.slot_weights = None  # D-PACE computes its own
         if not args.uses_dpace:
             tokens = model.config.block_size + model.config.sample_from_anchor
             gamma = args.loss_decay_gamma or default_gamma(model.config.block_tokens)
             self.slot_weights = slot_weights(tokens, gamma).to(args.device)  # [T]
+        self.set_target(target, model)
         self.train_statistics = self.eval_statistics = self.no_statistics()
         self.train_tokens = torch.zeros((), device=args.device)
         self.clock: float | None = None
@@ -182,6 +160,18 @@ class DFlashTrainer(Trainer):
         if bars and (watched or args.max_minutes is not None):
             self.remove_callback(ProgressCallback)
             self.add_callback(LogTable(watched))
+
+    def set_target(self, target, draft) -> None:
+        """Freeze a target and move it to the drafter's device, and keep what its head and the drafter's share."""
+        self.target = freeze(target)
+        if not hasattr(target, "hf_device_map") and target.device != self.args.device:
+            target.to(self.args.device)
+        self.check_target(target)
+        self.draft_head = partial(draft.draft_logits, target_head=target.get_output_embeddings())
+        self.draft_ids = draft_ids(draft)  # [V] or None
+        self.drafted_ids = None  # [v], the target's id of each of the drafter's tokens
+        if self.draft_ids is not None:
+            self.drafted_ids = draft.target_ids(torch.arange(len(draft.d2t)))
 
     def create_scheduler(self, num_training_steps: int, optimizer=None):
         """As upstream, or over time with `max_minutes`."""
@@ -541,6 +531,30 @@ class DFlashTrainer(Trainer):
         wanted = [tags] if isinstance(tags, str) else tags or []
         card.data.tags += [tag for tag in wanted if tag not in card.data.tags]
         (folder / "README.md").write_text(str(card), encoding="utf-8")
+
+
+def prepare_draft(model, args, peft_config) -> None:
+    """
+    Choose which parameters of a drafter are trained, in which dtype.
+
+    Raises:
+        `ValueError`: its head cannot be trained as `args.head_only` says.
+    """
+    config = model.config
+    if (args.bf16 or args.fp16) and model.dtype in (torch.bfloat16, torch.float16):
+        logger.info(f"The drafter's {model.dtype} weights are trained in fp32, with autocast.")
+        model.float()
+    if config.head.needs_teacher(config) and not args.has_teacher:
+        logger.warning(
+            f"Part of the {config.head.name} learns from the target's distribution only and is not trained "
+            f"with loss_type={args.loss_type}; use dspark, kl or tv."
+        )
+    choose_parameters(model, args.head_only, peft_config)
+    if config.has_head and peft_config is None and args.ddp_find_unused_parameters is None:
+        # The head is used outside of the wrapped forward, where DDP's search would consider it unused.
+        args.ddp_find_unused_parameters = False
+    if config.has_own_head:
+        model.lm_head.requires_grad_(False)  # rows of the target's
 
 
 def choose_parameters(model, head_only: bool, peft_config) -> None:
