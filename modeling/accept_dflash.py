@@ -206,64 +206,71 @@ def _draws_nothing(streamer) -> bool:
     return all(one.__module__.partition(".")[0] in ("transformers", "dflash_hf") for one in code)
 
 
+def pace_of(rows: int, logits_processor, stopping_criteria, generation_config, streamer=None) -> tuple[str, bool]:
+    """
+    How the rows of a batch advance; the text is the same.
+
+    *At once*: all positions are judged in one call, and each row advances at its own pace. Needs processors that read
+    the scores of one position only, and standard criteria. *Row by row*: processors and criteria are called for each
+    committed token of each row, with exactly the prefix of plain decoding. Needs processors and criteria that judge
+    each row by itself. *Together*: they are called once per committed token for all rows, which advance together.
+    Serves any processor and criterion, even with state.
+
+    Returns:
+        The pace, and whether the noise of the samples may be drawn before they are: rows then get the samples that
+        they get without a drafter. Not if code of the caller's runs between two tokens: it could draw too.
+    """
+    listed = [generation_config.output_scores, generation_config.output_logits, generation_config.output_hidden_states]
+    if generation_config.return_dict_in_generate and any(listed) or streamer is not None and rows > 1:
+        return "together", False
+    # Without an end-of-sequence token, rows ended by a stop string go on being written until all have ended.
+    pads_ended = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+    of_row = (*_COUNTED, StopStringCriteria) if pads_ended else _COUNTED
+    rowwise = all(type(p) in _ROWWISE for p in logits_processor) and all(type(c) in of_row for c in stopping_criteria)
+    foreseen = rowwise and _draws_nothing(streamer)
+    if all(type(p) in _POSITIONWISE for p in logits_processor) and all(type(c) in _COUNTED for c in stopping_criteria):
+        return "at once", foreseen
+    return "row by row" if rowwise or rows == 1 else "together", foreseen
+
+
 class Judge:
     """
     The rules of one call: which token the target chooses after each token, and where a row ends. Stateless, but for
     the noise of its samples.
 
-    Its `pace` says how rows advance; the text is the same. *At once*: all positions are judged in one call, and each
-    row advances at its own pace. Needs processors that read the scores of one position only, and standard criteria.
-    *Row by row*: processors and criteria are called for each committed token of each row, with exactly the prefix of
-    plain decoding. Needs processors and criteria that judge each row by itself. *Together*: they are called once per
-    committed token for all rows, which advance together. Serves any processor and criterion, even with state.
-
     Args:
         rows (`int`): Rows of the batch.
         logits_processor, stopping_criteria, generation_config: As in `GenerationMixin._sample`.
-        streamer (`BaseStreamer`, *optional*): Receives the tokens of all rows.
+        pace (`str`): How rows advance, see [`pace_of`].
         generators (`list[torch.Generator]`, *optional*): One per row, to sample with. Each committed token takes one
             draw, so that a row's text depends on its own generator only, unless drafts are drawn too.
-        noise ([`Noise`], *optional*): Of the samples. Rows that advance at their own pace then get the samples that
-            they get without a drafter. Not used if code of the caller's runs between two tokens: it could draw too.
+        noise ([`Noise`], *optional*): Of the samples.
     """
 
-    noise: Noise | None
-
     def __init__(
-        self, rows, logits_processor, stopping_criteria, generation_config, streamer=None, generators=None, noise=None
+        self,
+        rows,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        pace: str = "at once",
+        generators: list[torch.Generator] | None = None,
+        noise: Noise | None = None,
     ):
-        self.processor, self.criteria = logits_processor, stopping_criteria
-        self.do_sample, self.generators = generation_config.do_sample, generators
+        self.processor, self.criteria, self.pace = logits_processor, stopping_criteria, pace
+        self.do_sample, self.generators, self.noise = generation_config.do_sample, generators, noise
         ends = [c.eos_token_id for c in stopping_criteria if isinstance(c, EosTokenCriteria)]
         self.eos = torch.cat(ends) if ends else None
         self.pads_ended = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         pad = generation_config._pad_token_tensor
         self.pad = 0 if pad is None else int(pad)
         self.timers = [criterion for criterion in stopping_criteria if isinstance(criterion, MaxTimeCriteria)]
-
-        listed = [generation_config.output_scores, generation_config.output_logits]
-        listed = generation_config.return_dict_in_generate and any([*listed, generation_config.output_hidden_states])
-        positionwise = all(type(p) in _POSITIONWISE for p in logits_processor)
-        counted = all(type(c) in _COUNTED for c in stopping_criteria)
-        rowwise = all(type(p) in _ROWWISE for p in logits_processor)
-        # Without an end-of-sequence token, rows ended by a stop string go on being written until all have ended.
-        of_row = (*_COUNTED, StopStringCriteria) if self.pads_ended else _COUNTED
-        rowwise &= all(type(c) in of_row for c in stopping_criteria)
-        together = listed or (streamer is not None and rows > 1)
-        self.noise = noise if rowwise and not together and _draws_nothing(streamer) else None
-        if together:
-            self.pace = "together"
-        # Without noise, a single row is sampled token by token: a seed gives the same text as without a drafter.
-        elif positionwise and counted and (self.noise or not (generators or rows == 1 and self.do_sample)):
-            self.pace = "at once"
-        else:
-            self.pace = "row by row" if rowwise or rows == 1 else "together"
         # The processors of each group of rows, by the group's first row.
         self.processors = [logits_processor] * rows
-        if self.pace == "row by row" and rows > 1:
+        if pace == "row by row" and rows > 1:
             of_rows = [[_of_row(p, row) for p in logits_processor] for row in range(rows)]
             self.processors = [logits_process.LogitsProcessorList(processors) for processors in of_rows]
-        self.by_tensors = self.pace == "at once" and not (self.do_sample or len(logits_processor))
+        self.by_tensors = pace == "at once" and not (self.do_sample or len(logits_processor))
 
     def at_once(self, draft: Draft | None, logits: torch.Tensor, state: RowState) -> Verdict:
         """

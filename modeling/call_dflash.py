@@ -1,8 +1,9 @@
 """The settings of one call of `generate`, determined once, before the prompt is read."""
 
-from transformers.generation import MaxLengthCriteria
+from transformers.generation import MaxLengthCriteria, MaxTimeCriteria
 from transformers.utils import logging
 
+from .accept_dflash import pace_of
 from .cache_dflash import cached_columns
 from .compile_dflash import failed_on
 from .noise_dflash import Foresight, Noise, foreseeable, generator_of
@@ -26,7 +27,8 @@ class Call:
 
     Args:
         target (`PreTrainedModel`), draft (`DFlashDraftModel`): Both models, which other calls may be using too.
-        input_ids, stopping_criteria, generation_config, model_kwargs, synced_gpus: As in `GenerationMixin._sample`.
+        input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, synced_gpus, streamer: As in
+            `GenerationMixin._sample`.
 
     Attributes:
         facts (`TargetFacts`, *optional*): What the target supports.
@@ -35,6 +37,7 @@ class Call:
         past (`int`): Columns of the prompt that a cache already holds, padding included.
         max_new (`int`): Maximum number of tokens to generate.
         temperature (`float`): Temperature at which drafts are drawn; 0 takes the likeliest tokens.
+        pace (`str`): How rows advance, see [`pace_of`].
         noise ([`Noise`], *optional*): Of the samples of this call, if it can be drawn before it is needed.
         generators (`list[torch.Generator]`, *optional*): One per sampled row.
         compile (`str` or `bool`): As in [`DFlashDecodingConfig`]; `False` if rounds cannot be compiled.
@@ -47,7 +50,18 @@ class Call:
 
     facts: TargetFacts | None
 
-    def __init__(self, target, draft, input_ids, stopping_criteria, generation_config, model_kwargs, synced_gpus):
+    def __init__(
+        self,
+        target,
+        draft,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        model_kwargs,
+        synced_gpus=False,
+        streamer=None,
+    ):
         self.target, self.draft, self.rows = target, draft, len(input_ids)
         self.input_ids, self.generation_config, self.model_kwargs = input_ids, generation_config, model_kwargs
         config = draft.decoding_config
@@ -70,22 +84,30 @@ class Call:
         free = reason is None and facts.session_class.rollback_is_free
         compilable = free and not self.lists_hidden_states and self.generators is None
         self.compile = config.compile if compilable and config.compile not in failed_on(target, draft) else False
-        self.look_ahead = config.rounds_ahead(input_ids.device) if free else 1
+        # Where the host reads each round anyway, rounds do not run ahead of it.
+        self.pace, foreseen = pace_of(self.rows, logits_processor, stopping_criteria, generation_config, streamer)
+        timed = any(isinstance(criterion, MaxTimeCriteria) for criterion in stopping_criteria)
+        ahead = free and self.pace == "at once" and not timed and streamer is None
+        self.look_ahead = config.rounds_ahead(input_ids.device) if ahead else 1
         # Whether the draws of a text are those that it takes without a drafter.
         alone = self.generators is not None or self.rows == 1
         follows = not config.draft_temperature and not self.compile and (alone or self.look_ahead == 1)
         self.temperature = 0.0 if follows else draft_temperature(draft, generation_config)
         self.noise = None
-        if follows and generation_config.do_sample and reason is None and foreseeable(input_ids.device):
-            self.noise = Noise(self.generators or [generator_of(input_ids.device)], self.rows, self.max_new)
+        if generation_config.do_sample and reason is None:
+            if follows and foreseen and foreseeable(input_ids.device):
+                self.noise = Noise(self.generators or [generator_of(input_ids.device)], self.rows, self.max_new)
+            elif alone and self.pace == "at once":
+                self.pace = "row by row"  # token by token, so that a seed gives the same text as without a drafter
+            self.look_ahead = 1 if alone or self.noise else self.look_ahead
 
-    def foresight(self, noise: Noise | None) -> Foresight | None:
+    def foresight(self) -> Foresight | None:
         """The noise of the next samples, for drafts that are to allow for it."""
-        if noise is None or self.draft.decoding_config.draft_temperature is not None:
+        if self.noise is None or self.draft.decoding_config.draft_temperature is not None:
             return None
         temperature = 1.0 if self.generation_config.temperature is None else self.generation_config.temperature
         vocab_size = self.target.config.get_text_config(decoder=True).vocab_size
-        return Foresight(noise, vocab_size, self.draft.target_ids, temperature)
+        return Foresight(self.noise, vocab_size, self.draft.target_ids, temperature)
 
     def _cache_reason(self) -> str | None:
         """Why the columns of a cache that the caller passes rule out drafting, if they do."""

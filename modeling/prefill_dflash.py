@@ -63,7 +63,7 @@ def opened_pair(call: Call, continuation: Continuation):
     Yields:
         [`Pair`], and the indices of the first anchors `[R]`.
     """
-    target, draft, facts, noise = call.target, call.draft, call.facts, continuation.rules.noise
+    target, draft, facts, noise = call.target, call.draft, call.facts, call.noise
     given = call.model_kwargs[facts.cache_name] = usable_cache(call)
     keep_cache = call.generation_config.return_dict_in_generate or getattr(given, "_is_user_defined", False)
     with ExitStack() as opened:
@@ -75,7 +75,7 @@ def opened_pair(call: Call, continuation: Continuation):
         if draft.training:
             draft = opened.enter_context(isolated(draft, draft.modules(), training=False))
         drafter = DFlashCandidateGenerator(draft, target, generators=call.generators, temperature=call.temperature)
-        drafter.foresight = call.foresight(noise)
+        drafter.foresight = call.foresight()
         tap = opened.enter_context(FeatureTap(target, layer_ids, consume=drafter.absorb))
         # 2. The prompt, read by both.
         prompt = prefill(call, target, drafter)

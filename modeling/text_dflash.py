@@ -132,8 +132,7 @@ class Continuation:
         )
         self.host = HostView(rows)
         self.done = False
-        seen = judge.pace != "at once" or judge.timers or judge.noise or writer.streamer is not None
-        self.look_ahead = 1 if seen else look_ahead
+        self.look_ahead = look_ahead
 
     @property
     def last(self) -> torch.LongTensor:

@@ -118,6 +118,15 @@ def test_a_seed_gives_a_batch_the_sample_it_gives_without_a_drafter(sizes, optio
     assert len({len(row) for row in lengths}) > 1 and max(map(max, lengths)) > 1  # rows had their own paces
 
 
+@pytest.mark.parametrize("options", [{"max_time": 1000.0}, {"repetition_penalty": 1.3}])
+def test_a_batch_that_the_host_reads_each_round_has_its_sample_with_look_ahead_too(options):
+    target = make_target(dtype=torch.float64)
+    draft, (inputs, _) = make_draft2(target, block_size=6), ragged_prompts(3)
+    draft.decoding_config.look_ahead = 4
+    expected = decode(target, None, inputs, **options).sequences
+    assert torch.equal(decode(target, draft, inputs, **options).sequences, expected)
+
+
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}])
 def test_rows_that_are_far_ahead_take_one_token_a_round(options, knowing_nothing, monkeypatch):
     """So the noise that is kept for the others takes a bounded memory; texts are the same."""
