@@ -6,8 +6,10 @@ from support.pairs import make_draft, make_target
 from support.scripted_draft import scripted
 
 from dflash_hf import packed_linear
-from dflash_hf.evaluation.measure import EvalReport, MethodReport, evaluate
+from dflash_hf.evaluation import measure
+from dflash_hf.evaluation.measure import EvalReport, MethodReport, evaluate, variant
 from dflash_hf.evaluation.methods import (
+    AUTO,
     DFLASH,
     DRAFTED,
     METHODS,
@@ -93,6 +95,28 @@ def test_packed_methods_decode_with_packed_weights(knowing, monkeypatch):
     assert packed.speedup_over_packed == pytest.approx(packed.speedup / report.methods[TARGET_PACKED].speedup)
     table = summary_lines(report)
     assert "over packed" in table[0] and any(line.startswith("target alone, packed") for line in table)
+
+
+def test_compiled_rounds_are_warmed_up_last_and_on_every_prompt(pair, monkeypatch):
+    """With `--compile` all drafters are compiled, whatever their methods are called."""
+    asked, generate_one = [], measure.generate_one
+
+    def eagerly(target, prompt, **options):
+        drafter = options.get("assistant_model")
+        asked.append((drafter is not None, prompt))
+        if drafter is not None:
+            assert drafter.decoding_config.compile
+            options["assistant_model"] = variant(drafter, compile=False)
+        return generate_one(target, prompt, **options)
+
+    monkeypatch.setattr(measure, "generate_one", eagerly)
+    target, draft = pair
+    methods = (DFLASH, TARGET, AUTO, PROMPT_LOOKUP)
+    report = evaluate(target, variant(draft, compile=True), PROMPTS, max_new_tokens=4, runs=1, methods=methods)
+    assert asked[:2] == [(False, PROMPTS[0])] * 2
+    assert asked[2:8] == [(True, prompt) for prompt in PROMPTS * 2]
+    assert [name for name, method in report.methods.items() if method.compiled] == [DFLASH, AUTO]
+    assert any(line.startswith("compiling") for line in summary_lines(report))
 
 
 def test_both_means_of_tau():

@@ -40,6 +40,7 @@ class MethodReport:
         target_forwards (`int`): Forward passes of the target in one run, prompts included.
         tau (`float`, *optional*): Mean tokens committed per verification, if a DFlash drafter was used.
         warmup_seconds (`float`): Time of the first calls: compilation, probes, allocation.
+        compiled (`bool`): Whether the drafter's rounds are compiled.
         equal (`int`, *optional*): Number of prompts whose output equals the target's own, token for token, in every
             run; `None` if nothing was compared.
         draft_sizes (`list[int]`, *optional*): Tokens verified by each round of the last run, if sizes were
@@ -55,6 +56,7 @@ class MethodReport:
     target_forwards: int
     equal: int | None
     warmup_seconds: float = 0.0
+    compiled: bool = False
     speedup_over_packed: float | None = None
     tau: float | None = None
     draft_sizes: list[int] | None = None
@@ -248,15 +250,16 @@ def evaluate(
     methods = (*methods, *(others or {}))
     drafters = ways_of(draft, tree_nodes) | dict.fromkeys((ways.AUTO, ways.AUTO_PACKED), draft)
     arguments = {**{name: {"assistant_model": drafter} for name, drafter in drafters.items()}, **(others or {})}
-    decoder = _Decoder(target, draft, max_new_tokens, arguments)
+    decode = _decoder(target, draft, max_new_tokens, arguments)
+    compiled = {name for name, drafter in drafters.items() if drafter.decoding_config.compile}
     target.eval()
     draft.eval()
     # 1. Warm up: the first calls compile, probe and allocate; compiled methods do so for each size. They come last:
     # other methods may leave hooks on the target, and it would be compiled again.
     warmup = {}
-    for method in sorted(methods, key=lambda name: name in ways.COMPILED_METHODS):
-        first = prompts if method in ways.COMPILED_METHODS else prompts[:1]
-        warmup[method] = sum(decoder(method, prompt).seconds for prompt in first)
+    for method in sorted(methods, key=lambda name: name in compiled):
+        first = prompts if method in compiled else prompts[:1]
+        warmup[method] = sum(decode(method, prompt).seconds for prompt in first)
     # 2. Alternate. `decoded[run][method]` gets one entry per prompt.
     decoded: list[dict[str, list[_Decoded]]] = [{method: [] for method in methods} for _ in range(runs)]
     with out_of_sight():
@@ -264,7 +267,7 @@ def evaluate(
             shift = (run + index) % len(methods)
             known = None if journal is None else journal.records.get((run, index))
             for method in (*methods[shift:], *methods[:shift]):
-                one = decoder(method, prompts[index]) if known is None else _Decoded(**known[method])
+                one = decode(method, prompts[index]) if known is None else _Decoded(**known[method])
                 decoded[run][method].append(one)
             if journal is not None and known is None:
                 journal.add(run, index, {method: asdict(decoded[run][method][-1]) for method in methods})
@@ -273,7 +276,7 @@ def evaluate(
     outputs = {method: [_unlike(decoded, method, i) for i in range(len(prompts))] for method in methods}
     divergences, rounding = judge(target, prompts, answers, outputs, draft.config.block_tokens)
     return EvalReport(
-        methods={method: _method_report(decoded, method, warmup[method]) for method in methods},
+        methods={name: _method_report(decoded, name, warmup[name], name in compiled) for name in methods},
         acceptance_lengths=[one.acceptance_lengths for one in decoded[-1][ways.DFLASH]],
         responses=answers,
         block_size=draft.config.block_tokens,
@@ -307,37 +310,32 @@ class _Decoded:
     estimated_speedup: float | None = None
 
 
-class _Decoder:
-    """Decodes a prompt by a method and measures the time."""
+def _decoder(target, draft, max_new_tokens: int, arguments: dict) -> Callable[[str, Sequence[int]], _Decoded]:
+    """A function that decodes a prompt by a method and measures the time."""
+    lookup = {"prompt_lookup_num_tokens": ways.LOOKUP_TOKENS}
+    arguments = {ways.TARGET: {}, ways.TARGET_PACKED: {}, ways.PROMPT_LOOKUP: lookup, **arguments}
 
-    def __init__(self, target, draft, max_new_tokens: int, arguments: dict):
-        self.target, self.draft, self.max_new_tokens = target, draft, max_new_tokens
-        self.arguments = {
-            ways.TARGET: {},
-            ways.TARGET_PACKED: {},
-            ways.PROMPT_LOOKUP: {"prompt_lookup_num_tokens": ways.LOOKUP_TOKENS},
-            **arguments,
-        }
-
-    def __call__(self, method: str, prompt: Sequence[int]) -> _Decoded:
-        way = self.arguments[method]
+    def decode(method: str, prompt: Sequence[int]) -> _Decoded:
+        way, output = arguments[method], None
         # A hook would be compiled too; without a drafter, a compiled target makes one forward per token.
         counts = method not in ways.DRAFTED and not callable(way) and "cache_implementation" not in way
         with (
-            _count_forwards(self.target) if counts else contextlib.nullcontext([0]) as count,
-            packed_weights(self.target, self.draft) if method in ways.PACKED_METHODS else contextlib.nullcontext(),
+            _count_forwards(target) if counts else contextlib.nullcontext([0]) as count,
+            packed_weights(target, draft) if method in ways.PACKED_METHODS else contextlib.nullcontext(),
         ):
-            start = now(self.target.device)
-            ids, output = (way(prompt), None) if callable(way) else self._generate(prompt, way)
-            seconds = now(self.target.device) - start
+            start = now(target.device)
+            if callable(way):
+                ids = way(prompt)
+            else:
+                output = generate_one(target, prompt, max_new_tokens=max_new_tokens, do_sample=False, **way)
+                ids = output.sequences[0, len(prompt) :].tolist()
+            seconds = now(target.device) - start
         lengths = list((getattr(output, "acceptance_lengths", None) or [[]])[0])  # if a DFlash drafter was used
         forwards = 1 + len(lengths) if method in ways.DRAFTED else count[0] or len(ids)
         chosen = [getattr(output, name, None) for name in ("draft_sizes", "estimated_speedup")]
         return _Decoded(ids, seconds, forwards, lengths, *chosen)
 
-    def _generate(self, prompt: Sequence[int], way: dict) -> tuple[list[int], object]:
-        output = generate_one(self.target, prompt, max_new_tokens=self.max_new_tokens, do_sample=False, **way)
-        return output.sequences[0, len(prompt) :].tolist(), output
+    return decode
 
 
 def _unlike(decoded: list[dict[str, list[_Decoded]]], method: str, index: int) -> list[int]:
@@ -347,7 +345,7 @@ def _unlike(decoded: list[dict[str, list[_Decoded]]], method: str, index: int) -
     return next((ids for ids in answers if ids != own), own)
 
 
-def _method_report(decoded: list[dict[str, list[_Decoded]]], method: str, warmup_seconds: float) -> MethodReport:
+def _method_report(decoded: list[dict[str, list[_Decoded]]], method: str, warmup: float, compiled: bool):
     def speeds(name: str) -> list[float]:
         return [sum(len(one.ids) for one in run[name]) / sum(one.seconds for one in run[name]) for run in decoded]
 
@@ -367,7 +365,8 @@ def _method_report(decoded: list[dict[str, list[_Decoded]]], method: str, warmup
         tokens=sum(len(one.ids) for one in last),
         target_forwards=sum(one.forwards for one in last),
         equal=sum(equal),
-        warmup_seconds=warmup_seconds,
+        warmup_seconds=warmup,
+        compiled=compiled,
         speedup_over_packed=speedup(ways.TARGET_PACKED) if ways.TARGET_PACKED in decoded[-1] else None,
         tau=statistics.fmean(lengths) if lengths else None,
         draft_sizes=sizes or None,

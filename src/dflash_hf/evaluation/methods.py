@@ -33,7 +33,6 @@ class Way:
 OURS = {str(way): way for way in (Way(*switches) for switches in product((False, True), repeat=3))}
 DRAFTED = (*OURS, AUTO, AUTO_PACKED)
 PACKED_METHODS = {TARGET_PACKED, AUTO_PACKED, *(name for name, way in OURS.items() if way.packed)}
-COMPILED_METHODS = {name for name, way in OURS.items() if way.compiled}
 TREE_METHODS = {name for name, way in OURS.items() if way.tree}
 
 

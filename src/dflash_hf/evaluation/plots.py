@@ -4,15 +4,15 @@ from collections import Counter
 from pathlib import Path
 
 from dflash_hf.evaluation.measure import EvalReport
-from dflash_hf.evaluation.methods import COMPILED_METHODS, DFLASH, DRAFTED, PROMPT_LOOKUP, TARGET, TARGET_PACKED
+from dflash_hf.evaluation.methods import DFLASH, DRAFTED, PROMPT_LOOKUP, TARGET, TARGET_PACKED
 from dflash_hf.evaluation.text import LABELS
 from dflash_hf.files import atomic
 from dflash_hf.terminal import needs
 
 
 _COLORS = {TARGET: "#8a8f98", TARGET_PACKED: "#8a8f98", PROMPT_LOOKUP: "#c98a2b"}
-_COLORS |= {method: "#0f5a3e" if method in COMPILED_METHODS else "#1a7f5a" for method in DRAFTED}
-_OTHER_COLOR = "#6b7fb3"
+_COLORS |= dict.fromkeys(DRAFTED, "#1a7f5a")
+_COMPILED_COLOR, _OTHER_COLOR = "#0f5a3e", "#6b7fb3"
 
 
 def plot_report(report: EvalReport, path: str | Path, title: str = "") -> Path:
@@ -62,7 +62,8 @@ def _draw_speed(axes, report: EvalReport) -> None:
     for place, name in enumerate(names):
         method = report.methods[name]
         speed, slowest, fastest = method.tokens_per_second, min(method.runs), max(method.runs)
-        axes.barh(place, speed, color=_COLORS.get(name, _OTHER_COLOR), height=0.7)
+        color = _COMPILED_COLOR if method.compiled else _COLORS.get(name, _OTHER_COLOR)
+        axes.barh(place, speed, color=color, height=0.7)
         if runs > 1:
             spread = [[speed - slowest], [fastest - speed]]
             axes.errorbar(speed, place, xerr=spread, color="#333333", capsize=3, linewidth=1)

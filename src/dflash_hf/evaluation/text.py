@@ -76,8 +76,7 @@ def summary_lines(report: EvalReport) -> list[str]:
         _lossless_line(report),
         *_divergence_lines(report),
     ]
-    compiled = [name for name in report.methods if name in ways.COMPILED_METHODS]
-    warm = [f"{report.methods[name].warmup_seconds:.0f} s {LABELS[name]}" for name in compiled]
+    warm = [f"{one.warmup_seconds:.0f} s {LABELS[name]}" for name, one in report.methods.items() if one.compiled]
     if warm:
         lines.append(f"compiling         {', '.join(warm)}, once; the next run reuses it")
     gain = report.methods[report.fastest].gain
