@@ -7,6 +7,7 @@ import pytest
 from support.tiny_chat import CHATML, CROOKED, make_tokenizer
 
 from dflash_hf.cli import main
+from dflash_hf.data import sources
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.examples import check_examples
 from dflash_hf.data.prepare import colored_example, load_tokenizer, prepare_dataset
@@ -65,6 +66,22 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path):
             assert isinstance(found, datasets.IterableDataset) == streaming
             assert list(found) == rows, (name, streaming)
     assert len(load_rows([tmp_path / "a.jsonl", write(tmp_path / "b.jsonl", rows)])) == 8
+
+
+def test_lines_are_parsed_once_by_the_loader(tmp_path, monkeypatch):
+    """Every line was parsed in Python first, which took longer than loading it."""
+    path = write(tmp_path / "a.jsonl", [{"prompt": "a } {"}] * 3)
+    monkeypatch.setattr(sources, "json", None)
+    assert len(load_rows(path)) == 3
+
+
+@pytest.mark.parametrize("line", ["null", "[]", '[{"prompt": "b"}]', '{"prompt": oops}', '{"prompt": "\t"}'])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_line_that_is_not_an_object_is_named_whether_the_loader_accepts_it_or_not(line, streaming, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"prompt": "a"}}\n{line}\n{{"prompt": "c"}}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match=f"Line 2 of {path} is not a JSON object"):
+        load_rows(path, streaming=streaming)
 
 
 def test_counts_are_of_what_is_left(tmp_path):

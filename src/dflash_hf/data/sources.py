@@ -81,11 +81,7 @@ def load_rows(
         raise ValueError(f"data={_names(paths)} must be of one kind: {', '.join(_LOADERS)}.")
     (kind,) = kinds
     if kind == "json":
-        for path in paths:
-            try:
-                _check_json(path)
-            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-                raise ValueError(f"data={str(path)!r} is damaged ({error}); compress or download it again.") from error
+        _check_json(paths, thoroughly=streaming)  # a stream would fail in the middle of its use
     options = _text_columns(datasets, paths[0]) if kind == "csv" else {}
     files = [str(path.resolve()) for path in paths]
     try:
@@ -93,6 +89,8 @@ def load_rows(
     except OSError:
         raise
     except Exception as error:  # from datasets, pyarrow or pandas
+        if kind == "json":
+            _check_json(paths, thoroughly=True)  # raises with the number of a line
         raise ValueError(f"data={_names(paths)} cannot be read as {kind}: {error.__cause__ or error}.") from error
     if not streaming and len(rows) == 0:
         raise ValueError(f"data={_names(paths)} has no rows.")
@@ -108,26 +106,38 @@ def _names(paths: list[Path]) -> str:
     return ", ".join(repr(str(path)) for path in paths)
 
 
-def _check_json(path: Path) -> None:
-    """Raise with the number of the line that is not JSON; the loader would name bytes of a chunk."""
-    if path.suffix.lower() == ".json":
-        return
-    with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as lines:
-        for number, content in enumerate(lines, start=1):
+def _check_json(paths: list[Path], thoroughly: bool) -> None:
+    """
+    Raise with the number of a line that is not a JSON object; the loader would name bytes of a chunk, and read `null`
+    and arrays as rows. Parsing takes as long as loading: unless `thoroughly`, it is left to the loader where a line
+    begins and ends as an object does.
+    """
+    for path in paths:
+        if path.suffix.lower() != ".json":
             try:
-                line = content.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise ValueError(not_utf8(path, number)) from error
-            try:
-                if line.strip() and not isinstance(json.loads(line), dict):
-                    raise ValueError("not an object")
-            except RecursionError:
-                raise ValueError(f"Line {number} of {path} is nested too deeply; remove it.") from None
-            except ValueError as error:
-                half = "" if line.endswith("\n") else "; it is the last line, perhaps half written"
-                raise ValueError(
-                    f"Line {number} of {path} is not a JSON object ({error}){half}. Repair or remove it."
-                ) from error
+                with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as lines:
+                    for number, line in enumerate(lines, start=1):
+                        if thoroughly or line[:1] != b"{" or not line.rstrip().endswith(b"}"):
+                            _check_line(path, number, line)
+            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+                raise ValueError(f"data={str(path)!r} is damaged ({error}); compress or download it again.") from error
+
+
+def _check_line(path: Path, number: int, content: bytes) -> None:
+    try:
+        line = content.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(not_utf8(path, number)) from error
+    try:
+        if line.strip() and not isinstance(json.loads(line), dict):
+            raise ValueError("not an object")
+    except RecursionError:
+        raise ValueError(f"Line {number} of {path} is nested too deeply; remove it.") from None
+    except ValueError as error:
+        half = "" if line.endswith("\n") else "; it is the last line, perhaps half written"
+        raise ValueError(
+            f"Line {number} of {path} is not a JSON object ({error}){half}. Repair or remove it."
+        ) from error
 
 
 def _text_columns(datasets, path: Path) -> dict:
