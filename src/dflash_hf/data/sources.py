@@ -117,17 +117,18 @@ def _check_json(paths: list[Path], thoroughly: bool) -> None:
             try:
                 with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as lines:
                     for number, line in enumerate(lines, start=1):
-                        if thoroughly or line[:1] != b"{" or not line.rstrip().endswith(b"}"):
-                            _check_line(path, number, line)
+                        _check_line(path, number, line, thoroughly)
             except (EOFError, zlib.error, gzip.BadGzipFile) as error:
                 raise ValueError(f"data={str(path)!r} is damaged ({error}); compress or download it again.") from error
 
 
-def _check_line(path: Path, number: int, content: bytes) -> None:
+def _check_line(path: Path, number: int, content: bytes, thoroughly: bool) -> None:
     try:
         line = content.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(not_utf8(path, number)) from error
+    if not thoroughly and line[:1] == "{" and line.rstrip()[-1:] == "}":
+        return
     try:
         if line.strip() and not isinstance(json.loads(line), dict):
             raise ValueError("not an object")
