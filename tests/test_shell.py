@@ -214,11 +214,10 @@ def test_a_byte_order_mark_and_a_line_of_a_megabyte_are_read(world, told):
 
 
 def test_prompts_in_another_encoding(world, told, monkeypatch):
-    from dflash_hf.data.encode import RowEncoder
-    from dflash_hf.evaluation.prompts import read_prompts
+    from dflash_hf.evaluation.sets import eval_rows
 
     with pytest.raises(ValueError, match=r"Line 2 of .*latin\.txt is not UTF-8"):
-        read_prompts(str(world / "latin.txt"), RowEncoder(None), 5)
+        eval_rows(str(world / "latin.txt"), 5)
     stream = io.TextIOWrapper(io.BytesIO("a\nGrüße".encode("latin-1")), encoding="utf-8")
     monkeypatch.setattr(sys, "stdin", stream)
     code, line = told(*generate(world)[:-1], "-")

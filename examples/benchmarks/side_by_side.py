@@ -44,7 +44,8 @@ from dflash_hf.evaluation.methods import (
     TREE_NODES,
 )
 from dflash_hf.evaluation.plots import plot_report
-from dflash_hf.evaluation.prompts import read_prompts
+from dflash_hf.evaluation.prompts import prompts_of
+from dflash_hf.evaluation.sets import eval_rows
 from dflash_hf.evaluation.text import summary_lines
 from dflash_hf.names import DTYPES
 from dflash_hf.packed_linear import packed_weights
@@ -279,7 +280,7 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def load(arguments) -> tuple:
-    """Target, drafter and prompts; prompts are read before anything large is loaded."""
+    """Target, drafter and prompts; rows are read before anything large is loaded."""
     if arguments.shape is not None:
         if arguments.threads:
             torch.set_num_threads(arguments.threads)
@@ -289,8 +290,10 @@ def load(arguments) -> tuple:
         if getattr(arguments, name) == "smollm2":
             setattr(arguments, name, folder_of("smollm2", drafter=name == "draft"))
     pair = NamedPair(arguments, note)
-    prompts = read_prompts(arguments.data, pair.encoder(pair.template()), arguments.prompts)
-    return pair.target(), pair.draft_as_saved(), [list(prompt) for prompt in prompts]
+    rows = eval_rows(arguments.data, arguments.prompts)
+    encoder, target, draft = pair.encoder(pair.template()), pair.target(), pair.draft_as_saved()
+    asked = (rows, encoder, arguments.data)
+    return target, draft, prompts_of(*asked, target=target, max_new_tokens=arguments.max_new_tokens)
 
 
 def show(title: str, lines: list[str], facts: dict, report: EvalReport, output: Path | None) -> None:

