@@ -162,10 +162,9 @@ def read_recipe(path: str | Path | None, overrides: typing.Sequence[str] = ()) -
             raise ValueError(f"Unknown key {key!r}; did you mean {nearest!r}? `dflash train --keys` lists all keys.")
         typed[owner][key] = _at_home(_typed(key, value, _HINTS[owner][key]))
     recipe, arguments = RecipeArguments(**typed[RecipeArguments]), typed[DFlashTrainingArguments]
-    if recipe.head is not None:
-        fields, loss = HEADS[recipe.head]
-        recipe.draft_config, arguments = {**fields, **recipe.draft_config}, {**loss, **arguments}
-    recipe.given = frozenset(values)
+    fields, loss = HEADS.get(recipe.head, ({}, {}))
+    recipe.draft_config, arguments = {**fields, **recipe.draft_config}, {**loss, **arguments}
+    recipe.given = frozenset(values) | loss.keys()  # a machine's choice does not replace the head's loss
     return recipe, arguments
 
 
