@@ -6,7 +6,7 @@ from support.pairs import make_draft, make_target
 from support.rows import counting_rows
 from support.runs import BLOCK, make_trainer
 
-from dflash_hf.training.pace import Pace
+from dflash_hf.training.pace import Pace, StopsInTime
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
@@ -58,6 +58,17 @@ def test_a_run_ends_in_time_and_goes_on_with_the_rest_of_it(clock, tmp_path):
     clock[0] += 1000  # the checkpoint lay there for a while
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-6"))
     assert abs(again.state.global_step - steps) <= 1
+
+
+def test_another_call_of_train_has_its_own_time(clock, tmp_path):
+    """It made one step, at a learning rate of almost zero: the time of the first call was over."""
+    trainer = run(tmp_path, 10 / 60, save_strategy="no")
+    for _ in range(2):
+        trainer.train()
+        assert 9 <= trainer.state.global_step <= 12
+        rates = [line["learning_rate"] for line in trainer.state.log_history if "learning_rate" in line]
+        assert rates[-1] < 3e-5 and max(rates) > 4e-4
+    assert sum(isinstance(one, StopsInTime) for one in trainer.callback_handler.callbacks) == 1
 
 
 def test_evaluations_count(clock, tmp_path):

@@ -181,6 +181,8 @@ class DFlashTrainer(Trainer):
         seconds = 60 * self.args.max_minutes
         self.pace = Pace(max(seconds - self.reserved_seconds, 0.01 * seconds), warmup)
         self.lr_scheduler: LambdaLR = LambdaLR(self.optimizer if optimizer is None else optimizer, self.pace)
+        self._created_lr_scheduler = True  # another call of `train` has its own time
+        self.remove_callback(StopsInTime)
         self.add_callback(StopsInTime(self.pace))
         return self.lr_scheduler
 
