@@ -107,6 +107,7 @@ def test_a_step_that_would_end_too_late_is_not_begun(clock, tmp_path):
     [
         ({"max_minutes": 0}, "max_minutes=0 must be positive"),
         ({"max_minutes": 1, "max_steps": 5}, "both end training"),
+        ({"max_minutes": 1, "warmup_steps": 20}, "warmup_steps=20 counts steps.* such as warmup_steps=0.04"),
     ],
 )
 def test_what_contradicts_itself_is_refused(options, message, tmp_path):

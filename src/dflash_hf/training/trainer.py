@@ -177,9 +177,8 @@ class DFlashTrainer(Trainer):
         """As upstream, or over time with `max_minutes`."""
         if self.args.max_minutes is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
-        warmup = self.args.warmup_steps if self.args.warmup_steps < 1 else 0.04
         seconds = 60 * self.args.max_minutes
-        self.pace = Pace(max(seconds - self.reserved_seconds, 0.01 * seconds), warmup)
+        self.pace = Pace(max(seconds - self.reserved_seconds, 0.01 * seconds), self.args.warmup_steps)
         self.lr_scheduler: LambdaLR = LambdaLR(self.optimizer if optimizer is None else optimizer, self.pace)
         self._created_lr_scheduler = True  # another call of `train` has its own time
         self.remove_callback(StopsInTime)

@@ -122,6 +122,11 @@ class DFlashTrainingArguments(TrainingArguments):
                 raise ValueError(f"max_minutes={self.max_minutes} must be positive; leave it out to train by steps.")
             if self.max_steps > 0:
                 raise ValueError(f"max_minutes and max_steps={self.max_steps} both end training; leave one out.")
+            if self.warmup_steps >= 1:
+                raise ValueError(
+                    f"warmup_steps={self.warmup_steps:g} counts steps, but with max_minutes the learning rate follows "
+                    "the time: give a share of it below 1, such as warmup_steps=0.04."
+                )
             self.num_train_epochs = 1e6  # the time limit ends training long before
         for name in ("num_anchors", "loss_chunk_size"):
             if getattr(self, name) < 1:
