@@ -11,7 +11,7 @@ import hashlib
 import json
 import shutil
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -167,7 +167,7 @@ def store_features(
 
 
 def _store(target, examples, folder: Path, manifest, batch_size: int, shard_bytes: int, say) -> FeatureManifest:
-    manifest.data, lengths = _digest_of_data(examples)
+    manifest.data, lengths = digest_of_rows((row["input_ids"], row["loss_mask"]) for row in examples)
     manifest.examples, manifest.tokens = len(lengths), sum(lengths)
     if (folder / MANIFEST).exists():
         stored_before = FeatureManifest.load(folder)
@@ -358,11 +358,12 @@ def _check_size(folder: Path, shard: dict) -> None:
         )
 
 
-def _digest_of_data(examples: Sequence[dict]) -> tuple[str, list[int]]:
+def digest_of_rows(rows: Iterable[tuple]) -> tuple[str, list[int]]:
+    """A digest of rows, each of ids and a loss mask, and the length of each."""
     digest, lengths = hashlib.sha256(), []
-    for index in range(len(examples)):
-        ids, mask = examples[index]["input_ids"], examples[index]["loss_mask"]
-        digest.update(torch.tensor([len(ids), *ids, *mask], dtype=torch.int32).numpy().tobytes())
+    for ids, mask in rows:
+        parts = [torch.as_tensor(part, dtype=torch.int32) for part in ([len(ids)], ids, mask)]
+        digest.update(torch.cat(parts).numpy().tobytes())
         lengths.append(len(ids))
     return digest.hexdigest()[:16], lengths
 

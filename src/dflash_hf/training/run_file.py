@@ -2,20 +2,21 @@
 
 import json
 import shutil
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields
+from itertools import islice
 from pathlib import Path
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 from transformers.utils import logging
 
 from dflash_hf.data.encode import digests_of_tokenizer
-from dflash_hf.files import differences, digest_of, digest_of_file, locked, write_json
+from dflash_hf.files import differences, locked, write_json
 from dflash_hf.target import digest_of_parameters, digest_of_target
 from dflash_hf.terminal import DetailedError
 from dflash_hf.training.checkpoints import UNFINISHED
-from dflash_hf.training.features import parts_of
+from dflash_hf.training.features import digest_of_rows, parts_of
 from dflash_hf.training.whole import last_whole_checkpoint
 
 
@@ -73,7 +74,7 @@ def checkpoint_to_resume(folder: Path, resume: str | None, overwrite: bool) -> s
     return last
 
 
-def describe_run(recipe, args, target, draft, encoder, dataset, resume: str | None = None) -> dict:
+def describe_run(recipe, args, target, draft, encoder, dataset) -> dict:
     """
     Everything that a run depends on.
 
@@ -81,27 +82,22 @@ def describe_run(recipe, args, target, draft, encoder, dataset, resume: str | No
         recipe (`RecipeArguments`), args (`DFlashTrainingArguments`): Its settings.
         target, draft: The models as loaded, or a fresh drafter.
         encoder (`RowEncoder`): Tokenizer, and the arguments of its template.
-        dataset: The training data.
-        resume (`str`, *optional*): The checkpoint to resume from: digests of files with the same size and time are
-            read from its `run.json`.
+        dataset: The training data, encoded.
 
     Returns:
-        `dict`: `settings`, which must not change, and the digests of the data's `files`.
+        `dict`: `settings`, which must not change.
     """
-    before = read_run(Path(resume).resolve().parent) if resume else None
-    files = _digests_of_data(recipe, before["files"] if before else {})
     if recipe.features:
         data = "+".join(part.manifest.data for part in parts_of(dataset))
-    elif files:
-        data = digest_of(sorted(digest for _, _, digest in files.values()))
-    else:  # on the Hub: the files of its commit, and the number of rows
-        sources = sorted(dataset.info.download_checksums or {})
-        data = digest_of([recipe.data, sources, len(dataset) if isinstance(dataset, Sized) else None])
+    else:
+        batches = dataset.with_format("numpy").iter(1000)
+        batches = islice(batches, 1 if recipe.streaming else None)  # the first rows of a stream
+        data, _ = digest_of_rows(row for batch in batches for row in zip(batch["input_ids"], batch["loss_mask"]))
     batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     shape = {name: value for name, value in draft.config.to_dict().items() if name not in _NOT_OF_DRAFT}
     shape["num_draft_layers"] = shape.pop("num_hidden_layers")
     settings = {
-        "data": data,
+        "digest of data": data,  # `data` of earlier versions was one of files
         "target_weights": digest_of_target(target),
         "draft_weights": digest_of_parameters(draft.named_parameters()) if recipe.draft else None,
         "target_dtype": str(target.dtype),
@@ -113,7 +109,7 @@ def describe_run(recipe, args, target, draft, encoder, dataset, resume: str | No
         **{name: getattr(args, name) for name in _OF_UPSTREAM},
         "batch (per_device_train_batch_size * gradient_accumulation_steps * processes)": batch,
     }
-    described = {"target": recipe.target, "settings": settings, "files": files}
+    described = {"target": recipe.target, "settings": settings}
     return json.loads(json.dumps(described, default=str), parse_constant=str)  # JSON has no infinity
 
 
@@ -129,7 +125,7 @@ def read_run(folder: Path) -> dict | None:
         return None
     try:
         run = json.loads(path.read_text(encoding="utf-8"), parse_constant=str)
-        return {name: dict(run[name]) for name in ("settings", "files")} | {"chosen": dict(run.get("chosen", {}))}
+        return {"settings": dict(run["settings"]), "chosen": dict(run.get("chosen", {}))}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is damaged ({error!r}); remove it to continue unchecked, or choose another output_dir."
@@ -185,18 +181,3 @@ def _begin(folder: Path, run: dict, resume: str | None) -> None:
         for one in stale:
             shutil.rmtree(one, ignore_errors=True)
     write_json(folder / RUN_FILE, run)
-
-
-def _digests_of_data(recipe, known: dict) -> dict[str, list]:
-    """Size, time and digest of each local file; nothing for datasets on the Hub or stored features."""
-    names = [recipe.data] if isinstance(recipe.data, str) else recipe.data or []
-    found = {}
-    for path in map(Path, names):
-        files = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
-        for file in files:
-            if file.is_file():
-                there, status = digest_of(str(file.resolve())), file.stat()  # the path is private
-                stamp = [status.st_size, status.st_mtime_ns]
-                same = known.get(there, [])[:2] == stamp
-                found[there] = [*stamp, known[there][2] if same else digest_of_file(file)]
-    return found

@@ -68,7 +68,7 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     # 4. The description of the run, before training changes anything.
     run = None
     if args.process_index == 0:
-        run = describe_run(recipe, args, target, draft, encoder, train_dataset, resume) | {"chosen": chosen}
+        run = describe_run(recipe, args, target, draft, encoder, train_dataset) | {"chosen": chosen}
     with run_in(args, run, resume):
         # 5. Features of rows read more than once.
         if recipe.store_rows:
