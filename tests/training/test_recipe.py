@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainingArguments, cli
 from dflash_hf.cli import main
 from dflash_hf.commands.train import _publish
+from dflash_hf.training.choice import saved_every
 from dflash_hf.training.pace import Pace
 from dflash_hf.training.recipe import RecipeArguments, key_lines, read_recipe
 from dflash_hf.training.settings_for import Machine
@@ -354,6 +355,19 @@ def test_a_plain_run_chooses_and_keeps_to_its_time(steady, folder, data, tmp_pat
     (last,) = sorted(output.glob("checkpoint-*"), key=lambda one: int(one.name.split("-")[1]))[-1:]
     assert main([*command, "max_minutes=0.05", f"resume_from_checkpoint={last}"]) == 0
     assert f"resuming from {last}" in capsys.readouterr().out
+
+
+def test_the_best_checkpoint_is_loaded_of_those_that_were_evaluated(steady, folder, data, tmp_path, capsys):
+    """The chosen save_steps was no multiple of eval_steps, which upstream refuses."""
+    output = tmp_path / "drafter"
+    command = ["train", f"target={folder}", f"data={data}", f"output_dir={output}", *PLAIN, f"eval_data={data}"]
+    options = ("max_steps=4", "eval_strategy=steps", "save_strategy=steps", "load_best_model_at_end=true")
+    assert main([*command, *options, "eval_steps=3", "store_rows=0"]) == 0, capsys.readouterr().err
+    assert (output / "checkpoint-3" / "config.json").is_file()
+    assert saved_every({"eval_steps": 100.0, "load_best_model_at_end": True}, 233) == 200
+    assert saved_every({"eval_steps": 0.2, "load_best_model_at_end": True}, 233) == 0.2
+    assert saved_every({"logging_steps": 11, "load_best_model_at_end": True}, 5) == 11
+    assert saved_every({"eval_steps": 100.0}, 233) == 233
 
 
 def test_a_file_s_paths_may_be_at_home(tmp_path, monkeypatch):

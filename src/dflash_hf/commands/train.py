@@ -107,9 +107,11 @@ def _check_before(recipe, training: dict) -> None:
     """Raise errors now that would otherwise appear after the target was loaded, or after hours."""
     from dflash_hf.configs import check_names, check_token_id
     from dflash_hf.pairs import Loading
+    from dflash_hf.training.choice import saved_every
     from dflash_hf.training.training_args import DFlashTrainingArguments
 
-    DFlashTrainingArguments(**{**training, "push_to_hub": False, "resume_from_checkpoint": None})
+    chosen = {} if recipe.settled else {"save_steps": saved_every(training, 500)}  # in place of upstream's
+    DFlashTrainingArguments(**{**chosen, **training, "push_to_hub": False, "resume_from_checkpoint": None})
     try:
         check_writable(Path(training["output_dir"]))
     except OSError as error:

@@ -54,8 +54,16 @@ def choose(recipe: RecipeArguments, training: dict, tokenizer, say, resume: str 
     if recipe.settled:
         return {}
     found.values["logging_steps"] = min(max(found.steps // 20, 1), 500)
-    found.values["save_steps"] = min(max(found.steps // 4, 1), 500)
+    found.values["save_steps"] = saved_every({**found.values, **training}, min(max(found.steps // 4, 1), 500))
     return _taken(recipe, training, found.values)
+
+
+def saved_every(training: dict, steps: int) -> float:
+    """About `steps`, as `save_steps`: whole evaluations if the best checkpoint is loaded, as upstream demands."""
+    evaluated = training.get("eval_steps") or training.get("logging_steps")
+    if not training.get("load_best_model_at_end") or not evaluated:
+        return steps
+    return int(evaluated * max(steps // evaluated, 1)) if evaluated >= 1 else evaluated  # a share of all steps
 
 
 def time_lines(found: Settings, minutes: float | None, rows: int) -> list[str]:
