@@ -79,6 +79,13 @@ def test_an_accelerator_takes_the_papers_settings_where_the_time_is_there():
     assert hurried.values["num_anchors"] < 512 and hurried.steps > found.steps / 1000
 
 
+def test_fp16_leaves_no_choice_of_bf16():
+    """Both were set, which upstream refuses."""
+    fp16, bf16 = (settings_for(GPU, config(), data(500), 20, one) for one in ({"fp16": True}, {}))
+    assert "bf16" in bf16.values and "bf16" not in fp16.values
+    assert fp16.step_seconds == bf16.step_seconds
+
+
 def test_metal_is_small_and_keeps_fp32():
     found = settings_for(Machine("mps", 8, 16e9, 100e9, 2e12, 4e12), config(), data(500), 10, {})
     assert "use_cpu" not in found.values and not found.values["bf16"] and found.values["num_anchors"] == 16

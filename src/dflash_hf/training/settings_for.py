@@ -146,7 +146,7 @@ def settings_for(machine: Machine, config, data: Data, minutes: float | None, gi
             `draft_vocab_size` of its configuration.
     """
     text = config.get_text_config()
-    values: dict = {"bf16": machine.halves}
+    values: dict = {} if given.get("fp16") else {"bf16": machine.halves}
     if machine.small:
         layers = given.get("num_draft_layers") or _SMALL["num_draft_layers"]
         values |= {**_SMALL, "target_dtype": "bfloat16" if machine.halves else "float32"}
@@ -186,7 +186,7 @@ def _plan(machine: Machine, config, data: Data, minutes: float | None, chosen: d
         chosen["gradient_accumulation_steps"] = 2 * chosen.get("gradient_accumulation_steps", 1)
     together = work.batch * chosen.get("gradient_accumulation_steps", keys.get("gradient_accumulation_steps", 1))
     # 2. Seconds of a step of the drafter, and of the target over a row.
-    dtype = "half" if keys["bf16"] else "full"
+    dtype = "half" if keys.get("bf16") or keys.get("fp16") else "full"
     step = together * work.row / (_EFFICIENCY[dtype] * getattr(machine, dtype))
     half = machine.halves and keys.get("target_dtype") != "float32"
     target = work.target_row / (_EFFICIENCY["forward"] * (machine.half if half else machine.full))
