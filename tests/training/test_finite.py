@@ -26,10 +26,13 @@ def test_features_that_are_not_finite_stop_the_training_and_name_the_row(accumul
     rows[5]["input_ids"][3] = 93  # occurs nowhere else
     with torch.no_grad():
         target.get_input_embeddings().weight[93] = float("inf")
-    trainer = make_trainer(tmp_path, target, rows, **options)
+    trainer, micro_batches = make_trainer(tmp_path, target, rows, **options), []
+    compute = trainer.compute_loss
+    trainer.compute_loss = lambda *args, **kwargs: micro_batches.append(1) or compute(*args, **kwargs)
     step = 3 if accumulation == 1 else 2
     with pytest.raises(NotFiniteError) as error:
         trainer.train()
+    assert len(micro_batches) == step * accumulation  # no process raises before the gradient is reduced
     text = str(error.value)
     assert text.startswith(
         f"Step {step}: the loss is nan. The target's features of layer 0 are not finite, in row 5 (24 "

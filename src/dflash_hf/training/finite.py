@@ -20,7 +20,7 @@ class NotFiniteError(DetailedError):
 
 class FiniteGuard:
     """
-    Checks every loss, every gradient and all weights that a trainer saves.
+    Checks the loss and the gradient before every step, and all weights that a trainer saves.
 
     Upstream checks losses too, but logs an average instead of NaN. Gradients skipped by an fp16 scaler are part of its
     search for a scale; they are ignored.
@@ -30,25 +30,21 @@ class FiniteGuard:
     """
 
     def __init__(self, trainer):
-        self.trainer, self.of_this_step = trainer, []
+        self.trainer = trainer
+        self.of_this_step: list[dict] = []  # micro-batches
 
-    def check_loss(self, loss: torch.Tensor, inputs: dict) -> None:
+    def check_step(self, norm) -> None:
         """
-        Raises:
-            `NotFiniteError`: the loss of a micro-batch is not finite.
-        """
-        self.of_this_step.append(inputs)
-        if not loss.isfinite().all():
-            raise self._not_finite(f"the loss is {loss.item()}")
+        Check a whole step, before the optimizer's: all processes have its gradient, and none waits for another.
 
-    def check_gradient(self, norm) -> None:
-        """
         Raises:
-            `NotFiniteError`: the norm of a whole step's gradient is not finite.
+            `NotFiniteError`: its loss or the norm of its gradient is not finite.
         """
+        loss = self.trainer.train_statistics[-2].item()  # summed since the last line of the log
+        if not math.isfinite(loss):
+            raise self._not_finite(f"the loss is {loss}")
         if norm is not None and self.trainer.accelerator.scaler is None and not math.isfinite(norm):
             raise self._not_finite(f"the norm of the gradient is {float(norm)}")
-        self.of_this_step = []
 
     def check_weights(self) -> None:
         """

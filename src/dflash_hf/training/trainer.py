@@ -365,6 +365,7 @@ class DFlashTrainer(Trainer):
         if self.clock is None:
             self.clock = time.perf_counter()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self.finite.of_this_step = batches
         total = torch.zeros((), device=device)
         for batch in batches:
             self.train_tokens += batch["attention_mask"].sum().to(self.train_tokens.device)
@@ -438,15 +439,9 @@ class DFlashTrainer(Trainer):
 
     # Training stops at the first NaN or inf, see `finite`.
 
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        """As upstream; raises `NotFiniteError` if the loss is not finite."""
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        self.finite.check_loss(loss, inputs)
-        return loss
-
     def _get_grad_norm(self, model, grad_norm=None):
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        self.finite.check_gradient(grad_norm)
+        self.finite.check_step(grad_norm)
         return grad_norm
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
