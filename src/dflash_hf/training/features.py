@@ -310,7 +310,8 @@ class StoredFeatures(torch.utils.data.Dataset):
             file = safe_open(str(self.folder / self.manifest.shards[number]["file"]), "pt")
             self.files[number] = file, file.get_tensor("offsets").tolist()
         file, offsets = self.files[number]
-        place = slice(*offsets[index - self.starts[number] :][:2])
+        first = index - self.starts[number]
+        place = slice(*offsets[first : first + 2])
         row = {name: file.get_slice(name)[place] for name in ("input_ids", "loss_mask")}
         if self.layer_ids:
             row["features"] = self._features(file.get_slice("features"), place)
