@@ -1,6 +1,7 @@
 """What the commands share: one-line errors, argument types, colours, output."""
 
 import argparse
+import codecs
 import contextlib
 import json
 import math
@@ -235,7 +236,9 @@ def read_text(path: Path) -> str:
 
 def not_utf8(path, line: int) -> str:
     """The error for a file in another encoding."""
-    return f"Line {line} of {path} is not UTF-8; convert the file: iconv -f LATIN1 -t UTF-8 {path} > converted"
+    with open(path, "rb") as file:
+        encoding = "UTF-16" if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "LATIN1"
+    return f"Line {line} of {path} is not UTF-8; convert the file: iconv -f {encoding} -t UTF-8 {path} > converted"
 
 
 def stdin_lines() -> Iterator[str]:

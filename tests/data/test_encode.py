@@ -165,14 +165,15 @@ def test_a_template_that_marks_everything_is_refused():
         ({"messages": [USER, ANSWER]}, {"mask_token_id": END}, f"holds the mask token {END}"),
         ({"input_ids": [5, 6, 7], "loss_mask": [0, 0, 1]}, {}, "no response of two tokens"),
         ({"messages": [USER, {"role": "robot", "content": "x"}, ANSWER]}, {"strict": True}, "refuses it .Who."),
+        ({"messages": [{**USER, "content": [{"type": "text", "text": "Hi"}]}, ANSWER]}, {"strict": True}, "render it"),
     ],
 )
 def test_rows_that_are_left_out_have_a_reason(row, settings, reason):
     template = CHATML
     if settings.pop("strict", False):
         template = (
-            "{% for m in messages %}{% if m.role == 'robot' %}{{ raise_exception('Who?') }}{% endif %}{% endfor %}"
-            + CHATML
+            "{% for m in messages %}{% if m.role == 'robot' %}{{ raise_exception('Who?') }}{% endif %}"
+            "{% if '' + m.content %}{% endif %}{% endfor %}" + CHATML
         )
     with pytest.raises(UnusableRow, match=reason):
         encoder(template, **settings)(row)

@@ -68,6 +68,19 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path):
     assert len(load_rows([tmp_path / "a.jsonl", write(tmp_path / "b.jsonl", rows)])) == 8
 
 
+def test_the_file_that_is_named_is_read(tmp_path):
+    """A name with brackets was a pattern, which found another file."""
+    write(tmp_path / "r1.jsonl", [{"prompt": "other"}])
+    assert list(load_rows(write(tmp_path / "r[1].jsonl", [{"prompt": "named"}]))) == [{"prompt": "named"}]
+
+
+def test_a_separator_at_the_end_of_a_line_shifts_no_column(tmp_path):
+    for header in ("prompt,completion", "prompt,completion,"):
+        (tmp_path / f"{len(header)}.csv").write_text(header + "\nHi,Yes.,\n", encoding="utf-8")
+        (row,) = load_rows(tmp_path / f"{len(header)}.csv")
+        assert (row["prompt"], row["completion"]) == ("Hi", "Yes.")
+
+
 def test_lines_are_parsed_once_by_the_loader(tmp_path, monkeypatch):
     """Every line was parsed in Python first, which took longer than loading it."""
     path = write(tmp_path / "a.jsonl", [{"prompt": "a } {"}] * 3)
@@ -179,6 +192,11 @@ def test_prepare_says_what_is_wrong_in_one_line(tmp_path, tokenizer_folder, caps
     (tmp_path / "mark.csv").write_text("\ufeff", encoding="utf-8")
     (tmp_path / "bad.parquet").write_text("nothing", encoding="utf-8")
     (tmp_path / "notes.txt").write_text("Hi", encoding="utf-8")
+    (tmp_path / "commas.csv").write_text("id,prompt,completion\n1,Hi,Yes, indeed.\n", encoding="utf-8")
+    (tmp_path / "latin.csv").write_text("prompt,completion\nHi,Größe\n", encoding="latin-1")
+    (tmp_path / "wide.jsonl").write_text(good + "\n", encoding="utf-16")
+    (tmp_path / "none.json").write_text("[]", encoding="utf-8")
+    write(tmp_path / "given.jsonl", [{**ROWS[0], "given": "1"}])
     write(tmp_path / "text.jsonl", [{"text": "Hi"}])
     write(tmp_path / "said.jsonl", [{"messages": "Hi"}])
     zeros = {"input_ids": [3, 4, 5], "loss_mask": [0, 0, 0]}
@@ -195,6 +213,11 @@ def test_prepare_says_what_is_wrong_in_one_line(tmp_path, tokenizer_folder, caps
         ("mark.csv", (), "mark.csv' is an empty file"),
         ("bad.parquet", (), "bad.parquet' cannot be read as parquet"),
         ("notes.txt", (), "must be of one kind: .jsonl"),
+        ("commas.csv", (), f"Line 2 of {tmp_path}/commas.csv has 4 fields, its header 3: put texts that"),
+        ("latin.csv", (), f"Line 2 of {tmp_path}/latin.csv is not UTF-8; convert the file: iconv -f LATIN1"),
+        ("wide.jsonl", (), f"Line 1 of {tmp_path}/wide.jsonl is not UTF-8; convert the file: iconv -f UTF-16"),
+        ("none.json", (), "none.json' has no rows"),
+        ("given.jsonl", (), "`given` is '1'; give the number of messages"),
         ("absent.jsonl", (), "there is no such file"),
         ("folder", (), "without dataset_info.json"),
         (
@@ -212,6 +235,7 @@ def test_prepare_says_what_is_wrong_in_one_line(tmp_path, tokenizer_folder, caps
         ("good.jsonl", ("--output", "a.txt"), "--output a.txt must end in .jsonl or .parquet"),
         ("good.jsonl", ("--template-args", "[1"), "--template-args [1 is not JSON"),
         ("good.jsonl", ("--template-args", "[1]"), "--template-args [1] must be a JSON object"),
+        ("good.jsonl", ("--template-args", '{"tools": 3}'), "chat_template_kwargs may not set tools"),
         (
             "good.jsonl",
             ("--mask-token-id", "2"),

@@ -36,6 +36,11 @@ ROWS = {
 }
 
 
+def test_a_line_of_text_is_a_prompt_whatever_it_holds(tmp_path):
+    (tmp_path / "a.txt").write_bytes("one\u2028line\x0c\r\ntwo\n\n".encode())
+    assert [row["prompt"].rstrip() for row in sets.eval_rows(str(tmp_path / "a.txt"))] == ["one\u2028line", "two"]
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     folder, tokenizer = tmp_path_factory.mktemp("pair"), make_tokenizer(THINKING)

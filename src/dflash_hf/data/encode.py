@@ -25,6 +25,9 @@ COLUMNS = (
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _EMPTY_THOUGHT = re.compile(r"\s*<(\w+)>\s*</\1>\s*")  # <think>\n\n</think>\n\n, by whatever name
 _IGNORED_LABEL = -100  # of transformers' losses
+# Arguments of `apply_chat_template` that are set here.
+_OF_CALLS = {"conversation", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict"}
+_OF_CALLS |= {"return_tensors", "return_assistant_tokens_mask", "padding", "truncation", "max_length"}
 TEMPLATE_SECONDS = 20.0  # for one conversation, which takes milliseconds
 _ENDLESS = (
     f"The chat template has not finished one conversation after {TEMPLATE_SECONDS:.0f} s: its loops do not end; give "
@@ -58,6 +61,13 @@ class RowEncoder:
     vocab_size: int | None = None
     positions: int | None = None
 
+    def __post_init__(self):
+        if taken := self.chat_template_kwargs.keys() & _OF_CALLS:
+            raise ValueError(
+                f"chat_template_kwargs may not set {', '.join(sorted(taken))}: that is an argument of "
+                "`apply_chat_template`, not of the template; leave it out."
+            )
+
     def __call__(self, row: Mapping) -> list[dict]:
         """
         The examples of a row: one, or one for each assistant turn, see above. All assistant turns of `messages` are
@@ -80,7 +90,10 @@ class RowEncoder:
             answer = numbers_in(row, "response_ids")
             examples = [([*prompt, *answer], [0] * len(prompt) + [1] * len(answer))]
         elif "messages" in row:
-            examples = self._conversation(messages_in(row), row.get("given", 0), tools_of(row))
+            given = row.get("given", 0)
+            if not isinstance(given, int):
+                raise ValueError(f"`given` is {given!r}; give the number of messages that are not learned from.")
+            examples = self._conversation(messages_in(row), given, tools_of(row))
             if row.get("finish_reason") == "length":
                 self._without_end(*examples[-1])
         elif "prompt" in row and "completion" in row:
@@ -193,6 +206,8 @@ class RowEncoder:
                 return self.tokenizer.apply_chat_template(messages, **options, **kwargs, **self.chat_template_kwargs)
         except TemplateError as error:
             raise UnusableRow(f"the chat template refuses it ({error})") from error
+        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # in the template's expressions
+            raise UnusableRow(f"the chat template cannot render it ({one_line(error, 100)})") from error
 
     def _without_inserted(self, ids: list[int], mask: list[int], messages: Sequence[Mapping]) -> list[int]:
         """The mask without the empty thoughts that the template inserts before a turn."""

@@ -1,6 +1,7 @@
 """Rows of a dataset: local files, folders and Hub names, through `datasets`."""
 
 import csv
+import glob
 import gzip
 import json
 import zlib
@@ -8,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_hf.repositories import SECONDS, looks_local
-from dflash_hf.terminal import needs, not_utf8
+from dflash_hf.terminal import needs, not_utf8, read_text
 
 
 _LOADERS = {
@@ -82,8 +83,8 @@ def load_rows(
     (kind,) = kinds
     if kind == "json":
         _check_json(paths, thoroughly=streaming)  # a stream would fail in the middle of its use
-    options = _text_columns(datasets, paths[0]) if kind == "csv" else {}
-    files = [str(path.resolve()) for path in paths]
+    options = _text_columns(datasets, paths) if kind == "csv" else {}
+    files = [glob.escape(str(path.resolve())) for path in paths]  # a name may have brackets
     try:
         rows = datasets.load_dataset(kind, data_files=files, split=split or "train", streaming=streaming, **options)
     except OSError:
@@ -91,6 +92,8 @@ def load_rows(
     except Exception as error:  # from datasets, pyarrow or pandas
         if kind == "json":
             _check_json(paths, thoroughly=True)  # raises with the number of a line
+        if "corresponds to no data" in str(error):
+            raise ValueError(f"data={_names(paths)} has no rows.") from error
         raise ValueError(f"data={_names(paths)} cannot be read as {kind}: {error.__cause__ or error}.") from error
     if not streaming and len(rows) == 0:
         raise ValueError(f"data={_names(paths)} has no rows.")
@@ -141,15 +144,35 @@ def _check_line(path: Path, number: int, content: bytes, thoroughly: bool) -> No
         ) from error
 
 
-def _text_columns(datasets, path: Path) -> dict:
-    """Options that read all cells of a table as text: `5.` is not a number, nor `NA` a missing value."""
-    separator = "\t" if path.suffix.lower() == ".tsv" else ","
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        names = next(csv.reader(file, delimiter=separator), None)
-    if names is None:
-        raise ValueError(f"data={str(path)!r} is an empty file.")
-    text = datasets.Features({name: datasets.Value("string") for name in names})
-    return {"sep": separator, "keep_default_na": False, "features": text}
+def _text_columns(datasets, paths: list[Path]) -> dict:
+    """
+    Options that read all cells of tables as text: `5.` is not a number, nor `NA` a missing value.
+
+    Raises:
+        `ValueError`: a line has more fields than the header, which the loader would shift or drop.
+    """
+    separator = "\t" if paths[0].suffix.lower() == ".tsv" else ","
+    for path in paths:
+        try:
+            with path.open(encoding="utf-8-sig", newline="") as file:
+                lines = csv.reader(file, delimiter=separator)
+                names = next(lines, None)
+                for fields in lines:
+                    if any(fields[len(names) :]):
+                        raise ValueError(
+                            f"Line {lines.line_num} of {path} has {len(fields)} fields, its header {len(names)}: put "
+                            "texts that contain the separator in quotes."
+                        )
+        except UnicodeDecodeError:
+            read_text(path)  # raises with the number of a line
+            raise
+        except csv.Error:  # such as a cell of more than 128 kB: left to the loader
+            pass
+        if names is None:
+            raise ValueError(f"data={str(path)!r} is an empty file.")
+    named = [name or f"Unnamed: {number}" for number, name in enumerate(names)]  # as pandas names them
+    text = datasets.Features({name: datasets.Value("string") for name in named})
+    return {"sep": separator, "keep_default_na": False, "index_col": False, "features": text}
 
 
 def _of_folder(datasets, folder: Path, split: str | None, streaming: bool):

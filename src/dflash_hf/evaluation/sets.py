@@ -129,7 +129,7 @@ def rows_of(data: str, split: str | None = None) -> Iterable[dict]:
     Rows of a file or a dataset, see [`~dflash_hf.data.sources.load_rows`]; in a `.txt` file, each line is a prompt.
     """
     if Path(data).suffix == ".txt":
-        return [{"prompt": line} for line in read_text(Path(data)).splitlines() if line.strip()]
+        return [{"prompt": line} for line in read_text(Path(data)).split("\n") if line.strip()]
     return load_rows(data, split)
 
 
