@@ -54,6 +54,7 @@ class DFlashTrainingArguments(TrainingArguments):
         loss_chunk_size (`int`): Tokens whose logits are in memory at a time.
         max_minutes (`float`): Length of the training, with warm-up and cosine decay over time instead of steps;
             replaces `num_train_epochs` and `lr_scheduler_type`; not with `max_steps`. Evaluations count.
+            `warmup_steps` is a share of it, below 1.
         anchor_seed (`int`): Seed of the anchors. Default: `seed`.
         label_source (`str`): `"data"`: the tokens of the examples, correct if the target wrote them. `"target"`: the
             target's argmax after each prefix, for text from other sources.
