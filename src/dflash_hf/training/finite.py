@@ -30,8 +30,7 @@ class FiniteGuard:
     """
 
     def __init__(self, trainer):
-        self.trainer = trainer
-        self.of_this_step: list[dict] = []  # micro-batches
+        self.trainer, self.of_this_step = trainer, []  # micro-batches
 
     def check_step(self, norm) -> None:
         """
