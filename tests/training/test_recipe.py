@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel, DFlashTrainingArguments, cli
 from dflash_hf.cli import main
-from dflash_hf.commands.train import _publish
+from dflash_hf.commands.train import _check_before, _publish
 from dflash_hf.training.choice import saved_every
 from dflash_hf.training.pace import Pace
 from dflash_hf.training.recipe import RecipeArguments, key_lines, read_recipe
@@ -84,6 +85,8 @@ def test_values_are_typed_like_the_arguments():
     [
         (["blok_size=8"], "Unknown key 'blok_size'; did you mean 'block_size'"),
         (["learning_rat=1"], "did you mean 'learning_rate'"),
+        (["draft_config.selector_rnak=8"], "draft_config: Unknown key 'selector_rnak'; did you mean 'selector_rank'"),
+        (["target.x=1"], "target='t' has no entry 'x'; write target=value"),
         (["block_size=many"], "block_size='many' must be of type int"),
         (["block_size=2.5"], "block_size=2.5 must be of type int"),
         (["block_size=true"], "block_size=True must be of type int"),
@@ -307,6 +310,24 @@ def test_settings_that_cannot_be_are_told_before_anything_is_measured(folder, da
     assert main(command) == 1
     said = capsys.readouterr()
     assert message in said.err and "machine" not in said.out and not output.exists()
+
+
+@pytest.mark.parametrize("given", [[], ["overwrite_output_dir=true"]])
+def test_another_model_is_never_overwritten(folder, data, tmp_path, capsys, given):
+    """The target itself could be named as the output, and was replaced."""
+    model = tmp_path / "model"
+    shutil.copytree(folder, model)
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    assert main(["train", f"target={model}", f"data={data}", "--output", str(model), *given, *PLAIN]) == 1
+    assert "holds another model, which the drafter would overwrite" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
+
+
+def test_half_precision_may_be_asked_for_on_a_cpu(folder, data, tmp_path):
+    """`bf16=true` was refused for want of `use_cpu`, which a plain run chooses itself."""
+    _check_before(
+        *read_recipe(None, [f"target={folder}", f"data={data}", f"output_dir={tmp_path / 'o'}", "bf16=true"])
+    )
 
 
 def test_a_dry_run_loads_nothing(data, capsys):

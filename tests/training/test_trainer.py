@@ -429,6 +429,9 @@ def test_defaults_are_the_papers(tmp_path):
     [
         {"num_anchors": 0},
         {"loss_chunk_size": 0},
+        {"gradient_accumulation_steps": 0},
+        {"max_steps": 0},
+        {"num_train_epochs": -1},
         {"loss_decay_gamma": -1.0},
         {"label_source": "gold"},
         {"loss_type": "l2"},

@@ -105,12 +105,18 @@ def _dry_run(recipe, training: dict, echo) -> Outcome:
 
 def _check_before(recipe, training: dict) -> None:
     """Raise errors now that would otherwise appear after the target was loaded, or after hours."""
+    import torch
+
     from dflash_hf.configs import check_names, check_token_id
+    from dflash_hf.files import read_json
+    from dflash_hf.modeling.layouts_dflash import is_drafter_config
     from dflash_hf.pairs import Loading
     from dflash_hf.training.choice import saved_every
     from dflash_hf.training.training_args import DFlashTrainingArguments
 
-    chosen = {} if recipe.settled else {"save_steps": saved_every(training, 500)}  # in place of upstream's
+    chosen: dict = {}
+    if not recipe.settled:  # in place of upstream's
+        chosen = {"save_steps": saved_every(training, 500), "use_cpu": not torch.accelerator.is_available()}
     DFlashTrainingArguments(**{**chosen, **training, "push_to_hub": False, "resume_from_checkpoint": None})
     try:
         check_writable(Path(training["output_dir"]))
@@ -118,6 +124,12 @@ def _check_before(recipe, training: dict) -> None:
         raise ValueError(
             f"output_dir={training['output_dir']} cannot be written: {error.strerror or error}."
         ) from error
+    there = Path(training["output_dir"], "config.json")
+    if there.is_file() and not is_drafter_config(read_json(there)):
+        raise ValueError(
+            f"output_dir={training['output_dir']} holds another model, which the drafter would overwrite; choose "
+            "another output_dir."
+        )
     config = check_names(recipe.target, recipe.draft, Loading(revision=recipe.target_revision), form="{}={}")
     check_token_id(recipe.mask_token_id, config, f"mask_token_id={recipe.mask_token_id}")
     _tokenizer(recipe)

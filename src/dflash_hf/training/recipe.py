@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
 from dflash_hf.terminal import is_secret, needs, read_text
 from dflash_hf.training.training_args import DFlashTrainingArguments, key
 
@@ -117,6 +118,7 @@ class RecipeArguments:
             raise ValueError(f"block_size={self.block_size} must be at least 2, the anchor and one drafted token.")
 
 
+_OLD_NAMES = {"rope_theta", "rope_scaling", "partial_rotary_factor", "max_window_layers"}  # upstream reads them too
 _HINTS = {
     cls: {one.name: typing.get_type_hints(cls)[one.name] for one in dataclasses.fields(cls) if one.init}
     for cls in (RecipeArguments, DFlashTrainingArguments)
@@ -145,6 +147,8 @@ def read_recipe(path: str | Path | None, overrides: typing.Sequence[str] = ()) -
             raise ValueError(f"{override!r} is not an override; write key=value.")
         value = _parse(text, f"the value of {key}")
         key, *inner = key.split(".")
+        if inner and not isinstance(values.get(key) or {}, dict):
+            raise ValueError(f"{key}={values[key]!r} has no entry {inner[0]!r}; write {key}=value.")
         if inner:
             entry = values[key] = dict(values.get(key) or {})
             for name in inner[:-1]:
@@ -158,14 +162,21 @@ def read_recipe(path: str | Path | None, overrides: typing.Sequence[str] = ()) -
         owner = next((cls for cls, hints in _HINTS.items() if key in hints), None)
         if owner is None:
             known = [name for hints in _HINTS.values() for name in hints]
-            nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
-            raise ValueError(f"Unknown key {key!r}; did you mean {nearest!r}? `dflash train --keys` lists all keys.")
+            raise ValueError(f"{_unknown(key, known)} `dflash train --keys` lists all keys.")
         typed[owner][key] = _at_home(_typed(key, value, _HINTS[owner][key]))
     recipe, arguments = RecipeArguments(**typed[RecipeArguments]), typed[DFlashTrainingArguments]
+    known = DFlashDraftConfig.field_names() | _OLD_NAMES
+    if wrong := [name for name in recipe.draft_config if name not in known]:
+        raise ValueError(f"draft_config: {_unknown(wrong[0], sorted(known))}")
     fields, loss = HEADS.get(recipe.head, ({}, {}))
     recipe.draft_config, arguments = {**fields, **recipe.draft_config}, {**loss, **arguments}
     recipe.given = frozenset(values) | loss.keys()  # a machine's choice does not replace the head's loss
     return recipe, arguments
+
+
+def _unknown(key: str, known: typing.Sequence[str]) -> str:
+    nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
+    return f"Unknown key {key!r}; did you mean {nearest!r}?"
 
 
 def _at_home(value):

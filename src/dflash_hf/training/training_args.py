@@ -129,9 +129,12 @@ class DFlashTrainingArguments(TrainingArguments):
                     "the time: give a share of it below 1, such as warmup_steps=0.04."
                 )
             self.num_train_epochs = 1e6  # the time limit ends training long before
-        for name in ("num_anchors", "loss_chunk_size"):
+        for name in ("num_anchors", "loss_chunk_size", "gradient_accumulation_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.max_steps == 0 or self.max_steps < 0 and not self.num_train_epochs > 0:
+            name = "num_train_epochs" if self.max_steps else "max_steps"
+            raise ValueError(f"{name}={getattr(self, name)} trains nothing; give a positive number, or leave it out.")
         if self.loss_decay_gamma is not None and not self.loss_decay_gamma > 0:
             raise ValueError(
                 f"loss_decay_gamma={self.loss_decay_gamma} must be positive; None is the default of the block size."
