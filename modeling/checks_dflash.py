@@ -1,6 +1,10 @@
 """What a drafter's configuration must satisfy; each error names key, value and remedy."""
 
 import math
+from dataclasses import fields
+from itertools import chain
+from types import NoneType
+from typing import get_args
 
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -14,39 +18,8 @@ _DTYPES = ("float64", "float32", "bfloat16", "float16")
 _MOST_LAYERS = 1024
 _LARGEST_SIZE = 2**24
 _LARGEST_NUMBER = 1e18  # for thetas, factors and scales; torch does not take integers of arbitrary size
-_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "v_head_dim",
-    "max_position_embeddings",
-    "vocab_size",
-    "draft_vocab_size",
-    "num_target_layers",
-    "target_hidden_size",
-    "sliding_window",
-)
-_POSITIVE = (
-    "rms_norm_eps",
-    "output_multiplier",
-    "final_logit_softcapping",
-    "input_embedding_scale",
-    "attention_value_scale",
-    "backbone_rotary_base",
-    "initializer_range",
-)
-_REQUIRED = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"),
-    *("rms_norm_eps", "initializer_range", "attention_bias", "attention_sink_bias", "own_mask_embedding"),
-    "has_embed_tokens",
-)
-_FLAGS = (
-    *("attention_bias", "attention_sink_bias", "own_mask_embedding", "has_embed_tokens"),
-    *("use_sliding_window", "is_causal", "sample_from_anchor"),
-)
+# Ids and a rate may be 0, a block has at least two tokens.
+_OTHER_RULES = ("mask_token_id", "bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout", "block_size")
 CONVOLUTION_KEYS = ("conv_kernel_size", "conv_group_size")
 
 
@@ -60,19 +33,28 @@ def parts_by_sizes() -> tuple[tuple[str, ...], ...]:
     return (CONVOLUTION_KEYS, *(head.sizes for head in HEADS))
 
 
-def check_sizes(config):
-    for key in _REQUIRED:
-        if getattr(config, key) is None:
-            raise ValueError(
-                f"{key}=None (null in a file) must have a value; correct it in the drafter's config.json."
-            )
-    for key in (*_SIZES, *(key for part in parts_by_sizes() for key in part)):
+def check_fields(config):
+    """Sizes, numbers and switches, by the types that the fields are declared with; `None` only where they allow it."""
+    kinds_of = {field.name: get_args(field.type) or (field.type,) for field in fields(config)}
+    kinds_of |= dict.fromkeys(chain(*parts_by_sizes()), (int, NoneType))
+    for key, kinds in kinds_of.items():
         value = getattr(config, key)
-        if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"{key}={value!r} must be a positive integer; correct it in the drafter's config.json.")
+        if key in _OTHER_RULES or not {bool, int, float} & {*kinds} or (value is None and NoneType in kinds):
+            continue
+        if bool in kinds:
+            rule, fits = "true or false", isinstance(value, bool)
+        elif float in kinds:
+            rule, fits = "a positive number", _is_positive(value)
+        else:
+            rule, fits = "a positive integer", type(value) is int and value > 0
+        if not fits:
+            raise ValueError(f"{key}={value!r} must be {rule}; correct it in the drafter's config.json.")
         most = _MOST_LAYERS if key in ("num_hidden_layers", "num_target_layers") else _LARGEST_SIZE
-        if value is not None and value > most and key not in ("max_position_embeddings", "sliding_window"):
+        if int in kinds and value > most and key not in ("max_position_embeddings", "sliding_window"):
             raise ValueError(f"{key}={value} is larger than any drafter's ({most}); correct it in config.json.")
+
+
+def check_sizes(config):
     if type(config.block_size) is not int or not 2 <= config.block_size <= _MOST_LAYERS:
         raise ValueError(
             f"block_size={config.block_size!r} must be an integer from 2, the anchor and one drafted token, to "
@@ -90,15 +72,7 @@ def check_sizes(config):
         )
 
 
-def check_numbers(config):
-    for key in _POSITIVE:
-        value = getattr(config, key)
-        if value is not None and not _is_positive(value):
-            raise ValueError(f"{key}={value!r} must be a positive number; correct it in the drafter's config.json.")
-    for key in _FLAGS:
-        value = getattr(config, key)
-        if value is not None and not isinstance(value, bool):
-            raise ValueError(f"{key}={value!r} must be true or false; correct it in the drafter's config.json.")
+def check_choices(config):
     if config.hidden_act not in ACT2FN:
         raise ValueError(f"hidden_act={config.hidden_act!r} is not an activation of transformers.")
     dtype = str(config.dtype).removeprefix("torch.")

@@ -2,14 +2,16 @@
 
 import copy
 from dataclasses import fields
+from itertools import chain
 
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from .checks_dflash import (
     LAYER_TYPES,
+    check_choices,
+    check_fields,
     check_layers,
-    check_numbers,
     check_parts,
     check_quantization,
     check_rope,
@@ -129,7 +131,7 @@ class DFlashDraftConfig(PreTrainedConfig):
     dflash_config: dict | None = None
     source_layout: str | None = None
     interleaved_rotary: bool = False  # layout of the file; rows are permuted on loading
-    tie_word_embeddings: bool = False
+    tie_word_embeddings: bool | None = False
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
@@ -168,7 +170,7 @@ class DFlashDraftConfig(PreTrainedConfig):
         use_swa = nested.pop("use_swa", None)
         self.dflash_config = nested
 
-        for key in ("final_logit_softcapping", *(key for part in parts_by_sizes() for key in part)):
+        for key in ("final_logit_softcapping", *chain(*parts_by_sizes())):
             if getattr(self, key) == 0:
                 setattr(self, key, None)
         for key in ("sample_from_anchor", "output_multiplier", "input_embedding_scale", "attention_value_scale"):
@@ -176,8 +178,9 @@ class DFlashDraftConfig(PreTrainedConfig):
                 setattr(self, key, getattr(type(self), key))
         if self.draft_vocab_size == self.vocab_size:
             self.draft_vocab_size = None
+        check_fields(self)
         check_sizes(self)
-        check_numbers(self)
+        check_choices(self)
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         self.v_head_dim = self.v_head_dim or self.head_dim

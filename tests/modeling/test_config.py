@@ -120,12 +120,23 @@ def test_causality_rules():
             "highest id is 3",
         ),
         ({"dflash_config": [1]}, "dflash_config"),
+        ({"tie_word_embeddings": "x"}, "tie_word_embeddings='x' must be true or false"),
+        ({"interleaved_rotary": 1}, "interleaved_rotary=1 must be true or false"),
+        ({"attention_bias": None}, "attention_bias=None must be true or false"),
+        ({"rms_norm_eps": None}, "rms_norm_eps=None must be a positive number"),
+        ({"intermediate_size": None}, "intermediate_size=None must be a positive integer"),
+        ({"num_target_layers": 1025}, "num_target_layers=1025 is larger than any drafter's (1024)"),
     ],
 )
 def test_errors_name_key_value_and_remedy(changes, named):
     with pytest.raises(ValueError) as error:
         DFlashDraftConfig(**{**GOOD, **changes})
     assert named in str(error.value)
+
+
+def test_null_where_a_field_allows_it():
+    config = DFlashDraftConfig(**GOOD, tie_word_embeddings=None, use_sliding_window=None, head_dim=None)
+    assert config.tie_word_embeddings is None and config.head_dim == 8
 
 
 @pytest.mark.parametrize(
