@@ -73,8 +73,11 @@ def check_sizes(config):
 
 
 def check_choices(config):
-    if config.hidden_act not in ACT2FN:
-        raise ValueError(f"hidden_act={config.hidden_act!r} is not an activation of transformers.")
+    rate = config.attention_dropout
+    if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 <= rate < 1:
+        raise ValueError(f"attention_dropout={rate!r} must be a rate from 0 to below 1; 0.0 is none.")
+    if not isinstance(config.hidden_act, str) or config.hidden_act not in ACT2FN:
+        raise ValueError(f"hidden_act={config.hidden_act!r} is not an activation of transformers, such as silu.")
     dtype = str(config.dtype).removeprefix("torch.")
     if config.dtype is not None and dtype not in _DTYPES:
         raise ValueError(f"dtype={config.dtype!r} must be one of {_DTYPES}.")
@@ -120,6 +123,16 @@ def check_quantization(config):
         raise ValueError(f"quantization_config={value!r} must be a dictionary that names its quant_method.")
 
 
+def check_rope_is_one_table(rope_parameters, rope_scaling):
+    """Before upstream reads them: older files say `rope_scaling`, in which nothing (`0`, `[]`) is none."""
+    for key, rope in {"rope_parameters": rope_parameters, "rope_scaling": rope_scaling or None}.items():
+        if rope is not None and (not isinstance(rope, dict) or rope.keys() & {*LAYER_TYPES}):
+            raise ValueError(
+                f"{key}={rope!r} must be one dictionary for all layers, such as "
+                '{"rope_type": "default", "rope_theta": 10000.0}; correct it in the drafter\'s config.json.'
+            )
+
+
 def check_rope(config):
     rope = config.rope_parameters
     if not _is_positive(rope.get("rope_theta")):
@@ -127,6 +140,8 @@ def check_rope(config):
     if rope.get("rope_type") not in ("default", *ROPE_INIT_FUNCTIONS):
         raise ValueError(f"rope_type={rope.get('rope_type')!r} must be one of {['default', *ROPE_INIT_FUNCTIONS]}.")
     if "rope_dim" in rope:  # the trained width; other fields may be copied from the target
+        if not _is_positive(rope["rope_dim"]):
+            raise ValueError(f"rope_dim={rope['rope_dim']!r} must be a number of channels, or be removed.")
         rope["partial_rotary_factor"] = rope.pop("rope_dim") / config.head_dim
     part = rope.get("partial_rotary_factor", 1.0)
     if not _is_positive(part) or part > 1 or int(config.head_dim * part) % 2 or int(config.head_dim * part) == 0:

@@ -15,6 +15,7 @@ from .checks_dflash import (
     check_parts,
     check_quantization,
     check_rope,
+    check_rope_is_one_table,
     check_sizes,
     check_tokens,
     parts_by_sizes,
@@ -173,11 +174,16 @@ class DFlashDraftConfig(PreTrainedConfig):
         for key in ("final_logit_softcapping", *chain(*parts_by_sizes())):
             if getattr(self, key) == 0:
                 setattr(self, key, None)
-        for key in ("sample_from_anchor", "output_multiplier", "input_embedding_scale", "attention_value_scale"):
+        for key in (
+            *("sample_from_anchor", "output_multiplier", "input_embedding_scale", "attention_value_scale"),
+            "attention_dropout",
+        ):
             if getattr(self, key) is None:
                 setattr(self, key, getattr(type(self), key))
         if self.draft_vocab_size == self.vocab_size:
             self.draft_vocab_size = None
+        if self.dtype is None:
+            self.dtype = kwargs.get("torch_dtype")
         check_fields(self)
         check_sizes(self)
         check_choices(self)
@@ -187,6 +193,8 @@ class DFlashDraftConfig(PreTrainedConfig):
         self.target_hidden_size = self.target_hidden_size or self.hidden_size
         if self.layer_types is None:
             first = kwargs.get("max_window_layers") or 0
+            if not isinstance(first, int):
+                raise ValueError(f"max_window_layers={first!r} must be a number of layers; or set `layer_types`.")
             slides = use_swa is None and self.use_sliding_window and self.sliding_window
             self.layer_types = [LAYER_TYPES[bool(slides) and i >= first] for i in range(self.num_hidden_layers)]
         if use_swa and "sliding_attention" not in self.layer_types:
@@ -196,6 +204,7 @@ class DFlashDraftConfig(PreTrainedConfig):
         if self.target_layer_ids is None and self.num_target_layers is not None:
             self.target_layer_ids = default_target_layer_ids(self.num_target_layers, self.num_hidden_layers)
         self.rope_parameters = copy.deepcopy(self.rope_parameters)
+        check_rope_is_one_table(self.rope_parameters, kwargs.get("rope_scaling"))
         check_layers(self)
         check_tokens(self)
         check_parts(self)

@@ -134,9 +134,33 @@ def test_errors_name_key_value_and_remedy(changes, named):
     assert named in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hidden_act": ["silu"]}, "hidden_act=['silu'] is not an activation"),
+        ({"rope_parameters": 3}, "rope_parameters=3 must be one dictionary"),
+        ({"rope_parameters": {"full_attention": 3}}, "rope_parameters={'full_attention': 3} must be one dictionary"),
+        ({"rope_scaling": "x"}, "rope_scaling='x' must be one dictionary"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "rope_dim": "x"}}, "rope_dim='x' must be"),
+        ({"use_sliding_window": True, "sliding_window": 4, "max_window_layers": "x"}, "max_window_layers='x' must be"),
+        ({"torch_dtype": "no such"}, "dtype='no such' must be one of"),
+        ({"torch_dtype": []}, "dtype=[] must be one of"),
+        ({"attention_dropout": -3}, "attention_dropout=-3 must be a rate"),
+        ({"attention_dropout": "x"}, "attention_dropout='x' must be a rate"),
+    ],
+    ids=str,
+)
+def test_a_value_of_the_wrong_kind_is_named(changes, named):
+    """The first eight ended in a TypeError, AttributeError or IndexError, the last two were taken."""
+    with pytest.raises(ValueError) as error:
+        DFlashDraftConfig(**GOOD, **changes)
+    assert named in str(error.value)
+
+
 def test_null_where_a_field_allows_it():
-    config = DFlashDraftConfig(**GOOD, tie_word_embeddings=None, use_sliding_window=None, head_dim=None)
-    assert config.tie_word_embeddings is None and config.head_dim == 8
+    nulls = ("tie_word_embeddings", "use_sliding_window", "head_dim", "attention_dropout")
+    config = DFlashDraftConfig(**GOOD, **dict.fromkeys(nulls), rope_scaling=[])
+    assert config.tie_word_embeddings is None and (config.head_dim, config.attention_dropout) == (8, 0.0)
 
 
 @pytest.mark.parametrize(
