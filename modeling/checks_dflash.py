@@ -33,6 +33,14 @@ def parts_by_sizes() -> tuple[tuple[str, ...], ...]:
     return (CONVOLUTION_KEYS, *(head.sizes for head in HEADS))
 
 
+def check_nested(nested):
+    if not isinstance(nested, dict):
+        raise ValueError(
+            f"dflash_config={nested!r} must be a dictionary such as "
+            '{"target_layer_ids": [1, 9, 17], "mask_token_id": 151669}.'
+        )
+
+
 def check_fields(config):
     """Sizes, numbers and switches, by the types that the fields are declared with; `None` only where they allow it."""
     kinds_of = {field.name: get_args(field.type) or (field.type,) for field in fields(config)}

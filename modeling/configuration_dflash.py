@@ -12,6 +12,7 @@ from .checks_dflash import (
     check_choices,
     check_fields,
     check_layers,
+    check_nested,
     check_parts,
     check_quantization,
     check_rope,
@@ -22,19 +23,18 @@ from .checks_dflash import (
 )
 from .head_dflash import Head
 from .heads_dflash import head_fields, head_of
-from .layouts_dflash import canonical_config, default_target_layer_ids, fitting_target_layer_ids
+from .layouts_dflash import (
+    NESTED_KEYS,
+    canonical_config,
+    default_target_layer_ids,
+    fitting_target_layer_ids,
+    nested_fields,
+)
 from .target_dflash import text_depth
 
 
 logger = logging.get_logger(__name__)
-# Keys that some publishers nest in `dflash_config` and others keep at the top level. Nested wins, as in the engines.
-_SAME_NAME = (
-    *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "conv_kernel_size", "conv_group_size"),
-    *("output_multiplier", "final_logit_softcapping", "input_embedding_scale", "attention_sink_bias"),
-    *("attention_value_scale", "backbone_rotary_base", "own_mask_embedding", "has_embed_tokens"),
-)
-_NESTED_KEYS = {"swa_window_size": "sliding_window", **{key: key for key in _SAME_NAME}}
-# Keys of it that set a field in another form.
+# Keys of `dflash_config` that set a field in another form.
 _IMPLIED_FIELDS = {"causal": "is_causal", "causal_head": "is_causal", "use_swa": "layer_types"}
 # Of these and the heads' fields, those that engines read only nested are written only if they differ from the default.
 _WRITTEN_TWICE = (
@@ -139,16 +139,12 @@ class DFlashDraftConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         nested = self.__dict__["dflash_config"]
-        if not isinstance(nested, dict):
-            raise ValueError(
-                f"dflash_config={nested!r} must be a dictionary such as "
-                '{"target_layer_ids": [1, 9, 17], "mask_token_id": 151669}.'
-            )
+        check_nested(nested)
         nested = copy.deepcopy(nested)
         for field, default in head_fields().items():
             value = kwargs.pop(field, None)
             setattr(self, field, default if value is None else value)
-        for key, field in _nested_fields().items():
+        for key, field in nested_fields().items():
             if nested.get(key) is not None:
                 setattr(self, field, nested.pop(key))
         # Here the top level wins: SGLang reads nothing else, vLLM reads it first.
@@ -303,12 +299,10 @@ class DFlashDraftConfig(PreTrainedConfig):
         """As upstream, from any published layout; see `layouts_dflash`."""
         canonical = canonical_config({**config_dict, "model_type": config_dict.get("model_type", cls.model_type)})
         names = cls.field_names()
-        # The caller's arguments override the file, including its nested form.
+        # The caller's arguments override the file, including what is implied by its nested form.
         changes = {key: kwargs.pop(key) for key in list(kwargs) if key in names and key != "dtype"}
-        if isinstance(nested := canonical.get("dflash_config"), dict):
-            field_of = {**_IMPLIED_FIELDS, **_nested_fields()}
-            canonical["dflash_config"] = {k: v for k, v in nested.items() if field_of.get(k) not in changes}
-        canonical |= changes
+        nested = {k: v for k, v in canonical["dflash_config"].items() if _IMPLIED_FIELDS.get(k) not in changes}
+        canonical |= {"dflash_config": nested, **changes}
         # Nor may a file replace a method.
         known = {
             key: value for key, value in canonical.items() if key in (*names, "rope_scaling") or not hasattr(cls, key)
@@ -392,14 +386,9 @@ class DFlashDraftConfig(PreTrainedConfig):
         return output
 
 
-def _nested_fields() -> dict[str, str]:
-    """All keys of `dflash_config` that have a field, and that field."""
-    return {**_NESTED_KEYS, **{field: field for field in head_fields()}}
-
-
 def _written_nested() -> dict:
     """The fields that are written only in `dflash_config`, and their defaults."""
-    own = [key for key in _NESTED_KEYS if key not in _WRITTEN_TWICE]
+    own = [key for key in NESTED_KEYS if key not in _WRITTEN_TWICE]
     return {key: getattr(DFlashDraftConfig, key) for key in own} | head_fields()
 
 

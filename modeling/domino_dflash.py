@@ -54,22 +54,16 @@ class DominoHead(Head):
     @classmethod
     def read(cls, config: dict) -> dict:
         """The files of SpecForge, Automodel and ModelOpt, which differ in the architecture's name."""
-        nested = config.get("dflash_config")
-        nested = nested if isinstance(nested, dict) else {}
-        both = {**config, **nested}
-        names = [*(config.get("architectures") or []), both.get("projector_type")]
+        names = [*(config.get("architectures") or []), config.get("projector_type")]
         if not any("domino" in str(name).lower() or name == "causal_v5" for name in names):
             return config
         for key, spelling in {**{key: key for key in cls.fields}, "sample_from_anchor": "shift_label"}.items():
-            if both.get(key) is None:
+            if config.get(key) is None:
                 raise ValueError(
                     f"{spelling} is missing from a Domino drafter's dflash_config: trainers have different defaults "
                     "for it, so set the value that it was trained with."
                 )
-        return {key: value for key, value in config.items() if key not in cls.fields} | {
-            **{key: both[key] for key in cls.fields},
-            "dflash_config": {k: v for k, v in nested.items() if k not in ("projector_type", *cls.fields)},
-        }
+        return {key: value for key, value in config.items() if key != "projector_type"}
 
     @classmethod
     def check(cls, config) -> None:

@@ -73,7 +73,10 @@ class Head:
 
     @classmethod
     def read(cls, config: dict) -> dict:
-        """A `config.json` with this head's fields, from any published spelling."""
+        """
+        A `config.json` with this head's fields, from any published spelling. Keys of `dflash_config` that have a field
+        are already at the top level.
+        """
         return config
 
     @classmethod

@@ -12,8 +12,9 @@ from typing import NamedTuple
 from transformers import CONFIG_MAPPING
 from transformers.utils import logging
 
+from .checks_dflash import check_nested
 from .head_dflash import Head, UnknownHeadError
-from .heads_dflash import HEADS
+from .heads_dflash import HEADS, head_fields
 
 
 logger = logging.get_logger(__name__)
@@ -77,8 +78,21 @@ _OTHER_TENSORS = {
     "hidden_dim_adapter.": "JetSpec smoke test",
 }
 
-# Spellings of "slot k of a block predicts the token at anchor + 1 + k".
-_ANCHOR_FIRST = ("sample_from_anchor", "shift_label", "query_zero_predicts_next")
+# Keys that some publishers nest in `dflash_config` and others keep at the top level. Nested wins, as in the engines.
+_SAME_NAME = (
+    *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "conv_kernel_size", "conv_group_size"),
+    *("output_multiplier", "final_logit_softcapping", "input_embedding_scale", "attention_sink_bias"),
+    *("attention_value_scale", "backbone_rotary_base", "own_mask_embedding", "has_embed_tokens"),
+)
+NESTED_KEYS = {"swa_window_size": "sliding_window", **{key: key for key in _SAME_NAME}}
+# Further keys with several places, and spellings: the first that is set is read.
+_READ_HERE = {
+    **{key: key for key in ("projector_type", "model_arch", "use_gemma_norm", *_OTHER_KEYS)},
+    **{key: key for key in ("use_confidence_head", "confidence_head_alpha")},
+    # Slot k of a block predicts the token at anchor + 1 + k.
+    **dict.fromkeys(("sample_from_anchor", "shift_label", "query_zero_predicts_next"), "sample_from_anchor"),
+    **dict.fromkeys(("rope_is_neox_style", "is_neox_style"), "rope_is_neox_style"),
+}
 
 # Applied in this order to every tensor name.
 _TENSOR_NAMES = {
@@ -161,13 +175,10 @@ def canonical_config(config: dict) -> dict:
         `UnknownHeadError`: not a DFlash drafter of the same-position layout; names the head and why it is rejected.
     """
     config = {key: value for key, value in config.items() if key not in ("source_layout", "interleaved_rotary")}
+    config = _lifted(config)
     _refuse_other_heads(config)
-    config, neox = _taken(config, "rope_is_neox_style", "is_neox_style")
-    if neox is False:
+    if config.pop("rope_is_neox_style", None) is False:
         config["interleaved_rotary"] = True
-    config, anchor_first = _taken(config, *_ANCHOR_FIRST)
-    if anchor_first is not None:
-        config["sample_from_anchor"] = anchor_first
     for head in HEADS:
         config = head.read(config)
     for name, dialect in DIALECTS.items():
@@ -178,11 +189,14 @@ def canonical_config(config: dict) -> dict:
     for key in ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids"):
         ids = config.pop(key, None)
         if ids is not None and config.get("target_layer_ids") is None:
-            config.setdefault("dflash_config", {})
-            if isinstance(config["dflash_config"], dict) and "target_layer_ids" not in config["dflash_config"]:
-                config["target_layer_ids"] = _one_less(key, ids)
+            config["target_layer_ids"] = _one_less(key, ids)
     config["rope_parameters"] = _one_rope(config.get("rope_parameters"), config.get("layer_types"))
     return config
+
+
+def nested_fields() -> dict[str, str]:
+    """All keys of `dflash_config` that have a field, and that field."""
+    return {**NESTED_KEYS, **{field: field for field in head_fields()}}
 
 
 def tensor_names() -> dict[str, str]:
@@ -233,14 +247,12 @@ def _refused_heads() -> dict[str, str]:
 
 
 def _refuse_other_heads(config: dict) -> None:
-    nested = config.get("dflash_config")
-    both = {**config, **nested} if isinstance(nested, dict) else config
-    names = [str(name) for name in both.get("architectures") or () if isinstance(name, str)]
-    names += [str(both.get("projector_type", "")), str(both.get("model_arch", ""))]
+    names = [str(name) for name in config.get("architectures") or () if isinstance(name, str)]
+    names += [str(config.get("projector_type", "")), str(config.get("model_arch", ""))]
     kind = str(config.get("speculators_model_type", ""))
     for head, reason in _refused_heads().items():
         named = [name for name in (*names, kind) if head.lower() in name.lower()]
-        named += [f"{key}={both[key]!r}" for key, family in _OTHER_KEYS.items() if family == head and both.get(key)]
+        named += [f"{k}={config[k]!r}" for k, family in _OTHER_KEYS.items() if family == head and config.get(k)]
         if named:
             raise UnknownHeadError(
                 f"{named[0]} is a {head} drafter, not a DFlash one: {reason}. It cannot be loaded here."
@@ -251,7 +263,7 @@ def _refuse_other_heads(config: dict) -> None:
         raise UnknownHeadError(
             f"speculators_model_type={kind!r} is not a DFlash drafter; it must be {' or '.join(map(repr, kinds))}."
         )
-    if both.get("use_gemma_norm", False):
+    if config.get("use_gemma_norm", False):
         raise ValueError("use_gemma_norm=True is not supported; drafters of this family have use_gemma_norm=False.")
 
 
@@ -305,9 +317,7 @@ def _from_muse(config: dict) -> dict:
 
 def _counts_taps(config: dict) -> bool:
     """Whether `num_target_layers` counts the features instead of the target's layers: then an id exceeds it."""
-    nested = config.get("dflash_config")
-    ids = config.get("target_layer_ids", nested.get("target_layer_ids") if isinstance(nested, dict) else None)
-    taps = config.get("num_target_layers")
+    ids, taps = config.get("target_layer_ids"), config.get("num_target_layers")
     integers = isinstance(ids, list) and all(type(i) is int for i in ids)
     return config.get("model_type") == "dflash" and integers and len(ids) == taps and max(ids, default=-1) >= taps
 
@@ -322,14 +332,19 @@ def _from_torchspec(config: dict) -> dict:
     return result
 
 
-def _taken(config: dict, *keys: str) -> tuple[dict, object]:
-    """A file without some keys, nested or at the top level, and the first of their values that is set."""
-    nested = config.get("dflash_config")
-    parts = [nested, config] if isinstance(nested, dict) else [config]
-    said = [part[key] for part in parts for key in keys if part.get(key) is not None]
-    parts = [{key: value for key, value in part.items() if key not in keys} for part in parts]
-    taken = {**parts[-1], "dflash_config": parts[0]} if len(parts) == 2 else parts[0]
-    return taken, said[0] if said else None
+def _lifted(config: dict) -> dict:
+    """
+    A file with the keys of its `dflash_config` that are read here, or have a field, at the top level, where they win;
+    a null says nothing. Unknown keys stay nested, and those that do not win over the top level (`causal`).
+    """
+    nested = {} if config.get("dflash_config") is None else config["dflash_config"]
+    check_nested(nested)
+    known = {**nested_fields(), **_READ_HERE}
+    kept = {key: value for key, value in nested.items() if key not in known}
+    lifted = {key: value for key, value in config.items() if key not in _READ_HERE}
+    for part, names in ((config, _READ_HERE), (nested, known)):
+        lifted |= {name: part[key] for key, name in reversed(names.items()) if part.get(key) is not None}
+    return {**lifted, "dflash_config": kept}
 
 
 def _one_less(key: str, ids) -> list[int]:

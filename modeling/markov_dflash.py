@@ -84,32 +84,27 @@ class MarkovHead(Head):
                 f"{bundled[0]}={config[bundled[0]]!r} belongs to a DSpark drafter inside its target's checkpoint, "
                 "which cannot be loaded here; load a drafter that was published separately."
             )
-        nested = config.get("dflash_config")
-        nested = nested if isinstance(nested, dict) else {}
-        both, kind = {**config, **nested}, str(config.get("speculators_model_type") or "")
-        names = [*(config.get("architectures") or []), kind, both.get("projector_type")]
+        kind = str(config.get("speculators_model_type") or "")
+        names = [*(config.get("architectures") or []), kind, config.get("projector_type")]
         if not any("dspark" in str(name).lower() for name in names):
-            if both.get("markov_rank") and "sample_from_anchor" not in config:
+            if config.get("markov_rank") and "sample_from_anchor" not in config:
                 raise ValueError(
-                    f"markov_rank={both['markov_rank']} without sample_from_anchor: the file does not say whether "
+                    f"markov_rank={config['markov_rank']} without sample_from_anchor: the file does not say whether "
                     "slot k of its blocks predicts the token at anchor + k (false) or anchor + 1 + k (true); set it."
                 )
             return config
         fields = {"markov_head_type": "vanilla", "sample_from_anchor": not kind}
         if kind:
             fields |= {"markov_rank": 256, "enable_confidence_head": True, "confidence_head_with_markov": True}
-        elif "use_confidence_head" in both:  # ModelOpt's always reads the codebook
-            both["enable_confidence_head"] = both["confidence_head_with_markov"] = both["use_confidence_head"]
-        elif both.get("confidence_head_alpha"):
+        elif (said := config.get("use_confidence_head")) is not None:  # ModelOpt's always reads the codebook
+            config = {**config, "enable_confidence_head": said, "confidence_head_with_markov": said}
+        elif config.get("confidence_head_alpha"):
             fields["enable_confidence_head"] = True
-        said = {key: both[key] for key in (*cls.fields, "sample_from_anchor") if both.get(key) is not None}
-        others = ("projector_type", "use_confidence_head", "confidence_head_alpha", *cls.fields)
-        if nested:
-            config = {**config, "dflash_config": {k: v for k, v in nested.items() if k not in others}}
-        config = {key: value for key, value in config.items() if key not in others}
         # Without its own table the drafter's embedding is a copy of the target's.
-        layout = {} if both.get("has_embed_tokens") else {"source_layout": "with copies"}
-        return {**config, **fields, **said, **layout}
+        layout = {} if config.get("has_embed_tokens") else {"source_layout": "with copies"}
+        fields |= {key: value for key, value in config.items() if value is not None or key not in fields}
+        others = ("projector_type", "use_confidence_head", "confidence_head_alpha")
+        return {key: value for key, value in fields.items() if key not in others} | layout
 
     @classmethod
     def method(cls, config) -> str:

@@ -543,6 +543,15 @@ def test_a_forced_window_makes_every_layer_slide():
     assert mixed.layer_types == MIXED and mixed.layer_is_causal(0) and not mixed.layer_is_causal(2)
 
 
+def test_a_null_in_dflash_config_hides_nothing():
+    """A Domino drafter whose top level has the width was refused, and ids counted from 1 were not read."""
+    nested = {"projector_type": "domino", "shift_label": True, **DOMINO}
+    config = DFlashDraftConfig.from_dict(zlab(nested={**nested, "emb_dim": None}, emb_dim=DOMINO["emb_dim"]))
+    assert config.to_dict() == DFlashDraftConfig.from_dict(zlab(nested=nested)).to_dict()
+    config = DFlashDraftConfig.from_dict(zlab(nested={"target_layer_ids": None}, aux_hidden_state_layer_ids=[1, 3, 4]))
+    assert config.target_layer_ids == [0, 2, 3]
+
+
 def test_training_keys_survive():
     config = DFlashDraftConfig.from_dict(
         zlab(nested={"enable_thinking": False}, loss_decay_gamma=7.0, num_anchors=512)
