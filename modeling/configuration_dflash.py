@@ -138,12 +138,30 @@ class DFlashDraftConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs):
-        nested = self.__dict__["dflash_config"]
-        check_nested(nested)
-        nested = copy.deepcopy(nested)
         for field, default in head_fields().items():
             value = kwargs.pop(field, None)
             setattr(self, field, default if value is None else value)
+        if self.dtype is None:
+            self.dtype = kwargs.get("torch_dtype")
+        use_swa = self._read_nested()
+        self._settle_defaults()
+        check_fields(self)
+        check_sizes(self)
+        check_choices(self)
+        self._derive_fields(use_swa, kwargs.get("max_window_layers") or 0)
+        check_rope_is_one_table(self.rope_parameters, kwargs.get("rope_scaling"))
+        check_layers(self)
+        check_tokens(self)
+        check_parts(self)
+        super().__post_init__(**kwargs)
+        check_rope(self)
+        check_quantization(self)
+
+    def _read_nested(self) -> bool | None:
+        """Set the fields from `dflash_config`; returns its `use_swa`, which is no field."""
+        nested = self.__dict__["dflash_config"]
+        check_nested(nested)
+        nested = copy.deepcopy(nested)
         for key, field in nested_fields().items():
             if nested.get(key) is not None:
                 setattr(self, field, nested.pop(key))
@@ -166,7 +184,10 @@ class DFlashDraftConfig(PreTrainedConfig):
             self.is_causal = nested["causal_head"]
         use_swa = nested.pop("use_swa", None)
         self.dflash_config = nested
+        return use_swa
 
+    def _settle_defaults(self) -> None:
+        """A null is a field's default, and a 0 of an optional part is none, as engines write it."""
         for key in ("final_logit_softcapping", *chain(*parts_by_sizes())):
             if getattr(self, key) == 0:
                 setattr(self, key, None)
@@ -178,35 +199,25 @@ class DFlashDraftConfig(PreTrainedConfig):
                 setattr(self, key, getattr(type(self), key))
         if self.draft_vocab_size == self.vocab_size:
             self.draft_vocab_size = None
-        if self.dtype is None:
-            self.dtype = kwargs.get("torch_dtype")
-        check_fields(self)
-        check_sizes(self)
-        check_choices(self)
+
+    def _derive_fields(self, use_swa: bool | None, first_sliding: int) -> None:
+        """The fields that follow from others, unless they are set."""
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         self.v_head_dim = self.v_head_dim or self.head_dim
         self.target_hidden_size = self.target_hidden_size or self.hidden_size
         if self.layer_types is None:
-            first = kwargs.get("max_window_layers") or 0
-            if not isinstance(first, int):
-                raise ValueError(f"max_window_layers={first!r} must be a number of layers; or set `layer_types`.")
-            slides = use_swa is None and self.use_sliding_window and self.sliding_window
-            self.layer_types = [LAYER_TYPES[bool(slides) and i >= first] for i in range(self.num_hidden_layers)]
-        if use_swa and "sliding_attention" not in self.layer_types:
+            if not isinstance(first_sliding, int):
+                raise ValueError(f"max_window_layers={first_sliding!r} must be a number; or set `layer_types`.")
+            slides = bool(use_swa is None and self.use_sliding_window and self.sliding_window)
+            self.layer_types = [LAYER_TYPES[slides and i >= first_sliding] for i in range(self.num_hidden_layers)]
+        if use_swa and isinstance(self.layer_types, list | tuple) and "sliding_attention" not in self.layer_types:
             # Forces the window on every layer, even full ones, which stay bidirectional in the block.
             self.layer_types = ["sliding_attention"] * self.num_hidden_layers
             self.is_causal = bool(self.is_causal)
         if self.target_layer_ids is None and self.num_target_layers is not None:
             self.target_layer_ids = default_target_layer_ids(self.num_target_layers, self.num_hidden_layers)
         self.rope_parameters = copy.deepcopy(self.rope_parameters)
-        check_rope_is_one_table(self.rope_parameters, kwargs.get("rope_scaling"))
-        check_layers(self)
-        check_tokens(self)
-        check_parts(self)
-        super().__post_init__(**kwargs)
-        check_rope(self)
-        check_quantization(self)
 
     @classmethod
     def for_target(cls, target_config, mask_token_id: int, num_hidden_layers: int = 5, block_size: int = 16, **kwargs):

@@ -143,6 +143,7 @@ def test_errors_name_key_value_and_remedy(changes, named):
         ({"rope_scaling": "x"}, "rope_scaling='x' must be one dictionary"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "rope_dim": "x"}}, "rope_dim='x' must be"),
         ({"use_sliding_window": True, "sliding_window": 4, "max_window_layers": "x"}, "max_window_layers='x' must be"),
+        ({"dflash_config": {**GOOD["dflash_config"], "use_swa": True}, "layer_types": 7}, "layer_types=7 must name"),
         ({"torch_dtype": "no such"}, "dtype='no such' must be one of"),
         ({"torch_dtype": []}, "dtype=[] must be one of"),
         ({"attention_dropout": -3}, "attention_dropout=-3 must be a rate"),
@@ -151,9 +152,9 @@ def test_errors_name_key_value_and_remedy(changes, named):
     ids=str,
 )
 def test_a_value_of_the_wrong_kind_is_named(changes, named):
-    """The first eight ended in a TypeError, AttributeError or IndexError, the last two were taken."""
+    """All but the last two ended in a TypeError, AttributeError or IndexError, those were taken."""
     with pytest.raises(ValueError) as error:
-        DFlashDraftConfig(**GOOD, **changes)
+        DFlashDraftConfig(**{**GOOD, **changes})
     assert named in str(error.value)
 
 
