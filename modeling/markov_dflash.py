@@ -77,34 +77,23 @@ class MarkovHead(Head):
 
     @classmethod
     def read(cls, config: dict) -> dict:
-        """DSpark's dialects: flat (DeepSpec, Automodel), nested (SpecForge, ModelOpt), speculators'."""
-        bundled = [key for key in config if key.startswith("dspark_")]
-        if bundled:
-            raise UnknownHeadError(
-                f"{bundled[0]}={config[bundled[0]]!r} belongs to a DSpark drafter inside its target's checkpoint, "
-                "which cannot be loaded here; load a drafter that was published separately."
-            )
-        kind = str(config.get("speculators_model_type") or "")
-        names = [*(config.get("architectures") or []), kind, config.get("projector_type")]
-        if not any("dspark" in str(name).lower() for name in names):
-            if config.get("markov_rank") and "sample_from_anchor" not in config:
-                raise ValueError(
-                    f"markov_rank={config['markov_rank']} without sample_from_anchor: the file does not say whether "
-                    "slot k of its blocks predicts the token at anchor + k (false) or anchor + 1 + k (true); set it."
-                )
+        """DSpark's dialects; the fields have DeepSpec's and Automodel's names."""
+        if not _is_dspark(config):
             return config
-        fields = {"markov_head_type": "vanilla", "sample_from_anchor": not kind}
-        if kind:
-            fields |= {"markov_rank": 256, "enable_confidence_head": True, "confidence_head_with_markov": True}
-        elif (said := config.get("use_confidence_head")) is not None:  # ModelOpt's always reads the codebook
-            config = {**config, "enable_confidence_head": said, "confidence_head_with_markov": said}
-        elif config.get("confidence_head_alpha"):
-            fields["enable_confidence_head"] = True
-        # Without its own table the drafter's embedding is a copy of the target's.
-        layout = {} if config.get("has_embed_tokens") else {"source_layout": "with copies"}
-        fields |= {key: value for key, value in config.items() if value is not None or key not in fields}
         others = ("projector_type", "use_confidence_head", "confidence_head_alpha")
-        return {key: value for key, value in fields.items() if key not in others} | layout
+        file = {key: value for key, value in config.items() if key not in others}
+        left_out: dict = {"sample_from_anchor": True}
+        if file.get("speculators_model_type"):
+            left_out = {"sample_from_anchor": False, "markov_rank": 256}
+            left_out |= dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov"), True)
+        elif (has_one := config.get("use_confidence_head")) is not None:  # ModelOpt's always reads the codebook
+            file |= dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov"), has_one)
+        elif config.get("confidence_head_alpha"):  # SpecForge's
+            left_out["enable_confidence_head"] = True
+        # Without its own table the drafter's embedding is a copy of the target's.
+        layout = {} if file.get("has_embed_tokens") else {"source_layout": "with copies"}
+        said = {key: value for key, value in file.items() if value is not None or key not in left_out}
+        return {**left_out, **said, **layout}
 
     @classmethod
     def method(cls, config) -> str:
@@ -206,3 +195,25 @@ class MarkovHead(Head):
         shared = 1.0 - rows.distance(rows.scores.detach())  # acceptance probability of rejection sampling
         said = rows.query[..., self.width].to(shared)
         return loss + functional.binary_cross_entropy_with_logits(said, shared, reduction="none")
+
+
+def _is_dspark(config: dict) -> bool:
+    """
+    Raises:
+        `ValueError`: the file has a Markov head, but cannot be read.
+    """
+    bundled = [key for key in config if key.startswith("dspark_")]
+    if bundled:
+        raise UnknownHeadError(
+            f"{bundled[0]}={config[bundled[0]]!r} belongs to a DSpark drafter inside its target's checkpoint, which "
+            "cannot be loaded here; load a drafter that was published separately."
+        )
+    names = [config.get("speculators_model_type"), config.get("projector_type"), *(config.get("architectures") or [])]
+    if any("dspark" in str(name).lower() for name in names):
+        return True
+    if config.get("markov_rank") and "sample_from_anchor" not in config:
+        raise ValueError(
+            f"markov_rank={config['markov_rank']} without sample_from_anchor: the file does not say whether slot k of "
+            "its blocks predicts the token at anchor + k (false) or anchor + 1 + k (true); set it."
+        )
+    return False
