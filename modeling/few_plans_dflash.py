@@ -86,6 +86,7 @@ class FewPlans(PlanByCost):
     def next(self, text) -> Plan:
         """The plan of the next round of a text (`Continuation`)."""
         if not self.window:
+            self.arrive(text)
             self.began = text.seconds
             plan = self._copying(text) or self._fastest()
             earned = plan.key == self.plans[1].key or self.record.used.get(plan.key, 0) >= self.EARNED

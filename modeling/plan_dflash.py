@@ -232,6 +232,10 @@ class PlanByCost:
         self.sizes: list[int] = []  # drafted or copied tokens that each round verified
         self.tokens = self.spent = 0.0  # committed per row; their cost, in units of a round without a draft
 
+    def arrive(self, text) -> None:
+        """Before a round, or several between two syncs: look up costs, and book seconds, at the text's length."""
+        self.place = self.rows, self.columns + text.host.longest
+
     def note(self, size: int, tokens: float, cost: float) -> None:
         """Record a round of this call."""
         self.sizes.append(size)
@@ -276,7 +280,7 @@ class FastestPlan(PlanByCost):
         """The plan of the next round of a text (`Continuation`)."""
         self.judged, self.work, self.cost = [], NOTHING, 1.0
         self.alive, self.left = text.host.alive, text.tokens_left
-        self.place = self.rows, self.columns + text.host.longest
+        self.arrive(text)
         self.costs = self.known.curve(*self.place, self.widest.nodes)
         if not self.sizes:
             self.pace.begin(self.costs[min(2, self.widest.nodes)])

@@ -345,6 +345,26 @@ def test_the_fastest_of_a_few_plans_is_taken():
     assert ended.reached[:3] == [1.0, 1.0, 0.0] and ended.passed[:3] == [1.0, 1.0, 0.0]
 
 
+@pytest.mark.parametrize("ahead", [1, 4])
+def test_rounds_are_timed_and_chosen_at_the_length_of_the_text(ahead, monkeypatch):
+    """Not at the prompt's, or all rounds of a long answer would count as those of a short text."""
+    asked, curve = [], CostTable.curve
+
+    def looked_up(self, rows, columns, *args, **kwargs):
+        asked.append(columns)
+        return curve(self, rows, columns, *args, **kwargs)
+
+    monkeypatch.setattr(CostTable, "curve", looked_up)
+    monkeypatch.setattr(CostTable, "bucket", staticmethod(lambda columns: columns // 16))
+    target, prompt = make_target(), torch.tensor([[5, 9, 17, 33]])
+    expected = target.generate(prompt, max_new_tokens=80, do_sample=False)
+    draft = opened(scripted(make_draft(target, block_size=6), expected, error_rate=0.5))
+    draft.decoding_config.look_ahead = ahead
+    target.generate(prompt, max_new_tokens=80, do_sample=False, assistant_model=draft)
+    table = cost_dflash.table_of(target, draft, False, ahead)
+    assert len(table.samples) > 3 and max(asked) > 60 and asked == sorted(asked)
+
+
 def test_blocks_that_do_not_pay_make_way_for_the_target_alone():
     target, prompt = make_target(), torch.tensor([[5, 9, 17, 33]])
     draft = opened(make_draft(target, block_size=6))
