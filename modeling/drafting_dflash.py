@@ -136,47 +136,27 @@ class DFlashCandidateGenerator(CandidateGenerator):
         return Plan(block, every_path(nodes, block - 1, top_k, self.device))
 
     def propose(self, plan: Plan, anchors, start, features, features_start) -> Draft:
-        """Draft according to a plan; a block is drafted at the trained size. Other arguments as in [`draft`]."""
-        context = (anchors, start, features, features_start)
-        if plan.paths is not None:
-            tree = self.tree(plan.paths, *context)
-            return Draft(tree.tokens, tree=tree)
-        if self.temperature == 0:
-            return Draft(self.draft(*context)).prefix(plan.block)
-        return Draft(*self.sample(*context, self.temperature)).prefix(plan.block)
-
-    def draft(self, anchors, start, features=None, features_start=None) -> torch.LongTensor:
         """
-        Fill one block for each row. The cache must have room for it; see `SlotCache.reserve`.
+        Draft for each row, according to a plan: a tree, or a block, whose tokens are the likeliest or drawn. A block
+        is drafted at the trained size. The cache must have room for it; see `SlotCache.reserve`.
 
         Args:
+            plan (`Plan`): What to draft.
             anchors (`torch.LongTensor`): `[R]`, the last committed token of each row.
             start (`torch.LongTensor`): `[R]`, the index of that token in its row.
-            features (`torch.Tensor`, *optional*): `[R, n, L * H]`, features of the block verified last, rejected
-                tokens included: the new block overwrites their slots. Default: `no_features`.
-            features_start (`torch.LongTensor`, *optional*): `[R]`, the index of the first of them.
-
-        Returns:
-            `torch.LongTensor` `[R, n + 1]`: the anchor, and for each drafting slot the token that the drafter's head
-            ranks highest, given the previous tokens.
+            features (`torch.Tensor`): `[R, n, L * H]`, features of the block verified last, rejected tokens included:
+                the new block overwrites their slots. See [`no_features`].
+            features_start (`torch.LongTensor`): `[R]`, the index of the first of them.
         """
         hidden = self._hidden_states(anchors, start, features, features_start)
-        return self.walk(anchors, hidden, temperature=0.0)[0]
+        if plan.paths is None:
+            return Draft(*self.walk(anchors, hidden, self.temperature)).prefix(plan.block)
+        tree = self.tree(anchors, hidden, plan.paths)
+        return Draft(tree.tokens, tree=tree)
 
-    def sample(self, anchors, start, features=None, features_start=None, temperature: float = 1.0):
-        """
-        As [`draft`], but every token is drawn from the drafter's own distribution at `temperature`.
-
-        Returns:
-            `torch.LongTensor` `[R, n + 1]`, and the [`Proposal`] its tokens were drawn from, for rejection sampling.
-        """
-        hidden = self._hidden_states(anchors, start, features, features_start)
-        return self.walk(anchors, hidden, temperature)
-
-    def tree(self, paths: Paths, anchors, start, features=None, features_start=None) -> DraftTree:
-        """As [`draft`], but the likeliest `paths` through the likely tokens of each slot; see [`plan`]."""
-        head = self.slot_head
-        hidden = self._hidden_states(anchors, start, features, features_start)[:, : len(paths.levels)]
+    def tree(self, anchors: torch.LongTensor, hidden: torch.Tensor, paths: Paths) -> DraftTree:
+        """As [`walk`], but the likeliest `paths` through the likely tokens of each slot; see [`plan`]."""
+        head, hidden = self.slot_head, hidden[:, : len(paths.levels)]
         # 1. Independent slots.
         if head.order == 0:
             logits = self._logits(hidden)  # [R, D, V]
@@ -310,8 +290,6 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
     def _hidden_states(self, anchors, start, features, features_start):
         rows, size = anchors.shape[0], self.config.block_size
-        if features is None:
-            features, features_start, _ = self.no_features(start, self.config.block_tokens)
         before = features_start[:, None] + torch.arange(features.shape[1], device=self.device)  # [R, n]
         block = start[:, None] + torch.arange(size, device=self.device)  # [R, B], token indices
         self.cache.place(self._slots(before), self._slots(block))
@@ -367,19 +345,19 @@ class DFlashCandidateGenerator(CandidateGenerator):
             return input_ids, None
         layers = [model_outputs.hidden_states[i + 1] for i in self.config.target_layer_ids]
         features = torch.cat([layer.to(self.device) for layer in layers], dim=-1)
-        if self.cache is None:
+        size, first = self.config.block_tokens, self.cache is None
+        if first:
             padding, positions = padding_of(model_kwargs.get("attention_mask"), 1), model_kwargs.get("position_ids")
             columns = length if positions is None else positions.shape[-1]
             offset = first_positions(positions, columns, padding, self.device)
             self.absorb(features)
-            self.open(padding, length - 1, length + self.config.block_tokens, offset)
-            features = features_start = None
-        else:
-            features_start = self.start
-        self.start = torch.tensor([length - 1 - int(self.padding)], device=self.device)
-        self.cache.reserve(length + self.config.block_tokens)
-        block = self.draft(input_ids[:, -1].to(self.device), self.start, features, features_start)
-        return torch.cat([input_ids, block[:, 1 : 1 + room].to(input_ids.device)], dim=1), None
+            self.open(padding, length - 1, length + size, offset)
+        start = torch.tensor([length - 1 - int(self.padding)], device=self.device)
+        context = self.no_features(start, size) if first else Context(features, self.start)
+        self.start = start
+        self.cache.reserve(length + size)
+        draft = self.propose(Plan(size), input_ids[:, -1].to(self.device), start, context.features, context.start)
+        return torch.cat([input_ids, draft.tokens[:, 1 : 1 + room].to(input_ids.device)], dim=1), None
 
     def update_candidate_strategy(self, input_ids, scores, num_matches):
         """Nothing to do: upstream's loop always drafts whole blocks; ours asks a planner for sizes."""

@@ -153,10 +153,11 @@ def drafted(drafter, text: torch.Tensor, start: int, features: torch.Tensor, fir
     tokens from `first` on. Blocks that reach past the end of an answer that was cut off are left out.
     """
     size, ended = drafter.config.block_size, int(text[-1]) == drafter.target.generation_config.eos_token_id
-    lengths, context = [], (None, None)
+    lengths, whole = [], drafter.plan(size)
+    context = drafter.no_features(torch.tensor([start]), size)[:2]
     while start + (1 if ended else size) < len(text):
         drafter.cache.reserve(start + size)
-        block = drafter.draft(text[start, None], torch.tensor([start]), *context)[0, 1:]
+        block = drafter.propose(whole, text[start, None], torch.tensor([start]), *context).tokens[0, 1:]
         true = text[start + 1 : start + size]
         agreed = int((block[: len(true)] == true).int().cumprod(0).sum())
         lengths.append(min(agreed + 1, len(text) - 1 - start))
@@ -183,7 +184,7 @@ def times(pair: DemoPair, repeats: int = 30) -> None:
 
     def draft(slots, drafter):
         drafter.cache.reserve(int(slots[0, -1]) + 1)
-        drafter.draft(slots[:, 0], slots[:, 0], features, slots[:, 0] - 2)
+        drafter.propose(drafter.plan(size), slots[:, 0], slots[:, 0], features, slots[:, 0] - 2)
 
     work = {"verify": verify} | {f"draft {window}": partial(draft, drafter=one) for window, one in drafters.items()}
     found = {(depth, name): [] for depth in (512, 1024, 2048, 4096, 8000) for name in work}

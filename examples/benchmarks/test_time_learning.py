@@ -457,7 +457,8 @@ def replay(pair, text: Recording, settings: Settings, most: int | None = None) -
                 context = Context(text.features[None, read:start], torch.tensor([read]))
                 if read == start:
                     context = generator.no_features(torch.tensor([start]), size)
-                block = generator.draft(text.tokens[None, start], torch.tensor([start]), *context[:2])
+                anchor = text.tokens[None, start], torch.tensor([start])
+                block = generator.propose(generator.plan(size), *anchor, *context[:2]).tokens
                 drafted, read = block[0, 1:].tolist(), start
                 run.drafts += 1
                 run.draft_seconds += time.process_time() - clock

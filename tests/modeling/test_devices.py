@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.cuda_driver import needs_driver
+from support.drafting import proposed
 from support.pairs import make_draft, make_target
 from support.scripted_draft import scripted
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -102,11 +103,11 @@ def test_every_tensor_is_where_it_is_used(target_device, draft_device, fields):
             anchors = torch.ones(2, dtype=torch.long, device=target_device)
             for slots in (generator.cache, session.cache):
                 slots.reserve(16)
-            block = generator.draft(anchors, start, *generator.no_features(start, 4)[:2])
+            block = proposed(generator, anchors, start).tokens
             logits = session.verify(Draft(block), start).logits
-            second, proposal = generator.sample(anchors, start, tap.take(), start)
-            paths = generator.plan(4, 6).paths
-            tree = generator.tree(paths, anchors, start, *generator.no_features(start, 4)[:2])
+            generator.temperature = 1.0
+            second, proposal, _ = proposed(generator, anchors, start, features=(tap.take(), start))
+            tree = proposed(generator, anchors, start, generator.plan(4, 6)).tree
             after = session.verify(Draft(tree.tokens, tree=tree), start).logits
             way, counts = tree.walk(after.argmax(dim=-1))
             session.commit(start, Verdict(way, counts, way[:, 0], counts > 0, path=way))

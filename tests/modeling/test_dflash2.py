@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from scipy.stats import chisquare
+from support.drafting import proposed
 from support.pairs import SWITCHES, VOCAB, make_draft, make_draft2, make_target, shallow_pair
 from support.reference import convolve
 from support.rows import ragged_prompts
@@ -129,7 +130,7 @@ def test_rows_of_a_batch_walk_by_themselves():
     target = make_target()
     draft = make_draft2(target)
     generator, (anchors, start) = opened(draft, target, rows=4)
-    blocks = generator.draft(anchors, start)
+    blocks = proposed(generator, anchors, start).tokens
     assert len({tuple(block) for block in blocks[:, 1:].tolist()}) >= 3
     hidden = torch.randn(4, 3, 32)
     together, _ = generator.walk(anchors, hidden, temperature=0.0)
@@ -176,9 +177,10 @@ def test_a_selector_over_a_reduced_vocabulary_goes_by_the_targets_ids(monkeypatc
     drafted = []
     for draft in (whole, few):
         generator, context = opened(draft, target, rows=4)
-        tree, block = generator.tree(generator.plan(4, 9).paths, *context), generator.draft(*context)
+        tree, block = proposed(generator, *context, generator.plan(4, 9)).tree, proposed(generator, *context).tokens
         torch.manual_seed(0)
-        drawn, proposal = generator.sample(*context, temperature=0.8)
+        generator.temperature = 0.8
+        drawn, proposal, _ = proposed(generator, *context)
         drafted.append([block, drawn, proposal.ids, proposal.probabilities, tree.tokens, tree.parents])
         assert (block[:, 1:] % 2 == 1).all() and (tree.tokens[:, 1:] % 2 == 1).all()
     for ours, theirs in zip(*drafted, strict=True):

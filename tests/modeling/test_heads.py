@@ -111,10 +111,9 @@ def generator_of(draft, target):
     return generator
 
 
-def tree_from(generator, anchors, hidden, nodes, depth, monkeypatch):
+def tree_from(generator, anchors, hidden, nodes, depth):
     """The tree from hidden states that the test knows."""
-    monkeypatch.setattr(generator, "_hidden_states", lambda *args: hidden)
-    return generator.tree(generator.plan(depth + 1, nodes).paths, anchors, None)
+    return generator.tree(anchors, hidden, generator.plan(depth + 1, nodes).paths)
 
 
 # ------------------------------------------------------------------------------------------------------------ drafting
@@ -166,14 +165,14 @@ def test_drawn_tokens_follow_the_head(make):
 @pytest.mark.parametrize("make", [*EVERY.values(), reduced])
 @pytest.mark.parametrize(("nodes", "depth"), [(1, 3), (7, 3), (14, 5), (16, 1)])
 @torch.no_grad()
-def test_a_wide_beam_finds_what_a_best_first_search_finds(make, nodes, depth, monkeypatch):
+def test_a_wide_beam_finds_what_a_best_first_search_finds(make, nodes, depth):
     """No more nodes than the beam is wide: the tree is that of a search through every path."""
     target = make_target(dtype=torch.float64)
     draft = make(target, block_size=6)
     anchors = torch.tensor([17, 40])
     hidden = 0.03 * torch.randn(2, 5, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(nodes))
     generator = generator_of(draft, target)
-    tree = tree_from(generator, anchors, hidden, nodes, depth, monkeypatch)
+    tree = tree_from(generator, anchors, hidden, nodes, depth)
     for row in range(2):
 
         def likely(prefix, row=row):
@@ -458,7 +457,7 @@ def test_the_guide_s_head_is_a_head(monkeypatch, tmp_path):
     hidden = 0.05 * torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(1))
     generator = generator_of(draft, target)
     block, _ = generator.walk(anchors, hidden, temperature=0.0)
-    tree = tree_from(generator, anchors, hidden, 12, 4, monkeypatch)
+    tree = tree_from(generator, anchors, hidden, 12, 4)
     changed = 0
     for row in range(2):
 

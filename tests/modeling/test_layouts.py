@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.drafting import proposed
 from support.layouts import (
     DOMINO,
     FULL,
@@ -42,7 +43,7 @@ def drafted(draft, target, features, anchor):
     generator.absorb(features[None])
     generator.open([0], past, 64, torch.zeros(1, 1, dtype=torch.long))
     generator.cache.reserve(past + draft.config.block_size)
-    return generator.draft(torch.tensor([anchor]), torch.tensor([past]))[0]
+    return proposed(generator, torch.tensor([anchor]), torch.tensor([past])).tokens[0]
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from support.drafting import proposed
 from support.pairs import VOCAB, make_draft, make_draft2, make_target, shallow_pair
 from support.rows import ragged_prompts
 from support.sampling import STEPS, assert_follows, exact_distribution, sample
@@ -326,15 +327,14 @@ def test_the_first_path_of_a_selector_s_tree_is_its_walk(target):
     with torch.no_grad():
         draft.candidate_selector.successor_codebook.mul_(30.0)
     generator = DFlashCandidateGenerator(draft, target)
-    paths = generator.plan(5, 12).paths
-    trees, blocks = [], []
-    for way in (trees, blocks):
+    drafts = []
+    for plan in (generator.plan(5, 12), generator.plan(5)):
         generator.open([0], 0, 64, torch.zeros(1, 1, dtype=torch.long))
         anchors, start = torch.tensor([11]), torch.tensor([0])
         generator.cache.reserve(8)
-        way.append(generator.tree(paths, anchors, start) if way is trees else generator.draft(anchors, start))
-    paths = paths_of(trees[0])
-    block = tuple(blocks[0][0, 1:].tolist())
+        drafts.append(proposed(generator, anchors, start, plan))
+    paths = paths_of(drafts[0].tree)
+    block = tuple(drafts[1].tokens[0, 1:].tolist())
     assert {block[:n] for n in range(1, 5)} <= paths
 
 

@@ -137,7 +137,7 @@ def test_features_outside_the_window_do_not_matter(target):
         drafter.open([0], 40, 64, torch.zeros(1, 1, dtype=torch.long))
         drafter.cache.reserve(60)
         start = torch.tensor([40])
-        blocks.append(drafter._hidden_states(torch.tensor([5]), start, None, None))
+        blocks.append(drafter._hidden_states(torch.tensor([5]), start, *drafter.no_features(start, 6)[:2]))
     whole, sink, between, before, first = blocks
     assert torch.equal(whole, between) and torch.equal(whole, before)
     assert not torch.allclose(whole, sink) and not torch.allclose(whole, first)

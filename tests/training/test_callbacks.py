@@ -142,13 +142,14 @@ def test_a_defect_that_only_decoding_has_is_told(target, tmp_path, caplog, monke
     assert metrics["eval_simulated_tau"] > 2.5 and metrics["eval_tau"] > 2
     assert "training simulates" not in caplog.text
 
-    original = DFlashCandidateGenerator.draft
+    original = DFlashCandidateGenerator.propose
 
     def shifted(self, *args, **kwargs):
-        block = original(self, *args, **kwargs)
-        return torch.cat([block[:, :1], block.roll(1, dims=1)[:, 1:]], dim=1)
+        draft = original(self, *args, **kwargs)
+        tokens = torch.cat([draft.tokens[:, :1], draft.tokens.roll(1, dims=1)[:, 1:]], dim=1)
+        return draft._replace(tokens=tokens)
 
-    monkeypatch.setattr(DFlashCandidateGenerator, "draft", shifted)
+    monkeypatch.setattr(DFlashCandidateGenerator, "propose", shifted)
     trainer.eval_report = None
     with caplog.at_level(logging.WARNING):
         metrics = trainer.evaluate()

@@ -77,14 +77,14 @@ def test_teacher_forced_accuracy_is_the_decode_path_s(pair, prompts, tmp_path, m
     """
     target, draft = pair
     size = draft.config.block_size
-    original, drafted = DFlashCandidateGenerator.draft, []
+    original, drafted = DFlashCandidateGenerator.propose, []
 
-    def record(self, anchors, start, *args, **kwargs):
-        block = original(self, anchors, start, *args, **kwargs)
-        drafted.append((int(start[0]), block[0].tolist()))
-        return block
+    def record(self, plan, anchors, start, *args):
+        draft = original(self, plan._replace(block=size), anchors, start, *args)
+        drafted.append((int(start[0]), draft.tokens[0].tolist()))
+        return draft.prefix(plan.block)
 
-    monkeypatch.setattr(DFlashCandidateGenerator, "draft", record)
+    monkeypatch.setattr(DFlashCandidateGenerator, "propose", record)
     arguments = DFlashTrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
     trainer = DFlashTrainer(draft, target, arguments)
     options = {"max_new_tokens": 60, "do_sample": False, "assistant_model": draft, "return_dict_in_generate": True}
@@ -122,18 +122,18 @@ def test_training_and_decoding_draft_the_same_tokens(pair, prompts):
     options = {"attention_mask": torch.ones_like(prompts[:1]), "max_new_tokens": 60, "do_sample": False}
     text = target.generate(prompts[:1], **options)
     drafted = {}
-    original = DFlashCandidateGenerator.draft
+    original = DFlashCandidateGenerator.propose
 
-    def record(self, anchors, start, *args, **kwargs):
-        block = original(self, anchors, start, *args, **kwargs)
-        drafted[int(start[0])] = block[0].tolist()
-        return block
+    def record(self, plan, anchors, start, *args):
+        draft = original(self, plan._replace(block=size), anchors, start, *args)
+        drafted[int(start[0])] = draft.tokens[0].tolist()
+        return draft.prefix(plan.block)
 
-    DFlashCandidateGenerator.draft = record
+    DFlashCandidateGenerator.propose = record
     try:
         target.generate(prompts[:1], **options, assistant_model=draft)
     finally:
-        DFlashCandidateGenerator.draft = original
+        DFlashCandidateGenerator.propose = original
     anchors = torch.tensor([sorted(drafted)])
     valid = torch.ones_like(anchors, dtype=torch.bool)
     ones = torch.ones_like(text)
@@ -167,15 +167,16 @@ def test_trees_are_drafted_from_the_features_of_the_text(pair, prompts, options,
     """
     target, draft = (copy.deepcopy(model).double() for model in pair)
     draft.decoding_config.tree_nodes = 12
-    original, drafted, ways = DFlashCandidateGenerator.tree, [], set()
+    original, drafted, ways = DFlashCandidateGenerator.propose, [], set()
 
-    def record(self, paths, anchors, start, *args):
-        tree = original(self, paths, anchors, start, *args)
+    def record(self, plan, anchors, start, *args):
+        draft = original(self, plan, anchors, start, *args)
+        tree = draft.tree
         assert (self.foresight is not None) == options["do_sample"]
         drafted.append((int(start[0]), tree.tokens[0].tolist(), tree.parents[0].tolist()))
-        return tree
+        return draft
 
-    monkeypatch.setattr(DFlashCandidateGenerator, "tree", record)
+    monkeypatch.setattr(DFlashCandidateGenerator, "propose", record)
     blocks = trees = 0
     for prompt in prompts[:4]:
         drafted.clear()
@@ -196,8 +197,9 @@ def test_trees_are_drafted_from_the_features_of_the_text(pair, prompts, options,
             generator.cache.reserve(start + 16)
             place = torch.tensor([start])
             with torch.no_grad():
-                paths = generator.plan(draft.config.block_size, 12).paths
-                tree = original(generator, paths, text[:, start], place)
+                context = generator.no_features(place, draft.config.block_tokens)[:2]
+                plan = generator.plan(draft.config.block_size, 12)
+                tree = original(generator, plan, text[:, start], place, *context).tree
             assert tree.tokens[0].tolist() == tokens and tree.parents[0].tolist() == parents
         ways |= set(output.acceptance_lengths[0])
         trees += len(output.acceptance_lengths[0])
