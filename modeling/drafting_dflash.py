@@ -150,7 +150,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
         """
         hidden = self._hidden_states(anchors, start, features, features_start)
         if plan.paths is None:
-            return Draft(*self.walk(anchors, hidden, self.temperature)).prefix(plan.block)
+            judged = plan.cut is not None
+            return Draft(*self.walk(anchors, hidden, self.temperature, judged)).prefix(plan.block)
         tree = self.tree(anchors, hidden, plan.paths)
         return Draft(tree.tokens, tree=tree)
 
@@ -200,7 +201,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         ids, logits = (one.to(self.draft_device) for one in (self.draft_model.target_ids(ids), logits))
         return ids.expand_as(logits), logits
 
-    def walk(self, anchors: torch.LongTensor, hidden: torch.Tensor, temperature: float):
+    def walk(self, anchors: torch.LongTensor, hidden: torch.Tensor, temperature: float, judged: bool = False):
         """
         Choose the tokens of a block from left to right.
 
@@ -208,13 +209,15 @@ class DFlashCandidateGenerator(CandidateGenerator):
             anchors (`torch.LongTensor`): `[R]`.
             hidden (`torch.Tensor`): `[R, n, H]`, final hidden states of the slots that draft.
             temperature (`float`): 0 takes the likeliest token of each slot.
+            judged (`bool`): Whether the drafter's probabilities are needed although nothing is drawn.
 
         Returns:
-            `torch.LongTensor` `[R, n + 1]`, and the [`Proposal`] they were drawn from, `None` at temperature 0.
+            `torch.LongTensor` `[R, n + 1]`, and the [`Proposal`] they were drawn from; at temperature 0 `None`, or the
+            probabilities at temperature 1.
         """
         head = self.slot_head
         # 1. Independent slots are drafted together.
-        if head.order == 0 and temperature == 0:
+        if head.order == 0 and temperature == 0 and not judged:
             tokens = likeliest(self._logits(hidden))  # [R, n]
             tokens = self.draft_model.target_ids(tokens)
             return torch.cat([anchors[:, None], tokens.to(self.device)], dim=1), None
@@ -226,17 +229,15 @@ class DFlashCandidateGenerator(CandidateGenerator):
         for slot in range(ids.shape[1]):
             query, state = head.step(state, before, hidden[:, slot])
             score = head.scores(query, ids[:, slot], logits[:, slot])  # [R, k]
-            if temperature == 0:
-                choice = score.argmax(dim=-1, keepdim=True)
-            else:
-                # If the drafter's scores of a slot are NaN: uniform.
-                probabilities.append((score / temperature).softmax(dim=-1).nan_to_num(1 / score.shape[-1]))  # [R, k]
-                choice = draw(probabilities[-1][:, None], self.generators)  # [R, 1]
+            if temperature or judged:  # if the drafter's scores of a slot are NaN: uniform
+                chances = (score / (temperature or 1.0)).softmax(dim=-1).nan_to_num(1 / score.shape[-1])  # [R, k]
+                probabilities.append(chances)
+            choice = draw(chances[:, None], self.generators) if temperature else score.argmax(-1, keepdim=True)
             before = ids[:, slot].gather(-1, choice)[:, 0]  # [R]
             chosen.append(before)
         tokens = torch.stack(chosen, dim=1).to(self.device)  # [R, n]
         block = torch.cat([anchors[:, None], tokens], dim=1)
-        if temperature == 0:
+        if not probabilities:
             return block, None
         return block, Proposal(ids.to(self.device), torch.stack(probabilities, dim=1).to(self.device))
 

@@ -33,7 +33,7 @@ class Plan(NamedTuple):
 
     block: int  # tokens of a block that are verified, or of the longest path through a tree; the anchor included
     paths: Paths | None = None  # for a tree: the paths among which its nodes are chosen
-    cut: Callable[[Draft], Draft] | None = None  # reduces a draft to what is worth verifying
+    cut: Callable[[Draft], Draft] | None = None  # reduces a draft, with its probabilities, to what is worth verifying
     copied: torch.LongTensor | None = None  # [R, block - 1]  tokens to verify instead of a draft
     compiled: bool = True  # if rounds are compiled at all
 
@@ -95,17 +95,19 @@ class AssistantPlan:
     Whether a token is verified depends only on those before it, so drafts may be drawn.
 
     Args:
-        plan (`Plan`): The longest block; a tree of a single path if the threshold needs probabilities.
+        plan (`Plan`): The longest block.
         size (`int`): Drafted tokens of the first block.
         threshold (`float`): `assistant_confidence_threshold`; 0 for none.
         schedule (`str`): `num_assistant_tokens_schedule`.
         paces (`dict`): The drafter's statistics; "heuristic" continues where the previous call ended.
+        drawn (`bool`): Whether drafts are drawn.
     """
 
     whole = False  # rounds may have any shape
 
-    def __init__(self, plan: Plan, size: int, threshold: float, schedule: str, paces: dict):
-        self.plan, self.most, self.threshold = plan._replace(cut=self.cut), plan.block - 1, threshold
+    def __init__(self, plan: Plan, size: int, threshold: float, schedule: str, paces: dict, drawn: bool = False):
+        self.plan, self.most = plan._replace(cut=self.cut if threshold else None), plan.block - 1
+        self.threshold, self.drawn = threshold, drawn
         self.paces, self.key, self.schedule, self.sizes = paces, (schedule, size), schedule, []
         self.size = paces.get(self.key, size)
 
@@ -113,20 +115,16 @@ class AssistantPlan:
         """The plan of the next round of a text (`Continuation`)."""
         self.alive, self.room = text.host.alive, min(self.size, self.most, text.tokens_left - 1)
         self.sizes.append(self.room)
-        return self.plan if self.room else Plan(1)
+        return self.plan._replace(block=1 + self.room)
 
     def cut(self, draft: Draft) -> Draft:
         """The start of a block; all rows share the size of the most confident row."""
-        if self.threshold:
-            if draft.tree is not None:
-                chances = draft.tree.log_probs.diff(dim=1).exp()  # [R, n - 1]
-            else:
-                ids, probabilities = draft.proposal
-                chances = (probabilities * (ids == draft.tokens[:, 1:, None])).sum(dim=-1)
-            sure = (chances >= self.threshold).long().cumprod(dim=1).sum(dim=1).tolist()
-            longest = max(count for count, alive in zip(sure, self.alive, strict=True) if alive)
-            self.sizes[-1] = min(self.room, 1 + longest)
-        return Draft(draft.tokens, draft.proposal).prefix(1 + self.sizes[-1])
+        ids, probabilities = draft.proposal
+        chances = (probabilities * (ids == draft.tokens[:, 1:, None])).sum(dim=-1)  # [R, n - 1]
+        sure = (chances >= self.threshold).long().cumprod(dim=1).sum(dim=1).tolist()
+        longest = max(count for count, alive in zip(sure, self.alive, strict=True) if alive)
+        self.sizes[-1] = min(self.room, 1 + longest)
+        return Draft(draft.tokens, draft.proposal if self.drawn else None).prefix(1 + self.sizes[-1])
 
     def learn(self, text, verdict: Verdict) -> None:
         """Set the size of the next block."""

@@ -43,10 +43,10 @@ def planner_of(call, pair):
     threshold = 0.0 if threshold in (None, _DEFAULT_THRESHOLD) else threshold
     if threshold or schedule in SCHEDULES:
         if not whole and config.tree_nodes is None:
-            longest = config.block_size or trained
-            single = longest - 1 if threshold and not drafter.temperature else 0
-            plan = drafter.plan(longest, single, top_k=1)
-            return AssistantPlan(plan, limit - 1, threshold, schedule, paces)
+            if threshold:
+                drafter.foresight = None  # its noise would be part of the probabilities
+            plan, drawn = drafter.plan(config.block_size or trained), bool(drafter.temperature)
+            return AssistantPlan(plan, limit - 1, threshold, schedule, paces, drawn)
         logger.warning_once(
             f"A DFlash drafter ignores {' and '.join(_OF_ASSISTANTS)} with tree_nodes and in rounds that are compiled "
             "or run ahead of the host (compile, look_ahead)."

@@ -250,7 +250,7 @@ def test_every_slot_of_an_anchor_first_block_is_drafted(make, monkeypatch):
     prompt = torch.tensor([[5, 7, 9, 11]])
     text = target.generate(prompt, **options).sequences[0]
 
-    def right(self, anchors, hidden, temperature):
+    def right(self, anchors, hidden, temperature, judged):
         seen.append(hidden.shape[1])
         start = int(self.test_start)
         tokens = text[start : start + hidden.shape[1] + 1]

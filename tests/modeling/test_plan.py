@@ -22,7 +22,7 @@ from dflash_hf.modeling.cost_dflash import NOTHING, CostTable
 from dflash_hf.modeling.few_plans_dflash import FewPlans, Record
 from dflash_hf.modeling.plan_dflash import FastestPlan, Pace, SlowestRow
 from dflash_hf.modeling.reliability_dflash import Reliability
-from dflash_hf.modeling.tree_dflash import DraftTree, every_path, likeliest_tree
+from dflash_hf.modeling.tree_dflash import every_path, likeliest_tree
 
 
 CPU = torch.device("cpu")
@@ -206,17 +206,14 @@ def test_a_schedule_is_that_of_transformers(make):
 def test_no_block_goes_on_after_a_token_of_which_the_drafter_is_not_sure():
     chances = torch.tensor([[0.9, 0.8, 0.3, 0.9], [0.9, 0.1, 0.9, 0.9], [0.9, 0.9, 0.9, 0.9]])
     tokens = torch.arange(15).view(3, 5)
-    steps = torch.arange(5).expand(3, 5)
-    logs = torch.nn.functional.pad(chances.log().cumsum(dim=1), (1, 0))
-    tree = DraftTree(tokens, steps, (steps - 1).clamp(min=0), torch.ones(3, 5, 5).tril().bool(), 4, logs)
     proposal = Proposal(tokens[:, 1:, None], chances[..., None])
-    for draft in (Draft(tokens, tree=tree), Draft(tokens, proposal)):
+    for drawn in (False, True):
         for alive, room, size in (([1, 1, 0], 4, 3), ([0, 1, 0], 4, 2), ([1, 1, 1], 4, 4), ([1, 0, 0], 2, 2)):
-            plan = plan_dflash.AssistantPlan(plan_dflash.Plan(5), 4, 0.5, "constant", {})
+            plan = plan_dflash.AssistantPlan(plan_dflash.Plan(5), 4, 0.5, "constant", {}, drawn)
             plan.alive, plan.room, plan.sizes = alive, room, [room]
-            cut = plan.cut(draft)
-            assert cut.tokens.tolist() == tokens[:, : size + 1].tolist() and cut.tree is None
-            assert plan.sizes == [size] and (cut.proposal is None or cut.proposal.ids.shape[1] == size)
+            cut = plan.cut(Draft(tokens[:, : room + 1], proposal.at(0, room)))
+            assert cut.tokens.tolist() == tokens[:, : size + 1].tolist() and plan.sizes == [size]
+            assert cut.proposal.ids.shape[1] == size if drawn else cut.proposal is None
 
 
 @pytest.mark.parametrize("family", ["qwen3", "lfm2"])
@@ -231,6 +228,28 @@ def test_a_threshold_changes_sizes_and_no_text(family, make):
         assert torch.equal(output.sequences, expected)
         seen.add(max(output.draft_sizes))
     assert min(seen) == 1 and max(seen) > 1
+
+
+def test_a_threshold_is_compared_with_the_drafter_s_own_probability():
+    """Not with what the noise of the next samples makes of it: of no token is this drafter sure."""
+    target, (inputs, _) = make_target(), ragged_prompts(1)
+    draft, options = opened(make_draft(target, block_size=6)), {"max_new_tokens": 30, "do_sample": True, "top_k": 0}
+    torch.manual_seed(3)
+    expected = target.generate(**inputs, **options)
+    options |= {"assistant_confidence_threshold": 0.5, "return_dict_in_generate": True}
+    torch.manual_seed(3)
+    output = target.generate(**inputs, **options, assistant_model=draft)
+    assert torch.equal(output.sequences, expected) and set(output.draft_sizes[:-1]) == {1}
+
+
+@pytest.mark.parametrize("threshold", [0.9999, 1.0])
+def test_a_threshold_may_be_close_to_one(threshold):
+    """Whole blocks are drafted by a drafter that is certain."""
+    target, (inputs, _) = make_target(), ragged_prompts(2)
+    options = {"max_new_tokens": 20, "do_sample": False}
+    draft = opened(scripted(make_draft(target, block_size=6), target.generate(**inputs, **options), error_rate=0.0))
+    more = {"assistant_confidence_threshold": threshold, "return_dict_in_generate": True}
+    assert target.generate(**inputs, **options, **more, assistant_model=draft).draft_sizes[0] == 5
 
 
 @pytest.mark.parametrize("rows", [1, 200])
