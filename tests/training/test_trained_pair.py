@@ -9,8 +9,8 @@ from support.trained_pair import train_pair, walk
 
 from dflash_hf import DFlashTrainer, DFlashTrainingArguments
 from dflash_hf.data.examples import make_example
+from dflash_hf.modeling.cache_dflash import additive
 from dflash_hf.modeling.drafting_dflash import DFlashCandidateGenerator
-from dflash_hf.modeling.modeling_dflash import additive
 from dflash_hf.modeling.noise_dflash import Foresight, Noise
 from dflash_hf.modeling.target_dflash import raw_embedding
 from dflash_hf.target import target_features
@@ -171,9 +171,9 @@ def test_trees_are_drafted_from_the_features_of_the_text(pair, prompts, options,
 
     def record(self, plan, anchors, start, *args):
         draft = original(self, plan, anchors, start, *args)
-        tree = draft.tree
-        assert (self.foresight is not None) == options["do_sample"]
-        drafted.append((int(start[0]), tree.tokens[0].tolist(), tree.parents[0].tolist()))
+        if draft.tree is not None:
+            assert (self.foresight is not None) == options["do_sample"]
+            drafted.append((int(start[0]), draft.tokens[0].tolist(), draft.tree.parents[0].tolist()))
         return draft
 
     monkeypatch.setattr(DFlashCandidateGenerator, "propose", record)
