@@ -23,7 +23,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
-from .cache_dflash import additive
+from .cache_dflash import slot_mask
 from .configuration_dflash import DFlashDraftConfig
 from .decoding_config_dflash import DFlashDecodingConfig
 from .generation_dflash import decode
@@ -63,24 +63,6 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
         return x * cos + rotate_half(x) * sin
     rotated, rest = x[..., :dim], x[..., dim:]
     return torch.cat([rotated * cos + rotate_half(rotated) * sin, rest], dim=-1)
-
-
-def visible_in_block(num_keys: int, block_size: int, window: int | None, causal: bool, device) -> torch.Tensor | None:
-    """
-    Which of the last `num_keys` keys each slot of a block sees, when the block's own keys are the last `block_size` of
-    them. `None` when every slot sees everything.
-
-    Returns:
-        `torch.BoolTensor` `[block_size, num_keys]` or `None`.
-    """
-    if not causal and (window is None or num_keys <= window):
-        return None
-    key = torch.arange(num_keys, device=device) - (num_keys - block_size)  # 0 is the anchor, negative is context
-    slot = torch.arange(block_size, device=device)[:, None]
-    visible = key <= slot if causal else torch.ones(block_size, num_keys, dtype=torch.bool, device=device)
-    if window is not None:
-        visible = visible & (slot - key < window)
-    return visible  # [block, keys]
 
 
 class DFlashAttention(nn.Module):
@@ -169,13 +151,19 @@ class DFlashAttention(nn.Module):
         )
 
     def _mask_from_padding(self, padding, num_keys, block_size, query):
-        visible = visible_in_block(num_keys, block_size, self.sliding_window, self.causal_in_block, query.device)
-        if padding is not None and not padding.all():
-            real = padding[:, None, None, -num_keys:].bool()  # [N, 1, 1, keys]
-            visible = real if visible is None else visible & real
-        if visible is None:
+        """
+        The mask of a block whose keys are the last `block_size` of `num_keys`; `None` if every slot sees everything.
+        """
+        padded = padding is not None and not padding.all()
+        causal, window = self.causal_in_block, self.sliding_window
+        if not (padded or causal or (window is not None and num_keys > window)):
             return None
-        return additive(visible.expand(query.shape[0], 1, block_size, num_keys), query.dtype)
+        slots = torch.arange(num_keys - block_size, num_keys, device=query.device).expand(query.shape[0], -1)
+        last_seen = slots if causal else slots[:, -1:].expand_as(slots)
+        mask = slot_mask(slots, last_seen, num_keys, window, None, query.dtype)  # [N, 1, B, keys]
+        if padded:
+            mask.masked_fill_(padding[:, None, None, -num_keys:] == 0, torch.finfo(mask.dtype).min)
+        return mask
 
 
 class BlockConvolution(nn.Module):

@@ -13,8 +13,9 @@ from support.sampling import STEPS, assert_follows, exact_distribution, small_ta
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.modeling.accept_dflash import Proposal, sample_tokens
+from dflash_hf.modeling.cache_dflash import additive
 from dflash_hf.modeling.drafting_dflash import DFlashCandidateGenerator
-from dflash_hf.modeling.modeling_dflash import BlockConvolution, additive
+from dflash_hf.modeling.modeling_dflash import BlockConvolution
 from dflash_hf.training.blocks import block_mask
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.pairs import make_draft, make_target
 
-from dflash_hf.modeling.modeling_dflash import additive, visible_in_block
+from dflash_hf.modeling.cache_dflash import additive
 from dflash_hf.modeling.target_dflash import raw_embedding
 from dflash_hf.training.blocks import block_mask, build_blocks, example_seeds, flex_mask, sample_anchors
 
@@ -219,12 +219,15 @@ def test_flex_attention_may_ask_past_the_end():
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [None, 3, 7])
-def test_mask_has_the_window_rule_of_decoding(window, causal):
+def test_mask_has_the_window_rule_of_a_drafter_s_own_mask(window, causal, target):
     anchor = 9
+    layers = {"layer_types": ["sliding_attention"] * 2, "sliding_window": window} if window else {}
+    attention = make_draft(target, block_size=BLOCK, is_causal=causal, **layers).layers[0].self_attn
     mask = block_mask(torch.tensor([[anchor]]), torch.ones(1, LENGTH), BLOCK, window, causal)[0, 0]
     trained = torch.cat([mask[:, :anchor], mask[:, LENGTH:]], dim=1)  # [B, a + B]
-    decoded = visible_in_block(anchor + BLOCK, BLOCK, window, causal, "cpu")
-    assert torch.equal(trained, torch.ones_like(trained) if decoded is None else decoded)
+    decoded = attention._mask_from_padding(None, anchor + BLOCK, BLOCK, torch.empty(1))
+    assert (decoded is None) == bool(trained.all())
+    assert decoded is None or torch.equal(trained, decoded[0, 0] == 0)
     assert not mask[:, anchor:LENGTH].any()
 
 

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from dflash_hf.modeling.adoption_dflash import of_tensors
+from dflash_hf.modeling.cache_dflash import additive
 from dflash_hf.modeling.drafting_dflash import DFlashCandidateGenerator
-from dflash_hf.modeling.modeling_dflash import DFlashDraftModel, additive
+from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.target import target_features
 from dflash_hf.training.blocks import block_mask, build_blocks, sample_anchors
 from dflash_hf.training.losses import slot_counts

@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from dflash_hf.data.examples import DFlashCollator, check_examples
 from dflash_hf.hub.card import CardFacts, render_card
-from dflash_hf.modeling.modeling_dflash import additive
+from dflash_hf.modeling.cache_dflash import additive
 from dflash_hf.pairs import loaded
 from dflash_hf.target import (
     TargetOutput,
