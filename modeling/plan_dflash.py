@@ -246,6 +246,20 @@ class PlanByCost:
         return {"draft_sizes": self.sizes, "estimated_speedup": self.tokens / self.spent if self.sizes else None}
 
 
+@dataclass
+class Round:
+    """A round of [`FastestPlan`]: as it begins, what is verified in it, and what should come of it."""
+
+    alive: list[bool]  # rows that had not ended
+    left: int  # maximum number of tokens that any of them could still generate
+    costs: list[float]  # of rounds that verify 0, 1, ... drafted tokens
+    began: float = 0.0  # seconds
+    work: Work = NOTHING
+    cost: float = 1.0
+    judged: list[tuple] = field(default_factory=list)  # of each row's drafted nodes: parents and chances
+    said: float = 0.0  # tokens per row that should be accepted
+
+
 class FastestPlan(PlanByCost):
     """
     For each round, the drafted tokens of a tree that are worth verifying, possibly none. Rows that repeat what they
@@ -272,42 +286,41 @@ class FastestPlan(PlanByCost):
         self.tried: dict[Work, int] = {}  # rounds of this call
         self.slowest = SlowestRow(self.rows)  # over rounds with a draft
         self.here = Correction()  # of the drafts of this text
-        self.judged: list[tuple] = []  # for each row of the current round: parents and chances of its nodes
+        self.round: Round | None = None  # set by `next`, completed by `cut`, evaluated by `learn`
 
     def next(self, text) -> Plan:
         """The plan of the next round of a text (`Continuation`)."""
-        self.judged, self.work, self.cost = [], NOTHING, 1.0
-        self.alive, self.left = text.host.alive, text.tokens_left
         self.arrive(text)
-        self.costs = self.known.curve(*self.place, self.widest.nodes)
+        costs = self.known.curve(*self.place, self.widest.nodes)
+        this = self.round = Round(text.host.alive, text.tokens_left, costs)
         if not self.sizes:
-            self.pace.begin(self.costs[min(2, self.widest.nodes)])
-        self.forced = self._to_try()
-        copied = self._worth_copying(text) if self.forced is None else None
-        rests = self.forced is None and copied is None and self.pace.resting > 0
+            self.pace.begin(costs[min(2, self.widest.nodes)])
+        measures = self._measures_nothing()
+        copied = None if measures else self._worth_copying(text)
+        rests = not measures and copied is None and self.pace.resting > 0
         self.pace.resting -= rests
-        self.began = text.seconds
+        this.began = text.seconds
         if copied is not None:
             count = copied.shape[1]
-            self.work, self.cost = (count, False), self._costs_of_copies()[count]
+            this.work, this.cost = (count, False), self._costs_of_copies()[count]
             return Plan(1 + count, copied=copied)
-        return Plan(1) if self.left == 1 or rests or self.forced == NOTHING else self.widest
+        return Plan(1) if this.left == 1 or rests or measures else self.widest
 
     def cut(self, draft: Draft) -> Draft:
         """The likeliest nodes of a drafted tree, as many as are worth it; as a block if they form a single path."""
-        tree, most = draft.tree, draft.tokens.shape[1]
+        this, tree, most = self.round, draft.tree, draft.tokens.shape[1]
         depths, parents = tree.depths.tolist(), tree.parents.tolist()
         chances = (tree.log_probs - tree.log_probs.gather(1, tree.parents)).exp().tolist()
         gains = [0.0] * most  # tokens of all rows by node
-        for row in (row for row, alive in enumerate(self.alive) if alive):
+        for row in (row for row, alive in enumerate(this.alive) if alive):
             likely = [1.0] * most
             for node in range(1, most):
                 likely[node] = likely[parents[row][node]] * self.pace.reliability(chances[row][node])
-                gains[node] += likely[node] * (depths[row][node] < self.left)
-        count = self._worth([self.here.ratio * gain for gain in gains]) if self.forced is None else self.forced[0]
-        self.work, self.cost, size = (count, True), self.costs[count], 1 + count
-        self.judged = [(parents[row][:size], chances[row][:size]) for row in range(len(parents))]
-        self.said = sum(gains[:size]) / sum(self.alive)  # tokens per row that should be accepted
+                gains[node] += likely[node] * (depths[row][node] < this.left)
+        count = self._worth([self.here.ratio * gain for gain in gains])
+        this.work, this.cost, size = (count, True), this.costs[count], 1 + count
+        this.judged = [(parents[row][:size], chances[row][:size]) for row in range(len(parents))]
+        this.said = sum(gains[:size]) / sum(this.alive)
         deepest = max(max(row[:size]) for row in depths)
         if deepest == size - 1 and all(row[:size] == list(range(size)) for row in depths):
             return Draft(tree.tokens[:, :size])
@@ -315,24 +328,25 @@ class FastestPlan(PlanByCost):
 
     def learn(self, text, verdict: Verdict) -> None:
         """Record how long a round took, and what the target accepted of its draft."""
-        seconds = text.seconds - self.began
-        counts, (size, drafted) = text.host.committed, self.work
+        this = self.round
+        seconds = text.seconds - this.began
+        counts, (size, drafted) = text.host.committed, this.work
         if self.sizes:  # the first round of a call is slower than the others
-            self.timed.append((*self.place, self.work, seconds))
-            self.tried[self.work] = self.tried.get(self.work, 0) + 1
+            self.timed.append((*self.place, this.work, seconds))
+            self.tried[this.work] = self.tried.get(this.work, 0) + 1
         # A batch is done when its slowest row is.
-        tokens = min(self.left - (text.tokens_left if any(text.host.alive) else 0), max(counts))
-        self.note(size, tokens, self.cost)
+        tokens = min(this.left - (text.tokens_left if any(text.host.alive) else 0), max(counts))
+        self.note(size, tokens, this.cost)
         self.paces[self.key] = self.pace  # the next call copies it
         if size and not drafted:
-            self.copier.learn(counts, self.alive)
-        if not self.judged:
+            self.copier.learn(counts, this.alive)
+        if not this.judged:
             return
-        expected = min(1 + self.here.ratio * self.said, self.left)
-        self.here.note(self.said, sum(counts) / sum(self.alive) - 1)
+        expected = min(1 + self.here.ratio * this.said, this.left)
+        self.here.note(this.said, sum(counts) / sum(this.alive) - 1)
         path = None if verdict.path is None else verdict.path.tolist()
-        for row, (parents, chances) in enumerate(self.judged):
-            if self.alive[row]:
+        for row, (parents, chances) in enumerate(this.judged):
+            if this.alive[row]:
                 taken = (path[row] if path else range(size + 1))[: counts[row]]
                 ended = not text.host.alive[row]  # then its last token says nothing about the children
                 judged = set(taken[:-1] if ended else taken)
@@ -342,8 +356,8 @@ class FastestPlan(PlanByCost):
         # For a single row, the expected number is as informative as the accepted one, and varies less.
         paced = 0.25 * tokens + 0.75 * expected
         if len(counts) > 1:
-            paced = self.slowest.after(counts, self.alive, self.left)
-        self.pace.note(paced, self.cost)
+            paced = self.slowest.after(counts, this.alive, this.left)
+        self.pace.note(paced, this.cost)
 
     def summary(self) -> dict:
         """The choices, for the output. A call that mostly decodes without drafts logs the reason once."""
@@ -353,7 +367,7 @@ class FastestPlan(PlanByCost):
         if mostly_none and lost and not pace.warned:
             pace.warned = True
             logger.warning(
-                f"Decoding mostly without drafts: with {self.place[0]} row(s), rounds that draft are estimated at "
+                f"Decoding mostly without drafts: with {self.rows} row(s), rounds that draft are estimated at "
                 f"{pace.tokens / pace.cost:.2f}x the speed of the target alone, given its acceptance and the cost of "
                 "rounds here. Set `draft.decoding_config.block_size` to draft in every round."
             )
@@ -362,7 +376,7 @@ class FastestPlan(PlanByCost):
     def _worth_copying(self, text) -> torch.LongTensor | None:
         if self.copier is None:
             return None
-        most = min(self.left - 1, self.widest.nodes)
+        most = min(self.round.left - 1, self.widest.nodes)
         return self.copier.worth_copying(text, most, self.pace.speed, self._costs_of_copies())
 
     def _costs_of_copies(self) -> list[float]:
@@ -371,15 +385,15 @@ class FastestPlan(PlanByCost):
 
     def _worth(self, gains: list[float]) -> int:
         """How many nodes to verify, given the `gains` of each in tokens of all rows."""
-        rate, worths = sum(self.alive) * self.pace.speed, [0.0]
+        costs, rate, worths = self.round.costs, sum(self.round.alive) * self.pace.speed, [0.0]
         for size, value in enumerate(accumulate(gains[1:]), start=1):
             is_new = size in self.LADDER and self._is_new((size, True))
-            worths.append(value - rate * (self.costs[size] - self.costs[0]) + 0.1 * rate * is_new)
+            worths.append(value - rate * (costs[size] - costs[0]) + 0.1 * rate * is_new)
         return worths.index(max(worths))  # the smallest of those that are worth most
 
     def _is_new(self, work: Work) -> bool:
         return self.known.count(*self.place, work) + self.tried.get(work, 0) < self.ENOUGH
 
-    def _to_try(self) -> Work | None:
-        """What to force regardless of its worth: no draft, every fourth round, until its cost is known."""
-        return NOTHING if len(self.sizes) % 4 == 1 and not self.pace.resting and self._is_new(NOTHING) else None
+    def _measures_nothing(self) -> bool:
+        """Whether this round does not draft, whatever that is worth: every fourth, until its cost is known."""
+        return len(self.sizes) % 4 == 1 and not self.pace.resting and self._is_new(NOTHING)

@@ -48,9 +48,9 @@ class Successors:
     def count(self, draft, verdict) -> None:
         """After a round that drafted: its tokens and cost, and what further nodes would have added to both."""
         planner, found, committed = self.planner, self.found, int(verdict.counts[0])
-        if not planner.judged:
+        if not planner.round.judged:
             return
-        tokens, (parents, chances) = draft.tokens[0].tolist(), planner.judged[0]
+        tokens, (parents, chances) = draft.tokens[0].tolist(), planner.round.judged[0]
         last = committed - 1 if verdict.path is None else int(verdict.path[0, committed - 1])
         likely, covered = [1.0] * len(tokens), [0.0] * len(tokens)
         for node in range(1, len(tokens)):
@@ -64,12 +64,12 @@ class Successors:
             if token in self.table and (node, self.table[token]) not in children
         ]
         size = len(tokens) - 1
-        found.update(rounds=1, tokens=committed, cost=planner.cost)
+        found.update(rounds=1, tokens=committed, cost=planner.round.cost)
         for gain, node, successor in sorted(candidates, reverse=True):
             hit = node == last and successor == int(verdict.tokens[0, committed - 1])
             self.known, self.right = self.known + (node == last), self.right + hit
-            if size + 1 < len(planner.costs):
-                more = planner.costs[size + 1] - planner.costs[size]
+            if size + 1 < len(planner.round.costs):
+                more = planner.round.costs[size + 1] - planner.round.costs[size]
                 if gain > planner.pace.speed * more:
                     size += 1
                     found.update(nodes=1, hits=hit, more=more)

@@ -16,7 +16,7 @@ from dflash_hf.modeling.cost_dflash import CostTable
 from dflash_hf.modeling.drafting_dflash import STEPS_AT_ONCE
 from dflash_hf.modeling.few_plans_dflash import FewPlans
 from dflash_hf.modeling.lookup_dflash import Copier, CopyRecord, Lookup
-from dflash_hf.modeling.plan_dflash import FastestPlan, Pace, Plan
+from dflash_hf.modeling.plan_dflash import FastestPlan, Pace, Plan, Round
 from dflash_hf.modeling.reliability_dflash import Reliability
 
 
@@ -40,15 +40,15 @@ def copying(monkeypatch):
     def always(self, text):
         if self.copier is None:
             return None
-        most = min(self.left - 1, self.widest.nodes, draws.randint(0, 8))
+        most = min(self.round.left - 1, self.widest.nodes, draws.randint(0, 8))
         tokens = self.copier.worth_copying(text, most, 0.0, [0.0] * (most + 1))
         if tokens is None and most:
-            tokens = torch.tensor([[draws.randrange(8) for _ in range(most)] for _ in self.alive])
+            tokens = torch.tensor([[draws.randrange(8) for _ in range(most)] for _ in self.round.alive])
         made.append(most and tokens.shape[1])
         return tokens
 
     monkeypatch.setattr(FastestPlan, "_worth_copying", always)
-    monkeypatch.setattr(FastestPlan, "_to_try", lambda self: None)
+    monkeypatch.setattr(FastestPlan, "_measures_nothing", lambda self: False)
     return made
 
 
@@ -100,7 +100,7 @@ def planner(speed: float, accepted: float, slope: float = 0.05) -> FastestPlan:
     pace = Pace(tokens=speed, cost=1.0)
     pace.copies.reliability.seen = [(100.0, accepted, 50.0)] * len(pace.copies.reliability.seen)
     made = FastestPlan(Plan(9), CostTable(0.1, 8, CPU), {"key": pace}, "key", (1, 60), 96)
-    made.widest, made.left = types.SimpleNamespace(nodes=16), 100
+    made.widest, made.round = types.SimpleNamespace(nodes=16), Round([True], 100, [])
     made.known = types.SimpleNamespace(curve=lambda *place, drafted: [1.0 + slope * n for n in range(17)])
     made.place = (1, 9)
     return made
@@ -110,7 +110,7 @@ def copied(planner) -> list[int]:
     ids = torch.tensor([LOOP * 4])
     writer = types.SimpleNamespace(buffer=ids, prompt_length=ids.shape[1])
     host = types.SimpleNamespace(lengths=[0], longest=0, alive=[True], acceptance_lengths=[[]])
-    text = types.SimpleNamespace(writer=writer, host=host, max_new=planner.left, last=ids[:, -1])
+    text = types.SimpleNamespace(writer=writer, host=host, max_new=planner.round.left, last=ids[:, -1])
     tokens = planner._worth_copying(text)
     return [] if tokens is None else tokens[0].tolist()
 
@@ -125,7 +125,7 @@ def test_no_more_is_copied_than_pays_or_is_left():
     assert 1 < len(copied(planner(1.8, 50.0))) < 16
     assert not copied(planner(1.8, 99.0, slope=0.6))
     made = planner(1.8, 99.0)
-    made.left = 5
+    made.round.left = 5
     assert len(copied(made)) == 4
 
 

@@ -20,7 +20,7 @@ from dflash_hf.modeling import compile_dflash, cost_dflash, plan_dflash, planner
 from dflash_hf.modeling.accept_dflash import Draft, Proposal
 from dflash_hf.modeling.cost_dflash import NOTHING, CostTable
 from dflash_hf.modeling.few_plans_dflash import FewPlans, Record
-from dflash_hf.modeling.plan_dflash import FastestPlan, Pace, SlowestRow
+from dflash_hf.modeling.plan_dflash import FastestPlan, Pace, Round, SlowestRow
 from dflash_hf.modeling.reliability_dflash import Reliability
 from dflash_hf.modeling.tree_dflash import every_path, likeliest_tree
 
@@ -53,10 +53,10 @@ def any_size(monkeypatch, planners):
     """In every round another size, drawn at random: none, a part of the tree, or all of it."""
     draws = random.Random(0)
 
-    def to_try(self):
-        return draws.choice([NOTHING, *((size, True) for size in range(self.widest.nodes + 1))])
-
-    monkeypatch.setattr(FastestPlan, "_to_try", to_try)
+    monkeypatch.setattr(FastestPlan, "_measures_nothing", lambda self: draws.random() < 0.1)
+    monkeypatch.setattr(FastestPlan, "_worth", lambda self, gains: draws.randrange(self.widest.nodes + 1))
+    monkeypatch.setattr(FastestPlan, "_worth_copying", lambda self, text: None)
+    monkeypatch.setattr(Pace, "note", lambda *args, **kwargs: None)  # it never rests
     return planners
 
 
@@ -405,7 +405,7 @@ def planner(costs: list[float], nodes: int = 8, pace: Pace | None = None) -> Fas
     table = Table(0.2, 8, CPU)
     table.pinned = True  # all of them are known
     made = FastestPlan(plan_dflash.Plan(9, None), table, {"key": pace or Pace()}, "key", (1, 60), None)
-    made.costs, made.alive, made.place = costs, [True], (1, 9)
+    made.round, made.place = Round([True], 100, costs), (1, 9)
     return made
 
 

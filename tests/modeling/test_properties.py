@@ -16,9 +16,8 @@ from support.pairs import VOCAB, make_draft, make_target
 from support.scripted_draft import scripted
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from dflash_hf.modeling.cost_dflash import NOTHING
 from dflash_hf.modeling.few_plans_dflash import FewPlans
-from dflash_hf.modeling.plan_dflash import FastestPlan
+from dflash_hf.modeling.plan_dflash import FastestPlan, Pace
 
 
 # By slots, with windows, without rotary positions, by replay, in steps.
@@ -147,9 +146,14 @@ def cases_of_heads(draw):
 def at_any_size(seed):
     """Where sizes are chosen, in every round another one, drawn at random: none, a part of what is drafted, or all."""
     draws = random.Random(seed)
-    sizes = {"_to_try": lambda self: draws.choice([NOTHING, *((n, True) for n in range(self.widest.nodes + 1))])}
+    sizes = {
+        "_measures_nothing": lambda self: draws.random() < 0.1,
+        "_worth": lambda self, gains: draws.randrange(self.widest.nodes + 1),
+        "_worth_copying": lambda self, text: None,
+    }
     plans = {"_fastest": lambda self: draws.choice(self.plans), "EARNED": 2}
-    with mock.patch.multiple(FastestPlan, **sizes), mock.patch.multiple(FewPlans, **plans):
+    never_rests = mock.patch.object(Pace, "note", lambda *args, **kwargs: None)
+    with never_rests, mock.patch.multiple(FastestPlan, **sizes), mock.patch.multiple(FewPlans, **plans):
         yield
 
 
