@@ -84,9 +84,8 @@ def opened_pair(call: Call, continuation: Continuation):
         columns, padding, offset = prompt.columns, prompt.padding, prompt.offset
         room = columns + draft.config.block_tokens + (0 if call.compile else min(call.max_new, 256))  # grows
         drafter.open(padding, columns, room, offset, pools[0])
-        extra = extra_arguments(call)
-        session = facts.open_session(target, prompt.cache, padding, room, offset, extra, pools[1])
-        session.end_at(columns + call.max_new - 1)
+        extra, last_slot = extra_arguments(call), columns + call.max_new - 1
+        session = facts.open_session(target, prompt.cache, padding, room, offset, extra, pools[1], last_slot)
         pair = Pair(drafter, session, tap, continuation, columns)
         try:
             continuation.commit(continuation.judge(None, prompt.logits, prompt.hidden_states))

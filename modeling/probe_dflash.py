@@ -20,7 +20,7 @@ from .isolation_dflash import HOOKS, isolated
 from .recurrent_dflash import ReplaySession, StepSession, moving_modules, recurrent_states
 from .remembered_dflash import recall, remember
 from .sessions_dflash import SlotSession
-from .target_dflash import cache_argument, decoder_layers, empty_cache, input_device, methods_of, try_out
+from .target_dflash import FeatureTap, cache_argument, decoder_layers, empty_cache, input_device, methods_of, try_out
 from .tree_dflash import every_path, independent_paths, likeliest_tree
 
 
@@ -331,18 +331,12 @@ class _Trial:
     def features(self) -> dict[int, tuple]:
         """The shape of each decoder layer's output in a short forward over text."""
         try:
-            layers, shapes = decoder_layers(self.target), {}
+            layers = decoder_layers(self.target)
         except ValueError:  # HRM-Text runs two stacks in cycles
             return {}
-        with isolated(self.target, layers) as own:
-            for layer_id, layer in enumerate(decoder_layers(own)):
-
-                def see(module, args, output, layer_id=layer_id):
-                    shapes[layer_id] = tuple((output if isinstance(output, torch.Tensor) else output[0]).shape)
-
-                layer.register_forward_hook(see)
+        with isolated(self.target, layers) as own, FeatureTap(own, [*range(len(layers))]) as tap:
             try_out(own)
-        return shapes
+            return {layer_id: tuple(features.shape) for layer_id, features in tap.captured.items()}
 
 
 def _verified(session, draft: Draft, start, kept, path: torch.LongTensor | None = None) -> torch.Tensor:

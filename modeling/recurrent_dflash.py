@@ -192,8 +192,8 @@ class ReplaySession(SlotSession):
     tape_class = StateTape
     rollback_is_free = False
 
-    def __init__(self, target, cache, padding, capacity, offset, extra, pool=None, moving=None):
-        super().__init__(target, cache, padding, capacity, offset, extra, pool)
+    def __init__(self, target, *args, moving):
+        super().__init__(target, *args)
         modules = {target.get_submodule(name): layer_idx for name, layer_idx in moving.items()}
         self.tape = self.tape_class(self.cache, modules)
         self.pending = None  # [R], size: start and size of a verification that is not committed yet

@@ -25,23 +25,20 @@ class SlotSession:
         offset (`torch.LongTensor`): `[R, 1]` or `[axes, R, 1]`, position of a row's slot 0.
         extra (`dict`): Additional arguments of the target's forward.
         pool (`dict`, *optional*): As for [`SlotCache`].
+        last_slot (`int`, *optional*): Last slot of the text: a block may reach past it, to slots without a position.
     """
 
     windows: dict[str | None, tuple[int | None, int | None] | None]  # as returned by [`mask_windows`]
     rollback_is_free = True  # so that rounds can be compiled, and run before the host knows what was accepted
 
-    def __init__(self, target, cache, padding, capacity, offset, extra, pool=None):
+    def __init__(self, target, cache, padding, capacity, offset, extra, pool=None, last_slot=None):
         self.target, self.offset, self.source, self.padding = target, offset, cache, padding
         self.cache = SlotCache.adopt(cache, padding, capacity, pool)
         self.arguments = {**extra, cache_argument(target): self.cache, "use_cache": True}
         self.windows, self.dtype = mask_windows(target), target.dtype
         if not any(self.windows.values()):  # no layer has a mask
             self.windows = {None: None}
-        self.last_slot = None
-
-    def end_at(self, slot: int) -> None:
-        """Set the last slot of the text: a block may reach past it, into slots without a position."""
-        self.last_slot = torch.tensor(slot, device=self.offset.device)
+        self.last_slot = None if last_slot is None else torch.tensor(last_slot, device=offset.device)
 
     @staticmethod
     def takes(cache) -> bool:

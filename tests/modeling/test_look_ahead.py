@@ -128,12 +128,11 @@ def test_nothing_of_a_round_waits_for_the_host(nodes):
             logits = target(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, -1:]
             tap.consume = None
             drafter.open([0, 2], columns, 64, offset)
-            session = SlotSession(target, cache, [0, 2], 64, offset, {})
+            session = SlotSession(target, cache, [0, 2], 64, offset, {}, last_slot=60)
             pair = Pair(drafter, session, tap, text, columns)
             text.commit(text.judge(None, logits))
             start = torch.full((rows,), columns)
             context = drafter.no_features(start, 4)
-            session.end_at(60)
             for _ in range(2):
                 pair.reserve(nodes + 4)
                 verdict, context = one_round(pair, start, context, plan)
