@@ -3,6 +3,7 @@ How much a round drafts and verifies if all rounds of a size have one shape, com
 plans, each with its own graph, compiled once the plan has been used enough.
 """
 
+import copy
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +17,7 @@ from .plan_dflash import Pace, Plan, PlanByCost
 class Record:
     """
     A drafter's statistics, kept between calls: how far its blocks were accepted, what its trees committed. Older
-    rounds count less.
+    rounds count less. Its dictionaries are replaced, not extended: calls in other threads may be copying it.
     """
 
     reached: list[float]  # blocks whose token `j` was judged, all its predecessors being accepted
@@ -25,16 +26,13 @@ class Record:
     used: dict[tuple, int] = field(default_factory=dict)  # total rounds of each plan
     pace: Pace = field(default_factory=Pace)
 
-    def copy(self) -> "Record":
-        return Record([*self.reached], [*self.passed], {**self.trees}, {**self.used}, self.pace.copy())
-
     def note(self, plan: Plan, counts: list[int], unfinished: list[int]) -> None:
         """Record how many tokens a round committed in each row; 0 for rows that had ended before."""
         committed = [(count, goes_on) for count, goes_on in zip(counts, unfinished, strict=True) if count]
         tokens = sum(counts) / len(committed)
         if plan.nodes:
             before, rounds = self.trees.get(plan.nodes, (0.0, 0.0))
-            self.trees[plan.nodes] = 0.95 * before + tokens, 0.95 * rounds + 1
+            self.trees = {**self.trees, plan.nodes: (0.95 * before + tokens, 0.95 * rounds + 1)}
             return
         for slot in range(plan.block - 1):
             # The last token of a row that ends says nothing about the tokens drafted after it.
@@ -76,7 +74,7 @@ class FewPlans(PlanByCost):
 
     def __init__(self, plans: list[Plan], table: CostTable, paces: dict, key, place, compiled: bool, vocab_size=None):
         slots = max(plan.block for plan in plans) - 1
-        self.record = paces[key].copy() if key in paces else Record([0.0] * slots, [0.0] * slots)
+        self.record = copy.deepcopy(paces.get(key)) or Record([0.0] * slots, [0.0] * slots)
         super().__init__(table, place, self.record.pace, vocab_size)
         self.plans, self.paces, self.key, self.compiled = plans, paces, key, compiled
         self.lasting = plans[1]  # the plan of rounds that draft
@@ -92,7 +90,8 @@ class FewPlans(PlanByCost):
             earned = plan.key == self.plans[1].key or self.record.used.get(plan.key, 0) >= self.EARNED
             self.plan = plan._replace(compiled=earned)
         self.window += 1
-        self.record.used[self.plan.key] = self.record.used.get(self.plan.key, 0) + 1
+        used = self.record.used
+        self.record.used = {**used, self.plan.key: used.get(self.plan.key, 0) + 1}
         return self.plan
 
     def cost(self, size: int, drafted: bool) -> float:

@@ -1,6 +1,6 @@
 """Drafts that cost nothing: what followed the last tokens of a text where they occurred before in it."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate, zip_longest
 
 import torch
@@ -72,9 +72,6 @@ class CopyRecord:
     reliability: Reliability = field(default_factory=Reliability)
     expected: float = 0.0  # tokens per row that copies in batches were expected to gain
     gained: float = 0.0  # of these, by the slowest rows
-
-    def copy(self) -> "CopyRecord":
-        return replace(self, reliability=self.reliability.copy())
 
     def share(self, rows: int) -> float:
         """The share of an expected gain that reaches the slowest of some rows; at first, less for more rows."""

@@ -8,9 +8,10 @@ more than `L` times its cost (Dinkelbach's rule for the best ratio of sums), and
 not drafting, which is a size like any other. Whatever is chosen, the text is the target's own.
 """
 
+import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from statistics import NormalDist
 from typing import NamedTuple
@@ -155,9 +156,6 @@ class Pace:
     resting: int = 0  # number of upcoming rounds without a draft
     warned: bool = False  # whether the warning that drafting does not pay off was logged
 
-    def copy(self) -> "Pace":
-        return replace(self, reliability=self.reliability.copy(), copies=self.copies.copy())
-
     @property
     def speed(self) -> float:
         """Speed of rounds that draft relative to rounds that do not; at least 1, since drafting is optional."""
@@ -281,7 +279,7 @@ class FastestPlan(PlanByCost):
     def __init__(
         self, plan: Plan, table: CostTable, paces: dict, key, place: tuple[int, int], vocab_size: int | None = None
     ):
-        super().__init__(table, place, paces.get(key, Pace()).copy(), vocab_size)
+        super().__init__(table, place, copy.deepcopy(paces.get(key, Pace())), vocab_size)
         self.widest, self.paces, self.key = plan._replace(cut=self.cut), paces, key
         self.tried: dict[Work, int] = {}  # rounds of this call
         self.slowest = SlowestRow(self.rows)  # over rounds with a draft

@@ -15,11 +15,6 @@ class Reliability:
     def __init__(self):
         self.seen = [(0.0, 0.0, 0.0)] * (len(self.EDGES) + 1)  # observations, accepted, sum of the probabilities
 
-    def copy(self) -> "Reliability":
-        other = Reliability()
-        other.seen = list(self.seen)
-        return other
-
     def note(self, probability: float, accepted: bool) -> None:
         place = bisect(self.EDGES, probability)
         seen = self.seen[place]

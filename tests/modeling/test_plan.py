@@ -364,6 +364,16 @@ def test_the_fastest_of_a_few_plans_is_taken():
     assert ended.reached[:3] == [1.0, 1.0, 0.0] and ended.passed[:3] == [1.0, 1.0, 0.0]
 
 
+def test_a_record_can_be_copied_while_a_call_adds_to_it():
+    """A copy in another thread goes through its dictionaries, which must not grow meanwhile."""
+    made = few({}, Record([0.0] * 7, [0.0] * 7))
+    trees, used = made.record.trees, made.record.used
+    made.record.note(made.plans[3], [2], [1])
+    made.window = 1
+    made.next(None)
+    assert made.record.trees and made.record.used and not trees and not used
+
+
 @pytest.mark.parametrize("ahead", [1, 4])
 def test_rounds_are_timed_and_chosen_at_the_length_of_the_text(ahead, monkeypatch):
     """Not at the prompt's, or all rounds of a long answer would count as those of a short text."""
