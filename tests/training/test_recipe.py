@@ -325,9 +325,10 @@ def test_another_model_is_never_overwritten(folder, data, tmp_path, capsys, give
 
 def test_half_precision_may_be_asked_for_on_a_cpu(folder, data, tmp_path):
     """`bf16=true` was refused for want of `use_cpu`, which a plain run chooses itself."""
-    _check_before(
-        *read_recipe(None, [f"target={folder}", f"data={data}", f"output_dir={tmp_path / 'o'}", "bf16=true"])
-    )
+    given = [f"target={folder}", f"data={data}", f"output_dir={tmp_path / 'drafter'}", "bf16=true"]
+    recipe, training = read_recipe(None, given)
+    recipe.settled = False
+    _check_before(recipe, training)
 
 
 def test_a_dry_run_loads_nothing(data, capsys):
