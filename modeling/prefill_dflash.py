@@ -57,35 +57,20 @@ class Pair:
 @contextmanager
 def opened_pair(call: Call, continuation: Continuation):
     """
-    Prefill and set up everything that rounds need; on exit, the caller's cache is written back. Hooks and flags are
-    set on copies of the modules: other calls may be running both models.
+    Prefill and set up everything that rounds need; on exit, the caller's cache is written back.
 
     Yields:
         [`Pair`], and the indices of the first anchors `[R]`.
     """
-    target, draft, facts, noise = call.target, call.draft, call.facts, call.noise
-    given = call.model_kwargs[facts.cache_name] = usable_cache(call)
-    keep_cache = call.generation_config.return_dict_in_generate or getattr(given, "_is_user_defined", False)
-    with ExitStack() as opened:
-        # 1. Both models, and a tap on the target's layers.
-        layers, layer_ids = decoder_layers(target), draft.config.target_layer_ids
-        watched = [layers[max(i, 0)] for i in layer_ids] + [target.get_submodule(name) for name in facts.moving]
-        target = opened.enter_context(isolated(target, watched))
-        pools = [opened.enter_context(slots_of(one)) if call.compile else None for one in (draft, call.target)]
-        if draft.training:
-            draft = opened.enter_context(isolated(draft, draft.modules(), training=False))
-        drafter = DFlashCandidateGenerator(draft, target, generators=call.generators, temperature=call.temperature)
-        drafter.foresight = call.foresight()
-        tap = opened.enter_context(FeatureTap(target, layer_ids, consume=drafter.absorb))
-        # 2. The prompt, read by both.
+    cache = call.model_kwargs[call.facts.cache_name] = usable_cache(call)
+    keep_cache = call.generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
+    with opened_models(call) as (target, drafter, tap, pools):
+        # 1. The prompt, read by both.
         prompt = prefill(call, target, drafter)
         tap.consume = None
-        # 3. The state from which rounds start.
-        columns, padding, offset = prompt.columns, prompt.padding, prompt.offset
-        room = columns + draft.config.block_tokens + (0 if call.compile else min(call.max_new, 256))  # grows
-        drafter.open(padding, columns, room, offset, pools[0])
-        extra, last_slot = extra_arguments(call), columns + call.max_new - 1
-        session = facts.open_session(target, prompt.cache, padding, room, offset, extra, pools[1], last_slot)
+        # 2. The state from which rounds start.
+        columns, padding = prompt.columns, prompt.padding
+        session = opened_session(call, target, drafter, prompt, pools)
         pair = Pair(drafter, session, tap, continuation, columns)
         try:
             continuation.commit(continuation.judge(None, prompt.logits, prompt.hidden_states))
@@ -94,10 +79,45 @@ def opened_pair(call: Call, continuation: Continuation):
         finally:
             if keep_cache:  # even after an interruption
                 pair.cache = session.close(columns + max(continuation.host.longest - 1, 0))
-            if noise is not None:
-                noise.close()
+            if call.noise is not None:
+                call.noise.close()
             for holder in (drafter.cache, session):
                 holder.clear()
+
+
+@contextmanager
+def opened_models(call: Call):
+    """
+    Both models for one call, and a tap on the target's layers. Hooks and flags are set on copies of the modules: other
+    calls may be running both models.
+
+    Yields:
+        The target, a [`DFlashCandidateGenerator`], a [`FeatureTap`], and, if rounds are compiled, the buffers of the
+        drafter's and the target's slots.
+    """
+    target, draft, layer_ids = call.target, call.draft, call.draft.config.target_layer_ids
+    layers = decoder_layers(target)
+    watched = [layers[max(i, 0)] for i in layer_ids] + [target.get_submodule(name) for name in call.facts.moving]
+    with ExitStack() as opened:
+        pools = [opened.enter_context(slots_of(one)) if call.compile else None for one in (draft, target)]
+        target = opened.enter_context(isolated(target, watched))
+        if draft.training:
+            draft = opened.enter_context(isolated(draft, draft.modules(), training=False))
+        drafter = DFlashCandidateGenerator(draft, target, generators=call.generators, temperature=call.temperature)
+        drafter.foresight = call.foresight()
+        tap = opened.enter_context(FeatureTap(target, layer_ids, consume=drafter.absorb))
+        yield target, drafter, tap, pools
+
+
+def opened_session(
+    call: Call, target, drafter: DFlashCandidateGenerator, prompt: Prefilled, pools: list
+) -> SlotSession:
+    """The caches of both models in slots, the prompt's tokens moved there."""
+    columns, padding, offset = prompt.columns, prompt.padding, prompt.offset
+    room = columns + drafter.config.block_tokens + (0 if call.compile else min(call.max_new, 256))  # grows
+    drafter.open(padding, columns, room, offset, pools[0])
+    extra, last_slot = extra_arguments(call), columns + call.max_new - 1
+    return call.facts.open_session(target, prompt.cache, padding, room, offset, extra, pools[1], last_slot)
 
 
 def prefill(call: Call, target, drafter: DFlashCandidateGenerator) -> Prefilled:
