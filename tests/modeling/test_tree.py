@@ -1,5 +1,6 @@
 """Draft trees: the likeliest paths, who sees whom, the way the target takes, and texts that are its own."""
 
+import itertools
 import math
 
 import pytest
@@ -39,6 +40,20 @@ def test_the_likeliest_paths_are_those_of_a_best_first_search(nodes, depth, shar
         expected = best_first(likely, nodes, depth)
         assert paths_of(tree, row) == expected and tree.tokens.shape[1] == len(expected) + 1
         assert tree.tokens[row, 0] == 90 + row
+
+
+@pytest.mark.parametrize(("nodes", "depth", "top_k"), [(7, 4, 3), (10, 3, 4), (30, 5, 3)])
+def test_no_path_is_weighed_that_cannot_be_among_the_likeliest(nodes, depth, top_k):
+    """What is no less likely, with likelier tokens in some slots, and its beginnings, must be in the tree too."""
+    every = [path for slots in range(1, depth + 1) for path in itertools.product(range(top_k), repeat=slots)]
+
+    def before(path):
+        shorter = [other for other in every if len(other) <= len(path)]
+        return sum(all(mine <= its for mine, its in zip(other, path, strict=False)) for other in shorter)
+
+    cells = every_path(nodes, depth, top_k, CPU).cells.tolist()
+    found = [tuple(cell % top_k for cell in row if cell < depth * top_k) for row in cells]
+    assert sorted(found) == sorted(path for path in every if before(path) <= nodes)
 
 
 @pytest.mark.parametrize(("nodes", "depth", "candidates"), [(7, 3, 5), (24, 7, 16), (9, 1, 4)])
