@@ -85,7 +85,7 @@ def main() -> None:
             found = diagnose(patient)
         cells = ["nothing", "", ""]
         if found.cause is not None:
-            facts = found.facts()["tried"][found.tried.index(found.cause)]
+            facts = found.facts()["tried"][[one.experiment for one in found.tried].index(found.cause)]
             cells = [facts["name"], f"{facts['tau']:.2f}", f"{facts['standard_errors']:+.1f}"]
         right = "yes" if (found.cause and found.cause.key) == expected else "no"
         print(f"| {name.replace('_', ' ')} | {found.as_given.tau:.2f} | {' | '.join(cells)} | {right} |", flush=True)

@@ -27,7 +27,8 @@ def test_on_the_good_pair_nothing_is_named(case):
     assert "none of these" in "\n".join(found.lines())
     assert found.facts()["cause"] is None
     # A mask token that the target writes or reads would be taken for a token.
-    assert not [one.name for one in found.tried if one.name.startswith((f"mask id {END} ", f"mask id {START} "))]
+    names = [one.experiment.name for one in found.tried]
+    assert not [name for name in names if name.startswith((f"mask id {END} ", f"mask id {START} "))]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)

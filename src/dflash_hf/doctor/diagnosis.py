@@ -10,17 +10,7 @@ from dflash_hf.data.encode import digests_of_tokenizer
 from dflash_hf.doctor.experiments import Case, Experiment, experiments
 from dflash_hf.doctor.measure import Change, Counts, Text, measure
 from dflash_hf.doctor.texts import surprise
-from dflash_hf.doctor.verdict import (
-    FEWER,
-    LEAST_NATS,
-    SIGNIFICANT,
-    SUSPICIOUS,
-    accepts_more,
-    difference,
-    is_better,
-    likeliest,
-    likelihood,
-)
+from dflash_hf.doctor.verdict import SIGNIFICANT, SUSPICIOUS, Tried, likeliest
 from dflash_hf.evaluation.measure import in_blocks
 from dflash_hf.responses import generate_one
 
@@ -37,7 +27,7 @@ class Diagnosis:
     Args:
         as_given (`Counts`): Teacher-forced counts of the unchanged pair.
         decoded, forced (`Counts`): Counts of decoding, and teacher-forced counts of the same blocks.
-        tried (`list[Experiment]`), counts (`list[Counts]`): The experiments and their counts.
+        tried (`list[Tried]`): The experiments and what they gave.
         cause (`Experiment`, *optional*): The likeliest cause.
         surprise, guess (`float`): The target's loss on the prompts, in nats per token, and a uniform guess's.
         unlike (`list[str]`): `tokenizer` and `template`, if they differ from those of the drafter's training.
@@ -46,8 +36,7 @@ class Diagnosis:
     as_given: Counts
     decoded: Counts
     forced: Counts
-    tried: list[Experiment]
-    counts: list[Counts]
+    tried: list[Tried]
     cause: Experiment | None
     surprise: float
     guess: float
@@ -69,26 +58,26 @@ class Diagnosis:
             "",
             f"{'tried':44}{'tau':>6}{'change':>9}{'std. errors':>13}{'nats':>8}{'std. errors':>13}",
         ]
-        for one, counts in zip(self.tried, self.counts, strict=True):
-            if not sum(counts.blocks):
-                lines.append(f"{one.name:44}{'no text':>6}")
+        for one in self.tried:
+            name = one.experiment.name
+            if not sum(one.after.blocks):
+                lines.append(f"{name:44}{'no text':>6}")
                 continue
-            before = self.before(one)
-            gain, errors = difference(before, counts)
-            mark = "  <- likeliest cause" if one is self.cause else "  better" if self.better(one, counts) else ""
-            figures = f"{one.name:44}{counts.tau:6.2f}{gain:+9.2f}{errors:+13.1f}"
-            if one.change.texts is None and before.nats:  # likelihoods of other texts say nothing
-                figures += "{:+8.2f}{:+13.1f}".format(*likelihood(before, counts))
+            gain, errors = one.difference
+            mark = "  <- likeliest cause" if one.experiment is self.cause else "  better" if one.is_better else ""
+            figures = f"{name:44}{one.after.tau:6.2f}{gain:+9.2f}{errors:+13.1f}"
+            if one.likelihood is not None:
+                figures += "{:+8.2f}{:+13.1f}".format(*one.likelihood)
             lines.append(f"{figures:93}{mark}".rstrip())
         lines.append("")
         if self.cause is None:
-            if (nearest := self.nearest()) is not None:
-                one, errors = nearest
+            nearest = max(reversed(self.tried), key=lambda one: one.suspicion, default=None)
+            if nearest is not None and (errors := nearest.suspicion) >= SUSPICIOUS:
                 more = math.ceil(texts * (SIGNIFICANT / errors) ** 2 / 8) * 8
                 return [
                     *lines,
-                    f"likeliest cause   perhaps {one.name}, by {errors:.1f} standard errors; it takes {SIGNIFICANT} "
-                    "to rule out chance",
+                    f"likeliest cause   perhaps {nearest.experiment.name}, by {errors:.1f} standard errors; it takes "
+                    f"{SIGNIFICANT} to rule out chance",
                     f"remedy            measure again with --prompts {more} or more",
                 ]
             changed = " and ".join(self.unlike)
@@ -102,37 +91,16 @@ class Diagnosis:
             ]
         return [*lines, f"likeliest cause   {self.cause.cause}", f"remedy            {self.cause.remedy}"]
 
-    def before(self, one: Experiment) -> Counts:
-        """The counts that an experiment is compared with."""
-        return self.decoded if one.key == "decoding" else self.as_given
-
-    def better(self, one: Experiment, counts: Counts) -> bool:
-        before = self.before(one)
-        same = one.change.texts is None
-        return is_better(before, counts, same) if before.nats else accepts_more(before, counts, same)
-
-    def nearest(self) -> tuple[Experiment, float] | None:
-        """The change that comes nearest to a cause, in standard errors; `None` if all are far from it."""
-        found = [(0.0, 0)]
-        for i, (one, counts) in enumerate(zip(self.tried, self.counts, strict=True)):
-            gain, errors = difference(self.before(one), counts)
-            if one.change.texts is None and self.before(one).nats and errors > FEWER:
-                gain, errors = max((gain, errors), likelihood(self.before(one), counts), key=lambda pair: pair[1])
-            if gain >= LEAST_NATS:
-                found.append((errors, i))
-        errors, i = max(found)
-        return (self.tried[i], errors) if errors >= SUSPICIOUS else None
-
     def facts(self) -> dict:
         """The data for `--json`."""
         tried = []
-        for one, counts in zip(self.tried, self.counts, strict=True):
-            before = self.before(one)
-            gain, errors = difference(before, counts)
-            figures = {"tau": counts.tau, "gain": gain, "standard_errors": errors, "better": self.better(one, counts)}
-            if one.change.texts is None and before.nats:
-                figures["nats"], figures["nats_standard_errors"] = likelihood(before, counts)
-            tried.append({"key": one.key, "name": one.name, **figures, "blocks": sum(counts.blocks)})
+        for one in self.tried:
+            gain, errors = one.difference
+            figures = {"tau": one.after.tau, "gain": gain, "standard_errors": errors, "better": one.is_better}
+            if one.likelihood is not None:
+                figures["nats"], figures["nats_standard_errors"] = one.likelihood
+            names = {"key": one.experiment.key, "name": one.experiment.name}
+            tried.append({**names, **figures, "blocks": sum(one.after.blocks)})
         cause = self.cause
         return {
             "tau": self.as_given.tau,
@@ -164,9 +132,10 @@ def diagnose(case: Case, progress: Callable[[Iterable], Iterable] = iter) -> Dia
             "give more with --data."
         )
     # 1. All experiments but decoding; the unchanged pair comes first.
-    tried = experiments(case)
-    changes = [one.change for one in tried]
-    as_given, *counts = measure(case.target, case.draft, case.texts, [Change(), *changes], progress)
+    known = experiments(case)
+    changes = [Change(), *(one.change for one in known)]
+    as_given, *counts = measure(case.target, case.draft, case.texts, changes, progress)
+    tried = [Tried(one, as_given, after) for one, after in zip(known, counts, strict=True)]
     # 2. Decoding against teacher forcing, and whether the target can read its prompts.
     decoded, forced = decoding(case)
     nats = surprise(case.target, case.prompts)
@@ -177,19 +146,17 @@ def diagnose(case: Case, progress: Callable[[Iterable], Iterable] = iter) -> Dia
     cause = None
     if nats > guess:  # it cannot read them: wrong ids, or a damaged target
         damaged = case.base is not None and surprise(case.base, case.prompts) < guess
-        cause = [one for one in tried if one.key == ("base" if damaged else "tokenizer")][-1]
-    elif accepts_more(decoded, forced, same_blocks=True):
-        cause = _decoding_is_worse(case)
-        tried.append(cause)
-        counts.append(forced)
+        cause = [one for one in known if one.key == ("base" if damaged else "tokenizer")][-1]
+    elif (worse := Tried(_decoding_is_worse(case), decoded, forced)).accepts_more:
+        cause = worse.experiment
+        tried.append(worse)
     else:
-        best = likeliest(as_given, counts, [change.texts is None for change in changes])
-        cause = None if best is None else tried[best]
-        if max(as_given.tau, 1.0 if best is None else counts[best].tau) < HARDLY:
+        best = likeliest(tried)
+        cause = None if best is None else best.experiment
+        if max(as_given.tau, 1.0 if best is None else best.after.tau) < HARDLY:
             cause = _hardly_anything(case)
-            tried.append(cause)
-            counts.append(as_given)
-    return Diagnosis(as_given, decoded, forced, tried, counts, cause, nats, guess, unlike)
+            tried.append(Tried(cause, as_given, as_given))
+    return Diagnosis(as_given, decoded, forced, tried, cause, nats, guess, unlike)
 
 
 def differing(before: dict, now: dict) -> list[str]:

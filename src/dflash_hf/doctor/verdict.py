@@ -7,7 +7,10 @@ first mistake to acceptance, so that likelihoods need a tenth of the texts.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
+from dflash_hf.doctor.experiments import Experiment
 from dflash_hf.doctor.measure import Counts
 from dflash_hf.evaluation.compare import mean_difference
 
@@ -21,45 +24,74 @@ FEWER = -1.0  # standard errors: no fewer, apart from chance
 ALIKE = 0.9  # share of the best gain at which the first in the list, the smallest change, is the cause
 
 
-def difference(before: Counts, after: Counts) -> tuple[float, float]:
-    """The gain in accepted tokens per block, and in standard errors."""
-    return mean_difference(*(list(zip(one.accepted, one.blocks, strict=True)) for one in (before, after)))
-
-
-def likelihood(before: Counts, after: Counts) -> tuple[float, float]:
-    """The gain in log-probability per block over the same texts, in nats and in standard errors; of common slots."""
-    pair = (before, after)
-    slots = min((len(nats) for one in pair for nats in one.nats if nats), default=0)
-    return mean_difference(
-        *([(sum(nats[:slots]), n) for nats, n in zip(one.nats, one.blocks, strict=True)] for one in pair)
-    )
-
-
-def accepts_more(before: Counts, after: Counts, same_blocks: bool) -> bool:
-    """Whether the gain in accepted tokens is significant and large enough to matter."""
-    gain, errors = difference(before, after)
-    share, least = (GAIN, LEAST) if same_blocks else (GAIN_OF_OTHER_TEXT, LEAST_OF_OTHER_TEXT)
-    return errors >= SIGNIFICANT and gain >= max(least, (share - 1) * (before.tau - 1))
-
-
-def is_likelier(before: Counts, after: Counts) -> bool:
-    """Whether the same texts are significantly likelier, with no fewer accepted tokens."""
-    gain, errors = likelihood(before, after)
-    return errors >= SIGNIFICANT and gain >= LEAST_NATS and difference(before, after)[1] >= FEWER
-
-
-def is_better(before: Counts, after: Counts, same_blocks: bool) -> bool:
-    """Whether a change is significantly better."""
-    return accepts_more(before, after, same_blocks) or (same_blocks and is_likelier(before, after))
-
-
-def likeliest(before: Counts, after: Sequence[Counts], same_blocks: Sequence[bool]) -> int | None:
+@dataclass
+class Tried:
     """
-    Index of the first change with about the best gain in accepted tokens, or, if there is none, in likelihood; `None`
-    if no change is better.
+    What an experiment gave.
+
+    Args:
+        experiment (`Experiment`): The change.
+        before, after (`Counts`): Without it and with it.
     """
-    pairs = list(zip(after, same_blocks, strict=True))
-    more = {i: difference(before, one)[0] for i, (one, same) in enumerate(pairs) if accepts_more(before, one, same)}
-    likelier = [i for i, (one, same) in enumerate(pairs) if same and is_likelier(before, one)]
-    gains = more or {i: likelihood(before, after[i])[0] for i in likelier}
-    return next((i for i, gain in gains.items() if gain >= ALIKE * max(gains.values())), None)
+
+    experiment: Experiment
+    before: Counts
+    after: Counts
+
+    @cached_property
+    def difference(self) -> tuple[float, float]:
+        """The gain in accepted tokens per block, and in standard errors."""
+        pair = (self.before, self.after)
+        return mean_difference(*(list(zip(one.accepted, one.blocks, strict=True)) for one in pair))
+
+    @cached_property
+    def likelihood(self) -> tuple[float, float] | None:
+        """
+        The gain in log-probability per block over the same texts, in nats and in standard errors; of common slots.
+        `None`: the texts are others, whose likelihoods say nothing, or were decoded.
+        """
+        if self.experiment.change.texts is not None or not self.before.nats:
+            return None
+        pair = (self.before, self.after)
+        slots = min((len(nats) for one in pair for nats in one.nats if nats), default=0)
+        return mean_difference(
+            *([(sum(nats[:slots]), n) for nats, n in zip(one.nats, one.blocks, strict=True)] for one in pair)
+        )
+
+    @property
+    def accepts_more(self) -> bool:
+        """Whether the gain in accepted tokens is significant and large enough to matter."""
+        gain, errors = self.difference
+        other = self.experiment.change.texts is not None
+        share, least = (GAIN_OF_OTHER_TEXT, LEAST_OF_OTHER_TEXT) if other else (GAIN, LEAST)
+        return errors >= SIGNIFICANT and gain >= max(least, (share - 1) * (self.before.tau - 1))
+
+    @property
+    def is_likelier(self) -> bool:
+        """Whether the same texts are significantly likelier, with no fewer accepted tokens."""
+        gain, errors = self.likelihood or (0.0, 0.0)
+        return errors >= SIGNIFICANT and gain >= LEAST_NATS and self.difference[1] >= FEWER
+
+    @property
+    def is_better(self) -> bool:
+        """Whether the change is significantly better."""
+        return self.accepts_more or self.is_likelier
+
+    @property
+    def suspicion(self) -> float:
+        """How many standard errors speak for the change; 0 if it gains too little to matter."""
+        gain, errors = self.difference
+        if self.likelihood is not None and errors > FEWER:
+            gain, errors = max((gain, errors), self.likelihood, key=lambda pair: pair[1])
+        return errors if gain >= LEAST_NATS else 0.0
+
+
+def likeliest(tried: Sequence[Tried]) -> Tried | None:
+    """
+    The first change with about the best gain in accepted tokens, or, if there is none, in likelihood; `None` if no
+    change is better.
+    """
+    gains = [(one.difference[0], one) for one in tried if one.accepts_more]
+    gains = gains or [(one.likelihood[0], one) for one in tried if one.is_likelier]
+    best = max((gain for gain, _ in gains), default=0.0)
+    return next((one for gain, one in gains if gain >= ALIKE * best), None)
