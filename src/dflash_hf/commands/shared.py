@@ -171,7 +171,7 @@ def add_sampling(parser, default: float | None = 0.0, known: str = "0, greedy") 
 
 def add_draft_temperature(parser) -> None:
     """`--draft-temperature`: how drafts are chosen if the target samples."""
-    help = "of the drafts, 0: greedy (default: 0; with a head: --temperature)"
+    help = "of the drafts, 0: greedy (default: the tokens likeliest to be drawn next)"
     parser.add_argument("--draft-temperature", type=heat, help=help)
 
 
