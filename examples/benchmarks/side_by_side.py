@@ -291,7 +291,8 @@ def load(arguments) -> tuple:
             setattr(arguments, name, folder_of("smollm2", drafter=name == "draft"))
     pair = NamedPair(arguments, note)
     rows = eval_rows(arguments.data, arguments.prompts)
-    encoder, target, draft = pair.encoder(pair.template()), pair.target(), pair.draft_as_saved()
+    encoder, target, draft = pair.encoder(pair.template()), pair.target(), pair.draft()
+    draft.decoding_config.tree_nodes = None  # trees are methods of their own
     asked = (rows, encoder, arguments.data)
     return target, draft, prompts_of(*asked, target=target, max_new_tokens=arguments.max_new_tokens)
 

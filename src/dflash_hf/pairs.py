@@ -121,26 +121,6 @@ def loaded(model, target) -> tuple:
     return model, target
 
 
-def configured_draft(arguments, loading: Loading, device: str | None = None):
-    """
-    The drafter of `--draft`, configured by `--compile`, `--tree-nodes` and `--draft-temperature`; `None` if none is
-    named.
-
-    Raises:
-        `ValueError`: these options are given without a drafter, or it does not support them.
-    """
-    ways = {name: getattr(arguments, name, None) for name in ("compile", "tree_nodes", "draft_temperature")}
-    if arguments.draft is None:
-        if any(ways.values()):
-            raise ValueError("--compile, --tree-nodes and --draft-temperature need a drafter; pass --draft.")
-        return None
-    draft = load_draft(arguments.draft, loading, device)
-    for name, value in ways.items():
-        setattr(draft.decoding_config, name, value)
-    draft.decoding_config.check(draft.config.block_tokens)
-    return draft
-
-
 def pack(packed: bool | None, *models) -> bool:
     """
     `--packed`: pack the weights of all models that are not `None` for the CPU.

@@ -43,7 +43,7 @@ def run(arguments, echo) -> Outcome:
     rows = rows_of_every_kind(arguments.prompts)
     if arguments.data is not None:
         rows = list(islice(rows_of(arguments.data, arguments.split), arguments.prompts))
-    draft, encoder, target = pair.draft_as_saved(), pair.encoder(pair.template()), freeze(pair.target())
+    draft, encoder, target = pair.draft(), pair.encoder(pair.template()), freeze(pair.target())
     base = None
     if arguments.base is not None:
         same = Loading(arguments.dtype, trust_remote_code=arguments.trust_remote_code)

@@ -6,6 +6,9 @@ from functools import cached_property
 from dflash_hf.terminal import UsageError, template_arguments
 
 
+SETTINGS = ("compile", "tree_nodes", "draft_temperature")  # of a drafter's `decoding_config`
+
+
 def take_default(arguments, say) -> None:
     """
     SmolLM2-135M-Instruct with its drafter, if no pair is named.
@@ -81,16 +84,24 @@ class NamedPair:
         return RowEncoder(self.tokenizer, chat_template_kwargs=template, positions=positions_of(self.config))
 
     def draft(self):
-        """The drafter, configured by the command's options; `None` if none is named."""
-        from dflash_hf.pairs import configured_draft
+        """
+        The drafter, with the settings of [`SETTINGS`] that the command has as options; `None` if none is named.
 
-        return configured_draft(self.arguments, self.loading, self.device)
-
-    def draft_as_saved(self):
-        """The drafter with the settings that were saved with it."""
+        Raises:
+            `ValueError`: these options are given without a drafter, or it does not support them.
+        """
         from dflash_hf.pairs import load_draft
 
-        return load_draft(self.arguments.draft, self.loading, self.device)
+        given = {name: value for name, value in vars(self.arguments).items() if name in SETTINGS}
+        if self.arguments.draft is None:
+            if any(given.values()):
+                raise ValueError("--compile, --tree-nodes and --draft-temperature need a drafter; pass --draft.")
+            return None
+        draft = load_draft(self.arguments.draft, self.loading, self.device)
+        for name, value in given.items():
+            setattr(draft.decoding_config, name, value)
+        draft.decoding_config.check(draft.config.block_tokens)
+        return draft
 
     def target(self):
         """The target, in evaluation mode."""
