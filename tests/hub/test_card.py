@@ -12,6 +12,7 @@ from support.pairs import make_draft
 
 from dflash_hf import DFlashTrainingArguments
 from dflash_hf.convert import convert
+from dflash_hf.hub import card as cards
 from dflash_hf.hub.card import CardFacts, render_card, template_path, training_facts
 
 
@@ -79,6 +80,13 @@ def test_figures_come_from_the_report(target, tmp_path):
     metadata = card.data.to_dict()
     assert metadata["library_name"] == "transformers" and metadata["pipeline_tag"] == "text-generation"
     assert "base_model_relation" not in metadata
+
+
+def test_a_folder_is_checked_once_for_a_card(folder, monkeypatch):
+    checked, check = [], cards.check
+    monkeypatch.setattr(cards, "check", lambda *args: checked.append(args) or check(*args))
+    render_card(folder, CardFacts("example/target"), "example/draft")
+    assert len(checked) == 1
 
 
 def test_addresses_of_servers_are_left_out(folder):

@@ -17,7 +17,7 @@ from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
 from dflash_hf.files import read_json, write_json
 from dflash_hf.gguf_format import gguf_in
 from dflash_hf.hub.check import check, read_shapes
-from dflash_hf.hub.engine_rules import MUSE, oldest_versions
+from dflash_hf.hub.engine_rules import MUSE, Finding, oldest_versions
 from dflash_hf.hub.launch import launch_command
 from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
 from dflash_hf.modeling.saving_dflash import code_files
@@ -158,6 +158,7 @@ def render_card(folder: str | Path, facts: CardFacts, repo: str) -> ModelCard:
         import jinja2  # noqa: F401
     folder = Path(folder)
     config = DFlashDraftConfig.from_pretrained(folder)
+    findings = check(folder)
     summary = (facts.report or {}).get("summary", {})
     positions = enumerate(summary.get("acceptance_by_position") or [], start=1)
     variables = {
@@ -166,8 +167,8 @@ def render_card(folder: str | Path, facts: CardFacts, repo: str) -> ModelCard:
         "repo": repo,
         "block_size": config.block_tokens,
         "model": _model_rows(config, folder),
-        "loading": _loading(folder),
-        "engines": _engines(folder, config, facts, repo),
+        "loading": _loading(folder, findings),
+        "engines": _engines(folder, findings, config, facts, repo),
         "report": _report_rows(facts.report or {}),
         "positions": [(k, f"{share:.2f}") for k, share in positions],
         "training": list(facts.training.items()),
@@ -177,23 +178,19 @@ def render_card(folder: str | Path, facts: CardFacts, repo: str) -> ModelCard:
 
 def metadata(facts: CardFacts, repo: str) -> ModelCardData:
     """The card's YAML, which the Hub indexes."""
-    results = None
-    if facts.report and facts.evaluated_on:
-        summary = facts.report.get("summary", {})
-        named = {"tau": "tau: tokens committed per verification", "speedup": "speed-up over the target alone"}
-        results = [
-            EvalResult(
-                task_type="text-generation",
-                task_name="Speculative decoding",
-                dataset_type=facts.evaluated_on,
-                dataset_name=facts.evaluated_on,
-                metric_type=key,
-                metric_name=name,
-                metric_value=round(summary[key], 3),
-            )
-            for key, name in named.items()
-            if summary.get(key) is not None
-        ]
+    named = {"tau": "tau: tokens committed per verification", "speedup": "speed-up over the target alone"}
+    results = [
+        EvalResult(
+            task_type="text-generation",
+            task_name="Speculative decoding",
+            dataset_type=facts.evaluated_on,
+            dataset_name=facts.evaluated_on,
+            metric_type=key,
+            metric_name=named[key],
+            metric_value=value,
+        )
+        for key, value in _figures(facts).items()
+    ]
     extra = {"base_model_relation": facts.base_model_relation} if facts.base_model_relation else {}
     return ModelCardData(
         base_model=facts.base_model,
@@ -223,15 +220,17 @@ def eval_results(folder: str | Path, facts: CardFacts | None = None) -> str:
     if facts is None:
         known = _read_json(Path(folder) / FACTS_FILE)
         facts = CardFacts.from_folder(folder) if known.get("base_model") else None
-    if facts is None or not (facts.report and facts.evaluated_on):
-        return ""
-    summary, named = facts.report.get("summary", {}), "speculative_decoding_"
     entries = [
-        EvalResultEntry(facts.evaluated_on, f"{named}{key}", round(summary[key], 3), notes=facts.hardware)
-        for key in ("tau", "speedup")
-        if summary.get(key) is not None
+        EvalResultEntry(facts.evaluated_on, f"speculative_decoding_{key}", value, notes=facts.hardware)
+        for key, value in (_figures(facts) if facts else {}).items()
     ]
     return yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False) if entries else ""
+
+
+def _figures(facts: CardFacts) -> dict[str, float]:
+    """The figures that the Hub indexes, as far as they were measured; none without the name of a dataset."""
+    summary = (facts.report or {}).get("summary", {}) if facts.evaluated_on else {}
+    return {key: round(summary[key], 3) for key in ("tau", "speedup") if summary.get(key) is not None}
 
 
 def missing_code(folder: str | Path) -> dict[str, Path]:
@@ -270,11 +269,12 @@ def _model_rows(config, folder: Path) -> list[tuple[str, str]]:
     ]
 
 
-def _loading(folder: Path) -> str:
+def _loading(folder: Path, findings: list[Finding]) -> str:
     """How transformers loads the folder: with its own class, the code next to the weights, or this package."""
     if _read_json(folder / "config.json").get("architectures") == [MUSE]:
         return "native"
-    found = [finding for finding in check(folder, ["transformers"]) if finding.key not in missing_code(folder)]
+    added = missing_code(folder)
+    found = [one for one in findings if "transformers" in one.engines and one.key not in added]
     missing = any(one.severity == "error" or one.key == "auto_map" or one.key.endswith(".py") for one in found)
     return "package" if missing else "code"
 
@@ -304,12 +304,12 @@ def _report_rows(report: dict) -> list[tuple[str, str]]:
     return [(name, form.format(value)) for name, value, form in rows if value is not None]
 
 
-def _engines(folder: Path, config, facts: CardFacts, repo: str) -> list[dict]:
+def _engines(folder: Path, findings: list[Finding], config, facts: CardFacts, repo: str) -> list[dict]:
     """Launch lines for the engines without preflight errors."""
     versions = oldest_versions(config, _read_json(folder / "config.json").get("architectures"))
     lines = []
     for engine, name in (("vllm", "vLLM"), ("sglang", "SGLang")):
-        if not any(finding.severity == "error" for finding in check(folder, [engine])):
+        if not any(one.severity == "error" and engine in one.engines for one in findings):
             environment, command = launch_command(engine, facts.base_model, repo, config)
             settings = "".join(f"{key}={value} " for key, value in environment.items())
             line = shlex.join(command).replace(
