@@ -226,6 +226,49 @@ def test_ones_own_card_is_taken_as_it_is(folder):
             publish(folder, REPO, dry_run=True)
 
 
+def test_options_change_the_metadata_of_a_card_written_by_hand(folder, tmp_path, capsys):
+    """Any option of the card replaced the whole of it with the template, without a word."""
+    (folder / "README.md").write_text("---\nlanguage: en\nbase_model: someone/target\n---\n# Mine\n\nBy hand.\n")
+    words = ["publish", str(folder), REPO, "--dry-run"]
+    out = tmp_path / "out"
+    assert main([*words, "--license", "mit", "--dataset", "someone/data", "--output", str(out)]) == 0
+    changed = (out / "README.md").read_text()
+    assert changed == (
+        "---\nlanguage: en\nbase_model: someone/target\nlicense: mit\ndatasets:\n- someone/data\n---\n"
+        "# Mine\n\nBy hand.\n"
+    )
+    capsys.readouterr()
+    assert main([*words, "--license", "mit", "--output", str(folder)]) == 1
+    assert "README.md exists, and would be replaced" in capsys.readouterr().err
+    assert main([*words, "--hardware", "a CPU"]) == 2
+    assert "written by hand and is kept, so hardware has no place" in capsys.readouterr().err
+    # A rendered card is rendered anew, until it is edited.
+    (folder / "README.md").unlink()
+    target = ["--base-model", "someone/target"]
+    for license in ("mit", "apache-2.0"):
+        assert main([*words, *target, "--license", license, "--output", str(folder)]) == 0
+        assert f"license: {license}" in (folder / "README.md").read_text()
+    edited = (folder / "README.md").read_text().replace("# my-DFlash", "# Edited")
+    (folder / "README.md").write_text(edited)
+    assert main([*words, *target, "--license", "mit", "--output", str(tmp_path / "edited")]) == 0
+    card = (tmp_path / "edited" / "README.md").read_text()
+    assert card == edited.replace("license: apache-2.0", "license: mit")
+
+
+def test_another_models_files_are_not_replaced(folder, target, tmp_path):
+    """`--output` of another model's folder replaced its configuration and weights."""
+    there = tmp_path / "other"
+    make_draft(target, target_layer_ids=[0, 1]).save_pretrained(there)
+    before = contents(there)
+    with pytest.raises(PublishError, match="config.json exists, and would be replaced; remove it, or name a new"):
+        publish(folder, REPO, dry_run=True, facts=FACTS, write_to=there)
+    assert contents(there) == before
+    # What an earlier dry run wrote may be written again, with another card.
+    for facts in (FACTS, CardFacts("someone/target")):
+        publish(folder, REPO, dry_run=True, facts=facts, write_to=tmp_path / "mirror")
+    assert "mit" not in (tmp_path / "mirror" / "README.md").read_text()
+
+
 def test_the_model_itself_pushes_its_code_too(target, hub, tmp_path):
     """`push_to_hub=True` uploads what is newer than the call; the code is copied just before."""
     draft = make_draft(target)

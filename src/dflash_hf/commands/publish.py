@@ -2,11 +2,12 @@
 
 from dflash_hf.commands.shared import add_examples
 from dflash_hf.names import RELATIONS
-from dflash_hf.terminal import Outcome, one_line, output_folder
+from dflash_hf.terminal import Outcome, UsageError, one_line, output_folder
 
 
 AGAIN = "the same command uploads the rest; files that arrived are not sent again"
-_FACTS = ("base_model", "base_model_revision", "base_model_relation", "license", "datasets", "hardware")
+_METADATA = ("base_model", "base_model_relation", "license", "datasets")  # a card's own, besides its text
+_FACTS = (*_METADATA, "base_model_revision", "hardware", "evaluated_on")
 
 
 def add_arguments(parser) -> None:
@@ -20,7 +21,10 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--gguf", metavar="TARGET", help="add dflash-NAME.gguf for llama.cpp; TARGET: its .gguf file or folder"
     )
-    facts = parser.add_argument_group("model card, in addition to card_facts.json and eval_report.json in the folder")
+    facts = parser.add_argument_group(
+        "model card, in addition to card_facts.json and eval_report.json in the folder; of a README.md written by "
+        "hand only the metadata changes"
+    )
     facts.add_argument("--base-model", metavar="REPO", help="repository of the target")
     facts.add_argument("--base-model-revision", metavar="REV", help="commit of the base model")
     facts.add_argument("--base-model-relation", choices=RELATIONS, metavar="RELATION", help=", ".join(RELATIONS))
@@ -48,18 +52,26 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.evaluation.report import REPORT_FILE
     from dflash_hf.hub.card import CardFacts
     from dflash_hf.hub.check import render
-    from dflash_hf.hub.publish import publish
+    from dflash_hf.hub.publish import has_own_card, publish
 
     if not Path(arguments.folder).is_dir():
         raise FileNotFoundError(f"{arguments.folder}: there is no such folder; publish a local folder.")
-    given = {name: getattr(arguments, name) for name in (*_FACTS, "evaluated_on") if getattr(arguments, name)}
+    given = {name: getattr(arguments, name) for name in _FACTS if getattr(arguments, name)}
     given |= {"data": arguments.data_description} if arguments.data_description else {}
-    facts = CardFacts.from_folder(arguments.folder, **given) if given else None
+    facts, own = None, has_own_card(arguments.folder)
+    if own and (others := [name for name in given if name not in _METADATA]):
+        raise UsageError(
+            f"{Path(arguments.folder, 'README.md')} was written by hand and is kept, so {', '.join(others)} has no "
+            "place in it: write it there and leave the option out, or remove the file for a rendered card."
+        )
+    if given and not own:
+        facts = CardFacts.from_folder(arguments.folder, **given)
     speedup, report = None, Path(arguments.folder, REPORT_FILE)
     if report.is_file():
         evaluated = EvalReport.load(report)
         speedup = evaluated.methods[evaluated.fastest].gain
     options = {"facts": facts, "write_to": arguments.output, "gguf_target": arguments.gguf}
+    options["metadata"] = given if own else None
     result = publish(arguments.folder, arguments.repo, arguments.private, arguments.dry_run, **options)
     if result.findings:
         echo(render(result.findings))

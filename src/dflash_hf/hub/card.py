@@ -14,7 +14,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from dflash_hf.evaluation.methods import AUTO, AUTO_PACKED, DFLASH, TARGET, TREE
 from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
-from dflash_hf.files import read_json, write_json
+from dflash_hf.files import digest_of, read_json, write_json
 from dflash_hf.gguf_format import gguf_in
 from dflash_hf.hub.check import check, read_shapes
 from dflash_hf.hub.engine_rules import MUSE, Finding, oldest_versions
@@ -28,6 +28,8 @@ from dflash_hf.terminal import needs
 
 FACTS_FILE = "card_facts.json"
 TEMPLATE = "model_card_template.md"
+# The end of a rendered card, with the digest of what stands before it: an edited card is recognised, and kept.
+_SEAL = "\n\n<!-- Rendered card: `dflash publish` keeps it once it is edited; digest "
 # The training arguments of transformers that a card lists; for our own arguments the fields say so.
 _OF_UPSTREAM = (
     *("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size", "weight_decay"),
@@ -173,7 +175,19 @@ def render_card(folder: str | Path, facts: CardFacts, repo: str) -> ModelCard:
         "positions": [(k, f"{share:.2f}") for k, share in positions],
         "training": list(facts.training.items()),
     }
-    return ModelCard.from_template(metadata(facts, repo), template_path=str(template_path()), **variables)
+    card = ModelCard.from_template(metadata(facts, repo), template_path=str(template_path()), **variables)
+    card.text += _seal(str(card))
+    return card
+
+
+def is_rendered(card: str) -> bool:
+    """Whether a card's text is one that [`render_card`] made, and nobody edited."""
+    body = card.rpartition(_SEAL)[0]
+    return card == body + _seal(body)
+
+
+def _seal(body: str) -> str:
+    return f"{_SEAL}{digest_of(body)} -->\n"
 
 
 def metadata(facts: CardFacts, repo: str) -> ModelCardData:

@@ -1,6 +1,7 @@
 """Publishing a drafter: the preflight, the card, and one commit that holds everything."""
 
 import ast
+import filecmp
 import fnmatch
 import json
 from dataclasses import dataclass
@@ -8,11 +9,13 @@ from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, get_token
 from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.repocard import metadata_load
+from huggingface_hub.utils import yaml_dump
 
 from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
 from dflash_hf.files import atomic, read_json
 from dflash_hf.gguf_format import FILE_PATTERN, gguf_config, gguf_in, write_gguf
-from dflash_hf.hub.card import CardFacts, eval_results, missing_code, render_card
+from dflash_hf.hub.card import CardFacts, eval_results, is_rendered, missing_code, render_card
 from dflash_hf.hub.check import check
 from dflash_hf.hub.engine_rules import Finding
 from dflash_hf.modeling.checkpoint_dflash import MASK_EMBEDDING, checkpoint_files
@@ -82,6 +85,7 @@ def publish(
     token: str | None = None,
     write_to: str | Path | None = None,
     gguf_target: str | Path | None = None,
+    metadata: dict | None = None,
 ) -> Publication:
     """
     Check a drafter's folder, render its card and upload both in one commit, with this package's code if the folder
@@ -97,13 +101,16 @@ def publish(
         dry_run (`bool`): Stop before the network is needed.
         facts (`CardFacts`, *optional*): For the card. Default: the folder's own README.md, else its `card_facts.json`.
         token (`str`, *optional*): Hub token. Default: the token of `hf auth login` or `HF_TOKEN`.
-        write_to (`str` or `Path`, *optional*): A folder that also receives every file.
+        write_to (`str` or `Path`, *optional*): A folder that also receives every file. Of the files there, only a card
+            that was rendered is replaced.
         gguf_target (`str` or `Path`, *optional*): The target's GGUF file, folder or repository: `dflash-<name>.gguf`
             is (re)created in `folder` for llama.cpp, which finds it in the repository by its name.
+        metadata (`dict`, *optional*): Added to the metadata of the folder's own README.md, or replaces it by name; the
+            text is unchanged. Not for a card from `facts`.
 
     Raises:
-        `PublishError`: the folder has errors, its weights are not finite, the metadata is invalid, or the upload was
-            rejected or interrupted.
+        `PublishError`: the folder has errors, its weights are not finite, the metadata is invalid, `write_to` holds
+            other files of the same names, or the upload was rejected or interrupted.
     """
     folder = Path(folder)
     if not is_repository_id(repo):
@@ -119,7 +126,7 @@ def publish(
         raise PublishError(f"{folder} cannot be published as it is: {first}{more}")
     # 2. llama.cpp's file, and the card.
     _lay_gguf(folder, repo, gguf_target)
-    card = _card(folder, repo, facts)
+    card = _card(folder, repo, facts, metadata)
     # 3. The files.
     sources, left_out = _select(folder)
     sources |= code
@@ -135,6 +142,7 @@ def publish(
     result = Publication(repo, dict(sorted(sizes.items())), left_out, card, findings)
     everything: dict[str, Path | bytes] = {**sources, **made}
     if write_to is not None:
+        _check_place(Path(write_to), everything)
         for name, source in everything.items():
             path = Path(write_to) / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -162,12 +170,32 @@ def _lay_gguf(folder: Path, repo: str, target: str | Path | None) -> None:
         raise PublishError(f"{folder} cannot be published as it is: {one_line(error, 200)}") from error
 
 
-def _card(folder: Path, repo: str, facts: CardFacts | None) -> ModelCard:
+def has_own_card(folder: str | Path) -> bool:
+    """Whether a folder's README.md was written or edited by hand."""
+    own = Path(folder) / "README.md"
+    return own.is_file() and not is_rendered(own.read_text(encoding="utf-8", errors="replace"))
+
+
+def _check_place(folder: Path, files: dict[str, Path | bytes]) -> None:
+    """Files of the same names may only be there with the same content, except a rendered card and its figures."""
+    kept = has_own_card(folder)
+    for name, source in files.items():
+        path = folder / name
+        if not path.exists() or name in ("README.md", EVAL_RESULTS) and not kept:
+            continue
+        if path.read_bytes() != source if isinstance(source, bytes) else not filecmp.cmp(source, path, shallow=False):
+            raise PublishError(f"{path} exists, and would be replaced; remove it, or name a new folder.")
+
+
+def _card(folder: Path, repo: str, facts: CardFacts | None, changes: dict | None) -> ModelCard:
     """The card from given facts, else the folder's own card, else from the facts in it; with valid metadata."""
     own = folder / "README.md"
     try:
         if facts is None and own.is_file():
             card = ModelCard(own.read_text(encoding="utf-8"))
+            if changes:
+                known = yaml_dump({**(metadata_load(own) or {}), **changes}, sort_keys=False)
+                card = ModelCard(f"---\n{known}---\n{card.text}")
         else:
             card = render_card(folder, facts or CardFacts.from_folder(folder), repo)
         metadata = ModelCard(str(card)).data.to_dict()  # as the Hub parses it
