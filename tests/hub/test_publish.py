@@ -439,6 +439,11 @@ def test_llama_cpp_s_file_lies_beside_the_weights(hub, tmp_path):
     os.utime(folder / "model.safetensors", (2e9, 2e9))
     with pytest.raises(PublishError, match=f"{name} is older than the weights"):
         publish(folder, REPO, facts=FACTS)
+    # Also under another name: the file of the first one was uploaded with the weights of before.
+    os.utime(folder / "model.safetensors", ((folder / name).stat().st_mtime + 0.001,) * 2)
+    with pytest.raises(PublishError, match=f"{name} is older than the weights"):
+        publish(folder, "someone/second", facts=FACTS, gguf_target=file)
+    (folder / "dflash-second.gguf").unlink()
     (folder / name).write_bytes(b"GGUF")
     with pytest.raises(PublishError, match="not a complete GGUF file"):
         publish(folder, REPO, facts=FACTS)

@@ -14,7 +14,7 @@ from huggingface_hub.utils import yaml_dump
 
 from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
 from dflash_hf.files import atomic, read_json
-from dflash_hf.gguf_format import FILE_PATTERN, gguf_config, gguf_in, write_gguf
+from dflash_hf.gguf_format import FILE_PATTERN, gguf_config, write_gguf
 from dflash_hf.hub.card import CardFacts, eval_results, is_rendered, missing_code, render_card
 from dflash_hf.hub.check import check
 from dflash_hf.hub.engine_rules import Finding
@@ -155,17 +155,16 @@ def publish(
 
 
 def _lay_gguf(folder: Path, repo: str, target: str | Path | None) -> None:
-    """Create the file for llama.cpp, or check that an existing one is a drafter and newer than the weights."""
-    file = gguf_in(folder)
+    """Create the file for llama.cpp, and check that every such file is a drafter and newer than the weights."""
     try:
         if target is not None:
             name = repo.rpartition("/")[2].lower().removeprefix("dflash-")
             draft = DFlashDraftModel.from_pretrained(folder)
             write_gguf(draft, folder / f"{draft.config.head.method(draft.config)}-{name}.gguf", target)
-        elif file is not None:
+        for file in sorted(folder.glob(FILE_PATTERN)):
             gguf_config(file)
             if file.stat().st_mtime < max(Path(one).stat().st_mtime for one in checkpoint_files(str(folder))):
-                raise ValueError(f"{file.name} is older than the weights; recreate it with --gguf, or remove it.")
+                raise ValueError(f"{file.name} is older than the weights; remove it, or recreate it with --gguf.")
     except (ValueError, OSError, ImportError) as error:
         raise PublishError(f"{folder} cannot be published as it is: {one_line(error, 200)}") from error
 
