@@ -289,6 +289,8 @@ def test_numbers_that_float16_does_not_hold(tiny, folder, tiny_file, tmp_path):
     draft.fc.weight.data[0, 0] = 1e5
     with pytest.raises(ValueError, match="fc.weight has values that overflow float16; .* bf16"):
         write_gguf(draft, tmp_path / "dflash.gguf", tiny_file, "float16")
+    with pytest.raises(ValueError, match="dflash.gguf cannot be written in float64; convert with --dtype float32"):
+        write_gguf(draft.double(), tmp_path / "dflash.gguf", tiny_file)
 
 
 def test_a_tokenizer_of_a_folder(tmp_path):

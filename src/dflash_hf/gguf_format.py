@@ -193,7 +193,10 @@ def write_gguf(draft: DFlashDraftModel, path: Path, target: str | Path, dtype: s
     config, facts = draft.config, target_config(target)
     for key, reason in limits(config, facts):
         raise ValueError(f"{path.name} cannot be written for llama.cpp: {key}: {reason}")
-    kind = gguf.GGMLQuantizationType[DTYPES[dtype or str(draft.dtype).removeprefix("torch.")]]
+    dtype = dtype or str(draft.dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise ValueError(f"{path.name} cannot be written in {dtype}; convert with --dtype float32 or a smaller one.")
+    kind = gguf.GGMLQuantizationType[DTYPES[dtype]]
     with atomic(path) as half:
         writer = gguf.GGUFWriter(half, ARCH)
         try:
