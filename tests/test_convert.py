@@ -164,6 +164,37 @@ def test_a_pt_file(wrap, rename, draft, tmp_path):
     convert(file, tmp_path / "second", config=tmp_path / "elsewhere.json")
 
 
+def test_what_is_wrong_with_a_pt_file_names_the_users_files(draft, tmp_path):
+    """Transposed tensors and numbers as names were safetensors' errors, others named a temporary folder."""
+    file = save_pt(draft, tmp_path / "run")
+    state = torch.load(file)
+    torch.save({**state, "fc.weight": state["fc.weight"].T.clone().T}, file)
+    equal_tensors(load_file(convert(file, tmp_path / "draft") / "model.safetensors"), state)
+    torch.save({**state, 3: torch.ones(1)}, file)
+    with pytest.raises(ValueError, match=r"draft\.pt has a tensor under 3, which is no name; save"):
+        convert(file, tmp_path / "second")
+    torch.save(state, file)
+    for content in ("{", "[]", "{}", '{"architectures": ["LlamaForCausalLM"]}'):
+        (tmp_path / "other.json").write_text(content)
+        with pytest.raises(ValueError) as refused:
+            convert(file, tmp_path / "second", config=tmp_path / "other.json")
+        assert str(refused.value).startswith(str(tmp_path / "other.json")) and "unpacked" not in str(refused.value)
+
+
+def test_folders_with_the_name_of_a_file_or_only_files(draft, tmp_path, capsys):
+    """`v1.pt` was no such file; a folder of `.bin` files was told to run the command that had been run."""
+    for name in ("v1.pt", "v1.gguf"):
+        draft.save_pretrained(tmp_path / name)
+        assert main(["convert", str(tmp_path / name), str(tmp_path / f"{name} again")]) == 0
+        assert main(["check", str(tmp_path / name)]) == 0
+    file = save_pt(draft, tmp_path / "run")
+    capsys.readouterr()
+    assert main(["convert", str(file.parent), str(tmp_path / "new")]) == 1
+    assert f"run holds no safetensors; name the file with its weights: {file}." in capsys.readouterr().err
+    assert main(["check", str(file)]) == 1  # was looked for on the Hub
+    assert f"{file} is a file; name a drafter's folder" in capsys.readouterr().err
+
+
 class Bomb:
     def __reduce__(self):
         return (open, ("exploded", "w"))
@@ -227,3 +258,8 @@ def test_the_command(folder, tmp_path, capsys):
     for name in ("missing.pt", "missing.gguf"):  # was looked for on the Hub
         assert main(["convert", name, str(tmp_path / "new")]) == 1
         assert f"error: DRAFT {name}: there is no such file; name a drafter's folder" in capsys.readouterr().err
+    for name in ("q9", "auto"):
+        with pytest.raises(SystemExit):
+            main([*words, "--dtype", name])
+        error = capsys.readouterr().err
+        assert f"invalid choice: '{name}'" in error and error.count("'auto'") == (name == "auto") and "q8_0" in error

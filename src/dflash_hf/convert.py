@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from transformers import MuseGlimmerAssistantConfig
 
 from dflash_hf.configs import departures
+from dflash_hf.files import read_json
 from dflash_hf.gguf_format import is_gguf, unpack_gguf, write_gguf
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.names import LAYOUTS
@@ -69,7 +70,7 @@ def convert(
         raise ValueError(f"to={to!r} must be one of {', '.join(LAYOUTS)}.")
     if (to == "gguf") != (target is not None):
         raise ValueError("to='gguf' needs `target`, whose tokenizer the file contains; other layouts do not take it.")
-    if (to == "gguf") != is_gguf(dst):
+    if (to == "gguf") != str(dst).endswith(".gguf"):
         raise ValueError(f"dst={str(dst)!r} must end with .gguf if to='gguf', and only then.")
     if dtype == "q8_0" and to != "gguf":
         raise ValueError(f"dtype='q8_0' is for GGUF files only, not for to={to!r}.")
@@ -79,15 +80,23 @@ def convert(
     dst.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=dst.parent, prefix=f".{dst.name}.") as name:
         scratch = Path(name)
-        source = src
+        source, unpacked = src, scratch / "unpacked"
+        names = {str(unpacked / "model.safetensors"): src}  # of what is unpacked, in messages
         if is_gguf(src):
-            source = unpack_gguf(Path(src), scratch / "unpacked")
-        elif str(src).endswith(FILES):
-            source = _unpack(Path(src), config, scratch / "unpacked")
+            source = unpack_gguf(Path(src), unpacked)
+        elif is_file_name(src):
+            config = Path(config) if config is not None else Path(src).parent / "config.json"
+            source = _unpack(Path(src), config, unpacked)
+            names[f"config.json of {unpacked}"] = config
+        else:
+            _check_readable(Path(src))
         try:
             draft = DFlashDraftModel.from_pretrained(source, revision=revision or "main")
         except ValueError as error:
-            raise ValueError(str(error).replace(str(scratch / "unpacked" / "model.safetensors"), str(src))) from error
+            message = str(error)
+            for name, given in (names | {str(unpacked): src}).items():
+                message = message.replace(name, str(given))
+            raise ValueError(message) from error
         draft = _with_shared_head(draft) if share_head else draft
         if target is not None:
             write_gguf(draft, dst, target, dtype)
@@ -104,6 +113,19 @@ def convert(
         else:
             (scratch / "result").rename(dst)
     return dst
+
+
+def is_file_name(src: str | Path) -> bool:
+    """Whether a name is that of a file, not of a folder or repository."""
+    return str(src).endswith(FILES) and not Path(src).is_dir()
+
+
+def _check_readable(folder: Path) -> None:
+    """A folder without safetensors may hold a file that `convert` reads by its own name."""
+    if folder.is_dir() and not any(folder.glob("*.safetensors*")):
+        files = sorted(str(path) for path in folder.iterdir() if is_file_name(path))
+        if files:
+            raise ValueError(f"{folder} holds no safetensors; name the file with its weights: {', '.join(files)}.")
 
 
 def native_obstacle(draft: DFlashDraftModel) -> str | None:
@@ -159,11 +181,11 @@ def _save_native(draft: DFlashDraftModel, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _unpack(file: Path, config: str | Path | None, folder: Path) -> Path:
+def _unpack(file: Path, config: Path, folder: Path) -> Path:
     """A `.pt` file and its configuration as a folder of safetensors."""
-    config = Path(config) if config is not None else file.parent / "config.json"
     if not config.is_file():
         raise ValueError(f"{file} has no {config}; name the drafter's config.json with config (--config).")
+    read_json(config)  # raises a clear error if it is damaged
     try:
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except Exception as error:  # truncated, not a checkpoint, or contains objects that would be executed
@@ -175,7 +197,10 @@ def _unpack(file: Path, config: str | Path | None, folder: Path) -> Path:
             state = state[wrapper]
     if not isinstance(state, dict) or not any(isinstance(value, torch.Tensor) for value in state.values()):
         raise ValueError(f"{file} holds no dictionary of tensors, at the top or under 'state_dict' or 'model'.")
-    tensors = {name: value.clone() for name, value in state.items() if isinstance(value, torch.Tensor)}
+    whole = torch.contiguous_format
+    tensors = {k: value.clone(memory_format=whole) for k, value in state.items() if isinstance(value, torch.Tensor)}
+    if others := [name for name in tensors if not isinstance(name, str)]:
+        raise ValueError(f"{file} has a tensor under {others[0]!r}, which is no name; save the drafter's state_dict.")
     folder.mkdir()
     shutil.copyfile(config, folder / "config.json")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

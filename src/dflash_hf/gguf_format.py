@@ -88,8 +88,8 @@ _FEEDING_LAST = {"deepseek4", "deepseekv4", "mimo2", "mimov2", "nemotronh", "nem
 
 
 def is_gguf(name: str | Path) -> bool:
-    """Whether a name names a GGUF file."""
-    return str(name).endswith(".gguf")
+    """Whether a name names a GGUF file, which a folder may be called like."""
+    return str(name).endswith(".gguf") and not Path(name).is_dir()
 
 
 def gguf_in(folder: Path) -> Path | None:

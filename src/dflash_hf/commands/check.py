@@ -34,10 +34,13 @@ def run(arguments, echo) -> Outcome:
     from pathlib import Path
 
     from dflash_hf.configs import read_config
+    from dflash_hf.gguf_format import is_gguf
     from dflash_hf.hub.check import check, render
     from dflash_hf.repositories import looks_local
 
-    file = arguments.draft.endswith(".gguf")
+    file = is_gguf(arguments.draft)
+    if Path(arguments.draft).is_file() and not file:
+        raise ValueError(f"{arguments.draft} is a file; name a drafter's folder, .gguf file or Hub name.")
     if looks_local(arguments.draft) and not file and not Path(arguments.draft).is_dir():
         raise FileNotFoundError(f"{arguments.draft}: there is no such folder.")
     target = arguments.target
