@@ -170,7 +170,7 @@ def dtype(text: str) -> str:
 
 def device(text: str) -> str:
     """The name of a device; [`~dflash_hf.pairs.device_of`], which imports torch, checks whether it exists."""
-    if not re.fullmatch(r"auto|meta|(cpu|cuda|mps|xpu|npu|hpu)(:\d+)?", text):
+    if not re.fullmatch(r"auto|(cpu|cuda|mps|xpu|npu|hpu)(:\d+)?", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a device; use cpu, cuda, cuda:1, mps, ... or auto")
     return text
 
