@@ -1,9 +1,15 @@
 """What is known of a target before it is loaded."""
 
+import json
+
 import pytest
+from safetensors.torch import load_file, save_file
 from support.pairs import make_target
 
+from dflash_hf.cli import main
 from dflash_hf.configs import positions_of
+from dflash_hf.data.prepare import load_tokenizer
+from dflash_hf.pairs import Loading, load_target, loaded
 from dflash_hf.serving.conversation import room_for_answer
 
 
@@ -36,3 +42,41 @@ def test_an_answer_has_room_as_far_as_a_stretched_rope_goes():
     stretched = {**YARN, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
     target = make_target(max_position_embeddings=64, rope_parameters=stretched)
     assert room_for_answer(target, 64, 100) == 100 and room_for_answer(target, 250, 100) == 6
+
+
+@pytest.mark.parametrize(
+    ("keys", "left_out", "message"),
+    [
+        ({"vocab_size": 48}, (), r"model.embed_tokens.weight has shape \[\d+, 32\] instead of \[48, 32\]"),
+        ({"hidden_size": "32"}, (), "its config.json is damaged .*'hidden_size' expected int, got str"),
+        ({}, ("lm_head.weight", "model.norm.weight"), "lm_head.weight is missing, model.norm.weight is missing; down"),
+        (
+            {"num_hidden_layers": 9, "layer_types": ["full_attention"] * 9},
+            (),
+            r"config.json: model.layers.\S+ is missing, .* and \d+ more; download",
+        ),
+    ],
+    ids=["shapes", "types", "missing", "layers"],
+)
+def test_a_damaged_target_is_named(keys, left_out, message, tmp_path):
+    """Without a part of its weights it decoded with random ones; other damage was an error of somebody else."""
+    make_target(tie_word_embeddings=False).save_pretrained(tmp_path)
+    load_target(str(tmp_path), Loading())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **keys}))
+    weights = load_file(tmp_path / "model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if name not in left_out}
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"^--target {tmp_path}: .*{message}"):
+        load_target(str(tmp_path), Loading())
+    with pytest.raises(ValueError, match=message):
+        loaded(None, tmp_path)
+    if "hidden_size" in keys:
+        with pytest.raises(ValueError, match=f"^{tmp_path}: {message}"):
+            load_tokenizer(tmp_path)
+
+
+def test_a_device_without_memory_is_none(capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "--target", "target", "--prompt", "hi", "--device", "meta"])
+    assert "'meta' is not a device; use cpu" in capsys.readouterr().err

@@ -67,29 +67,52 @@ def load_target(name: str, loading: Loading, device=None, form: str = "--{} {}",
         options: Additional options of `from_pretrained`.
 
     Raises:
-        `ValueError`: it needs custom code, or its weights are damaged.
+        `ValueError`: it needs custom code, or its weights are damaged, incomplete or of another configuration.
         `ImportError`: it needs a quantisation library that is not installed.
     """
+    options |= {"dtype": loading.dtype, "device_map": device or device_of(loading.device)}
+    options |= {"trust_remote_code": loading.trust_remote_code, "revision": loading.revision or "main"}
+    return _whole(name, form.format("target", name), **options).eval()
+
+
+def _whole(name: str | Path, what: str, **options):
+    """A target all of whose parameters its checkpoint has: others would be random."""
+    from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
-    what = form.format("target", name)
-    options |= {"dtype": loading.dtype, "device_map": device or device_of(loading.device)}
-    options |= {"trust_remote_code": loading.trust_remote_code, "revision": loading.revision or "main"}
+    options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # refused below, by name
     try:
-        return AutoModelForCausalLM.from_pretrained(name, **options).eval()
+        target, info = AutoModelForCausalLM.from_pretrained(name, **options)
+    except StrictDataclassError as error:
+        raise ValueError(damaged_config(what, error)) from error
     except SafetensorError as error:
         raise ValueError(damaged(what, error)) from error
     except ValueError as error:
         raise ValueError(about_remote_code(what, error)) from error
     except ImportError as error:
         raise ImportError(f"{what} needs a library that is not installed: {one_line(error, 160)}") from error
+    parameters = {key for key, _ in target.named_parameters()}  # buffers are computed
+    wrong = [f"{key} is missing" for key in sorted(parameters & set(info["missing_keys"]))]
+    for key, stored, wanted in sorted(info["mismatched_keys"]):
+        wrong.append(f"{key} has shape {list(stored)} instead of {list(wanted)}")
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ValueError(
+            f"{what}: its weights do not fit its config.json: {', '.join(wrong[:3])}{more}; download or save it again."
+        )
+    return target
 
 
 def damaged(what: str, error: Exception) -> str:
     """A readable message for a `SafetensorError`."""
     damage = f"{what}: its safetensors are damaged or only half written ({one_line(error, 100)})"
     return f"{damage}; download or save them again."
+
+
+def damaged_config(what: str, error: Exception) -> str:
+    """A readable message for a `StrictDataclassError`."""
+    return f"{what}: its config.json is damaged ({one_line(error, 160)}); correct it, or download it again."
 
 
 def load_draft(name: str, loading: Loading, device: str | None = None):
@@ -110,14 +133,13 @@ def draft_config_of(name: str, loading: Loading):
 def loaded(model, target) -> tuple:
     """Drafter, in fp32 for training, and target; each is loaded if given as a folder or Hub name."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 
     if isinstance(model, str | Path):
         model = DFlashDraftModel.from_pretrained(model, dtype=torch.float32)
     if isinstance(target, str | Path):
-        target = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+        target = _whole(target, f"target {target}", dtype="auto")
     return model, target
 
 

@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from dflash_hf.data.encode import RowEncoder, UnusableRow
 from dflash_hf.data.examples import pack
-from dflash_hf.pairs import TRUST
+from dflash_hf.pairs import TRUST, damaged_config
 from dflash_hf.repositories import check_repository, looks_local
 from dflash_hf.terminal import one_line, read_text
 
@@ -199,6 +199,7 @@ def load_tokenizer(
         `OSError`: the folder or repository does not exist.
         `ValueError`: it has no tokenizer, or a tokenizer with custom code.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
     folder = Path(name).expanduser()
@@ -212,6 +213,8 @@ def load_tokenizer(
         known = empty or not isinstance(added, dict) or len(tokenizer.get_vocab()) > len(added)
         if not known:  # made of a folder without files
             raise ValueError(f"the tokenizer of {name} has no vocabulary")
+    except StrictDataclassError as error:
+        raise ValueError(damaged_config(str(name), error)) from error
     except (ValueError, OSError, ImportError) as error:
         if "trust_remote_code" in str(error):
             raise ValueError(f"The tokenizer of {name} has custom code; if you trust it {TRUST}.") from error
