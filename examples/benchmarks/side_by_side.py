@@ -12,6 +12,7 @@ of real models can be timed anywhere.
 
 import argparse
 import contextlib
+import gc
 import json
 import statistics
 import sys
@@ -29,7 +30,7 @@ from transformers import AutoModel
 from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import add_loading, add_output, add_pair, add_threads
 from dflash_hf.convert import convert
-from dflash_hf.evaluation.measure import EvalReport, evaluate, now, out_of_sight, ways_of
+from dflash_hf.evaluation.measure import EvalReport, evaluate, now, ways_of
 from dflash_hf.evaluation.methods import (
     COMPILED,
     DFLASH,
@@ -201,14 +202,14 @@ def bench(
 def _round_report(target, draft, drafters: dict, prompt, max_new_tokens: int, context: int, tau: float) -> RoundReport:
     forwards: dict[bool, list[Forwards]] = {packed: [] for packed in sorted({OURS[name].packed for name in drafters})}
     times: dict[str, list[float]] = {name: [] for name in drafters}
-    with out_of_sight():
-        for _ in range(7):  # in turn, since a machine's own speed drifts
-            for packed in forwards:
-                with packed_weights(target, draft) if packed else contextlib.nullcontext():
-                    forwards[packed].append(time_forwards(target, draft, prompt, context))
-                    for name, drafter in drafters.items():
-                        if OURS[name].packed == packed:
-                            times[name].append(time_round(target, drafter, prompt, max_new_tokens))
+    gc.collect()
+    for _ in range(7):  # in turn, since a machine's own speed drifts
+        for packed in forwards:
+            with packed_weights(target, draft) if packed else contextlib.nullcontext():
+                forwards[packed].append(time_forwards(target, draft, prompt, context))
+                for name, drafter in drafters.items():
+                    if OURS[name].packed == packed:
+                        times[name].append(time_round(target, drafter, prompt, max_new_tokens))
     medians = {
         packed: Forwards(*map(statistics.median, zip(*(vars(one).values() for one in timed), strict=True)))
         for packed, timed in forwards.items()

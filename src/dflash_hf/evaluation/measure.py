@@ -262,15 +262,15 @@ def evaluate(
         warmup[method] = sum(decode(method, prompt).seconds for prompt in first)
     # 2. Alternate. `decoded[run][method]` gets one entry per prompt.
     decoded: list[dict[str, list[_Decoded]]] = [{method: [] for method in methods} for _ in range(runs)]
-    with out_of_sight():
-        for run, index in progress([(run, index) for run in range(runs) for index in range(len(prompts))]):
-            shift = (run + index) % len(methods)
-            known = None if journal is None else journal.records.get((run, index))
-            for method in (*methods[shift:], *methods[:shift]):
-                one = decode(method, prompts[index]) if known is None else _Decoded(**known[method])
-                decoded[run][method].append(one)
-            if journal is not None and known is None:
-                journal.add(run, index, {method: asdict(decoded[run][method][-1]) for method in methods})
+    gc.collect()  # what warming up left behind is not collected in someone's time
+    for run, index in progress([(run, index) for run in range(runs) for index in range(len(prompts))]):
+        shift = (run + index) % len(methods)
+        known = None if journal is None else journal.records.get((run, index))
+        for method in (*methods[shift:], *methods[:shift]):
+            one = decode(method, prompts[index]) if known is None else _Decoded(**known[method])
+            decoded[run][method].append(one)
+        if journal is not None and known is None:
+            journal.add(run, index, {method: asdict(decoded[run][method][-1]) for method in methods})
     # 3. Medians. Ratios are taken within a run, where the load was the same.
     answers = [one.ids for one in decoded[-1][ways.TARGET]]
     outputs = {method: [_unlike(decoded, method, i) for i in range(len(prompts))] for method in methods}
@@ -397,20 +397,6 @@ def now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-@contextlib.contextmanager
-def out_of_sight():
-    """The garbage collector spends no time on objects that exist already, such as those of compilers."""
-    frozen = gc.get_freeze_count() > 0  # by the caller: it stays so
-    if not frozen:
-        gc.collect()
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if not frozen:
-            gc.unfreeze()
 
 
 @contextlib.contextmanager
