@@ -23,7 +23,7 @@ from dflash_hf.evaluation.journal import JOURNAL_FILE, Journal
 from dflash_hf.evaluation.measure import EvalReport, MethodReport
 from dflash_hf.evaluation.methods import AUTO, DFLASH
 from dflash_hf.evaluation.prompts import prompts_of
-from dflash_hf.evaluation.sets import GENERATED, NAMED, conversations, dataset_name, generated_rows
+from dflash_hf.evaluation.sets import GENERATED, NAMED, conversations, dataset_name, eval_rows, generated_rows
 
 
 ROWS = {
@@ -122,6 +122,14 @@ def test_a_second_turn_follows_the_target_s_own_answer(pair):
     options = {"add_generation_prompt": True, "enable_thinking": False, "return_dict": False}
     assert second == tokenizer.apply_chat_template(messages, **options)
     assert other == tokenizer.apply_chat_template([{"role": "user", "content": "e"}], **options)
+
+
+def test_a_file_may_have_turns_and_single_prompts(tmp_path):
+    rows = [{"turns": ["ab"], "prompt": None}, {"turns": None, "prompt": "e"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    encoder = RowEncoder(make_tokenizer(THINKING))
+    expected = [prompts_of([{"prompt": text}], encoder, "rows")[0] for text in ("ab", "e")]
+    assert prompts_of(eval_rows(str(tmp_path / "rows.jsonl")), encoder, "rows") == expected
 
 
 def test_named_sets_are_measured_without_thinking(pair, tmp_path, monkeypatch, capsys):

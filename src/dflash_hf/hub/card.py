@@ -234,9 +234,11 @@ def eval_results(folder: str | Path, facts: CardFacts | None = None) -> str:
     if facts is None:
         known = _read_json(Path(folder) / FACTS_FILE)
         facts = CardFacts.from_folder(folder) if known.get("base_model") else None
+    if facts is None:
+        return ""
     entries = [
         EvalResultEntry(facts.evaluated_on, f"speculative_decoding_{key}", value, notes=facts.hardware)
-        for key, value in (_figures(facts) if facts else {}).items()
+        for key, value in _figures(facts).items()
     ]
     return yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False) if entries else ""
 
