@@ -166,7 +166,16 @@ def test_facts_are_read_from_the_folder(folder):
     facts = CardFacts.from_folder(folder, hardware="a CPU", license=None)
     assert facts == CardFacts("example/target", license="mit", hardware="a CPU", plot="eval_report.png")
     assert CardFacts.from_folder(folder, base_model="other/target").base_model == "other/target"
-    for content, message in (('{"taus": 9}', "taus"), ("{", "not JSON"), ("[]", "one JSON object")):
+    (folder / "card_facts.json").write_text('{"base_model": "example/target", "datasets": null}')
+    assert CardFacts.from_folder(folder).datasets == []
+    for content, message in (
+        ('{"taus": 9}', "unknown fields .'taus'"),
+        ("{", "not JSON"),
+        ("[]", "one JSON object"),
+        ('{"training": [1]}', r"card_facts.json: training=\[1\] must be an object; correct it or leave it out"),
+        ('{"datasets": "a/b"}', "datasets='a/b' must be a list"),
+        ('{"base_model": 3}', "base_model=3 must be text"),
+    ):
         (folder / "card_facts.json").write_text(content)
         with pytest.raises(ValueError, match=message):
             CardFacts.from_folder(folder)

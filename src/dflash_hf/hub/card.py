@@ -30,6 +30,8 @@ FACTS_FILE = "card_facts.json"
 TEMPLATE = "model_card_template.md"
 # The end of a rendered card, with the digest of what stands before it: an edited card is recognised, and kept.
 _SEAL = "\n\n<!-- Rendered card: `dflash publish` keeps it once it is edited; digest "
+# Facts that are not text in JSON.
+_KINDS = {"datasets": (list, "a list"), "training": (dict, "an object"), "report": (dict, "an object")}
 # The training arguments of transformers that a card lists; for our own arguments the fields say so.
 _OF_UPSTREAM = (
     *("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size", "weight_decay"),
@@ -91,7 +93,16 @@ class CardFacts:
             `ValueError`: a damaged file, an unknown field, or no base model.
         """
         folder = Path(folder)
-        known = _read_json(folder / FACTS_FILE)
+        known = {name: value for name, value in _read_json(folder / FACTS_FILE).items() if value is not None}
+        unknown = {*known, *facts} - {one.name for one in fields(cls)}
+        if unknown:
+            raise ValueError(f"{FACTS_FILE} has unknown fields {sorted(unknown)}; see CardFacts for the known fields.")
+        for name, value in known.items():
+            kind, called = _KINDS.get(name, (str, "text"))
+            if not isinstance(value, kind):
+                raise ValueError(
+                    f"{folder / FACTS_FILE}: {name}={value!r} must be {called}; correct it or leave it out."
+                )
         if (folder / REPORT_FILE).is_file():
             known["report"] = _read_json(folder / REPORT_FILE)
             dataset = known["report"].get("setting", {}).get("dataset")
@@ -100,9 +111,6 @@ class CardFacts:
         if (folder / PLOT_FILE).is_file():
             known.setdefault("plot", PLOT_FILE)
         known |= {name: value for name, value in facts.items() if value}
-        unknown = set(known) - {one.name for one in fields(cls)}
-        if unknown:
-            raise ValueError(f"{FACTS_FILE} has unknown fields {sorted(unknown)}; see CardFacts for the known fields.")
         if not known.get("base_model"):
             raise ValueError(
                 f"A card names the target: write base_model into {folder / FACTS_FILE}, or pass `base_model`."
