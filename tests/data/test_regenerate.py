@@ -144,6 +144,16 @@ def test_what_a_kill_leaves_is_repaired_and_finished(folder, data, tmp_path, cap
         assert check_complete(output) == expected
 
 
+def test_another_file_of_one_line_is_kept(folder, data, tmp_path, capsys):
+    """It was taken for a response that a kill had cut off, and removed."""
+    other = tmp_path / "other.json"
+    other.write_text('{"minified": true}', encoding="utf-8")
+    code, _, error = regenerate(capsys, data, folder, other, *HERE)
+    assert code == 1 and "other.json is no file of responses; choose another output" in error
+    assert other.read_text(encoding="utf-8") == '{"minified": true}'
+    assert [path.name for path in tmp_path.glob("other*")] == ["other.json"]
+
+
 def test_interrupted_ten_times_nothing_is_lost_and_nothing_twice(folder, data, tmp_path, capsys, monkeypatch):
     """Samples too are those of a single run, whatever decodes beside them: cut at any byte, gone on with any batch."""
     options = ("--device", "cpu", "--temperature", "1.2", "--seed", "3")

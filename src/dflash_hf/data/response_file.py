@@ -82,6 +82,8 @@ class ResponseFile(LineFile):
         try:
             self.settings = read_json(self.notes) if path.stat().st_size and self.notes.exists() else {}
             self._read()
+            if path.stat().st_size and not (self.finished or self.notes.exists()):  # a kill leaves the settings
+                raise ValueError(f"{path} is no file of responses; choose another output.")
             if check is not None:
                 check(path)
             self.settle(settings)  # only next to a valid response file
