@@ -61,7 +61,7 @@ def generate(world, *more, target="target", draft="draft"):
 @pytest.mark.parametrize(
     ("more", "code", "message"),
     [
-        (["--dtype", "flot"], 2, "'flot' is not one of auto, float32"),
+        (["--dtype", "flot"], 2, "--dtype: invalid choice: 'flot' (choose from "),
         (["--device", "cuda:9"], 1, "--device cuda:9: this machine has"),
         (["--device", "gpu"], 2, "'gpu' is not a device; use cpu, cuda"),
         (["--top-p", "2"], 2, "2 must be above 0"),

@@ -1,8 +1,8 @@
 """`dflash convert`."""
 
 from dflash_hf.commands.shared import add_examples, add_revision
-from dflash_hf.names import DTYPES, LAYOUTS, Q8, SHORT_DTYPES
-from dflash_hf.terminal import Outcome, UsageError, output_path, readable_file
+from dflash_hf.names import DTYPES, LAYOUTS, Q8
+from dflash_hf.terminal import Outcome, UsageError, dtype, output_path, readable_file
 
 
 def add_arguments(parser) -> None:
@@ -17,13 +17,7 @@ def add_arguments(parser) -> None:
         "--target", help="with --to gguf: .gguf file, folder or Hub name of the target, for its tokenizer"
     )
     known = f"{', '.join(DTYPES)}; in GGUF files {Q8} too (default: unchanged)"
-    parser.add_argument(
-        "--dtype",
-        type=lambda text: SHORT_DTYPES.get(text, text),
-        choices=(*DTYPES, Q8),
-        metavar="DTYPE",
-        help=known,
-    )
+    parser.add_argument("--dtype", type=dtype, choices=(*DTYPES, Q8), metavar="DTYPE", help=known)
     parser.add_argument("--share-head", action="store_true", help="replace a reduced vocabulary by the target's head")
     parser.add_argument("--config", type=readable_file, help="config.json of a .pt file (default: next to it)")
     add_revision(parser, of="the drafter's repository")
