@@ -70,13 +70,18 @@ def check_names(target: str, draft: str | None, loading: "Loading", form: str = 
     return config
 
 
+def vocab_size_of(config: dict) -> int | None:
+    """Rows of a target's embedding, as far as its configuration says."""
+    nested = config.get("text_config")
+    return (nested if isinstance(nested, dict) else config).get("vocab_size", config.get("vocab_size"))
+
+
 def check_token_id(token_id: int | None, config: dict, what: str | None = None) -> None:
     """
     Raises:
         `ValueError`: the target's embedding has no such row.
     """
-    nested = config.get("text_config")
-    rows = (nested if isinstance(nested, dict) else config).get("vocab_size", config.get("vocab_size"))
+    rows = vocab_size_of(config)
     if token_id is not None and rows is not None and not 0 <= token_id < rows:
         given = what or f"--mask-token-id {token_id}"
         raise ValueError(f"{given} is outside the target's embedding of {rows} rows, ids 0 to {rows - 1}.")

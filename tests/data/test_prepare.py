@@ -4,7 +4,7 @@ import gzip
 import json
 
 import pytest
-from support.tiny_chat import CHATML, CROOKED, make_tokenizer
+from support.tiny_chat import CHATML, CROOKED, make_tokenizer, save_target
 
 from dflash_hf.cli import main
 from dflash_hf.data import sources
@@ -247,6 +247,14 @@ def test_prepare_says_what_is_wrong_in_one_line(tmp_path, tokenizer_folder, caps
         assert not out
     code, _, error = prepare(capsys, tmp_path / "good.jsonl", "--tokenizer", str(tmp_path / "absent"))
     assert code == 1 and error == f"dflash prepare: error: {tmp_path / 'absent'}: there is no such folder."
+
+
+def test_prepare_knows_the_ids_of_its_target(tmp_path, capsys):
+    """It accepted ids that training would refuse."""
+    target = save_target(tmp_path / "target", CHATML)
+    data = write(tmp_path / "ids.jsonl", [{"input_ids": [5, 6, 300000], "loss_mask": [0, 1, 1]}])
+    code, _, error = prepare(capsys, data, "--target", str(target))
+    assert code == 1 and "Token 300000 is outside the target's embedding" in error
 
 
 @pytest.mark.parametrize(

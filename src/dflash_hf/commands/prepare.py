@@ -30,7 +30,7 @@ def run(arguments, echo) -> Outcome:
     import sys
     from dataclasses import asdict
 
-    from dflash_hf.configs import check_names, check_token_id
+    from dflash_hf.configs import check_names, check_token_id, vocab_size_of
     from dflash_hf.data.encode import RowEncoder
     from dflash_hf.data.prepare import colored_example, load_tokenizer, prepare_dataset
     from dflash_hf.data.prompts import template_kwargs
@@ -40,8 +40,8 @@ def run(arguments, echo) -> Outcome:
     output = arguments.output
     if output is not None:
         _check_output(output, arguments.data, arguments.overwrite)
-    if arguments.target:
-        check_token_id(arguments.mask_token_id, check_names(arguments.target, None, Loading.of(arguments)))
+    config = check_names(arguments.target, None, Loading.of(arguments)) if arguments.target else {}
+    check_token_id(arguments.mask_token_id, config)
     encoder = RowEncoder(
         load_tokenizer(
             arguments.tokenizer or arguments.target,
@@ -52,6 +52,7 @@ def run(arguments, echo) -> Outcome:
         arguments.max_length,
         template_kwargs(template_arguments(arguments.template_args), arguments.data, say=note),
         arguments.mask_token_id,
+        vocab_size_of(config),
     )
     dataset, report = prepare_dataset(rows_of(arguments), encoder, num_proc=arguments.num_proc, source=arguments.data)
     color = wants_color(arguments.color, sys.stdout)
