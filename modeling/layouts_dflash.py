@@ -401,7 +401,7 @@ DIALECTS = {
     ),
     "with copies": Dialect(
         lambda config: config.get("source_layout") == "with copies",  # as set by its head
-        lambda config: config if "rope_dim" in (config.get("rope_parameters") or {}) else _whole_heads(config),
+        lambda config: config if "rope_dim" in str(config.get("rope_parameters")) else _whole_heads(config),
         r"^(?:embed_tokens\.|lm_head\.weight$|t2d$|d2t$)",
     ),
     "automodel": Dialect(lambda config: "Qwen3DFlash" in str(config.get("architectures")), _whole_heads),

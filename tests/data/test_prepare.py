@@ -81,6 +81,21 @@ def test_a_separator_at_the_end_of_a_line_shifts_no_column(tmp_path):
         assert (row["prompt"], row["completion"]) == ("Hi", "Yes.")
 
 
+def test_tables_of_several_files_have_the_columns_of_the_first(tmp_path):
+    for name, text in {"a": "prompt,completion\nHi,Yes.\n", "b": "\nprompt,completion,id\nHo,No.,3\n"}.items():
+        (tmp_path / f"{name}.csv").write_text(text, encoding="utf-8")
+    files = [tmp_path / "a.csv", tmp_path / "b.csv"]
+    assert [list(row) for row in load_rows(files)] == [["prompt", "completion"]] * 2
+    assert list(load_rows(files[1])) == [{"prompt": "Ho", "completion": "No.", "id": "3"}]
+
+
+@pytest.mark.parametrize("text", ["prompt,completion\n" + "z" * 140_000 + ",b\nq,r,lost\n", 'prompt,"completion\n'])
+def test_a_long_cell_hides_no_damage(text, tmp_path):
+    (tmp_path / "a.csv").write_text(text + "x" * 140_000, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"a\.csv"):
+        load_rows(tmp_path / "a.csv")
+
+
 def test_lines_are_parsed_once_by_the_loader(tmp_path, monkeypatch):
     """Every line was parsed in Python first, which took longer than loading it."""
     path = write(tmp_path / "a.jsonl", [{"prompt": "a } {"}] * 3)

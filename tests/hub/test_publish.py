@@ -435,7 +435,8 @@ def test_llama_cpp_s_file_lies_beside_the_weights(hub, tmp_path):
     line = f"llama-server -m target.gguf -hfd {REPO} --spec-type draft-dflash --spec-draft-n-max 3"
     assert line in hub.files[REPO]["README.md"].decode()
     # Once there it goes along, as long as it is not older than the weights.
-    assert publish(folder, REPO, facts=FACTS).url is None
+    assert publish(folder, REPO, facts=FACTS, write_to=tmp_path / "copy").url is None
+    publish(tmp_path / "copy", REPO, dry_run=True, facts=FACTS)
     os.utime(folder / "model.safetensors", (2e9, 2e9))
     with pytest.raises(PublishError, match=f"{name} is older than the weights"):
         publish(folder, REPO, facts=FACTS)

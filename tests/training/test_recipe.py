@@ -113,6 +113,11 @@ def test_wrong_keys_and_values_are_named(overrides, message):
         read_recipe(None, ["target=t", "data=d.jsonl", *overrides])
 
 
+def test_a_new_drafter_may_have_what_upstream_reads_besides_fields():
+    recipe, _ = read_recipe(None, ["target=t", "data=d", "draft_config={attn_implementation: eager, rope_theta: 1e4}"])
+    assert recipe.draft_config["attn_implementation"] == "eager"
+
+
 def test_no_key_has_two_owners_and_all_are_listed(capsys):
     ours, theirs = RecipeArguments.__dataclass_fields__, DFlashTrainingArguments.__dataclass_fields__
     assert not set(ours) & set(theirs)

@@ -9,6 +9,7 @@ how earlier turns are rendered (templates that drop old reasoning), every turn b
 
 import contextlib
 import json
+import numbers
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -91,9 +92,9 @@ class RowEncoder:
             examples = [([*prompt, *answer], [0] * len(prompt) + [1] * len(answer))]
         elif "messages" in row:
             given = row.get("given", 0)
-            if not isinstance(given, int):
+            if not isinstance(given, numbers.Real) or given % 1 != 0:
                 raise ValueError(f"`given` is {given!r}; give the number of messages that are not learned from.")
-            examples = self._conversation(messages_in(row), given, tools_of(row))
+            examples = self._conversation(messages_in(row), int(given), tools_of(row))
             if row.get("finish_reason") == "length":
                 self._without_end(*examples[-1])
         elif "prompt" in row and "completion" in row:

@@ -152,27 +152,35 @@ def _text_columns(datasets, paths: list[Path]) -> dict:
         `ValueError`: a line has more fields than the header, which the loader would shift or drop.
     """
     separator = "\t" if paths[0].suffix.lower() == ".tsv" else ","
-    for path in paths:
-        try:
-            with path.open(encoding="utf-8-sig", newline="") as file:
-                lines = csv.reader(file, delimiter=separator)
-                names = next(lines, None)
-                for fields in lines:
-                    if any(fields[len(names) :]):
-                        raise ValueError(
-                            f"Line {lines.line_num} of {path} has {len(fields)} fields, its header {len(names)}: put "
-                            "texts that contain the separator in quotes."
-                        )
-        except UnicodeDecodeError:
-            read_text(path)  # raises with the number of a line
-            raise
-        except csv.Error:  # such as a cell of more than 128 kB: left to the loader
-            pass
-        if names is None:
-            raise ValueError(f"data={str(path)!r} is an empty file.")
-    named = [name or f"Unnamed: {number}" for number, name in enumerate(names)]  # as pandas names them
+    headers = [_check_table(path, separator) for path in paths]
+    named = [name or f"Unnamed: {number}" for number, name in enumerate(headers[0])]  # as pandas names them
     text = datasets.Features({name: datasets.Value("string") for name in named})
     return {"sep": separator, "keep_default_na": False, "index_col": False, "features": text}
+
+
+def _check_table(path: Path, separator: str) -> list[str]:
+    """The header of a table, all of whose lines have no more fields."""
+    limit = csv.field_size_limit(2**31 - 1)  # of 128 kB, for all readers
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            lines = csv.reader(file, delimiter=separator)
+            names = next(filter(None, lines), None)
+            if names is None:
+                raise ValueError(f"data={str(path)!r} is an empty file.")
+            for fields in lines:
+                if any(fields[len(names) :]):
+                    raise ValueError(
+                        f"Line {lines.line_num} of {path} has {len(fields)} fields, its header {len(names)}: put "
+                        "texts that contain the separator in quotes."
+                    )
+    except UnicodeDecodeError:
+        read_text(path)  # raises with the number of a line
+        raise
+    except csv.Error as error:
+        raise ValueError(f"Line {lines.line_num} of {path} cannot be read as a table: {error}.") from error
+    finally:
+        csv.field_size_limit(limit)
+    return names
 
 
 def _of_folder(datasets, folder: Path, split: str | None, streaming: bool):

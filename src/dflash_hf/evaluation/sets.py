@@ -9,6 +9,7 @@ rows; 2048 new tokens, thinking off), so that figures can be compared with the p
 import gzip
 import json
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -56,6 +57,7 @@ NAMED = {
         lambda row: [f"{row['instruction']}\n\nInput:\n{row['input']}" if row["input"] else row["instruction"]],
     ),
 }
+_LINE_END = re.compile("\r\n|\r|\n")  # `splitlines` also knows ends that may be part of a text
 NEW_TOKENS = 2048
 SEED = 0
 _PEOPLE = ("Anna", "Boris", "Chen", "Dora", "Elif", "Farid", "Grace", "Hugo", "Ines", "Jamal")
@@ -129,7 +131,7 @@ def rows_of(data: str, split: str | None = None) -> Iterable[dict]:
     Rows of a file or a dataset, see [`~dflash_hf.data.sources.load_rows`]; in a `.txt` file, each line is a prompt.
     """
     if Path(data).suffix == ".txt":
-        return [{"prompt": line} for line in read_text(Path(data)).split("\n") if line.strip()]
+        return [{"prompt": line} for line in _LINE_END.split(read_text(Path(data))) if line.strip()]
     return load_rows(data, split)
 
 

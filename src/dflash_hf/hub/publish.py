@@ -4,6 +4,7 @@ import ast
 import filecmp
 import fnmatch
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -148,6 +149,8 @@ def publish(
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic(path) as half:
                 half.write_bytes(source if isinstance(source, bytes) else source.read_bytes())
+                if isinstance(source, Path):
+                    shutil.copystat(source, half)  # a GGUF file is compared with the weights by time
     if not dry_run:
         # 4. One commit.
         result.url = _upload(repo, everything, card, private, token)

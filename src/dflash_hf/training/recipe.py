@@ -118,7 +118,9 @@ class RecipeArguments:
             raise ValueError(f"block_size={self.block_size} must be at least 2, the anchor and one drafted token.")
 
 
-_OLD_NAMES = {"rope_theta", "rope_scaling", "partial_rotary_factor", "max_window_layers"}  # upstream reads them too
+# What upstream's configurations read besides their fields.
+_OF_UPSTREAM = {"rope_theta", "rope_scaling", "partial_rotary_factor", "max_window_layers"}
+_OF_UPSTREAM |= {"attn_implementation", "torch_dtype"}
 _HINTS = {
     cls: {one.name: typing.get_type_hints(cls)[one.name] for one in dataclasses.fields(cls) if one.init}
     for cls in (RecipeArguments, DFlashTrainingArguments)
@@ -165,7 +167,7 @@ def read_recipe(path: str | Path | None, overrides: typing.Sequence[str] = ()) -
             raise ValueError(f"{_unknown(key, known)} `dflash train --keys` lists all keys.")
         typed[owner][key] = _at_home(_typed(key, value, _HINTS[owner][key]))
     recipe, arguments = RecipeArguments(**typed[RecipeArguments]), typed[DFlashTrainingArguments]
-    known = DFlashDraftConfig.field_names() | _OLD_NAMES
+    known = DFlashDraftConfig.field_names() | _OF_UPSTREAM
     if wrong := [name for name in recipe.draft_config if name not in known]:
         raise ValueError(f"draft_config: {_unknown(wrong[0], sorted(known))}")
     fields, loss = HEADS.get(recipe.head, ({}, {}))

@@ -460,6 +460,7 @@ class DFlashTrainer(Trainer):
             said = warning_of(self.args, self.draft_config, self.target.config, self.train_dataset[0])
             if said:
                 logger.warning(said)
+        self.train_statistics = self.no_statistics()  # an earlier run may have ended in NaN
         self.clock = None  # the time between two runs is not a cost of the second
         return super().train(checkpoint, *args, **kwargs)
 
