@@ -184,6 +184,9 @@ def test_answers_that_are_none(answer, message, tmp_path, capsys):
         connection, _ = listener.accept()
         connection.recv(65536)
         connection.sendall(answer)
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv(65536):  # the request may come in two parts; unread, it would reset the connection
+            pass
         connection.close()
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
