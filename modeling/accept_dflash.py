@@ -206,6 +206,11 @@ def _draws_nothing(streamer) -> bool:
     return all(one.__module__.partition(".")[0] in ("transformers", "dflash_hf") for one in code)
 
 
+def pads_ended_rows(stopping_criteria) -> bool:
+    """Whether rows that have ended are filled with padding: upstream does so if there is an end-of-sequence token."""
+    return any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+
+
 def pace_of(rows: int, logits_processor, stopping_criteria, generation_config, streamer=None) -> tuple[str, bool]:
     """
     How the rows of a batch advance; the text is the same.
@@ -224,8 +229,7 @@ def pace_of(rows: int, logits_processor, stopping_criteria, generation_config, s
     if generation_config.return_dict_in_generate and any(listed) or streamer is not None and rows > 1:
         return "together", False
     # Without an end-of-sequence token, rows ended by a stop string go on being written until all have ended.
-    pads_ended = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
-    of_row = (*_COUNTED, StopStringCriteria) if pads_ended else _COUNTED
+    of_row = (*_COUNTED, StopStringCriteria) if pads_ended_rows(stopping_criteria) else _COUNTED
     rowwise = all(type(p) in _ROWWISE for p in logits_processor) and all(type(c) in of_row for c in stopping_criteria)
     foreseen = rowwise and _draws_nothing(streamer)
     if all(type(p) in _POSITIONWISE for p in logits_processor) and all(type(c) in _COUNTED for c in stopping_criteria):
@@ -261,7 +265,7 @@ class Judge:
         self.do_sample, self.generators, self.noise = generation_config.do_sample, generators, noise
         ends = [c.eos_token_id for c in stopping_criteria if isinstance(c, EosTokenCriteria)]
         self.eos = torch.cat(ends) if ends else None
-        self.pads_ended = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+        self.pads_ended = pads_ended_rows(stopping_criteria)
         pad = generation_config._pad_token_tensor
         self.pad = 0 if pad is None else int(pad)
         self.timers = [criterion for criterion in stopping_criteria if isinstance(criterion, MaxTimeCriteria)]

@@ -94,8 +94,8 @@ def convert(
             draft = DFlashDraftModel.from_pretrained(source, revision=revision or "main")
         except ValueError as error:
             message = str(error)
-            for name, given in (names | {str(unpacked): src}).items():
-                message = message.replace(name, str(given))
+            for path, given in (names | {str(unpacked): src}).items():
+                message = message.replace(path, str(given))
             raise ValueError(message) from error
         draft = _with_shared_head(draft) if share_head else draft
         if target is not None:

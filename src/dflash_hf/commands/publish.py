@@ -70,8 +70,8 @@ def run(arguments, echo) -> Outcome:
     if report.is_file():
         evaluated = EvalReport.load(report)
         speedup = evaluated.methods[evaluated.fastest].gain
-    options = {"facts": facts, "write_to": arguments.output, "gguf_target": arguments.gguf}
-    options["metadata"] = given if own else None
+    metadata = given if own else None
+    options = {"facts": facts, "write_to": arguments.output, "gguf_target": arguments.gguf, "metadata": metadata}
     result = publish(arguments.folder, arguments.repo, arguments.private, arguments.dry_run, **options)
     if result.findings:
         echo(render(result.findings))

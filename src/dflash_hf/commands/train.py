@@ -108,8 +108,6 @@ def _check_before(recipe, training: dict) -> None:
     import torch
 
     from dflash_hf.configs import check_names, check_token_id
-    from dflash_hf.files import read_json
-    from dflash_hf.modeling.layouts_dflash import is_drafter_config
     from dflash_hf.pairs import Loading
     from dflash_hf.training.choice import saved_every
     from dflash_hf.training.training_args import DFlashTrainingArguments
@@ -124,12 +122,6 @@ def _check_before(recipe, training: dict) -> None:
         raise ValueError(
             f"output_dir={training['output_dir']} cannot be written: {error.strerror or error}."
         ) from error
-    there = Path(training["output_dir"], "config.json")
-    if there.is_file() and not is_drafter_config(read_json(there)):
-        raise ValueError(
-            f"output_dir={training['output_dir']} holds another model, which the drafter would overwrite; choose "
-            "another output_dir."
-        )
     config = check_names(recipe.target, recipe.draft, Loading(revision=recipe.target_revision), form="{}={}")
     check_token_id(recipe.mask_token_id, config, f"mask_token_id={recipe.mask_token_id}")
     _tokenizer(recipe)

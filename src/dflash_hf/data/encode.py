@@ -26,7 +26,7 @@ COLUMNS = (
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _EMPTY_THOUGHT = re.compile(r"\s*<(\w+)>\s*</\1>\s*")  # <think>\n\n</think>\n\n, by whatever name
 _IGNORED_LABEL = -100  # of transformers' losses
-# Arguments of `apply_chat_template` that are set here.
+# Arguments of `apply_chat_template` itself, not of templates.
 _OF_CALLS = {"conversation", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict"}
 _OF_CALLS |= {"return_tensors", "return_assistant_tokens_mask", "padding", "truncation", "max_length"}
 TEMPLATE_SECONDS = 20.0  # for one conversation, which takes milliseconds

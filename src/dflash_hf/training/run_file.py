@@ -12,7 +12,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 from transformers.utils import logging
 
 from dflash_hf.data.encode import digests_of_tokenizer
-from dflash_hf.files import differences, locked, write_json
+from dflash_hf.files import differences, locked, read_json, write_json
+from dflash_hf.modeling.layouts_dflash import is_drafter_config
 from dflash_hf.target import digest_of_parameters, digest_of_target
 from dflash_hf.terminal import DetailedError
 from dflash_hf.training.checkpoints import UNFINISHED
@@ -50,8 +51,15 @@ def checkpoint_to_resume(folder: Path, resume: str | None, overwrite: bool) -> s
         overwrite (`bool`): Start over in a folder that has been used.
 
     Raises:
-        `ValueError`: the folder has been used, and neither is given; or both are.
+        `ValueError`: the folder has been used, and neither is given; or both are; or it holds another model, such as
+            the target, which is never overwritten.
     """
+    config = folder / "config.json"
+    if config.is_file() and not is_drafter_config(read_json(config)):
+        raise ValueError(
+            f"output_dir={str(folder)} holds another model, which the drafter would overwrite; choose another "
+            "output_dir."
+        )
     if resume and overwrite:
         raise ValueError(
             f"resume_from_checkpoint={resume} and overwrite_output_dir=True contradict each other; leave one out."

@@ -146,7 +146,7 @@ class DFlashTrainer(Trainer):
             tokens = model.config.block_size + model.config.sample_from_anchor
             gamma = args.loss_decay_gamma or default_gamma(model.config.block_tokens)
             self.slot_weights = slot_weights(tokens, gamma).to(args.device)  # [T]
-        self.set_target(target, model)
+        self._hold_target(target, model)
         self.train_statistics = self.eval_statistics = self.no_statistics()
         self.train_tokens = torch.zeros((), device=args.device)
         self.clock: float | None = None
@@ -161,8 +161,8 @@ class DFlashTrainer(Trainer):
             self.remove_callback(ProgressCallback)
             self.add_callback(LogTable(watched))
 
-    def set_target(self, target, draft) -> None:
-        """Freeze a target and move it to the drafter's device, and keep what its head and the drafter's share."""
+    def _hold_target(self, target, draft) -> None:
+        """Freeze a target, move it to the drafter's device, and keep what the losses need of both heads."""
         self.target = freeze(target)
         if not hasattr(target, "hf_device_map") and target.device != self.args.device:
             target.to(self.args.device)
