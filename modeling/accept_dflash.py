@@ -268,6 +268,8 @@ class Judge:
         self.pads_ended = pads_ended_rows(stopping_criteria)
         pad = generation_config._pad_token_tensor
         self.pad = 0 if pad is None else int(pad)
+        # Whether tokens are judged one by one: by rules that read the text; and samples, which are worth a sync each.
+        self.by_steps = pace != "at once" or noise is not None
         self.timers = [criterion for criterion in stopping_criteria if isinstance(criterion, MaxTimeCriteria)]
         # The processors of each group of rows, by the group's first row.
         self.processors = [logits_processor] * rows
@@ -283,8 +285,6 @@ class Judge:
             logits (`torch.Tensor`): `[R, n, V]`, the target's logits after each of these tokens.
             state (`RowState`): The rows' state before these tokens.
         """
-        if self.noise is not None:
-            return self._step_by_step(draft, logits, state, self.noise)
         rows, size, vocab_size = logits.shape
         # 1. The target's own token after each drafted one.
         scores = logits.reshape(rows * size, vocab_size)
@@ -311,57 +311,46 @@ class Judge:
         counts = torch.where(state.unfinished, counts, 0)
         return Verdict(tokens, counts, state.last_after(tokens, counts), state.unfinished & ~ended, path)
 
-    def _step_by_step(self, draft: Draft | None, logits: torch.Tensor, state: RowState, noise: Noise) -> Verdict:
-        """As `at_once`, but rows are sampled only as far as they agree with the draft: that is worth a sync."""
-        depth, device = 0 if draft is None else draft.depth, logits.device
-        tokens, path = torch.zeros(2, len(logits), depth + 1, dtype=torch.long, device=device)
-        left, alive = state.left.tolist(), state.unfinished.tolist()
-        rows = [row for row, goes_on in enumerate(alive) if goes_on]
-        nodes, counts = [0] * len(rows), [0] * len(logits)
-        for step in range(depth + 1):
-            scores = self.processor(None, logits[rows, nodes].float())
-            token = noise.sample(scores.softmax(dim=-1), rows, step)
-            tokens[rows, step], path[rows, step] = token, torch.tensor(nodes, device=device)
-            ended = [False] * len(rows) if self.eos is None else torch.isin(token, self.eos.to(device)).tolist()
-            found = [None] * len(rows) if draft is None else draft.children(rows, nodes, token)
-            for row, end in zip(rows, ended, strict=True):
-                counts[row] = step + 1
-                alive[row] = not end and step + 1 < left[row]
-            going = [(row, node) for row, node in zip(rows, found, strict=True) if node is not None and alive[row]]
-            going = [(row, node) for row, node in going if noise.goes_on(row, step + 1)]
-            if not going:
-                break
-            rows, nodes = map(list, zip(*going, strict=True))
-        taken, unfinished = torch.tensor(counts, device=device), torch.tensor(alive, device=device)
-        along = path if draft is not None and draft.tree is not None else None
-        return Verdict(tokens, taken, state.last_after(tokens, taken), unfinished, along)
-
-    def token(self, prefix, logits, unfinished, draft: Draft | None, step: int, rows: slice):
+    def next_tokens(self, text: torch.LongTensor, columns: list[int], logits, draft: Draft | None, step: int, rows):
         """
         The target's next token of some rows.
 
         Args:
-            prefix (`torch.LongTensor`): `[r, S]`, the text of these rows, prompt included.
+            text (`torch.LongTensor`): `[R, S]`, the text of all rows, prompt included.
+            columns (`list[int]`): The length of the text of these rows.
             logits (`torch.Tensor`): `[r, V]`, in fp32.
-            unfinished (`torch.BoolTensor`): `[r]`.
             draft (`Draft`, *optional*): The draft of all rows; if it was drawn, its token `step + 1` is judged.
-            step (`int`): Tokens committed so far in this round.
-            rows (`slice`): The indices of these rows.
+            step (`int`): Tokens judged before in this round.
+            rows (`list[int]`): The indices of these rows.
 
         Returns:
             The tokens `[r]`, and the processed scores `[r, V]`.
         """
-        scores = self.processors[rows.start](prefix, logits)
-        if not self.do_sample:
-            tokens = likeliest(scores)
-        elif self.noise is not None:
-            tokens = self.noise.sample(scores.softmax(dim=-1), [*range(rows.start, rows.stop)], step)
+        if self.pace == "at once":
+            scores = self.processor(None, logits)
         else:
-            drafted = proposal = None
-            if draft is not None and draft.proposal is not None and step < draft.depth:
-                drafted, proposal = draft.tokens[rows, step + 1, None], draft.proposal.at(step, step + 1, rows)
-            generators = None if self.generators is None else self.generators[rows]
-            tokens = sample_tokens(scores[:, None], drafted, proposal, generators)[:, 0]
-        if self.pads_ended:
-            tokens = torch.where(unfinished, tokens, self.pad)
-        return tokens, scores
+            prefixes = self._prefixes(text, columns, rows)
+            each = zip(rows, prefixes, logits.chunk(len(prefixes)))  # together: the first row stands for all
+            scores = torch.cat([self.processors[row](prefix, some) for row, prefix, some in each])
+        if not self.do_sample:
+            return likeliest(scores), scores
+        if self.noise is not None:
+            return self.noise.sample(scores.softmax(dim=-1), rows, step), scores
+        drafted = proposal = None
+        if draft is not None and draft.proposal is not None and step < draft.depth:
+            drafted, proposal = draft.tokens[rows, step + 1, None], draft.proposal.at(step, step + 1, rows)
+        generators = None if self.generators is None else [self.generators[row] for row in rows]
+        return sample_tokens(scores[:, None], drafted, proposal, generators)[:, 0], scores
+
+    def ended(self, text: torch.LongTensor, columns: list[int], tokens: torch.LongTensor, scores, rows) -> list[bool]:
+        """Whether some rows end with their newest `tokens` `[r]`, which stand in `text`; see [`next_tokens`]."""
+        if self.pace != "at once":
+            prefixes = self._prefixes(text, columns, rows)
+            return torch.cat([self.criteria(prefix, scores) for prefix in prefixes]).tolist()
+        return [False] * len(rows) if self.eos is None else torch.isin(tokens, self.eos.to(tokens.device)).tolist()
+
+    def _prefixes(self, text: torch.LongTensor, columns: list[int], rows: list[int]) -> list[torch.LongTensor]:
+        """The text of all rows, which are in step if they advance together, or of each of some rows."""
+        if self.pace == "together":
+            return [text[:, : columns[0]]]
+        return [text[row : row + 1, :length] for row, length in zip(rows, columns, strict=True)]

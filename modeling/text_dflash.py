@@ -79,9 +79,9 @@ class Writer:
         places = (self.prompt_length + generated)[:, None] + steps  # [R, n]
         self.buffer.scatter_(1, places, torch.where(steps < verdict.counts[:, None], verdict.tokens, self.pad))
 
-    def append(self, rows: slice, length: int, tokens: torch.LongTensor) -> None:
-        """Write and stream one token of some rows, whose text is `length` columns long."""
-        self.buffer[rows, length] = tokens
+    def append(self, rows: list[int], columns: list[int], tokens: torch.LongTensor) -> None:
+        """Write and stream one token of each of some rows, into these columns."""
+        self.buffer[rows, columns] = tokens
         self._stream(tokens, size=len(tokens))
 
     def note(self, scores: torch.Tensor, raw: torch.Tensor, hidden_states: tuple | None) -> None:
@@ -182,14 +182,14 @@ class Continuation:
             hidden_states (`tuple[torch.Tensor]`, *optional*): `[R, n, H]` of each layer, if requested.
         """
         logits = logits.to(device=self.device)
-        if self.rules.pace == "at once":
-            return self.rules.at_once(draft, logits, self.state)
-        return self._token_by_token(draft, logits, hidden_states)
+        if self.rules.by_steps:
+            return self._token_by_token(draft, logits, hidden_states)
+        return self.rules.at_once(draft, logits, self.state)
 
     def commit(self, verdict: Verdict) -> None:
         """Keep the accepted tokens; `sync` if `look_ahead` rounds are pending or the text is nearly complete."""
-        size, at_once, verified = verdict.tokens.shape[1], self.rules.pace == "at once", self.host.prefilled
-        if at_once:  # else it is written already
+        size, verified = verdict.tokens.shape[1], self.host.prefilled
+        if not self.rules.by_steps:  # else it is written already
             self.writer.reserve(self.longest_possible + size)
             self.writer.write(self.max_new - self.state.left, verdict)
         self.state = RowState(verdict.unfinished, self.state.left - verdict.counts, verdict.last)
@@ -200,47 +200,51 @@ class Continuation:
         self.host.sync()
         if self.rules.noise is not None:
             self.rules.noise.advance(self.host.lengths, self.host.alive)
-        if at_once:
+        if not self.rules.by_steps:
             self.writer.show(self.sequences[0, -self.host.committed[0] :], verified)
-        timed_out = at_once and any(bool(timer(self.sequences, None).all()) for timer in self.rules.timers)
+        timed_out = any(bool(timer(self.sequences, None).all()) for timer in self.rules.timers)
         self.done = timed_out or not any(self.host.alive)
 
     def _token_by_token(self, draft: Draft | None, logits: torch.Tensor, hidden_states: tuple | None) -> Verdict:
-        """Judge, write and stream each token before judging the next; all rows together, or row by row."""
-        count, device, noise = len(logits), self.device, self.rules.noise
-        if self.rules.pace == "together":
-            groups = [slice(0, count)]
-        else:
-            groups = [slice(row, row + 1) for row, alive in enumerate(self.host.alive) if alive]
-        depth = 0 if draft is None else draft.depth
-        tokens = torch.full((count, depth + 1), self.rules.pad, device=device)
-        path, counts = torch.zeros_like(tokens), [0] * count
-        unfinished = self.state.unfinished.clone()
-        self.writer.reserve(self.host.longest + logits.shape[1])
+        """
+        Judge, write and stream a token of each row before the next: rows go on as far as they agree with the draft,
+        all of them or none if they advance together.
+        """
+        rules, writer, alive = self.rules, self.writer, [*self.host.alive]
+        together, depth = rules.pace == "together", 0 if draft is None else draft.depth
+        rows = [row for row, goes_on in enumerate(alive) if goes_on or together]
+        nodes, counts, most = [0] * len(rows), [0] * len(alive), self.state.left.tolist()
+        tokens = torch.full((len(alive), depth + 1), rules.pad, device=self.device)
+        path = torch.zeros_like(tokens)
+        writer.reserve(self.host.longest + logits.shape[1])
         if draft is not None:
-            self.writer.next_round()
-        for rows in groups:
-            numbers = [*range(rows.start, rows.stop)]
-            length, node = self.writer.prompt_length + self.host.lengths[rows.start], 0
-            while node is not None:
-                step = counts[rows.start]
-                raw = logits[rows, node].to(copy=True, dtype=torch.float32)
-                prefix = self.writer.buffer[rows, : length + step]
-                token, scores = self.rules.token(prefix, raw, unfinished[rows], draft, step, rows)
-                of_token = hidden_states  # for the prompt, the hidden states of all its tokens
-                if draft is not None and hidden_states is not None:
-                    of_token = tuple(layer[..., node : node + 1, :].clone() for layer in hidden_states)
-                self.writer.note(scores, raw, of_token)
-                self.writer.append(rows, length + step, token)
-                tokens[rows, step], path[rows, step] = token, node
-                step += 1
-                counts[rows] = [step] * len(numbers)
-                unfinished[rows] &= ~self.rules.criteria(self.writer.buffer[rows, : length + step], self.writer.scores)
-                # To continue, all rows must agree with the draft; a finished row agrees with padding.
-                goes_on = step <= depth and bool(unfinished[rows].any())
-                goes_on = goes_on and (noise is None or noise.goes_on(rows.start, step))
-                found = draft.children(numbers, [node] * len(numbers), token) if goes_on else [None]
-                node = None if None in found else found[0]
-        taken = torch.tensor(counts, device=device)
+            writer.next_round()
+        for step in range(depth + 1):
+            columns = [writer.prompt_length + self.host.lengths[row] + step for row in rows]
+            raw = logits[rows, nodes].float()
+            chosen, scores = rules.next_tokens(writer.buffer, columns, raw, draft, step, rows)
+            if together and rules.pads_ended:
+                chosen = torch.where(torch.tensor(alive, device=self.device), chosen, rules.pad)
+            of_token = hidden_states  # for the prompt, the hidden states of all its tokens
+            if draft is not None and hidden_states is not None:
+                of_token = tuple(layer[..., nodes[0] : nodes[0] + 1, :].clone() for layer in hidden_states)
+            writer.note(scores, raw, of_token)
+            writer.append(rows, columns, chosen)
+            tokens[rows, step], path[rows, step] = chosen, torch.tensor(nodes, device=self.device)
+            columns = [column + 1 for column in columns]
+            ended = rules.ended(writer.buffer, columns, chosen, writer.scores, rows)
+            for row, end in zip(rows, ended, strict=True):
+                counts[row], alive[row] = step + 1, alive[row] and not end and step + 1 < most[row]
+            if step == depth or not any(alive[row] for row in rows):
+                break
+            # A finished row among rows that advance together agrees with padding.
+            found = draft.children(rows, nodes, chosen)
+            going = [(r, node) for r, node in zip(rows, found) if node is not None and (together or alive[r])]
+            if rules.noise is not None:
+                going = [(row, node) for row, node in going if rules.noise.goes_on(row, step + 1)]
+            if len(going) < (len(rows) if together else 1):
+                break
+            rows, nodes = map(list, zip(*going, strict=True))
+        taken, unfinished = torch.tensor(counts, device=self.device), torch.tensor(alive, device=self.device)
         along = path if draft is not None and draft.tree is not None else None
         return Verdict(tokens, taken, self.state.last_after(tokens, taken), unfinished, along)
