@@ -271,7 +271,12 @@ class SlotCache(Cache):
 
 
 def can_adopt(cache: Cache) -> bool:
-    """Whether every layer of a cache is empty, ordinary or sliding-window, so that its tokens fit into slots."""
+    """
+    Whether every layer of a cache is empty, ordinary or sliding-window, so that its tokens fit into slots, and nothing
+    else happens when they are written.
+    """
+    if type(cache).update is not Cache.update:
+        return False
     holding = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin | LinearAttentionCacheLayerMixin)]
     return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in holding)
 

@@ -1,11 +1,14 @@
 """The settings of one call of `generate`, determined once, before the prompt is read."""
 
+import math
+
 from transformers.generation import MaxLengthCriteria, MaxTimeCriteria
 from transformers.utils import logging
 
 from .accept_dflash import pace_of
-from .cache_dflash import cached_columns
+from .cache_dflash import VIEW_STEP, cached_columns
 from .compile_dflash import failed_on
+from .decoding_config_dflash import DFlashDecodingConfig
 from .noise_dflash import Foresight, Noise, foreseeable, generator_of
 from .probe_dflash import TargetFacts, facts_of
 
@@ -18,6 +21,7 @@ _OTHER_ASSISTANTS = {
     "assistant_ensemble_weight": None,
     "assistant_early_exit": None,
     "prompt_lookup_num_tokens": None,
+    "use_mtp": None,
 }
 
 
@@ -65,12 +69,14 @@ class Call:
         self.target, self.draft, self.rows = target, draft, len(input_ids)
         self.input_ids, self.generation_config, self.model_kwargs = input_ids, generation_config, model_kwargs
         config = draft.decoding_config
+        if not isinstance(config, DFlashDecodingConfig):
+            raise ValueError(f"decoding_config={config!r} must be a DFlashDecodingConfig, whose fields have defaults.")
         config.check(draft.config.block_tokens)
         self.generators = config.generators if generation_config.do_sample else None
         if self.generators is not None:
             config.check_generators(len(input_ids), input_ids.device)
         # A criterion of the caller replaces the configuration's limit.
-        limits = [criterion.max_length for criterion in stopping_criteria if isinstance(criterion, MaxLengthCriteria)]
+        limits = [criterion.max_length for criterion in stopping_criteria if type(criterion) is MaxLengthCriteria]
         self.max_new = max(int(min(limits, default=generation_config.max_length)) - input_ids.shape[1], 1)
         self.lists_hidden_states = generation_config.return_dict_in_generate and generation_config.output_hidden_states
 
@@ -78,11 +84,11 @@ class Call:
         self.facts = facts = None if reason else facts_of(target)
         reason = reason or facts.why_plain(draft.config.target_layer_ids, model_kwargs.get("attention_mask"))
         self.past = 0 if reason else cached_columns(model_kwargs.get(facts.cache_name))
-        self.plain_reason = reason = reason or self._cache_reason() or self._rope_reason()
+        self.plain_reason = reason = reason or self._cache_reason() or self._length_reason() or self._rope_reason()
         if reason is not None and self.generators is not None:
             raise ValueError(f"decoding_config.generators cannot be used: {reason}; set it to None to decode plainly.")
         free = reason is None and facts.session_class.rollback_is_free
-        compilable = free and not self.lists_hidden_states and self.generators is None
+        compilable = free and not self.lists_hidden_states and self.generators is None and self.facts.reach == math.inf
         self.compile = config.compile if compilable and config.compile not in failed_on(target, draft) else False
         # Where the host reads each round anyway, rounds do not run ahead of it.
         self.pace, foreseen = pace_of(self.rows, logits_processor, stopping_criteria, generation_config, streamer)
@@ -116,6 +122,23 @@ class Call:
             return f"past_key_values already holds all {mask.shape[1]} columns of attention_mask"
         return None
 
+    @property
+    def _columns(self) -> int:
+        """Columns of the prompt, those that a cache holds included."""
+        mask, embeds = map(self.model_kwargs.get, ("attention_mask", "inputs_embeds"))
+        new = max(self.input_ids.shape[1], 0 if embeds is None else embeds.shape[1])
+        return max(self.past + new if mask is None else mask.shape[1], new)
+
+    def _length_reason(self) -> str | None:
+        """Why the length of the text rules out drafting, if it does; see `TargetFacts.reach`."""
+        slots = self._columns + self.max_new + self.draft.config.block_size + VIEW_STEP
+        if slots < self.facts.reach:
+            return None
+        return (
+            f"{self.facts.name} reads the length of its cache, which in slots is longer than the text: drafts are "
+            f"right up to {self.facts.reach} slots, and this text may need {slots}"
+        )
+
     def _rope_reason(self) -> str | None:
         """Why rotary frequencies that depend on the length of the text rule out drafting, if they do."""
         text = self.target.config.get_text_config(decoder=True)
@@ -124,11 +147,8 @@ class Call:
         kinds = {parameters.get("rope_type"): parameters for parameters in layers}
         if not kinds.keys() & {"longrope", "dynamic"}:
             return None
-        names = ("position_ids", "attention_mask", "inputs_embeds")
-        positions, mask, embeds = map(self.model_kwargs.get, names)
-        new = max(self.input_ids.shape[1], 0 if embeds is None else embeds.shape[1])
-        columns = max(self.past + new if mask is None else mask.shape[1], new)
-        length = columns if positions is None else int(positions.max()) + 1
+        positions = self.model_kwargs.get("position_ids")
+        length = self._columns if positions is None else int(positions.max()) + 1
         if "dynamic" in kinds and length + self.max_new >= text.max_position_embeddings:
             return (
                 f"the text may reach {text.max_position_embeddings} tokens, beyond which its rotary frequencies "

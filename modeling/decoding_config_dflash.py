@@ -96,6 +96,9 @@ class DFlashDecodingConfig:
         known = isinstance(self.compile, bool | str)
         self._require("compile", known, "True, False, or a mode or backend of torch.compile")
         self._require("look_ahead", _is_count(self.look_ahead), "a positive number of rounds, or None")
+        self._require("costs", isinstance(self.costs, str), "the path of a file of costs, or None")
+        listed = isinstance(self.generators, list | tuple)
+        self._require("generators", listed, "a list of a torch.Generator for each row, or None")
         self._require("window", _is_count(self.window), "a positive number of tokens, or None for all")
         if self.tree_nodes is not None and temperature:
             raise ValueError(

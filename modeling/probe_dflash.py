@@ -11,10 +11,12 @@ from pathlib import Path
 
 import torch
 import transformers
+from torch import nn
 from transformers import cache_utils, masking_utils
 from transformers.utils import logging
 
 from .accept_dflash import Draft, Verdict
+from .cache_dflash import SlotCache, SlotLayer
 from .drafting_dflash import first_positions
 from .isolation_dflash import HOOKS, isolated
 from .recurrent_dflash import ReplaySession, StepSession, moving_modules, recurrent_states
@@ -30,6 +32,9 @@ KINDS = (SlotSession, ReplaySession, StepSession)
 # Largest relative errors. Rounding stays below the first; between the two are targets that upstream itself computes
 # slightly differently for one token and for several.
 EXACT, CLOSE = 1e-4, 1e-3
+# Lengths of texts that are tried, see `TargetFacts.reach`; slots that attention gets, and tokens that a cache reports.
+REACHES = (math.inf, 8192, 4096, 1024, 512, 256, 128, 64, 32)
+LARGEST_VIEW, LONGEST = 1024, 2**16
 
 # Configuration keys that do not affect what a target supports.
 _OF_THE_CHECKPOINT = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
@@ -57,6 +62,8 @@ class TargetFacts:
             not reached in copies of the modules.
         error (`float`): The largest relative error after rolling back with the best method.
         cache_name (`str`): Name of its forward's cache argument.
+        reach (`float`): Maximum length of a text: some targets take positions from the length of the cache, or build
+            masks of a window over its keys, and their cache in slots is longer than the text.
         lasting (`bool`): Whether these facts hold for the next call too: not if the target itself could not run on two
             rows, as while hooks of this call set adapters for another number of rows.
     """
@@ -70,6 +77,7 @@ class TargetFacts:
     features: dict[int, tuple] = field(default_factory=dict)
     error: float = math.inf
     cache_name: str = "past_key_values"
+    reach: float = math.inf
     lasting: bool = True
 
     @classmethod
@@ -137,8 +145,9 @@ def facts_of(target) -> TargetFacts:
     # A forward wrapped or replaced later, in a module or its class, makes another target, and so does a hook.
     replaced = [vars(module)["forward"] for module in modules if "forward" in vars(module)]
     classes = [kind.forward for kind in {type(module) for module in modules}]
+    steps = [target.prepare_inputs_for_generation, target._update_model_kwargs_for_generation]
     hooks = _hooks_of(modules)
-    key += (_codes(target.forward), frozenset(_codes(*replaced, *classes, *hooks)))
+    key += (_codes(target.forward), frozenset(_codes(*steps, *replaced, *classes, *hooks)))
     key += (training, training and target.is_gradient_checkpointing)  # which drops the cache
     key += (torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),)
     if key not in known:
@@ -166,11 +175,13 @@ def facts_of(target) -> TargetFacts:
 def _hooks_of(modules: list) -> list:
     """
     The forward hooks of modules, without those of transformers, which only listen, and of PEFT, with which adapters
-    come and go from call to call.
+    come and go from call to call; an activated LoRA, which acts on the last tokens of a forward, counts.
     """
     kinds = [(module._forward_pre_hooks, module._forward_hooks) for module in modules]
     hooks = [hook for pair in kinds for some in pair for hook in some.values()]
-    return [hook for hook in hooks if not _module_of(hook).startswith(("peft.", "transformers."))]
+    counted = [bool(getattr(hook, "keywords", {}).get("alora_offsets")) for hook in hooks]
+    known = [_module_of(hook).startswith(("peft.", "transformers.")) for hook in hooks]
+    return [hook for hook, counts, skip in zip(hooks, counted, known) if counts or not skip]
 
 
 def _module_of(hook) -> str:
@@ -244,11 +255,14 @@ class _Trial:
         facts = self.facts
         facts.session_class = SlotSession
         for facts.trees in (True, False):
-            facts.error = self.error(padding=2)
+            facts.error = self.error(padding=2, reach=math.inf)
             if facts.error < EXACT:
                 break
         else:
             self.search()
+            if facts.session_class is SlotSession:
+                largest = max(EXACT, 2 * facts.error)
+                facts.reach = next((reach for reach in REACHES if self.error(0, reach) < largest), 0)
         if facts.session_class is not None:
             facts.features = self.features()
         return facts
@@ -280,11 +294,11 @@ class _Trial:
         facts.trees = facts.session_class is SlotSession  # so that a tree is tried
         facts.trees = facts.trees and self.error(padding=0) < CLOSE
 
-    def error(self, padding: int) -> float:
+    def error(self, padding: int, reach: float | None = None) -> float:
         """
         The largest relative error of logits and states after rolling back two rows, which keep different numbers of
         tokens; the second row starts with padding. NaN if the target itself gives NaN for rows with padding: there is
-        nothing to compare with.
+        nothing to compare with. With a `reach`, the cache looks as in a text of that length.
         """
         target, facts, device = self.target, self.facts, self.device
         vocab_size = target.config.get_text_config().vocab_size
@@ -299,7 +313,7 @@ class _Trial:
             watched = [target.get_submodule(name) for name in facts.moving]
             with isolated(target, watched) as own:
                 cache = empty_cache(own)
-                positions = _fed(own, tokens[:, :5], mask[:, :5], cache)[1]
+                positions = _prefilled(own, tokens[:, :5], mask[:, :5], cache)[1]
                 if not facts.session_class.takes(cache):
                     return math.inf
                 expected, states = _decoded(own, tokens, mask, kept.tolist())  # [2, 9, V]
@@ -309,6 +323,8 @@ class _Trial:
                 offset = first_positions(positions, 5, padded.tolist(), device, facts.counts_columns)
                 session = facts.open_session(own, cache, padded.tolist(), 32, offset, {})
                 start = 5 - padded
+                if reach is not None:
+                    _lengthen(session.cache, reach)
                 draft, path = _tree(block) if facts.trees else (Draft(block), None)
                 first = _verified(session, draft, start, kept, path)
                 errors = [
@@ -339,6 +355,23 @@ class _Trial:
             return {layer_id: tuple(features.shape) for layer_id, features in tap.captured.items()}
 
 
+def _lengthen(cache: SlotCache, length: float) -> None:
+    """Make a cache look as in a long text: attention gets more slots, and it reports more tokens."""
+    view, reported = int(min(length, LARGEST_VIEW)), int(min(length, LONGEST))
+
+    def lengthened(update):
+        def run(*args, **kwargs):
+            states = update(*args, **kwargs)
+            return tuple(nn.functional.pad(one, (0, 0, 0, view - one.shape[2])) for one in states)
+
+        return run
+
+    cache.__dict__.update(reserve=lambda used: setattr(cache, "view", view), get_seq_length=lambda *args: reported)
+    for layer in cache.layers:
+        if isinstance(layer, SlotLayer):
+            layer.__dict__.update(update=lengthened(layer.update), get_seq_length=lambda: reported)
+
+
 def _verified(session, draft: Draft, start, kept, path: torch.LongTensor | None = None) -> torch.Tensor:
     """Verify a draft, commit `kept` tokens of each row, and return the logits along the accepted path."""
     session.cache.reserve(int(start.max()) + draft.tokens.shape[1])
@@ -358,26 +391,37 @@ def _tree(block: torch.LongTensor) -> tuple[Draft, torch.LongTensor]:
     return Draft(tree.tokens, tree=tree), torch.tensor([[0, 2, 4]], device=block.device).expand(2, 3)
 
 
-def _fed(target, tokens, mask, cache, count: int | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Logits and positions of a forward over the last `count` (default: all) `tokens` `[2, S]`, as in `generate`."""
-    arguments = {cache_argument(target): cache, "use_cache": True}
-    if bool(mask.all()):
-        positions = torch.arange(tokens.shape[1], device=tokens.device)[None, -(count or 0) :]
-        return target(input_ids=tokens[:, -(count or 0) :], position_ids=positions, **arguments).logits, positions
+def _arguments(target, mask, cache) -> dict:
+    """The arguments of a forward after a prompt with this `mask` `[2, S]`, as in `generate`."""
+    arguments = {cache_argument(target): cache, "use_cache": True, "attention_mask": mask}
     if "position_ids" in inspect.signature(target.forward).parameters:
         arguments["position_ids"] = (mask.cumsum(dim=1) - 1).masked_fill(mask == 0, 0)
-    inputs = target.prepare_inputs_for_generation(
-        tokens, next_sequence_length=count, is_first_iteration=count is None, attention_mask=mask, **arguments
-    )
-    return target(**inputs, return_dict=True).logits, inputs.get("position_ids")
+    return arguments
+
+
+def _prefilled(target, tokens, mask, cache) -> tuple:
+    """The output for a prompt `[2, S]`, and its positions, as in `generate`."""
+    arguments = _arguments(target, mask, cache)
+    if bool(mask.all()):
+        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        inputs = {cache_argument(target): cache, "use_cache": True, "input_ids": tokens, "position_ids": positions}
+    else:
+        inputs = target.prepare_inputs_for_generation(tokens, is_first_iteration=True, **arguments)
+    return target(**inputs, return_dict=True), inputs.get("position_ids")
 
 
 def _decoded(target, tokens, mask, kept: list[int]):
     """Logits after each token from the sixth on, fed one by one as in `generate`, and each row's states over time."""
     cache, logits, states = empty_cache(target), [], {}
-    _fed(target, tokens[:, :5], mask[:, :5], cache)
+    arguments = _arguments(target, mask[:, :5], cache)
+    output = _prefilled(target, tokens[:, :5], mask[:, :5], cache)[0]
     for step in range(1, tokens.shape[1] - 4):
-        logits.append(_fed(target, tokens[:, : 5 + step], mask[:, : 5 + step], cache, count=1)[0])
+        arguments = target._update_model_kwargs_for_generation(output, arguments)
+        inputs = target.prepare_inputs_for_generation(
+            tokens[:, : 5 + step], next_sequence_length=1, is_first_iteration=False, **arguments
+        )
+        output = target(**inputs, return_dict=True)
+        logits.append(output.logits)
         rows = [row for row, count in enumerate(kept) if count == step]
         states |= {row: [state[row].clone() for state in recurrent_states(cache.layers)] for row in rows}
     return torch.cat(logits, dim=1), states

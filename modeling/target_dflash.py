@@ -42,7 +42,11 @@ def methods_of(target) -> set[FunctionType]:
 def running_device(module: nn.Module) -> torch.device:
     """The device of a module's weight, or, where accelerate has offloaded it, the one it is fetched to."""
     device = module.weight.device
-    return torch.device(module._hf_hook.execution_device) if device.type == "meta" else device
+    if device.type != "meta":
+        return device
+    if not hasattr(module, "_hf_hook"):
+        raise ValueError(f"A {type(module).__name__} is on the meta device, without values: load the model first.")
+    return torch.device(module._hf_hook.execution_device)
 
 
 def input_device(target) -> torch.device:
@@ -163,6 +167,12 @@ def check_pair(target, draft_config) -> None:
         raise ValueError(
             f"{name} has no language-model head, which the drafter needs; load it with `AutoModelForCausalLM`."
         )
+    for part, module in (("embedding", target.get_input_embeddings()), ("head", target.get_output_embeddings())):
+        if not hasattr(module, "weight"):
+            raise ValueError(
+                f"The {part} of {name} is a {type(module).__name__} without a weight, but a drafter shares it: put a "
+                "single layer in its place, or call `generate` without `assistant_model`."
+            )
     rows, width = target.get_input_embeddings().weight.shape
     head_width = getattr(target.get_output_embeddings(), "in_features", width)
     if head_width != width:

@@ -1,0 +1,178 @@
+"""What a target reads besides ids, masks and positions, and when: the text is its own all the same."""
+
+import types
+
+import pytest
+import torch
+from support.pairs import make_draft, make_target
+from support.rows import ragged_prompts
+from support.scripted_text import PROMPT, drafted, drafter, text
+from support.tiny_models import tiny_model
+from transformers import AutoModelForCausalLM, DynamicCache, GPTNeoConfig, MaxLengthCriteria, StoppingCriteriaList
+
+from dflash_hf.modeling.probe_dflash import facts_of
+
+
+def long_prompt(length: int) -> torch.Tensor:
+    return torch.randint(2, 85, (1, length), generator=torch.Generator().manual_seed(3))
+
+
+def windowed():
+    """GPT-Neo, which takes the places of queries, and of a window of 256, from the number of its keys."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_layers": 4, "num_heads": 4, "vocab_size": 96, "max_position_embeddings": 512}
+    special = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+    config = GPTNeoConfig(attention_types=[[["global", "local"], 2]], **sizes, **special)
+    target = AutoModelForCausalLM.from_config(config).double().eval().requires_grad_(False)
+    for parameter in target.parameters():
+        if parameter.dim() > 1:
+            parameter.mul_(20)
+    return target, 300, 256
+
+
+def tempered():
+    """Llama 4, which takes positions for a temperature from the length that a cache reports."""
+    scale = {"floor_scale": 4096, "attn_temperature_tuning": True, "attn_scale": 3.0}
+    target = tiny_model("llama4_text", no_rope_layers=[1, 0, 1, 0], max_position_embeddings=8192, **scale).double()
+    target.config._experts_implementation = "eager"
+    return target, 4080, 1024
+
+
+@pytest.mark.parametrize("made", [windowed, tempered])
+def test_a_long_text_of_a_target_that_reads_the_length_of_its_cache(made):
+    target, length, reach = made()
+    assert facts_of(target).reach == reach
+    draft, prompt = make_draft(target), long_prompt(length)
+    written, lengths = text(target, draft, prompt)
+    assert written == text(target, prompt=prompt)[0] and lengths == [[]]
+    assert text(target, draft, prompt[:, :20])[1] != [[]]
+
+
+class Halved:
+    def prepare_inputs_for_generation(self, *args, **kwargs):
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        inputs["position_ids"] = inputs["position_ids"] // 2
+        return inputs
+
+
+class Shifted:
+    def _update_model_kwargs_for_generation(self, *args, **kwargs):
+        arguments = super()._update_model_kwargs_for_generation(*args, **kwargs)
+        arguments["position_ids"] = arguments["position_ids"] + 1
+        return arguments
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("own", [Halved, Shifted])
+def test_inputs_that_a_target_prepares_in_its_own_way(own, rows):
+    target = make_target()
+    drafted(target, drafter(target))
+    target.__class__ = type("Target", (own, type(target)), {})
+    prompt = ragged_prompts(rows)[0]
+    options = {"prompt": prompt["input_ids"], "attention_mask": prompt["attention_mask"]}
+    assert text(target, make_draft(target), **options)[0] == text(target, **options)[0]
+
+
+def test_a_method_of_the_target_alone_replaced_between_two_calls():
+    target = make_target()
+    draft, upstream = drafter(target), target.prepare_inputs_for_generation
+    drafted(target, draft)
+
+    def doubled(self, *args, **kwargs):
+        inputs = upstream(*args, **kwargs)
+        inputs["position_ids"] = inputs["position_ids"] * 2
+        return inputs
+
+    target.prepare_inputs_for_generation = types.MethodType(doubled, target)
+    assert text(target, draft)[0] == text(target)[0]
+    del target.prepare_inputs_for_generation
+    drafted(target, draft)
+
+
+def test_virtual_tokens_before_padding_after_a_call_of_the_base():
+    from peft import PromptTuningConfig, get_peft_model
+
+    target, prompts = make_target(), ragged_prompts(3)[0]
+    options = {"prompt": prompts["input_ids"], "attention_mask": prompts["attention_mask"]}
+    draft = make_draft(target)
+    text(target, draft, **options)
+    tuned = get_peft_model(target, PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")).eval()
+
+    def written(**more):
+        return tuned.generate(**prompts, max_new_tokens=24, do_sample=False, **more).tolist()
+
+    assert written(assistant_model=draft) == written()
+
+
+def test_an_activated_lora_after_a_plain_one():
+    from peft import LoraConfig, get_peft_model
+
+    target = make_target()
+    draft, more = make_draft(target, block_size=8), {"r": 4, "task_type": "CAUSAL_LM", "init_lora_weights": False}
+    tuned = get_peft_model(target, LoraConfig(**more), adapter_name="plain")
+    tuned.add_adapter("activated", LoraConfig(alora_invocation_tokens=PROMPT[0, -2:].tolist(), **more))
+    tuned.eval()
+    for name in ("plain", "activated", "plain"):
+        tuned.set_adapter(name)
+        written = [
+            tuned.generate(PROMPT, max_new_tokens=24, do_sample=False, assistant_model=one).tolist()
+            for one in (None, draft)
+        ]
+        assert written[0] == written[1], name
+
+
+class Forgetful(DynamicCache):
+    def update(self, *args, **kwargs):
+        keys, values = super().update(*args, **kwargs)
+        values = values.clone()
+        values[:, :, :3] = 0
+        return keys, values
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_cache_that_does_more_than_hold(rows):
+    target, prompt = make_target(), ragged_prompts(rows)[0]
+    options = {"prompt": prompt["input_ids"], "attention_mask": prompt["attention_mask"]}
+    expected = text(target, past_key_values=Forgetful(config=target.config), **options)[0]
+    try:
+        assert (
+            text(target, make_draft(target), past_key_values=Forgetful(config=target.config), **options)[0] == expected
+        )
+    except ValueError as error:
+        assert "past_key_values" in str(error) and "Forgetful" in str(error)
+
+
+class SoftLimit(MaxLengthCriteria):
+    """Ends a text later than it says."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return super().__call__(input_ids[:, 30:], scores, **kwargs)
+
+
+@pytest.mark.parametrize("settings", [{}, {"block_size": 3}, {"tree_nodes": 10}])
+def test_a_limit_that_does_not_end_every_text(settings):
+    target = make_target()
+    draft = make_draft(target, block_size=6)
+    for name, value in {"block_size": None, **settings}.items():
+        setattr(draft.decoding_config, name, value)
+    options = {"max_new_tokens": 60, "stopping_criteria": StoppingCriteriaList([SoftLimit(20)])}
+    written = text(target, **options)[0]
+    assert text(target, draft, **options)[0] == written
+
+
+def test_what_cannot_be_used_is_named():
+    target = make_target()
+    draft = make_draft(target)
+    for name, value in (("generators", 3), ("costs", 5)):
+        setattr(draft.decoding_config, name, value)
+        with pytest.raises(ValueError, match=f"decoding_config.{name}={value} must be"):
+            text(target, draft, do_sample=True)
+        setattr(draft.decoding_config, name, None)
+    draft.decoding_config = {"block_size": 4}
+    with pytest.raises(ValueError, match="must be a DFlashDecodingConfig"):
+        text(target, draft)
+    with pytest.raises(ValueError, match="meta device"):
+        text(target, make_draft(target).to("meta"))
+    target.lm_head = torch.nn.Sequential(target.lm_head, torch.nn.Identity())
+    with pytest.raises(ValueError, match="The head of target .* is a Sequential without a weight"):
+        text(target, make_draft(make_target()))
