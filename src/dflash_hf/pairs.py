@@ -131,13 +131,21 @@ def draft_config_of(name: str, loading: Loading):
 
 
 def loaded(model, target) -> tuple:
-    """Drafter, in fp32 for training, and target; each is loaded if given as a folder or Hub name."""
+    """
+    Drafter, in fp32 for training, and target; each is loaded if given as a folder or Hub name.
+
+    Raises:
+        `ValueError`: the model is no drafter.
+    """
     import torch
 
     from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 
     if isinstance(model, str | Path):
         model = DFlashDraftModel.from_pretrained(model, dtype=torch.float32)
+    model = getattr(model, "_orig_mod", model)  # of `torch.compile`, whose names would be saved
+    if not hasattr(getattr(model, "config", None), "target_hidden_size"):
+        raise ValueError(f"model is a {type(model).__name__}; pass the drafter (`DFlashDraftModel`), then its target.")
     if isinstance(target, str | Path):
         target = _whole(target, f"target {target}", dtype="auto")
     return model, target

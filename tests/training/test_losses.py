@@ -287,9 +287,10 @@ def test_figures_written_out_by_hand():
             "accuracy_1": 2 / 3,
             "accuracy_2": 2 / 3,
             "accuracy_3": 2 / 2,
-            # Given that the slots before are right; no block gets to slot 3.
+            # Given that the slots before are right; no block gets to slot 3, and its metric is there all the same.
             "acceptance_1": 2 / 3,
             "acceptance_2": 1 / 2,
+            "acceptance_3": 0.0,
             # Accepted prefixes 1, 0 and 2. The product of marginal accuracies would give 2/3 + 4/9 + 4/9 + 1.
             "simulated_tau": (1 + 0 + 2) / 3 + 1,
         }

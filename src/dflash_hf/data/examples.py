@@ -39,26 +39,43 @@ def check_examples(dataset) -> None:
         dataset (`Sequence[dict]`): Rows with `input_ids` and `loss_mask`.
 
     Raises:
-        `ValueError`: a row lacks a column, its two lists differ in length, or its loss mask is all zeros.
+        `ValueError`: there are no rows, or [`check_example`] rejects one.
     """
+    if len(dataset) == 0:
+        raise ValueError("A dataset has no rows; give at least one to train or evaluate on.")
     for index in range(len(dataset)):
-        example = dataset[index]
-        missing = {"input_ids", "loss_mask"} - set(example)
-        if missing:
-            raise ValueError(
-                f"Row {index} has no column {sorted(missing)}, only {sorted(example)}; `make_example(prompt_ids, "
-                "response_ids)` makes both."
-            )
-        num_ids, num_mask = len(example["input_ids"]), len(example["loss_mask"])
-        if num_ids != num_mask:
-            raise ValueError(
-                f"Row {index} has {num_ids} input_ids but {num_mask} loss_mask entries; give one entry per token."
-            )
-        if not any(example["loss_mask"]):
-            raise ValueError(
-                f"Row {index} has a loss_mask of zeros only ({num_mask} tokens): the response is missing or was cut "
-                "off; leave the row out, or allow more tokens."
-            )
+        check_example(dataset[index], f"Row {index}")
+
+
+def check_example(example: dict, name: str) -> None:
+    """
+    Raises:
+        `ValueError`: a row lacks a column, its two lists differ in length, or its loss mask is not of zeros and ones,
+            or of zeros only. The message calls it `name`.
+    """
+    missing = {"input_ids", "loss_mask"} - set(example)
+    if missing:
+        raise ValueError(
+            f"{name} has no column {sorted(missing)}, only {sorted(example)}; `make_example(prompt_ids, "
+            "response_ids)` makes both."
+        )
+    num_ids, mask = len(example["input_ids"]), torch.as_tensor(example["loss_mask"])
+    if num_ids != len(mask):
+        raise ValueError(
+            f"{name} has {num_ids} input_ids but {len(mask)} loss_mask entries; give one entry per token."
+        )
+    if not ((mask == 0) | (mask == 1)).all():
+        raise ValueError(f"{name} has a loss_mask of {mask.unique().tolist()[:3]}; it must hold zeros and ones only.")
+    if not mask.any():
+        raise ValueError(
+            f"{name} has a loss_mask of zeros only ({len(mask)} tokens): the response is missing or was cut off; "
+            "leave the row out, or allow more tokens."
+        )
+
+
+def has_rows(dataset) -> bool:
+    """Whether rows of a dataset can be read by number: not those of a stream, which may have a length."""
+    return hasattr(dataset, "__len__") and not isinstance(dataset, torch.utils.data.IterableDataset)
 
 
 def pack(examples: Iterable[dict], max_length: int) -> Iterator[dict]:
@@ -109,6 +126,8 @@ class DFlashCollator:
     pad_token_id: int = 0
 
     def __call__(self, examples: list[dict]) -> dict[str, torch.LongTensor]:
+        for example in examples:  # those of streams, and of `evaluate(dataset)`, were never checked
+            check_example(example, "A row of a batch")
         lengths = [len(example["input_ids"]) for example in examples]
         batch = {
             "input_ids": padded([example["input_ids"] for example in examples], self.pad_token_id),

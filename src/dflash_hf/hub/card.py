@@ -122,7 +122,8 @@ def training_facts(arguments) -> dict:
     """The training arguments that the card lists, if they are set."""
     absent = (None, False, "", -1)  # -1: `max_steps` if epochs set the length
     unused = ("num_train_epochs", "lr_scheduler_type") if arguments.max_minutes else ()
-    names = [one.name for one in fields(arguments) if one.metadata.get("on_card") and one.name not in unused]
+    own = [one.name for one in fields(arguments) if getattr(one.metadata.get("help"), "on_card", False)]
+    names = [name for name in own if name not in unused]
     values = {**arguments.to_dict(), "world_size": arguments.world_size}
     return {name: values[name] for name in (*names, *_OF_UPSTREAM) if values[name] not in absent}
 
@@ -138,16 +139,16 @@ def save_training_facts(folder: str | Path, target, arguments, measured: dict) -
         measured (`dict`): More rows of the training table, such as the number of optimizer steps.
     """
     path = Path(folder) / FACTS_FILE
-    known, origin = _read_json(path), _origin(target)
-    if origin:
-        known = {**known, "base_model_revision": None, **origin}
+    known, named = _read_json(path), origin(target)
+    if named:
+        known = {**known, "base_model_revision": None, **named}
     known["training"] = {**training_facts(arguments), **measured}
     known = {name: value for name, value in known.items() if value}
     write_json(path, known)
     return path
 
 
-def _origin(target) -> dict[str, str]:
+def origin(target) -> dict[str, str]:
     """The repository and commit that a target was loaded from; empty for a local folder."""
     name = target.name_or_path
     if not name or Path(name).exists() or not is_repository_id(name):

@@ -40,8 +40,9 @@ def add_adapter(draft: DFlashDraftModel, peft_config):
             raise ValueError(f"peft_config={peft_config} is not a PEFT configuration: {error}") from error
     if not isinstance(peft_config, peft.PeftConfig):
         raise ValueError(f"peft_config={peft_config!r} must be a PEFT configuration, such as LoraConfig, or a dict.")
+    peft_config = copy.copy(peft_config)
+    peft_config.task_type = None  # a drafter is no model of a task, and has no method of theirs
     if getattr(peft_config, "target_modules", TARGET_MODULES) is None:
-        peft_config = copy.copy(peft_config)
         peft_config.target_modules = TARGET_MODULES
     return peft.get_peft_model(draft, peft_config)
 

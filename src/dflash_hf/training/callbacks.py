@@ -18,9 +18,9 @@ logger = logging.get_logger(__name__)
 class DecodingCallback(TrainerCallback):
     """
     Decodes a few prompts with the current drafter, at each evaluation and every `decode_steps` steps, and logs `tau`,
-    `speedup` and `lossless` (the share of outputs that are the target's own). At an evaluation they are also metrics
-    (`eval_tau`, ...), so that `metric_for_best_model="tau"` with `load_best_model_at_end=True` keeps the best drafter;
-    its report is saved next to the weights.
+    `speedup` and `lossless` (the share of outputs that are the target's own). At an evaluation, of whatever dataset,
+    they are also metrics (`eval_tau`, ...), so that `metric_for_best_model="tau"` with `load_best_model_at_end=True`
+    keeps the best drafter; its report is saved next to the weights.
 
         trainer.add_callback(DecodingCallback(trainer, prompts))
 
@@ -57,6 +57,11 @@ class DecodingCallback(TrainerCallback):
             raise ValueError(
                 "DecodingCallback decodes on one process, but FSDP or DeepSpeed shard the drafter over several: "
                 "leave the callback out, and run `dflash eval` on the saved checkpoints."
+            )
+        if any(parameter.is_meta for parameter in trainer.target.parameters()):
+            raise ValueError(
+                "DecodingCallback decodes with the target, whose layers were dropped: leave the callback out, or load "
+                "the target whole."
             )
         if decode_steps is not None and decode_steps < 1:
             raise ValueError(f"decode_steps={decode_steps} must be at least 1; None decodes at evaluations only.")

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from transformers.utils import logging
 
 from dflash_hf.data.encode import digests_of_tokenizer
-from dflash_hf.data.examples import DFlashCollator
+from dflash_hf.data.examples import DFlashCollator, check_examples
 from dflash_hf.files import atomic, differences, locked, write_json
 from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.target import check_logits, digest_of_target, target_forward
@@ -156,10 +156,13 @@ def store_features(
         say: Called with the size before anything is computed.
 
     Raises:
-        `ValueError`: the folder holds other features, another process is storing there, the disk is too small, or
-            states are requested from a target whose logits are not its head's output.
+        `ValueError`: an example cannot be trained on, the folder holds other features, another process is storing
+            there, the disk is too small, or states are requested from a target whose logits are not its head's output.
     """
     folder = Path(folder)
+    check_examples(examples)
+    if "document_ids" in examples[0]:
+        raise ValueError("The examples are packed, and features are stored by example: leave out packing.")
     if manifest.states:
         check_logits(target)
     with locked(folder):
@@ -344,7 +347,9 @@ def manifests_of(folders: str | Sequence[str] | None) -> dict[str, FeatureManife
 
 
 def parts_of(dataset) -> list:
-    """The parts of a concatenated dataset; otherwise the dataset itself."""
+    """The parts of a concatenated dataset, or of a subset of it; otherwise the dataset itself."""
+    while isinstance(dataset, torch.utils.data.Subset):
+        dataset = dataset.dataset
     return dataset.datasets if isinstance(dataset, torch.utils.data.ConcatDataset) else [dataset]
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from dflash_hf.data.examples import has_rows
 from dflash_hf.terminal import DetailedError
 from dflash_hf.training.features import StoredFeatures, parts_of
 from dflash_hf.training.whole import checkpoints_of
@@ -99,7 +100,7 @@ class FiniteGuard:
 
     def _number_of(self, ids: list[int]) -> int | None:
         rows = self.trainer.train_dataset
-        if not hasattr(rows, "__len__") or isinstance(parts_of(rows)[0], StoredFeatures):  # a stream, or slow to read
+        if not has_rows(rows) or isinstance(parts_of(rows)[0], StoredFeatures):  # a stream, or slow to read
             return None
         return next((i for i in range(len(rows)) if list(rows[i]["input_ids"]) == ids), None)
 

@@ -393,7 +393,8 @@ def statistics_to_metrics(sums: torch.Tensor, has_head: bool = False) -> dict[st
     `accuracy_k` of slot `k`; `acceptance_k`, the same given that all slots before `k` are correct, as in verification;
     `simulated_tau`, the mean over blocks of the accepted prefix plus the bonus token. A block cut short by the end of
     its response counts with its remaining tokens. If a head depends on other tokens (`has_head`), also
-    `simulated_tau_argmax`, the value that each slot's argmax without the head would reach. Empty without blocks.
+    `simulated_tau_argmax`, the value that each slot's argmax without the head would reach. 0 for a slot that no block
+    reached; empty without blocks.
     """
     accepted_alone, blocks, loss, normalizer = sums[-4:].tolist()
     if blocks == 0:
@@ -405,8 +406,7 @@ def statistics_to_metrics(sums: torch.Tensor, has_head: bool = False) -> dict[st
         metrics["simulated_tau_argmax"] = accepted_alone / blocks + 1
     for name, hits, totals in (("accuracy", correct, counted), ("acceptance", accepted, reached)):
         for slot, total in enumerate(totals, start=1):
-            if total:
-                metrics[f"{name}_{slot}"] = hits[slot - 1] / total
+            metrics[f"{name}_{slot}"] = hits[slot - 1] / total if total else 0.0
     return metrics
 
 

@@ -112,13 +112,16 @@ def describe_run(recipe, args, target, draft, encoder, dataset) -> dict:
         **digests_of_tokenizer(encoder.tokenizer),
         "chat_template_kwargs": encoder.chat_template_kwargs,
         **shape,
-        **{one.name: getattr(recipe, one.name) for one in fields(recipe) if one.metadata.get("of_run")},
-        **{one.name: getattr(args, one.name) for one in fields(args) if one.metadata.get("of_run")},
+        **{one.name: getattr(keys, one.name) for keys in (recipe, args) for one in fields(keys) if _is_of_run(one)},
         **{name: getattr(args, name) for name in _OF_UPSTREAM},
         "batch (per_device_train_batch_size * gradient_accumulation_steps * processes)": batch,
     }
     described = {"target": recipe.target, "settings": settings}
     return json.loads(json.dumps(described, default=str), parse_constant=str)  # JSON has no infinity
+
+
+def _is_of_run(option) -> bool:
+    return getattr(option.metadata.get("help"), "of_run", False)
 
 
 def read_run(folder: Path) -> dict | None:

@@ -14,14 +14,16 @@ from transformers import PreTrainedModel, ProgressCallback, Trainer
 from transformers.trainer_utils import rotate_checkpoints
 from transformers.utils import logging
 
-from dflash_hf.data.examples import DFlashCollator, check_examples
-from dflash_hf.hub.card import CardFacts, render_card
+from dflash_hf.data.examples import DFlashCollator, check_examples, has_rows
+from dflash_hf.evaluation.measure import EvalReport
+from dflash_hf.hub.card import CardFacts, origin, render_card
 from dflash_hf.modeling.cache_dflash import additive
 from dflash_hf.pairs import loaded
 from dflash_hf.target import (
     TargetOutput,
     check_fit,
     check_logits,
+    digest_of_parameters,
     freeze,
     packed_masks,
     target_forward,
@@ -64,6 +66,13 @@ from dflash_hf.training.training_args import DFlashTrainingArguments
 logger = logging.get_logger(__name__)
 
 _EVALUATION_STEP = -1  # evaluation draws the same anchors every time
+# Arguments of upstream's Trainer that this one would ignore, and why.
+_REFUSED = {
+    "compute_loss_func": "loss_type and draft_config choose the loss",
+    "compute_metrics": "a drafter's metrics are computed without gathering its logits",
+    "preprocess_logits_for_metrics": "a drafter's metrics are computed without gathering its logits",
+    "model_init": "pass the drafter as `model`, and build a trainer for each trial of a search",
+}
 
 
 class DFlashTrainer(Trainer):
@@ -86,14 +95,15 @@ class DFlashTrainer(Trainer):
         data_collator: Default: [`~dflash_hf.data.examples.DFlashCollator`].
         peft_config (`PeftConfig` or `dict`): Train an adapter on the drafter, see
             [`~dflash_hf.training.adapters.add_adapter`]; `merge_and_unload` merges both into a plain drafter.
-        kwargs: Any other argument of `Trainer`.
+        kwargs: Other arguments of `Trainer`, such as `callbacks` and `optimizers`; not its own losses and metrics.
 
     Attributes:
         eval_report ([`~dflash_hf.evaluation.measure.EvalReport`], *optional*): The result of decoding with the current
             weights; dropped when they change.
 
     Raises:
-        `ValueError`: drafter and target do not fit, or a dataset has rows that cannot be trained on.
+        `ValueError`: drafter and target do not fit, a dataset has rows that cannot be trained on, or an argument does
+            not apply to drafters.
     """
 
     collator: type[DFlashCollator] = DFlashCollator
@@ -113,8 +123,15 @@ class DFlashTrainer(Trainer):
             args = DFlashTrainingArguments(output_dir="dflash_draft")
         if not isinstance(args, DFlashTrainingArguments):
             raise ValueError(f"args is a {type(args).__name__}; pass `DFlashTrainingArguments` with the same fields.")
+        check_others(args, kwargs)
         model, target = loaded(model, target)
         check_fit(model.config, target)
+        if args.push_to_hub and not origin(target):
+            raise ValueError(
+                f"push_to_hub=True publishes a card, which names the target's repository, but the target was loaded "
+                f"from {target.name_or_path or 'no folder'!r}: leave it out, and publish the saved drafter with "
+                "`dflash publish FOLDER REPO --base-model TARGET`."
+            )
         eval_datasets = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
         for dataset in (train_dataset, *eval_datasets):
             if dataset is not None:
@@ -123,6 +140,11 @@ class DFlashTrainer(Trainer):
             pad_token_id = target.config.get_text_config().pad_token_id
             data_collator = self.collator(0 if pad_token_id is None else pad_token_id)
         prepare_draft(model, args, peft_config)
+        if args.max_minutes is not None and train_dataset is not None and not hasattr(train_dataset, "__len__"):
+            raise ValueError(
+                f"max_minutes={args.max_minutes:g} cannot be used with a stream, whose passes have no length: set "
+                "max_steps instead, or pass a dataset with a length."
+            )
         super().__init__(
             model=model if peft_config is None else add_adapter(model, peft_config),
             args=args,
@@ -153,7 +175,8 @@ class DFlashTrainer(Trainer):
         self.pace: Pace | None = None  # of `max_minutes`
         self.reserved_seconds = 0.0  # part of it reserved for work before and after training
         self.finite, self.saves_aside = FiniteGuard(self), False
-        self.eval_report, self.steps_of_weights = None, None  # steps: if the best weights were reloaded
+        self._report: tuple[EvalReport | None, str] = (None, "")
+        self.steps_of_weights: int | None = None  # if the best weights were reloaded
         self.add_callback(WeightsHaveFigures(self))
         bars = any(type(one) is ProgressCallback for one in self.callback_handler.callbacks)
         watched = sys.stdout.isatty()
@@ -173,6 +196,17 @@ class DFlashTrainer(Trainer):
         if self.draft_ids is not None:
             self.drafted_ids = draft.target_ids(torch.arange(len(draft.d2t)))
 
+    @property
+    def eval_report(self) -> EvalReport | None:
+        """The last report, if the drafter still has the weights that it was measured with."""
+        report, digest = self._report
+        same = report is not None and digest == digest_of_parameters(self.draft.named_parameters())
+        return report if same else None
+
+    @eval_report.setter
+    def eval_report(self, report: EvalReport | None) -> None:
+        self._report = report, digest_of_parameters(self.draft.named_parameters())
+
     def create_scheduler(self, num_training_steps: int, optimizer=None):
         """As upstream, or over time with `max_minutes`."""
         if self.args.max_minutes is None or self.lr_scheduler is not None:
@@ -187,7 +221,7 @@ class DFlashTrainer(Trainer):
 
     def check_dataset(self, dataset, args, draft_config, target) -> None:
         """Reject rows that cannot be trained on, see [`~dflash_hf.data.examples.check_examples`]."""
-        if hasattr(dataset, "__len__"):
+        if has_rows(dataset):
             check_examples(dataset)
 
     @property
@@ -215,6 +249,8 @@ class DFlashTrainer(Trainer):
         # 2. Blocks of B slots at A anchors: [anchor, MASK, ..., MASK].
         blocks = self.build_blocks(inputs, label_ids)
         noise = self.draft.embed(self.target, blocks.input_ids)  # [N, A*B, H]
+        if args.gradient_checkpointing and model.training:
+            noise.requires_grad_()  # reentrant checkpoints take their parameters' gradients from their inputs'
 
         # 3. One pass of the drafter over [context | blocks].
         hidden = model(
@@ -365,6 +401,11 @@ class DFlashTrainer(Trainer):
         if self.clock is None:
             self.clock = time.perf_counter()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        for batch in batches[:1]:
+            if missing := {"input_ids", "attention_mask", "loss_mask"} - set(batch):
+                raise ValueError(
+                    f"data_collator returns {sorted(batch)} without {sorted(missing)}; see DFlashCollator."
+                )
         self.finite.of_this_step = batches
         total = torch.zeros((), device=device)
         for batch in batches:
@@ -408,6 +449,7 @@ class DFlashTrainer(Trainer):
     ):
         """As upstream, with the metrics of the training log, each over all tokens or blocks of the dataset."""
         self.eval_statistics = self.no_statistics()
+        self.target.eval()  # it may have been trained in between
         with self.off_the_clock():
             output = super().evaluation_loop(dataloader, description, True, ignore_keys, metric_key_prefix)
         for name, value in statistics_to_metrics(self.eval_statistics, self.has_head).items():
@@ -416,7 +458,7 @@ class DFlashTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As upstream; a line of the training loss also gets the metrics since the previous line."""
-        if "loss" in logs:
+        if "loss" in logs and self.clock is not None:
             metrics = statistics_to_metrics(self.accelerator.reduce(self.train_statistics, "sum"), self.has_head)
             tokens = self.accelerator.reduce(self.train_tokens, "sum").item()
             metrics["tokens_per_second"] = tokens / (time.perf_counter() - self.clock)
@@ -456,7 +498,8 @@ class DFlashTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """As upstream, from a complete checkpoint of this drafter; `True` is the last complete checkpoint."""
         checkpoint = checkpoint_of(resume_from_checkpoint, self.args.output_dir, self.draft_config)
-        if hasattr(self.train_dataset, "__len__") and len(self.train_dataset):
+        freeze(self.target)  # it may have been trained in between
+        if has_rows(self.train_dataset):
             said = warning_of(self.args, self.draft_config, self.target.config, self.train_dataset[0])
             if said:
                 logger.warning(said)
@@ -530,6 +573,20 @@ class DFlashTrainer(Trainer):
         (folder / "README.md").write_text(str(card), encoding="utf-8")
 
 
+def check_others(args, kwargs: dict) -> None:
+    """
+    Raises:
+        `ValueError`: an argument of upstream's Trainer would be ignored, or cannot apply.
+    """
+    for name in _REFUSED.keys() & {name for name, value in kwargs.items() if value is not None}:
+        raise ValueError(f"{name} does not apply to DFlashTrainer: {_REFUSED[name]}.")
+    if args.max_minutes is not None and (kwargs.get("optimizers") or (None, None))[1] is not None:
+        raise ValueError(
+            f"max_minutes={args.max_minutes:g} sets the learning rate over time: leave the scheduler out of "
+            "`optimizers`, or train by steps."
+        )
+
+
 def prepare_draft(model, args, peft_config) -> None:
     """
     Choose which parameters of a drafter are trained, in which dtype.
@@ -538,6 +595,7 @@ def prepare_draft(model, args, peft_config) -> None:
         `ValueError`: its head cannot be trained as `args.head_only` says.
     """
     config = model.config
+    model.main_input_name = "input_ids"  # of a batch, by which upstream counts tokens
     if (args.bf16 or args.fp16) and model.dtype in (torch.bfloat16, torch.float16):
         logger.info(f"The drafter's {model.dtype} weights are trained in fp32, with autocast.")
         model.float()
@@ -564,6 +622,11 @@ def choose_parameters(model, head_only: bool, peft_config) -> None:
     head = model.config.head
     with torch.device("meta"):
         modules = head.modules(model.config)
+    if not any(parameter.requires_grad for parameter in model.parameters()) and not head_only and peft_config is None:
+        raise ValueError(
+            "No parameter of the drafter is trained: call `model.requires_grad_(True)`; to go on with an adapter, "
+            "load it with `peft.PeftModel.from_pretrained(draft, folder, is_trainable=True)`."
+        )
     if head_only:
         if not modules or peft_config is not None:
             raise ValueError(

@@ -17,6 +17,7 @@ _OFF = {
     "remove_unused_columns": "would drop `input_ids` and `loss_mask`, which the drafter's forward does not take",
     "logging_nan_inf_filter": "hides losses that are not finite, at which training stops",
     "label_smoothing_factor": "is not part of this loss",
+    "neftune_noise_alpha": "adds noise to an input embedding, which a drafter does not have",
 }
 
 
@@ -30,10 +31,17 @@ def key(help: str, default=None, of_run: bool = False, on_card: bool = False):
         of_run (`bool`): Whether a run must resume with the same value, see `run_file`.
         on_card (`bool`): Whether the model card lists it if it is set.
     """
-    metadata = {"help": help, "of_run": of_run, "on_card": on_card}
+    metadata = {"help": Help(help)}
+    metadata["help"].of_run, metadata["help"].on_card = of_run, on_card
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+class Help(str):
+    """The help of an option, and where else the option counts: `HfArgumentParser` takes no other metadata."""
+
+    of_run = on_card = False
 
 
 @dataclass

@@ -1,0 +1,233 @@
+"""What people do with any `Trainer`: it is done, or refused in one sentence."""
+
+import pytest
+import torch
+from support.pairs import make_draft, make_target
+from support.rows import counting_rows
+from support.runs import BLOCK
+from transformers import HfArgumentParser, TrainerCallback
+from transformers.trainer_utils import IntervalStrategy
+
+from dflash_hf.evaluation.report import REPORT_FILE
+from dflash_hf.training.callbacks import DecodingCallback
+from dflash_hf.training.features import FeatureManifest, StoredFeatures, parts_of, store_features
+from dflash_hf.training.trainer import DFlashTrainer
+from dflash_hf.training.training_args import DFlashTrainingArguments
+
+
+def make_trainer(folder, draft=None, target=None, rows=None, kwargs=None, eval_dataset=None, **arguments):
+    """A short run, with further `kwargs` of the trainer, and `arguments` of its arguments."""
+    fields = {"per_device_train_batch_size": 2, "num_anchors": 6, "max_steps": 1, "logging_steps": 1}
+    quiet = {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True, "output_dir": str(folder)}
+    target = make_target() if target is None else target
+    draft = make_draft(target, block_size=BLOCK) if draft is None else draft
+    rows = counting_rows(8) if rows is None else rows
+    args = DFlashTrainingArguments(**{**fields, **quiet, **arguments})
+    return DFlashTrainer(draft, target, args, rows, eval_dataset, **(kwargs or {}))
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+class StreamOfKnownLength(Stream):
+    def __len__(self):
+        return len(self.rows)
+
+
+def changed(**columns):
+    return [{**row, **columns} for row in counting_rows(8)]
+
+
+def test_a_parser_of_arguments_takes_ours(tmp_path):
+    """As every script of transformers does."""
+    parser = HfArgumentParser(DFlashTrainingArguments)
+    (args,) = parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), "--num_anchors", "7", "--use_cpu"])
+    assert args.num_anchors == 7 and args.save_strategy == IntervalStrategy.STEPS
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("compute_loss_func", lambda outputs, labels, num_items_in_batch=None: 0),
+        ("compute_metrics", lambda prediction: {}),
+        ("preprocess_logits_for_metrics", lambda logits, labels: logits),
+        ("model_init", lambda: None),
+    ],
+)
+def test_arguments_that_would_be_ignored_are_refused(name, value, tmp_path):
+    with pytest.raises(ValueError, match=f"{name} does not apply to DFlashTrainer"):
+        make_trainer(tmp_path, kwargs={name: value})
+
+
+def test_a_scheduler_beside_a_limit_of_time_is_refused(tmp_path):
+    draft = make_draft(make_target())
+    optimizer = torch.optim.SGD(draft.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    with pytest.raises(ValueError, match="max_minutes=0.1 sets the learning rate over time"):
+        make_trainer(tmp_path, kwargs={"optimizers": (optimizer, scheduler)}, max_steps=-1, max_minutes=0.1)
+
+
+def test_noise_on_embeddings_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="neftune_noise_alpha=5.0 adds noise"):
+        make_trainer(tmp_path, neftune_noise_alpha=5.0)
+
+
+def test_the_target_in_place_of_the_drafter(tmp_path):
+    target = make_target()
+    with pytest.raises(ValueError, match="model is a Qwen3ForCausalLM; pass the drafter"):
+        make_trainer(tmp_path, draft=target, target=target)
+
+
+def test_a_drafter_of_which_nothing_is_trained(tmp_path):
+    target = make_target()
+    with pytest.raises(ValueError, match="No parameter of the drafter is trained"):
+        make_trainer(tmp_path, draft=make_draft(target).requires_grad_(False), target=target)
+
+
+def test_a_card_needs_the_name_of_the_target_before_training(tmp_path):
+    with pytest.raises(ValueError, match="push_to_hub=True publishes a card, which names the target"):
+        make_trainer(tmp_path, push_to_hub=True, hub_model_id="me/drafter")
+
+
+@pytest.mark.parametrize(
+    "rows, reason",
+    [
+        (changed(loss_mask=[0] * 24), "loss_mask of zeros only"),
+        (changed(loss_mask=[1] * 5), "24 input_ids but 5 loss_mask"),
+        (changed(loss_mask=[0.5] * 24), r"loss_mask of \[0.5\]"),
+        ([{"input_ids": row["input_ids"]} for row in counting_rows(8)], r"no column \['loss_mask'\]"),
+    ],
+)
+@pytest.mark.parametrize("kind", [list, Stream])
+def test_rows_that_teach_nothing_are_refused_in_streams_too(kind, rows, reason, tmp_path):
+    assert len(rows[0]["input_ids"]) == 24
+    with pytest.raises(ValueError, match=reason):
+        make_trainer(tmp_path, rows=kind(rows)).train()
+    with pytest.raises(ValueError, match=reason):
+        make_trainer(tmp_path).evaluate(kind(rows))
+
+
+def test_no_rows(tmp_path):
+    with pytest.raises(ValueError, match="has no rows"):
+        make_trainer(tmp_path, rows=[])
+
+
+@pytest.mark.parametrize("kind", [Stream, StreamOfKnownLength])
+def test_streams(kind, tmp_path):
+    trainer = make_trainer(tmp_path, rows=kind(counting_rows(8)), max_steps=2)
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
+def test_a_stream_for_a_time_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="max_minutes=0.05 cannot be used with a stream.* set max_steps instead"):
+        make_trainer(tmp_path, rows=Stream(counting_rows(8)), max_steps=-1, max_minutes=0.05)
+
+
+def test_a_collator_without_a_mask_is_named(tmp_path):
+    def collate(rows):
+        return {name: torch.tensor([row[name] for row in rows]) for name in ("input_ids", "loss_mask")}
+
+    with pytest.raises(ValueError, match=r"without \['attention_mask'\]"):
+        make_trainer(tmp_path, kwargs={"data_collator": collate}).train()
+
+
+def test_tokens_are_counted(tmp_path):
+    trainer = make_trainer(tmp_path, include_num_input_tokens_seen="all")
+    trainer.train()
+    assert trainer.state.num_input_tokens_seen > 0
+
+
+def test_every_metric_is_there_from_the_first_evaluation(tmp_path):
+    trainer = make_trainer(tmp_path, eval_dataset=counting_rows(2))
+    metrics = trainer.evaluate()
+    slots = range(1, trainer.draft_config.block_tokens)
+    assert {f"eval_{name}_{slot}" for name in ("accuracy", "acceptance") for slot in slots} <= metrics.keys()
+
+
+def test_a_report_of_other_weights_is_never_kept(tmp_path):
+    trainer = make_trainer(tmp_path, eval_dataset=counting_rows(4))
+    trainer.add_callback(DecodingCallback(trainer, num_prompts=2, max_new_tokens=8))
+    trainer.evaluate()
+    first = trainer.eval_report
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    assert first is not None and trainer.eval_report is None
+    trainer.save_model()
+    assert not (tmp_path / REPORT_FILE).exists()
+    trainer.evaluate()
+    assert trainer.eval_report is not None and trainer.eval_report is not first
+
+
+class Averaged(TrainerCallback):
+    """Other weights after the last evaluation, as an average of them would be."""
+
+    def on_train_end(self, args, state, control, model, **kwargs):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+
+
+def test_weights_swapped_at_the_end_have_no_report(tmp_path):
+    trainer = make_trainer(tmp_path, eval_dataset=counting_rows(4), eval_strategy="steps", eval_steps=1, max_steps=1)
+    trainer.add_callback(DecodingCallback(trainer, num_prompts=2, max_new_tokens=8))
+    trainer.add_callback(Averaged())
+    trainer.train()
+    trainer.save_model()
+    assert not (tmp_path / REPORT_FILE).exists()
+
+
+def test_a_target_that_was_trained_in_between_is_frozen_again(tmp_path):
+    target = make_target(attention_dropout=0.5)
+    trainer = make_trainer(tmp_path, target=target, draft=make_draft(target), eval_dataset=counting_rows(4))
+    before = trainer.evaluate()["eval_loss"]
+    target.train().requires_grad_(True)
+    assert trainer.evaluate()["eval_loss"] == before
+    target.train()
+    trainer.train()
+    assert not target.training and all(one.grad is None for one in target.parameters())
+
+
+def test_recomputed_activations_train_the_layers_whatever_is_frozen(tmp_path):
+    target = make_target()
+    draft = make_draft(target)
+    for frozen in (draft.fc, draft.hidden_norm):
+        frozen.requires_grad_(False)
+    reentrant = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    before = {name: one.clone() for name, one in draft.named_parameters() if one.requires_grad}
+    make_trainer(tmp_path, target=target, draft=draft, max_steps=2, **reentrant).train()
+    after = dict(draft.named_parameters())
+    assert [name for name, one in before.items() if torch.equal(one, after[name])] == []
+
+
+def test_decoding_needs_a_whole_target(tmp_path):
+    trainer = make_trainer(tmp_path, eval_dataset=counting_rows(4))
+    trainer.target.model.layers.to("meta")
+    with pytest.raises(ValueError, match="whose layers were dropped"):
+        DecodingCallback(trainer)
+
+
+def test_stored_rows_are_checked_and_not_packed(tmp_path):
+    target = make_target()
+    manifest = FeatureManifest("tiny", None, {}, [0, 2, 3], 96, "float32", "", {}, "", None)
+    with pytest.raises(ValueError, match="loss_mask of zeros only"):
+        store_features(target, changed(loss_mask=[0] * 24), tmp_path / "a", manifest)
+    with pytest.raises(ValueError, match="are packed"):
+        store_features(target, changed(document_ids=[0] * 24), tmp_path / "b", manifest)
+
+
+def test_a_part_of_stored_features_can_be_held_out():
+    whole = object.__new__(StoredFeatures)
+    assert parts_of(torch.utils.data.Subset(torch.utils.data.Subset(whole, [0, 1]), [0])) == [whole]
+
+
+def test_the_task_of_an_adapter_is_left_out(tmp_path):
+    trainer = make_trainer(tmp_path, kwargs={"peft_config": {"r": 2, "task_type": "CAUSAL_LM"}})
+    trainer.train()
+    assert trainer.state.global_step > 0
