@@ -38,6 +38,10 @@ FIXED = {
     **{f"tree {n}": {"tree_nodes": n} for n in (7, 15)},
 }
 WAYS = {"target": None, "first call": {}, "plain call": {}, **FIXED}
+# Only if they are named: each size is compiled for a minute or two.
+COMPILED = {"plain call, compiled": {"compile": True}} | {
+    f"{way}, compiled": {**FIXED[way], "compile": True} for way in ("block 8", "tree 15")
+}
 QUESTIONS = (
     "Was weißt du über {}?",
     "Schreibe einen kurzen Text über {}.",
@@ -142,8 +146,8 @@ def nothing_known():
 
 def decode(pair, draft, way: str, batch, situation: Situation) -> tuple[float, list[int], list[int]]:
     """CPU seconds of this thread, or wall-clock seconds of several; acceptance lengths, chosen sizes."""
-    config, settings = draft.decoding_config, WAYS[way]
-    config.block_size = config.tree_nodes = None
+    config, settings = draft.decoding_config, (WAYS | COMPILED)[way]
+    config.block_size, config.tree_nodes, config.compile = None, None, False
     for field, value in (settings or {}).items():
         setattr(config, field, value)
     torch.manual_seed(0)
@@ -177,6 +181,9 @@ def measure(pair, situation: Situation, ways: list[str], prompts: int) -> dict:
     first, *rest = batches(pair.tokenizer, situation, prompts + 1)
     for way in (*ways, *["plain call"] * 2 * ("plain call" in ways)):
         decode(pair, draft, way, first, situation)
+    for batch in rest * 4:  # a size is compiled after 48 rounds
+        for way in COMPILED.keys() & set(ways):
+            decode(pair, draft, way, batch, situation)
     for number, batch in enumerate(rest):
         for way in ways if number % 2 else reversed(ways):
             for kind, value in zip(found[way], decode(pair, draft, way, batch, situation), strict=True):
@@ -203,7 +210,7 @@ def read(path: Path) -> dict[str, dict]:
 
 
 def table(lines: dict[str, dict]) -> list[str]:
-    names = list(WAYS)[1:]
+    names = list(WAYS)[1:] + [way for way in COMPILED if any(way in line["ways"] for line in lines.values())]
     rows = [f"| | {' | '.join(names)} | best fixed | tau | size |", "|---" * (len(names) + 4) + "|"]
     for name, line in lines.items():
         found, chosen = speedups(line), line["ways"].get("plain call", {})
@@ -217,7 +224,7 @@ def table(lines: dict[str, dict]) -> list[str]:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="situations whose name contains all of these words")
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS)[1:], default=list(WAYS)[1:])
+    parser.add_argument("--ways", nargs="+", choices=[*list(WAYS)[1:], *COMPILED], default=list(WAYS)[1:])
     parser.add_argument("--prompts", type=int, default=3, help="prompts, or batches, per situation")
     parser.add_argument("--most", type=int, default=1000, help="situations")
     parser.add_argument("--threads", type=int, default=1)

@@ -85,11 +85,13 @@ def eval_rows(data: str, limit: int | None = None, split: str | None = None) -> 
         split (`str`, *optional*): Of a dataset.
 
     Raises:
-        `ValueError`: `turns` has others than texts; names the row.
+        `ValueError`: there are no rows, or `turns` has others than texts; names the row.
     """
     if data in (*NAMED, *GENERATED):
         return [{"turns": turns} for turns in conversations(data, limit)]
     rows = list(islice(iter(rows_of(data, split)), limit or 40))
+    if not rows:
+        raise ValueError(f"{data} has no rows; name data with at least one prompt.")
     for index, row in enumerate(rows):
         turns = row.get("turns")
         single = "turns" not in row or (turns is None and row.keys() & {"prompt", "messages", "input_ids"})

@@ -116,6 +116,11 @@ def publish(
     folder = Path(folder)
     if not is_repository_id(repo):
         raise PublishError(f"repo={repo!r} is not {REPOSITORY_ID}.")
+    if (folder / _ADAPTER).is_file() and not (folder / "config.json").exists():
+        raise PublishError(
+            f"{folder} holds an adapter alone: publish the drafter that it is merged into, which "
+            "`dflash_hf.training.adapters.merged(trainer.model).save_pretrained(folder)` saves."
+        )
 
     # 1. The preflight. Errors of single engines are only reported; their launch lines are left out of the card.
     code = missing_code(folder)
