@@ -230,9 +230,9 @@ class Continuation:
                 of_token = tuple(layer[..., nodes[0] : nodes[0] + 1, :].clone() for layer in hidden_states)
             writer.note(scores, raw, of_token)
             writer.append(rows, columns, chosen)
+            ended = rules.ended(writer.buffer, [column + 1 for column in columns], chosen, writer.scores, rows)
+            chosen = writer.buffer[rows, columns]  # a criterion may have written another token
             tokens[rows, step], path[rows, step] = chosen, torch.tensor(nodes, device=self.device)
-            columns = [column + 1 for column in columns]
-            ended = rules.ended(writer.buffer, columns, chosen, writer.scores, rows)
             for row, end in zip(rows, ended, strict=True):
                 counts[row], alive[row] = step + 1, alive[row] and not end and step + 1 < most[row]
             if step == depth or not any(alive[row] for row in rows):

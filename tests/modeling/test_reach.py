@@ -8,7 +8,14 @@ from support.pairs import make_draft, make_target
 from support.rows import ragged_prompts
 from support.scripted_text import PROMPT, drafted, drafter, text
 from support.tiny_models import tiny_model
-from transformers import AutoModelForCausalLM, DynamicCache, GPTNeoConfig, MaxLengthCriteria, StoppingCriteriaList
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GPTNeoConfig,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from dflash_hf.modeling.probe_dflash import facts_of
 
@@ -158,6 +165,25 @@ def test_a_limit_that_does_not_end_every_text(settings):
     options = {"max_new_tokens": 60, "stopping_criteria": StoppingCriteriaList([SoftLimit(20)])}
     written = text(target, **options)[0]
     assert text(target, draft, **options)[0] == written
+
+
+class Writes(StoppingCriteria):
+    """Ends nothing, and replaces a token."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        if input_ids.shape[1] == 18:
+            input_ids[:, -1] = 7
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_criterion_that_writes_a_token(rows):
+    target, prompt = make_target(), ragged_prompts(rows)[0]
+    options = {"prompt": prompt["input_ids"], "attention_mask": prompt["attention_mask"]}
+    options["stopping_criteria"] = StoppingCriteriaList([Writes()])
+    written = text(target, **options)[0]
+    assert written != text(target, **{**options, "stopping_criteria": None})[0]
+    assert text(target, make_draft(target), **options)[0] == written
 
 
 def test_what_cannot_be_used_is_named():

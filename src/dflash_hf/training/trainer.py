@@ -123,15 +123,9 @@ class DFlashTrainer(Trainer):
             args = DFlashTrainingArguments(output_dir="dflash_draft")
         if not isinstance(args, DFlashTrainingArguments):
             raise ValueError(f"args is a {type(args).__name__}; pass `DFlashTrainingArguments` with the same fields.")
-        check_others(args, kwargs)
         model, target = loaded(model, target)
+        check_arguments(args, target, train_dataset, kwargs)
         check_fit(model.config, target)
-        if args.push_to_hub and not origin(target):
-            raise ValueError(
-                f"push_to_hub=True publishes a card, which names the target's repository, but the target was loaded "
-                f"from {target.name_or_path or 'no folder'!r}: leave it out, and publish the saved drafter with "
-                "`dflash publish FOLDER REPO --base-model TARGET`."
-            )
         eval_datasets = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
         for dataset in (train_dataset, *eval_datasets):
             if dataset is not None:
@@ -140,11 +134,6 @@ class DFlashTrainer(Trainer):
             pad_token_id = target.config.get_text_config().pad_token_id
             data_collator = self.collator(0 if pad_token_id is None else pad_token_id)
         prepare_draft(model, args, peft_config)
-        if args.max_minutes is not None and train_dataset is not None and not hasattr(train_dataset, "__len__"):
-            raise ValueError(
-                f"max_minutes={args.max_minutes:g} cannot be used with a stream, whose passes have no length: set "
-                "max_steps instead, or pass a dataset with a length."
-            )
         super().__init__(
             model=model if peft_config is None else add_adapter(model, peft_config),
             args=args,
@@ -573,17 +562,30 @@ class DFlashTrainer(Trainer):
         (folder / "README.md").write_text(str(card), encoding="utf-8")
 
 
-def check_others(args, kwargs: dict) -> None:
+def check_arguments(args, target, train_dataset, kwargs: dict) -> None:
     """
+    Check a trainer's arguments against each other.
+
     Raises:
-        `ValueError`: an argument of upstream's Trainer would be ignored, or cannot apply.
+        `ValueError`: one of `kwargs`, upstream's, would be ignored, or two contradict each other.
     """
     for name in _REFUSED.keys() & {name for name, value in kwargs.items() if value is not None}:
         raise ValueError(f"{name} does not apply to DFlashTrainer: {_REFUSED[name]}.")
+    limit = f"max_minutes={args.max_minutes}"
     if args.max_minutes is not None and (kwargs.get("optimizers") or (None, None))[1] is not None:
         raise ValueError(
-            f"max_minutes={args.max_minutes:g} sets the learning rate over time: leave the scheduler out of "
-            "`optimizers`, or train by steps."
+            f"{limit} sets the learning rate over time: leave the scheduler out of `optimizers`, or train by steps."
+        )
+    if args.max_minutes is not None and train_dataset is not None and not hasattr(train_dataset, "__len__"):
+        raise ValueError(
+            f"{limit} cannot be used with a stream, whose passes have no length: set max_steps instead, or pass a "
+            "dataset with a length."
+        )
+    if args.push_to_hub and not origin(target):
+        raise ValueError(
+            "push_to_hub=True publishes a card, which names the target's repository, but the target was loaded from "
+            f"{target.name_or_path or 'no folder'!r}: leave it out, and publish the saved drafter with "
+            "`dflash publish FOLDER REPO --base-model TARGET`."
         )
 
 
