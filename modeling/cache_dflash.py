@@ -275,7 +275,7 @@ def can_adopt(cache: Cache) -> bool:
     Whether every layer of a cache is empty, ordinary or sliding-window, so that its tokens fit into slots, and nothing
     else happens when they are written.
     """
-    if type(cache).update is not Cache.update:
+    if getattr(cache.update, "__func__", None) is not Cache.update:
         return False
     holding = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin | LinearAttentionCacheLayerMixin)]
     return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in holding)

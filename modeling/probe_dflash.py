@@ -263,6 +263,7 @@ class _Trial:
             if facts.session_class is SlotSession:
                 largest = max(EXACT, 2 * facts.error)
                 facts.reach = next((reach for reach in REACHES if self.error(0, reach) < largest), 0)
+                facts.trees = facts.trees and facts.reach == math.inf  # they are wider than the text is long
         if facts.session_class is not None:
             facts.features = self.features()
         return facts
@@ -416,7 +417,9 @@ def _decoded(target, tokens, mask, kept: list[int]):
     arguments = _arguments(target, mask[:, :5], cache)
     output = _prefilled(target, tokens[:, :5], mask[:, :5], cache)[0]
     for step in range(1, tokens.shape[1] - 4):
-        arguments = target._update_model_kwargs_for_generation(output, arguments)
+        arguments = target._update_model_kwargs_for_generation(
+            output, arguments, is_encoder_decoder=target.config.is_encoder_decoder
+        )
         inputs = target.prepare_inputs_for_generation(
             tokens[:, : 5 + step], next_sequence_length=1, is_first_iteration=False, **arguments
         )

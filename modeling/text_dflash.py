@@ -202,7 +202,8 @@ class Continuation:
             self.rules.noise.advance(self.host.lengths, self.host.alive)
         if not self.rules.by_steps:
             self.writer.show(self.sequences[0, -self.host.committed[0] :], verified)
-        timed_out = any(bool(timer(self.sequences, None).all()) for timer in self.rules.timers)
+        timers = self.rules.timers if self.rules.pace == "at once" else []  # else they are called for each token
+        timed_out = any(bool(timer(self.sequences, None).all()) for timer in timers)
         self.done = timed_out or not any(self.host.alive)
 
     def _token_by_token(self, draft: Draft | None, logits: torch.Tensor, hidden_states: tuple | None) -> Verdict:

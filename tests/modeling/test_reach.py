@@ -1,11 +1,13 @@
 """What a target reads besides ids, masks and positions, and when: the text is its own all the same."""
 
+import functools
 import types
 
 import pytest
 import torch
 from support.pairs import make_draft, make_target
 from support.rows import ragged_prompts
+from support.scripted_draft import recognising
 from support.scripted_text import PROMPT, drafted, drafter, text
 from support.tiny_models import tiny_model
 from transformers import (
@@ -13,10 +15,12 @@ from transformers import (
     DynamicCache,
     GPTNeoConfig,
     MaxLengthCriteria,
+    MaxTimeCriteria,
     StoppingCriteria,
     StoppingCriteriaList,
 )
 
+from dflash_hf.modeling.cache_dflash import can_adopt
 from dflash_hf.modeling.probe_dflash import facts_of
 
 
@@ -53,6 +57,17 @@ def test_a_long_text_of_a_target_that_reads_the_length_of_its_cache(made):
     written, lengths = text(target, draft, prompt)
     assert written == text(target, prompt=prompt)[0] and lengths == [[]]
     assert text(target, draft, prompt[:, :20])[1] != [[]]
+
+
+@pytest.mark.parametrize("nodes", [60, 128])
+def test_trees_do_not_outgrow_such_a_target(nodes):
+    target, _, reach = windowed()
+    prompt = long_prompt(reach - 75)
+    expected = text(target, prompt=prompt, max_new_tokens=60)[0]
+    draft = recognising(target, [torch.tensor(expected[0])], 6, error_rate=1.0)
+    draft.decoding_config.tree_nodes = nodes
+    written, lengths = text(target, draft, prompt, max_new_tokens=60)
+    assert written == expected and lengths != [[]]
 
 
 class Halved:
@@ -140,6 +155,9 @@ class Forgetful(DynamicCache):
 def test_a_cache_that_does_more_than_hold(rows):
     target, prompt = make_target(), ragged_prompts(rows)[0]
     options = {"prompt": prompt["input_ids"], "attention_mask": prompt["attention_mask"]}
+    replaced = DynamicCache(config=target.config)
+    replaced.update = functools.partial(replaced.update)
+    assert not can_adopt(replaced) and can_adopt(DynamicCache(config=target.config))
     expected = text(target, past_key_values=Forgetful(config=target.config), **options)[0]
     try:
         assert (
@@ -165,6 +183,38 @@ def test_a_limit_that_does_not_end_every_text(settings):
     options = {"max_new_tokens": 60, "stopping_criteria": StoppingCriteriaList([SoftLimit(20)])}
     written = text(target, **options)[0]
     assert text(target, draft, **options)[0] == written
+
+
+class Counting(MaxTimeCriteria):
+    """Ends a text after so many calls."""
+
+    def __init__(self):
+        super().__init__(1e6)
+        self.calls = 0
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.calls += 1
+        return torch.full((len(input_ids),), self.calls >= 12)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_criterion_is_called_as_often_as_without_a_drafter(rows):
+    target, prompt = make_target(), ragged_prompts(rows)[0]
+    options = {"prompt": prompt["input_ids"], "attention_mask": prompt["attention_mask"]}
+    expected = text(target, **options, stopping_criteria=StoppingCriteriaList([Counting()]))[0]
+    written = text(target, make_draft(target), **options, stopping_criteria=StoppingCriteriaList([Counting()]))[0]
+    assert written == expected and len(written[0]) == prompt["input_ids"].shape[1] + 12
+
+
+def test_a_target_whose_step_needs_to_be_told_of_encoders():
+    target = make_target()
+
+    class Own(type(target)):
+        def _update_model_kwargs_for_generation(self, outputs, model_kwargs, is_encoder_decoder, **kwargs):
+            return super()._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder, **kwargs)
+
+    target.__class__ = Own
+    drafted(target, drafter(target))
 
 
 class Writes(StoppingCriteria):

@@ -85,8 +85,11 @@ def test_the_target_in_place_of_the_drafter(tmp_path):
 
 def test_a_drafter_of_which_nothing_is_trained(tmp_path):
     target = make_target()
+    draft = make_draft(target).requires_grad_(False)
+    trainer = make_trainer(tmp_path, draft=draft, target=target, eval_dataset=counting_rows(2))
+    trainer.evaluate()
     with pytest.raises(ValueError, match="No parameter of the drafter is trained"):
-        make_trainer(tmp_path, draft=make_draft(target).requires_grad_(False), target=target)
+        trainer.train()
 
 
 def test_a_card_needs_the_name_of_the_target_before_training(tmp_path):
@@ -163,6 +166,15 @@ def test_a_report_of_other_weights_is_never_kept(tmp_path):
     assert not (tmp_path / REPORT_FILE).exists()
     trainer.evaluate()
     assert trainer.eval_report is not None and trainer.eval_report is not first
+
+
+def test_a_step_too_small_to_see_ends_a_report(tmp_path):
+    trainer = make_trainer(tmp_path, eval_dataset=counting_rows(4), optim="sgd", learning_rate=1e-7)
+    trainer.add_callback(DecodingCallback(trainer, num_prompts=2, max_new_tokens=8))
+    trainer.evaluate()
+    assert trainer.eval_report is not None
+    trainer.train()
+    assert trainer.eval_report is None
 
 
 class Averaged(TrainerCallback):

@@ -194,7 +194,7 @@ class DFlashTrainer(Trainer):
 
     @eval_report.setter
     def eval_report(self, report: EvalReport | None) -> None:
-        self._report = report, digest_of_parameters(self.draft.named_parameters())
+        self._report = report, "" if report is None else digest_of_parameters(self.draft.named_parameters())
 
     def create_scheduler(self, num_training_steps: int, optimizer=None):
         """As upstream, or over time with `max_minutes`."""
@@ -488,6 +488,11 @@ class DFlashTrainer(Trainer):
         """As upstream, from a complete checkpoint of this drafter; `True` is the last complete checkpoint."""
         checkpoint = checkpoint_of(resume_from_checkpoint, self.args.output_dir, self.draft_config)
         freeze(self.target)  # it may have been trained in between
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise ValueError(
+                "No parameter of the drafter is trained: call `model.requires_grad_(True)`; to go on with an adapter, "
+                "load it with `peft.PeftModel.from_pretrained(draft, folder, is_trainable=True)`."
+            )
         if has_rows(self.train_dataset):
             said = warning_of(self.args, self.draft_config, self.target.config, self.train_dataset[0])
             if said:
@@ -584,8 +589,8 @@ def check_arguments(args, target, train_dataset, kwargs: dict) -> None:
     if args.push_to_hub and not origin(target):
         raise ValueError(
             "push_to_hub=True publishes a card, which names the target's repository, but the target was loaded from "
-            f"{target.name_or_path or 'no folder'!r}: leave it out, and publish the saved drafter with "
-            "`dflash publish FOLDER REPO --base-model TARGET`."
+            f"{target.name_or_path or 'no folder'!r}: set `target.name_or_path` to it, or leave push_to_hub out and "
+            "publish the saved drafter with `dflash publish FOLDER REPO --base-model TARGET`."
         )
 
 
@@ -624,11 +629,6 @@ def choose_parameters(model, head_only: bool, peft_config) -> None:
     head = model.config.head
     with torch.device("meta"):
         modules = head.modules(model.config)
-    if not any(parameter.requires_grad for parameter in model.parameters()) and not head_only and peft_config is None:
-        raise ValueError(
-            "No parameter of the drafter is trained: call `model.requires_grad_(True)`; to go on with an adapter, "
-            "load it with `peft.PeftModel.from_pretrained(draft, folder, is_trainable=True)`."
-        )
     if head_only:
         if not modules or peft_config is not None:
             raise ValueError(

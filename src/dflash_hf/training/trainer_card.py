@@ -23,7 +23,7 @@ class WeightsHaveFigures(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         """The weights are about to change."""
-        self.trainer.steps_of_weights = None
+        self.trainer.eval_report, self.trainer.steps_of_weights = None, None
 
     def on_train_end(self, args, state, control, **kwargs):
         """The best weights were loaded: their report is next to them."""
