@@ -143,11 +143,11 @@ def loaded(model, target) -> tuple:
 
     if isinstance(model, str | Path):
         model = DFlashDraftModel.from_pretrained(model, dtype=torch.float32)
+    if isinstance(target, str | Path):
+        target = _whole(target, f"target {target}", dtype="auto")
     model = getattr(model, "_orig_mod", model)  # of `torch.compile`, whose names would be saved
     if not hasattr(getattr(model, "config", None), "target_hidden_size"):
         raise ValueError(f"model is a {type(model).__name__}; pass the drafter (`DFlashDraftModel`), then its target.")
-    if isinstance(target, str | Path):
-        target = _whole(target, f"target {target}", dtype="auto")
     return model, target
 
 

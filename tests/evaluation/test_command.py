@@ -146,4 +146,4 @@ def test_errors_are_one_line(pair, tmp_path, capsys):
     assert "nothing.txt" in capsys.readouterr().err.strip().splitlines()[-1]
     (tmp_path / "empty.txt").write_text("\n")
     assert evaluate(pair, tmp_path / "empty.txt") == 1
-    assert "prompts holds 0" in capsys.readouterr().err.strip().splitlines()[-1]
+    assert "empty.txt holds no prompts" in capsys.readouterr().err.strip().splitlines()[-1]

@@ -147,8 +147,6 @@ def run(arguments, echo) -> Outcome:
     if arguments.data is None:
         raise UsageError("--server needs --data, the prompts to measure it with.")
     said = [_messages(row) for row in eval_rows(arguments.data, arguments.prompts, arguments.split)]
-    if not said:
-        raise ValueError(f"--data {arguments.data} holds no prompts; give at least one.")
     servers = [None if url is None else Server(url) for url in (arguments.server, arguments.alone)]
     options = {"max_tokens": arguments.max_new_tokens or (NEW_TOKENS if arguments.data in NAMED else 256)}
     if template := template_arguments(arguments.template_args):

@@ -91,7 +91,7 @@ def eval_rows(data: str, limit: int | None = None, split: str | None = None) -> 
         return [{"turns": turns} for turns in conversations(data, limit)]
     rows = list(islice(iter(rows_of(data, split)), limit or 40))
     if not rows:
-        raise ValueError(f"{data} has no rows; name data with at least one prompt.")
+        raise ValueError(f"{data} holds no prompts; name data with at least one.")
     for index, row in enumerate(rows):
         turns = row.get("turns")
         single = "turns" not in row or (turns is None and row.keys() & {"prompt", "messages", "input_ids"})
