@@ -270,7 +270,8 @@ class Judge:
         self.pad = 0 if pad is None else int(pad)
         # Whether tokens are judged one by one: by rules that read the text; and samples, which are worth a sync each.
         self.by_steps = pace != "at once" or noise is not None
-        self.timers = [criterion for criterion in stopping_criteria if isinstance(criterion, MaxTimeCriteria)]
+        timed = pace == "at once"  # else they are called for each token
+        self.timers = [one for one in stopping_criteria if timed and isinstance(one, MaxTimeCriteria)]
         # The processors of each group of rows, by the group's first row.
         self.processors = [logits_processor] * rows
         if pace == "row by row" and rows > 1:

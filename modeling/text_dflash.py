@@ -202,8 +202,7 @@ class Continuation:
             self.rules.noise.advance(self.host.lengths, self.host.alive)
         if not self.rules.by_steps:
             self.writer.show(self.sequences[0, -self.host.committed[0] :], verified)
-        timers = self.rules.timers if self.rules.pace == "at once" else []  # else they are called for each token
-        timed_out = any(bool(timer(self.sequences, None).all()) for timer in timers)
+        timed_out = any(bool(timer(self.sequences, None).all()) for timer in self.rules.timers)
         self.done = timed_out or not any(self.host.alive)
 
     def _token_by_token(self, draft: Draft | None, logits: torch.Tensor, hidden_states: tuple | None) -> Verdict:
