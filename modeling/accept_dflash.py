@@ -3,6 +3,7 @@ Which drafted tokens are accepted: the target's own choice at each position, com
 """
 
 import copy
+import math
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,8 @@ from transformers.generation import (
 from .noise_dflash import Noise
 from .tree_dflash import DraftTree
 
+
+CHUNK, SMALLEST_CHUNK = 256, 32  # ids whose scores are compared at once; see `likeliest`
 
 # Processors that read the scores of one position only, so that one call serves all rows and positions.
 _POSITIONWISE = (
@@ -121,8 +124,19 @@ class Verdict(NamedTuple):
 
 
 def likeliest(scores: torch.Tensor) -> torch.LongTensor:
-    """As `argmax` over the vocabulary, the first of ties; on a CPU in bfloat16 `argmax` takes four times as long."""
-    return scores.max(dim=-1).indices
+    """
+    As `argmax` over the vocabulary, the first of ties.
+
+    On a CPU `amax` alone is vectorised: it finds the chunk with the likeliest token, five to nine times as fast in
+    fp32. `argmax` takes four times as long as `max` in bfloat16.
+    """
+    chunk = math.gcd(scores.shape[-1], CHUNK)
+    if scores.device.type != "cpu" or chunk < SMALLEST_CHUNK:
+        return scores.max(dim=-1).indices
+    chunks = scores.unflatten(-1, (-1, chunk))  # [..., C, chunk]
+    best = chunks.amax(dim=-1).max(dim=-1, keepdim=True).indices  # [..., 1]
+    inside = chunks.take_along_dim(best[..., None], dim=-2)[..., 0, :]  # [..., chunk]
+    return best[..., 0] * chunk + inside.max(dim=-1).indices
 
 
 def draw(probabilities: torch.Tensor, generators: list[torch.Generator] | None = None) -> torch.LongTensor:

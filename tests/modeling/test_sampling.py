@@ -9,6 +9,8 @@ from support.pairs import make_draft
 from support.sampling import STEPS, VOCAB, assert_follows, exact_distribution, sample
 from support.scripted_draft import scripted
 
+from dflash_hf.modeling.accept_dflash import likeliest
+
 
 @pytest.mark.parametrize(
     ("rows", "temperature", "top_p"),
@@ -79,3 +81,14 @@ def test_many_samples_follow_the_target(small, temperature, top_p, rows, draws, 
         observed, wanted = observed + rare[0], wanted + rare[1]
     scale = sum(observed) / sum(wanted)
     assert chisquare(observed, [w * scale for w in wanted]).pvalue > 0.001
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 7, 96, 1000, 1024, 2304])
+def test_the_likeliest_token_is_the_first_maximum(size, dtype):
+    """However a vocabulary divides into chunks; with ties, infinities and NaN as `argmax`."""
+    torch.manual_seed(0)
+    scores = torch.randint(0, 9, (3, 4, size)).to(dtype)  # many ties
+    scores[0, 0], scores[0, 1, size // 2], scores[0, 2, size // 3] = -torch.inf, torch.inf, torch.nan
+    for some in (scores, scores.transpose(0, 1), scores[0, 0]):
+        assert likeliest(some).tolist() == some.float().argmax(-1).tolist()
