@@ -19,6 +19,7 @@ from dflash_hf.training.losses import (
     statistics_to_metrics,
     token_losses,
 )
+from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
 class RecordingHead(nn.Linear):
@@ -83,9 +84,9 @@ def test_gamma_grows_with_the_block():
 
 
 @pytest.mark.parametrize("gamma", [0, -1.0, math.nan])
-def test_gamma_must_be_positive(gamma):
+def test_gamma_must_be_positive(gamma, tmp_path):
     with pytest.raises(ValueError, match="loss_decay_gamma.*must be positive"):
-        slot_weights(8, gamma)
+        DFlashTrainingArguments(str(tmp_path), use_cpu=True, loss_decay_gamma=gamma)
 
 
 # -------------------------------------------------------------------------------------------------------- token losses

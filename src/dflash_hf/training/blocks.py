@@ -178,29 +178,9 @@ def block_mask(
     Returns:
         `torch.BoolTensor` `[N, 1, A*B, S + A*B]`, true where visible.
     """
-    rows, num_anchors = anchors.shape
-    length = attention_mask.shape[1]
-    slot = torch.arange(block_size, device=anchors.device)
-    anchor = anchors[:, :, None, None]  # [N, A, 1, 1]
-    key = torch.arange(length, device=anchors.device)  # [S]
-
-    context = (key < anchor) & attention_mask.bool()[:, None, None, :]  # [N, A, 1, S]
-    if document_ids is not None:
-        own = document_ids.gather(1, anchors)[:, :, None, None]
-        context = context & (document_ids[:, None, None, :] == own)
-    if window is not None:
-        context = context & (anchor + slot[:, None] - key < window)  # [N, A, B, S]
-
-    in_block = torch.ones(block_size, block_size, dtype=torch.bool, device=anchors.device)  # [query slot, key slot]
-    if causal:
-        in_block = in_block & (slot[:, None] >= slot)
-    if window is not None:
-        in_block = in_block & (slot[:, None] - slot < window)
-    same_block = torch.eye(num_anchors, dtype=torch.bool, device=anchors.device)[:, None, :, None]
-    blocks = (same_block & in_block[:, None, :]).reshape(num_anchors * block_size, -1)  # [A*B, A*B]
-
-    context = context.expand(-1, -1, block_size, -1).reshape(rows, num_anchors * block_size, length)
-    return torch.cat([context, blocks.expand(rows, -1, -1)], dim=-1)[:, None]
+    visible, rows, _, queries, keys = _rule(anchors, attention_mask, block_size, window, causal, document_ids)
+    row, query, key = (torch.arange(count, device=anchors.device) for count in (rows, queries, keys))
+    return visible(row[:, None, None, None], None, query[:, None], key)  # [N, 1, A*B, S + A*B]
 
 
 def flex_mask(
@@ -212,12 +192,19 @@ def flex_mask(
     document_ids: torch.LongTensor | None = None,
 ) -> BlockMask:
     """The mask of [`block_mask`], with the same arguments, for flex attention, which skips empty tiles."""
+    on_cuda = anchors.device.type == "cuda"  # uncompiled, all pairs of a batch exist at once
+    rule = _rule(anchors, attention_mask, block_size, window, causal, document_ids)
+    return create_block_mask(*rule, device=anchors.device, _compile=on_cuda)
+
+
+def _rule(anchors, attention_mask, block_size: int, window: int | None, causal: bool, document_ids) -> tuple:
+    """The rule of the mask for one query and key, and the numbers of rows, heads, queries and keys."""
     rows, num_anchors = anchors.shape
-    length = attention_mask.shape[1]
+    length, queries = attention_mask.shape[1], num_anchors * block_size
     real = attention_mask.bool()
 
     def visible(row, head, query, key):
-        # Evaluated on whole tiles, including queries and keys past the end: indices must stay inside their tensors.
+        # Flex attention evaluates whole tiles, with queries and keys past the end: indices stay inside their tensors.
         slot, own_slot = query % block_size, (key - length) % block_size
         anchor = anchors[row, (query // block_size).clamp(max=num_anchors - 1)]
         place = key.clamp(max=length - 1)
@@ -232,9 +219,7 @@ def flex_mask(
             own_block = own_block & (slot - own_slot < window)
         return context | own_block
 
-    queries = num_anchors * block_size
-    on_cuda = anchors.device.type == "cuda"  # uncompiled, all pairs of a batch exist at once
-    return create_block_mask(visible, rows, None, queries, length + queries, device=anchors.device, _compile=on_cuda)
+    return visible, rows, None, queries, length + queries
 
 
 def _mix(z: torch.LongTensor) -> torch.LongTensor:

@@ -115,16 +115,8 @@ def slot_weights(block_size: int, gamma: float | None = None) -> torch.Tensor:
 
     Returns:
         `torch.Tensor` `[B]`.
-
-    Raises:
-        `ValueError`: `gamma` is not positive.
     """
     gamma = default_gamma(block_size) if gamma is None else gamma
-    if not gamma > 0:
-        raise ValueError(
-            f"loss_decay_gamma={gamma} must be positive; leave it out for the default of this block size "
-            f"({default_gamma(block_size):g})."
-        )
     weights = [0.0] + [math.exp(-(k - 1) / gamma) for k in range(1, block_size)]
     return torch.tensor(weights)
 
@@ -254,7 +246,7 @@ def selected(
     log_q = scored.log_softmax(-1)
     wanted = candidates.wanted.to(log_q)
     share = wanted.sum(-1, keepdim=True)  # of the target's probability mass
-    divergence = (torch.xlogy(wanted, wanted / share.clamp(min=1e-30)) - wanted * log_q).sum(-1)  # [M]
+    loss = (torch.xlogy(wanted, wanted / share.clamp(min=1e-30)) - wanted * log_q).sum(-1)  # [M]
     is_label = candidates.ids == labels[known][:, None]  # [M, k]
     nll = -log_q.detach().masked_fill(~is_label, -math.inf).amax(-1)  # infinite if the label is not a candidate
     chosen = candidates.ids.gather(-1, scored.argmax(-1, keepdim=True))[:, 0] == labels[known]
@@ -262,7 +254,7 @@ def selected(
     def spread(one: torch.Tensor) -> torch.Tensor:
         return one.new_zeros(labels.shape).masked_scatter(known, one)
 
-    return replace(losses, values=losses.values + spread(divergence), nll=spread(nll), correct=spread(chosen))
+    return replace(losses, values=losses.values + spread(loss), nll=spread(nll), correct=spread(chosen))
 
 
 def scored_losses(
@@ -344,7 +336,7 @@ def loss_normalizer(counted: torch.BoolTensor, slot_weights: torch.Tensor | None
     """
     if slot_weights is None:
         return counted.any(-1).sum(1)
-    return (counted * slot_weights).sum((1, 2))
+    return (counted * slot_weights.to(counted.device)).sum((1, 2))  # a batch is counted before it is moved
 
 
 def block_statistics(

@@ -40,8 +40,7 @@ def make_draft(recipe, target, encoder, say):
     encoder.vocab_size = target.get_input_embeddings().weight.shape[0]
     if kwargs or kept.get("chat_template_kwargs") is not None:
         kept["chat_template_kwargs"] = kwargs
-    if encoder.tokenizer is not None:
-        kept["trained_with"] = digests_of_tokenizer(encoder.tokenizer)
+    kept["trained_with"] = digests_of_tokenizer(encoder.tokenizer)
     return draft
 
 
@@ -243,9 +242,3 @@ def draft_ids(draft) -> torch.LongTensor | None:
     ids = torch.full((draft.config.vocab_size,), -1, device=draft.d2t.device)
     own = torch.arange(len(draft.d2t), device=draft.d2t.device)
     return ids.index_put((draft.target_ids(own),), own)
-
-
-def choose_vocabulary(draft, target, dataset, say) -> None:
-    """Set a fresh drafter's vocabulary to the most frequent supervised tokens of a dataset."""
-    share = take_vocabulary(draft, target, count_tokens(dataset, draft.config.vocab_size))
-    say(f"draft vocabulary  {draft.config.draft_vocab_size:,} tokens, {share:.2%} of the supervised tokens")

@@ -106,8 +106,6 @@ class DFlashTrainer(Trainer):
             not apply to drafters.
     """
 
-    collator: type[DFlashCollator] = DFlashCollator
-
     def __init__(
         self,
         model,
@@ -132,7 +130,7 @@ class DFlashTrainer(Trainer):
                 self.check_dataset(dataset, args, model.config, target)
         if data_collator is None:
             pad_token_id = target.config.get_text_config().pad_token_id
-            data_collator = self.collator(0 if pad_token_id is None else pad_token_id)
+            data_collator = DFlashCollator(0 if pad_token_id is None else pad_token_id)
         prepare_draft(model, args, peft_config)
         super().__init__(
             model=model if peft_config is None else add_adapter(model, peft_config),
@@ -181,9 +179,8 @@ class DFlashTrainer(Trainer):
         self.check_target(target)
         self.draft_head = partial(draft.draft_logits, target_head=target.get_output_embeddings())
         self.draft_ids = draft_ids(draft)  # [V] or None
-        self.drafted_ids = None  # [v], the target's id of each of the drafter's tokens
-        if self.draft_ids is not None:
-            self.drafted_ids = draft.target_ids(torch.arange(len(draft.d2t)))
+        drafted_ids = None if self.draft_ids is None else draft.target_ids(torch.arange(len(draft.d2t)))  # [v]
+        self.teacher_head = partial(target_logits, target, ids=drafted_ids)  # [M, H_t] -> [M, v]
 
     @property
     def eval_report(self) -> EvalReport | None:
@@ -255,7 +252,7 @@ class DFlashTrainer(Trainer):
         places = self.places_before(inputs, labels.shape[-1])  # [N, A, T]
         teacher = None
         if states is not None:
-            teacher = Teacher(states.flatten(0, 1), places, self.teacher_logits, args.loss_kind)
+            teacher = Teacher(states.flatten(0, 1), places, self.teacher_head, args.loss_kind)
         losses = self.head_losses(hidden, labels, blocks.counted, inputs["input_ids"].flatten()[places], teacher)
         loss = block_loss(losses, blocks.counted, self.slot_weights, args.dpace_alpha)  # [N]
         normalizer = loss_normalizer(blocks.counted, self.slot_weights)  # [N]
@@ -351,10 +348,6 @@ class DFlashTrainer(Trainer):
             return self.pace.done
         return self.state.global_step / max(self.state.max_steps, 1)
 
-    def teacher_logits(self, states: torch.Tensor) -> torch.Tensor:
-        """The target's logits `[M, V]` from its final hidden states `[M, H_t]`, over the drafter's vocabulary."""
-        return target_logits(self.target, states, self.drafted_ids)
-
     def build_blocks(self, inputs: dict[str, torch.Tensor], label_ids: torch.LongTensor | None = None) -> Blocks:
         """The blocks of a batch with anchors, see [`~dflash_hf.training.blocks.build_blocks`]."""
         return build_blocks(
@@ -415,9 +408,7 @@ class DFlashTrainer(Trainer):
 
     def batch_normalizer(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """The divisor of the summed loss of a batch with anchors, `[]`."""
-        counted = self.build_blocks(batch).counted
-        weights = None if self.slot_weights is None else self.slot_weights.to(counted.device)
-        return loss_normalizer(counted, weights).sum()
+        return loss_normalizer(self.build_blocks(batch).counted, self.slot_weights).sum()
 
     def no_statistics(self) -> torch.Tensor:
         """Zeros `[4 * (T - 1) + 4]`, the initial sum of [`~dflash_hf.training.losses.block_statistics`]."""
