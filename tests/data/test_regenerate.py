@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from types import SimpleNamespace
@@ -428,6 +429,10 @@ def test_a_server_that_dies_leaves_what_is_finished(data, tmp_path, capsys, quic
         ((404, "no model"), "does it serve the model 'served' there?"),
         ((200, "<html>"), "did not return a chat completion"),
         ((200, "{}"), "did not return a chat completion"),
+        ((200, '{"choices": [null]}'), "did not return a chat completion"),
+        ((200, '{"choices": [{"text": "Yes."}]}'), "did not return a chat completion"),
+        ((200, '{"choices": [{"message": null}]}'), "did not return a chat completion"),
+        ((200, "[" * 10**5), "did not return a chat completion"),
     ],
 )
 def test_a_server_that_refuses_everything_is_not_asked_again(answer, message, data, tmp_path, capsys, quick):
@@ -436,6 +441,28 @@ def test_a_server_that_refuses_everything_is_not_asked_again(answer, message, da
         code, _, error = regenerate(capsys, data, "served", output, "--server", url, "--concurrency", "1")
     assert code == 1 and message in error and error.startswith("dflash regenerate: ")
     assert len(received) == 1 and not quick
+
+
+def test_an_error_that_is_cut_off_is_one_of_the_server(quick):
+    """Reading its body raised `IncompleteRead`, which ended everything instead of being tried again."""
+    cut = "HTTP/1.1 {} Oh\r\nContent-Length: 100\r\n\r\nloading"
+
+    def reply():
+        for status in (503, 503, 400):
+            connection, _ = listener.accept()
+            received = connection.recv(65536)
+            while not received.endswith(b"}"):
+                received += connection.recv(65536)
+            connection.sendall(cut.format(status).encode())
+            connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=reply, daemon=True).start()
+        server = client.Server(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        with pytest.raises(client.ServerError, match="answers 503: loading, tried 2 times"):
+            client.ChatClient(server, "served", {}, retries=1).answer([])
+        with pytest.raises(client.RequestRefused, match="answers 400: loading"):
+            client.ChatClient(server, "served", {}).answer([])
 
 
 @pytest.mark.parametrize("status", [301, 302, 303])

@@ -174,6 +174,8 @@ def test_a_server_that_does_not_tell(changes, message, tmp_path, capsys):
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n100\r\ndata: {}\n\n", "gave no usable answer"),
         (b'HTTP/1.1 200 OK\r\n\r\ndata: {"error": {"message": "Compute error."}}\n\n', "Compute error."),
         (b'HTTP/1.1 200 OK\r\n\r\ndata: {"timings": {"predicted_n": 3}}\n\n', "reports no timings"),
+        (b'HTTP/1.1 200 OK\r\n\r\ndata: {"timings": null, "error": null}\n\n', "reports no timings"),
+        (b"HTTP/1.1 500 Oh\r\nContent-Length: 100\r\n\r\nloading", "answers 500: loading."),
     ],
 )
 def test_answers_that_are_none(answer, message, tmp_path, capsys):

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.serving import MAX_TOKENS, chat_ids, save_readable_target
+from support.tiny_chat import END
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, set_seed
 from transformers.utils.import_utils import is_serve_available
 
@@ -196,9 +197,123 @@ def test_what_is_wrong_with_a_request_is_told(server, own, more, message):
         server.client.chat.completions.create(**{**asked, **more})
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tool_choice": "required"},
+        {"modalities": ["audio"]},
+        {"audio": {"voice": "x", "format": "wav"}},
+        {"web_search_options": {}},
+        {"previous_response_id": "resp_1"},
+        {"conversation": "conv_1"},
+        {"background": True},
+        {"text": {"format": {"type": "json_object"}}},
+    ],
+    ids=str,
+)
+def test_what_upstream_does_not_do_is_refused(server, more):
+    """It answered as if it had not been asked: a response without the conversation that it continues, and no JSON."""
+    create = server.client.chat.completions.create
+    asked = {"messages": [{"role": "user", "content": "Say 1"}], "max_tokens": 2}
+    if not more.keys() & {"tool_choice", "modalities", "audio", "web_search_options"}:
+        create, asked = server.client.responses.create, {"input": "Say 1", "max_output_tokens": 2}
+    with pytest.raises(openai.BadRequestError, match=f"{next(iter(more))}=.* is not supported"):
+        create(model=server.model, **asked, **more)
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "refusal"])
+def test_a_part_that_a_target_cannot_read_is_refused(server, own, kind):
+    """Upstream dropped it, and answered as if it had seen the picture."""
+    parts = [{"type": "text", "text": "Say 1"}, {"type": kind, kind: {"url": "data:,x"}}]
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match=f"content has a part of type '{kind}'"):
+            server.ask(parts, stream, max_tokens=2)
+    with pytest.raises(openai.BadRequestError, match="content has a part of type 'input_image'"):
+        parts = [{"type": "input_text", "text": "Say 1"}, {"type": "input_image", "image_url": "data:,x"}]
+        server.client.responses.create(model=server.model, input=[{"role": "user", "content": parts}])
+    assert server.ask(parts[:1], False, max_tokens=MAX_TOKENS, temperature=0)[0] == own["Say 1"]
+
+
+@pytest.mark.parametrize("calls", [None, []], ids=str)
+def test_an_answer_without_tool_calls_keeps_its_text(server, calls):
+    """`message.model_dump()` of OpenAI's client has `tool_calls=None`: 400; beside `[]` the text was dropped."""
+    said, asked = {"role": "assistant", "content": "One"}, {"role": "user", "content": "Say 1"}
+    settings = {"model": server.model, "max_tokens": MAX_TOKENS, "temperature": 0}
+    expected, found = (
+        server.client.chat.completions.create(messages=[asked, answer, asked], **settings)
+        for answer in (said, {**said, "tool_calls": calls})
+    )
+    assert (found.usage, found.choices[0].message) == (expected.usage, expected.choices[0].message)
+
+
+def answered(server, path: str, body: bytes | None, method: str = "POST", kind: str = "application/json"):
+    """Status, headers and body of an answer."""
+    at = server.url.removesuffix("/v1") + path
+    asked = urllib.request.Request(at, body, {"Content-Type": kind}, method=method)
+    try:
+        with urllib.request.urlopen(asked) as answer:
+            return answer.status, answer.headers, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers, error.read().decode()
+
+
+def test_every_error_has_openai_s_form(server):
+    """FastAPI's own were `{"detail": ...}`, or plain text."""
+    chat, good = "/v1/chat/completions", json.dumps({"messages": []}).encode()
+    cases = {
+        400: [(chat, body) for body in (b"{", b"[1]", b"null", b"", b'"\xff"', b"[" * 10**5)]
+        + [(chat, good, "POST", "")],
+        404: [("/v1/nothing", None, "GET"), ("/v1/audio/transcriptions", b"{}"), ("/reset", b"{}")],
+        405: [(chat, None, "GET"), (chat, good, "PUT")],
+        422: [("/v1/systemone", b"{}")],
+        500: [("/load_model", b'{"model": 5}')],
+    }
+    for status, requests in cases.items():
+        for request in requests:
+            found, headers, text = answered(server, *request)
+            error = json.loads(text)["error"]
+            assert found == status and error["message"], request
+            assert error["type"] == ("server_error" if status == 500 else "invalid_request_error")
+            assert status != 405 or headers["allow"] == "POST"
+
+
+def test_a_stream_ends_as_openai_s(server):
+    """There was no `[DONE]`, and an error was a text, which OpenAI's client did not show."""
+    asked = {"messages": [{"role": "user", "content": "Say 1"}], "max_tokens": 4, "temperature": 0, "stream": True}
+    for path, more in (("/v1/chat/completions", {}), ("/v1/completions", {"prompt": "Say 1", "messages": None})):
+        body = {name: value for name, value in {**asked, **more}.items() if value is not None}
+        _, _, text = answered(server, path, json.dumps(body).encode())
+        *events, end = text.strip().split("\n\n")
+        assert end == "data: [DONE]" and all(json.loads(event.removeprefix("data: ")) for event in events)
+    beams = {"model": server.model, "extra_body": {"generation_config": '{"num_beams": 2, "max_new_tokens": 4}'}}
+    with pytest.raises(openai.APIError, match="beam_search"):
+        list(server.client.chat.completions.create(**beams, **{**asked, "max_tokens": None}))
+
+
+def test_an_answer_that_ends_at_the_limit_was_not_cut(server, own):
+    """Upstream says `length` of any answer of that many tokens."""
+    text = own["Say 1"]
+    stop, ends = text[10:12], {"a stop string": "stop", "cut": "length", "the end": "stop"}
+    limit = text.index(stop) + 2  # each letter is a token
+    end = {"logit_bias": {str(END): 1000}}
+    for stream in (False, True):
+        found = []
+        for more in ({"stop": [stop], "max_tokens": limit}, {"max_tokens": limit}, {"max_tokens": 1, **end}):
+            answer = server.client.chat.completions.create(
+                model=server.model,
+                messages=[{"role": "user", "content": "Say 1"}],
+                temperature=0,
+                stream=stream,
+                **more,
+            )
+            found.append([*answer][-1].choices[0].finish_reason if stream else answer.choices[0].finish_reason)
+        assert found == list(ends.values())
+
+
 def test_what_changes_nothing_is_not_refused(server, own):
     kind = {"type": "text"}
     more = {"n": 1, "logprobs": False, "stop": [""], "logit_bias": {}, "response_format": kind, "presence_penalty": 0}
+    more |= {"tool_choice": "none", "tools": [{"type": "function", "function": {"name": "f"}}]}
     for stream in (False, True):
         assert server.ask("Say 1", stream, max_tokens=MAX_TOKENS, temperature=0, **more)[0] == own["Say 1"]
 
@@ -246,6 +361,25 @@ def test_a_bias_is_a_whole_number_too(server, folder):
     letter = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids("Q")
     options = {"max_tokens": 5, "temperature": 0, "logit_bias": {str(letter): 1000}}
     assert [server.ask("Say 1", stream, **options)[0] for stream in (False, True)] == ["QQQQQ"] * 2
+    # Upstream ignored it in the older form of a completion.
+    completion = server.client.completions.create(model=server.model, prompt="Say 1", **options)
+    assert completion.choices[0].text == "QQQQQ"
+
+
+def test_words_may_be_forbidden(server, own, folder):
+    """A batch was considered before the settings were complete: a 400."""
+    letter = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(own["Say 1"][0])
+    settings = {"bad_words_ids": [[letter]], "max_new_tokens": 4}
+    text, tokens = server.ask("Say 1", False, extra_body={"generation_config": json.dumps(settings)})
+    assert tokens == 4 and own["Say 1"][0] not in text
+
+
+def test_a_port_has_one_server():
+    """Until one of two servers listened, both had the port; the second failed when its model was loaded."""
+    from dflash_hf.serving.server import bound
+
+    with bound("127.0.0.1", 0) as first, pytest.raises(ValueError, match="Cannot bind to --host 127.0.0.1 --port"):
+        bound(*first.getsockname())
 
 
 def test_the_model_stays_as_it_was_loaded(server):

@@ -1,6 +1,7 @@
 """A client of `/v1/chat/completions`: many conversations in parallel, retried when the server is busy."""
 
 import base64
+import contextlib
 import http.client
 import json
 import os
@@ -101,9 +102,10 @@ class ChatClient:
         for attempt in range(self.retries + 1):
             try:
                 with self.server.post(body, self.timeout) as response:
-                    return json.load(response)["choices"][0]
+                    choice = json.load(response)["choices"][0]
+                return {**choice, "message": {**choice["message"]}}  # a `TypeError` if it is none
             except urllib.error.HTTPError as error:
-                detail = error.read().decode(errors="replace").strip()[:300]
+                detail = detail_of(error)
                 if error.code in _OF_THE_ROW:
                     raise RequestRefused(f"the server answers {error.code}: {detail}") from error
                 if error.code not in _TRY_AGAIN:
@@ -113,7 +115,7 @@ class ChatClient:
                         remedy = f"if you trust it, give the address that it redirects to, {error.headers['Location']}"
                     raise ServerError(f"{self.server} answers {error.code}: {detail}; {remedy}.") from error
                 reason = f"answers {error.code}: {detail}"
-            except (KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
+            except (LookupError, TypeError, UnicodeDecodeError, RecursionError, json.JSONDecodeError) as error:
                 raise ServerError(f"{self.server} did not return a chat completion.") from error
             except (OSError, http.client.HTTPException) as error:  # refused, reset, timed out, cut off
                 reason = f"does not answer ({getattr(error, 'reason', None) or error or type(error).__name__})"
@@ -122,6 +124,13 @@ class ChatClient:
         raise ServerError(
             f"{self.server}/v1/chat/completions {reason}, tried {self.retries + 1} times; is the server still running?"
         )
+
+
+def detail_of(error: urllib.error.HTTPError) -> str:
+    """What a server says of an error; nothing if it is cut off."""
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        return error.read(1000).decode(errors="replace").strip()[:300]
+    return ""
 
 
 def in_parallel(ask: Callable, items: Iterable[tuple], concurrency: int) -> Iterator[tuple]:

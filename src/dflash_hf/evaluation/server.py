@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 
-from dflash_hf.data.chat_client import Server, ServerError
+from dflash_hf.data.chat_client import Server, ServerError, detail_of
 from dflash_hf.data.prompts import prompt_of
 from dflash_hf.evaluation.measure import EvalReport, MethodReport
 from dflash_hf.evaluation.methods import DFLASH, TARGET
@@ -54,12 +54,12 @@ def ask(server: Server, messages: list[dict], options: dict) -> Answer:
     body["cache_prompt"] = False
     text, timings, accepted = "", {}, {0: 0}  # tokens drafted so far -> tokens accepted so far
     for event in _events(server, body):
-        if "error" in event:
+        if event.get("error"):
             raise ServerError(f"{server} gave up: {one_line(event['error'], 200)}")
         for choice in event.get("choices") or ():
             delta = choice.get("delta") or {}
             text += (delta.get("reasoning_content") or "") + (delta.get("content") or "")
-        if "timings" in event:
+        if event.get("timings"):
             timings = event["timings"]
             accepted[timings.get("draft_n", 0)] = timings.get("draft_n_accepted", 0)
     if not {"predicted_n", "predicted_ms", "prompt_ms"} <= timings.keys():
@@ -80,8 +80,7 @@ def _events(server: Server, body: dict) -> Iterable[dict]:
                 if line.startswith(b"data: {"):
                     yield json.loads(line[6:])
     except urllib.error.HTTPError as error:
-        detail = error.read().decode(errors="replace").strip()[:200]
-        raise ServerError(f"{server} answers {error.code}: {detail}.") from error
+        raise ServerError(f"{server} answers {error.code}: {detail_of(error)}.") from error
     except (OSError, ValueError, HTTPException) as error:  # refused, reset, timed out, cut off, or not JSON
         raise ServerError(f"{server} gave no usable answer ({error}); is the server running?") from error
 

@@ -13,11 +13,12 @@ import functools
 import hmac
 import json
 import math
+import re
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 
 import torch
@@ -34,11 +35,16 @@ from dflash_hf.terminal import one_line
 # Fields that upstream ignores although they change the answer, and the values that change nothing.
 _NOT_SERVED = {
     **dict.fromkeys(("n", "best_of"), (None, 1)),
-    **dict.fromkeys(("logprobs", "echo"), (None, False)),
-    **dict.fromkeys(("top_logprobs", "functions", "function_call", "suffix"), (None,)),
+    **dict.fromkeys(("logprobs", "echo", "background"), (None, False)),
+    **dict.fromkeys(("top_logprobs", "functions", "function_call", "suffix", "audio", "web_search_options"), (None,)),
+    **dict.fromkeys(("previous_response_id", "conversation"), (None,)),
     "presence_penalty": (None, 0),
     "response_format": (None, {"type": "text"}),
+    "text": (None, {"format": {"type": "text"}}),
+    "modalities": (None, ["text"]),
+    "tool_choice": (None, "auto", "none"),
 }
+_STREAM_ERROR = re.compile(r'^data: \{"error": (".*")\}$', re.MULTILINE)  # of upstream: its text is JSON
 
 
 class DraftedServe(Serve):
@@ -83,7 +89,7 @@ class DraftedServe(Serve):
 
     def start_server(self) -> None:
         """Complete what `Serve` has built, and run it in this thread, which receives signals."""
-        from fastapi import HTTPException
+        from fastapi.exceptions import RequestValidationError, StarletteHTTPException
         from fastapi.middleware import Middleware
 
         models, app = self._model_manager, self.server.config.app
@@ -96,11 +102,15 @@ class DraftedServe(Serve):
         manager.try_out(target)
         for handler in (self._chat_handler, self._completion_handler, self._response_handler):
             handler._build_generation_config = functools.partial(_settings, handler._build_generation_config)
+            handler.get_processor_inputs_from_messages = functools.partial(
+                _inputs, handler.get_processor_inputs_from_messages
+            )
             handler.handle_request = functools.partial(self._answer, handler.handle_request)
         served = {"id": self.name, "object": "model", "created": int(time.time()), "owned_by": "dflash-hf"}
         models.process_model_name = functools.partial(_pinned, self.name)
         models.force_model = self.name  # requests are compared with it
-        app.router.routes[:] = [route for route in app.router.routes if route.path != "/reset"]  # would unpack
+        removed = "/reset", "/v1/audio/transcriptions"  # would unpack; for other models
+        app.router.routes[:] = [route for route in app.router.routes if route.path not in removed]
         models.get_gen_models = lambda: [served]  # upstream lists the whole cache, but would not serve it
 
         def one_model(name: str) -> dict:
@@ -109,7 +119,8 @@ class DraftedServe(Serve):
 
         app.add_api_route("/v1/models/{name:path}", one_model)
         app.add_middleware(EndedWithItsClient)
-        app.add_exception_handler(HTTPException, _as_openai_does)
+        for kind in (StarletteHTTPException, RequestValidationError, Exception):
+            app.add_exception_handler(kind, _as_openai_does)
         if self.api_key is not None:  # added last, so that web pages can read the rejection
             app.user_middleware.append(Middleware(WithKey, key=self.api_key))
         host, port = self.at.getsockname()[:2]
@@ -129,12 +140,15 @@ class DraftedServe(Serve):
         As upstream, but with an error message for invalid requests, which upstream drops silently or misinterprets.
         """
         from fastapi import HTTPException
+        from fastapi.responses import StreamingResponse
 
         _pinned(self.name, body.get("model") or self.name)  # upstream's 400 is OpenAI's 404
         for name, plain in _NOT_SERVED.items():
             value = body.get(name)  # logprobs=0 asks for something, logprobs=False does not
             if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in plain):
                 raise HTTPException(400, f"{name}={value!r} is not supported; leave it out.")
+        if body.get("tool_choice") == "none":
+            body.pop("tools", None)
         if body.get("tools") and not self.takes_tools:
             raise HTTPException(400, f"The chat template of {self.name} does not support tools; leave `tools` out.")
         messages = body.get("messages", [])
@@ -142,7 +156,10 @@ class DraftedServe(Serve):
             raise HTTPException(400, f"messages={messages!r} must be a list of objects with `role` and `content`.")
         body.setdefault("stream", False)  # OpenAI's default; upstream's `/v1/responses` streams
         try:
-            return await handle(body, request_id)
+            answer = await handle(body, request_id)
+            if isinstance(answer, StreamingResponse) and "input" not in body:  # not of `/v1/responses`
+                answer.body_iterator = _events(answer.body_iterator)
+            return answer
         except HTTPException:
             raise
         except Exception as error:
@@ -153,7 +170,7 @@ class DraftedServe(Serve):
 
 def bound(host: str, port: int) -> socket.socket:
     """
-    Bind an address; connections wait until the server runs. Port 0 chooses a free port.
+    Listen at an address; connections wait until the server runs. Port 0 chooses a free port.
 
     Raises:
         `ValueError`: the address is not available.
@@ -162,6 +179,7 @@ def bound(host: str, port: int) -> socket.socket:
     place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         place.bind((host, port))
+        place.listen()  # or another server could bind it, too, until one of them listens
     except OSError as error:
         place.close()
         raise ValueError(f"Cannot bind to --host {host} --port {port}: {error.strerror or error}.") from error
@@ -179,15 +197,41 @@ def _pinned(served: str, asked: str) -> str:
 
 async def _as_openai_does(request, error):
     """Format an error as OpenAI clients expect."""
-    return _error(error.status_code, str(error.detail))
+    from fastapi.exceptions import RequestValidationError, StarletteHTTPException
+
+    if isinstance(error, StarletteHTTPException):
+        return _error(error.status_code, str(error.detail), error.headers)
+    if isinstance(error, RequestValidationError):
+        return _error(400, f"The body must be a JSON object, sent as application/json ({error.errors()[0]['msg']}).")
+    return _error(500, one_line(f"{type(error).__name__}: {error}"))
 
 
-def _error(status: int, message: str):
+def _error(status: int, message: str, headers=None):
     """A response with an error."""
     from fastapi.responses import JSONResponse
 
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return JSONResponse({"error": {"message": message, "type": kind}}, status_code=status)
+    return JSONResponse({"error": {"message": message, "type": kind}}, status, headers)
+
+
+async def _events(events: AsyncIterator[str]) -> AsyncIterator[str]:
+    """Upstream's stream, with an error and the end as OpenAI clients expect them."""
+    async for text in events:
+        yield _STREAM_ERROR.sub(r'data: {"error": {"message": \1, "type": "server_error"}}', text)
+    yield "data: [DONE]\n\n"
+
+
+def _inputs(read: Callable, messages: list[dict], modality) -> list[dict]:
+    """
+    As upstream, which drops parts of a message that the model cannot read, and the text beside an empty `tool_calls`.
+    """
+    messages = [{key: value for key, value in one.items() if key != "tool_calls" or value} for one in messages]
+    for message in messages:
+        for part in message["content"] if isinstance(message.get("content"), list) else ():
+            read_part = read([{"role": "user", "content": [part]}], modality)[0]["content"]
+            if not read_part and "text" not in part:
+                raise ValueError(f"content has a part of type {part['type']!r}, which the model cannot read.")
+    return read(messages, modality)
 
 
 def _settings(build: Callable, body: dict, *args, **kwargs):
@@ -209,8 +253,10 @@ def _settings(build: Callable, body: dict, *args, **kwargs):
     if not isinstance(biases, dict):
         raise ValueError(f"logit_bias={biases!r} must be an object of token ids and their biases.")
     body["stop"] = [text for text in stops if text] or None
-    body["logit_bias"] = {token: float(bias) for token, bias in biases.items()} or None
+    body["logit_bias"] = None  # upstream ignores it in `/v1/completions`
     config = build(body, *args, **kwargs)
+    if biases:
+        config.sequence_bias = {(int(token),): float(bias) for token, bias in biases.items()}
     config._seed = None if seed is None else seed % 2**32  # numpy's limit; OpenAI's seeds have 64 bits
     config.do_sample = bool(config.do_sample) if temperature is None else temperature > 0
     return config
@@ -318,6 +364,8 @@ class _Request:
                 while not self.finished:
                     if not (self._joins() and self._in_batch(kwargs)):
                         self.manager.alone(self._drafted, kwargs)
+            if self._ended(kwargs["tokenizer"]):
+                self.settings.max_new_tokens = None  # upstream's `finish_reason` of an answer this long is `length`
             if streamer is not None:
                 streamer.end()
         except _GenerationCancelled:
@@ -332,6 +380,13 @@ class _Request:
             raise HTTPException(500, one_line(f"{type(error).__name__}: {error}")) from error
         self._log(", together with others" if self.batched else "")
         return torch.tensor([self.ids])
+
+    def _ended(self, tokenizer) -> bool:
+        """Whether the last token ends the answer, whatever its length."""
+        stops = self.settings.stop_strings or []
+        stops = [stops] if isinstance(stops, str) else stops
+        text = tokenizer.decode(self.ids[self.prompt :]) if stops else ""
+        return self.ids[-1] in self.ends or any(stop in text for stop in stops)
 
     def _joins(self) -> bool:
         return self.kind is not None and self.together.pays(self.settings.do_sample)

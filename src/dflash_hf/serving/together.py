@@ -102,7 +102,7 @@ class Together:
         """The settings that requests of one batch must share; `None` if a request cannot be batched."""
         if self.failed or set(inputs) - {"input_ids", "attention_mask"} or settings.max_new_tokens is None:
             return None
-        if (settings.num_beams or 1) > 1:
+        if (settings.num_beams or 1) > 1 or settings.bad_words_ids:
             return None
         if settings.stop_strings or settings.max_time or (settings.repetition_penalty or 1.0) != 1.0:
             return None
