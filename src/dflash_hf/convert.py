@@ -189,9 +189,8 @@ def _unpack(file: Path, config: Path, folder: Path) -> Path:
     try:
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except Exception as error:  # truncated, not a checkpoint, or contains objects that would be executed
-        raise ValueError(
-            f"{file} cannot be read as plain tensors: {(str(error) or repr(error)).splitlines()[0]}"
-        ) from error
+        reason = (str(error) or repr(error)).splitlines()[0]
+        raise ValueError(f"{file} cannot be read as plain tensors: {reason}") from error
     for wrapper in ("draft_state_dict", "state_dict", "model_state_dict", "model"):
         if isinstance(state, dict) and isinstance(state.get(wrapper), dict):
             state = state[wrapper]

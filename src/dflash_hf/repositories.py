@@ -36,9 +36,7 @@ def check_revision(name: str, what: str, revision: str | None) -> None:
         `ValueError`: a revision of a local folder or file, which would be ignored.
     """
     if revision and Path(name).expanduser().exists():
-        raise ValueError(
-            f"{what} is on this machine, where there are no revisions; leave out the revision {revision}."
-        )
+        raise ValueError(f"{what} is on this machine, which has no revisions; leave out the revision {revision}.")
 
 
 def check_repository(name: str, what: str, revision: str | None = None) -> None:

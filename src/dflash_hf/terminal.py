@@ -248,9 +248,7 @@ def stdin_lines() -> Iterator[str]:
         try:
             yield line if isinstance(line, str) else line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
-            raise ValueError(
-                f"Line {number} of standard input is not UTF-8; pipe it through `iconv` first."
-            ) from error
+            raise ValueError(f"Line {number} of standard input is not UTF-8; pipe it through `iconv`.") from error
 
 
 # ---------------------------------------------------------------------------------------------------------- the output

@@ -6,9 +6,7 @@ from dflash_hf.terminal import Outcome
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument(
-        "draft", metavar="DRAFT", help="folder, .gguf file or Hub name of a drafter; downloads no weights"
-    )
+    parser.add_argument("draft", metavar="DRAFT", help="folder, .gguf file or Hub name of a drafter; loads no weights")
     choices = (*ENGINES, LLAMA_CPP, *READERS)
     parser.add_argument(
         "--engine",

@@ -39,16 +39,12 @@ def add_arguments(parser) -> None:
     parser.add_argument("--server", metavar="URL", help="measure a running server instead of a local pair")
     parser.add_argument("--alone", metavar="URL", help="with --server: the same target served without a drafter")
     parser.add_argument("--runs", type=positive, default=RUNS, help="timed repetitions (default: %(default)s)")
-    parser.add_argument(
-        "--max-new-tokens", type=positive, help="longest answer (default: 2048 for benchmarks, else 256)"
-    )
+    parser.add_argument("--max-new-tokens", type=positive, help="longest answer (default: 256, for benchmarks 2048)")
     parser.add_argument("--raw", action="store_true", help="use prompts that are text without the chat template")
     add_template_arguments(parser)
     parser.add_argument("--prompt-lookup", action="store_true", help="also time transformers' prompt lookup")
     add_threads(parser)
-    parser.add_argument(
-        "--compare", nargs=2, type=readable_file, metavar="REPORT", help="show two reports side by side"
-    )
+    parser.add_argument("--compare", nargs=2, type=readable_file, metavar="REPORT", help="two reports, side by side")
     add_output(parser, "for eval_report.json and .png; the drafter's folder for its model card", output_folder)
     add_loading(parser)
     packed = "also time packed weights, with and without the drafter (CPU)"
@@ -149,10 +145,8 @@ def _measure(arguments):
         journal=journal,
         tree_nodes=arguments.tree_nodes or TREE_NODES,
     )
-    report.setting |= {
-        "dataset": dataset_name(arguments.data),
-        "prompts_digest": digest_of([list(one) for one in prompts]),
-    }
+    report.setting["dataset"] = dataset_name(arguments.data)
+    report.setting["prompts_digest"] = digest_of([list(one) for one in prompts])
     return report
 
 

@@ -22,9 +22,7 @@ def add_arguments(parser) -> None:
     add_data(parser)
     add_output(parser, "continued if it exists", output_folder, required=True)
     which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--draft-config", metavar="CONFIG", help="the drafter that reads them: config.json, folder or Hub name"
-    )
+    which.add_argument("--draft-config", metavar="CONFIG", help="their drafter: config.json, folder or Hub name")
     which.add_argument(
         "--target-layer-ids",
         type=count,

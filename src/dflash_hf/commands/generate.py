@@ -11,9 +11,7 @@ def add_arguments(parser) -> None:
     add_pair(parser, default=True)
     parser.add_argument("--prompt", required=True, help="the user's message; - reads it from standard input")
     parser.add_argument("--raw", action="store_true", help="use the prompt as it is, without the chat template")
-    parser.add_argument(
-        "--show-drafts", action="store_true", help="print the text again with accepted draft tokens marked"
-    )
+    parser.add_argument("--show-drafts", action="store_true", help="print the text again, with accepted drafts marked")
     parser.add_argument("--compare", action="store_true", help="also decode with the target alone")
     add_answering(parser)
     add_examples(

@@ -12,9 +12,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--target", required=True, help="a chat model: a folder or Hub name")
     parser.add_argument("--count", required=True, type=positive, help="number of requests")
     add_output(parser, ".jsonl file; continued if it exists", required=True)
-    parser.add_argument(
-        "--kinds", help="chat,code,math,rewrite,task,json in turn; repeat one to weigh it (default: chat)"
-    )
+    parser.add_argument("--kinds", help="chat,code,math,rewrite,task,json in turn; repeat to weigh (default: chat)")
     parser.add_argument("--begin", action="append", default=[], help="first words of a request; repeatable")
     parser.add_argument("--system", help="system prompt, kept in the rows (default: the chat template's own)")
     parser.add_argument("--temperature", type=temperature, default=1.0, help="0 is greedy (default: %(default)s)")

@@ -14,13 +14,9 @@ def add_arguments(parser) -> None:
     parser.add_argument("folder", help="local folder of a drafter")
     parser.add_argument("repo", help="user/name on the Hub")
     parser.add_argument("--private", action="store_true", help="make the repository private")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="list the files and the card's metadata, without uploading"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="list files and the card's metadata, upload nothing")
     parser.add_argument("--output", type=output_folder, help="also write every file to this folder")
-    parser.add_argument(
-        "--gguf", metavar="TARGET", help="add dflash-NAME.gguf for llama.cpp; TARGET: its .gguf file or folder"
-    )
+    parser.add_argument("--gguf", metavar="TARGET", help="add dflash-NAME.gguf for llama.cpp; TARGET: file or folder")
     facts = parser.add_argument_group(
         "model card, in addition to card_facts.json and eval_report.json in the folder; of a README.md written by "
         "hand only the metadata changes"

@@ -19,9 +19,7 @@ def add_arguments(parser) -> None:
         help="list, show or copy (default: list)",
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="a name from the list")
-    parser.add_argument(
-        "to", nargs="?", metavar="TO", type=output_path, help="file or folder to copy to (default: here)"
-    )
+    parser.add_argument("to", nargs="?", metavar="TO", type=output_path, help="file or folder to copy to (default: .)")
     add_examples(
         parser,
         "dflash recipes",

@@ -10,17 +10,13 @@ AGAIN = "the same command continues with the rows that are missing"
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument(
-        "--target", required=True, help="the target: a folder or Hub name; with --server, its name there"
-    )
+    parser.add_argument("--target", required=True, help="the target: a folder or Hub name, or its name on --server")
     add_data(parser)
     add_output(parser, ".jsonl file; continued if it exists", required=True)
     parser.add_argument("--max-new-tokens", type=positive, default=2048, help="longest answer (default: %(default)s)")
     add_sampling(parser, None, "the target's generation config")
     parser.add_argument("--raw", action="store_true", help="use prompts that are text without the chat template")
-    parser.add_argument(
-        "--mask-token-id", type=token_id, help="token that is never generated (default: the first spare id)"
-    )
+    parser.add_argument("--mask-token-id", type=token_id, help="token that is never written (default: first spare id)")
     here = add_loading(parser, title="in this process")
     here.add_argument("--draft", help="a drafter, for speed: a folder or Hub name")
     here.add_argument("--batch-size", type=positive, help="rows at a time (default: the fastest, measured)")

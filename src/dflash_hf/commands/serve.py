@@ -33,9 +33,7 @@ def add_arguments(parser) -> None:
         help=f"{', '.join(engines)} (default: %(default)s)",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to bind to (default: %(default)s)")
-    parser.add_argument(
-        "--port", type=port, default=8000, help="0: any free one, without --engine (default: %(default)s)"
-    )
+    parser.add_argument("--port", type=port, default=8000, help="0: any free one (default: %(default)s)")
     parser.add_argument("--served-model-name", metavar="NAME", help="the model's id in the API (default: --target)")
     parser.add_argument("--api-key", metavar="KEY", help="require this key (default: the variable DFLASH_API_KEY)")
     parser.add_argument("--enable-cors", action="store_true", help="let web pages of any origin call the server")
@@ -146,9 +144,7 @@ def _engine(arguments, echo) -> Outcome:
     try:
         os.execvpe(command[0], command, {**os.environ, **environment, "PATH": path})
     except FileNotFoundError as error:
-        how = (
-            "`brew install llama.cpp`, or its releases" if engine == LLAMA_CPP else f"`pip install {engine}`, on a GPU"
-        )
+        how = "`brew install llama.cpp`, or a release" if engine == LLAMA_CPP else f"`pip install {engine}`, on a GPU"
         raise FileNotFoundError(f"--engine {engine} is not installed ({command[0]}): {how}.") from error
 
 
@@ -163,9 +159,7 @@ def _llama_cpp_pair(arguments) -> tuple[tuple[str, str, object], dict | None]:
     loading, default = Loading.of(arguments), Loading()
     unread = [name for name, value in vars(loading).items() if value != getattr(default, name)]
     if unread:
-        raise UsageError(
-            f"--{unread[0].replace('_', '-')} is not for llama.cpp, which reads GGUF files; leave it out."
-        )
+        raise UsageError(f"--{unread[0].replace('_', '-')} is not for llama.cpp, which reads GGUF files; omit it.")
     if Path(arguments.target).is_dir():
         raise UsageError(
             f"--target {arguments.target} is a folder, but llama.cpp runs .gguf files; name the target's .gguf file."

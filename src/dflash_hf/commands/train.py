@@ -26,11 +26,9 @@ def add_arguments(parser) -> None:
     parser.add_argument("--data", help="its responses (`dflash regenerate`) or a dataset; short for data=DATA")
     parser.add_argument("--output", metavar="FOLDER", help="for the drafter; short for output_dir=FOLDER")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="any other setting of the recipe; key.inner=value too"
+        "overrides", nargs="*", metavar="key=value", help="other settings of the recipe; key.inner=value too"
     )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the settings, chosen ones included, without training"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="print all settings, chosen ones too, without training")
     parser.add_argument(
         "--keys", nargs="?", const="", metavar="WORD", help="list the settings (that contain WORD) with their defaults"
     )

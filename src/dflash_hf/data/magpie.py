@@ -100,9 +100,8 @@ def _sampled(target, tokenizer, turn: UserTurn, settings: PromptSettings, first:
         eos_token_id=sorted(_stops(target, tokenizer, turn)) or None,
         pad_token_id=target.generation_config.pad_token_id,
     )
-    prompts = (
-        (number, prompt_ids(tokenizer, turn, settings.of_sample(number)[1])) for number in itertools.count(first)
-    )
+    begins = ((number, settings.of_sample(number)[1]) for number in itertools.count(first))
+    prompts = ((number, prompt_ids(tokenizer, turn, begin)) for number, begin in begins)
     waiting: dict[int, list[int]] = {}
     for number, response in responses(target, prompts, settings.max_new_tokens, config, batch_size, settings.seed):
         waiting[number] = response

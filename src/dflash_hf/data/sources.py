@@ -139,9 +139,7 @@ def _check_line(path: Path, number: int, content: bytes, thoroughly: bool) -> No
         raise ValueError(f"Line {number} of {path} is nested too deeply; remove it.") from None
     except ValueError as error:
         half = "" if line.endswith("\n") else "; it is the last line, perhaps half written"
-        raise ValueError(
-            f"Line {number} of {path} is not a JSON object ({error}){half}. Repair or remove it."
-        ) from error
+        raise ValueError(f"Line {number} of {path} is not a JSON object ({error}){half}. Fix or remove it.") from error
 
 
 def _text_columns(datasets, paths: list[Path]) -> dict:

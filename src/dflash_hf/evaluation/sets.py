@@ -192,13 +192,10 @@ def _arithmetic(random) -> str:
 
 def _json(random) -> str:
     people = random.sample(_PEOPLE, 3)
-    facts = [
-        f"{one} is {random.randint(19, 70)}, a {random.choice(_JOBS)} from {random.choice(_TOWNS)}" for one in people
-    ]
-    return (
-        f"Write this as a JSON list of objects with the keys name, age, job and city, and nothing else: "
-        f"{'; '.join(facts)}."
-    )
+    fact = "{} is {}, a {} from {}"
+    facts = [fact.format(one, random.randint(19, 70), random.choice(_JOBS), random.choice(_TOWNS)) for one in people]
+    task = "Write this as a JSON list of objects with the keys name, age, job and city, and nothing else"
+    return f"{task}: {'; '.join(facts)}."
 
 
 def _rewriting(random) -> str:

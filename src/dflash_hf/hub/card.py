@@ -112,9 +112,7 @@ class CardFacts:
             known.setdefault("plot", PLOT_FILE)
         known |= {name: value for name, value in facts.items() if value}
         if not known.get("base_model"):
-            raise ValueError(
-                f"A card names the target: write base_model into {folder / FACTS_FILE}, or pass `base_model`."
-            )
+            raise ValueError(f"A card names the target: write base_model into {folder / FACTS_FILE}, or pass it.")
         return cls(**known)
 
 
@@ -287,11 +285,8 @@ def _model_rows(config, folder: Path) -> list[tuple[str, str]]:
         rows[-1] = (rows[-1][0], f"{rows[-1][1]} of {config.num_target_layers}")
     if config.has_head:
         rows.append(("Head", config.head.name))
-    return [
-        *rows,
-        ("Block size", f"{config.block_tokens}, anchor included"),
-        ("Mask token", str(config.mask_token_id)),
-    ]
+    rows.append(("Block size", f"{config.block_tokens}, anchor included"))
+    return [*rows, ("Mask token", str(config.mask_token_id))]
 
 
 def _loading(folder: Path, findings: list[Finding]) -> str:
@@ -337,9 +332,8 @@ def _engines(folder: Path, findings: list[Finding], config, facts: CardFacts, re
         if not any(one.severity == "error" and engine in one.engines for one in findings):
             environment, command = launch_command(engine, facts.base_model, repo, config)
             settings = "".join(f"{key}={value} " for key, value in environment.items())
-            line = shlex.join(command).replace(
-                " --speculative-draft-model-path", " \\\n  --speculative-draft-model-path"
-            )
+            option = " --speculative-draft-model-path"  # on a line of its own
+            line = shlex.join(command).replace(option, f" \\\n {option}")
             lines.append({"name": name, "version": versions[engine], "command": settings + line})
     if gguf_in(folder) is not None:
         _, command = launch_command(LLAMA_CPP, "target.gguf", repo, config)
