@@ -1,6 +1,12 @@
-"""`dflash check`."""
+"""
+`dflash check`.
 
-from dflash_hf.commands.shared import add_examples, add_revision
+    dflash check my-drafter --target Qwen/Qwen3-0.6B --weights
+    dflash check z-lab/Qwen3-8B-DFlash-b16 --engine vllm
+    dflash check my-drafter --engine llama.cpp --target target.gguf
+"""
+
+from dflash_hf.commands.shared import add_revision
 from dflash_hf.names import ENGINES, LLAMA_CPP, READERS
 from dflash_hf.terminal import Outcome
 
@@ -19,12 +25,6 @@ def add_arguments(parser) -> None:
     parser.add_argument("--weights", action="store_true", help="also check that all weights are finite")
     add_revision(parser, of="the drafter's repository")
     parser.add_argument("--subfolder", default="", help="subfolder of the drafter")
-    add_examples(
-        parser,
-        "dflash check my-drafter --target Qwen/Qwen3-0.6B --weights",
-        "dflash check z-lab/Qwen3-8B-DFlash-b16 --engine vllm",
-        "dflash check my-drafter --engine llama.cpp --target target.gguf",
-    )
 
 
 def run(arguments, echo) -> Outcome:

@@ -1,6 +1,14 @@
-"""`dflash convert`."""
+"""
+`dflash convert`.
 
-from dflash_hf.commands.shared import add_examples, add_revision
+    dflash convert downloaded my-drafter
+    dflash convert my-drafter for-transformers --to native
+    dflash convert my-drafter half --dtype bfloat16 --share-head
+    dflash convert my-drafter dflash-my-drafter.gguf --to gguf --target target.gguf --dtype f16
+    dflash convert checkpoint.pt my-drafter --config config.json
+"""
+
+from dflash_hf.commands.shared import add_revision
 from dflash_hf.names import DTYPES, LAYOUTS, Q8
 from dflash_hf.terminal import Outcome, UsageError, dtype, output_path, readable_file
 
@@ -17,14 +25,6 @@ def add_arguments(parser) -> None:
     parser.add_argument("--share-head", action="store_true", help="replace a reduced vocabulary by the target's head")
     parser.add_argument("--config", type=readable_file, help="config.json of a .pt file (default: next to it)")
     add_revision(parser, of="the drafter's repository")
-    add_examples(
-        parser,
-        "dflash convert downloaded my-drafter",
-        "dflash convert my-drafter for-transformers --to native",
-        "dflash convert my-drafter half --dtype bfloat16 --share-head",
-        "dflash convert my-drafter dflash-my-drafter.gguf --to gguf --target target.gguf --dtype f16",
-        "dflash convert checkpoint.pt my-drafter --config config.json",
-    )
 
 
 def run(arguments, echo) -> Outcome:

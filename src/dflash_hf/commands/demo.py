@@ -1,6 +1,12 @@
-"""`dflash demo`."""
+"""
+`dflash demo`.
 
-from dflash_hf.commands.shared import add_dtype, add_examples
+    dflash demo
+    dflash demo --dtype float32 --prompts 30
+    dflash demo --train 20
+"""
+
+from dflash_hf.commands.shared import add_dtype
 from dflash_hf.terminal import Outcome, add_color, amount, output_folder, positive, wants_color
 
 
@@ -19,7 +25,6 @@ def add_arguments(parser) -> None:
     )
     parser.add_argument("--output", type=output_folder, help="for the results (default: ~/.cache/dflash_hf/demo)")
     add_color(parser, "accepted draft tokens")
-    add_examples(parser, "dflash demo", "dflash demo --dtype float32 --prompts 30", "dflash demo --train 20")
 
 
 def run(arguments, echo) -> Outcome:

@@ -1,10 +1,17 @@
-"""`dflash doctor`."""
+"""
+`dflash doctor`.
+
+    dflash doctor --target Qwen/Qwen3-0.6B --draft my-drafter --data prompts.jsonl
+    dflash doctor --target my-quantised-model --base Qwen/Qwen3-0.6B --draft my-drafter
+
+The exit status is 1 if a cause was found.
+"""
 
 from itertools import islice
 from pathlib import Path
 
 from dflash_hf.commands.pair import NamedPair
-from dflash_hf.commands.shared import add_examples, add_loading, add_pair, add_threads
+from dflash_hf.commands.shared import add_loading, add_pair, add_threads
 from dflash_hf.terminal import Outcome, add_template_arguments, bar, note, positive
 
 
@@ -19,12 +26,6 @@ def add_arguments(parser) -> None:
     add_template_arguments(parser)
     add_threads(parser)
     add_loading(parser)
-    add_examples(
-        parser,
-        "dflash doctor --target Qwen/Qwen3-0.6B --draft my-drafter --data prompts.jsonl",
-        "dflash doctor --target my-quantised-model --base Qwen/Qwen3-0.6B --draft my-drafter",
-        after="run the same command again. The exit status is 1 if a cause was found",
-    )
 
 
 def run(arguments, echo) -> Outcome:

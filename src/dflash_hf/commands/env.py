@@ -1,4 +1,10 @@
-"""`dflash env`: what a bug report should say about the machine."""
+"""
+`dflash env`: what a bug report should say about the machine.
+
+    dflash env
+    dflash env --json
+    dflash env --forget
+"""
 
 import contextlib
 import os
@@ -7,7 +13,6 @@ import statistics
 import sys
 from importlib import metadata
 
-from dflash_hf.commands.shared import add_examples
 from dflash_hf.modeling.remembered_dflash import read, remembered
 from dflash_hf.terminal import Outcome, is_secret
 
@@ -31,7 +36,6 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--forget", action="store_true", help="delete what is stored about this machine: costs of rounds, targets"
     )
-    add_examples(parser, "dflash env", "dflash env --json", "dflash env --forget")
 
 
 def run(arguments, echo) -> Outcome:

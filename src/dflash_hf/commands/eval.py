@@ -1,10 +1,17 @@
-"""`dflash eval`."""
+"""
+`dflash eval`.
+
+    dflash eval --target Qwen/Qwen3-0.6B --draft my-drafter --data prompts.txt --output my-drafter
+    dflash eval --target Qwen/Qwen3-4B --draft z-lab/Qwen3-4B-DFlash-b16 --data gsm8k --output gsm8k
+    dflash eval --server http://127.0.0.1:8080 --data prompts.txt --output on-llama-cpp
+    dflash eval --compare before/eval_report.json after/eval_report.json
+"""
 
 import json
 from pathlib import Path
 
 from dflash_hf.commands.pair import NamedPair
-from dflash_hf.commands.shared import add_examples, add_loading, add_output, add_pair, add_speed, add_threads, given
+from dflash_hf.commands.shared import add_loading, add_output, add_pair, add_speed, add_threads, given
 from dflash_hf.evaluation.methods import TREE_NODES, methods_of_eval
 from dflash_hf.evaluation.sets import GENERATED, NAMED, NEW_TOKENS
 from dflash_hf.terminal import (
@@ -49,14 +56,6 @@ def add_arguments(parser) -> None:
     add_loading(parser)
     packed = "also time packed weights, with and without the drafter (CPU)"
     add_speed(parser, packed, "also time draft trees of N tokens")
-    add_examples(
-        parser,
-        "dflash eval --target Qwen/Qwen3-0.6B --draft my-drafter --data prompts.txt --output my-drafter",
-        "dflash eval --target Qwen/Qwen3-4B --draft z-lab/Qwen3-4B-DFlash-b16 --data gsm8k --output gsm8k",
-        "dflash eval --server http://127.0.0.1:8080 --data prompts.txt --output on-llama-cpp",
-        "dflash eval --compare before/eval_report.json after/eval_report.json",
-        after=AGAIN,
-    )
 
 
 def run(arguments, echo) -> Outcome:

@@ -1,10 +1,14 @@
-"""`dflash features`."""
+"""
+`dflash features`.
+
+    dflash features --target Qwen/Qwen3-8B --data responses.jsonl --output features
+    dflash train --target Qwen/Qwen3-8B --output my-drafter features=features
+"""
 
 from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import (
     add_data,
     add_dtype,
-    add_examples,
     add_loading,
     add_output,
     rows_of,
@@ -39,12 +43,6 @@ def add_arguments(parser) -> None:
     parser.add_argument("--batch-size", type=positive, default=8, help="rows at a time (default: %(default)s)")
     parser.add_argument("--num-proc", type=positive, help="worker processes for the data")
     add_loading(parser, draft=False)
-    add_examples(
-        parser,
-        "dflash features --target Qwen/Qwen3-8B --data responses.jsonl --output features",
-        "dflash train --target Qwen/Qwen3-8B --output my-drafter features=features",
-        after=AGAIN,
-    )
 
 
 def run(arguments, echo) -> Outcome:

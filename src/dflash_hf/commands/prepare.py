@@ -1,6 +1,11 @@
-"""`dflash prepare`: which tokens of a dataset are trained on, and the examples as ids."""
+"""
+`dflash prepare`: which tokens of a dataset are trained on, and the examples as ids.
 
-from dflash_hf.commands.shared import add_data, add_examples, add_output, add_revision, check_not_data, rows_of
+    dflash prepare --target Qwen/Qwen3-0.6B --data responses.jsonl
+    dflash prepare --target Qwen/Qwen3-0.6B --data responses.jsonl --output examples.parquet --examples 0
+"""
+
+from dflash_hf.commands.shared import add_data, add_output, add_revision, check_not_data, rows_of
 from dflash_hf.terminal import Outcome, add_color, count, note, positive, template_arguments, token_id, wants_color
 
 
@@ -18,11 +23,6 @@ def add_arguments(parser) -> None:
     add_color(parser, "supervised tokens")
     add_revision(parser)
     parser.add_argument("--trust-remote-code", action="store_true", help="run the tokenizer's own code")
-    add_examples(
-        parser,
-        "dflash prepare --target Qwen/Qwen3-0.6B --data responses.jsonl",
-        "dflash prepare --target Qwen/Qwen3-0.6B --data responses.jsonl --output examples.parquet --examples 0",
-    )
 
 
 def run(arguments, echo) -> Outcome:

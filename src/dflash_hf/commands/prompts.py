@@ -1,7 +1,12 @@
-"""`dflash prompts`: requests written by the target itself."""
+"""
+`dflash prompts`: requests written by the target itself.
+
+    dflash prompts --target Qwen/Qwen3-0.6B --count 10000 --kinds chat,code,math --output prompts.jsonl
+    dflash regenerate --target Qwen/Qwen3-0.6B --data prompts.jsonl --output responses.jsonl
+"""
 
 from dflash_hf.commands.pair import NamedPair
-from dflash_hf.commands.shared import add_examples, add_loading, add_output, add_packed, add_template, tell_slow_dtype
+from dflash_hf.commands.shared import add_loading, add_output, add_packed, add_template, tell_slow_dtype
 from dflash_hf.terminal import Outcome, count, note, positive, probability, temperature, template_arguments
 
 
@@ -24,12 +29,6 @@ def add_arguments(parser) -> None:
     parser.add_argument("--batch-size", type=positive, help="rows at a time (default: the fastest, measured)")
     add_template(parser)
     add_packed(add_loading(parser, draft=False))
-    add_examples(
-        parser,
-        "dflash prompts --target Qwen/Qwen3-0.6B --count 10000 --kinds chat,code,math --output prompts.jsonl",
-        "dflash regenerate --target Qwen/Qwen3-0.6B --data prompts.jsonl --output responses.jsonl",
-        after=AGAIN,
-    )
 
 
 def run(arguments, echo) -> Outcome:

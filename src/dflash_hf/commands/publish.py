@@ -1,6 +1,10 @@
-"""`dflash publish`."""
+"""
+`dflash publish`.
 
-from dflash_hf.commands.shared import add_examples
+    dflash publish my-drafter me/my-drafter --base-model Qwen/Qwen3-0.6B --license mit --dry-run
+    dflash publish my-drafter me/my-drafter --private
+"""
+
 from dflash_hf.names import RELATIONS
 from dflash_hf.terminal import Outcome, UsageError, one_line, output_folder
 
@@ -31,12 +35,6 @@ def add_arguments(parser) -> None:
     facts.add_argument("--data-description", metavar="TEXT", help="a sentence about the training data")
     facts.add_argument("--hardware", help="hardware of the evaluation")
     facts.add_argument("--evaluated-on", metavar="REPO", help="dataset of the evaluation")
-    add_examples(
-        parser,
-        "dflash publish my-drafter me/my-drafter --base-model Qwen/Qwen3-0.6B --license mit --dry-run",
-        "dflash publish my-drafter me/my-drafter --private",
-        after=AGAIN,
-    )
 
 
 def run(arguments, echo) -> Outcome:

@@ -1,11 +1,16 @@
-"""`dflash recipes`: the recipes and scripts in the package."""
+"""
+`dflash recipes`: the recipes and scripts in the package.
+
+    dflash recipes
+    dflash recipes show qwen3-4b.yaml
+    dflash recipes copy demo.yaml && dflash train --config demo.yaml --dry-run
+"""
 
 import ast
 import shutil
 import textwrap
 from pathlib import Path
 
-from dflash_hf.commands.shared import add_examples
 from dflash_hf.terminal import Outcome, output_path
 
 
@@ -20,12 +25,6 @@ def add_arguments(parser) -> None:
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="a name from the list")
     parser.add_argument("to", nargs="?", metavar="TO", type=output_path, help="file or folder to copy to (default: .)")
-    add_examples(
-        parser,
-        "dflash recipes",
-        "dflash recipes show qwen3-4b.yaml",
-        "dflash recipes copy demo.yaml && dflash train --config demo.yaml --dry-run",
-    )
 
 
 def run(arguments, echo) -> Outcome:

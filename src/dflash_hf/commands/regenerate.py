@@ -1,8 +1,13 @@
-"""`dflash regenerate`: the target's own responses, in this process or from a server."""
+"""
+`dflash regenerate`: the target's own responses, in this process or from a server.
+
+    dflash regenerate --target Qwen/Qwen3-0.6B --data prompts.jsonl --output responses.jsonl
+    dflash regenerate --target T --data prompts.jsonl --output responses.jsonl --server http://127.0.0.1:8000
+"""
 
 from dflash_hf.commands import shared
 from dflash_hf.commands.pair import NamedPair
-from dflash_hf.commands.shared import add_data, add_examples, add_loading, add_output, add_sampling
+from dflash_hf.commands.shared import add_data, add_loading, add_output, add_sampling
 from dflash_hf.terminal import Outcome, amount, count, note, positive, template_arguments, token_id
 
 
@@ -26,12 +31,6 @@ def add_arguments(parser) -> None:
     there.add_argument("--concurrency", type=positive, default=32, help="parallel requests (default: %(default)s)")
     there.add_argument("--retries", type=count, default=5, help="retries of a request (default: %(default)s)")
     there.add_argument("--timeout", type=amount, default=600.0, help="seconds for one answer (default: %(default)s)")
-    add_examples(
-        parser,
-        "dflash regenerate --target Qwen/Qwen3-0.6B --data prompts.jsonl --output responses.jsonl",
-        "dflash regenerate --target T --data prompts.jsonl --output responses.jsonl --server http://127.0.0.1:8000",
-        after=AGAIN,
-    )
 
 
 def run(arguments, echo) -> Outcome:

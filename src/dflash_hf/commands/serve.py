@@ -1,9 +1,15 @@
-"""`dflash serve`: a pair behind an OpenAI-compatible API."""
+"""
+`dflash serve`: a pair behind an OpenAI-compatible API.
+
+    dflash serve
+    dflash serve --target Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16
+    dflash serve --target Qwen/Qwen3-8B --draft my-drafter --engine vllm --dry-run
+    dflash serve --target target.gguf --draft dflash-my-drafter.gguf --engine llama.cpp
+"""
 
 from dflash_hf.commands.pair import NamedPair, take_default
 from dflash_hf.commands.shared import (
     add_draft_temperature,
-    add_examples,
     add_loading,
     add_pair,
     add_speed,
@@ -43,13 +49,6 @@ def add_arguments(parser) -> None:
     add_template_arguments(parser)
     add_loading(parser)
     add_speed(parser)
-    add_examples(
-        parser,
-        "dflash serve",
-        "dflash serve --target Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16",
-        "dflash serve --target Qwen/Qwen3-8B --draft my-drafter --engine vllm --dry-run",
-        "dflash serve --target target.gguf --draft dflash-my-drafter.gguf --engine llama.cpp",
-    )
 
 
 def run(arguments, echo) -> Outcome:

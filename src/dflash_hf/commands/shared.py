@@ -83,10 +83,11 @@ def add_common(parser) -> None:
     parser.epilog = f"{parser.epilog}\nall commands: --json, -q/--quiet, -v/--verbose, --debug (see dflash --help)"
 
 
-def add_examples(parser, *lines: str, after: str = "") -> None:
-    """Examples, and how to resume the command, at the end of its help."""
-    text = "examples:\n" + "\n".join(f"  {line}" for line in lines)
-    parser.epilog = f"{text}\n" if not after else f"{text}\n\nafter an interruption: {after}"
+def add_examples(parser, module) -> None:
+    """The examples in the docstring of a command's module, and how to resume the command, at the end of its help."""
+    examples = (module.__doc__ or "").partition("\n\n")[2]
+    again = f"\nafter an interruption: {module.AGAIN}" if hasattr(module, "AGAIN") else ""
+    parser.epilog = f"examples:\n{examples}{again}".replace("\n    ", "\n  ")
 
 
 def add_pair(parser, default: bool = False, required: bool = False) -> None:

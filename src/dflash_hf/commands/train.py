@@ -1,9 +1,15 @@
-"""`dflash train`."""
+"""
+`dflash train`.
+
+    dflash train --target Qwen/Qwen3-0.6B --data responses.jsonl --output my-drafter bf16=true
+    dflash train --config recipe.yaml learning_rate=3e-4 --dry-run
+    dflash train --keys save
+    accelerate launch -m dflash_hf.cli train --config recipe.yaml       # several GPUs
+"""
 
 from dataclasses import asdict
 from pathlib import Path
 
-from dflash_hf.commands.shared import add_examples
 from dflash_hf.data.sources import check_files
 from dflash_hf.terminal import Outcome, check_writable, is_secret
 
@@ -31,14 +37,6 @@ def add_arguments(parser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print all settings, chosen ones too, without training")
     parser.add_argument(
         "--keys", nargs="?", const="", metavar="WORD", help="list the settings (that contain WORD) with their defaults"
-    )
-    add_examples(
-        parser,
-        "dflash train --target Qwen/Qwen3-0.6B --data responses.jsonl --output my-drafter bf16=true",
-        "dflash train --config recipe.yaml learning_rate=3e-4 --dry-run",
-        "dflash train --keys save",
-        "accelerate launch -m dflash_hf.cli train --config recipe.yaml       # several GPUs",
-        after=AGAIN,
     )
     first = "\n".join(f"  {name:28} {what}" for name, what in FIRST)
     parser.epilog = f"settings to change first:\n{first}\n\n{parser.epilog}"

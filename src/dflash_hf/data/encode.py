@@ -268,7 +268,9 @@ def messages_in(row: Mapping, name: str = "messages") -> Sequence[Mapping]:
     """
     value = row[name]
     if not isinstance(value, list | tuple) or not all(isinstance(one, Mapping) for one in value):
-        raise ValueError(f"`{name}` is {one_line(repr(value), 60)}; give a list of messages: `role` and `content`.")
+        raise ValueError(
+            f"`{name}` is {one_line(repr(value), 60)}; give a list of messages with `role` and `content`."
+        )
     return value
 
 
