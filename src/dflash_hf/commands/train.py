@@ -5,6 +5,12 @@
     dflash train --config recipe.yaml learning_rate=3e-4 --dry-run
     dflash train --keys save
     accelerate launch -m dflash_hf.cli train --config recipe.yaml       # several GPUs
+
+settings to change first:
+    per_device_train_batch_size  rows per step; 1 if memory is short
+    num_train_epochs             passes over the data (default: 6)
+    learning_rate                (default: 6e-4)
+    bf16                         true on a GPU that supports it
 """
 
 from dataclasses import asdict
@@ -15,13 +21,6 @@ from dflash_hf.terminal import Outcome, check_writable, is_secret
 
 
 AGAIN = "the same command with resume_from_checkpoint=auto resumes from the last checkpoint, if there is one"
-# What to change first; the other settings have sensible defaults.
-FIRST = (
-    ("per_device_train_batch_size", "rows per step; 1 if memory is short"),
-    ("num_train_epochs", "passes over the data (default: 6)"),
-    ("learning_rate", "(default: 6e-4)"),
-    ("bf16", "true on a GPU that supports it"),
-)
 _FLAGS = {"target": "target", "draft": "draft", "data": "data", "output": "output_dir"}
 
 
@@ -38,8 +37,6 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--keys", nargs="?", const="", metavar="WORD", help="list the settings (that contain WORD) with their defaults"
     )
-    first = "\n".join(f"  {name:28} {what}" for name, what in FIRST)
-    parser.epilog = f"settings to change first:\n{first}\n\n{parser.epilog}"
 
 
 def overrides_of(arguments) -> list[str]:
