@@ -149,12 +149,8 @@ count = _number(int, "count", lambda value: value >= 0, "must not be negative")
 seed = _number(int, "seed", lambda value: 0 <= value < 2**32, f"is not a valid seed: 0 to {2**32 - 1}")
 token_id = _number(int, "token_id", lambda value: value >= 0, "is not a token id: ids start at 0")
 port = _number(int, "port", lambda value: 0 <= value < 65536, "is not a port: 0 to 65535")
-temperature = _number(
-    float,
-    "temperature",
-    lambda value: 0 <= value < math.inf,
-    "must be 0, for greedy decoding, or a positive number such as 0.7",
-)
+_HEAT = "must be 0, for greedy decoding, or a positive number such as 0.7"
+temperature = _number(float, "temperature", lambda value: 0 <= value < math.inf, _HEAT)
 probability = _number(float, "probability", lambda value: 0 < value <= 1, "must be above 0 and at most 1")
 amount = _number(float, "amount", lambda value: 0 < value < math.inf, "must be a positive number")
 

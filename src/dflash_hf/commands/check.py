@@ -14,13 +14,8 @@ from dflash_hf.terminal import Outcome
 def add_arguments(parser) -> None:
     parser.add_argument("draft", metavar="DRAFT", help="folder, .gguf file or Hub name of a drafter; loads no weights")
     choices = (*ENGINES, LLAMA_CPP, *READERS)
-    parser.add_argument(
-        "--engine",
-        choices=choices,
-        metavar="ENGINE",
-        action="append",
-        help=f"{', '.join(choices)}; repeatable (default: {', '.join(ENGINES)})",
-    )
+    known = f"{', '.join(choices)}; repeatable (default: {', '.join(ENGINES)})"
+    parser.add_argument("--engine", choices=choices, metavar="ENGINE", action="append", help=known)
     parser.add_argument("--target", help="folder, config.json, .gguf file or Hub name of the target, to compare with")
     parser.add_argument("--weights", action="store_true", help="also check that all weights are finite")
     add_revision(parser, of="the drafter's repository")

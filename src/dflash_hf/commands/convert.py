@@ -8,7 +8,7 @@
     dflash convert checkpoint.pt my-drafter --config config.json
 """
 
-from dflash_hf.commands.shared import add_revision
+from dflash_hf.commands.shared import add_choice, add_revision
 from dflash_hf.names import DTYPES, LAYOUTS, Q8
 from dflash_hf.terminal import Outcome, UsageError, dtype, output_path, readable_file
 
@@ -16,9 +16,7 @@ from dflash_hf.terminal import Outcome, UsageError, dtype, output_path, readable
 def add_arguments(parser) -> None:
     parser.add_argument("draft", metavar="DRAFT", help="folder, Hub name, .gguf or .pt file of a drafter")
     parser.add_argument("output", metavar="OUTPUT", type=output_path, help="new folder, or .gguf file with --to gguf")
-    parser.add_argument(
-        "--to", choices=LAYOUTS, metavar="LAYOUT", default="z-lab", help=f"{', '.join(LAYOUTS)} (default: %(default)s)"
-    )
+    add_choice(parser, "--to", LAYOUTS, "z-lab")
     parser.add_argument("--target", help="with --to gguf: the target, for its tokenizer; .gguf file, folder or name")
     known = f"{', '.join(DTYPES)}; in GGUF files {Q8} too (default: unchanged)"
     parser.add_argument("--dtype", type=dtype, choices=(*DTYPES, Q8), metavar="DTYPE", help=known)

@@ -18,7 +18,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--prompts", type=positive, default=12, help="number of prompts (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=positive, default=40, help="longest answer (default: %(default)s)")
     parser.add_argument("--runs", type=positive, default=1, help="timed repetitions (default: %(default)s)")
-    add_dtype(parser, ("bfloat16", "float32"), "bfloat16 or float32", "bfloat16")
+    add_dtype(parser, ("bfloat16", "float32"), "bfloat16")
     parser.add_argument("--threads", type=positive, default=1, help="CPU threads (default: %(default)s)")
     parser.add_argument(
         "--train", type=amount, metavar="MINUTES", help="train a new drafter instead, and decode with it as it learns"

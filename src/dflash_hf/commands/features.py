@@ -38,7 +38,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--states", action="store_true", help=states)
     parser.add_argument("--max-length", type=positive, default=3072, help="truncate examples (default: %(default)s)")
     parser.add_argument("--mask-token-id", type=token_id, help="the drafter's mask token; rows with it are left out")
-    add_dtype(parser, DTYPES, f"of the features: {', '.join(DTYPES)}", "bfloat16", "--store-dtype")
+    add_dtype(parser, DTYPES, "bfloat16", "--store-dtype", "of the features: ")
     parser.add_argument("--shard-size", type=amount, default=1.0, help="size of a file in GB (default: %(default)s)")
     parser.add_argument("--batch-size", type=positive, default=8, help="rows at a time (default: %(default)s)")
     parser.add_argument("--num-proc", type=positive, help="worker processes for the data")

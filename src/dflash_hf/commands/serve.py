@@ -9,6 +9,7 @@
 
 from dflash_hf.commands.pair import NamedPair, take_default
 from dflash_hf.commands.shared import (
+    add_choice,
     add_draft_temperature,
     add_loading,
     add_pair,
@@ -30,14 +31,7 @@ _SGLANG = (
 
 def add_arguments(parser) -> None:
     add_pair(parser, default=True)
-    engines = (*ENGINES, LLAMA_CPP)
-    parser.add_argument(
-        "--engine",
-        choices=engines,
-        metavar="ENGINE",
-        default="transformers",
-        help=f"{', '.join(engines)} (default: %(default)s)",
-    )
+    add_choice(parser, "--engine", (*ENGINES, LLAMA_CPP), "transformers")
     parser.add_argument("--host", default="127.0.0.1", help="address to bind to (default: %(default)s)")
     parser.add_argument("--port", type=port, default=8000, help="0: any free one (default: %(default)s)")
     parser.add_argument("--served-model-name", metavar="NAME", help="the model's id in the API (default: --target)")

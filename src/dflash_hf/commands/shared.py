@@ -101,17 +101,23 @@ def add_pair(parser, default: bool = False, required: bool = False) -> None:
 def add_loading(parser, draft: bool = True, title: str = "models"):
     """How models are loaded: see [`~dflash_hf.pairs.Loading`]."""
     group = parser.add_argument_group(title)
-    add_dtype(group, ("auto", *DTYPES), f"auto, {', '.join(DTYPES)}", "auto")
+    add_dtype(group, ("auto", *DTYPES), "auto")
     group.add_argument("--device", type=device, help="cpu, cuda, cuda:1, ... or auto (default: a GPU if there is one)")
     add_revision(group, draft)
     group.add_argument("--trust-remote-code", action="store_true", help="run the target's own code")
     return group
 
 
-def add_dtype(parser, choices: tuple[str, ...], known: str, default: str, option: str = "--dtype") -> None:
+def add_choice(parser, option: str, choices: tuple[str, ...], default: str, what: str = "", **more) -> None:
+    """An option with a few values, which its help lists; they are called as the end of its name."""
+    help = f"{what}{', '.join(choices)} (default: %(default)s)"
+    name = option.rpartition("-")[2].upper()
+    parser.add_argument(option, choices=choices, metavar=name, default=default, help=help, **more)
+
+
+def add_dtype(parser, choices: tuple[str, ...], default: str, option: str = "--dtype", what: str = "") -> None:
     """`--dtype`, or another option that is a dtype."""
-    help = f"{known} (default: %(default)s)"
-    parser.add_argument(option, type=dtype, choices=choices, metavar="DTYPE", default=default, help=help)
+    add_choice(parser, option, choices, default, what, type=dtype)
 
 
 def add_revision(group, draft: bool = False, of: str = "the target's repository") -> None:
