@@ -35,14 +35,11 @@ def add_arguments(parser) -> None:
 
 def run(arguments, echo) -> Outcome:
     """Write the rows missing in the output; exit status 1 if some were refused."""
-    from itertools import islice
-
     from dflash_hf.configs import check_token_id
     from dflash_hf.data.encode import digests_of_tokenizer
     from dflash_hf.data.prompts import template_kwargs
     from dflash_hf.data.regenerate import ask_rows
     from dflash_hf.data.response_file import ResponseFile
-    from dflash_hf.data.sources import load_rows
     from dflash_hf.data.time_left import TimeLeft
     from dflash_hf.files import digest_of
 
@@ -54,11 +51,10 @@ def run(arguments, echo) -> Outcome:
         pair, server = NamedPair(arguments, note), None
         check_token_id(arguments.mask_token_id, pair.config)
         kwargs = pair.template()
-    rows = load_rows(arguments.data, arguments.split, name=arguments.name)
-    count = min(arguments.limit or len(rows), len(rows))
     tokenizer = pair.tokenizer if pair else None
     as_chat = not arguments.raw and (tokenizer is None or bool(tokenizer.chat_template))
-    prompts = {index: _asked(index, row, as_chat, arguments.data) for index, row in enumerate(islice(rows, count))}
+    prompts = {i: _asked(i, row, as_chat, arguments.data) for i, row in enumerate(shared.rows_of(arguments))}
+    count = len(prompts)
 
     # Everything that responses depend on. Files are identified by content: data by each prompt, the target by weights.
     settings = {
