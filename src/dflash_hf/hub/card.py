@@ -75,8 +75,7 @@ class CardFacts:
     plot: str | None = None
 
     def __post_init__(self):
-        for name in ("base_model", *self.datasets):
-            repo = getattr(self, name) if name == "base_model" else name
+        for repo in (self.base_model, *self.datasets):
             if not is_repository_id(repo):
                 raise ValueError(f"{repo!r} is not {REPOSITORY_ID}.")
         if self.base_model_relation not in (None, *RELATIONS):
@@ -212,7 +211,6 @@ def metadata(facts: CardFacts, repo: str) -> ModelCardData:
         )
         for key, value in _figures(facts).items()
     ]
-    extra = {"base_model_relation": facts.base_model_relation} if facts.base_model_relation else {}
     return ModelCardData(
         base_model=facts.base_model,
         datasets=facts.datasets or None,
@@ -222,7 +220,7 @@ def metadata(facts: CardFacts, repo: str) -> ModelCardData:
         license=facts.license,
         pipeline_tag="text-generation",
         tags=["dflash", "speculative-decoding", "block-diffusion", "draft-model"],
-        **extra,
+        base_model_relation=facts.base_model_relation,
     )
 
 
@@ -276,17 +274,15 @@ def _model_rows(config, folder: Path) -> list[tuple[str, str]]:
     if sliding:
         layers += f", {sliding} of them with a window of {config.sliding_window} tokens"
     parameters = sum(math.prod(shape) for shape in read_shapes(folder).values())
-    rows = [
+    depth = "" if config.num_target_layers is None else f" of {config.num_target_layers}"
+    return [
         ("Parameters", f"{parameters:,}"),
         ("Draft layers", layers),
-        ("Target layers read", f"{', '.join(map(str, config.target_layer_ids))} (counted from 0)"),
+        ("Target layers read", f"{', '.join(map(str, config.target_layer_ids))} (counted from 0){depth}"),
+        *[("Head", config.head.name)] * config.has_head,
+        ("Block size", f"{config.block_tokens}, anchor included"),
+        ("Mask token", str(config.mask_token_id)),
     ]
-    if config.num_target_layers is not None:
-        rows[-1] = (rows[-1][0], f"{rows[-1][1]} of {config.num_target_layers}")
-    if config.has_head:
-        rows.append(("Head", config.head.name))
-    rows.append(("Block size", f"{config.block_tokens}, anchor included"))
-    return [*rows, ("Mask token", str(config.mask_token_id))]
 
 
 def _loading(folder: Path, findings: list[Finding]) -> str:
