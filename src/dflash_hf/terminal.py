@@ -93,12 +93,8 @@ def wants_color(choice: bool | None, stream) -> bool:
 
 def add_color(parser, what: str) -> None:
     """`--color` and `--no-color`."""
-    parser.add_argument(
-        "--color",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help=f"colour {what} (default: on a terminal without NO_COLOR)",
-    )
+    help = f"colour {what} (default: on a terminal without NO_COLOR)"
+    parser.add_argument("--color", action=argparse.BooleanOptionalAction, help=help)
 
 
 def note(line: str) -> None:
@@ -108,11 +104,8 @@ def note(line: str) -> None:
 
 def add_template_arguments(parser) -> None:
     """`--template-args`."""
-    parser.add_argument(
-        "--template-args",
-        metavar="JSON",
-        help="for the template: '{\"enable_thinking\": false}' (default: the drafter's)",
-    )
+    help = "for the template: '{\"enable_thinking\": false}' (default: the drafter's)"
+    parser.add_argument("--template-args", metavar="JSON", help=help)
 
 
 def template_arguments(text: str | None) -> dict | None:

@@ -20,9 +20,8 @@ def add_arguments(parser) -> None:
     parser.add_argument("--runs", type=positive, default=1, help="timed repetitions (default: %(default)s)")
     add_dtype(parser, ("bfloat16", "float32"), "bfloat16")
     parser.add_argument("--threads", type=positive, default=1, help="CPU threads (default: %(default)s)")
-    parser.add_argument(
-        "--train", type=amount, metavar="MINUTES", help="train a new drafter instead, and decode with it as it learns"
-    )
+    live = "train a new drafter instead, and decode with it as it learns"
+    parser.add_argument("--train", type=amount, metavar="MINUTES", help=live)
     parser.add_argument("--output", type=output_folder, help="for the results (default: ~/.cache/dflash_hf/demo)")
     add_color(parser, "accepted draft tokens")
 

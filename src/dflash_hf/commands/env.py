@@ -23,9 +23,8 @@ _VARIABLES = ("HF_", "DFLASH", "TRANSFORMERS_", "CUDA_VISIBLE", "OMP_", "MKL_", 
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument(
-        "--forget", action="store_true", help="delete what is stored about this machine: costs of rounds, targets"
-    )
+    what = "delete what is stored about this machine: costs of rounds, targets"
+    parser.add_argument("--forget", action="store_true", help=what)
 
 
 def run(arguments, echo) -> Outcome:

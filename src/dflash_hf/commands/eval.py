@@ -37,10 +37,8 @@ NO_THINKING = {"enable_thinking": False}  # the usual setting of published resul
 
 def add_arguments(parser) -> None:
     add_pair(parser)
-    parser.add_argument(
-        "--data",
-        help=f"prompts: a file, Hub dataset, benchmark ({', '.join(NAMED)}) or generated set ({', '.join(GENERATED)})",
-    )
+    sets = f"benchmark ({', '.join(NAMED)}) or generated set ({', '.join(GENERATED)})"
+    parser.add_argument("--data", help=f"prompts: a file, Hub dataset, {sets}")
     parser.add_argument("--split", help="split of the dataset (default: train, or the only one)")
     parser.add_argument("--prompts", type=positive, help="number of prompts (default: the benchmark's, else 40)")
     parser.add_argument("--server", metavar="URL", help="measure a running server instead of a local pair")

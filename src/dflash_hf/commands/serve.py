@@ -7,16 +7,8 @@
     dflash serve --target target.gguf --draft dflash-my-drafter.gguf --engine llama.cpp
 """
 
+from dflash_hf.commands import shared
 from dflash_hf.commands.pair import NamedPair, take_default
-from dflash_hf.commands.shared import (
-    add_choice,
-    add_draft_temperature,
-    add_loading,
-    add_pair,
-    add_speed,
-    add_threads,
-    given,
-)
 from dflash_hf.names import ENGINES, LLAMA_CPP
 from dflash_hf.terminal import Outcome, UsageError, add_template_arguments, install, port, template_arguments
 
@@ -30,19 +22,19 @@ _SGLANG = (
 
 
 def add_arguments(parser) -> None:
-    add_pair(parser, default=True)
-    add_choice(parser, "--engine", (*ENGINES, LLAMA_CPP), "transformers")
+    shared.add_pair(parser, default=True)
+    shared.add_choice(parser, "--engine", (*ENGINES, LLAMA_CPP), "transformers")
     parser.add_argument("--host", default="127.0.0.1", help="address to bind to (default: %(default)s)")
     parser.add_argument("--port", type=port, default=8000, help="0: any free one (default: %(default)s)")
     parser.add_argument("--served-model-name", metavar="NAME", help="the model's id in the API (default: --target)")
     parser.add_argument("--api-key", metavar="KEY", help="require this key (default: the variable DFLASH_API_KEY)")
     parser.add_argument("--enable-cors", action="store_true", help="let web pages of any origin call the server")
     parser.add_argument("--dry-run", action="store_true", help="print the command of another engine and exit")
-    add_threads(parser)
-    add_draft_temperature(parser)
+    shared.add_threads(parser)
+    shared.add_draft_temperature(parser)
     add_template_arguments(parser)
-    add_loading(parser)
-    add_speed(parser)
+    shared.add_loading(parser)
+    shared.add_speed(parser)
 
 
 def run(arguments, echo) -> Outcome:
@@ -103,7 +95,7 @@ def _engine(arguments, echo) -> Outcome:
     if arguments.draft is None:
         raise UsageError(f"--engine {engine} needs --draft; without a drafter, run {engine} itself.")
     names = ("compile", "tree_nodes", "draft_temperature", "packed", "device", "threads", "enable_cors")
-    if ours := given(arguments, names):
+    if ours := shared.given(arguments, names):
         raise UsageError(f"{ours[0]} is for --engine transformers; leave it out for {engine}.")
     if arguments.port == 0:
         raise UsageError(f"--port 0 is for --engine transformers, which chooses a free port; name one for {engine}.")

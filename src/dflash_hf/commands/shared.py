@@ -22,6 +22,7 @@ from dflash_hf.terminal import (
     probability,
     readable_file,
     seed,
+    template_arguments,
     token_id,
 )
 from dflash_hf.terminal import temperature as heat
@@ -148,11 +149,8 @@ def add_speed(parser, packed: str | None = None, trees: str = TREES, group=None)
 
 def add_packed(group) -> None:
     """`--packed` and `--no-packed`, for [`~dflash_hf.pairs.pack`]."""
-    group.add_argument(
-        "--packed",
-        action=argparse.BooleanOptionalAction,
-        help="pack the weights for faster CPU inference (default: if memory allows)",
-    )
+    help = "pack the weights for faster CPU inference (default: if memory allows)"
+    group.add_argument("--packed", action=argparse.BooleanOptionalAction, help=help)
 
 
 def tell_slow_dtype(target) -> None:
@@ -229,6 +227,25 @@ def add_data(parser) -> None:
     parser.add_argument("--name", help="configuration of a Hub dataset")
     parser.add_argument("--limit", type=positive, help="use the first N rows only")
     add_template(parser)
+
+
+def add_encoding(parser) -> None:
+    """How the rows of [`add_data`] become examples."""
+    parser.add_argument("--max-length", type=positive, default=3072, help="truncate examples (default: %(default)s)")
+    parser.add_argument("--mask-token-id", type=token_id, help="the drafter's mask token; rows with it are left out")
+    parser.add_argument("--num-proc", type=positive, help="worker processes for the data")
+
+
+def encoder_of(arguments, tokenizer, draft_config=None):
+    """The `RowEncoder` of [`add_data`]'s and [`add_encoding`]'s arguments; a drafter's configuration has defaults."""
+    from dflash_hf.data.encode import RowEncoder
+    from dflash_hf.data.prompts import template_kwargs
+
+    given, mask_token_id = template_arguments(arguments.template_args), arguments.mask_token_id
+    kwargs = template_kwargs(given, arguments.data, draft_config=draft_config, say=note)
+    if mask_token_id is None and draft_config is not None:
+        mask_token_id = draft_config.mask_token_id
+    return RowEncoder(tokenizer, arguments.max_length, kwargs, mask_token_id)
 
 
 def rows_of(arguments):
