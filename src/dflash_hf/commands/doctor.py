@@ -49,16 +49,8 @@ def run(arguments, echo) -> Outcome:
     if arguments.base is not None:
         same = Loading(arguments.dtype, trust_remote_code=arguments.trust_remote_code)
         base = freeze(load_target(arguments.base, same, pair.device))
-    case = Case(
-        target,
-        draft,
-        Writer(target, draft.config.block_size, arguments.max_new_tokens, arguments.blocks),
-        rows,
-        encoder,
-        base,
-        _tokenizers(arguments),
-        _names(arguments),
-    )
+    writer = Writer(target, draft.config.block_size, arguments.max_new_tokens, arguments.blocks)
+    case = Case(target, draft, writer, rows, encoder, base, _tokenizers(arguments), _names(arguments))
     result = diagnose(case, bar("trying"))
     for line in result.lines():
         echo(line)

@@ -70,6 +70,11 @@ class Case:
         load = f"from dflash_hf import DFlashDraftConfig as C; c = C.from_pretrained({at})"
         return f"{download}{_python(f'{load}; {changes}; c.save_pretrained({at})')}"
 
+    def again(self, command: str, options: str) -> str:
+        """A command of this package with the pair."""
+        target, draft = (shlex.quote(self.names[name]) for name in ("target", "draft"))
+        return f"dflash {command} --target {target} --draft {draft} {options}"
+
     def train_again(self) -> str:
         """The commands that train a drafter for this target."""
         target = shlex.quote(self.names["target"])
@@ -155,13 +160,11 @@ def blocks(case: Case) -> Iterator[Experiment]:
         if size > 1:
             trained = "the size of the blocks in training"
             yield _in_config(case, "block_size", f"blocks of {size}", trained, block_size=size)
-    yield Experiment(
-        "anchor_first",
-        "anchor-first blocks",
-        Change(shift=1),
-        "the weights are anchor-first: slot k drafts the token at anchor + 1 + k; in DFlash's layout it is anchor + k",
-        case.train_again() + "  # or serve it with an engine that supports sample_from_anchor",
+    cause = (
+        "the weights are anchor-first: slot k drafts the token at anchor + 1 + k; in DFlash's layout, at anchor + k"
     )
+    remedy = case.train_again() + "  # or serve it with an engine that supports sample_from_anchor"
+    yield Experiment("anchor_first", "anchor-first blocks", Change(shift=1), cause, remedy)
 
 
 def embeddings(case: Case) -> Iterator[Experiment]:
@@ -195,26 +198,18 @@ def heads(case: Case) -> Iterator[Experiment]:
     if case.draft.config.has_own_head:
         return
     if head.weight.data_ptr() != embedding.weight.data_ptr() and head.weight.shape == embedding.weight.shape:
-        yield Experiment(
-            "head",
-            "the embedding as head",
-            Change(head=_CutHead(embedding, rows)),
-            "the target's head is no longer its embedding, as in the drafter's training: it was replaced, or a norm "
-            "was folded into it",
-            case.train_again(),
-        )
+        cause = "the target's head is no longer its embedding, as it was in training: replaced, or a norm is folded in"
+        change = Change(head=_CutHead(embedding, rows))
+        yield Experiment("head", "the embedding as head", change, cause, case.train_again())
     if known is not None and known < head.weight.shape[0]:
-        yield Experiment(
-            "head_rows",
-            f"the head's first {known} rows",
-            Change(head=_CutHead(head, known)),
-            f"the target's head has {head.weight.shape[0] - known} more rows than the drafter knows",
-            _python(
-                "from transformers import AutoModelForCausalLM as M; m = M.from_pretrained("
-                f'{json.dumps(case.names["target"])}, dtype="auto"); m.resize_token_embeddings({known}); '
-                f"m.save_pretrained({json.dumps(case.names['target'] + '-resized')})"
-            ),
+        cause = f"the target's head has {head.weight.shape[0] - known} more rows than the drafter knows"
+        remedy = _python(
+            "from transformers import AutoModelForCausalLM as M; m = M.from_pretrained("
+            f'{json.dumps(case.names["target"])}, dtype="auto"); m.resize_token_embeddings({known}); '
+            f"m.save_pretrained({json.dumps(case.names['target'] + '-resized')})"
         )
+        change = Change(head=_CutHead(head, known))
+        yield Experiment("head_rows", f"the head's first {known} rows", change, cause, remedy)
 
 
 def ropes(case: Case) -> Iterator[Experiment]:
@@ -252,13 +247,9 @@ def windows(case: Case) -> Iterator[Experiment]:
 def dtypes(case: Case) -> Iterator[Experiment]:
     """The drafter in full precision."""
     if case.draft.dtype not in (torch.float32, torch.float64):
-        yield Experiment(
-            "dtype",
-            "drafter in float32",
-            Change(dtype=torch.float32),
-            f"the drafter loses accuracy in {str(case.draft.dtype).removeprefix('torch.')}",
-            f"dflash generate --target {case.names['target']} --draft {case.names['draft']} --dtype float32",
-        )
+        cause = f"the drafter loses accuracy in {str(case.draft.dtype).removeprefix('torch.')}"
+        remedy = case.again("generate", "--dtype float32")
+        yield Experiment("dtype", "drafter in float32", Change(dtype=torch.float32), cause, remedy)
 
 
 def templates(case: Case) -> Iterator[Experiment]:
@@ -274,22 +265,16 @@ def templates(case: Case) -> Iterator[Experiment]:
         prompts = encoded(replace(case.encoder, chat_template_kwargs=wanted), case.rows) if switch else tried[0]
         if prompts not in tried:
             tried.append(prompts)
-            yield Experiment(
-                "thinking",
-                name,
-                Change(texts=partial(case.writer.answered, prompts)),
-                f"the drafter was not trained with chat_template_kwargs={json.dumps(now)}, but in another mode",
-                case.remedy_in_config(f"c.dflash_config['chat_template_kwargs'] = {wanted!r}"),
-            )
+            change = Change(texts=partial(case.writer.answered, prompts))
+            cause = f"the drafter was not trained with chat_template_kwargs={json.dumps(now)}, but in another mode"
+            remedy = case.remedy_in_config(f"c.dflash_config['chat_template_kwargs'] = {wanted!r}")
+            yield Experiment("thinking", name, change, cause, remedy)
     prompts = encoded(case.encoder, case.rows, raw=True)
     if prompts not in tried:
-        yield Experiment(
-            "raw",
-            "without the chat template",
-            Change(texts=partial(case.writer.answered, prompts)),
-            "the drafter was trained without the chat template, or it is not the target's template",
-            f"dflash eval --target {case.names['target']} --draft {case.names['draft']} --data prompts.jsonl --raw",
-        )
+        change = Change(texts=partial(case.writer.answered, prompts))
+        cause = "the drafter was trained without the chat template, or it is not the target's template"
+        remedy = case.again("eval", "--data prompts.jsonl --raw")
+        yield Experiment("raw", "without the chat template", change, cause, remedy)
 
 
 def tokenizers(case: Case) -> Iterator[Experiment]:
@@ -301,14 +286,9 @@ def tokenizers(case: Case) -> Iterator[Experiment]:
             remedy = _with_tokenizer_of(case.names[origin], case.names["target"])
             texts = partial(case.writer.answered, prompts)
             yield Experiment("tokenizer", f"tokenizer of the {origin}", Change(texts=texts), cause, remedy)
-    origin = case.names.get("origin", "REPOSITORY")
-    yield Experiment(
-        "tokenizer",
-        "text without a tokenizer",
-        Change(texts=partial(case.writer.free, len(case.rows))),
-        cause,
-        _with_tokenizer_of(origin, case.names["target"]),
-    )
+    remedy = _with_tokenizer_of(case.names.get("origin", "REPOSITORY"), case.names["target"])
+    change = Change(texts=partial(case.writer.free, len(case.rows)))
+    yield Experiment("tokenizer", "text without a tokenizer", change, cause, remedy)
 
 
 def _with_tokenizer_of(origin: str, target: str) -> str:
@@ -327,7 +307,6 @@ def bases(case: Case) -> Iterator[Experiment]:
     base = case.base
     if base is None:
         return
-    name = case.names["base"]
     again = case.train_again()
     if not case.draft.config.has_own_head:
         cause = "the target's head differs from its base's, with which the drafter was trained"
@@ -338,11 +317,6 @@ def bases(case: Case) -> Iterator[Experiment]:
     yield Experiment("base", "features of the base", Change(features=base), cause, again)
     whole = Change(features=base, embedding=base, head=base.get_output_embeddings())
     yield Experiment("base", "features, embedding and head of the base", whole, cause, again)
-    writer = case.writer.of(base)
-    yield Experiment(
-        "base",
-        "the base itself, on its own text",
-        replace(whole, texts=partial(writer.answered, case.prompts)),
-        f"the drafter fits {name}, and no longer the model made from it",
-        again,
-    )
+    change = replace(whole, texts=partial(case.writer.of(base).answered, case.prompts))
+    cause = f"the drafter fits {case.names['base']}, and no longer the model made from it"
+    yield Experiment("base", "the base itself, on its own text", change, cause, again)
