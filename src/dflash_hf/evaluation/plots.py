@@ -94,15 +94,8 @@ def _draw_lengths(axes, report: EvalReport) -> None:
     axes.bar(sizes, [100 * counts[size] / max(total, 1) for size in sizes], color=_COLORS[DFLASH])
     axes.axvline(report.tau, color="#333333", linestyle="--", linewidth=1)
     axes.set_xticks(sizes)
-    axes.annotate(
-        f"tau {report.tau:.2f}",
-        (report.tau, 0.97),
-        xycoords=("data", "axes fraction"),
-        xytext=(4, 0),
-        textcoords="offset points",
-        va="top",
-        fontsize=9,
-    )
+    beside = {"xytext": (4, 0), "textcoords": "offset points", "va": "top", "fontsize": 9}
+    axes.annotate(f"tau {report.tau:.2f}", (report.tau, 0.97), xycoords=("data", "axes fraction"), **beside)
     axes.set_xlabel(f"tokens committed ({total:,} blocks)")
     axes.set_ylabel("% of verifications")
     axes.set_title("Tokens per verification")
