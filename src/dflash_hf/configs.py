@@ -11,6 +11,12 @@ from dflash_hf.repositories import check_revision, looks_local, small_file
 if TYPE_CHECKING:
     from dflash_hf.pairs import Loading
 
+# Fields whose defaults are a plain drafter's.
+_ADDED = (
+    *("draft_vocab_size", "sample_from_anchor", "conv_kernel_size", "attention_sink_bias", "attention_value_scale"),
+    *("input_embedding_scale", "own_mask_embedding", "has_embed_tokens"),
+)
+
 
 def read_config(name: str, what: str, revision: str | None = None) -> dict:
     """
@@ -109,19 +115,8 @@ def departures(config) -> Iterator[tuple[str, object, object]]:
         config (`DFlashDraftConfig`): The drafter's configuration.
     """
     rope = config.rope_parameters
-    plain = {
-        **config.head.fields,
-        "draft_vocab_size": None,
-        "sample_from_anchor": False,
-        "conv_kernel_size": None,
-        "attention_sink_bias": False,
-        "attention_value_scale": 1.0,
-        "input_embedding_scale": 1.0,
-        "own_mask_embedding": False,
-        "has_embed_tokens": False,
-        "v_head_dim": config.head_dim,
-        "target_hidden_size": config.hidden_size,
-    }
+    plain = {**config.head.fields, **{name: getattr(type(config), name) for name in _ADDED}}
+    plain |= {"v_head_dim": config.head_dim, "target_hidden_size": config.hidden_size}
     yield from ((key, getattr(config, key), value) for key, value in plain.items() if getattr(config, key) != value)
     if config.backbone_rotary_base not in (None, rope["rope_theta"]):
         yield "backbone_rotary_base", config.backbone_rotary_base, rope["rope_theta"]
