@@ -19,16 +19,7 @@ from contextlib import contextmanager
 
 from dflash_hf.commands.shared import COMMON, Formatter, Parser, add_common, add_examples
 from dflash_hf.data.sources import check_files
-from dflash_hf.terminal import (
-    Echo,
-    Outcome,
-    UsageError,
-    end_progress_bars,
-    json_text,
-    one_line,
-    set_verbosity,
-    stop_printing,
-)
+from dflash_hf.terminal import Echo, UsageError, end_progress_bars, json_text, one_line, set_verbosity, stop_printing
 
 
 # The commands, in the order of use. The module of a command's name in `commands` has `add_arguments(parser)` and
@@ -87,7 +78,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             set_verbosity(arguments.quiet, arguments.verbose)
             _resolve_names(arguments)
             outcome = module.run(arguments, Echo(to_stderr=arguments.json))
-            outcome = outcome if isinstance(outcome, Outcome) else Outcome(outcome)
             if arguments.json:
                 print(json_text({"exit": outcome.code, **outcome.facts}))
             sys.stdout.flush()

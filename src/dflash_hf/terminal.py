@@ -91,21 +91,9 @@ def wants_color(choice: bool | None, stream) -> bool:
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb" and stream.isatty()
 
 
-def add_color(parser, what: str) -> None:
-    """`--color` and `--no-color`."""
-    help = f"colour {what} (default: on a terminal without NO_COLOR)"
-    parser.add_argument("--color", action=argparse.BooleanOptionalAction, help=help)
-
-
 def note(line: str) -> None:
     """Print to standard error, so that only results are piped."""
     print(line, file=sys.stderr, flush=True)
-
-
-def add_template_arguments(parser) -> None:
-    """`--template-args`."""
-    help = "for the template: '{\"enable_thinking\": false}' (default: the drafter's)"
-    parser.add_argument("--template-args", metavar="JSON", help=help)
 
 
 def template_arguments(text: str | None) -> dict | None:

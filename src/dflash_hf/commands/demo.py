@@ -6,8 +6,8 @@
     dflash demo --train 20
 """
 
-from dflash_hf.commands.shared import add_dtype
-from dflash_hf.terminal import Outcome, add_color, amount, output_folder, positive, wants_color
+from dflash_hf.commands import shared
+from dflash_hf.terminal import Outcome, amount, output_folder, positive, wants_color
 
 
 AGAIN = "the same command starts again"
@@ -18,12 +18,12 @@ def add_arguments(parser) -> None:
     parser.add_argument("--prompts", type=positive, default=12, help="number of prompts (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=positive, default=40, help="longest answer (default: %(default)s)")
     parser.add_argument("--runs", type=positive, default=1, help="timed repetitions (default: %(default)s)")
-    add_dtype(parser, ("bfloat16", "float32"), "bfloat16")
+    shared.add_dtype(parser, ("bfloat16", "float32"), "bfloat16")
     parser.add_argument("--threads", type=positive, default=1, help="CPU threads (default: %(default)s)")
     live = "train a new drafter instead, and decode with it as it learns"
     parser.add_argument("--train", type=amount, metavar="MINUTES", help=live)
     parser.add_argument("--output", type=output_folder, help="for the results (default: ~/.cache/dflash_hf/demo)")
-    add_color(parser, "accepted draft tokens")
+    shared.add_color(parser, "accepted draft tokens")
 
 
 def run(arguments, echo) -> Outcome:

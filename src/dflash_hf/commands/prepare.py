@@ -6,7 +6,7 @@
 """
 
 from dflash_hf.commands import shared
-from dflash_hf.terminal import Outcome, add_color, count, wants_color
+from dflash_hf.terminal import Outcome, count, wants_color
 
 
 def add_arguments(parser) -> None:
@@ -18,7 +18,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
     parser.add_argument("--examples", type=count, default=3, help="examples to print (default: %(default)s)")
     shared.add_encoding(parser)
-    add_color(parser, "supervised tokens")
+    shared.add_color(parser, "supervised tokens")
     shared.add_revision(parser)
     parser.add_argument("--trust-remote-code", action="store_true", help="run the tokenizer's own code")
 

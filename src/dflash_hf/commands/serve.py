@@ -10,7 +10,7 @@
 from dflash_hf.commands import shared
 from dflash_hf.commands.pair import NamedPair, take_default
 from dflash_hf.names import ENGINES, LLAMA_CPP
-from dflash_hf.terminal import Outcome, UsageError, add_template_arguments, install, port, template_arguments
+from dflash_hf.terminal import Outcome, UsageError, install, port, template_arguments
 
 
 AGAIN = "the same command starts the server again"
@@ -32,7 +32,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the command of another engine and exit")
     shared.add_threads(parser)
     shared.add_draft_temperature(parser)
-    add_template_arguments(parser)
+    shared.add_template_arguments(parser)
     shared.add_loading(parser)
     shared.add_speed(parser)
 

@@ -8,8 +8,6 @@ from typing import Any
 from dflash_hf.names import DTYPES
 from dflash_hf.terminal import (
     UsageError,
-    add_color,
-    add_template_arguments,
     amount,
     count,
     device,
@@ -201,6 +199,18 @@ def sampling_options(arguments) -> dict:
     if not arguments.temperature:
         return {"do_sample": False}
     return {"do_sample": True, "temperature": arguments.temperature, "top_p": arguments.top_p or 1.0}
+
+
+def add_template_arguments(parser) -> None:
+    """`--template-args`."""
+    help = "for the template: '{\"enable_thinking\": false}' (default: the drafter's)"
+    parser.add_argument("--template-args", metavar="JSON", help=help)
+
+
+def add_color(parser, what: str) -> None:
+    """`--color` and `--no-color`."""
+    help = f"colour {what} (default: on a terminal without NO_COLOR)"
+    parser.add_argument("--color", action=argparse.BooleanOptionalAction, help=help)
 
 
 def add_answering(parser) -> None:
