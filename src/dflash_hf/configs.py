@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflash_hf.files import read_json
-from dflash_hf.repositories import check_revision, looks_local, small_file
+from dflash_hf.repositories import small_file
 
 
 if TYPE_CHECKING:
@@ -31,17 +31,12 @@ def read_config(name: str, what: str, revision: str | None = None) -> dict:
         `OSError`: there is no such folder or repository, or the Hub cannot be reached.
         `ValueError`: it is not a model, `config.json` is damaged, or a local folder is given a revision.
     """
-    check_revision(name, what, revision)
-    folder = Path(name).expanduser()
-    if not folder.exists() and not looks_local(name):
-        return read_json(small_file(name, what, revision))
-    if not folder.exists():
-        raise FileNotFoundError(f"{what}: there is no such folder.")
-    if not folder.is_dir():
+    path = small_file(name, what, revision)
+    if path.parent.is_file():
         raise ValueError(f"{what} is a file; name the folder of the model.")
-    if not (folder / "config.json").is_file():
+    if not path.is_file():
         raise ValueError(f"{what}: the folder has no config.json; name a folder written by `save_pretrained`.")
-    return read_json(folder / "config.json")
+    return read_json(path)
 
 
 def check_names(target: str, draft: str | None, loading: "Loading", form: str = "--{} {}") -> dict:
@@ -76,10 +71,14 @@ def check_names(target: str, draft: str | None, loading: "Loading", form: str = 
     return config
 
 
+def _text_part(config: dict) -> dict:
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) else config
+
+
 def vocab_size_of(config: dict) -> int | None:
     """Rows of a target's embedding, as far as its configuration says."""
-    nested = config.get("text_config")
-    return (nested if isinstance(nested, dict) else config).get("vocab_size", config.get("vocab_size"))
+    return _text_part(config).get("vocab_size", config.get("vocab_size"))
 
 
 def check_token_id(token_id: int | None, config: dict, what: str | None = None) -> None:
@@ -95,8 +94,7 @@ def check_token_id(token_id: int | None, config: dict, what: str | None = None) 
 
 def positions_of(config: dict) -> int | None:
     """A target's context length, as far as its configuration says, including rope scaling."""
-    nested = config.get("text_config")
-    text = nested if isinstance(nested, dict) else config
+    text = _text_part(config)
     length = text.get("max_position_embeddings", text.get("n_positions"))
     if not length or length < 0:
         return None
