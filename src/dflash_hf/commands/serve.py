@@ -102,7 +102,7 @@ def _engine(arguments, echo) -> Outcome:
     if engine == LLAMA_CPP:
         of_pair, target = _llama_cpp_pair(arguments)
         template = template_kwargs(template_arguments(arguments.template_args), draft_config=of_pair[2], say=echo.note)
-        loading = Loading.of(arguments)
+        loading = Loading()
     else:
         pair = NamedPair(arguments, echo.note)
         target, loading = pair.config.get("text_config", pair.config), pair.loading
@@ -141,10 +141,8 @@ def _llama_cpp_pair(arguments) -> tuple[tuple[str, str, object], dict | None]:
     from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
     from dflash_hf.pairs import Loading, draft_config_of
 
-    loading, default = Loading.of(arguments), Loading()
-    unread = [name for name, value in vars(loading).items() if value != getattr(default, name)]
-    if unread:
-        raise UsageError(f"--{unread[0].replace('_', '-')} is not for llama.cpp, which reads GGUF files; omit it.")
+    if unread := shared.given(arguments, Loading.__dataclass_fields__):
+        raise UsageError(f"{unread[0]} is not for llama.cpp, which reads GGUF files; leave it out.")
     if Path(arguments.target).is_dir():
         raise UsageError(
             f"--target {arguments.target} is a folder, but llama.cpp runs .gguf files; name the target's .gguf file."
@@ -158,6 +156,6 @@ def _llama_cpp_pair(arguments) -> tuple[tuple[str, str, object], dict | None]:
                 f"--to gguf --target {arguments.target}` writes one."
             )
         draft = str(file)
-    config = DFlashDraftConfig.from_dict(gguf_config(draft)) if is_gguf(draft) else draft_config_of(draft, loading)
+    config = DFlashDraftConfig.from_dict(gguf_config(draft)) if is_gguf(draft) else draft_config_of(draft, Loading())
     target = target_config(arguments.target) if is_gguf(arguments.target) else None
     return (arguments.target, draft, config), target
