@@ -397,7 +397,7 @@ def test_a_full_disk_while_saving_says_how_to_go_on(world, tmp_path, told, monke
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("dflash_hf.convert.save_file", full)
+    monkeypatch.setattr("dflash_hf.weights.save_file", full)
     code, line = told("convert", world / "draft", tmp_path / "native", "--to", "native")
     assert code == 1 and "the disk is full" in line and not list(tmp_path.iterdir())
     assert "goes on from the last checkpoint" in explain(

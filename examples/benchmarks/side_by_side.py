@@ -28,7 +28,7 @@ from random_pairs import SHAPES, native_oracle, oracle_text, random_pair, slot_a
 from transformers import AutoModel
 
 from dflash_hf.commands.pair import NamedPair
-from dflash_hf.commands.shared import add_loading, add_output, add_pair, add_threads
+from dflash_hf.commands.shared import add_loading, add_output, add_pair, add_template_arguments, add_threads
 from dflash_hf.convert import convert
 from dflash_hf.evaluation.measure import EvalReport, evaluate, now, ways_of
 from dflash_hf.evaluation.methods import (
@@ -52,7 +52,7 @@ from dflash_hf.names import DTYPES
 from dflash_hf.packed_linear import packed_weights
 from dflash_hf.pairs import Loading, device_of, load_draft, load_target
 from dflash_hf.smollm2 import folder_of
-from dflash_hf.terminal import add_template_arguments, note, output_folder, positive
+from dflash_hf.terminal import note, output_folder, positive
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))

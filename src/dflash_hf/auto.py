@@ -32,11 +32,9 @@ def register() -> None:
         except OSError:  # no config.json, or not JSON: upstream reports it, or finds another way
             return original(pretrained_model_name_or_path, **kwargs)
         if is_drafter_config(config_dict):
-            kwargs.pop("trust_remote_code", None)
-            kwargs.pop("code_revision", None)
             from dflash_hf.modeling.modeling_dflash import DFlashDraftConfig
 
-            return DFlashDraftConfig.from_pretrained(pretrained_model_name_or_path, **kwargs)
+            return DFlashDraftConfig.from_pretrained(pretrained_model_name_or_path, **lookup)
         return original(pretrained_model_name_or_path, **kwargs)
 
     from_pretrained._dflash_original = original

@@ -17,22 +17,14 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from dflash_hf.commands.shared import COMMON, Formatter, Parser, add_common
+from dflash_hf.commands.shared import COMMON, Formatter, Parser, add_common, add_examples
 from dflash_hf.data.sources import check_files
-from dflash_hf.terminal import (
-    Echo,
-    Outcome,
-    UsageError,
-    end_progress_bars,
-    json_text,
-    one_line,
-    set_verbosity,
-    stop_printing,
-)
+from dflash_hf.terminal import Echo, UsageError, end_progress_bars, json_text, one_line, set_verbosity, stop_printing
 
 
 # The commands, in the order of use. The module of a command's name in `commands` has `add_arguments(parser)` and
-# `run(arguments, echo) -> Outcome`; `AGAIN` says how a command that was interrupted is resumed.
+# `run(arguments, echo) -> Outcome`; `AGAIN` says how a command that was interrupted is resumed. Its docstring ends
+# with the examples of the command's help.
 GROUPS = {
     "run": {
         "demo": "compare SmolLM2-135M with and without its drafter on this machine",
@@ -86,7 +78,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             set_verbosity(arguments.quiet, arguments.verbose)
             _resolve_names(arguments)
             outcome = module.run(arguments, Echo(to_stderr=arguments.json))
-            outcome = outcome if isinstance(outcome, Outcome) else Outcome(outcome)
             if arguments.json:
                 print(json_text({"exit": outcome.code, **outcome.facts}))
             sys.stdout.flush()
@@ -130,6 +121,7 @@ def build_parser(chosen: str) -> tuple[Parser, Parser | None]:
         description = f"{summary[0].upper()}{summary[1:]}."
         command = found.add_parser(name, description=description, formatter_class=Formatter, add_help=False)
         if name == chosen:
+            add_examples(command, _module(name))
             _module(name).add_arguments(command)
             command.shorten_usage()
         add_common(command)

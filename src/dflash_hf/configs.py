@@ -5,11 +5,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflash_hf.files import read_json
-from dflash_hf.repositories import check_revision, looks_local, small_file
+from dflash_hf.repositories import small_file
 
 
 if TYPE_CHECKING:
     from dflash_hf.pairs import Loading
+
+# Fields whose defaults are a plain drafter's.
+_ADDED = (
+    *("draft_vocab_size", "sample_from_anchor", "conv_kernel_size", "attention_sink_bias", "attention_value_scale"),
+    *("input_embedding_scale", "own_mask_embedding", "has_embed_tokens"),
+)
 
 
 def read_config(name: str, what: str, revision: str | None = None) -> dict:
@@ -25,17 +31,12 @@ def read_config(name: str, what: str, revision: str | None = None) -> dict:
         `OSError`: there is no such folder or repository, or the Hub cannot be reached.
         `ValueError`: it is not a model, `config.json` is damaged, or a local folder is given a revision.
     """
-    check_revision(name, what, revision)
-    folder = Path(name).expanduser()
-    if not folder.exists() and not looks_local(name):
-        return read_json(small_file(name, what, revision))
-    if not folder.exists():
-        raise FileNotFoundError(f"{what}: there is no such folder.")
-    if not folder.is_dir():
+    path = small_file(name, what, revision)
+    if path.parent.is_file():
         raise ValueError(f"{what} is a file; name the folder of the model.")
-    if not (folder / "config.json").is_file():
+    if not path.is_file():
         raise ValueError(f"{what}: the folder has no config.json; name a folder written by `save_pretrained`.")
-    return read_json(folder / "config.json")
+    return read_json(path)
 
 
 def check_names(target: str, draft: str | None, loading: "Loading", form: str = "--{} {}") -> dict:
@@ -70,10 +71,14 @@ def check_names(target: str, draft: str | None, loading: "Loading", form: str = 
     return config
 
 
+def _text_part(config: dict) -> dict:
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) else config
+
+
 def vocab_size_of(config: dict) -> int | None:
     """Rows of a target's embedding, as far as its configuration says."""
-    nested = config.get("text_config")
-    return (nested if isinstance(nested, dict) else config).get("vocab_size", config.get("vocab_size"))
+    return _text_part(config).get("vocab_size", config.get("vocab_size"))
 
 
 def check_token_id(token_id: int | None, config: dict, what: str | None = None) -> None:
@@ -89,8 +94,7 @@ def check_token_id(token_id: int | None, config: dict, what: str | None = None) 
 
 def positions_of(config: dict) -> int | None:
     """A target's context length, as far as its configuration says, including rope scaling."""
-    nested = config.get("text_config")
-    text = nested if isinstance(nested, dict) else config
+    text = _text_part(config)
     length = text.get("max_position_embeddings", text.get("n_positions"))
     if not length or length < 0:
         return None
@@ -109,19 +113,8 @@ def departures(config) -> Iterator[tuple[str, object, object]]:
         config (`DFlashDraftConfig`): The drafter's configuration.
     """
     rope = config.rope_parameters
-    plain = {
-        **config.head.fields,
-        "draft_vocab_size": None,
-        "sample_from_anchor": False,
-        "conv_kernel_size": None,
-        "attention_sink_bias": False,
-        "attention_value_scale": 1.0,
-        "input_embedding_scale": 1.0,
-        "own_mask_embedding": False,
-        "has_embed_tokens": False,
-        "v_head_dim": config.head_dim,
-        "target_hidden_size": config.hidden_size,
-    }
+    plain = {**config.head.fields, **{name: getattr(type(config), name) for name in _ADDED}}
+    plain |= {"v_head_dim": config.head_dim, "target_hidden_size": config.hidden_size}
     yield from ((key, getattr(config, key), value) for key, value in plain.items() if getattr(config, key) != value)
     if config.backbone_rotary_base not in (None, rope["rope_theta"]):
         yield "backbone_rotary_base", config.backbone_rotary_base, rope["rope_theta"]

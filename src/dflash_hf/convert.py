@@ -7,14 +7,11 @@ only, nothing in them is executed). Native folders load as `MuseGlimmerAssistant
 """
 
 import copy
-import json
-import shutil
 import tempfile
 import zipfile
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from transformers import MuseGlimmerAssistantConfig
 
 from dflash_hf.configs import departures
@@ -22,6 +19,7 @@ from dflash_hf.files import read_json
 from dflash_hf.gguf_format import is_gguf, unpack_gguf, write_gguf
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.names import LAYOUTS
+from dflash_hf.weights import save_folder
 
 
 FILES = (".pt", ".pth", ".bin", ".gguf")  # ends of names that are files, not folders or repositories
@@ -169,29 +167,26 @@ def _save_native(draft: DFlashDraftModel, folder: Path) -> None:
             f"This drafter cannot be written for transformers' MuseGlimmerAssistantModel: {obstacle}. Keep it in the "
             'z-lab layout (`to="z-lab"`), which this package and the engines read.'
         )
-    folder.mkdir()
     config = draft.config.to_dict()
     native = {key: config[key] for key in _NATIVE_KEYS if config.get(key) is not None}
     native |= {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"}
     # If absent, these would become Muse's own ids.
     native |= {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     native["dtype"] = native["torch_dtype"] = str(draft.dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(native, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     tensors = {NATIVE_NAMES.get(name, name): tensor.contiguous() for name, tensor in draft.state_dict().items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_folder(folder, native, tensors)
 
 
 def _unpack(file: Path, config: Path, folder: Path) -> Path:
     """A `.pt` file and its configuration as a folder of safetensors."""
     if not config.is_file():
         raise ValueError(f"{file} has no {config}; name the drafter's config.json with config (--config).")
-    read_json(config)  # raises a clear error if it is damaged
+    written = read_json(config)
     try:
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except Exception as error:  # truncated, not a checkpoint, or contains objects that would be executed
-        raise ValueError(
-            f"{file} cannot be read as plain tensors: {(str(error) or repr(error)).splitlines()[0]}"
-        ) from error
+        reason = (str(error) or repr(error)).splitlines()[0]
+        raise ValueError(f"{file} cannot be read as plain tensors: {reason}") from error
     for wrapper in ("draft_state_dict", "state_dict", "model_state_dict", "model"):
         if isinstance(state, dict) and isinstance(state.get(wrapper), dict):
             state = state[wrapper]
@@ -201,7 +196,4 @@ def _unpack(file: Path, config: Path, folder: Path) -> Path:
     tensors = {k: value.clone(memory_format=whole) for k, value in state.items() if isinstance(value, torch.Tensor)}
     if others := [name for name in tensors if not isinstance(name, str)]:
         raise ValueError(f"{file} has a tensor under {others[0]!r}, which is no name; save the drafter's state_dict.")
-    folder.mkdir()
-    shutil.copyfile(config, folder / "config.json")
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return save_folder(folder, written, tensors)

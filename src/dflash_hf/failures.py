@@ -33,9 +33,7 @@ def explain(error: BaseException, again: str = "run the same command again") -> 
     if isinstance(error, RecursionError):
         return f"the input is nested too deeply to be read ({_place(error)}); it is damaged or malicious"
     if isinstance(error, UnicodeDecodeError):
-        return (
-            f"the input is not UTF-8 (byte {error.start}, {_place(error)}); convert it first, for example with iconv"
-        )
+        return f"the input is not UTF-8 (byte {error.start}, {_place(error)}); convert it, for example with iconv"
     if isinstance(error, DetailedError):
         return one_line(error, LONGEST_DETAILS)
     if isinstance(error, OSError) and error.strerror and error.filename:

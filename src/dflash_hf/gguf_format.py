@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dflash_hf.configs import read_config
@@ -23,6 +22,7 @@ from dflash_hf.modeling.markov_dflash import MarkovHead
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel, DFlashRotaryEmbedding
 from dflash_hf.modeling.selector_dflash import PathSelector
 from dflash_hf.terminal import needs
+from dflash_hf.weights import save_folder
 
 
 ARCH = "dflash"
@@ -423,10 +423,7 @@ def unpack_gguf(file: Path, folder: Path) -> Path:
         table = there["token_embd.weight"]
         row = gguf.dequantize(table.data, table.tensor_type)[parsed.mask_token_id]
         tensors["mask_embedding"] = torch.tensor(row).to(dtype)
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({**config, "dtype": str(dtype).removeprefix("torch.")}))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return save_folder(folder, {**config, "dtype": str(dtype).removeprefix("torch.")}, tensors)
 
 
 def gguf_config(file: str | Path, reader=None) -> dict:

@@ -193,9 +193,8 @@ class packed_weights:
         modules = dict.fromkeys(module for model in models for module in model.modules())
         self.layers = [module for module in modules if packable(module)]
         if not self.layers:
-            logger.warning_once(
-                f"No linear layer of {', '.join(type(model).__name__ for model in models)} can be packed."
-            )
+            names = ", ".join(type(model).__name__ for model in models)
+            logger.warning_once(f"No linear layer of {names} can be packed.")
         try:
             with _alone():
                 for layer in self.layers:

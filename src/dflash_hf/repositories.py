@@ -36,26 +36,28 @@ def check_revision(name: str, what: str, revision: str | None) -> None:
         `ValueError`: a revision of a local folder or file, which would be ignored.
     """
     if revision and Path(name).expanduser().exists():
-        raise ValueError(
-            f"{what} is on this machine, where there are no revisions; leave out the revision {revision}."
-        )
+        raise ValueError(f"{what} is on this machine, which has no revisions; leave out the revision {revision}.")
 
 
-def check_repository(name: str, what: str, revision: str | None = None) -> None:
+def small_file(name: str, what: str, revision: str | None, file: str = "config.json") -> Path:
     """
-    Ask the Hub once whether a name is a repository, before libraries retry for a minute.
+    The path of a model's small file: in its folder, which may lack it, or in the cache, for which the Hub is asked
+    once, before libraries retry for a minute.
 
     Raises:
-        `OSError`: it is not, or the Hub cannot be reached.
+        `OSError`: there is no such folder or repository, or the Hub cannot be reached.
         `ValueError`: as [`check_revision`].
     """
     check_revision(name, what, revision)
-    if not Path(name).expanduser().exists():
-        small_file(name, what, revision, "tokenizer_config.json")
+    folder = Path(name).expanduser()
+    if folder.exists():
+        return folder / file
+    if looks_local(name):
+        raise FileNotFoundError(f"{what}: there is no such folder.")
+    return Path(_of_hub(name, what, revision, file))
 
 
-def small_file(name: str, what: str, revision: str | None, file: str = "config.json") -> str:
-    """The path of a repository's small file in the cache, downloaded with a single request if necessary."""
+def _of_hub(name: str, what: str, revision: str | None, file: str) -> str:
     from huggingface_hub import constants, hf_hub_download, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.utils import build_hf_headers, get_session
 

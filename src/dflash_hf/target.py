@@ -280,9 +280,10 @@ def generate_responses(
     Raises:
         `ValueError`: an empty prompt.
     """
-    if any(len(prompt) == 0 for prompt in prompts):
-        empty = next(i for i, prompt in enumerate(prompts) if len(prompt) == 0)
-        raise ValueError(f"prompts[{empty}] is empty; start it with the target's beginning-of-sequence token.")
+    if 0 in (lengths := [len(prompt) for prompt in prompts]):
+        raise ValueError(
+            f"prompts[{lengths.index(0)}] is empty; start it with the target's beginning-of-sequence token."
+        )
     config = without_token(generation_config or target.generation_config, mask_token_id)
     ordered = sorted(enumerate(prompts), key=lambda one: len(one[1]))
     found = dict(responses(target, ordered, max_new_tokens, config, batch_size, seed, draft))

@@ -91,28 +91,9 @@ def wants_color(choice: bool | None, stream) -> bool:
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb" and stream.isatty()
 
 
-def add_color(parser, what: str) -> None:
-    """`--color` and `--no-color`."""
-    parser.add_argument(
-        "--color",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help=f"colour {what} (default: on a terminal without NO_COLOR)",
-    )
-
-
 def note(line: str) -> None:
     """Print to standard error, so that only results are piped."""
     print(line, file=sys.stderr, flush=True)
-
-
-def add_template_arguments(parser) -> None:
-    """`--template-args`."""
-    parser.add_argument(
-        "--template-args",
-        metavar="JSON",
-        help="for the template: '{\"enable_thinking\": false}' (default: the drafter's)",
-    )
 
 
 def template_arguments(text: str | None) -> dict | None:
@@ -149,12 +130,8 @@ count = _number(int, "count", lambda value: value >= 0, "must not be negative")
 seed = _number(int, "seed", lambda value: 0 <= value < 2**32, f"is not a valid seed: 0 to {2**32 - 1}")
 token_id = _number(int, "token_id", lambda value: value >= 0, "is not a token id: ids start at 0")
 port = _number(int, "port", lambda value: 0 <= value < 65536, "is not a port: 0 to 65535")
-temperature = _number(
-    float,
-    "temperature",
-    lambda value: 0 <= value < math.inf,
-    "must be 0, for greedy decoding, or a positive number such as 0.7",
-)
+_HEAT = "must be 0, for greedy decoding, or a positive number such as 0.7"
+temperature = _number(float, "temperature", lambda value: 0 <= value < math.inf, _HEAT)
 probability = _number(float, "probability", lambda value: 0 < value <= 1, "must be above 0 and at most 1")
 amount = _number(float, "amount", lambda value: 0 < value < math.inf, "must be a positive number")
 
@@ -248,9 +225,7 @@ def stdin_lines() -> Iterator[str]:
         try:
             yield line if isinstance(line, str) else line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
-            raise ValueError(
-                f"Line {number} of standard input is not UTF-8; pipe it through `iconv` first."
-            ) from error
+            raise ValueError(f"Line {number} of standard input is not UTF-8; pipe it through `iconv`.") from error
 
 
 # ---------------------------------------------------------------------------------------------------------- the output

@@ -1,11 +1,13 @@
-"""Checks that the weights in a folder are finite."""
+"""Weights in a folder: whether they are finite, and writing them."""
 
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
+from dflash_hf.files import write_json
 from dflash_hf.modeling.checkpoint_dflash import checkpoint_files
 
 
@@ -34,6 +36,14 @@ def check_finite_weights(folder: str | Path) -> None:
             f"{folder}: {count:,} of {total:,} weights are not finite (inf or NaN), in {wrong[0]}{others}: it cannot "
             "draft. Use an earlier checkpoint, or train again with a lower learning_rate."
         )
+
+
+def save_folder(folder: Path, config: dict, tensors: dict[str, torch.Tensor]) -> Path:
+    """Write a new folder with a drafter's `config.json` and all its weights in one file; returns it."""
+    folder.mkdir()
+    write_json(folder / "config.json", dict(sorted(config.items())))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def is_finite(tensors) -> bool:

@@ -1,7 +1,13 @@
-"""`dflash chat`: a conversation in the terminal."""
+"""
+`dflash chat`: a conversation in the terminal.
+
+    dflash chat
+    dflash chat --target Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16 --temperature 0.7
+    dflash chat --target T --draft D < questions.txt   # one message a line
+"""
 
 from dflash_hf.commands.pair import NamedPair, take_default
-from dflash_hf.commands.shared import add_answering, add_examples, add_pair, sampling_options
+from dflash_hf.commands.shared import add_answering, add_pair, sampling_options
 from dflash_hf.terminal import Outcome, wants_color
 
 
@@ -11,12 +17,6 @@ AGAIN = "the same command starts a new conversation"
 def add_arguments(parser) -> None:
     add_pair(parser, default=True)
     add_answering(parser)
-    add_examples(
-        parser,
-        "dflash chat",
-        "dflash chat --target Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16 --temperature 0.7",
-        "dflash chat --target T --draft D < questions.txt   # one message a line",
-    )
 
 
 def run(arguments, echo) -> Outcome:

@@ -1,32 +1,25 @@
-"""`dflash check`."""
+"""
+`dflash check`.
 
-from dflash_hf.commands.shared import add_examples, add_revision
+    dflash check my-drafter --target Qwen/Qwen3-0.6B --weights
+    dflash check z-lab/Qwen3-8B-DFlash-b16 --engine vllm
+    dflash check my-drafter --engine llama.cpp --target target.gguf
+"""
+
+from dflash_hf.commands.shared import add_revision
 from dflash_hf.names import ENGINES, LLAMA_CPP, READERS
 from dflash_hf.terminal import Outcome
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument(
-        "draft", metavar="DRAFT", help="folder, .gguf file or Hub name of a drafter; downloads no weights"
-    )
+    parser.add_argument("draft", metavar="DRAFT", help="folder, .gguf file or Hub name of a drafter; loads no weights")
     choices = (*ENGINES, LLAMA_CPP, *READERS)
-    parser.add_argument(
-        "--engine",
-        choices=choices,
-        metavar="ENGINE",
-        action="append",
-        help=f"{', '.join(choices)}; repeatable (default: {', '.join(ENGINES)})",
-    )
+    known = f"{', '.join(choices)}; repeatable (default: {', '.join(ENGINES)})"
+    parser.add_argument("--engine", choices=choices, metavar="ENGINE", action="append", help=known)
     parser.add_argument("--target", help="folder, config.json, .gguf file or Hub name of the target, to compare with")
     parser.add_argument("--weights", action="store_true", help="also check that all weights are finite")
     add_revision(parser, of="the drafter's repository")
     parser.add_argument("--subfolder", default="", help="subfolder of the drafter")
-    add_examples(
-        parser,
-        "dflash check my-drafter --target Qwen/Qwen3-0.6B --weights",
-        "dflash check z-lab/Qwen3-8B-DFlash-b16 --engine vllm",
-        "dflash check my-drafter --engine llama.cpp --target target.gguf",
-    )
 
 
 def run(arguments, echo) -> Outcome:
@@ -47,14 +40,9 @@ def run(arguments, echo) -> Outcome:
     if target is not None and not Path(target).is_file():
         config = read_config(target, f"--target {target}")
         target = config.get("text_config", config)
-    findings = check(
-        arguments.draft,
-        arguments.engine or ([LLAMA_CPP] if file else ENGINES),
-        target,
-        arguments.revision,
-        arguments.subfolder,
-        arguments.weights,
-    )
+    engines = arguments.engine or ([LLAMA_CPP] if file else ENGINES)
+    where = {"revision": arguments.revision, "subfolder": arguments.subfolder}
+    findings = check(arguments.draft, engines, target, weights=arguments.weights, **where)
     echo(render(findings))
     code = int(any(finding.severity == "error" for finding in findings))
     return Outcome(code, {"findings": [vars(finding) for finding in findings]})

@@ -1,7 +1,13 @@
-"""`dflash demo`."""
+"""
+`dflash demo`.
 
-from dflash_hf.commands.shared import add_dtype, add_examples
-from dflash_hf.terminal import Outcome, add_color, amount, output_folder, positive, wants_color
+    dflash demo
+    dflash demo --dtype float32 --prompts 30
+    dflash demo --train 20
+"""
+
+from dflash_hf.commands import shared
+from dflash_hf.terminal import Outcome, amount, output_folder, positive, wants_color
 
 
 AGAIN = "the same command starts again"
@@ -12,14 +18,12 @@ def add_arguments(parser) -> None:
     parser.add_argument("--prompts", type=positive, default=12, help="number of prompts (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=positive, default=40, help="longest answer (default: %(default)s)")
     parser.add_argument("--runs", type=positive, default=1, help="timed repetitions (default: %(default)s)")
-    add_dtype(parser, ("bfloat16", "float32"), "bfloat16 or float32", "bfloat16")
+    shared.add_dtype(parser, ("bfloat16", "float32"), "bfloat16")
     parser.add_argument("--threads", type=positive, default=1, help="CPU threads (default: %(default)s)")
-    parser.add_argument(
-        "--train", type=amount, metavar="MINUTES", help="train a new drafter instead, and decode with it as it learns"
-    )
+    live = "train a new drafter instead, and decode with it as it learns"
+    parser.add_argument("--train", type=amount, metavar="MINUTES", help=live)
     parser.add_argument("--output", type=output_folder, help="for the results (default: ~/.cache/dflash_hf/demo)")
-    add_color(parser, "accepted draft tokens")
-    add_examples(parser, "dflash demo", "dflash demo --dtype float32 --prompts 30", "dflash demo --train 20")
+    shared.add_color(parser, "accepted draft tokens")
 
 
 def run(arguments, echo) -> Outcome:

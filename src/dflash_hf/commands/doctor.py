@@ -1,30 +1,31 @@
-"""`dflash doctor`."""
+"""
+`dflash doctor`.
+
+    dflash doctor --target Qwen/Qwen3-0.6B --draft my-drafter --data prompts.jsonl
+    dflash doctor --target my-quantised-model --base Qwen/Qwen3-0.6B --draft my-drafter
+
+The exit status is 1 if a cause was found.
+"""
 
 from itertools import islice
 from pathlib import Path
 
+from dflash_hf.commands import shared
 from dflash_hf.commands.pair import NamedPair
-from dflash_hf.commands.shared import add_examples, add_loading, add_pair, add_threads
-from dflash_hf.terminal import Outcome, add_template_arguments, bar, note, positive
+from dflash_hf.terminal import Outcome, bar, note, positive
 
 
 def add_arguments(parser) -> None:
-    add_pair(parser, required=True)
+    shared.add_pair(parser, required=True)
     parser.add_argument("--base", help="the original of a quantised or fine-tuned target, to compare with")
     parser.add_argument("--data", help="prompts, as for `dflash eval` (default: bundled prompts)")
     parser.add_argument("--split", help="split of the dataset (default: train, or the only one)")
     parser.add_argument("--prompts", type=positive, default=24, help="number of prompts (default: %(default)s)")
     parser.add_argument("--blocks", type=positive, default=16, help="blocks per text (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=positive, default=128, help="longest text (default: %(default)s)")
-    add_template_arguments(parser)
-    add_threads(parser)
-    add_loading(parser)
-    add_examples(
-        parser,
-        "dflash doctor --target Qwen/Qwen3-0.6B --draft my-drafter --data prompts.jsonl",
-        "dflash doctor --target my-quantised-model --base Qwen/Qwen3-0.6B --draft my-drafter",
-        after="run the same command again. The exit status is 1 if a cause was found",
-    )
+    shared.add_template_arguments(parser)
+    shared.add_threads(parser)
+    shared.add_loading(parser)
 
 
 def run(arguments, echo) -> Outcome:
@@ -48,16 +49,8 @@ def run(arguments, echo) -> Outcome:
     if arguments.base is not None:
         same = Loading(arguments.dtype, trust_remote_code=arguments.trust_remote_code)
         base = freeze(load_target(arguments.base, same, pair.device))
-    case = Case(
-        target,
-        draft,
-        Writer(target, draft.config.block_size, arguments.max_new_tokens, arguments.blocks),
-        rows,
-        encoder,
-        base,
-        _tokenizers(arguments),
-        _names(arguments),
-    )
+    writer = Writer(target, draft.config.block_size, arguments.max_new_tokens, arguments.blocks)
+    case = Case(target, draft, writer, rows, encoder, base, _tokenizers(arguments), _names(arguments))
     result = diagnose(case, bar("trying"))
     for line in result.lines():
         echo(line)

@@ -1,4 +1,10 @@
-"""`dflash env`: what a bug report should say about the machine."""
+"""
+`dflash env`: what a bug report should say about the machine.
+
+    dflash env
+    dflash env --json
+    dflash env --forget
+"""
 
 import contextlib
 import os
@@ -7,37 +13,24 @@ import statistics
 import sys
 from importlib import metadata
 
-from dflash_hf.commands.shared import add_examples
 from dflash_hf.modeling.remembered_dflash import read, remembered
 from dflash_hf.terminal import Outcome, is_secret
 
 
-_PACKAGES = (
-    "dflash-hf",
-    "torch",
-    "transformers",
-    "huggingface-hub",
-    "tokenizers",
-    "safetensors",
-    "accelerate",
-    "datasets",
-    "peft",
-    "jinja2",
-)
+_PACKAGES = ("dflash-hf", "torch", "transformers", "huggingface-hub", "tokenizers", "safetensors", "accelerate")
+_OPTIONAL = ("datasets", "peft", "jinja2")
 _VARIABLES = ("HF_", "DFLASH", "TRANSFORMERS_", "CUDA_VISIBLE", "OMP_", "MKL_", "PYTORCH_", "TORCH_", "ACCELERATE_")
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument(
-        "--forget", action="store_true", help="delete what is stored about this machine: costs of rounds, targets"
-    )
-    add_examples(parser, "dflash env", "dflash env --json", "dflash env --forget")
+    what = "delete what is stored about this machine: costs of rounds, targets"
+    parser.add_argument("--forget", action="store_true", help=what)
 
 
 def run(arguments, echo) -> Outcome:
     facts: dict[str, object] = {"python": platform.python_version(), "platform": platform.platform()}
     facts["processors"] = os.cpu_count()
-    for name in _PACKAGES:
+    for name in (*_PACKAGES, *_OPTIONAL):
         try:
             facts[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -1,22 +1,20 @@
-"""`dflash eval`."""
+"""
+`dflash eval`.
+
+    dflash eval --target Qwen/Qwen3-0.6B --draft my-drafter --data prompts.txt --output my-drafter
+    dflash eval --target Qwen/Qwen3-4B --draft z-lab/Qwen3-4B-DFlash-b16 --data gsm8k --output gsm8k
+    dflash eval --server http://127.0.0.1:8080 --data prompts.txt --output on-llama-cpp
+    dflash eval --compare before/eval_report.json after/eval_report.json
+"""
 
 import json
 from pathlib import Path
 
+from dflash_hf.commands import shared
 from dflash_hf.commands.pair import NamedPair
-from dflash_hf.commands.shared import add_examples, add_loading, add_output, add_pair, add_speed, add_threads, given
 from dflash_hf.evaluation.methods import TREE_NODES, methods_of_eval
 from dflash_hf.evaluation.sets import GENERATED, NAMED, NEW_TOKENS
-from dflash_hf.terminal import (
-    Outcome,
-    UsageError,
-    add_template_arguments,
-    bar,
-    note,
-    output_folder,
-    positive,
-    readable_file,
-)
+from dflash_hf.terminal import Outcome, UsageError, bar, note, output_folder, positive, readable_file
 
 
 AGAIN = "with --output, the same command continues with the answers that are missing"
@@ -29,38 +27,24 @@ NO_THINKING = {"enable_thinking": False}  # the usual setting of published resul
 
 
 def add_arguments(parser) -> None:
-    add_pair(parser)
-    parser.add_argument(
-        "--data",
-        help=f"prompts: a file, Hub dataset, benchmark ({', '.join(NAMED)}) or generated set ({', '.join(GENERATED)})",
-    )
+    shared.add_pair(parser)
+    sets = f"benchmark ({', '.join(NAMED)}) or generated set ({', '.join(GENERATED)})"
+    parser.add_argument("--data", help=f"prompts: a file, Hub dataset, {sets}")
     parser.add_argument("--split", help="split of the dataset (default: train, or the only one)")
     parser.add_argument("--prompts", type=positive, help="number of prompts (default: the benchmark's, else 40)")
     parser.add_argument("--server", metavar="URL", help="measure a running server instead of a local pair")
     parser.add_argument("--alone", metavar="URL", help="with --server: the same target served without a drafter")
     parser.add_argument("--runs", type=positive, default=RUNS, help="timed repetitions (default: %(default)s)")
-    parser.add_argument(
-        "--max-new-tokens", type=positive, help="longest answer (default: 2048 for benchmarks, else 256)"
-    )
+    parser.add_argument("--max-new-tokens", type=positive, help="longest answer (default: 256, for benchmarks 2048)")
     parser.add_argument("--raw", action="store_true", help="use prompts that are text without the chat template")
-    add_template_arguments(parser)
+    shared.add_template_arguments(parser)
     parser.add_argument("--prompt-lookup", action="store_true", help="also time transformers' prompt lookup")
-    add_threads(parser)
-    parser.add_argument(
-        "--compare", nargs=2, type=readable_file, metavar="REPORT", help="show two reports side by side"
-    )
-    add_output(parser, "for eval_report.json and .png; the drafter's folder for its model card", output_folder)
-    add_loading(parser)
+    shared.add_threads(parser)
+    parser.add_argument("--compare", nargs=2, type=readable_file, metavar="REPORT", help="two reports, side by side")
+    shared.add_output(parser, "for eval_report.json and .png; the drafter's folder for its model card", output_folder)
+    shared.add_loading(parser)
     packed = "also time packed weights, with and without the drafter (CPU)"
-    add_speed(parser, packed, "also time draft trees of N tokens")
-    add_examples(
-        parser,
-        "dflash eval --target Qwen/Qwen3-0.6B --draft my-drafter --data prompts.txt --output my-drafter",
-        "dflash eval --target Qwen/Qwen3-4B --draft z-lab/Qwen3-4B-DFlash-b16 --data gsm8k --output gsm8k",
-        "dflash eval --server http://127.0.0.1:8080 --data prompts.txt --output on-llama-cpp",
-        "dflash eval --compare before/eval_report.json after/eval_report.json",
-        after=AGAIN,
-    )
+    shared.add_speed(parser, packed, "also time draft trees of N tokens")
 
 
 def run(arguments, echo) -> Outcome:
@@ -69,7 +53,7 @@ def run(arguments, echo) -> Outcome:
         raise UsageError(f"--split {arguments.split}: --data {arguments.data} has a split of its own; leave it out.")
     if arguments.server is not None:
         runs = ["--runs"] * (arguments.runs != RUNS)
-        ignored = [*given(arguments, _LOCAL), *runs, *given(arguments, ["dtype"])]
+        ignored = [*shared.given(arguments, _LOCAL), *runs, *shared.given(arguments, ["dtype"])]
         if ignored:
             raise UsageError(f"--server measures what runs there, once: leave out {', '.join(ignored)}.")
         from dflash_hf.evaluation.server import run as measure_server
@@ -149,10 +133,8 @@ def _measure(arguments):
         journal=journal,
         tree_nodes=arguments.tree_nodes or TREE_NODES,
     )
-    report.setting |= {
-        "dataset": dataset_name(arguments.data),
-        "prompts_digest": digest_of([list(one) for one in prompts]),
-    }
+    report.setting["dataset"] = dataset_name(arguments.data)
+    report.setting["prompts_digest"] = digest_of([list(one) for one in prompts])
     return report
 
 

@@ -1,17 +1,14 @@
-"""`dflash features`."""
+"""
+`dflash features`.
 
+    dflash features --target Qwen/Qwen3-8B --data responses.jsonl --output features
+    dflash train --target Qwen/Qwen3-8B --output my-drafter features=features
+"""
+
+from dflash_hf.commands import shared
 from dflash_hf.commands.pair import NamedPair
-from dflash_hf.commands.shared import (
-    add_data,
-    add_dtype,
-    add_examples,
-    add_loading,
-    add_output,
-    rows_of,
-    tell_slow_dtype,
-)
 from dflash_hf.names import DTYPES
-from dflash_hf.terminal import Outcome, amount, count, note, output_folder, positive, template_arguments, token_id
+from dflash_hf.terminal import Outcome, amount, count, note, output_folder, positive
 
 
 AGAIN = "the same command continues after the last complete shard"
@@ -19,42 +16,25 @@ AGAIN = "the same command continues after the last complete shard"
 
 def add_arguments(parser) -> None:
     parser.add_argument("--target", required=True, help="the target: a folder or Hub name")
-    add_data(parser)
-    add_output(parser, "continued if it exists", output_folder, required=True)
+    shared.add_data(parser)
+    shared.add_output(parser, "continued if it exists", output_folder, required=True)
     which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--draft-config", metavar="CONFIG", help="the drafter that reads them: config.json, folder or Hub name"
-    )
-    which.add_argument(
-        "--target-layer-ids",
-        type=count,
-        nargs="+",
-        metavar="N",
-        help="layers of the target, from 0 (default: five by the paper's rule)",
-    )
+    which.add_argument("--draft-config", metavar="CONFIG", help="their drafter: config.json, folder or Hub name")
+    ids = "layers of the target, from 0 (default: five by the paper's rule)"
+    which.add_argument("--target-layer-ids", type=count, nargs="+", metavar="N", help=ids)
     states = "also store final hidden states: for KL losses and label_source=target"
     parser.add_argument("--states", action="store_true", help=states)
-    parser.add_argument("--max-length", type=positive, default=3072, help="truncate examples (default: %(default)s)")
-    parser.add_argument("--mask-token-id", type=token_id, help="the drafter's mask token; rows with it are left out")
-    add_dtype(parser, DTYPES, f"of the features: {', '.join(DTYPES)}", "bfloat16", "--store-dtype")
+    shared.add_encoding(parser)
+    shared.add_dtype(parser, DTYPES, "bfloat16", "--store-dtype", "of the features: ")
     parser.add_argument("--shard-size", type=amount, default=1.0, help="size of a file in GB (default: %(default)s)")
     parser.add_argument("--batch-size", type=positive, default=8, help="rows at a time (default: %(default)s)")
-    parser.add_argument("--num-proc", type=positive, help="worker processes for the data")
-    add_loading(parser, draft=False)
-    add_examples(
-        parser,
-        "dflash features --target Qwen/Qwen3-8B --data responses.jsonl --output features",
-        "dflash train --target Qwen/Qwen3-8B --output my-drafter features=features",
-        after=AGAIN,
-    )
+    shared.add_loading(parser, draft=False)
 
 
 def run(arguments, echo) -> Outcome:
     """`dflash features`: store the features missing in the output."""
     from dflash_hf.configs import check_token_id
-    from dflash_hf.data.encode import RowEncoder
     from dflash_hf.data.prepare import prepare_dataset
-    from dflash_hf.data.prompts import template_kwargs
     from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
     from dflash_hf.modeling.layouts_dflash import fitting_target_layer_ids
     from dflash_hf.modeling.target_dflash import text_depth
@@ -63,21 +43,11 @@ def run(arguments, echo) -> Outcome:
 
     pair = NamedPair(arguments, note)
     check_token_id(arguments.mask_token_id, pair.config)
-    layer_ids, mask_token_id = arguments.target_layer_ids, arguments.mask_token_id
     config = DFlashDraftConfig.from_pretrained(arguments.draft_config) if arguments.draft_config else None
-    if config is not None:
-        layer_ids = config.target_layer_ids
-        mask_token_id = config.mask_token_id if mask_token_id is None else mask_token_id
-    given = template_arguments(arguments.template_args)
-    encoder = RowEncoder(
-        pair.tokenizer,
-        arguments.max_length,
-        template_kwargs(given, arguments.data, draft_config=config, say=note),
-        mask_token_id,
-    )
-    rows = rows_of(arguments)
+    layer_ids = arguments.target_layer_ids if config is None else config.target_layer_ids
+    encoder, rows = shared.encoder_of(arguments, pair.tokenizer, config), shared.rows_of(arguments)
     target = freeze(pair.target())
-    tell_slow_dtype(target)
+    shared.tell_slow_dtype(target)
     depth = text_depth(target.config)
     layer_ids = layer_ids or fitting_target_layer_ids(depth, 5)
     if not -1 <= min(layer_ids) <= max(layer_ids) < depth or len(set(layer_ids)) < len(layer_ids):
@@ -89,15 +59,9 @@ def run(arguments, echo) -> Outcome:
     dataset, report = prepare_dataset(rows, encoder, num_proc=arguments.num_proc, source=arguments.data)
     for line in report.lines():
         echo(line)
-    manifest = store_features(
-        target,
-        dataset,
-        arguments.output,
-        describe(target, arguments.target, layer_ids, encoder, arguments.store_dtype, arguments.states),
-        arguments.batch_size,
-        int(arguments.shard_size * 1e9),
-        echo,
-    )
-    echo(f"{manifest.examples} examples in {len(manifest.shards)} shards are in {arguments.output}")
+    made_with = describe(target, arguments.target, layer_ids, encoder, arguments.store_dtype, arguments.states)
+    size, output = int(arguments.shard_size * 1e9), arguments.output
+    manifest = store_features(target, dataset, output, made_with, arguments.batch_size, size, echo)
+    echo(f"{manifest.examples} examples in {len(manifest.shards)} shards are in {output}")
     facts = {"examples": manifest.examples, "tokens": manifest.tokens, "shards": len(manifest.shards)}
-    return Outcome(facts={**facts, "layer_ids": layer_ids, "output": str(arguments.output)})
+    return Outcome(facts={**facts, "layer_ids": layer_ids, "output": str(output)})

@@ -1,13 +1,15 @@
-"""`dflash find`: drafters of a target on the Hub."""
+"""
+`dflash find`: drafters of a target on the Hub.
 
-from dflash_hf.commands.shared import add_examples
+    dflash find Qwen/Qwen3-8B
+"""
+
 from dflash_hf.terminal import Outcome, positive
 
 
 def add_arguments(parser) -> None:
     parser.add_argument("target", help="Hub name of the target")
     parser.add_argument("--limit", type=positive, default=20, help="maximum number of results (default: %(default)s)")
-    add_examples(parser, "dflash find Qwen/Qwen3-8B")
 
 
 def run(arguments, echo) -> Outcome:

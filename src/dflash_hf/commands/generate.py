@@ -1,9 +1,15 @@
-"""`dflash generate`: a streamed answer, and its speed."""
+"""
+`dflash generate`: a streamed answer, and its speed.
+
+    dflash generate --prompt "What is a cache?" --show-drafts
+    dflash generate --target Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16 --prompt "Write a haiku."
+    cat question.txt | dflash generate --target T --draft D --prompt - --compile --compare
+"""
 
 import time
 
 from dflash_hf.commands.pair import NamedPair, take_default
-from dflash_hf.commands.shared import add_answering, add_examples, add_pair, sampling_options
+from dflash_hf.commands.shared import add_answering, add_pair, sampling_options
 from dflash_hf.terminal import Outcome, UsageError, stdin_lines, wants_color
 
 
@@ -11,17 +17,9 @@ def add_arguments(parser) -> None:
     add_pair(parser, default=True)
     parser.add_argument("--prompt", required=True, help="the user's message; - reads it from standard input")
     parser.add_argument("--raw", action="store_true", help="use the prompt as it is, without the chat template")
-    parser.add_argument(
-        "--show-drafts", action="store_true", help="print the text again with accepted draft tokens marked"
-    )
+    parser.add_argument("--show-drafts", action="store_true", help="print the text again, with accepted drafts marked")
     parser.add_argument("--compare", action="store_true", help="also decode with the target alone")
     add_answering(parser)
-    add_examples(
-        parser,
-        'dflash generate --prompt "What is a cache?" --show-drafts',
-        'dflash generate --target Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16 --prompt "Write a haiku."',
-        "cat question.txt | dflash generate --target T --draft D --prompt - --compile --compare",
-    )
 
 
 def run(arguments, echo) -> Outcome:

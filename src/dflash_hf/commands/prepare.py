@@ -1,28 +1,26 @@
-"""`dflash prepare`: which tokens of a dataset are trained on, and the examples as ids."""
+"""
+`dflash prepare`: which tokens of a dataset are trained on, and the examples as ids.
 
-from dflash_hf.commands.shared import add_data, add_examples, add_output, add_revision, check_not_data, rows_of
-from dflash_hf.terminal import Outcome, add_color, count, note, positive, template_arguments, token_id, wants_color
+    dflash prepare --target Qwen/Qwen3-0.6B --data responses.jsonl
+    dflash prepare --target Qwen/Qwen3-0.6B --data responses.jsonl --output examples.parquet --examples 0
+"""
+
+from dflash_hf.commands import shared
+from dflash_hf.terminal import Outcome, count, wants_color
 
 
 def add_arguments(parser) -> None:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--target", help="the target, whose tokenizer is used: a folder or Hub name")
     which.add_argument("--tokenizer", help="a tokenizer, instead: a folder or Hub name")
-    add_data(parser)
-    add_output(parser, "write the examples to this .jsonl or .parquet file")
+    shared.add_data(parser)
+    shared.add_output(parser, "write the examples to this .jsonl or .parquet file")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
     parser.add_argument("--examples", type=count, default=3, help="examples to print (default: %(default)s)")
-    parser.add_argument("--max-length", type=positive, default=3072, help="truncate examples (default: %(default)s)")
-    parser.add_argument("--mask-token-id", type=token_id, help="the drafter's mask token; rows with it are left out")
-    parser.add_argument("--num-proc", type=positive, help="worker processes for the data")
-    add_color(parser, "supervised tokens")
-    add_revision(parser)
+    shared.add_encoding(parser)
+    shared.add_color(parser, "supervised tokens")
+    shared.add_revision(parser)
     parser.add_argument("--trust-remote-code", action="store_true", help="run the tokenizer's own code")
-    add_examples(
-        parser,
-        "dflash prepare --target Qwen/Qwen3-0.6B --data responses.jsonl",
-        "dflash prepare --target Qwen/Qwen3-0.6B --data responses.jsonl --output examples.parquet --examples 0",
-    )
 
 
 def run(arguments, echo) -> Outcome:
@@ -31,9 +29,7 @@ def run(arguments, echo) -> Outcome:
     from dataclasses import asdict
 
     from dflash_hf.configs import check_names, check_token_id, vocab_size_of
-    from dflash_hf.data.encode import RowEncoder
     from dflash_hf.data.prepare import colored_example, load_tokenizer, prepare_dataset
-    from dflash_hf.data.prompts import template_kwargs
     from dflash_hf.files import atomic
     from dflash_hf.pairs import Loading
 
@@ -42,19 +38,12 @@ def run(arguments, echo) -> Outcome:
         _check_output(output, arguments.data, arguments.overwrite)
     config = check_names(arguments.target, None, Loading.of(arguments)) if arguments.target else {}
     check_token_id(arguments.mask_token_id, config)
-    encoder = RowEncoder(
-        load_tokenizer(
-            arguments.tokenizer or arguments.target,
-            arguments.chat_template,
-            arguments.revision,
-            arguments.trust_remote_code,
-        ),
-        arguments.max_length,
-        template_kwargs(template_arguments(arguments.template_args), arguments.data, say=note),
-        arguments.mask_token_id,
-        vocab_size_of(config),
-    )
-    dataset, report = prepare_dataset(rows_of(arguments), encoder, num_proc=arguments.num_proc, source=arguments.data)
+    name, loading = arguments.tokenizer or arguments.target, Loading.of(arguments)
+    tokenizer = load_tokenizer(name, arguments.chat_template, loading.revision, loading.trust_remote_code)
+    encoder = shared.encoder_of(arguments, tokenizer)
+    encoder.vocab_size = vocab_size_of(config)
+    rows = shared.rows_of(arguments)
+    dataset, report = prepare_dataset(rows, encoder, num_proc=arguments.num_proc, source=arguments.data)
     color = wants_color(arguments.color, sys.stdout)
     for number in range(min(arguments.examples, len(dataset))):
         echo(f"--- example {number}, supervised tokens {'in green' if color else 'in brackets'}")
@@ -73,6 +62,6 @@ def run(arguments, echo) -> Outcome:
 def _check_output(output, data: str, overwrite: bool) -> None:
     if output.suffix not in (".jsonl", ".parquet"):
         raise ValueError(f"--output {output} must end in .jsonl or .parquet.")
-    check_not_data(output, data)
+    shared.check_not_data(output, data)
     if output.exists() and not overwrite:
         raise ValueError(f"--output {output} exists; choose another file, or replace it with --overwrite.")

@@ -1,7 +1,12 @@
-"""`dflash prompts`: requests written by the target itself."""
+"""
+`dflash prompts`: requests written by the target itself.
+
+    dflash prompts --target Qwen/Qwen3-0.6B --count 10000 --kinds chat,code,math --output prompts.jsonl
+    dflash regenerate --target Qwen/Qwen3-0.6B --data prompts.jsonl --output responses.jsonl
+"""
 
 from dflash_hf.commands.pair import NamedPair
-from dflash_hf.commands.shared import add_examples, add_loading, add_output, add_packed, add_template, tell_slow_dtype
+from dflash_hf.commands.shared import add_loading, add_output, add_packed, add_template, tell_slow_dtype
 from dflash_hf.terminal import Outcome, count, note, positive, probability, temperature, template_arguments
 
 
@@ -12,9 +17,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--target", required=True, help="a chat model: a folder or Hub name")
     parser.add_argument("--count", required=True, type=positive, help="number of requests")
     add_output(parser, ".jsonl file; continued if it exists", required=True)
-    parser.add_argument(
-        "--kinds", help="chat,code,math,rewrite,task,json in turn; repeat one to weigh it (default: chat)"
-    )
+    parser.add_argument("--kinds", help="chat,code,math,rewrite,task,json in turn; repeat to weigh (default: chat)")
     parser.add_argument("--begin", action="append", default=[], help="first words of a request; repeatable")
     parser.add_argument("--system", help="system prompt, kept in the rows (default: the chat template's own)")
     parser.add_argument("--temperature", type=temperature, default=1.0, help="0 is greedy (default: %(default)s)")
@@ -26,12 +29,6 @@ def add_arguments(parser) -> None:
     parser.add_argument("--batch-size", type=positive, help="rows at a time (default: the fastest, measured)")
     add_template(parser)
     add_packed(add_loading(parser, draft=False))
-    add_examples(
-        parser,
-        "dflash prompts --target Qwen/Qwen3-0.6B --count 10000 --kinds chat,code,math --output prompts.jsonl",
-        "dflash regenerate --target Qwen/Qwen3-0.6B --data prompts.jsonl --output responses.jsonl",
-        after=AGAIN,
-    )
 
 
 def run(arguments, echo) -> Outcome:

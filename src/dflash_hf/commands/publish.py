@@ -1,6 +1,10 @@
-"""`dflash publish`."""
+"""
+`dflash publish`.
 
-from dflash_hf.commands.shared import add_examples
+    dflash publish my-drafter me/my-drafter --base-model Qwen/Qwen3-0.6B --license mit --dry-run
+    dflash publish my-drafter me/my-drafter --private
+"""
+
 from dflash_hf.names import RELATIONS
 from dflash_hf.terminal import Outcome, UsageError, one_line, output_folder
 
@@ -14,13 +18,9 @@ def add_arguments(parser) -> None:
     parser.add_argument("folder", help="local folder of a drafter")
     parser.add_argument("repo", help="user/name on the Hub")
     parser.add_argument("--private", action="store_true", help="make the repository private")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="list the files and the card's metadata, without uploading"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="list files and the card's metadata, upload nothing")
     parser.add_argument("--output", type=output_folder, help="also write every file to this folder")
-    parser.add_argument(
-        "--gguf", metavar="TARGET", help="add dflash-NAME.gguf for llama.cpp; TARGET: its .gguf file or folder"
-    )
+    parser.add_argument("--gguf", metavar="TARGET", help="add dflash-NAME.gguf for llama.cpp; TARGET: file or folder")
     facts = parser.add_argument_group(
         "model card, in addition to card_facts.json and eval_report.json in the folder; of a README.md written by "
         "hand only the metadata changes"
@@ -29,18 +29,11 @@ def add_arguments(parser) -> None:
     facts.add_argument("--base-model-revision", metavar="REV", help="commit of the base model")
     facts.add_argument("--base-model-relation", choices=RELATIONS, metavar="RELATION", help=", ".join(RELATIONS))
     facts.add_argument("--license", help="the Hub's identifier, such as mit")
-    facts.add_argument(
-        "--dataset", action="append", dest="datasets", metavar="REPO", help="training dataset on the Hub; repeatable"
-    )
+    data = "training dataset on the Hub; repeatable"
+    facts.add_argument("--dataset", action="append", dest="datasets", metavar="REPO", help=data)
     facts.add_argument("--data-description", metavar="TEXT", help="a sentence about the training data")
     facts.add_argument("--hardware", help="hardware of the evaluation")
     facts.add_argument("--evaluated-on", metavar="REPO", help="dataset of the evaluation")
-    add_examples(
-        parser,
-        "dflash publish my-drafter me/my-drafter --base-model Qwen/Qwen3-0.6B --license mit --dry-run",
-        "dflash publish my-drafter me/my-drafter --private",
-        after=AGAIN,
-    )
 
 
 def run(arguments, echo) -> Outcome:

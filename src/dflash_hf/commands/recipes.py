@@ -1,33 +1,24 @@
-"""`dflash recipes`: the recipes and scripts in the package."""
+"""
+`dflash recipes`: the recipes and scripts in the package.
+
+    dflash recipes
+    dflash recipes show qwen3-4b.yaml
+    dflash recipes copy demo.yaml && dflash train --config demo.yaml --dry-run
+"""
 
 import ast
 import shutil
 import textwrap
 from pathlib import Path
 
-from dflash_hf.commands.shared import add_examples
+from dflash_hf.commands.shared import add_choice
 from dflash_hf.terminal import Outcome, output_path
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument(
-        "action",
-        choices=("list", "show", "copy"),
-        nargs="?",
-        default="list",
-        metavar="ACTION",
-        help="list, show or copy (default: list)",
-    )
+    add_choice(parser, "action", ("list", "show", "copy"), "list", nargs="?")
     parser.add_argument("name", nargs="?", metavar="NAME", help="a name from the list")
-    parser.add_argument(
-        "to", nargs="?", metavar="TO", type=output_path, help="file or folder to copy to (default: here)"
-    )
-    add_examples(
-        parser,
-        "dflash recipes",
-        "dflash recipes show qwen3-4b.yaml",
-        "dflash recipes copy demo.yaml && dflash train --config demo.yaml --dry-run",
-    )
+    parser.add_argument("to", nargs="?", metavar="TO", type=output_path, help="file or folder to copy to (default: .)")
 
 
 def run(arguments, echo) -> Outcome:

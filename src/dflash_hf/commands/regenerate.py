@@ -1,8 +1,13 @@
-"""`dflash regenerate`: the target's own responses, in this process or from a server."""
+"""
+`dflash regenerate`: the target's own responses, in this process or from a server.
+
+    dflash regenerate --target Qwen/Qwen3-0.6B --data prompts.jsonl --output responses.jsonl
+    dflash regenerate --target T --data prompts.jsonl --output responses.jsonl --server http://127.0.0.1:8000
+"""
 
 from dflash_hf.commands import shared
 from dflash_hf.commands.pair import NamedPair
-from dflash_hf.commands.shared import add_data, add_examples, add_loading, add_output, add_sampling
+from dflash_hf.commands.shared import add_data, add_loading, add_output, add_sampling
 from dflash_hf.terminal import Outcome, amount, count, note, positive, template_arguments, token_id
 
 
@@ -10,17 +15,13 @@ AGAIN = "the same command continues with the rows that are missing"
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument(
-        "--target", required=True, help="the target: a folder or Hub name; with --server, its name there"
-    )
+    parser.add_argument("--target", required=True, help="the target: a folder or Hub name, or its name on --server")
     add_data(parser)
     add_output(parser, ".jsonl file; continued if it exists", required=True)
     parser.add_argument("--max-new-tokens", type=positive, default=2048, help="longest answer (default: %(default)s)")
     add_sampling(parser, None, "the target's generation config")
     parser.add_argument("--raw", action="store_true", help="use prompts that are text without the chat template")
-    parser.add_argument(
-        "--mask-token-id", type=token_id, help="token that is never generated (default: the first spare id)"
-    )
+    parser.add_argument("--mask-token-id", type=token_id, help="token that is never written (default: first spare id)")
     here = add_loading(parser, title="in this process")
     here.add_argument("--draft", help="a drafter, for speed: a folder or Hub name")
     here.add_argument("--batch-size", type=positive, help="rows at a time (default: the fastest, measured)")
@@ -30,24 +31,15 @@ def add_arguments(parser) -> None:
     there.add_argument("--concurrency", type=positive, default=32, help="parallel requests (default: %(default)s)")
     there.add_argument("--retries", type=count, default=5, help="retries of a request (default: %(default)s)")
     there.add_argument("--timeout", type=amount, default=600.0, help="seconds for one answer (default: %(default)s)")
-    add_examples(
-        parser,
-        "dflash regenerate --target Qwen/Qwen3-0.6B --data prompts.jsonl --output responses.jsonl",
-        "dflash regenerate --target T --data prompts.jsonl --output responses.jsonl --server http://127.0.0.1:8000",
-        after=AGAIN,
-    )
 
 
 def run(arguments, echo) -> Outcome:
     """Write the rows missing in the output; exit status 1 if some were refused."""
-    from itertools import islice
-
     from dflash_hf.configs import check_token_id
     from dflash_hf.data.encode import digests_of_tokenizer
     from dflash_hf.data.prompts import template_kwargs
     from dflash_hf.data.regenerate import ask_rows
     from dflash_hf.data.response_file import ResponseFile
-    from dflash_hf.data.sources import load_rows
     from dflash_hf.data.time_left import TimeLeft
     from dflash_hf.files import digest_of
 
@@ -59,11 +51,10 @@ def run(arguments, echo) -> Outcome:
         pair, server = NamedPair(arguments, note), None
         check_token_id(arguments.mask_token_id, pair.config)
         kwargs = pair.template()
-    rows = load_rows(arguments.data, arguments.split, name=arguments.name)
-    count = min(arguments.limit or len(rows), len(rows))
     tokenizer = pair.tokenizer if pair else None
     as_chat = not arguments.raw and (tokenizer is None or bool(tokenizer.chat_template))
-    prompts = {index: _asked(index, row, as_chat, arguments.data) for index, row in enumerate(islice(rows, count))}
+    prompts = {i: _asked(i, row, as_chat, arguments.data) for i, row in enumerate(shared.rows_of(arguments))}
+    count = len(prompts)
 
     # Everything that responses depend on. Files are identified by content: data by each prompt, the target by weights.
     settings = {

@@ -1,17 +1,16 @@
-"""`dflash serve`: a pair behind an OpenAI-compatible API."""
+"""
+`dflash serve`: a pair behind an OpenAI-compatible API.
 
+    dflash serve
+    dflash serve --target Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16
+    dflash serve --target Qwen/Qwen3-8B --draft my-drafter --engine vllm --dry-run
+    dflash serve --target target.gguf --draft dflash-my-drafter.gguf --engine llama.cpp
+"""
+
+from dflash_hf.commands import shared
 from dflash_hf.commands.pair import NamedPair, take_default
-from dflash_hf.commands.shared import (
-    add_draft_temperature,
-    add_examples,
-    add_loading,
-    add_pair,
-    add_speed,
-    add_threads,
-    given,
-)
 from dflash_hf.names import ENGINES, LLAMA_CPP
-from dflash_hf.terminal import Outcome, UsageError, add_template_arguments, install, port, template_arguments
+from dflash_hf.terminal import Outcome, UsageError, install, port, template_arguments
 
 
 AGAIN = "the same command starts the server again"
@@ -23,35 +22,19 @@ _SGLANG = (
 
 
 def add_arguments(parser) -> None:
-    add_pair(parser, default=True)
-    engines = (*ENGINES, LLAMA_CPP)
-    parser.add_argument(
-        "--engine",
-        choices=engines,
-        metavar="ENGINE",
-        default="transformers",
-        help=f"{', '.join(engines)} (default: %(default)s)",
-    )
+    shared.add_pair(parser, default=True)
+    shared.add_choice(parser, "--engine", (*ENGINES, LLAMA_CPP), "transformers")
     parser.add_argument("--host", default="127.0.0.1", help="address to bind to (default: %(default)s)")
-    parser.add_argument(
-        "--port", type=port, default=8000, help="0: any free one, without --engine (default: %(default)s)"
-    )
+    parser.add_argument("--port", type=port, default=8000, help="0: any free one (default: %(default)s)")
     parser.add_argument("--served-model-name", metavar="NAME", help="the model's id in the API (default: --target)")
     parser.add_argument("--api-key", metavar="KEY", help="require this key (default: the variable DFLASH_API_KEY)")
     parser.add_argument("--enable-cors", action="store_true", help="let web pages of any origin call the server")
     parser.add_argument("--dry-run", action="store_true", help="print the command of another engine and exit")
-    add_threads(parser)
-    add_draft_temperature(parser)
-    add_template_arguments(parser)
-    add_loading(parser)
-    add_speed(parser)
-    add_examples(
-        parser,
-        "dflash serve",
-        "dflash serve --target Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16",
-        "dflash serve --target Qwen/Qwen3-8B --draft my-drafter --engine vllm --dry-run",
-        "dflash serve --target target.gguf --draft dflash-my-drafter.gguf --engine llama.cpp",
-    )
+    shared.add_threads(parser)
+    shared.add_draft_temperature(parser)
+    shared.add_template_arguments(parser)
+    shared.add_loading(parser)
+    shared.add_speed(parser)
 
 
 def run(arguments, echo) -> Outcome:
@@ -112,14 +95,14 @@ def _engine(arguments, echo) -> Outcome:
     if arguments.draft is None:
         raise UsageError(f"--engine {engine} needs --draft; without a drafter, run {engine} itself.")
     names = ("compile", "tree_nodes", "draft_temperature", "packed", "device", "threads", "enable_cors")
-    if ours := given(arguments, names):
+    if ours := shared.given(arguments, names):
         raise UsageError(f"{ours[0]} is for --engine transformers; leave it out for {engine}.")
     if arguments.port == 0:
         raise UsageError(f"--port 0 is for --engine transformers, which chooses a free port; name one for {engine}.")
     if engine == LLAMA_CPP:
         of_pair, target = _llama_cpp_pair(arguments)
         template = template_kwargs(template_arguments(arguments.template_args), draft_config=of_pair[2], say=echo.note)
-        loading = Loading.of(arguments)
+        loading = Loading()
     else:
         pair = NamedPair(arguments, echo.note)
         target, loading = pair.config.get("text_config", pair.config), pair.loading
@@ -146,9 +129,7 @@ def _engine(arguments, echo) -> Outcome:
     try:
         os.execvpe(command[0], command, {**os.environ, **environment, "PATH": path})
     except FileNotFoundError as error:
-        how = (
-            "`brew install llama.cpp`, or its releases" if engine == LLAMA_CPP else f"`pip install {engine}`, on a GPU"
-        )
+        how = "`brew install llama.cpp`, or a release" if engine == LLAMA_CPP else f"`pip install {engine}`, on a GPU"
         raise FileNotFoundError(f"--engine {engine} is not installed ({command[0]}): {how}.") from error
 
 
@@ -160,12 +141,8 @@ def _llama_cpp_pair(arguments) -> tuple[tuple[str, str, object], dict | None]:
     from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
     from dflash_hf.pairs import Loading, draft_config_of
 
-    loading, default = Loading.of(arguments), Loading()
-    unread = [name for name, value in vars(loading).items() if value != getattr(default, name)]
-    if unread:
-        raise UsageError(
-            f"--{unread[0].replace('_', '-')} is not for llama.cpp, which reads GGUF files; leave it out."
-        )
+    if unread := shared.given(arguments, Loading.__dataclass_fields__):
+        raise UsageError(f"{unread[0]} is not for llama.cpp, which reads GGUF files; leave it out.")
     if Path(arguments.target).is_dir():
         raise UsageError(
             f"--target {arguments.target} is a folder, but llama.cpp runs .gguf files; name the target's .gguf file."
@@ -179,6 +156,6 @@ def _llama_cpp_pair(arguments) -> tuple[tuple[str, str, object], dict | None]:
                 f"--to gguf --target {arguments.target}` writes one."
             )
         draft = str(file)
-    config = DFlashDraftConfig.from_dict(gguf_config(draft)) if is_gguf(draft) else draft_config_of(draft, loading)
+    config = DFlashDraftConfig.from_dict(gguf_config(draft)) if is_gguf(draft) else draft_config_of(draft, Loading())
     target = target_config(arguments.target) if is_gguf(arguments.target) else None
     return (arguments.target, draft, config), target

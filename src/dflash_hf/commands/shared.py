@@ -8,8 +8,6 @@ from typing import Any
 from dflash_hf.names import DTYPES
 from dflash_hf.terminal import (
     UsageError,
-    add_color,
-    add_template_arguments,
     amount,
     count,
     device,
@@ -22,6 +20,7 @@ from dflash_hf.terminal import (
     probability,
     readable_file,
     seed,
+    template_arguments,
     token_id,
 )
 from dflash_hf.terminal import temperature as heat
@@ -83,10 +82,11 @@ def add_common(parser) -> None:
     parser.epilog = f"{parser.epilog}\nall commands: --json, -q/--quiet, -v/--verbose, --debug (see dflash --help)"
 
 
-def add_examples(parser, *lines: str, after: str = "") -> None:
-    """Examples, and how to resume the command, at the end of its help."""
-    text = "examples:\n" + "\n".join(f"  {line}" for line in lines)
-    parser.epilog = f"{text}\n" if not after else f"{text}\n\nafter an interruption: {after}"
+def add_examples(parser, module) -> None:
+    """The examples in the docstring of a command's module, and how to resume the command, at the end of its help."""
+    examples = (module.__doc__ or "").partition("\n\n")[2]
+    again = f"\nafter an interruption: {module.AGAIN}" if hasattr(module, "AGAIN") else ""
+    parser.epilog = f"examples:\n{examples}{again}".replace("\n    ", "\n  ")
 
 
 def add_pair(parser, default: bool = False, required: bool = False) -> None:
@@ -100,17 +100,23 @@ def add_pair(parser, default: bool = False, required: bool = False) -> None:
 def add_loading(parser, draft: bool = True, title: str = "models"):
     """How models are loaded: see [`~dflash_hf.pairs.Loading`]."""
     group = parser.add_argument_group(title)
-    add_dtype(group, ("auto", *DTYPES), f"auto, {', '.join(DTYPES)}", "auto")
+    add_dtype(group, ("auto", *DTYPES), "auto")
     group.add_argument("--device", type=device, help="cpu, cuda, cuda:1, ... or auto (default: a GPU if there is one)")
     add_revision(group, draft)
     group.add_argument("--trust-remote-code", action="store_true", help="run the target's own code")
     return group
 
 
-def add_dtype(parser, choices: tuple[str, ...], known: str, default: str, option: str = "--dtype") -> None:
+def add_choice(parser, option: str, choices: tuple[str, ...], default: str, what: str = "", **more) -> None:
+    """An option with a few values, which its help lists; they are called as the end of its name."""
+    help = f"{what}{', '.join(choices)} (default: %(default)s)"
+    name = option.rpartition("-")[2].upper()
+    parser.add_argument(option, choices=choices, metavar=name, default=default, help=help, **more)
+
+
+def add_dtype(parser, choices: tuple[str, ...], default: str, option: str = "--dtype", what: str = "") -> None:
     """`--dtype`, or another option that is a dtype."""
-    help = f"{known} (default: %(default)s)"
-    parser.add_argument(option, type=dtype, choices=choices, metavar="DTYPE", default=default, help=help)
+    add_choice(parser, option, choices, default, what, type=dtype)
 
 
 def add_revision(group, draft: bool = False, of: str = "the target's repository") -> None:
@@ -141,11 +147,8 @@ def add_speed(parser, packed: str | None = None, trees: str = TREES, group=None)
 
 def add_packed(group) -> None:
     """`--packed` and `--no-packed`, for [`~dflash_hf.pairs.pack`]."""
-    group.add_argument(
-        "--packed",
-        action=argparse.BooleanOptionalAction,
-        help="pack the weights for faster CPU inference (default: if memory allows)",
-    )
+    help = "pack the weights for faster CPU inference (default: if memory allows)"
+    group.add_argument("--packed", action=argparse.BooleanOptionalAction, help=help)
 
 
 def tell_slow_dtype(target) -> None:
@@ -198,6 +201,18 @@ def sampling_options(arguments) -> dict:
     return {"do_sample": True, "temperature": arguments.temperature, "top_p": arguments.top_p or 1.0}
 
 
+def add_template_arguments(parser) -> None:
+    """`--template-args`."""
+    help = "for the template: '{\"enable_thinking\": false}' (default: the drafter's)"
+    parser.add_argument("--template-args", metavar="JSON", help=help)
+
+
+def add_color(parser, what: str) -> None:
+    """`--color` and `--no-color`."""
+    help = f"colour {what} (default: on a terminal without NO_COLOR)"
+    parser.add_argument("--color", action=argparse.BooleanOptionalAction, help=help)
+
+
 def add_answering(parser) -> None:
     """The options that `generate` and `chat` share: template, sampling, and how models are loaded."""
     add_template_arguments(parser)
@@ -222,6 +237,25 @@ def add_data(parser) -> None:
     parser.add_argument("--name", help="configuration of a Hub dataset")
     parser.add_argument("--limit", type=positive, help="use the first N rows only")
     add_template(parser)
+
+
+def add_encoding(parser) -> None:
+    """How the rows of [`add_data`] become examples."""
+    parser.add_argument("--max-length", type=positive, default=3072, help="truncate examples (default: %(default)s)")
+    parser.add_argument("--mask-token-id", type=token_id, help="the drafter's mask token; rows with it are left out")
+    parser.add_argument("--num-proc", type=positive, help="worker processes for the data")
+
+
+def encoder_of(arguments, tokenizer, draft_config=None):
+    """The `RowEncoder` of [`add_data`]'s and [`add_encoding`]'s arguments; a drafter's configuration has defaults."""
+    from dflash_hf.data.encode import RowEncoder
+    from dflash_hf.data.prompts import template_kwargs
+
+    given, mask_token_id = template_arguments(arguments.template_args), arguments.mask_token_id
+    kwargs = template_kwargs(given, arguments.data, draft_config=draft_config, say=note)
+    if mask_token_id is None and draft_config is not None:
+        mask_token_id = draft_config.mask_token_id
+    return RowEncoder(tokenizer, arguments.max_length, kwargs, mask_token_id)
 
 
 def rows_of(arguments):

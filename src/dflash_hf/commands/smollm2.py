@@ -1,13 +1,16 @@
-"""`dflash smollm2`."""
+"""
+`dflash smollm2`.
 
-from dflash_hf.commands.shared import add_examples
+    dflash smollm2
+    dflash generate --target "$(dflash smollm2)" --prompt "Who are you?"
+"""
+
 from dflash_hf.terminal import Outcome, output_folder
 
 
 def add_arguments(parser) -> None:
     parser.add_argument("--cache-dir", type=output_folder, help="parent of the folder (default: ~/.cache/dflash_hf)")
     parser.add_argument("--gguf", action="store_true", help="print the path of its GGUF file instead, for llama.cpp")
-    add_examples(parser, "dflash smollm2", 'dflash generate --target "$(dflash smollm2)" --prompt "Who are you?"')
 
 
 def run(arguments, echo) -> Outcome:

@@ -1,21 +1,26 @@
-"""`dflash train`."""
+"""
+`dflash train`.
+
+    dflash train --target Qwen/Qwen3-0.6B --data responses.jsonl --output my-drafter bf16=true
+    dflash train --config recipe.yaml learning_rate=3e-4 --dry-run
+    dflash train --keys save
+    accelerate launch -m dflash_hf.cli train --config recipe.yaml       # several GPUs
+
+settings to change first:
+    per_device_train_batch_size  rows per step; 1 if memory is short
+    num_train_epochs             passes over the data (default: 6)
+    learning_rate                (default: 6e-4)
+    bf16                         true on a GPU that supports it
+"""
 
 from dataclasses import asdict
 from pathlib import Path
 
-from dflash_hf.commands.shared import add_examples
 from dflash_hf.data.sources import check_files
 from dflash_hf.terminal import Outcome, check_writable, is_secret
 
 
 AGAIN = "the same command with resume_from_checkpoint=auto resumes from the last checkpoint, if there is one"
-# What to change first; the other settings have sensible defaults.
-FIRST = (
-    ("per_device_train_batch_size", "rows per step; 1 if memory is short"),
-    ("num_train_epochs", "passes over the data (default: 6)"),
-    ("learning_rate", "(default: 6e-4)"),
-    ("bf16", "true on a GPU that supports it"),
-)
 _FLAGS = {"target": "target", "draft": "draft", "data": "data", "output": "output_dir"}
 
 
@@ -25,25 +30,11 @@ def add_arguments(parser) -> None:
     parser.add_argument("--draft", help="a drafter to start from: a folder or Hub name; short for draft=DRAFT")
     parser.add_argument("--data", help="its responses (`dflash regenerate`) or a dataset; short for data=DATA")
     parser.add_argument("--output", metavar="FOLDER", help="for the drafter; short for output_dir=FOLDER")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="any other setting of the recipe; key.inner=value too"
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the settings, chosen ones included, without training"
-    )
-    parser.add_argument(
-        "--keys", nargs="?", const="", metavar="WORD", help="list the settings (that contain WORD) with their defaults"
-    )
-    add_examples(
-        parser,
-        "dflash train --target Qwen/Qwen3-0.6B --data responses.jsonl --output my-drafter bf16=true",
-        "dflash train --config recipe.yaml learning_rate=3e-4 --dry-run",
-        "dflash train --keys save",
-        "accelerate launch -m dflash_hf.cli train --config recipe.yaml       # several GPUs",
-        after=AGAIN,
-    )
-    first = "\n".join(f"  {name:28} {what}" for name, what in FIRST)
-    parser.epilog = f"settings to change first:\n{first}\n\n{parser.epilog}"
+    others = "other settings of the recipe; key.inner=value too"
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=others)
+    parser.add_argument("--dry-run", action="store_true", help="print all settings, chosen ones too, without training")
+    keys = "list the settings (that contain WORD) with their defaults"
+    parser.add_argument("--keys", nargs="?", const="", metavar="WORD", help=keys)
 
 
 def overrides_of(arguments) -> list[str]:

@@ -61,9 +61,7 @@ def check_example(example: dict, name: str) -> None:
         )
     num_ids, mask = len(example["input_ids"]), torch.as_tensor(example["loss_mask"])
     if num_ids != len(mask):
-        raise ValueError(
-            f"{name} has {num_ids} input_ids but {len(mask)} loss_mask entries; give one entry per token."
-        )
+        raise ValueError(f"{name} has {num_ids} input_ids but {len(mask)} loss_mask entries; give one for each token.")
     if not ((mask == 0) | (mask == 1)).all():
         raise ValueError(f"{name} has a loss_mask of {mask.unique().tolist()[:3]}; it must hold zeros and ones only.")
     if not mask.any():

@@ -14,7 +14,7 @@ from transformers.utils import logging
 from dflash_hf.data.encode import RowEncoder, UnusableRow
 from dflash_hf.data.examples import pack
 from dflash_hf.pairs import TRUST, damaged_config
-from dflash_hf.repositories import check_repository, looks_local
+from dflash_hf.repositories import small_file
 from dflash_hf.terminal import one_line, read_text
 
 
@@ -131,7 +131,7 @@ def prepare_dataset(
     report.check()
 
     # Rows that were left out are empty.
-    kept = encoded.filter(_is_kept, input_columns="input_ids", **({} if stream else {"num_proc": num_proc}))
+    kept = encoded.filter(bool, input_columns="input_ids", **({} if stream else {"num_proc": num_proc}))
     kept = kept.remove_columns(["left_out", "ends_row"])
     if packing:
         options = {} if stream else {"num_proc": num_proc, "desc": "packing"}
@@ -155,10 +155,6 @@ def _encode_batch(encoder: RowEncoder, source: str, batch: dict, indices: Sequen
             output["left_out"].append(reason)
             output["ends_row"].append(number >= len(examples))
     return output
-
-
-def _is_kept(input_ids: list[int]) -> bool:
-    return len(input_ids) > 0
 
 
 def _pack_batch(max_length: int, batch: dict) -> dict:
@@ -202,10 +198,7 @@ def load_tokenizer(
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
-    folder = Path(name).expanduser()
-    if not folder.exists() and looks_local(str(name)):
-        raise FileNotFoundError(f"{name}: there is no such folder.")
-    check_repository(str(name), str(name), revision)
+    small_file(str(name), str(name), revision, "tokenizer_config.json")
     options = {"trust_remote_code": True} if trust_remote_code else {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main", **options)
@@ -218,7 +211,7 @@ def load_tokenizer(
     except (ValueError, OSError, ImportError) as error:
         if "trust_remote_code" in str(error):
             raise ValueError(f"The tokenizer of {name} has custom code; if you trust it {TRUST}.") from error
-        if folder.is_dir():
+        if Path(name).expanduser().is_dir():
             raise ValueError(
                 f"{name} holds no tokenizer that can be read; save the target's there with "
                 f"`tokenizer.save_pretrained(folder)` ({one_line(error, 100)})."

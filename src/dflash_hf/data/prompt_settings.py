@@ -49,9 +49,7 @@ class PromptSettings:
         if any(not text.strip() for text in self.begin):
             raise ValueError("begin: '' is empty; leave it out, since kinds=('chat',) starts with nothing.")
         if not self.temperature > 0:
-            raise ValueError(
-                f"temperature={self.temperature} must be above 0: greedy decoding gives a single request."
-            )
+            raise ValueError(f"temperature={self.temperature} must be above 0: greedy decoding gives one request.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1.")
         for name in ("max_new_tokens", "max_chars"):

@@ -12,10 +12,8 @@ from dflash_hf.repositories import SECONDS, looks_local
 from dflash_hf.terminal import needs, not_utf8, read_text
 
 
-_LOADERS = {
-    **dict.fromkeys((".jsonl", ".jsonl.gz", ".ndjson", ".json"), "json"),
-    **{".parquet": "parquet", ".csv": "csv", ".tsv": "csv"},
-}
+_LOADERS = dict.fromkeys((".jsonl", ".jsonl.gz", ".ndjson", ".json"), "json")
+_LOADERS |= {".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
 
 
 def check_files(name: str, data: str | Sequence[str] | None) -> None:
@@ -139,9 +137,7 @@ def _check_line(path: Path, number: int, content: bytes, thoroughly: bool) -> No
         raise ValueError(f"Line {number} of {path} is nested too deeply; remove it.") from None
     except ValueError as error:
         half = "" if line.endswith("\n") else "; it is the last line, perhaps half written"
-        raise ValueError(
-            f"Line {number} of {path} is not a JSON object ({error}){half}. Repair or remove it."
-        ) from error
+        raise ValueError(f"Line {number} of {path} is not a JSON object ({error}){half}. Fix or remove it.") from error
 
 
 def _text_columns(datasets, paths: list[Path]) -> dict:

@@ -185,21 +185,11 @@ def decoding(case: Case) -> tuple[Counts, Counts]:
 
 
 def _hardly_anything(case: Case) -> Experiment:
-    return Experiment(
-        "target",
-        "nothing changed",
-        Change(),
-        "hardly any draft is accepted: the drafter was trained for another target, or hardly at all",
-        case.train_again(),
-    )
+    cause = "hardly any draft is accepted: the drafter was trained for another target, or hardly at all"
+    return Experiment("target", "nothing changed", Change(), cause, case.train_again())
 
 
 def _decoding_is_worse(case: Case) -> Experiment:
-    names = case.names
-    return Experiment(
-        "decoding",
-        "teacher forcing instead of decoding",
-        Change(),
-        "decoding accepts less than teacher forcing does in the same blocks: a defect, or low precision",
-        f"dflash eval --target {names['target']} --draft {names['draft']} --data prompts.jsonl --dtype float32",
-    )
+    cause = "decoding accepts less than teacher forcing does in the same blocks: a defect, or low precision"
+    remedy = case.again("eval", "--data prompts.jsonl --dtype float32")
+    return Experiment("decoding", "teacher forcing instead of decoding", Change(), cause, remedy)

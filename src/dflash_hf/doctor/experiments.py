@@ -70,6 +70,11 @@ class Case:
         load = f"from dflash_hf import DFlashDraftConfig as C; c = C.from_pretrained({at})"
         return f"{download}{_python(f'{load}; {changes}; c.save_pretrained({at})')}"
 
+    def again(self, command: str, options: str) -> str:
+        """A command of this package with the pair."""
+        target, draft = (shlex.quote(self.names[name]) for name in ("target", "draft"))
+        return f"dflash {command} --target {target} --draft {draft} {options}"
+
     def train_again(self) -> str:
         """The commands that train a drafter for this target."""
         target = shlex.quote(self.names["target"])
@@ -106,7 +111,10 @@ def experiments(case: Case) -> list[Experiment]:
     return [experiment for family in families for experiment in family(case)]
 
 
-def _in_config(case: Case, key: str, name: str, cause: str, **fields) -> Experiment:
+def _in_config(case: Case, key: str, name: str, trained: str, **fields) -> Experiment:
+    """Other `fields` of the configuration; `trained` says what the first of them was in training."""
+    first = next(iter(fields))
+    cause = f"{first}={getattr(case.draft.config, first)!r} is not {trained}"
     changes = "; ".join(f"c.{field} = {value!r}" for field, value in fields.items())
     return Experiment(key, name, Change(config=fields), cause, case.remedy_in_config(changes))
 
@@ -126,29 +134,19 @@ def masks(case: Case) -> Iterator[Experiment]:
         names.setdefault(token_id, str(token))
     for token_id, name in names.items():
         if token_id is not None and 0 <= token_id < rows and token_id not in {config.mask_token_id, *read}:
-            yield _in_config(
-                case,
-                "mask",
-                f"mask id {token_id} ({name})",
-                f"mask_token_id={config.mask_token_id} is not the mask token of training",
-                mask_token_id=token_id,
-            )
+            name = f"mask id {token_id} ({name})"
+            yield _in_config(case, "mask", name, "the mask token of training", mask_token_id=token_id)
 
 
 def layers(case: Case) -> Iterator[Experiment]:
     """Features of the layers one above and one below: others count from 1."""
     ids, depth = case.draft.config.target_layer_ids, text_depth(case.target.config)
-    for key, step, word in (("layers_down", -1, "down"), ("layers_up", 1, "up")):
+    trained = "the list of layers of training: ids count from 0, and id i is the output of layer i"
+    for word, step in (("down", -1), ("up", 1)):
         moved = [i + step for i in ids]
         if 0 <= min(moved) and max(moved) < depth:
-            yield _in_config(
-                case,
-                key,
-                f"layer ids one {word}, {moved}",
-                f"target_layer_ids={ids} are not the layers of training: they count from 0, and id i is the output "
-                "of layer i",
-                target_layer_ids=moved,
-            )
+            name = f"layer ids one {word}, {moved}"
+            yield _in_config(case, f"layers_{word}", name, trained, target_layer_ids=moved)
 
 
 def blocks(case: Case) -> Iterator[Experiment]:
@@ -157,19 +155,16 @@ def blocks(case: Case) -> Iterator[Experiment]:
     causal = [config.layer_is_causal(i) for i in range(config.num_hidden_layers)]
     for wanted, name in ((True, "causal blocks"), (False, "bidirectional blocks")):
         if any(one != wanted for one in causal):
-            cause = f"is_causal={config.is_causal} is not the attention mask of training"
-            yield _in_config(case, "causal", name, cause, is_causal=wanted)
+            yield _in_config(case, "causal", name, "the attention mask of training", is_causal=wanted)
     for size in (config.block_size // 2, config.block_size * 2):
         if size > 1:
-            cause = f"block_size={config.block_size} is not the size of the blocks in training"
-            yield _in_config(case, "block_size", f"blocks of {size}", cause, block_size=size)
-    yield Experiment(
-        "anchor_first",
-        "anchor-first blocks",
-        Change(shift=1),
-        "the weights are anchor-first: slot k drafts the token at anchor + 1 + k; in DFlash's layout it is anchor + k",
-        case.train_again() + "  # or serve it with an engine that supports sample_from_anchor",
+            trained = "the size of the blocks in training"
+            yield _in_config(case, "block_size", f"blocks of {size}", trained, block_size=size)
+    cause = (
+        "the weights are anchor-first: slot k drafts the token at anchor + 1 + k; in DFlash's layout, at anchor + k"
     )
+    remedy = case.train_again() + "  # or serve it with an engine that supports sample_from_anchor"
+    yield Experiment("anchor_first", "anchor-first blocks", Change(shift=1), cause, remedy)
 
 
 def embeddings(case: Case) -> Iterator[Experiment]:
@@ -181,13 +176,8 @@ def embeddings(case: Case) -> Iterator[Experiment]:
             scales["scaled as the target's"] = float(getattr(target, name))
     for name, scale in scales.items():
         if abs(scale - config.input_embedding_scale) > 1e-3:
-            yield _in_config(
-                case,
-                "embedding",
-                f"embedding {name}",
-                f"input_embedding_scale={config.input_embedding_scale:g} is not the scale of training",
-                input_embedding_scale=round(scale, 4),
-            )
+            changed = {"input_embedding_scale": round(scale, 4)}
+            yield _in_config(case, "embedding", f"embedding {name}", "the scale of training", **changed)
 
 
 class _CutHead(nn.Module):
@@ -208,26 +198,18 @@ def heads(case: Case) -> Iterator[Experiment]:
     if case.draft.config.has_own_head:
         return
     if head.weight.data_ptr() != embedding.weight.data_ptr() and head.weight.shape == embedding.weight.shape:
-        yield Experiment(
-            "head",
-            "the embedding as head",
-            Change(head=_CutHead(embedding, rows)),
-            "the target's head is no longer its embedding, as in the drafter's training: it was replaced, or a norm "
-            "was folded into it",
-            case.train_again(),
-        )
+        cause = "the target's head is no longer its embedding, as it was in training: replaced, or a norm is folded in"
+        change = Change(head=_CutHead(embedding, rows))
+        yield Experiment("head", "the embedding as head", change, cause, case.train_again())
     if known is not None and known < head.weight.shape[0]:
-        yield Experiment(
-            "head_rows",
-            f"the head's first {known} rows",
-            Change(head=_CutHead(head, known)),
-            f"the target's head has {head.weight.shape[0] - known} more rows than the drafter knows",
-            _python(
-                "from transformers import AutoModelForCausalLM as M; m = M.from_pretrained("
-                f'{json.dumps(case.names["target"])}, dtype="auto"); m.resize_token_embeddings({known}); '
-                f"m.save_pretrained({json.dumps(case.names['target'] + '-resized')})"
-            ),
+        cause = f"the target's head has {head.weight.shape[0] - known} more rows than the drafter knows"
+        remedy = _python(
+            "from transformers import AutoModelForCausalLM as M; m = M.from_pretrained("
+            f'{json.dumps(case.names["target"])}, dtype="auto"); m.resize_token_embeddings({known}); '
+            f"m.save_pretrained({json.dumps(case.names['target'] + '-resized')})"
         )
+        change = Change(head=_CutHead(head, known))
+        yield Experiment("head_rows", f"the head's first {known} rows", change, cause, remedy)
 
 
 def ropes(case: Case) -> Iterator[Experiment]:
@@ -237,56 +219,37 @@ def ropes(case: Case) -> Iterator[Experiment]:
     plain = {"rope_type": "default", "rope_theta": 10_000.0}
     for name, rope in (("the target's", fresh), ("with base 10000", plain)):
         if rope and any(rope.get(key) != own.get(key) for key in ("rope_type", "rope_theta", "factor")):
-            cause = f"the drafter's rotary embedding, {json.dumps(own)}, is not the one of training"
-            yield _in_config(case, "rope", f"rotary embedding {name}", cause, rope_parameters=rope)
+            trained = "the rotary embedding of training"
+            yield _in_config(case, "rope", f"rotary embedding {name}", trained, rope_parameters=rope)
+    trained = "the rotary base of training for the context"
     if config.backbone_rotary_base is not None:
-        cause = (
-            f"backbone_rotary_base={config.backbone_rotary_base:g} is not the rotary base of training for the context"
-        )
-        yield _in_config(case, "rope", "one rotary base", cause, backbone_rotary_base=None)
+        yield _in_config(case, "rope", "one rotary base", trained, backbone_rotary_base=None)
     elif fresh and fresh.get("rope_theta") != own.get("rope_theta"):
-        cause = "the rotary base of the context's keys is not the one of training"
         base = fresh["rope_theta"]
-        yield _in_config(case, "rope", f"context with base {base:g}", cause, backbone_rotary_base=base)
+        yield _in_config(case, "rope", f"context with base {base:g}", trained, backbone_rotary_base=base)
 
 
 def windows(case: Case) -> Iterator[Experiment]:
     """Windows over the context, and no window."""
     config = case.draft.config
     longest = max((text.input_ids.shape[1] for text in case.texts if text is not None), default=0)
-    causal = config.layer_is_causal(0)
+    count, causal = config.num_hidden_layers, {"is_causal": config.layer_is_causal(0)}
     if "sliding_attention" in config.layer_types:
-        yield _in_config(
-            case,
-            "window",
-            "no window",
-            f"layer_types and sliding_window={config.sliding_window} hide context that was visible in training",
-            layer_types=["full_attention"] * config.num_hidden_layers,
-            is_causal=causal,
-        )
+        trained = f"that of training: sliding_window={config.sliding_window} hides context that was visible there"
+        yield _in_config(case, "window", "no window", trained, layer_types=["full_attention"] * count, **causal)
     for window in WINDOWS:
         if config.block_size < window < longest and window != config.sliding_window:
-            yield _in_config(
-                case,
-                "window",
-                f"context of {window} tokens",
-                "the drafter fails in contexts longer than in training",
-                layer_types=["sliding_attention"] * config.num_hidden_layers,
-                sliding_window=window,
-                is_causal=causal,
-            )
+            name, trained = f"context of {window} tokens", "that of training, where contexts were shorter"
+            changed = {"layer_types": ["sliding_attention"] * count, "sliding_window": window, **causal}
+            yield _in_config(case, "window", name, trained, **changed)
 
 
 def dtypes(case: Case) -> Iterator[Experiment]:
     """The drafter in full precision."""
     if case.draft.dtype not in (torch.float32, torch.float64):
-        yield Experiment(
-            "dtype",
-            "drafter in float32",
-            Change(dtype=torch.float32),
-            f"the drafter loses accuracy in {str(case.draft.dtype).removeprefix('torch.')}",
-            f"dflash generate --target {case.names['target']} --draft {case.names['draft']} --dtype float32",
-        )
+        cause = f"the drafter loses accuracy in {str(case.draft.dtype).removeprefix('torch.')}"
+        remedy = case.again("generate", "--dtype float32")
+        yield Experiment("dtype", "drafter in float32", Change(dtype=torch.float32), cause, remedy)
 
 
 def templates(case: Case) -> Iterator[Experiment]:
@@ -298,28 +261,20 @@ def templates(case: Case) -> Iterator[Experiment]:
     tried = [case.prompts]
     switch = next((name for name in ("enable_thinking", "thinking") if name in str(template)), None)
     for value, name in ((False, "thinking off"), (True, "thinking on"), (None, "thinking not set")):
-        wanted = {key: one for key, one in now.items() if key != switch} | (
-            {switch: value} if value is not None else {}
-        )
+        wanted = {key: one for key, one in {**now, switch: value}.items() if key != switch or value is not None}
         prompts = encoded(replace(case.encoder, chat_template_kwargs=wanted), case.rows) if switch else tried[0]
         if prompts not in tried:
             tried.append(prompts)
-            yield Experiment(
-                "thinking",
-                name,
-                Change(texts=partial(case.writer.answered, prompts)),
-                f"the drafter was not trained with chat_template_kwargs={json.dumps(now)}, but in another mode",
-                case.remedy_in_config(f"c.dflash_config['chat_template_kwargs'] = {wanted!r}"),
-            )
+            change = Change(texts=partial(case.writer.answered, prompts))
+            cause = f"the drafter was not trained with chat_template_kwargs={json.dumps(now)}, but in another mode"
+            remedy = case.remedy_in_config(f"c.dflash_config['chat_template_kwargs'] = {wanted!r}")
+            yield Experiment("thinking", name, change, cause, remedy)
     prompts = encoded(case.encoder, case.rows, raw=True)
     if prompts not in tried:
-        yield Experiment(
-            "raw",
-            "without the chat template",
-            Change(texts=partial(case.writer.answered, prompts)),
-            "the drafter was trained without the chat template, or it is not the target's template",
-            f"dflash eval --target {case.names['target']} --draft {case.names['draft']} --data prompts.jsonl --raw",
-        )
+        change = Change(texts=partial(case.writer.answered, prompts))
+        cause = "the drafter was trained without the chat template, or it is not the target's template"
+        remedy = case.again("eval", "--data prompts.jsonl --raw")
+        yield Experiment("raw", "without the chat template", change, cause, remedy)
 
 
 def tokenizers(case: Case) -> Iterator[Experiment]:
@@ -331,14 +286,9 @@ def tokenizers(case: Case) -> Iterator[Experiment]:
             remedy = _with_tokenizer_of(case.names[origin], case.names["target"])
             texts = partial(case.writer.answered, prompts)
             yield Experiment("tokenizer", f"tokenizer of the {origin}", Change(texts=texts), cause, remedy)
-    origin = case.names.get("origin", "REPOSITORY")
-    yield Experiment(
-        "tokenizer",
-        "text without a tokenizer",
-        Change(texts=partial(case.writer.free, len(case.rows))),
-        cause,
-        _with_tokenizer_of(origin, case.names["target"]),
-    )
+    remedy = _with_tokenizer_of(case.names.get("origin", "REPOSITORY"), case.names["target"])
+    change = Change(texts=partial(case.writer.free, len(case.rows)))
+    yield Experiment("tokenizer", "text without a tokenizer", change, cause, remedy)
 
 
 def _with_tokenizer_of(origin: str, target: str) -> str:
@@ -357,7 +307,6 @@ def bases(case: Case) -> Iterator[Experiment]:
     base = case.base
     if base is None:
         return
-    name = case.names["base"]
     again = case.train_again()
     if not case.draft.config.has_own_head:
         cause = "the target's head differs from its base's, with which the drafter was trained"
@@ -368,11 +317,6 @@ def bases(case: Case) -> Iterator[Experiment]:
     yield Experiment("base", "features of the base", Change(features=base), cause, again)
     whole = Change(features=base, embedding=base, head=base.get_output_embeddings())
     yield Experiment("base", "features, embedding and head of the base", whole, cause, again)
-    writer = case.writer.of(base)
-    yield Experiment(
-        "base",
-        "the base itself, on its own text",
-        replace(whole, texts=partial(writer.answered, case.prompts)),
-        f"the drafter fits {name}, and no longer the model made from it",
-        again,
-    )
+    change = replace(whole, texts=partial(case.writer.of(base).answered, case.prompts))
+    cause = f"the drafter fits {case.names['base']}, and no longer the model made from it"
+    yield Experiment("base", "the base itself, on its own text", change, cause, again)

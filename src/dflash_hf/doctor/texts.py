@@ -45,9 +45,8 @@ class Writer:
         usable = [i for i, prompt in enumerate(prompts) if prompt and max(prompt) < rows]
         greedy = copy.deepcopy(self.target.generation_config)
         greedy.update(do_sample=False, temperature=None, top_p=None, top_k=None, min_p=None)
-        answers = generate_responses(
-            self.target, [prompts[i] for i in usable], self.max_new_tokens, None, self.batch_size, greedy
-        )
+        asked = [prompts[i] for i in usable]
+        answers = generate_responses(self.target, asked, self.max_new_tokens, None, self.batch_size, greedy)
         texts: list[Text | None] = [None] * len(prompts)
         for i, answer in zip(usable, answers, strict=True):
             texts[i] = Text.of(prompts[i], answer, self.block_size, self.anchors, seed=i)

@@ -182,9 +182,7 @@ class EvalReport:
         try:
             return cls.from_json(read_text(Path(path)))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"{path} is not a report of `dflash eval` ({error!r}); remove it, or name another file."
-            ) from error
+            raise ValueError(f"{path} is not a report of `dflash eval` ({error!r}); remove or replace it.") from error
 
     def save(self, path: str | Path) -> Path:
         """Write the report to `path`; returns it."""
@@ -235,9 +233,7 @@ def evaluate(
             missing.
     """
     if not prompts or any(len(prompt) == 0 for prompt in prompts):
-        raise ValueError(
-            f"prompts holds {len(prompts)} prompts and must hold at least one, none of them empty; pass token ids."
-        )
+        raise ValueError(f"prompts holds {len(prompts)} prompts; pass the ids of at least one, none of them empty.")
     if runs < 1:
         raise ValueError(f"runs={runs} must be at least 1.")
     known = {*ways.METHODS, *ways.DRAFTED, ways.TARGET_PACKED}

@@ -70,20 +70,18 @@ def _draw_speed(axes, report: EvalReport) -> None:
         axes.text(fastest * 1.02, place, f" {speed:.0f} ({method.gain:.2f}x)", va="center", fontsize=8.5)
     axes.set_yticks(range(len(names)), [LABELS.get(name, name) for name in names], fontsize=8.5)
     axes.invert_yaxis()
-    axes.set_xlim(0, max(max(method.runs) for method in report.methods.values()) * 1.28)
-    axes.set_xlabel("tokens per second")
     baseline = "the packed target" if TARGET_PACKED in names else "the target alone"
     spread = f"; median of {runs} runs, slowest to fastest" if runs > 1 else ""
-    axes.set_title(f"Speed (in brackets: over {baseline}){spread}")
+    longest = max(max(method.runs) for method in report.methods.values()) * 1.28
+    title = f"Speed (in brackets: over {baseline}){spread}"
+    axes.set(xlim=(0, longest), xlabel="tokens per second", title=title)
 
 
 def _draw_positions(axes, report: EvalReport) -> None:
     shares = report.acceptance_by_position
-    axes.bar(range(1, len(shares) + 1), [100 * share for share in shares], color=_COLORS[DFLASH])
-    axes.set_ylim(0, 100)
-    axes.set_xticks(range(1, len(shares) + 1))
-    axes.set_xlabel("slot of the block")
-    axes.set_ylabel("slot accepted, % of verifications")
+    slots = range(1, len(shares) + 1)
+    axes.bar(slots, [100 * share for share in shares], color=_COLORS[DFLASH])
+    axes.set(ylim=(0, 100), xticks=slots, xlabel="slot of the block", ylabel="slot accepted, % of verifications")
     axes.set_title("Acceptance by slot")
 
 
@@ -93,16 +91,7 @@ def _draw_lengths(axes, report: EvalReport) -> None:
     sizes = range(1, report.block_size + 1)
     axes.bar(sizes, [100 * counts[size] / max(total, 1) for size in sizes], color=_COLORS[DFLASH])
     axes.axvline(report.tau, color="#333333", linestyle="--", linewidth=1)
-    axes.set_xticks(sizes)
-    axes.annotate(
-        f"tau {report.tau:.2f}",
-        (report.tau, 0.97),
-        xycoords=("data", "axes fraction"),
-        xytext=(4, 0),
-        textcoords="offset points",
-        va="top",
-        fontsize=9,
-    )
-    axes.set_xlabel(f"tokens committed ({total:,} blocks)")
-    axes.set_ylabel("% of verifications")
+    beside = {"xytext": (4, 0), "textcoords": "offset points", "va": "top", "fontsize": 9}
+    axes.annotate(f"tau {report.tau:.2f}", (report.tau, 0.97), xycoords=("data", "axes fraction"), **beside)
+    axes.set(xticks=sizes, xlabel=f"tokens committed ({total:,} blocks)", ylabel="% of verifications")
     axes.set_title("Tokens per verification")

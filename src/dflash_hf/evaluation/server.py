@@ -63,9 +63,7 @@ def ask(server: Server, messages: list[dict], options: dict) -> Answer:
             timings = event["timings"]
             accepted[timings.get("draft_n", 0)] = timings.get("draft_n_accepted", 0)
     if not {"predicted_n", "predicted_ms", "prompt_ms"} <= timings.keys():
-        raise ServerError(
-            f"{server} reports no timings. Only llama.cpp's server does; other servers have metrics of their own."
-        )
+        raise ServerError(f"{server} reports no timings: only llama.cpp's server does; others have their own metrics.")
     drafted = sorted(accepted)
     steps = list(zip(drafted, drafted[1:]))
     lengths = [1 + accepted[after] - accepted[before] for before, after in steps]

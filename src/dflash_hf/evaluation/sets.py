@@ -21,6 +21,7 @@ from dflash_hf.terminal import read_text
 
 
 _STEP_BY_STEP = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+_TASKS = ("{instruction}", "{instruction}\n\nInput:\n{input}")  # without and with an input
 _PROGRAM = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
 
 
@@ -50,12 +51,7 @@ NAMED = {
     "humaneval": NamedSet("openai/openai_humaneval", "test", 164, lambda row: [_PROGRAM.format(row["prompt"])]),
     "mbpp": NamedSet("google-research-datasets/mbpp", "test", 128, lambda row: [row["prompt"]], "sanitized"),
     "mt-bench": NamedSet("HuggingFaceH4/mt_bench_prompts", "train", 80, lambda row: list(row["prompt"])),
-    "alpaca": NamedSet(
-        "tatsu-lab/alpaca",
-        "train",
-        128,
-        lambda row: [f"{row['instruction']}\n\nInput:\n{row['input']}" if row["input"] else row["instruction"]],
-    ),
+    "alpaca": NamedSet("tatsu-lab/alpaca", "train", 128, lambda row: [_TASKS[bool(row["input"])].format(**row)]),
 }
 _LINE_END = re.compile("\r\n|\r|\n")  # `splitlines` also knows ends that may be part of a text
 NEW_TOKENS = 2048
@@ -179,38 +175,32 @@ def rows_of_every_kind(count: int) -> list[dict]:
 def _arithmetic(random) -> str:
     person, thing = random.choice(_PEOPLE), random.choice(_THINGS)
     a, b, c = random.randint(12, 95), random.randint(2, 9), random.randint(3, 40)
-    return random.choice(
-        (
-            f"{person} has {a} {thing}, buys {b} boxes with {c} {thing} each and gives away {b + c}. How many {thing} "
-            "are left? Show every step.",
-            f"What is {a} * {b} + {c}? Show every step.",
-            f"List the first {b + 6} multiples of {b + 4}, separated by commas.",
-            f"Count from {a} to {a + 4 * b} in steps of {b}.",
-        )
+    questions = (
+        f"{person} has {a} {thing}, buys {b} boxes with {c} {thing} each and gives away {b + c}. How many {thing} "
+        "are left? Show every step.",
+        f"What is {a} * {b} + {c}? Show every step.",
+        f"List the first {b + 6} multiples of {b + 4}, separated by commas.",
+        f"Count from {a} to {a + 4 * b} in steps of {b}.",
     )
+    return random.choice(questions)
 
 
 def _json(random) -> str:
     people = random.sample(_PEOPLE, 3)
-    facts = [
-        f"{one} is {random.randint(19, 70)}, a {random.choice(_JOBS)} from {random.choice(_TOWNS)}" for one in people
-    ]
-    return (
-        f"Write this as a JSON list of objects with the keys name, age, job and city, and nothing else: "
-        f"{'; '.join(facts)}."
-    )
+    fact = "{} is {}, a {} from {}"
+    facts = [fact.format(one, random.randint(19, 70), random.choice(_JOBS), random.choice(_TOWNS)) for one in people]
+    task = "Write this as a JSON list of objects with the keys name, age, job and city, and nothing else"
+    return f"{task}: {'; '.join(facts)}."
 
 
 def _rewriting(random) -> str:
     sentences = random.sample(_SENTENCES, 3)
-    task = random.choice(
-        (
-            "Correct the grammar of each sentence and repeat it",
-            "Rewrite the text in polite, formal English",
-            "Repeat the text with the first letter of each sentence in upper case and a full stop at its end",
-        )
+    tasks = (
+        "Correct the grammar of each sentence and repeat it",
+        "Rewrite the text in polite, formal English",
+        "Repeat the text with the first letter of each sentence in upper case and a full stop at its end",
     )
-    return f"{task}: {random.choice(_PEOPLE)} writes: {'; '.join(sentences)}"
+    return f"{random.choice(tasks)}: {random.choice(_PEOPLE)} writes: {'; '.join(sentences)}"
 
 
 GENERATED = {"arithmetic": _arithmetic, "json": _json, "rewriting": _rewriting}

@@ -67,11 +67,13 @@ def summary_lines(report: EvalReport) -> list[str]:
     for name in (ways.AUTO, ways.AUTO_PACKED):
         if (auto := report.methods.get(name)) is not None and auto.draft_sizes:
             lines += ["", f"{LABELS[name]}: {chosen_line(auto.draft_sizes, auto.estimated_speedup)}"]
+    trees = [one.tau for name, one in report.methods.items() if name in ways.TREE_METHODS and one.tau is not None]
+    nodes = report.setting.get("tree_nodes")
     lines += [
         "",
         f"tau               {report.tau:.2f} tokens per verification over {len(report.verifications)} verifications "
         f"(mean of the answers' means {report.tau_per_response:.2f}), bonus included, prompt excluded",
-        *_tree_lines(report),
+        *[f"tau, draft trees  {tau:.2f} with trees of {nodes} tokens" for tau in trees[:1]],
         "slot accepted, %  " + " ".join(f"{100 * share:.0f}" for share in report.acceptance_by_position),
         _lossless_line(report),
         *_divergence_lines(report),
@@ -92,12 +94,6 @@ def _lossless_line(report: EvalReport) -> str:
     ties, count = report.num_prompts - equal - wrong, f"{wrong} {WRONG}" if wrong else "no output is wrong"
     line = f"lossless          {count}: {equal} of {report.num_prompts} outputs equal the target's own"
     return line + (f", {ties} differ at a near-tie" if ties else "")
-
-
-def _tree_lines(report: EvalReport) -> list[str]:
-    taus = [one.tau for name, one in report.methods.items() if name in ways.TREE_METHODS and one.tau is not None]
-    nodes = report.setting.get("tree_nodes")
-    return [f"tau, draft trees  {taus[0]:.2f} with trees of {nodes} tokens"] if taus else []
 
 
 def _divergence_lines(report: EvalReport) -> list[str]:

@@ -75,8 +75,7 @@ class CardFacts:
     plot: str | None = None
 
     def __post_init__(self):
-        for name in ("base_model", *self.datasets):
-            repo = getattr(self, name) if name == "base_model" else name
+        for repo in (self.base_model, *self.datasets):
             if not is_repository_id(repo):
                 raise ValueError(f"{repo!r} is not {REPOSITORY_ID}.")
         if self.base_model_relation not in (None, *RELATIONS):
@@ -112,9 +111,7 @@ class CardFacts:
             known.setdefault("plot", PLOT_FILE)
         known |= {name: value for name, value in facts.items() if value}
         if not known.get("base_model"):
-            raise ValueError(
-                f"A card names the target: write base_model into {folder / FACTS_FILE}, or pass `base_model`."
-            )
+            raise ValueError(f"A card names the target: write base_model into {folder / FACTS_FILE}, or pass it.")
         return cls(**known)
 
 
@@ -202,19 +199,12 @@ def _seal(body: str) -> str:
 def metadata(facts: CardFacts, repo: str) -> ModelCardData:
     """The card's YAML, which the Hub indexes."""
     named = {"tau": "tau: tokens committed per verification", "speedup": "speed-up over the target alone"}
+    task: dict = {"task_type": "text-generation", "task_name": "Speculative decoding"}
+    task |= {"dataset_type": facts.evaluated_on, "dataset_name": facts.evaluated_on}
     results = [
-        EvalResult(
-            task_type="text-generation",
-            task_name="Speculative decoding",
-            dataset_type=facts.evaluated_on,
-            dataset_name=facts.evaluated_on,
-            metric_type=key,
-            metric_name=named[key],
-            metric_value=value,
-        )
+        EvalResult(**task, metric_type=key, metric_name=named[key], metric_value=value)
         for key, value in _figures(facts).items()
     ]
-    extra = {"base_model_relation": facts.base_model_relation} if facts.base_model_relation else {}
     return ModelCardData(
         base_model=facts.base_model,
         datasets=facts.datasets or None,
@@ -224,7 +214,7 @@ def metadata(facts: CardFacts, repo: str) -> ModelCardData:
         license=facts.license,
         pipeline_tag="text-generation",
         tags=["dflash", "speculative-decoding", "block-diffusion", "draft-model"],
-        **extra,
+        base_model_relation=facts.base_model_relation,
     )
 
 
@@ -278,17 +268,12 @@ def _model_rows(config, folder: Path) -> list[tuple[str, str]]:
     if sliding:
         layers += f", {sliding} of them with a window of {config.sliding_window} tokens"
     parameters = sum(math.prod(shape) for shape in read_shapes(folder).values())
-    rows = [
+    depth = "" if config.num_target_layers is None else f" of {config.num_target_layers}"
+    return [
         ("Parameters", f"{parameters:,}"),
         ("Draft layers", layers),
-        ("Target layers read", f"{', '.join(map(str, config.target_layer_ids))} (counted from 0)"),
-    ]
-    if config.num_target_layers is not None:
-        rows[-1] = (rows[-1][0], f"{rows[-1][1]} of {config.num_target_layers}")
-    if config.has_head:
-        rows.append(("Head", config.head.name))
-    return [
-        *rows,
+        ("Target layers read", f"{', '.join(map(str, config.target_layer_ids))} (counted from 0){depth}"),
+        *[("Head", config.head.name)] * config.has_head,
         ("Block size", f"{config.block_tokens}, anchor included"),
         ("Mask token", str(config.mask_token_id)),
     ]
@@ -337,9 +322,8 @@ def _engines(folder: Path, findings: list[Finding], config, facts: CardFacts, re
         if not any(one.severity == "error" and engine in one.engines for one in findings):
             environment, command = launch_command(engine, facts.base_model, repo, config)
             settings = "".join(f"{key}={value} " for key, value in environment.items())
-            line = shlex.join(command).replace(
-                " --speculative-draft-model-path", " \\\n  --speculative-draft-model-path"
-            )
+            option = " --speculative-draft-model-path"  # on a line of its own
+            line = shlex.join(command).replace(option, f" \\\n {option}")
             lines.append({"name": name, "version": versions[engine], "command": settings + line})
     if gguf_in(folder) is not None:
         _, command = launch_command(LLAMA_CPP, "target.gguf", repo, config)

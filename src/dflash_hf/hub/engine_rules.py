@@ -49,6 +49,16 @@ class Finding:
     message: str
 
 
+def error(engines: tuple[str, ...], key: str, message: str) -> Finding:
+    """A problem that keeps a drafter from loading, or from drafting as trained."""
+    return Finding("error", engines, key, message)
+
+
+def warning(engines: tuple[str, ...], key: str, message: str) -> Finding:
+    """A problem to check before serving."""
+    return Finding("warning", engines, key, message)
+
+
 @dataclass(frozen=True)
 class Drafter:
     """
@@ -110,19 +120,18 @@ def _identity(drafter: Drafter) -> Iterator[Finding]:
     config = drafter.config
     model_type, muse = config.get("model_type"), config["architectures"] == [MUSE]
     if str(model_type) not in CONFIG_MAPPING_NAMES:
-        message = f"{model_type!r} is unknown to AutoConfig, which the engines use; write 'qwen3'."
-        yield Finding("error", SERVERS, "model_type", message)
+        yield error(SERVERS, "model_type", f"{model_type!r} is unknown to the engines' AutoConfig; write 'qwen3'.")
     elif muse != (model_type == "muse_glimmer_assistant"):
         message = f"{model_type!r} does not match {config['architectures'][0]}; save or convert the drafter again."
-        yield Finding("error", ENGINES, "model_type", message)
+        yield error(ENGINES, "model_type", message)
     if "vocab_size" not in config and not muse:
         message = "is missing: engines use their default instead of the target's; write the target's vocab_size."
-        yield Finding("error", SERVERS, "vocab_size", message)
+        yield error(SERVERS, "vocab_size", message)
     if not config.get("dtype", config.get("torch_dtype")):
-        yield Finding("warning", ENGINES, "dtype", "is missing; write dtype and torch_dtype.")
+        yield warning(ENGINES, "dtype", "is missing; write dtype and torch_dtype.")
     if "max_position_embeddings" not in config:
         message = "is missing: engines use their default; write at least the length that will be served."
-        yield Finding("error", SERVERS, "max_position_embeddings", message)
+        yield error(SERVERS, "max_position_embeddings", message)
 
 
 def _features(drafter: Drafter) -> Iterator[Finding]:
@@ -131,58 +140,54 @@ def _features(drafter: Drafter) -> Iterator[Finding]:
     ids, depth = drafter.get("target_layer_ids"), drafter.get("num_target_layers")
     if ids is None:
         message = "is missing; engines then choose layers themselves. Write it in dflash_config and at the top."
-        yield Finding("error", ENGINES, "target_layer_ids", message)
+        yield error(ENGINES, "target_layer_ids", message)
         return
     if list(ids) != sorted(ids):
         message = f"{ids} must increase: engines concatenate features in the order of the target's layers."
-        yield Finding("error", SERVERS, "target_layer_ids", message)
+        yield error(SERVERS, "target_layer_ids", message)
     shifted = config.get("eagle_aux_hidden_state_layer_ids")
     if shifted and shifted != [i + 1 for i in ids]:
         message = f"{shifted} is what vLLM reads first and must be target_layer_ids + 1; remove it."
-        yield Finding("error", ("vllm",), "eagle_aux_hidden_state_layer_ids", message)
+        yield error(("vllm",), "eagle_aux_hidden_state_layer_ids", message)
     if depth is None and not muse:
         message = "is missing, so the range of target_layer_ids is not checked; write the target's depth."
-        yield Finding("warning", ENGINES, "num_target_layers", message)
+        yield warning(ENGINES, "num_target_layers", message)
     if depth is not None and max(ids) == depth - 1:
         message = f"{max(ids)} is the target's last layer: engines read it before the final norm. Compare tau."
-        yield Finding("warning", SERVERS, "target_layer_ids", message)
+        yield warning(SERVERS, "target_layer_ids", message)
     for key in ("block_size", "mask_token_id", "target_layer_ids"):
         top, inner = config.get(key), nested.get(key)
         if top is not None and inner is not None and top != inner:
-            message = f"is {inner} in dflash_config and {top} at the top; readers differ in which one they use."
-            yield Finding("error", ENGINES, key, message)
+            yield error(ENGINES, key, f"is {inner} in dflash_config and {top} at the top; readers differ.")
         elif top is None and inner is None:
-            message = "is missing, so every reader uses its own default; write it in dflash_config."
-            yield Finding("error", ENGINES, key, message)
+            yield error(ENGINES, key, "is missing, so every reader uses its own default; write it in dflash_config.")
         elif top is None:
             message = "is in dflash_config only; transformers' own DFlash decoding reads the top level."
-            yield Finding("warning", ("transformers",), key, message)
+            yield warning(("transformers",), key, message)
 
 
 def _attention(drafter: Drafter) -> Iterator[Finding]:
     config = drafter.config
     if config.get("layer_types") is None:
-        message = "is missing; write 'full_attention' or 'sliding_attention' for each layer."
-        yield Finding("warning", ENGINES, "layer_types", message)
+        yield warning(ENGINES, "layer_types", "is missing; write 'full_attention' or 'sliding_attention' by layer.")
     kinds = set(config.get("layer_types") or ["full_attention"])
     qwen3 = config.get("model_type") == "qwen3"
     if "sliding_attention" in kinds and qwen3 and config.get("use_sliding_window") is not True:
-        message = "must be true: Qwen3Config drops the window of sliding layers without it."
-        yield Finding("error", SERVERS, "use_sliding_window", message)
+        yield error(SERVERS, "use_sliding_window", "must be true, or Qwen3Config drops the windows.")
     if len(kinds) > 1:
-        yield Finding("warning", ("vllm",), "layer_types", f"mixes full and sliding layers, {_V2_RUNNER}")
+        yield warning(("vllm",), "layer_types", f"mixes full and sliding layers, {_V2_RUNNER}")
     read, said = layers_as_read(drafter), (config.get("is_causal"), drafter.nested.get("causal"))
     if None not in said and said[0] != said[1]:
         message = f"{said[1]} in dflash_config contradicts is_causal={said[0]}, which engines use. Compare tau."
-        yield Finding("warning", ENGINES, "causal", message)
+        yield warning(ENGINES, "causal", message)
     if drafter.nested.get("causal_head") and not all(causal for layers in read.values() for _, causal in layers):
         message = "is JetSpec's key, which engines do not read: they draft bidirectionally. Save the drafter again."
-        yield Finding("error", SERVERS, "causal_head", message)
+        yield error(SERVERS, "causal_head", message)
     for i, (vllm, sglang) in enumerate(zip(read["vllm"], read["sglang"])):
         if vllm != sglang:
             message = f"layer {i}: vLLM reads (window, causal) = {vllm}, SGLang {sglang}; write layer_types, "
             message += "sliding_window and is_causal at the top level."
-            yield Finding("error", SERVERS, "is_causal", message)
+            yield error(SERVERS, "is_causal", message)
             break
 
 
@@ -193,60 +198,58 @@ def _rope(drafter: Drafter) -> Iterator[Finding]:
     scaling = config.get("rope_scaling") or {}
     if any(isinstance(value, dict) for value in rope.values()):
         message = "differs by layer type; vLLM rotates the context of all layers with one table. Write one."
-        yield Finding("error", SERVERS, "rope_parameters", message)
+        yield error(SERVERS, "rope_parameters", message)
         return
     thetas = [table["rope_theta"] for table in (rope, config, scaling) if table.get("rope_theta") is not None]
     if not thetas:
-        yield Finding("error", SERVERS, "rope_theta", "is missing: vLLM uses 1000000, others 10000; write it.")
+        yield error(SERVERS, "rope_theta", "is missing: vLLM uses 1000000, others 10000; write it.")
     elif any(theta != thetas[0] for theta in thetas):
-        message = f"is {thetas} in rope_parameters, at the top and in rope_scaling; write one value."
-        yield Finding("error", ENGINES, "rope_theta", message)
+        yield error(ENGINES, "rope_theta", f"is {thetas} in rope_parameters, top level and rope_scaling; write one.")
     elif "rope_theta" not in config:
         message = "is in rope_parameters only; readers before transformers 5 fall back to 10000. Write both."
-        yield Finding("warning", SERVERS, "rope_theta", message)
+        yield warning(SERVERS, "rope_theta", message)
     kinds = [table.get("rope_type", table.get("type", "default")) for table in (rope, scaling) if table]
     if any(kind != kinds[0] for kind in kinds) and scaling:
         message = f"has rope_type {kinds[1]!r}, but rope_parameters has {kinds[0]!r}; write one value in both."
-        yield Finding("error", ENGINES, "rope_scaling", message)
+        yield error(ENGINES, "rope_scaling", message)
     if "yarn" in kinds and not scaling:
         message = "is missing next to rope_parameters; readers before transformers 5 lose YaRN. Write both."
-        yield Finding("warning", SERVERS, "rope_scaling", message)
+        yield warning(SERVERS, "rope_scaling", message)
     if "yarn" in kinds and any(key in {**rope, **scaling} for key in ("mscale", "mscale_all_dim")):
         message = "has mscale, which engines turn into an attention factor in different ways; compare tau."
-        yield Finding("warning", SERVERS, "rope_parameters", message)
+        yield warning(SERVERS, "rope_parameters", message)
     if False in (drafter.get("rope_is_neox_style"), drafter.get("is_neox_style")):
         message = "is false, which few readers support. `dflash convert` writes the same drafter in the usual order."
-        yield Finding("warning", SERVERS, "rope_is_neox_style", message)
+        yield warning(SERVERS, "rope_is_neox_style", message)
     backbone = drafter.get("backbone_rotary_base")
     if backbone is not None and thetas and backbone != thetas[0]:
         message = f"{backbone} differs from rope_theta={thetas[0]}: engines rotate context and block alike."
-        yield Finding("error", SERVERS, "backbone_rotary_base", message)
+        yield error(SERVERS, "backbone_rotary_base", message)
 
 
 def _numbers(drafter: Drafter) -> Iterator[Finding]:
     get = drafter.get
     if get("hidden_act", "silu") != "silu":
-        message = f"{get('hidden_act')!r} is not supported; engines only have silu."
-        yield Finding("error", SERVERS, "hidden_act", message)
+        yield error(SERVERS, "hidden_act", f"{get('hidden_act')!r} is not supported; engines only have silu.")
     width, hidden = get("target_hidden_size"), get("hidden_size")
     if width not in (None, hidden):
         message = f"{width} differs from hidden_size={hidden}, but the target's embedding feeds the drafter."
-        yield Finding("error", SERVERS, "target_hidden_size", message)
+        yield error(SERVERS, "target_hidden_size", message)
     if get("v_head_dim", get("head_dim")) != get("head_dim"):
         message = f"{get('v_head_dim')} differs from head_dim={get('head_dim')}; engines have one size for both."
-        yield Finding("error", SERVERS, "v_head_dim", message)
+        yield error(SERVERS, "v_head_dim", message)
     scale = get("input_embedding_scale", 1.0)
     dflash2 = drafter.config["architectures"] == [DFLASH2]
     if scale != 1.0:
         # Only vLLM's DFlash 2 model has it. SGLang asks the target's class for a factor, but no class has one.
         blind = ("sglang",) if dflash2 and "input_embedding_scale" in drafter.nested else SERVERS
-        yield Finding("error", blind, "input_embedding_scale", f"{scale} is not read: the raw embedding is fed.")
+        yield error(blind, "input_embedding_scale", f"{scale} is not read: the raw embedding is fed.")
     if has_own_head(drafter):
         # vLLM's DFlash 2 mistakes draft ids for the target's ids.
         blind, who = (SERVERS, "DFlash 2 in engines") if dflash2 else (("sglang",), "SGLang")
         message = f"{get('draft_vocab_size')} is a reduced vocabulary, which {who} does not support: "
         message += "`dflash convert DRAFT OUTPUT --share-head` writes a drafter without it."
-        yield Finding("error", blind, "draft_vocab_size", message)
+        yield error(blind, "draft_vocab_size", message)
     if get("vocab_size") == _GEMMA_VOCABULARY:
         yield _gemma()
 
@@ -256,7 +259,7 @@ def _head(drafter: Drafter) -> Iterator[Finding]:
         if head not in _SERVED and head.is_set(drafter.get):
             field = next(iter(head.fields))
             message = f"{drafter.get(field)}: no engine has a {head.name}; decode with transformers' generate()."
-            yield Finding("error", SERVERS, field, message)
+            yield error(SERVERS, field, message)
 
 
 def _dspark(drafter: Drafter) -> Iterator[Finding]:
@@ -264,27 +267,23 @@ def _dspark(drafter: Drafter) -> Iterator[Finding]:
     if drafter.config["architectures"] != [DSPARK]:
         if rank:
             message = f"{drafter.config['architectures'][0]} has no Markov head in vLLM; it needs {DSPARK}."
-            yield Finding("error", ("vllm",), "architectures", message)
+            yield error(("vllm",), "architectures", message)
     elif not rank:
-        message = "0: vLLM rejects an anchor-first drafter without a Markov head; SGLang serves it."
-        yield Finding("error", ("vllm",), "markov_rank", message)
+        yield error(("vllm",), "markov_rank", "0: vLLM needs a Markov head for anchor-first drafters, SGLang none.")
     elif kind != "vanilla":
-        message = f"{kind!r}: vLLM only has the vanilla Markov head; SGLang serves all three."
-        yield Finding("error", ("vllm",), "markov_head_type", message)
+        yield error(("vllm",), "markov_head_type", f"{kind!r}: vLLM has only the vanilla Markov head, SGLang all.")
 
 
 def _domino(drafter: Drafter) -> Iterator[Finding]:
     if not drafter.get("gru_hidden_dim"):
         return
-    yield Finding("error", ("vllm",), "gru_hidden_dim", "vLLM has no Domino head; SGLang serves it.")
+    yield error(("vllm",), "gru_hidden_dim", "vLLM has no Domino head; SGLang serves it.")
     if drafter.get("pure_draft_prefix_len") != 1:
         message = f"{drafter.get('pure_draft_prefix_len')} is not 1, the only value that SGLang supports."
-        yield Finding("error", ("sglang",), "pure_draft_prefix_len", message)
+        yield error(("sglang",), "pure_draft_prefix_len", message)
     if (kind := drafter.get("projector_type")) != "domino":
-        message = f"{kind!r}: SGLang builds the head only for 'domino'. Save the drafter again."
-        yield Finding("error", ("sglang",), "projector_type", message)
-    message = "is drafted greedily by SGLang, on one GPU, in bfloat16."
-    yield Finding("warning", ("sglang",), "projector_type", message)
+        yield error(("sglang",), "projector_type", f"{kind!r}: SGLang needs 'domino'. Save the drafter again.")
+    yield warning(("sglang",), "projector_type", "is drafted greedily by SGLang, on one GPU, in bfloat16.")
 
 
 def _dflash2(drafter: Drafter) -> Iterator[Finding]:
@@ -293,20 +292,18 @@ def _dflash2(drafter: Drafter) -> Iterator[Finding]:
     if config["architectures"] != [DFLASH2]:
         if named:
             message = f"{config['architectures'][0]} has no {named[0]}; engines need {DFLASH2} to build it."
-            yield Finding("error", SERVERS, "architectures", message)
+            yield error(SERVERS, "architectures", message)
         return
-    message = f"{DFLASH2} drafts through a path selector, {_V2_RUNNER}"
-    yield Finding("warning", ("vllm",), "architectures", message)
+    yield warning(("vllm",), "architectures", f"{DFLASH2} drafts through a path selector, {_V2_RUNNER}")
     for key in DFLASH2_KEYS:
         if type(nested.get(key)) is not int or nested[key] < 1:
             # If both keys of the convolution are missing, SGLang builds none.
             alone = key in CONVOLUTION_KEYS and not any(nested.get(other) for other in CONVOLUTION_KEYS)
             message = f"{nested.get(key)} in dflash_config must be a positive integer; it is read nowhere else."
-            yield Finding("error", ("vllm",) if alone else SERVERS, key, message)
+            yield error(("vllm",) if alone else SERVERS, key, message)
     group = nested.get("conv_group_size")
     if type(group) is int and group > 0 and config["hidden_size"] % group:
-        message = f"{group} must divide hidden_size={config['hidden_size']}."
-        yield Finding("error", ENGINES, "conv_group_size", message)
+        yield error(ENGINES, "conv_group_size", f"{group} must divide hidden_size={config['hidden_size']}.")
 
 
 def _tensors(drafter: Drafter) -> Iterator[Finding]:
@@ -317,20 +314,18 @@ def _tensors(drafter: Drafter) -> Iterator[Finding]:
     if drafter.config["architectures"] == [MUSE]:
         wanted = {NATIVE_NAMES.get(name, name): shape for name, shape in wanted.items()}
     for name in sorted(wanted.keys() - found.keys()):
-        yield Finding("error", SERVERS, name, f"is missing {wanted[name]}; vLLM would serve without any warning.")
+        yield error(SERVERS, name, f"is missing {wanted[name]}; vLLM would serve without any warning.")
     remedy = " `dflash convert` gives canonical names." if drafter.loads else ""
     own = {name for name in ("embed_tokens.weight", "lm_head.weight") if name in found}
     for name in sorted(own if not has_own_head(drafter) else own - {"lm_head.weight"}):
         message = f"{found[name]} is skipped by SGLang, which uses the target's; vLLM loads and uses it."
-        yield Finding("error", ("sglang",), name, message)
+        yield error(("sglang",), name, message)
     for name in sorted(found.keys() - wanted.keys() - own):
         if not (has_own_head(drafter) and name == "t2d"):
-            message = f"is unknown {found[name]}: vLLM fails, SGLang skips it.{remedy}"
-            yield Finding("error", SERVERS, name, message)
+            yield error(SERVERS, name, f"is unknown {found[name]}: vLLM fails, SGLang skips it.{remedy}")
     for name in sorted(wanted.keys() & found.keys()):
         if wanted[name] != found[name]:
-            message = f"has shape {found[name]}, but config.json requires {wanted[name]}."
-            yield Finding("error", SERVERS, name, message)
+            yield error(SERVERS, name, f"has shape {found[name]}, but config.json requires {wanted[name]}.")
 
 
 def _own_mask(drafter: Drafter) -> Iterator[Finding]:
@@ -338,10 +333,10 @@ def _own_mask(drafter: Drafter) -> Iterator[Finding]:
     there = (drafter.folder / MASK_EMBEDDING).is_file()
     if not there and (drafter.get("own_mask_embedding") or "mask_embedding" in drafter.shapes):
         message = "is missing: engines skip the tensor mask_embedding and feed the target's. Save the drafter again."
-        yield Finding("error", SERVERS, MASK_EMBEDDING, message)
+        yield error(SERVERS, MASK_EMBEDDING, message)
     elif there:
         message = "is read from a local folder only: SGLang ignores it if the drafter is named by repository."
-        yield Finding("warning", ("sglang",), MASK_EMBEDDING, message)
+        yield warning(("sglang",), MASK_EMBEDDING, message)
 
 
 def _beside_the_weights(drafter: Drafter) -> Iterator[Finding]:
@@ -354,10 +349,10 @@ def _beside_the_weights(drafter: Drafter) -> Iterator[Finding]:
     missing = [name for name in (*files, "custom_generate/generate.py") if not (drafter.folder / name).is_file()]
     if "AutoModel" not in auto_map:
         message = "names no AutoModel: without this package the folder loads as a Qwen3 model with random weights."
-        yield Finding("warning", ("transformers",), "auto_map", message)
+        yield warning(("transformers",), "auto_map", message)
     elif missing:
         message = "is not in the folder, which does not load without this package; publish it, or save it again."
-        yield Finding("warning", ("transformers",), missing[0], message)
+        yield warning(("transformers",), missing[0], message)
 
 
 def of_speculators(config: dict) -> Iterator[Finding]:
@@ -366,59 +361,40 @@ def of_speculators(config: dict) -> Iterator[Finding]:
     kinds = set(layers.get("layer_types") or ()) if isinstance(layers, dict) else set()
     if "sliding_attention" in kinds:
         message = "was counted from the anchor in training, for every slot, and not in the block; engines and this"
-        yield Finding("warning", ENGINES, "sliding_window", f"{message} package count it from each slot. Compare tau.")
+        yield warning(ENGINES, "sliding_window", f"{message} package count it from each slot. Compare tau.")
     if "full_attention" in kinds and config.get("sliding_window_non_causal") is False:
         message = "is false, which vLLM applies to full layers too: they were trained bidirectionally in the block."
-        yield Finding("warning", ("vllm",), "sliding_window_non_causal", f"{message} `dflash convert` keeps them so.")
+        yield warning(("vllm",), "sliding_window_non_causal", f"{message} `dflash convert` keeps them so.")
 
 
 def fits_target(drafter: Drafter, target: dict) -> Iterator[Finding]:
     get, name = drafter.get, target.get("model_type")
-    width = get("target_hidden_size", get("hidden_size"))
-    if target.get("hidden_size") != width:
-        message = f"{width} is not the target's hidden_size={target.get('hidden_size')}."
-        yield Finding("error", ENGINES, "hidden_size", message)
+    sizes = {"hidden_size": get("target_hidden_size", get("hidden_size")), "vocab_size": get("vocab_size")}
+    for theirs, ours in {**sizes, "num_hidden_layers": get("num_target_layers")}.items():
+        if None not in (ours, target.get(theirs)) and ours != target[theirs]:
+            key = theirs if theirs in sizes else "num_target_layers"
+            yield error(ENGINES, key, f"{ours} is not the target's {theirs}={target[theirs]}.")
     depth, ids = target.get("num_hidden_layers"), get("target_layer_ids", [])
-    if depth is not None and get("num_target_layers", depth) != depth:
-        message = f"{get('num_target_layers')} is not the target's num_hidden_layers={depth}."
-        yield Finding("error", ENGINES, "num_target_layers", message)
     if depth is not None and ids and max(ids) >= depth:
-        message = f"{max(ids)} is past the target's last layer, {depth - 1}."
-        yield Finding("error", ENGINES, "target_layer_ids", message)
+        yield error(ENGINES, "target_layer_ids", f"{max(ids)} is past the target's last layer, {depth - 1}.")
     vocabulary = target.get("vocab_size")
-    if get("vocab_size", vocabulary) != vocabulary:
-        message = f"{get('vocab_size')} is not the target's vocab_size={vocabulary}."
-        yield Finding("error", ENGINES, "vocab_size", message)
     if vocabulary is not None and (get("mask_token_id") or 0) >= vocabulary:
-        message = f"{get('mask_token_id')} is outside the target's embedding of {vocabulary} rows."
-        yield Finding("error", ENGINES, "mask_token_id", message)
+        yield error(ENGINES, "mask_token_id", f"{get('mask_token_id')} is not one of the target's {vocabulary} ids.")
     longest, ours = target.get("max_position_embeddings"), get("max_position_embeddings")
     if longest is not None and ours is not None and ours < longest:
         message = f"{ours} is below the target's {longest}; vLLM before 0.33 reads past its rotary table. Raise it."
-        yield Finding("warning", ("vllm",), "max_position_embeddings", message)
+        yield warning(("vllm",), "max_position_embeddings", message)
     if target.get("tie_word_embeddings") and (drafter.folder / MASK_EMBEDDING).is_file():
         message = "is written into the target's embedding, which is also its head: that token's logits change."
-        yield Finding("warning", ("sglang",), "tie_word_embeddings", message)
+        yield warning(("sglang",), "tie_word_embeddings", message)
     if str(name).startswith("gemma") and get("vocab_size") != _GEMMA_VOCABULARY:
         yield _gemma()
 
 
 def _gemma() -> Finding:
     message = "looks like Gemma, whose embeddings are scaled: vLLM feeds raw values. Compare tau before serving."
-    return Finding("warning", ("vllm",), "vocab_size", message)
+    return warning(("vllm",), "vocab_size", message)
 
 
-RULES = (
-    _identity,
-    _features,
-    _attention,
-    _rope,
-    _numbers,
-    _head,
-    _dspark,
-    _domino,
-    _dflash2,
-    _tensors,
-    _own_mask,
-    _beside_the_weights,
-)
+_OF_CONFIG = (_identity, _features, _attention, _rope, _numbers, _head, _dspark, _domino, _dflash2)
+RULES = (*_OF_CONFIG, _tensors, _own_mask, _beside_the_weights)

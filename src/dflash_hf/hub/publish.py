@@ -5,6 +5,7 @@ import filecmp
 import fnmatch
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,21 +28,12 @@ from dflash_hf.terminal import one_line
 
 EVAL_RESULTS = ".eval_results/dflash.yaml"  # for the Hub's leaderboards; the model index of the card says the same
 _ADAPTER = "adapter_config.json"
+# Files that can only come from saving a drafter.
+_OURS = ("model.safetensors.index.json", "*_dflash.py", MASK_EMBEDDING, FILE_PATTERN, REPORT_FILE, PLOT_FILE)
 # The files of a published drafter, besides its weights. Everything else in the folder is not uploaded: optimizer
 # states, logs, training arguments with their paths.
-_PUBLISHED = (
-    "config.json",
-    "model.safetensors.index.json",
-    "*_dflash.py",
-    "custom_generate/generate.py",
-    MASK_EMBEDDING,
-    FILE_PATTERN,
-    REPORT_FILE,
-    PLOT_FILE,
-    "LICENSE*",
-    "adapters/*/adapter_model.safetensors",
-    f"adapters/*/{_ADAPTER}",
-)
+_ADAPTERS = ("adapters/*/adapter_model.safetensors", f"adapters/*/{_ADAPTER}")
+_PUBLISHED = ("config.json", *_OURS, "custom_generate/generate.py", "LICENSE*", *_ADAPTERS)
 
 
 _REFUSALS: dict[int | None, str] = {
@@ -230,9 +222,7 @@ def _select(folder: Path) -> tuple[dict[str, Path], list[str]]:
         name = path.relative_to(folder).as_posix()
         if path.is_dir() or name == "README.md":
             continue
-        # `*` also matches a slash, but a pattern applies to its own level only.
-        patterns = (one for one in _PUBLISHED if one.count("/") == name.count("/"))
-        if name in weights | code or any(fnmatch.fnmatchcase(name, one) for one in patterns):
+        if name in weights | code or _is_one_of(name, _PUBLISHED):
             chosen[name] = _real_file(folder, path)
         else:
             left_out.append(name)
@@ -282,7 +272,8 @@ def _upload(
         operations = [CommitOperationAdd(name, source) for name, source in sources.items()]
         # Shards and code of an earlier version would be read along with the new files.
         there = [file.rfilename for file in before.siblings or []]
-        stale = [name for name in there if name not in sources and _is_ours(name)]
+        ours = (*_OURS, "model.safetensors", "model-*-of-*.safetensors", EVAL_RESULTS)
+        stale = [name for name in there if name not in sources and _is_one_of(name, ours)]
         operations += [CommitOperationDelete(name) for name in stale]
         commit = api.create_commit(repo, operations, commit_message="Upload DFlash drafter")
     except PublishError:
@@ -301,8 +292,6 @@ def _upload(
     return None if commit.oid == before.sha else commit.commit_url
 
 
-def _is_ours(name: str) -> bool:
-    """Whether a repository's file can only come from saving a drafter."""
-    weights = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", MASK_EMBEDDING)
-    patterns = (*weights, "*_dflash.py", FILE_PATTERN, REPORT_FILE, PLOT_FILE)
-    return name == EVAL_RESULTS or "/" not in name and any(fnmatch.fnmatchcase(name, one) for one in patterns)
+def _is_one_of(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a file matches a pattern of its own level: `*` would also match a slash."""
+    return any(one.count("/") == name.count("/") and fnmatch.fnmatchcase(name, one) for one in patterns)

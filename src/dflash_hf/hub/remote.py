@@ -40,9 +40,7 @@ def local_folder(name: str | Path, revision: str | None = None, subfolder: str =
         try:
             _download(HfApi(), str(name), revision, subfolder, Path(scratch))
         except (ValueError, OSError, HfHubHTTPError, SafetensorsParsingError) as error:
-            raise ValueError(
-                f"{name} is neither a local folder nor a readable repository on the Hub: {error}"
-            ) from error
+            raise ValueError(f"{name} is neither a local folder nor a readable repository: {error}") from error
         except Exception as error:  # connection errors come from whichever HTTP library huggingface_hub uses
             raise ValueError(f"{name} is not a local folder, and the Hub cannot be reached: {error!r}") from error
         yield Path(scratch) / subfolder
