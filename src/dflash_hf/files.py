@@ -75,8 +75,11 @@ def digest_of_file(path: Path) -> str:
 
 def differences(before: dict, now: dict) -> list[str]:
     """Values that differ between `before` and `now`, in words; names that only one of them has are ignored."""
-    changed = [name for name, value in now.items() if name in before and before[name] != value]
-    return [f"{name}={before[name]!r}, not {now[name]!r}" for name in changed]
+    return [
+        f"{name}={before[name]!r}, not {value!r}"
+        for name, value in now.items()
+        if name in before and before[name] != value
+    ]
 
 
 def lock(file, path: Path) -> None:

@@ -44,8 +44,9 @@ def eos_ids(generation_config: GenerationConfig) -> set[int]:
 def generate_one(target: PreTrainedModel, ids: Sequence[int], **options):
     """The output of `generate` for one prompt of ids."""
     input_ids = torch.tensor([list(ids)], device=target.device)
-    inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
-    return target.generate(**inputs, return_dict_in_generate=True, **options)
+    return target.generate(
+        input_ids=input_ids, attention_mask=torch.ones_like(input_ids), return_dict_in_generate=True, **options
+    )
 
 
 def cut_at(ids: list[int], limit: int, generation_config: GenerationConfig) -> str:

@@ -40,9 +40,14 @@ def run(arguments, echo) -> Outcome:
     if target is not None and not Path(target).is_file():
         config = read_config(target, f"--target {target}")
         target = config.get("text_config", config)
-    engines = arguments.engine or ([LLAMA_CPP] if file else ENGINES)
-    where = {"revision": arguments.revision, "subfolder": arguments.subfolder}
-    findings = check(arguments.draft, engines, target, weights=arguments.weights, **where)
+    findings = check(
+        arguments.draft,
+        arguments.engine or ([LLAMA_CPP] if file else ENGINES),
+        target,
+        arguments.revision,
+        arguments.subfolder,
+        arguments.weights,
+    )
     echo(render(findings))
     code = int(any(finding.severity == "error" for finding in findings))
     return Outcome(code, {"findings": [vars(finding) for finding in findings]})

@@ -29,8 +29,9 @@ def add_arguments(parser) -> None:
     facts.add_argument("--base-model-revision", metavar="REV", help="commit of the base model")
     facts.add_argument("--base-model-relation", choices=RELATIONS, metavar="RELATION", help=", ".join(RELATIONS))
     facts.add_argument("--license", help="the Hub's identifier, such as mit")
-    data = "training dataset on the Hub; repeatable"
-    facts.add_argument("--dataset", action="append", dest="datasets", metavar="REPO", help=data)
+    facts.add_argument(
+        "--dataset", action="append", dest="datasets", metavar="REPO", help="training dataset on the Hub; repeatable"
+    )
     facts.add_argument("--data-description", metavar="TEXT", help="a sentence about the training data")
     facts.add_argument("--hardware", help="hardware of the evaluation")
     facts.add_argument("--evaluated-on", metavar="REPO", help="dataset of the evaluation")

@@ -30,11 +30,13 @@ def add_arguments(parser) -> None:
     parser.add_argument("--draft", help="a drafter to start from: a folder or Hub name; short for draft=DRAFT")
     parser.add_argument("--data", help="its responses (`dflash regenerate`) or a dataset; short for data=DATA")
     parser.add_argument("--output", metavar="FOLDER", help="for the drafter; short for output_dir=FOLDER")
-    others = "other settings of the recipe; key.inner=value too"
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help=others)
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="other settings of the recipe; key.inner=value too"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print all settings, chosen ones too, without training")
-    keys = "list the settings (that contain WORD) with their defaults"
-    parser.add_argument("--keys", nargs="?", const="", metavar="WORD", help=keys)
+    parser.add_argument(
+        "--keys", nargs="?", const="", metavar="WORD", help="list the settings (that contain WORD) with their defaults"
+    )
 
 
 def overrides_of(arguments) -> list[str]:

@@ -92,9 +92,14 @@ def judged_samples(
 
 def _sampled(target, tokenizer, turn: UserTurn, settings: PromptSettings, first: int, batch_size: int | None):
     """Number and ids of each text that the target writes as the user, in order."""
-    sampling = {"do_sample": True, "temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0}
-    stops, pad = sorted(_stops(target, tokenizer, turn)) or None, target.generation_config.pad_token_id
-    config = GenerationConfig(**sampling, eos_token_id=stops, pad_token_id=pad)
+    config = GenerationConfig(
+        do_sample=True,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=0,
+        eos_token_id=sorted(_stops(target, tokenizer, turn)) or None,
+        pad_token_id=target.generation_config.pad_token_id,
+    )
     begins = ((number, settings.of_sample(number)[1]) for number in itertools.count(first))
     prompts = ((number, prompt_ids(tokenizer, turn, begin)) for number, begin in begins)
     waiting: dict[int, list[int]] = {}

@@ -12,8 +12,10 @@ from dflash_hf.repositories import SECONDS, looks_local
 from dflash_hf.terminal import needs, not_utf8, read_text
 
 
-_LOADERS = dict.fromkeys((".jsonl", ".jsonl.gz", ".ndjson", ".json"), "json")
-_LOADERS |= {".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
+_LOADERS = {
+    **dict.fromkeys((".jsonl", ".jsonl.gz", ".ndjson", ".json"), "json"),
+    **{".parquet": "parquet", ".csv": "csv", ".tsv": "csv"},
+}
 
 
 def check_files(name: str, data: str | Sequence[str] | None) -> None:

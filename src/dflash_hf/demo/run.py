@@ -109,9 +109,15 @@ def run_demo(
         f"compare   {num_prompts} requests, greedy, {max_new_tokens} tokens at most, {dtype}, "
         f"{torch.get_num_threads()} thread(s), every method in turn"
     )
-    methods = [ways.TARGET, ways.TARGET_PACKED, ways.PROMPT_LOOKUP, ways.DFLASH, ways.AUTO, ways.AUTO_PACKED]
-    progress = bar("compare")
-    report = decode_side_by_side(pair.target, pair.draft, prompts, max_new_tokens, runs, methods, progress)
+    report = decode_side_by_side(
+        pair.target,
+        pair.draft,
+        prompts,
+        max_new_tokens,
+        runs,
+        [ways.TARGET, ways.TARGET_PACKED, ways.PROMPT_LOOKUP, ways.DFLASH, ways.AUTO, ways.AUTO_PACKED],
+        progress=bar("compare"),
+    )
     request, pieces, lengths = sample_of(pair, rows, report)
     say("")
     say(request.splitlines()[0])

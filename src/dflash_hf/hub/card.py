@@ -199,10 +199,16 @@ def _seal(body: str) -> str:
 def metadata(facts: CardFacts, repo: str) -> ModelCardData:
     """The card's YAML, which the Hub indexes."""
     named = {"tau": "tau: tokens committed per verification", "speedup": "speed-up over the target alone"}
-    task: dict = {"task_type": "text-generation", "task_name": "Speculative decoding"}
-    task |= {"dataset_type": facts.evaluated_on, "dataset_name": facts.evaluated_on}
     results = [
-        EvalResult(**task, metric_type=key, metric_name=named[key], metric_value=value)
+        EvalResult(
+            task_type="text-generation",
+            task_name="Speculative decoding",
+            dataset_type=facts.evaluated_on,
+            dataset_name=facts.evaluated_on,
+            metric_type=key,
+            metric_name=named[key],
+            metric_value=value,
+        )
         for key, value in _figures(facts).items()
     ]
     return ModelCardData(

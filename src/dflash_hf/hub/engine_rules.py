@@ -396,5 +396,17 @@ def _gemma() -> Finding:
     return warning(("vllm",), "vocab_size", message)
 
 
-_OF_CONFIG = (_identity, _features, _attention, _rope, _numbers, _head, _dspark, _domino, _dflash2)
-RULES = (*_OF_CONFIG, _tensors, _own_mask, _beside_the_weights)
+RULES = (
+    _identity,
+    _features,
+    _attention,
+    _rope,
+    _numbers,
+    _head,
+    _dspark,
+    _domino,
+    _dflash2,
+    _tensors,
+    _own_mask,
+    _beside_the_weights,
+)
