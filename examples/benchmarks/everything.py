@@ -3,7 +3,7 @@ Everything switched on, beside the best way to run the target alone and beside t
 
     python examples/benchmarks/everything.py --peers-draft SHARED --reference CHECKOUT [--prompts 12] [--runs 3]
 
-SmolLM2-135M-Instruct in bf16 on one thread, CPU time. Every method answers each of the demo's requests, greedily and in
+SmolLM2-135M-Instruct in bf16 on one thread, CPU time. Every method answers the demo's requests, greedily and in
 turn. The peers cannot read the bundled drafter's head: SHARED is a drafter with the target's own head
 (`dflash convert --share-head`). CHECKOUT is one of z-lab/dflash. The first calls, which compile, are not timed.
 """
