@@ -113,7 +113,8 @@ class CardFacts:
         known |= {name: value for name, value in facts.items() if value}
         if not known.get("base_model"):
             raise ValueError(
-                f"A card names the target: write base_model into {folder / FACTS_FILE}, or pass `base_model`."
+                f"A card names the target: write base_model into {folder / FACTS_FILE}, or pass `base_model` "
+                "(--base-model)."
             )
         return cls(**known)
 
