@@ -16,6 +16,9 @@ from dflash_hf.modeling.probe_dflash import _alike, _Trial
 from dflash_hf.terminal import wants_color
 
 
+NAMED = ["--target", "t", "--data", "d"]
+
+
 @pytest.fixture(scope="module")
 def pair_arguments(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair")
@@ -135,7 +138,12 @@ def test_drafts_are_drawn_where_it_is_asked(pair_arguments, capsys, monkeypatch)
     ("arguments", "message"),
     [
         (["demo", "--prompts", "0"], "must be at least 1"),
-        (["demo", "--runs", "many"], "invalid"),
+        (["demo", "--runs", "many"], "argument --runs: invalid value 'many'; give a whole number"),
+        (["features", *NAMED, "--target-layer-ids", "1,2"], "invalid value '1,2'; give a whole number"),
+        (["prompts", *NAMED[:2], "--count", "1", "--output", "."], ". must be a file that ends in .jsonl"),
+        (["prompts", *NAMED[:2], "--count", "1", "--output", "a.txt"], "a.txt must be a file that ends in .jsonl"),
+        (["regenerate", *NAMED, "--output", "a.jsonl.gz"], "a.jsonl.gz must be a file that ends in .jsonl"),
+        (["eval", "--compare", ".", "."], ". is a folder; name a file"),
         (["demo", "--train", "0"], "0 must be a positive number"),
         (["generate", "--target", "x"], "--prompt"),
         (["nonsense"], "invalid choice"),

@@ -258,6 +258,16 @@ def test_the_command(folder, tmp_path, capsys):
     for name in ("missing.pt", "missing.gguf"):  # was looked for on the Hub
         assert main(["convert", name, str(tmp_path / "new")]) == 1
         assert f"error: DRAFT {name}: there is no such file; name a drafter's folder" in capsys.readouterr().err
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}), encoding="utf-8")
+    for given, code, message in (  # it asked for `target_layer_ids`, and named `dst` of the Python function
+        ([str(model), "new"], 1, f"DRAFT {model} is not a DFlash drafter but LlamaForCausalLM"),
+        ([str(folder), "new.gguf"], 2, "OUTPUT new.gguf is a GGUF file: add --to gguf and --target, or name a folder"),
+        ([str(folder), "new", "--to", "gguf", "--target", "t"], 2, "OUTPUT new must end in .gguf with --to gguf"),
+    ):
+        assert main(["convert", *given]) == code
+        assert message in capsys.readouterr().err
     for name in ("q9", "auto"):
         with pytest.raises(SystemExit):
             main([*words, "--dtype", name])

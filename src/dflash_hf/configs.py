@@ -63,12 +63,26 @@ def check_names(target: str, draft: str | None, loading: "Loading", form: str = 
         swapped = drafts is not None and not is_drafter_config(drafts)
         remedy = "target and drafter are swapped" if swapped else "name the model that it drafts for"
         raise ValueError(f"{ours} is a DFlash drafter: {remedy}.")
-    if drafts is not None and not is_drafter_config(drafts):
-        kind = ", ".join(map(str, drafts.get("architectures") or [drafts.get("model_type")]))
-        base = "REPOSITORY" if Path(target).expanduser().exists() else target
-        remedy = f"`dflash find {base}` lists the drafters of a model on the Hub, `dflash train` trains one"
-        raise ValueError(f"{theirs} is not a DFlash drafter but {kind}; {remedy}.")
+    if drafts is not None:
+        check_is_drafter(drafts, theirs, "REPOSITORY" if Path(target).expanduser().exists() else target)
     return config
+
+
+def check_is_drafter(config: dict, what: str, target: str = "REPOSITORY") -> None:
+    """
+    Args:
+        config (`dict`): From [`read_config`], as `what`.
+        target (`str`): The target's repository, for the message.
+
+    Raises:
+        `ValueError`: it is another model's.
+    """
+    from dflash_hf.modeling.layouts_dflash import is_drafter_config
+
+    if not is_drafter_config(config):
+        kind = ", ".join(map(str, config.get("architectures") or [config.get("model_type")]))
+        remedy = f"`dflash find {target}` lists the drafters of a model on the Hub, `dflash train` trains one"
+        raise ValueError(f"{what} is not a DFlash drafter but {kind}; {remedy}.")
 
 
 def _text_part(config: dict) -> dict:

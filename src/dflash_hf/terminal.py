@@ -19,6 +19,7 @@ from dflash_hf.names import SHORT_DTYPES
 
 LONGEST_LINE = 300  # characters of an error
 LONGEST_DETAILS = 1000  # of a `DetailedError`
+_TEMPLATE_ARGS = "write it in quotes, such as '{\"enable_thinking\": false}'"
 _TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{6,}")
 _SECRET = re.compile(r"token$|secret|password|api_?key", re.IGNORECASE)
 
@@ -103,9 +104,9 @@ def template_arguments(text: str | None) -> dict | None:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"--template-args {text} is not JSON: {error}.") from error
+        raise ValueError(f"--template-args {text} is not JSON: {error}; {_TEMPLATE_ARGS}.") from error
     if not isinstance(value, dict):
-        raise ValueError(f"--template-args {text} must be a JSON object, such as '{{\"enable_thinking\": false}}'.")
+        raise ValueError(f"--template-args {text} must be a JSON object; {_TEMPLATE_ARGS}.")
     return value
 
 
@@ -116,7 +117,11 @@ def _number(kind: type, name: str, fits: Callable[[float], bool], must: str) -> 
     """A number parser for argparse; `name` appears in its errors."""
 
     def read(text: str):
-        value = kind(text)
+        try:
+            value = kind(text)
+        except ValueError as error:
+            whole = "whole " if kind is int else ""
+            raise argparse.ArgumentTypeError(f"invalid value {text!r}; give a {whole}number") from error
         if not fits(value):
             raise argparse.ArgumentTypeError(f"{text} {must}")
         return value
@@ -151,6 +156,8 @@ def device(text: str) -> str:
 def readable_file(text: str) -> Path:
     """An existing, readable file."""
     path = Path(text).expanduser()
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder; name a file")
     try:
         with path.open("rb"):
             return path
@@ -165,6 +172,14 @@ def output_path(text: str) -> Path:
         check_writable(path)
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{text} cannot be written: {error.strerror or error}") from error
+    return path
+
+
+def output_lines(text: str) -> Path:
+    """A writable JSON Lines file, which need not exist yet; `--data` recognises files by their endings."""
+    path = output_path(text)
+    if path.is_dir() or path.suffix.lower() not in (".jsonl", ".ndjson", ".json"):
+        raise argparse.ArgumentTypeError(f"{text} must be a file that ends in .jsonl, by which --data recognises it")
     return path
 
 

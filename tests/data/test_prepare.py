@@ -214,6 +214,7 @@ def test_prepare_says_what_is_wrong_in_one_line(tmp_path, tokenizer_folder, caps
     write(tmp_path / "given.jsonl", [{**ROWS[0], "given": "1"}])
     write(tmp_path / "text.jsonl", [{"text": "Hi"}])
     write(tmp_path / "said.jsonl", [{"messages": "Hi"}])
+    write(tmp_path / "asked.jsonl", [{"prompt": "Hi"}])
     zeros = {"input_ids": [3, 4, 5], "loss_mask": [0, 0, 0]}
     write(tmp_path / "zeros.jsonl", [zeros])
     write(tmp_path / "nested.jsonl", [{"input_ids": [[3, 4], [5]], "loss_mask": [0, 1]}])
@@ -241,6 +242,11 @@ def test_prepare_says_what_is_wrong_in_one_line(tmp_path, tokenizer_folder, caps
             f"Row 0 of {tmp_path}/text.jsonl: There is no column to train on, only ['text']; give `messages`",
         ),
         (
+            "asked.jsonl",
+            (),
+            "have the target answer the prompts with `dflash regenerate`, or give answers as `completion`",
+        ),
+        (
             "said.jsonl",
             (),
             f"Row 0 of {tmp_path}/said.jsonl: `messages` is 'Hi'; give a list of messages with `role` and `content`",
@@ -248,7 +254,8 @@ def test_prepare_says_what_is_wrong_in_one_line(tmp_path, tokenizer_folder, caps
         ("zeros.jsonl", (), f"Row 0 of {tmp_path}/zeros.jsonl: The loss_mask supervise none of 3 tokens"),
         ("nested.jsonl", (), "nested.jsonl: `input_ids` is [[3, 4], [5]]; give a flat list with one integer for each"),
         ("good.jsonl", ("--output", "a.txt"), "--output a.txt must end in .jsonl or .parquet"),
-        ("good.jsonl", ("--template-args", "[1"), "--template-args [1 is not JSON"),
+        ("good.jsonl", ("--template-args", "[1"), "--template-args [1 is not JSON: Expecting"),
+        ("good.jsonl", ("--template-args", "{a:"), """; write it in quotes, such as '{"enable_thinking": false}'"""),
         ("good.jsonl", ("--template-args", "[1]"), "--template-args [1] must be a JSON object"),
         ("good.jsonl", ("--template-args", '{"tools": 3}'), "chat_template_kwargs may not set tools"),
         (

@@ -283,6 +283,12 @@ def test_what_cannot_be_meant_is_refused_at_once(arguments, capsys):
     assert "--compare" in capsys.readouterr().err
 
 
+def test_the_name_of_a_set_that_is_nearly_right_is_suggested():
+    for name, near in (("arithmatic", "arithmetic"), ("GSM8K", "gsm8k"), ("mt_bench", "mt-bench")):
+        with pytest.raises(OSError, match=f"there is no file of that name.*; did you mean {near}"):
+            eval_rows(name)
+
+
 def test_a_gain_without_variance_is_json(tmp_path, capsys):
     """Infinitely many standard errors were printed as `Infinity`, which is not JSON."""
     for name, length in (("a", 1), ("b", 2)):

@@ -187,9 +187,10 @@ def test_the_demo_recipe_from_data_to_a_drafter_that_decodes(folder, data, tmp_p
     # Another mode than the drafter's, further training, and going on from a checkpoint.
     code, out, error = train(capsys, folder, output, *options, kwargs, "resume_from_checkpoint=auto", "max_steps=3")
     assert code == 0 and "resuming from" in out and "checkpoint-2" in out
-    code, out, _ = train(capsys, folder, tmp_path / "more", f"data={data}", f"draft={output}")
-    assert code == 0
-    more = DFlashDraftConfig.from_pretrained(tmp_path / "more")
+    more = tmp_path / "two words"
+    code, out, _ = train(capsys, folder, more, f"data={data}", f"draft={output}")
+    assert code == 0 and f"dflash eval --target {folder} --draft '{more}' --data" in out  # it was not quoted
+    more = DFlashDraftConfig.from_pretrained(more)
     assert more.dflash_config["chat_template_kwargs"] == {"enable_thinking": False}
 
 
@@ -285,6 +286,9 @@ def test_what_is_wrong_is_told_in_one_line(folder, data, tmp_path, capsys):
     output, good = tmp_path / "drafter", f"data={data}"
     for overrides, options, message in (
         ([good], {"config": tmp_path / "absent.yaml"}, "absent.yaml: there is no such file"),
+        ([good], {"config": tmp_path / "lora.yaml"}, "no such file; `dflash recipes copy lora.yaml` writes it"),
+        ([good], {"config": tmp_path}, "is a folder; name a file"),
+        ([good, f"output_dir={data}"], {}, "is a file; name a folder"),
         ([good], {"config": tmp_path / "list.yaml"}, "list.yaml must hold keys and values"),
         ([good], {"config": tmp_path / "broken.yaml"}, "broken.yaml is not YAML"),
         (["data=absent.jsonl"], {}, "there is no such file"),

@@ -29,14 +29,18 @@ def run(arguments, echo) -> Outcome:
     import shutil
     from pathlib import Path
 
-    from dflash_hf.configs import read_config
+    from dflash_hf.configs import check_is_drafter, read_config
     from dflash_hf.convert import convert, is_file_name
     from dflash_hf.hub.card import FACTS_FILE
     from dflash_hf.repositories import check_revision
 
     what = f"DRAFT {arguments.draft}"
+    if arguments.to == "gguf" and arguments.output.suffix != ".gguf":
+        raise UsageError(f"OUTPUT {arguments.output} must end in .gguf with --to gguf.")
+    if arguments.to != "gguf" and arguments.output.suffix == ".gguf":
+        raise UsageError(f"OUTPUT {arguments.output} is a GGUF file: add --to gguf and --target, or name a folder.")
     if not is_file_name(arguments.draft):
-        read_config(arguments.draft, what, arguments.revision)  # raises a clear error if it is missing
+        check_is_drafter(read_config(arguments.draft, what, arguments.revision), what)
     elif not Path(arguments.draft).is_file():
         raise FileNotFoundError(f"{what}: there is no such file; name a drafter's folder, repository or other file.")
     check_revision(arguments.draft, what, arguments.revision)

@@ -7,7 +7,16 @@
 
 from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import add_loading, add_output, add_packed, add_template, tell_slow_dtype
-from dflash_hf.terminal import Outcome, count, note, positive, probability, temperature, template_arguments
+from dflash_hf.terminal import (
+    Outcome,
+    count,
+    note,
+    output_lines,
+    positive,
+    probability,
+    temperature,
+    template_arguments,
+)
 
 
 AGAIN = "the same command continues with the requests that are missing"
@@ -16,7 +25,7 @@ AGAIN = "the same command continues with the requests that are missing"
 def add_arguments(parser) -> None:
     parser.add_argument("--target", required=True, help="a chat model: a folder or Hub name")
     parser.add_argument("--count", required=True, type=positive, help="number of requests")
-    add_output(parser, ".jsonl file; continued if it exists", required=True)
+    add_output(parser, ".jsonl file; continued if it exists", output_lines, required=True)
     parser.add_argument("--kinds", help="chat,code,math,rewrite,task,json in turn; repeat to weigh (default: chat)")
     parser.add_argument("--begin", action="append", default=[], help="first words of a request; repeatable")
     parser.add_argument("--system", help="system prompt, kept in the rows (default: the chat template's own)")
@@ -27,7 +36,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--max-chars", type=positive, default=1000, help="drop longer requests (default: %(default)s)")
     parser.add_argument("--seed", type=count, default=0, help="sampling seed (default: %(default)s)")
     parser.add_argument("--batch-size", type=positive, help="rows at a time (default: the fastest, measured)")
-    add_template(parser)
+    add_template(parser, "none")
     add_packed(add_loading(parser, draft=False))
 
 

@@ -8,7 +8,7 @@
 from dflash_hf.commands import shared
 from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import add_data, add_loading, add_output, add_sampling
-from dflash_hf.terminal import Outcome, amount, count, note, positive, template_arguments, token_id
+from dflash_hf.terminal import Outcome, amount, count, note, output_lines, positive, template_arguments, token_id
 
 
 AGAIN = "the same command continues with the rows that are missing"
@@ -16,8 +16,8 @@ AGAIN = "the same command continues with the rows that are missing"
 
 def add_arguments(parser) -> None:
     parser.add_argument("--target", required=True, help="the target: a folder or Hub name, or its name on --server")
-    add_data(parser)
-    add_output(parser, ".jsonl file; continued if it exists", required=True)
+    add_data(parser, template="the drafter's")
+    add_output(parser, ".jsonl file; continued if it exists", output_lines, required=True)
     parser.add_argument("--max-new-tokens", type=positive, default=2048, help="longest answer (default: %(default)s)")
     add_sampling(parser, None, "the target's generation config")
     parser.add_argument("--raw", action="store_true", help="use prompts that are text without the chat template")

@@ -14,6 +14,7 @@ from dflash_hf.terminal import (
     dtype,
     note,
     output_folder,
+    output_lines,
     output_path,
     port,
     positive,
@@ -46,6 +47,7 @@ METAVARS: dict[Any, str] = {
     **dict.fromkeys((heat, probability, amount), "X"),
     readable_file: "FILE",
     output_path: "FILE",
+    output_lines: "FILE",
     output_folder: "FOLDER",
 }
 
@@ -201,9 +203,9 @@ def sampling_options(arguments) -> dict:
     return {"do_sample": True, "temperature": arguments.temperature, "top_p": arguments.top_p or 1.0}
 
 
-def add_template_arguments(parser) -> None:
-    """`--template-args`."""
-    help = "for the template: '{\"enable_thinking\": false}' (default: the drafter's)"
+def add_template_arguments(parser, default: str = "the drafter's") -> None:
+    """`--template-args`; `default` is shown."""
+    help = f"for the template: '{{\"enable_thinking\": false}}' (default: {default})"
     parser.add_argument("--template-args", metavar="JSON", help=help)
 
 
@@ -230,13 +232,13 @@ def given(arguments, names: Iterable[str]) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name, one in values.items() if one and (name, one) != ("dtype", "auto")]
 
 
-def add_data(parser) -> None:
-    """The arguments of every command that reads training data."""
+def add_data(parser, template: str = "those of the data") -> None:
+    """The arguments of every command that reads training data; `template`: the shown default of `--template-args`."""
     parser.add_argument("--data", required=True, help="a .jsonl, .json, .parquet or .csv file, or a Hub dataset")
     parser.add_argument("--split", help="split of the dataset (default: train, or the only one)")
     parser.add_argument("--name", help="configuration of a Hub dataset")
     parser.add_argument("--limit", type=positive, help="use the first N rows only")
-    add_template(parser)
+    add_template(parser, template)
 
 
 def add_encoding(parser) -> None:
@@ -276,10 +278,10 @@ def check_not_data(output: Path, data: str) -> None:
         raise ValueError(f"--output {output} is the data itself, which would be overwritten; choose another file.")
 
 
-def add_template(parser) -> None:
-    """`--chat-template` and its arguments."""
+def add_template(parser, default: str) -> None:
+    """`--chat-template` and its arguments; `default` is shown for these."""
     parser.add_argument("--chat-template", type=readable_file, help="Jinja file, instead of the tokenizer's own")
-    add_template_arguments(parser)
+    add_template_arguments(parser, default)
 
 
 def add_output(parser, what: str, kind=output_path, **options) -> None:

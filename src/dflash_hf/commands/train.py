@@ -13,6 +13,7 @@ settings to change first:
     bf16                         true on a GPU that supports it
 """
 
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 
@@ -46,6 +47,7 @@ def overrides_of(arguments) -> list[str]:
 
 
 def run(arguments, echo) -> Outcome:
+    from dflash_hf.commands.recipes import shipped
     from dflash_hf.smollm2 import folder_of
     from dflash_hf.training.recipe import key_lines, read_recipe
 
@@ -54,6 +56,10 @@ def run(arguments, echo) -> Outcome:
         for line in lines:
             echo(line)
         return Outcome(facts={"keys": lines})
+    file = Path(arguments.config or "")
+    if arguments.config and not file.exists() and file.name in shipped():
+        remedy = f"`dflash recipes copy {file.name}` writes it"
+        raise FileNotFoundError(f"--config {file}: there is no such file; {remedy}.")
     recipe, training = read_recipe(arguments.config, overrides_of(arguments))
     recipe.target, recipe.draft = folder_of(recipe.target), folder_of(recipe.draft, drafter=True)
     if not training.get("output_dir"):
@@ -73,8 +79,9 @@ def run(arguments, echo) -> Outcome:
     trainer = train(recipe, training, echo)
     if trainer.args.process_index == 0:
         echo(f"The drafter is in {trainer.args.output_dir}")
-        pair = f"--target {arguments.target or recipe.target} --draft {trainer.args.output_dir}"
-        echo(f"Next, on prompts that it was not trained on: dflash eval {pair} --data held_out.jsonl")
+        target = arguments.target_name or recipe.target
+        words = ["dflash", "eval", "--target", target, "--draft", trainer.args.output_dir, "--data", "held_out.jsonl"]
+        echo(f"Next, on prompts that it was not trained on: {shlex.join(words)}")
         if training.get("push_to_hub"):
             _publish(recipe, trainer.args, echo)
     outcome = Outcome(facts={"output_dir": trainer.args.output_dir, "steps": trainer.state.global_step})
@@ -109,6 +116,8 @@ def _check_before(recipe, training: dict) -> None:
     if not recipe.settled:  # in place of upstream's
         chosen = {"save_steps": saved_every(training, 500), "use_cpu": not torch.accelerator.is_available()}
     DFlashTrainingArguments(**{**chosen, **training, "push_to_hub": False, "resume_from_checkpoint": None})
+    if Path(training["output_dir"]).is_file():
+        raise ValueError(f"output_dir={training['output_dir']} is a file; name a folder.")
     try:
         check_writable(Path(training["output_dir"]))
     except OSError as error:

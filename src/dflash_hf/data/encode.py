@@ -110,7 +110,9 @@ class RowEncoder:
                 prompt = messages_in(row, "prompt")
                 examples = self._conversation([*prompt, *turns], len(prompt), tools_of(row))
         else:
-            raise ValueError(f"There is no column to train on, only {sorted(row)}; give {COLUMNS}.")
+            answer = "have the target answer the prompts with `dflash regenerate`, or give answers as `completion`"
+            remedy = answer if "prompt" in row else f"give {COLUMNS}"
+            raise ValueError(f"There is no column to train on, only {sorted(row)}; {remedy}.")
         return [self._checked(ids, mask) for ids, mask in examples]
 
     def _checked(self, ids: list[int], mask: list[int]) -> dict:

@@ -6,6 +6,7 @@ Prompts, sizes, seeds and turns of the named sets follow the published implement
 rows; 2048 new tokens, thinking off), so that figures can be compared with the paper's.
 """
 
+import difflib
 import gzip
 import json
 import random
@@ -85,7 +86,12 @@ def eval_rows(data: str, limit: int | None = None, split: str | None = None) -> 
     """
     if data in (*NAMED, *GENERATED):
         return [{"turns": turns} for turns in conversations(data, limit)]
-    rows = list(islice(iter(rows_of(data, split)), limit or 40))
+    try:
+        rows = list(islice(iter(rows_of(data, split)), limit or 40))
+    except OSError as error:
+        if near := difflib.get_close_matches(data.lower(), [*NAMED, *GENERATED], 1, cutoff=0.75):
+            raise OSError(f"{error}; did you mean {near[0]}?") from error
+        raise
     if not rows:
         raise ValueError(f"{data} holds no prompts; name data with at least one.")
     for index, row in enumerate(rows):

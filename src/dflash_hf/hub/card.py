@@ -111,7 +111,10 @@ class CardFacts:
             known.setdefault("plot", PLOT_FILE)
         known |= {name: value for name, value in facts.items() if value}
         if not known.get("base_model"):
-            raise ValueError(f"A card names the target: write base_model into {folder / FACTS_FILE}, or pass it.")
+            raise ValueError(
+                f"A card names the target: write base_model into {folder / FACTS_FILE}, or pass `base_model` "
+                "(--base-model)."
+            )
         return cls(**known)
 
 

@@ -207,6 +207,8 @@ def key_lines(word: str = "") -> list[str]:
 
 
 def _read_yaml(path: Path) -> dict:
+    if path.is_dir():
+        raise IsADirectoryError(f"--config {path} is a folder; name a file.")
     if not path.is_file():
         raise FileNotFoundError(f"--config {path}: there is no such file.")
     values = _parse(read_text(path), f"--config {path}")
