@@ -197,7 +197,7 @@ def test_data_that_cannot_be_read_are_named_with_their_line(name, message, world
 
 
 @pytest.mark.parametrize(
-    "command", ["eval --target t --draft d", "regenerate --target t --output o", "doctor --target t --draft d"]
+    "command", ["eval --target t --draft d", "regenerate --target t --output o.jsonl", "doctor --target t --draft d"]
 )
 def test_a_file_that_is_not_there_is_told_before_anything_is_loaded(command, told, monkeypatch):
     monkeypatch.setattr(f"dflash_hf.commands.{command.split()[0]}.run", lambda *_: pytest.fail("ran"))
