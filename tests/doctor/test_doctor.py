@@ -3,15 +3,17 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 from support.chat_pair import chat_tokenizer, requests
 from support.tiny_chat import END
 
 from dflash_hf import DFlashDraftConfig
 from dflash_hf.cli import main
 from dflash_hf.data.encode import digests_of_tokenizer
-from dflash_hf.doctor.experiments import Case, _with_tokenizer_of
+from dflash_hf.doctor.experiments import Case, _with_tokenizer_of, dtypes
 
 
 @pytest.fixture(scope="module")
@@ -93,3 +95,10 @@ def test_a_row_without_a_prompt_is_named(pair, capsys, tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}\n{"prompt": null}\n', encoding="utf-8")
     code, said = doctor(pair, capsys, "--data", tmp_path / "prompts.jsonl")
     assert code == 1 and "Row 1 of the prompts: There is no prompt" in said.err
+
+
+def test_names_in_commands_are_quoted():
+    """A folder with a space made a remedy that could not be pasted."""
+    draft, names = SimpleNamespace(dtype=torch.bfloat16), {"target": "my target", "draft": "my draft"}
+    (experiment,) = dtypes(Case(None, draft, None, [], None, names=names))
+    assert experiment.remedy == "dflash generate --target 'my target' --draft 'my draft' --dtype float32"
