@@ -27,6 +27,7 @@ from ablation import BASE, trained
 from heads import SHARED, WHOLE, append, folder_of, lines_of
 from torch import nn
 
+from dflash_hf.data.examples import DFlashCollator
 from dflash_hf.demo.run import load_pair
 from dflash_hf.modeling.cache_dflash import additive
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
@@ -36,7 +37,7 @@ from dflash_hf.training import losses, offline
 from dflash_hf.training import trainer as training
 from dflash_hf.training.blocks import block_mask, build_blocks, example_seeds, sample_anchors
 from dflash_hf.training.features import drop_layers, stored
-from dflash_hf.training.offline import DFlashOfflineTrainer, FeatureCollator
+from dflash_hf.training.offline import DFlashOfflineTrainer
 from dflash_hf.training.pace import Pace
 from dflash_hf.training.settings_for import Machine
 from dflash_hf.training.training_args import DFlashTrainingArguments
@@ -110,7 +111,7 @@ class WithRejected(torch.utils.data.Dataset):
         return self.features[self.blocks[index]["row"]] | self.blocks[index]
 
 
-class RejectedCollator(FeatureCollator):
+class RejectedCollator(DFlashCollator):
     def __call__(self, examples: list[dict]) -> dict[str, torch.Tensor]:
         names = ("anchors", "valid", "count", "rejected")
         return super().__call__(examples) | {name: torch.stack([one[name] for one in examples]) for name in names}
@@ -119,12 +120,12 @@ class RejectedCollator(FeatureCollator):
 class DFlowTrainer(DFlashOfflineTrainer):
     """A block also reads the features of the slots that the last verification rejected, at their own positions."""
 
-    collator, folder, sees_rejected = RejectedCollator, Path(), True
+    folder, sees_rejected = Path(), True
 
     def __init__(self, draft, target, args, train_dataset, eval_dataset, **kwargs):
         train_dataset = WithRejected(train_dataset, self.folder / "train.pt")
         eval_dataset = WithRejected(eval_dataset, self.folder / "eval.pt")
-        super().__init__(draft, target, args, train_dataset, eval_dataset, **kwargs)
+        super().__init__(draft, target, args, train_dataset, eval_dataset, RejectedCollator(), **kwargs)
 
     def check_dataset(self, dataset, args, draft_config, target) -> None:
         """The features are checked where the slots are stored."""

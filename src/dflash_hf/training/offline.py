@@ -1,22 +1,8 @@
 """Training on stored features."""
 
-import torch
-from torch.nn.utils.rnn import pad_sequence
-
-from dflash_hf.data.examples import DFlashCollator
 from dflash_hf.target import TargetOutput, digest_of_target
 from dflash_hf.training.features import StoredFeatures, parts_of
 from dflash_hf.training.trainer import DFlashTrainer
-
-
-class FeatureCollator(DFlashCollator):
-    """As its parent, with `features` `[N, S, L*H]` and, if requested, `states` `[N, S, H]`, 0 on padding."""
-
-    def __call__(self, examples: list[dict]) -> dict[str, torch.Tensor]:
-        batch = super().__call__(examples)
-        for name in {"features", "states"} & examples[0].keys():
-            batch[name] = pad_sequence([example[name] for example in examples], batch_first=True)
-        return batch
 
 
 class DFlashOfflineTrainer(DFlashTrainer):
@@ -31,8 +17,6 @@ class DFlashOfflineTrainer(DFlashTrainer):
     Raises:
         `ValueError`: the features belong to another target or other layers, or lack the states.
     """
-
-    collator = FeatureCollator
 
     def check_dataset(self, dataset, args, draft_config, target) -> None:
         """Rows were checked when they were stored; reading them all again would take hours."""

@@ -106,8 +106,6 @@ class DFlashTrainer(Trainer):
             not apply to drafters.
     """
 
-    collator: type[DFlashCollator] = DFlashCollator
-
     def __init__(
         self,
         model,
@@ -132,7 +130,7 @@ class DFlashTrainer(Trainer):
                 self.check_dataset(dataset, args, model.config, target)
         if data_collator is None:
             pad_token_id = target.config.get_text_config().pad_token_id
-            data_collator = self.collator(0 if pad_token_id is None else pad_token_id)
+            data_collator = DFlashCollator(0 if pad_token_id is None else pad_token_id)
         prepare_draft(model, args, peft_config)
         super().__init__(
             model=model if peft_config is None else add_adapter(model, peft_config),
