@@ -74,10 +74,6 @@ class FeatureManifest:
         width = self.width + (self.width // len(self.layer_ids) if self.states else 0)
         return width * getattr(torch, self.dtype).itemsize + 8 + 1
 
-    @property
-    def complete(self) -> bool:
-        return sum(shard["examples"] for shard in self.shards) == self.examples
-
     def save(self, folder: Path) -> None:
         """Write `manifest.json` atomically."""
         write_json(folder / MANIFEST, asdict(self))
@@ -291,16 +287,15 @@ class StoredFeatures(torch.utils.data.Dataset):
                 f"target_layer_ids={self.layer_ids}; store them with `dflash features --target-layer-ids`, or train a "
                 "drafter that reads some of the stored layers with `dflash train target_layer_ids=...`."
             )
-        if not self.manifest.complete:
-            stored = sum(shard["examples"] for shard in self.manifest.shards)
-            raise ValueError(
-                f"{self.folder} holds {stored} of {self.manifest.examples} examples; run the same `dflash features` "
-                "again to finish it."
-            )
         self.starts = [0]
         for shard in self.manifest.shards:
             _check_size(self.folder, shard)
             self.starts.append(self.starts[-1] + shard["examples"])
+        if self.starts[-1] < self.manifest.examples:
+            raise ValueError(
+                f"{folder} holds {self.starts[-1]} of {self.manifest.examples} examples; run the same `dflash "
+                "features` again to finish it."
+            )
         self.files: dict[int, tuple] = {}
 
     def __len__(self) -> int:
