@@ -13,7 +13,8 @@ from dflash_hf.pairs import Loading, draft_config_of
 from dflash_hf.training.features import manifests_of
 from dflash_hf.training.recipe import RecipeArguments
 from dflash_hf.training.run_file import read_run
-from dflash_hf.training.settings_for import FEWEST_STEPS, PAPER, Data, Machine, Settings, settings_for
+from dflash_hf.training.settings_for import FEWEST_STEPS, Data, Machine, Settings, settings_for
+from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
 _LOOKED_AT = 64  # rows
@@ -89,12 +90,10 @@ def _given(recipe: RecipeArguments, training: dict) -> dict:
     """
     The keys that must not be chosen: given keys, the keys of a drafter to start from, and all keys of a recipe file.
     """
-    keys = {**asdict(recipe), **training}
+    defaults = {one.name: one.default for one in fields(DFlashTrainingArguments)}
+    keys = {**defaults, **asdict(recipe), **training}
     if not recipe.settled:
         keys = {key: value for key, value in keys.items() if key in recipe.given}
-    else:
-        keys = {**PAPER, "num_train_epochs": 6, "bf16": False, "use_cpu": None, "loss_type": "ce", **keys}
-        keys = {"learning_rate": None, "store_rows": 0, **keys}
     if recipe.draft:
         config = draft_config_of(recipe.draft, Loading())
         keys |= {"block_size": config.block_size, "num_draft_layers": config.num_hidden_layers}

@@ -142,8 +142,8 @@ def settings_for(machine: Machine, config, data: Data, minutes: float | None, gi
         config (`PreTrainedConfig`): The target's configuration.
         data (`Data`): The training data.
         minutes (`float`, *optional*): Duration of the run, everything included. Default: as long as its epochs take.
-        given (`dict`): The keys that are given; with `draft`, also `block_size`, `num_draft_layers` and
-            `draft_vocab_size` of its configuration.
+        given (`dict`): The keys that are given; with `draft`, also `block_size`, `num_draft_layers`,
+            `draft_vocab_size` and `init_layers` of its configuration.
     """
     text = config.get_text_config()
     values: dict = {} if given.get("fp16") else {"bf16": machine.halves}
@@ -159,10 +159,9 @@ def settings_for(machine: Machine, config, data: Data, minutes: float | None, gi
         if layers <= text.num_hidden_layers:
             values["init_layers"] = list(range(text.num_hidden_layers - layers, text.num_hidden_layers))
         if given.get("draft"):
-            values = {key: value for key, value in values.items() if key != "init_layers"}
             values["learning_rate"] = 5e-4
         if given.get("head_only"):  # a head has its own loss and learning rate
-            values = {key: value for key, value in values.items() if key not in ("loss_type", "learning_rate")}
+            del values["loss_type"], values["learning_rate"]
     for block, anchors, rows in _ON_CPU if machine.small else _ON_GPU:
         sizes = {"block_size": block, "num_anchors": anchors, "per_device_train_batch_size": rows}
         chosen = {key: value for key, value in {**values, **sizes}.items() if key not in given}
@@ -210,9 +209,9 @@ def _plan(machine: Machine, config, data: Data, minutes: float | None, chosen: d
     stored = keys.get("store_rows", stored)
     fits = work.stored_bytes * stored < machine.disk / 2 and not (keys.get("packing") or keys.get("peft_config"))
     with_features = planned(stored, step)
-    if "store_rows" in given or (machine.small and fits and stored and with_features.passes >= 2):
+    if stored and ("store_rows" in given or (machine.small and fits and with_features.passes >= 2)):
         chosen["store_rows"] = stored
-        return with_features if stored else planned(0, online)
+        return with_features
     return planned(0, online)
 
 
