@@ -87,6 +87,7 @@ def test_values_are_typed_like_the_arguments():
         (["learning_rat=1"], "did you mean 'learning_rate'"),
         (["draft_config.selector_rnak=8"], "draft_config: Unknown key 'selector_rnak'; did you mean 'selector_rank'"),
         (["target.x=1"], "target='t' has no entry 'x'; write target=value"),
+        (["peft_config.r=2", "peft_config.r.x=1"], "r=2 has no entry 'x'; write r=value"),
         (["block_size=many"], "block_size='many' must be of type int"),
         (["block_size=2.5"], "block_size=2.5 must be of type int"),
         (["block_size=true"], "block_size=True must be of type int"),

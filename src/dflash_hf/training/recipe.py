@@ -8,6 +8,7 @@ import types
 import typing
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 from pathlib import Path
 
 from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
@@ -121,10 +122,7 @@ class RecipeArguments:
 # What upstream's configurations read besides their fields.
 _OF_UPSTREAM = {"rope_theta", "rope_scaling", "partial_rotary_factor", "max_window_layers"}
 _OF_UPSTREAM |= {"attn_implementation", "torch_dtype"}
-_HINTS = {
-    cls: {one.name: typing.get_type_hints(cls)[one.name] for one in dataclasses.fields(cls) if one.init}
-    for cls in (RecipeArguments, DFlashTrainingArguments)
-}
+_HINTS = {cls: typing.get_type_hints(cls) for cls in (RecipeArguments, DFlashTrainingArguments)}
 
 
 def read_recipe(path: str | Path | None, overrides: typing.Sequence[str] = ()) -> tuple[RecipeArguments, dict]:
@@ -148,17 +146,13 @@ def read_recipe(path: str | Path | None, overrides: typing.Sequence[str] = ()) -
         if not separator or not key:
             raise ValueError(f"{override!r} is not an override; write key=value.")
         value = _parse(text, f"the value of {key}")
-        key, *inner = key.split(".")
-        if inner and not isinstance(values.get(key) or {}, dict):
-            raise ValueError(f"{key}={values[key]!r} has no entry {inner[0]!r}; write {key}=value.")
-        if inner:
-            entry = values[key] = dict(values.get(key) or {})
-            for name in inner[:-1]:
-                entry[name] = dict(entry.get(name) or {})
-                entry = entry[name]
-            entry[inner[-1]] = value
-        else:
-            values[key] = value
+        names, entry = key.split("."), values
+        for name, inner in pairwise(names):
+            if not isinstance(entry.get(name) or {}, dict):
+                raise ValueError(f"{name}={entry[name]!r} has no entry {inner!r}; write {name}=value.")
+            entry[name] = dict(entry.get(name) or {})
+            entry = entry[name]
+        entry[names[-1]] = value
     typed: dict[type, dict] = {cls: {} for cls in _HINTS}
     for key, value in values.items():
         owner = next((cls for cls, hints in _HINTS.items() if key in hints), None)
