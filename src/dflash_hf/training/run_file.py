@@ -8,7 +8,7 @@ from dataclasses import fields
 from itertools import islice
 from pathlib import Path
 
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from dflash_hf.data.encode import digests_of_tokenizer
@@ -18,7 +18,7 @@ from dflash_hf.target import digest_of_parameters, digest_of_target
 from dflash_hf.terminal import DetailedError
 from dflash_hf.training.checkpoints import UNFINISHED
 from dflash_hf.training.features import digest_of_rows, parts_of
-from dflash_hf.training.whole import last_whole_checkpoint
+from dflash_hf.training.whole import checkpoints_of, last_whole_checkpoint
 
 
 logger = logging.get_logger(__name__)
@@ -35,10 +35,10 @@ _NOT_OF_DRAFT = {"transformers_version", "_name_or_path", "dtype", "auto_map", "
 
 def used_by(folder: Path) -> str | None:
     """Describes what a folder holds of an earlier run; a run killed before it saved anything does not count."""
-    checkpoint = get_last_checkpoint(folder) if folder.is_dir() else None
+    checkpoint = next((one.name for one in checkpoints_of(folder)), None)
     if any(folder.glob("*.safetensors")):
-        return "a finished drafter" + (f" and {Path(checkpoint).name}" if checkpoint else "")
-    return Path(checkpoint).name if checkpoint else None
+        return "a finished drafter" + (f" and {checkpoint}" if checkpoint else "")
+    return checkpoint
 
 
 def checkpoint_to_resume(folder: Path, resume: str | None, overwrite: bool) -> str | None:
@@ -69,9 +69,7 @@ def checkpoint_to_resume(folder: Path, resume: str | None, overwrite: bool) -> s
             f"resume_from_checkpoint={resume}: there is no such folder; `auto` finds the last checkpoint."
         )
     found = used_by(folder)
-    last = resume
-    if resume == "auto":
-        last = last_whole_checkpoint(folder)
+    last = last_whole_checkpoint(folder) if resume == "auto" else resume
     elsewhere = last is None or Path(last).resolve().parent != folder.resolve()
     if found and elsewhere and not overwrite:
         why = f"no checkpoint to resume from, but {found}" if resume == "auto" else found
