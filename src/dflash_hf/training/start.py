@@ -243,9 +243,3 @@ def draft_ids(draft) -> torch.LongTensor | None:
     ids = torch.full((draft.config.vocab_size,), -1, device=draft.d2t.device)
     own = torch.arange(len(draft.d2t), device=draft.d2t.device)
     return ids.index_put((draft.target_ids(own),), own)
-
-
-def choose_vocabulary(draft, target, dataset, say) -> None:
-    """Set a fresh drafter's vocabulary to the most frequent supervised tokens of a dataset."""
-    share = take_vocabulary(draft, target, count_tokens(dataset, draft.config.vocab_size))
-    say(f"draft vocabulary  {draft.config.draft_vocab_size:,} tokens, {share:.2%} of the supervised tokens")

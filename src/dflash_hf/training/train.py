@@ -5,12 +5,27 @@ import shutil
 from pathlib import Path
 
 import torch
+from transformers import set_seed
 
+from dflash_hf.data.encode import RowEncoder
+from dflash_hf.data.prepare import load_tokenizer, prepare_dataset
+from dflash_hf.data.sources import load_rows
 from dflash_hf.data.time_left import duration
+from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
+from dflash_hf.hub.card import FACTS_FILE
 from dflash_hf.pairs import Loading, load_target
 from dflash_hf.terminal import note
+from dflash_hf.training.adapters import merged
+from dflash_hf.training.callbacks import DecodingCallback
+from dflash_hf.training.choice import choose
+from dflash_hf.training.features import StoredFeatures, describe, drop_layers, store_features, stored
+from dflash_hf.training.offline import DFlashOfflineTrainer
 from dflash_hf.training.pace import Pace
 from dflash_hf.training.recipe import RecipeArguments
+from dflash_hf.training.run_file import STORED, checkpoint_to_resume, describe_run, run_in
+from dflash_hf.training.start import count_tokens, make_draft, take_vocabulary
+from dflash_hf.training.trainer import DFlashTrainer
+from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
 def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callbacks=()):
@@ -25,15 +40,6 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     Returns:
         `DFlashTrainer`: After training.
     """
-    from transformers import set_seed
-
-    from dflash_hf.data.encode import RowEncoder
-    from dflash_hf.data.prepare import load_tokenizer
-    from dflash_hf.training.choice import choose
-    from dflash_hf.training.run_file import STORED, checkpoint_to_resume, describe_run, run_in
-    from dflash_hf.training.start import choose_vocabulary, make_draft
-    from dflash_hf.training.training_args import DFlashTrainingArguments
-
     # 1. The arguments, completed for this machine. Only the finished drafter is published, once, with its card.
     start, folder = Pace.clock(), Path(training["output_dir"]).expanduser()  # as transformers does
     training = {**training, "output_dir": str(folder)}
@@ -61,22 +67,23 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
 
     # 3. Data, encoded by one process for all; it determines the tokens of a reduced vocabulary.
     with args.main_process_first(desc="data"):
-        train_dataset, eval_dataset, learned = _datasets(recipe, args, target, draft.config, encoder, say)
+        datasets = _datasets(recipe, args, target, draft.config, encoder, say)
     if recipe.draft_vocab_size:
-        choose_vocabulary(draft, target, learned, say)
+        learned = stored(recipe.features, layer_ids=[]) if recipe.features else datasets[0]  # their ids are enough
+        share = take_vocabulary(draft, target, count_tokens(learned, draft.config.vocab_size))
+        say(f"draft vocabulary  {recipe.draft_vocab_size:,} tokens, {share:.2%} of the supervised tokens")
 
     # 4. The description of the run, before training changes anything.
     run = None
     if args.process_index == 0:
-        run = describe_run(recipe, args, target, draft, encoder, train_dataset) | {"chosen": chosen}
+        run = describe_run(recipe, args, target, draft, encoder, datasets[0]) | {"chosen": chosen}
     with run_in(args, run, resume):
         # 5. Features of rows read more than once.
         if recipe.store_rows:
-            datasets = (train_dataset, eval_dataset)
             with args.main_process_first(desc="features"):
-                train_dataset, eval_dataset = _stored(recipe, args, target, draft, encoder, datasets)
+                datasets = _stored(recipe, args, target, draft, encoder, datasets)
         # 6. Training.
-        trainer = _trainer(recipe, draft, target, args, train_dataset, eval_dataset, callbacks)
+        trainer = _trainer(recipe, args, target, draft, datasets, callbacks)
         if resume:
             say(f"resuming from {resume}")
         saving = 2.0 + 4 * trainer.draft.num_parameters() / 1e8
@@ -94,17 +101,12 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     return trainer
 
 
-def _trainer(recipe: RecipeArguments, draft, target, args, train_dataset, eval_dataset, callbacks):
+def _trainer(recipe: RecipeArguments, args, target, draft, datasets, callbacks):
     """The trainer of a recipe, with its callbacks."""
-    if recipe.features or recipe.store_rows:
-        from dflash_hf.training.offline import DFlashOfflineTrainer as Trainer
-    else:
-        from dflash_hf.training.trainer import DFlashTrainer as Trainer
-    more = {"peft_config": recipe.peft_config, "callbacks": list(callbacks)}
-    trainer = Trainer(draft, target, args, train_dataset, eval_dataset, **more)
+    kind = DFlashOfflineTrainer if recipe.features or recipe.store_rows else DFlashTrainer
+    more: dict = {"peft_config": recipe.peft_config, "callbacks": list(callbacks)}
+    trainer = kind(draft, target, args, *datasets, **more)
     if recipe.decode_prompts:
-        from dflash_hf.training.callbacks import DecodingCallback
-
         prompts: dict = {"num_prompts": recipe.decode_prompts, "max_new_tokens": recipe.decode_max_new_tokens}
         trainer.add_callback(DecodingCallback(trainer, decode_steps=recipe.decode_steps, **prompts))
     return trainer
@@ -115,8 +117,6 @@ def leave_group() -> None:
     Leave the process group, if there is one, when the trainer is no longer needed. The group lives in reference
     cycles; if one of its threads wakes while the interpreter exits, it kills the process.
     """
-    import torch.distributed
-
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
         gc.collect()
@@ -129,10 +129,6 @@ def _halved(draft, args):
 
 def _save_adapted(trainer) -> None:
     """Save the drafter with its adapter merged, which engines serve, and the adapter alone next to it."""
-    from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
-    from dflash_hf.hub.card import FACTS_FILE
-    from dflash_hf.training.adapters import merged
-
     folder = Path(trainer.args.output_dir)
     trainer.save_model(str(folder / "adapter"))
     if trainer.is_world_process_zero():
@@ -146,9 +142,6 @@ def _save_adapted(trainer) -> None:
 
 def _stored(recipe: RecipeArguments, args, target, draft, encoder, datasets) -> list:
     """Store features of rows drawn from a dataset, and of a whole evaluation dataset, in the run's folder."""
-    from dflash_hf.training.features import StoredFeatures, describe, store_features
-    from dflash_hf.training.run_file import STORED
-
     found = []
     for name, rows, wanted in zip(("train", "eval"), datasets, (recipe.store_rows, None), strict=True):
         if rows is not None and wanted is not None and wanted < len(rows):
@@ -163,17 +156,12 @@ def _stored(recipe: RecipeArguments, args, target, draft, encoder, datasets) -> 
     return found
 
 
-def _datasets(recipe: RecipeArguments, args, target, config, encoder, say) -> tuple:
-    """The training and evaluation data, and the training data without features, to count its tokens."""
-    from dflash_hf.data.prepare import prepare_dataset
-    from dflash_hf.data.sources import load_rows
-    from dflash_hf.training.features import drop_layers, stored
-
+def _datasets(recipe: RecipeArguments, args, target, config, encoder, say) -> list:
+    """The training and evaluation data."""
     if recipe.features:
         drop_layers(target, args.device)
         folders = (recipe.features, recipe.eval_features)
-        both = [stored(one, config.target_layer_ids, args.reads_states) if one else None for one in folders]
-        return *both, stored(recipe.features, layer_ids=[])
+        return [stored(one, config.target_layer_ids, args.reads_states) if one else None for one in folders]
 
     def prepared(data, split, streaming, packing):
         rows = load_rows(data, split, streaming, recipe.data_name, recipe.data_revision)
@@ -186,4 +174,4 @@ def _datasets(recipe: RecipeArguments, args, target, config, encoder, say) -> tu
     dataset, eval_dataset = prepared(recipe.data, recipe.split, recipe.streaming, recipe.packing), None
     if recipe.eval_data or recipe.eval_split:
         eval_dataset = prepared(recipe.eval_data or recipe.data, recipe.eval_split, False, False)
-    return dataset, eval_dataset, dataset
+    return [dataset, eval_dataset]
