@@ -40,8 +40,7 @@ def make_draft(recipe, target, encoder, say):
     encoder.vocab_size = target.get_input_embeddings().weight.shape[0]
     if kwargs or kept.get("chat_template_kwargs") is not None:
         kept["chat_template_kwargs"] = kwargs
-    if encoder.tokenizer is not None:
-        kept["trained_with"] = digests_of_tokenizer(encoder.tokenizer)
+    kept["trained_with"] = digests_of_tokenizer(encoder.tokenizer)
     return draft
 
 

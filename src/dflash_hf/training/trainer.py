@@ -179,9 +179,8 @@ class DFlashTrainer(Trainer):
         self.check_target(target)
         self.draft_head = partial(draft.draft_logits, target_head=target.get_output_embeddings())
         self.draft_ids = draft_ids(draft)  # [V] or None
-        self.drafted_ids = None  # [v], the target's id of each of the drafter's tokens
-        if self.draft_ids is not None:
-            self.drafted_ids = draft.target_ids(torch.arange(len(draft.d2t)))
+        drafted_ids = None if self.draft_ids is None else draft.target_ids(torch.arange(len(draft.d2t)))  # [v]
+        self.teacher_head = partial(target_logits, target, ids=drafted_ids)  # [M, H_t] -> [M, v]
 
     @property
     def eval_report(self) -> EvalReport | None:
@@ -253,7 +252,7 @@ class DFlashTrainer(Trainer):
         places = self.places_before(inputs, labels.shape[-1])  # [N, A, T]
         teacher = None
         if states is not None:
-            teacher = Teacher(states.flatten(0, 1), places, self.teacher_logits, args.loss_kind)
+            teacher = Teacher(states.flatten(0, 1), places, self.teacher_head, args.loss_kind)
         losses = self.head_losses(hidden, labels, blocks.counted, inputs["input_ids"].flatten()[places], teacher)
         loss = block_loss(losses, blocks.counted, self.slot_weights, args.dpace_alpha)  # [N]
         normalizer = loss_normalizer(blocks.counted, self.slot_weights)  # [N]
@@ -348,10 +347,6 @@ class DFlashTrainer(Trainer):
         if self.pace is not None:
             return self.pace.done
         return self.state.global_step / max(self.state.max_steps, 1)
-
-    def teacher_logits(self, states: torch.Tensor) -> torch.Tensor:
-        """The target's logits `[M, V]` from its final hidden states `[M, H_t]`, over the drafter's vocabulary."""
-        return target_logits(self.target, states, self.drafted_ids)
 
     def build_blocks(self, inputs: dict[str, torch.Tensor], label_ids: torch.LongTensor | None = None) -> Blocks:
         """The blocks of a batch with anchors, see [`~dflash_hf.training.blocks.build_blocks`]."""
