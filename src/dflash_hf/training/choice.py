@@ -5,11 +5,12 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
+from transformers import AutoConfig
 
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.sources import load_rows
 from dflash_hf.data.time_left import duration
-from dflash_hf.pairs import Loading, draft_config_of
+from dflash_hf.pairs import Loading, about_remote_code, draft_config_of
 from dflash_hf.training.features import manifests_of
 from dflash_hf.training.recipe import RecipeArguments
 from dflash_hf.training.run_file import read_run
@@ -112,10 +113,6 @@ def _taken(recipe: RecipeArguments, training: dict, values: dict) -> dict:
 
 
 def _config_of(recipe: RecipeArguments):
-    from transformers import AutoConfig
-
-    from dflash_hf.pairs import about_remote_code
-
     options = {"trust_remote_code": recipe.trust_remote_code, "revision": recipe.target_revision or "main"}
     try:
         return AutoConfig.from_pretrained(recipe.target, **options)

@@ -336,7 +336,7 @@ def loss_normalizer(counted: torch.BoolTensor, slot_weights: torch.Tensor | None
     """
     if slot_weights is None:
         return counted.any(-1).sum(1)
-    return (counted * slot_weights).sum((1, 2))
+    return (counted * slot_weights.to(counted.device)).sum((1, 2))  # a batch is counted before it is moved
 
 
 def block_statistics(

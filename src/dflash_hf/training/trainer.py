@@ -408,9 +408,7 @@ class DFlashTrainer(Trainer):
 
     def batch_normalizer(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """The divisor of the summed loss of a batch with anchors, `[]`."""
-        counted = self.build_blocks(batch).counted
-        weights = None if self.slot_weights is None else self.slot_weights.to(counted.device)
-        return loss_normalizer(counted, weights).sum()
+        return loss_normalizer(self.build_blocks(batch).counted, self.slot_weights).sum()
 
     def no_statistics(self) -> torch.Tensor:
         """Zeros `[4 * (T - 1) + 4]`, the initial sum of [`~dflash_hf.training.losses.block_statistics`]."""
