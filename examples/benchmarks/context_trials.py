@@ -33,7 +33,7 @@ from dflash_hf.modeling.cache_dflash import additive
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.smollm2 import drafter_folder
 from dflash_hf.target import TargetOutput, target_features
-from dflash_hf.training import losses, offline
+from dflash_hf.training import losses, train
 from dflash_hf.training import trainer as training
 from dflash_hf.training.blocks import block_mask, build_blocks, example_seeds, sample_anchors
 from dflash_hf.training.features import drop_layers, stored
@@ -283,7 +283,7 @@ def train_arm(name: str, trainer: type, keys: dict, arguments) -> None:
     keys |= {"bf16": halves(), "overwrite_output_dir": True}
     folder = trained_folder(name, arguments)
     with ExitStack() as patched:
-        patched.enter_context(patch.object(offline, "DFlashOfflineTrainer", trainer))
+        patched.enter_context(patch.object(train, "DFlashOfflineTrainer", trainer))
         if arguments.steps:
             patched.enter_context(patch.object(training, "Pace", StepPace))
         if issubclass(trainer, CatTrainer):
