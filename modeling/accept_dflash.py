@@ -279,12 +279,15 @@ class Judge:
             self.processors = [logits_process.LogitsProcessorList(processors) for processors in of_rows]
         self.by_tensors = pace == "at once" and not (self.do_sample or len(logits_processor))
 
-    def at_once(self, draft: Draft | None, logits: torch.Tensor, state: RowState) -> Verdict:
+    def at_once(
+        self, draft: Draft | None, logits: torch.Tensor, state: RowState, most: torch.LongTensor | None = None
+    ) -> Verdict:
         """
         Args:
             draft (`Draft`, *optional*): `[R, n]` tokens; `None` after the prompt.
             logits (`torch.Tensor`): `[R, n, V]`, the target's logits after each of these tokens.
             state (`RowState`): The rows' state before these tokens.
+            most (`torch.LongTensor`, *optional*): `[R]`, maximum number of tokens to accept.
         """
         rows, size, vocab_size = logits.shape
         # 1. The target's own token after each drafted one.
@@ -302,7 +305,7 @@ class Judge:
         counts, path = torch.ones(rows, dtype=torch.long, device=tokens.device), None
         if draft is not None:
             tokens, counts, path = draft.walk(tokens)
-        counts = counts.minimum(state.left)
+        counts = counts.minimum(state.left if most is None else state.left.minimum(most))
         ended = counts >= state.left
         if self.eos is not None:
             is_eos = torch.isin(tokens, self.eos.to(tokens.device))

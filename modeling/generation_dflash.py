@@ -79,7 +79,7 @@ def one_round(
     # 2. Draft a block for each row, and 3. verify it with one forward of the target.
     draft, logits, features, hidden_states = forwards(pair, start, context, plan)
     # 4. Accept the tokens that the target agrees with, plus one token of its own.
-    verdict = pair.continuation.judge(draft, logits, hidden_states)
+    verdict = pair.continuation.judge(draft, logits, hidden_states, pair.session.most(start))
     # 5. Commit: the accepted tokens stay; everything after them will be overwritten.
     pair.session.commit(start, verdict)
     return verdict, Context(verdict.along(features), start)

@@ -23,6 +23,7 @@ from .text_dflash import Continuation
 _OWN_ARGUMENTS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "use_cache"}
 _OWN_ARGUMENTS |= {"output_attentions", "output_hidden_states", "past_key_values", "cache_params"}
 _PROMPT_ARGUMENTS = {"mm_token_type_ids", "logits_to_keep", "cache_position"}
+_UNBOUNDED = 2**40  # more positions than any text has
 
 
 class Prefilled(NamedTuple):
@@ -117,7 +118,14 @@ def opened_session(
     room = columns + drafter.config.block_tokens + (0 if call.compile else min(call.max_new, 256))  # grows
     drafter.open(padding, columns, room, offset, pools[0])
     extra, last_slot = extra_arguments(call), columns + call.max_new - 1
-    return call.facts.open_session(target, prompt.cache, padding, room, offset, extra, pools[1], last_slot)
+    session = call.facts.open_session(target, prompt.cache, padding, room, offset, extra, pools[1], last_slot)
+    # Tables of positions end there, and some texts end in time.
+    text = target.config.get_text_config(decoder=True)
+    positions = getattr(text, "max_position_embeddings", None) or _UNBOUNDED
+    within = positions - 1 - (offset if offset.dim() == 2 else offset[0])[:, 0].expand(len(padding))
+    if call.compile or last_slot > int(within.min()):  # compiled rounds have one shape
+        session.within = within
+    return session
 
 
 def prefill(call: Call, target, drafter: DFlashCandidateGenerator) -> Prefilled:

@@ -26,9 +26,14 @@ class SlotSession:
         extra (`dict`): Additional arguments of the target's forward.
         pool (`dict`, *optional*): As for [`SlotCache`].
         last_slot (`int`, *optional*): Last slot of the text: a block may reach past it, to slots without a position.
+
+    Attributes:
+        within (`torch.LongTensor`, *optional*): `[R]`, the last slot of each row that has one of the target's
+            `max_position_embeddings` positions. No draft reaches past it before the text does; `None` is no bound.
     """
 
     windows: dict[str | None, tuple[int | None, int | None] | None]  # as returned by [`mask_windows`]
+    within: torch.LongTensor | None = None
     rollback_is_free = True  # so that rounds can be compiled, and run before the host knows what was accepted
 
     def __init__(self, target, cache, padding, capacity, offset, extra, pool=None, last_slot=None):
@@ -57,12 +62,21 @@ class SlotSession:
             for name, rule in self.windows.items()
         }
         numbers = slots if draft.tree is None else start[:, None] + draft.tree.depths
+        if self.within is not None:
+            last = torch.where(start <= self.within, self.within, self.last_slot)
+            numbers = numbers.minimum(last[:, None])
         return self.target(
             input_ids=draft.tokens,
             attention_mask=masks[None] if None in masks else masks,
             position_ids=(numbers if self.last_slot is None else numbers.minimum(self.last_slot)) + self.offset,
             **block_arguments(self.arguments, draft.tokens.shape[1]),
         )
+
+    def most(self, start: torch.LongTensor) -> torch.LongTensor | None:
+        """`[R]`, maximum number of tokens that may be committed after anchors at `start`; see `within`."""
+        if self.within is None:
+            return None
+        return torch.where(start <= self.within, self.within + 1 - start, self.last_slot)
 
     def commit(self, start: torch.LongTensor, verdict: Verdict) -> None:
         """Keep the accepted tokens: the path through a tree is made contiguous, the other nodes are overwritten."""

@@ -172,7 +172,13 @@ class Continuation:
             draft = draft._replace(tokens=torch.cat([draft.tokens[:, :1], tokens], dim=1))
         return draft
 
-    def judge(self, draft: Draft | None, logits: torch.Tensor, hidden_states: tuple | None = None) -> Verdict:
+    def judge(
+        self,
+        draft: Draft | None,
+        logits: torch.Tensor,
+        hidden_states: tuple | None = None,
+        most: torch.LongTensor | None = None,
+    ) -> Verdict:
         """
         Decide which part of a draft to accept: the longest path that the target agrees with, plus its next token.
 
@@ -180,11 +186,21 @@ class Continuation:
             draft (`Draft`, *optional*): `[R, n]` tokens; `None` after the prompt.
             logits (`torch.Tensor`): `[R, n, V]`, the target's logits after each of these tokens.
             hidden_states (`tuple[torch.Tensor]`, *optional*): `[R, n, H]` of each layer, if requested.
+            most (`torch.LongTensor`, *optional*): `[R]`, maximum number of tokens to accept.
         """
         logits = logits.to(device=self.device)
         if self.rules.by_steps:
-            return self._token_by_token(draft, logits, hidden_states)
-        return self.rules.at_once(draft, logits, self.state)
+            return self._token_by_token(draft, logits, hidden_states, most)
+        return self.rules.at_once(draft, logits, self.state, most)
+
+    @property
+    def interrupted(self) -> Verdict | None:
+        """The part of a draft that was accepted before an error of the caller's code, if there was one."""
+        if self.judging is None or not self.host.prefilled:
+            return None
+        rows, size = self.judging.shape
+        counts = torch.full((rows,), size, device=self.device)
+        return Verdict(self.judging, counts, self.state.last, self.state.unfinished, self.judging)
 
     def commit(self, verdict: Verdict) -> None:
         """Keep the accepted tokens; `sync` if `look_ahead` rounds are pending or the text is nearly complete."""
@@ -205,7 +221,7 @@ class Continuation:
         timed_out = any(bool(timer(self.sequences, None).all()) for timer in self.rules.timers)
         self.done = timed_out or not any(self.host.alive)
 
-    def _token_by_token(self, draft: Draft | None, logits: torch.Tensor, hidden_states: tuple | None) -> Verdict:
+    def _token_by_token(self, draft: Draft | None, logits: torch.Tensor, hidden_states: tuple | None, most) -> Verdict:
         """
         Judge, write and stream a token of each row before the next: rows go on as far as they agree with the draft,
         all of them or none if they advance together.
@@ -213,7 +229,8 @@ class Continuation:
         rules, writer, alive = self.rules, self.writer, [*self.host.alive]
         together, depth = rules.pace == "together", 0 if draft is None else draft.depth
         rows = [row for row, goes_on in enumerate(alive) if goes_on or together]
-        nodes, counts, most = [0] * len(rows), [0] * len(alive), self.state.left.tolist()
+        nodes, counts, left = [0] * len(rows), [0] * len(alive), self.state.left.tolist()
+        most = [depth + 1] * len(alive) if most is None else most.tolist()
         tokens = torch.full((len(alive), depth + 1), rules.pad, device=self.device)
         path = torch.zeros_like(tokens)
         writer.reserve(self.host.longest + logits.shape[1])
@@ -234,12 +251,13 @@ class Continuation:
             chosen = writer.buffer[rows, columns]  # a criterion may have written another token
             tokens[rows, step], path[rows, step] = chosen, torch.tensor(nodes, device=self.device)
             for row, end in zip(rows, ended, strict=True):
-                counts[row], alive[row] = step + 1, alive[row] and not end and step + 1 < most[row]
+                counts[row], alive[row] = step + 1, alive[row] and not end and step + 1 < left[row]
             if step == depth or not any(alive[row] for row in rows):
                 break
             # A finished row among rows that advance together agrees with padding.
             found = draft.children(rows, nodes, chosen)
             going = [(r, node) for r, node in zip(rows, found) if node is not None and (together or alive[r])]
+            going = [(row, node) for row, node in going if step + 1 < most[row]]
             if rules.noise is not None:
                 going = [(row, node) for row, node in going if rules.noise.goes_on(row, step + 1)]
             if len(going) < (len(rows) if together else 1):
