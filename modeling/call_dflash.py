@@ -93,7 +93,7 @@ class Call:
         # Where the host reads each round anyway, rounds do not run ahead of it.
         self.pace, foreseen = pace_of(self.rows, logits_processor, stopping_criteria, generation_config, streamer)
         timed = any(isinstance(criterion, MaxTimeCriteria) for criterion in stopping_criteria)
-        ahead = free and self.pace == "at once" and not timed and streamer is None
+        ahead = free and self.pace == "at once" and not timed
         self.look_ahead = config.rounds_ahead(input_ids.device) if ahead else 1
         # Whether the draws of a text are those that it takes without a drafter.
         alone = self.generators is not None or self.rows == 1

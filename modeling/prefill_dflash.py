@@ -73,13 +73,18 @@ def opened_pair(call: Call, continuation: Continuation):
         columns, padding = prompt.columns, prompt.padding
         session = opened_session(call, target, drafter, prompt, pools)
         pair = Pair(drafter, session, tap, continuation, columns)
+        start = torch.tensor([columns - pad for pad in padding], device=drafter.device)
         try:
             continuation.commit(continuation.judge(None, prompt.logits, prompt.hidden_states))
             del prompt
-            yield pair, torch.tensor([columns - pad for pad in padding], device=drafter.device)
+            yield pair, start
         finally:
             if keep_cache:  # even after an interruption
-                pair.cache = session.close(columns + max(continuation.host.longest - 1, 0))
+                before, accepted = max(continuation.host.longest - 1, 0), continuation.interrupted
+                if accepted is not None:
+                    session.commit(start + before, accepted)
+                    before += accepted.path.shape[1]
+                pair.cache = session.close(columns + before)
             if call.noise is not None:
                 call.noise.close()
             for holder in (drafter.cache, session):
