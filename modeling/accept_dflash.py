@@ -264,7 +264,7 @@ class Judge:
     ):
         self.processor, self.criteria, self.pace = logits_processor, stopping_criteria, pace
         self.do_sample, self.generators, self.noise = generation_config.do_sample, generators, noise
-        ends = [c.eos_token_id for c in stopping_criteria if isinstance(c, EosTokenCriteria)]
+        ends = [c.eos_token_id.flatten() for c in stopping_criteria if isinstance(c, EosTokenCriteria)]
         self.eos = torch.cat(ends) if ends else None
         self.pads_ended = pads_ended_rows(stopping_criteria)
         pad = generation_config._pad_token_tensor

@@ -2,6 +2,7 @@
 
 import math
 
+import torch
 from transformers.generation import MaxLengthCriteria, MaxTimeCriteria
 from transformers.utils import logging
 
@@ -172,6 +173,8 @@ def warn_of_ignored_settings(generation_config) -> None:
 
 def _reason_before_probing(generation_config, model_kwargs, synced_gpus: bool) -> str | None:
     positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
+    if torch.is_grad_enabled():  # by a caller who goes around the decorator of `generate`
+        return "gradients are recorded"
     if not model_kwargs["use_cache"]:
         return "use_cache=False"
     if synced_gpus:

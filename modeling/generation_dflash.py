@@ -91,8 +91,10 @@ def _runner(call: Call, pair: Pair):
     """
     by_tensors = pair.continuation.rules.by_tensors
     piece = one_round if by_tensors else draft_and_verify
-    # Inference mode dispatches fastest, but tensors that it creates in a cache could not be modified later.
-    run = torch.inference_mode()(piece) if pair.session.rollback_is_free else piece
+    # Inference mode dispatches fastest, but tensors that it creates in a cache could not be modified later, and hooks
+    # could not use those that they get with autograd.
+    fast = pair.session.rollback_is_free and not call.facts.observed
+    run = torch.inference_mode()(piece) if fast else piece
     if call.compile:
         run = CompiledRound(
             piece, run, call.target, call.draft, call.compile, (pair.drafter.cache, pair.session.cache)
@@ -100,7 +102,6 @@ def _runner(call: Call, pair: Pair):
     return run if by_tensors else functools.partial(one_round, forwards=run)
 
 
-@torch.no_grad()
 def decode(
     target,
     draft,

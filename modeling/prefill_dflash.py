@@ -107,7 +107,7 @@ def opened_models(call: Call):
     with ExitStack() as opened:
         pools = [opened.enter_context(slots_of(one)) if call.compile else None for one in (draft, target)]
         target = opened.enter_context(isolated(target, watched))
-        if draft.training:
+        if any(module.training for module in draft.modules()):  # as an adapter added after `eval()` is
             draft = opened.enter_context(isolated(draft, draft.modules(), training=False))
         drafter = DFlashCandidateGenerator(draft, target, generators=call.generators, temperature=call.temperature)
         drafter.foresight = call.foresight()

@@ -5,6 +5,8 @@ A session is opened on the prompt's cache. `verify` runs one forward over a bloc
 `start` of its row; `commit` drops the rejected tokens; `close` returns the cache as `generate` does.
 """
 
+import inspect
+
 import torch
 from transformers import masking_utils
 
@@ -40,6 +42,8 @@ class SlotSession:
         self.target, self.offset, self.source, self.padding = target, offset, cache, padding
         self.cache = SlotCache.adopt(cache, padding, capacity, pool)
         self.arguments = {**extra, cache_argument(target): self.cache, "use_cache": True}
+        if "output_router_logits" in inspect.signature(target.forward).parameters:
+            self.arguments["output_router_logits"] = False  # their loss reads a mask of padding, and nobody reads it
         self.windows, self.dtype = mask_windows(target), target.dtype
         if not any(self.windows.values()):  # no layer has a mask
             self.windows = {None: None}
