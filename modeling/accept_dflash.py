@@ -246,7 +246,8 @@ def pace_of(rows: int, logits_processor, stopping_criteria, generation_config, s
     of_row = (*_COUNTED, StopStringCriteria) if pads_ended_rows(stopping_criteria) else _COUNTED
     rowwise = all(type(p) in _ROWWISE for p in logits_processor) and all(type(c) in of_row for c in stopping_criteria)
     foreseen = rowwise and _draws_nothing(streamer)
-    if all(type(p) in _POSITIONWISE for p in logits_processor) and all(type(c) in _COUNTED for c in stopping_criteria):
+    positionwise = all(type(p) in _POSITIONWISE for p in logits_processor)
+    if positionwise and all(type(c) in _COUNTED for c in stopping_criteria) and streamer is None:
         return "at once", foreseen
     return "row by row" if rowwise or rows == 1 else "together", foreseen
 
@@ -277,7 +278,7 @@ class Judge:
     ):
         self.processor, self.criteria, self.pace = logits_processor, stopping_criteria, pace
         self.do_sample, self.generators, self.noise = generation_config.do_sample, generators, noise
-        ends = [c.eos_token_id for c in stopping_criteria if isinstance(c, EosTokenCriteria)]
+        ends = [c.eos_token_id.flatten() for c in stopping_criteria if isinstance(c, EosTokenCriteria)]
         self.eos = torch.cat(ends) if ends else None
         self.pads_ended = pads_ended_rows(stopping_criteria)
         pad = generation_config._pad_token_tensor
@@ -293,12 +294,15 @@ class Judge:
             self.processors = [logits_process.LogitsProcessorList(processors) for processors in of_rows]
         self.by_tensors = pace == "at once" and not (self.do_sample or len(logits_processor))
 
-    def at_once(self, draft: Draft | None, logits: torch.Tensor, state: RowState) -> Verdict:
+    def at_once(
+        self, draft: Draft | None, logits: torch.Tensor, state: RowState, most: torch.LongTensor | None = None
+    ) -> Verdict:
         """
         Args:
             draft (`Draft`, *optional*): `[R, n]` tokens; `None` after the prompt.
             logits (`torch.Tensor`): `[R, n, V]`, the target's logits after each of these tokens.
             state (`RowState`): The rows' state before these tokens.
+            most (`torch.LongTensor`, *optional*): `[R]`, maximum number of tokens to accept.
         """
         rows, size, vocab_size = logits.shape
         # 1. The target's own token after each drafted one.
@@ -316,7 +320,7 @@ class Judge:
         counts, path = torch.ones(rows, dtype=torch.long, device=tokens.device), None
         if draft is not None:
             tokens, counts, path = draft.walk(tokens)
-        counts = counts.minimum(state.left)
+        counts = counts.minimum(state.left if most is None else state.left.minimum(most))
         ended = counts >= state.left
         if self.eos is not None:
             is_eos = torch.isin(tokens, self.eos.to(tokens.device))

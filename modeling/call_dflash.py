@@ -2,6 +2,7 @@
 
 import math
 
+import torch
 from transformers.generation import MaxLengthCriteria, MaxTimeCriteria
 from transformers.utils import logging
 
@@ -93,7 +94,7 @@ class Call:
         # Where the host reads each round anyway, rounds do not run ahead of it.
         self.pace, foreseen = pace_of(self.rows, logits_processor, stopping_criteria, generation_config, streamer)
         timed = any(isinstance(criterion, MaxTimeCriteria) for criterion in stopping_criteria)
-        ahead = free and self.pace == "at once" and not timed and streamer is None
+        ahead = free and self.pace == "at once" and not timed
         self.look_ahead = config.rounds_ahead(input_ids.device) if ahead else 1
         # Whether the draws of a text are those that it takes without a drafter.
         alone = self.generators is not None or self.rows == 1
@@ -172,6 +173,8 @@ def warn_of_ignored_settings(generation_config) -> None:
 
 def _reason_before_probing(generation_config, model_kwargs, synced_gpus: bool) -> str | None:
     positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
+    if torch.is_grad_enabled():  # by a caller who goes around the decorator of `generate`
+        return "gradients are recorded"
     if not model_kwargs["use_cache"]:
         return "use_cache=False"
     if synced_gpus:

@@ -79,7 +79,7 @@ def one_round(
     # 2. Draft a block for each row, and 3. verify it with one forward of the target.
     draft, logits, features, hidden_states = forwards(pair, start, context, plan)
     # 4. Accept the tokens that the target agrees with, plus one token of its own.
-    verdict = pair.continuation.judge(draft, logits, hidden_states)
+    verdict = pair.continuation.judge(draft, logits, hidden_states, pair.session.most(start))
     # 5. Commit: the accepted tokens stay; everything after them will be overwritten.
     pair.session.commit(start, verdict)
     return verdict, Context(verdict.along(features), start)
@@ -91,8 +91,10 @@ def _runner(call: Call, pair: Pair):
     """
     by_tensors = pair.continuation.rules.by_tensors
     piece = one_round if by_tensors else draft_and_verify
-    # Inference mode dispatches fastest, but tensors that it creates in a cache could not be modified later.
-    run = torch.inference_mode()(piece) if pair.session.rollback_is_free else piece
+    # Inference mode dispatches fastest, but tensors that it creates in a cache could not be modified later, and hooks
+    # could not use those that they get with autograd.
+    fast = pair.session.rollback_is_free and not call.facts.observed
+    run = torch.inference_mode()(piece) if fast else piece
     if call.compile:
         run = CompiledRound(
             piece, run, call.target, call.draft, call.compile, (pair.drafter.cache, pair.session.cache)
@@ -100,7 +102,6 @@ def _runner(call: Call, pair: Pair):
     return run if by_tensors else functools.partial(one_round, forwards=run)
 
 
-@torch.no_grad()
 def decode(
     target,
     draft,

@@ -23,6 +23,7 @@ from .text_dflash import Continuation
 _OWN_ARGUMENTS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "use_cache"}
 _OWN_ARGUMENTS |= {"output_attentions", "output_hidden_states", "past_key_values", "cache_params"}
 _PROMPT_ARGUMENTS = {"mm_token_type_ids", "logits_to_keep", "cache_position"}
+_UNBOUNDED = 2**40  # more positions than any text has
 
 
 class Prefilled(NamedTuple):
@@ -72,13 +73,18 @@ def opened_pair(call: Call, continuation: Continuation):
         columns, padding = prompt.columns, prompt.padding
         session = opened_session(call, target, drafter, prompt, pools)
         pair = Pair(drafter, session, tap, continuation, columns)
+        start = torch.tensor([columns - pad for pad in padding], device=drafter.device)
         try:
             continuation.commit(continuation.judge(None, prompt.logits, prompt.hidden_states))
             del prompt
-            yield pair, torch.tensor([columns - pad for pad in padding], device=drafter.device)
+            yield pair, start
         finally:
             if keep_cache:  # even after an interruption
-                pair.cache = session.close(columns + max(continuation.host.longest - 1, 0))
+                before, accepted = max(continuation.host.longest - 1, 0), continuation.interrupted
+                if accepted is not None:
+                    session.commit(start + before, accepted)
+                    before += accepted.path.shape[1]
+                pair.cache = session.close(columns + before)
             if call.noise is not None:
                 call.noise.close()
             for holder in (drafter.cache, session):
@@ -101,7 +107,7 @@ def opened_models(call: Call):
     with ExitStack() as opened:
         pools = [opened.enter_context(slots_of(one)) if call.compile else None for one in (draft, target)]
         target = opened.enter_context(isolated(target, watched))
-        if draft.training:
+        if any(module.training for module in draft.modules()):  # as an adapter added after `eval()` is
             draft = opened.enter_context(isolated(draft, draft.modules(), training=False))
         drafter = DFlashCandidateGenerator(draft, target, generators=call.generators, temperature=call.temperature)
         drafter.foresight = call.foresight()
@@ -117,7 +123,14 @@ def opened_session(
     room = columns + drafter.config.block_tokens + (0 if call.compile else min(call.max_new, 256))  # grows
     drafter.open(padding, columns, room, offset, pools[0])
     extra, last_slot = extra_arguments(call), columns + call.max_new - 1
-    return call.facts.open_session(target, prompt.cache, padding, room, offset, extra, pools[1], last_slot)
+    session = call.facts.open_session(target, prompt.cache, padding, room, offset, extra, pools[1], last_slot)
+    # Tables of positions end there, and some texts end in time.
+    text = target.config.get_text_config(decoder=True)
+    positions = getattr(text, "max_position_embeddings", None) or _UNBOUNDED
+    within = positions - 1 - (offset if offset.dim() == 2 else offset[0])[:, 0].expand(len(padding))
+    if call.compile or last_slot > int(within.min()):  # compiled rounds have one shape
+        session.within = within
+    return session
 
 
 def prefill(call: Call, target, drafter: DFlashCandidateGenerator) -> Prefilled:

@@ -64,6 +64,8 @@ class TargetFacts:
         cache_name (`str`): Name of its forward's cache argument.
         reach (`float`): Maximum length of a text: some targets take positions from the length of the cache, or build
             masks of a window over its keys, and their cache in slots is longer than the text.
+        observed (`bool`): Whether hooks or replaced forwards run in its forward: they may keep what they get, or
+            compute gradients.
         lasting (`bool`): Whether these facts hold for the next call too: not if the target itself could not run on two
             rows, as while hooks of this call set adapters for another number of rows.
     """
@@ -78,6 +80,7 @@ class TargetFacts:
     error: float = math.inf
     cache_name: str = "past_key_values"
     reach: float = math.inf
+    observed: bool = False
     lasting: bool = True
 
     @classmethod
@@ -162,6 +165,7 @@ def facts_of(target) -> TargetFacts:
             kind = device.type if devices else "cuda"
             with torch.random.fork_rng(devices, enabled=training, device_type=kind), _kept_hooks(modules):
                 facts = _Trial(target).found()
+            facts.observed = bool(hooks or replaced)
             if not facts.lasting:
                 return facts
             if on_disk and facts.features:

@@ -5,6 +5,8 @@ A session is opened on the prompt's cache. `verify` runs one forward over a bloc
 `start` of its row; `commit` drops the rejected tokens; `close` returns the cache as `generate` does.
 """
 
+import inspect
+
 import torch
 from transformers import masking_utils
 
@@ -26,15 +28,22 @@ class SlotSession:
         extra (`dict`): Additional arguments of the target's forward.
         pool (`dict`, *optional*): As for [`SlotCache`].
         last_slot (`int`, *optional*): Last slot of the text: a block may reach past it, to slots without a position.
+
+    Attributes:
+        within (`torch.LongTensor`, *optional*): `[R]`, the last slot of each row that has one of the target's
+            `max_position_embeddings` positions. No draft reaches past it before the text does; `None` is no bound.
     """
 
     windows: dict[str | None, tuple[int | None, int | None] | None]  # as returned by [`mask_windows`]
+    within: torch.LongTensor | None = None
     rollback_is_free = True  # so that rounds can be compiled, and run before the host knows what was accepted
 
     def __init__(self, target, cache, padding, capacity, offset, extra, pool=None, last_slot=None):
         self.target, self.offset, self.source, self.padding = target, offset, cache, padding
         self.cache = SlotCache.adopt(cache, padding, capacity, pool)
         self.arguments = {**extra, cache_argument(target): self.cache, "use_cache": True}
+        if "output_router_logits" in inspect.signature(target.forward).parameters:
+            self.arguments["output_router_logits"] = False  # their loss reads a mask of padding, and nobody reads it
         self.windows, self.dtype = mask_windows(target), target.dtype
         if not any(self.windows.values()):  # no layer has a mask
             self.windows = {None: None}
@@ -57,12 +66,21 @@ class SlotSession:
             for name, rule in self.windows.items()
         }
         numbers = slots if draft.tree is None else start[:, None] + draft.tree.depths
+        if self.within is not None:
+            last = torch.where(start <= self.within, self.within, self.last_slot)
+            numbers = numbers.minimum(last[:, None])
         return self.target(
             input_ids=draft.tokens,
             attention_mask=masks[None] if None in masks else masks,
             position_ids=(numbers if self.last_slot is None else numbers.minimum(self.last_slot)) + self.offset,
             **block_arguments(self.arguments, draft.tokens.shape[1]),
         )
+
+    def most(self, start: torch.LongTensor) -> torch.LongTensor | None:
+        """`[R]`, maximum number of tokens that may be committed after anchors at `start`; see `within`."""
+        if self.within is None:
+            return None
+        return torch.where(start <= self.within, self.within + 1 - start, self.last_slot)
 
     def commit(self, start: torch.LongTensor, verdict: Verdict) -> None:
         """Keep the accepted tokens: the path through a tree is made contiguous, the other nodes are overwritten."""

@@ -82,7 +82,12 @@ class Writer:
     def append(self, rows: list[int], columns: list[int], tokens: torch.LongTensor) -> None:
         """Write and stream one token of each of some rows, into these columns."""
         self.buffer[rows, columns] = tokens
-        self._stream(tokens, size=len(tokens))
+        if self.streamer is None:
+            return
+        tokens = tokens.cpu()
+        began = clock(self.buffer.device)
+        self.streamer.put(tokens)
+        self.streaming += clock(self.buffer.device) - began
 
     def note(self, scores: torch.Tensor, raw: torch.Tensor, hidden_states: tuple | None) -> None:
         """Keep a token's scores, logits and hidden states, if requested."""
@@ -92,22 +97,6 @@ class Writer:
             self.raw_logits += (raw,)
         if self.hidden_states is not None:
             self.hidden_states += (hidden_states,)
-
-    def show(self, tokens: torch.LongTensor, verified: bool) -> None:
-        """Stream committed tokens of the only row one by one; `verified`: they come from a round, not the prompt."""
-        if verified:
-            self.next_round()
-        self._stream(tokens, size=1)
-
-    def _stream(self, tokens: torch.LongTensor, size: int) -> None:
-        """Give tokens to the streamer, `size` at a time."""
-        if self.streamer is None:
-            return
-        tokens = tokens.cpu()
-        began = clock(self.buffer.device)
-        for some in tokens.split(size):
-            self.streamer.put(some)
-        self.streaming += clock(self.buffer.device) - began
 
 
 class Continuation:
@@ -133,6 +122,7 @@ class Continuation:
         self.host = HostView(rows)
         self.done = False
         self.look_ahead = look_ahead
+        self.judging: torch.LongTensor | None = None  # [R, n], the nodes judged so far if rows are in step
 
     @property
     def last(self) -> torch.LongTensor:
@@ -172,7 +162,13 @@ class Continuation:
             draft = draft._replace(tokens=torch.cat([draft.tokens[:, :1], tokens], dim=1))
         return draft
 
-    def judge(self, draft: Draft | None, logits: torch.Tensor, hidden_states: tuple | None = None) -> Verdict:
+    def judge(
+        self,
+        draft: Draft | None,
+        logits: torch.Tensor,
+        hidden_states: tuple | None = None,
+        most: torch.LongTensor | None = None,
+    ) -> Verdict:
         """
         Decide which part of a draft to accept: the longest path that the target agrees with, plus its next token.
 
@@ -180,15 +176,25 @@ class Continuation:
             draft (`Draft`, *optional*): `[R, n]` tokens; `None` after the prompt.
             logits (`torch.Tensor`): `[R, n, V]`, the target's logits after each of these tokens.
             hidden_states (`tuple[torch.Tensor]`, *optional*): `[R, n, H]` of each layer, if requested.
+            most (`torch.LongTensor`, *optional*): `[R]`, maximum number of tokens to accept.
         """
         logits = logits.to(device=self.device)
         if self.rules.by_steps:
-            return self._token_by_token(draft, logits, hidden_states)
-        return self.rules.at_once(draft, logits, self.state)
+            return self._token_by_token(draft, logits, hidden_states, most)
+        return self.rules.at_once(draft, logits, self.state, most)
+
+    @property
+    def interrupted(self) -> Verdict | None:
+        """The part of a draft that was accepted before an error of the caller's code, if there was one."""
+        if self.judging is None or not self.host.prefilled:
+            return None
+        rows, size = self.judging.shape
+        counts = torch.full((rows,), size, device=self.device)
+        return Verdict(self.judging, counts, self.state.last, self.state.unfinished, self.judging)
 
     def commit(self, verdict: Verdict) -> None:
         """Keep the accepted tokens; `sync` if `look_ahead` rounds are pending or the text is nearly complete."""
-        size, verified = verdict.tokens.shape[1], self.host.prefilled
+        size = verdict.tokens.shape[1]
         if not self.rules.by_steps:  # else it is written already
             self.writer.reserve(self.longest_possible + size)
             self.writer.write(self.max_new - self.state.left, verdict)
@@ -200,12 +206,10 @@ class Continuation:
         self.host.sync()
         if self.rules.noise is not None:
             self.rules.noise.advance(self.host.lengths, self.host.alive)
-        if not self.rules.by_steps:
-            self.writer.show(self.sequences[0, -self.host.committed[0] :], verified)
         timed_out = any(bool(timer(self.sequences, None).all()) for timer in self.rules.timers)
         self.done = timed_out or not any(self.host.alive)
 
-    def _token_by_token(self, draft: Draft | None, logits: torch.Tensor, hidden_states: tuple | None) -> Verdict:
+    def _token_by_token(self, draft: Draft | None, logits: torch.Tensor, hidden_states: tuple | None, most) -> Verdict:
         """
         Judge, write and stream a token of each row before the next: rows go on as far as they agree with the draft,
         all of them or none if they advance together.
@@ -213,13 +217,17 @@ class Continuation:
         rules, writer, alive = self.rules, self.writer, [*self.host.alive]
         together, depth = rules.pace == "together", 0 if draft is None else draft.depth
         rows = [row for row, goes_on in enumerate(alive) if goes_on or together]
-        nodes, counts, most = [0] * len(rows), [0] * len(alive), self.state.left.tolist()
+        nodes, counts, left = [0] * len(rows), [0] * len(alive), self.state.left.tolist()
+        most = [depth + 1] * len(alive) if most is None else most.tolist()
         tokens = torch.full((len(alive), depth + 1), rules.pad, device=self.device)
         path = torch.zeros_like(tokens)
         writer.reserve(self.host.longest + logits.shape[1])
         if draft is not None:
             writer.next_round()
         for step in range(depth + 1):
+            path[rows, step] = torch.tensor(nodes, device=self.device)
+            if together or len(alive) == 1:
+                self.judging = path[:, : step + 1]
             columns = [writer.prompt_length + self.host.lengths[row] + step for row in rows]
             raw = logits[rows, nodes].float()
             chosen, scores = rules.next_tokens(writer.buffer, columns, raw, draft, step, rows)
@@ -232,19 +240,21 @@ class Continuation:
             writer.append(rows, columns, chosen)
             ended = rules.ended(writer.buffer, [column + 1 for column in columns], chosen, writer.scores, rows)
             chosen = writer.buffer[rows, columns]  # a criterion may have written another token
-            tokens[rows, step], path[rows, step] = chosen, torch.tensor(nodes, device=self.device)
+            tokens[rows, step] = chosen
             for row, end in zip(rows, ended, strict=True):
-                counts[row], alive[row] = step + 1, alive[row] and not end and step + 1 < most[row]
+                counts[row], alive[row] = step + 1, alive[row] and not end and step + 1 < left[row]
             if step == depth or not any(alive[row] for row in rows):
                 break
             # A finished row among rows that advance together agrees with padding.
             found = draft.children(rows, nodes, chosen)
             going = [(r, node) for r, node in zip(rows, found) if node is not None and (together or alive[r])]
+            going = [(row, node) for row, node in going if step + 1 < most[row]]
             if rules.noise is not None:
                 going = [(row, node) for row, node in going if rules.noise.goes_on(row, step + 1)]
             if len(going) < (len(rows) if together else 1):
                 break
             rows, nodes = map(list, zip(*going, strict=True))
+        self.judging = None
         taken, unfinished = torch.tensor(counts, device=self.device), torch.tensor(alive, device=self.device)
         along = path if draft is not None and draft.tree is not None else None
         return Verdict(tokens, taken, self.state.last_after(tokens, taken), unfinished, along)

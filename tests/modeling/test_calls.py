@@ -16,6 +16,7 @@ from transformers.generation import GenerationConfig
 
 from dflash_hf.evaluation.divergence import WRONG, judge, summary
 from dflash_hf.modeling.cache_dflash import SlotCache
+from dflash_hf.modeling.recurrent_dflash import recurrent_states
 from dflash_hf.modeling.sessions_dflash import SlotSession
 
 
@@ -271,9 +272,44 @@ def test_dola_is_refused(target, draft):
         target.generate(PROMPT, max_new_tokens=5, dola_layers="low", assistant_model=draft)
 
 
+@pytest.mark.parametrize("place", ["processor", "criterion", "streamer"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "jamba"])
+def test_a_cache_after_an_interruption_equals_that_without_a_drafter(family, rows, place):
+    """A Jamba goes on from a cache in single tokens only: one that lacks several is of no use."""
+    target = make_target(family, attn=None, dtype=torch.float64 if family == "jamba" else torch.float32)
+    inputs = {"input_ids": PROMPT.repeat(rows, 1) + torch.arange(rows)[:, None]}
+    options = {**inputs, "max_new_tokens": 20, "do_sample": False}
+    draft = scripted(make_draft(target, 6), target.generate(**options), error_rate=0.1)
+    for nodes in (None, 8):
+        draft.decoding_config.tree_nodes = nodes
+        for after in (1, 2, 5, 9):
+            caches = []
+            for assistant in (None, draft):
+                cache, interruption = DynamicCache(config=target.config), Interruption(KeyError, after, rows)
+                own: dict = {"streamer": interruption}
+                if place == "processor":
+                    own = {"logits_processor": [lambda ids, scores, stop=interruption: stop() or scores]}
+                elif place == "criterion":
+                    nobody = torch.zeros(rows, dtype=torch.bool)
+                    own = {"stopping_criteria": [lambda ids, scores, stop=interruption, no=nobody: stop() or no]}
+                with pytest.raises(KeyError):
+                    target.generate(**options, **own, past_key_values=cache, assistant_model=assistant)
+                caches.append(cache)
+            held = [
+                [getattr(layer, name) for layer in cache.layers for name in ("keys", "values") if hasattr(layer, name)]
+                + recurrent_states(cache.layers)
+                for cache in caches
+            ]
+            assert all(torch.allclose(ours, theirs, atol=1e-4) for theirs, ours in zip(*held, strict=True))
+
+
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text"])
 def test_an_interruption_leaves_the_callers_cache_whole(family):
-    """Stopped inside a block, the cache holds committed tokens and no others: its text can be gone on with."""
+    """
+    Stopped inside a block, the cache holds what it holds without a drafter: all tokens that were shown, but the last.
+    It used to hold the rest of the block, so that a text that went on after the last shown token was another one.
+    """
 
     class Interrupted:
         def __init__(self, after):
@@ -297,7 +333,7 @@ def test_an_interruption_leaves_the_callers_cache_whole(family):
             target.generate(PROMPT, **options, streamer=streamer, assistant_model=draft)
         assert streamer.tokens == expected[0, 10 : 10 + after].tolist()
         length = cache.get_seq_length()
-        assert 10 + after - 1 <= length < 10 + after + 8
+        assert length == 10 + after - 1
         whole = DynamicCache(config=target.config)
         target(expected[:, :length], past_key_values=whole, use_cache=True)
         options = {"max_new_tokens": 3, "do_sample": False}
@@ -340,8 +376,8 @@ def test_ten_thousand_tokens_in_constant_memory():
 class Interruption:
     """Raises `error` when it is reached for the `nth` time, at one place of a call of `generate`."""
 
-    def __init__(self, error, nth):
-        self.error, self.left = error, nth
+    def __init__(self, error, nth, rows=1):
+        self.error, self.left, self.rows = error, nth, rows
 
     def __call__(self, *args, **kwargs):
         self.left -= 1
@@ -349,7 +385,7 @@ class Interruption:
             raise self.error
 
     def put(self, value):
-        if value.numel() == 1:
+        if value.numel() == self.rows:
             self()
 
 

@@ -13,6 +13,7 @@ from support.tiny_models import tiny_model
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
+    EosTokenCriteria,
     GPTNeoConfig,
     MaxLengthCriteria,
     MaxTimeCriteria,
@@ -252,3 +253,64 @@ def test_what_cannot_be_used_is_named():
     target.lm_head = torch.nn.Sequential(target.lm_head, torch.nn.Identity())
     with pytest.raises(ValueError, match="The head of target .* is a Sequential without a weight"):
         text(target, make_draft(make_target()))
+
+
+@pytest.mark.parametrize("by_argument", [True, False])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_logits_of_routers(family, by_argument):
+    """Their loss took the masks of a block for one of padding: "The size of tensor a must match"."""
+    target = make_target(family, attn=None)
+    draft, expected = drafter(target), text(target)[0]
+    drafted(target, draft)  # probed before they are asked for
+    more = {"output_router_logits": True} if by_argument else {}
+    target.config.output_router_logits = not by_argument
+    written, lengths = text(target, draft, **more)
+    assert written == expected and max(lengths[0]) > 3
+
+
+def test_an_end_token_of_no_dimension():
+    target = make_target()
+    ends = [EosTokenCriteria(torch.tensor(text(target)[0][0][-8]))]
+    assert text(target, drafter(target), stopping_criteria=ends)[0] == text(target, stopping_criteria=ends)[0]
+
+
+def test_hooks_that_use_autograd():
+    """Rounds ran in inference mode, in which no hook can compute a gradient, nor keep what may be trained on."""
+    target, kept = make_target(), []
+
+    def steer(module, args, output):
+        with torch.enable_grad():
+            inside = output.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(inside.square().sum(), inside)
+        kept.append(output)
+        return output + 0.01 * gradient
+
+    target.model.layers[1].register_forward_hook(steer)
+    drafted(target, drafter(target))
+    torch.nn.Linear(32, 1)(kept[-1]).sum().backward()
+
+
+def test_gradients_through_a_text_are_kept():
+    """`generate` without its decorator, as it is called to train on its own samples, decodes without the drafter."""
+    target, outputs = make_target(), []
+    embeds = target.get_input_embeddings()(PROMPT).requires_grad_()
+    options = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    for assistant in (None, drafter(target)):
+        generate = type(target).generate.__wrapped__
+        outputs.append(generate(target, inputs_embeds=embeds, **options, assistant_model=assistant))
+    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+    gradients = [torch.autograd.grad(output.logits[-1].square().sum(), embeds)[0] for output in outputs]
+    assert torch.equal(*gradients) and gradients[0].abs().sum() > 0
+
+
+def test_dropout_inside_a_drafter_in_evaluation_draws_no_number():
+    """An adapter added after `eval()` is in training mode; its dropout took numbers that samples are drawn with."""
+    target = make_target()
+    draft = make_draft(target, attention_dropout=0.5)
+    draft.layers.train()
+    assert not draft.training
+    texts = []
+    for assistant in (None, draft):
+        torch.manual_seed(3)
+        texts.append(text(target, assistant, do_sample=True)[0])
+    assert texts[0] == texts[1]
