@@ -246,8 +246,7 @@ def pace_of(rows: int, logits_processor, stopping_criteria, generation_config, s
     of_row = (*_COUNTED, StopStringCriteria) if pads_ended_rows(stopping_criteria) else _COUNTED
     rowwise = all(type(p) in _ROWWISE for p in logits_processor) and all(type(c) in of_row for c in stopping_criteria)
     foreseen = rowwise and _draws_nothing(streamer)
-    positionwise = all(type(p) in _POSITIONWISE for p in logits_processor)
-    if positionwise and all(type(c) in _COUNTED for c in stopping_criteria) and streamer is None:
+    if all(type(p) in _POSITIONWISE for p in logits_processor) and all(type(c) in _COUNTED for c in stopping_criteria):
         return "at once", foreseen
     return "row by row" if rowwise or rows == 1 else "together", foreseen
 

@@ -93,8 +93,10 @@ class Call:
         self.compile = config.compile if compilable and config.compile not in failed_on(target, draft) else False
         # Where the host reads each round anyway, rounds do not run ahead of it.
         self.pace, foreseen = pace_of(self.rows, logits_processor, stopping_criteria, generation_config, streamer)
+        if streamer is not None and not free and self.pace == "at once":
+            self.pace = "row by row"  # a recurrent state cannot drop what a streamer that raises never got
         timed = any(isinstance(criterion, MaxTimeCriteria) for criterion in stopping_criteria)
-        ahead = free and self.pace == "at once" and not timed
+        ahead = free and self.pace == "at once" and not timed and streamer is None
         self.look_ahead = config.rounds_ahead(input_ids.device) if ahead else 1
         # Whether the draws of a text are those that it takes without a drafter.
         alone = self.generators is not None or self.rows == 1

@@ -80,7 +80,7 @@ def opened_pair(call: Call, continuation: Continuation):
             yield pair, start
         finally:
             if keep_cache:  # even after an interruption
-                before, accepted = max(continuation.host.longest - 1, 0), continuation.interrupted
+                before, accepted = continuation.cached, continuation.interrupted
                 if accepted is not None:
                     session.commit(start + before, accepted)
                     before += accepted.path.shape[1]

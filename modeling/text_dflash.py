@@ -58,6 +58,7 @@ class Writer:
         self.prompt_length, self.pad, self.streamer = input_ids.shape[1], pad, streamer
         self.next_round = getattr(streamer, "next_round", lambda: None)  # for streamers that mark drafted tokens
         self.streaming = 0.0  # seconds spent in the streamer, which are not a cost of rounds
+        self.shown = 0  # tokens of a row that the streamer has taken
         self.buffer = input_ids  # grows with the text: the limit may be far away
         keep = generation_config.return_dict_in_generate
         self.scores: tuple | None = () if keep and generation_config.output_scores else None
@@ -82,12 +83,7 @@ class Writer:
     def append(self, rows: list[int], columns: list[int], tokens: torch.LongTensor) -> None:
         """Write and stream one token of each of some rows, into these columns."""
         self.buffer[rows, columns] = tokens
-        if self.streamer is None:
-            return
-        tokens = tokens.cpu()
-        began = clock(self.buffer.device)
-        self.streamer.put(tokens)
-        self.streaming += clock(self.buffer.device) - began
+        self._stream(tokens, size=len(tokens))
 
     def note(self, scores: torch.Tensor, raw: torch.Tensor, hidden_states: tuple | None) -> None:
         """Keep a token's scores, logits and hidden states, if requested."""
@@ -97,6 +93,23 @@ class Writer:
             self.raw_logits += (raw,)
         if self.hidden_states is not None:
             self.hidden_states += (hidden_states,)
+
+    def show(self, tokens: torch.LongTensor, verified: bool) -> None:
+        """Stream committed tokens of the only row one by one; `verified`: they come from a round, not the prompt."""
+        if verified:
+            self.next_round()
+        self._stream(tokens, size=1)
+
+    def _stream(self, tokens: torch.LongTensor, size: int) -> None:
+        """Give tokens to the streamer, `size` at a time."""
+        if self.streamer is None:
+            return
+        tokens = tokens.cpu()
+        began = clock(self.buffer.device)
+        for some in tokens.split(size):
+            self.streamer.put(some)
+            self.shown += 1
+        self.streaming += clock(self.buffer.device) - began
 
 
 class Continuation:
@@ -184,6 +197,12 @@ class Continuation:
         return self.rules.at_once(draft, logits, self.state, most)
 
     @property
+    def cached(self) -> int:
+        """Tokens that a cache holds without a drafter: all but the last, and none that a failed streamer never got."""
+        longest = max(self.host.longest - 1, 0)
+        return longest if self.writer.streamer is None else min(longest, self.writer.shown)
+
+    @property
     def interrupted(self) -> Verdict | None:
         """The part of a draft that was accepted before an error of the caller's code, if there was one."""
         if self.judging is None or not self.host.prefilled:
@@ -194,7 +213,7 @@ class Continuation:
 
     def commit(self, verdict: Verdict) -> None:
         """Keep the accepted tokens; `sync` if `look_ahead` rounds are pending or the text is nearly complete."""
-        size = verdict.tokens.shape[1]
+        size, verified = verdict.tokens.shape[1], self.host.prefilled
         if not self.rules.by_steps:  # else it is written already
             self.writer.reserve(self.longest_possible + size)
             self.writer.write(self.max_new - self.state.left, verdict)
@@ -206,6 +225,8 @@ class Continuation:
         self.host.sync()
         if self.rules.noise is not None:
             self.rules.noise.advance(self.host.lengths, self.host.alive)
+        if not self.rules.by_steps:
+            self.writer.show(self.sequences[0, -self.host.committed[0] :], verified)
         timed_out = any(bool(timer(self.sequences, None).all()) for timer in self.rules.timers)
         self.done = timed_out or not any(self.host.alive)
 
