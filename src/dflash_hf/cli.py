@@ -26,6 +26,7 @@ from dflash_hf.terminal import (
     end_progress_bars,
     json_text,
     one_line,
+    open_missing_streams,
     set_verbosity,
     stop_printing,
 )
@@ -74,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         `int`: The exit status, see above. Raises `SystemExit`: 2 if the arguments are invalid, 0 after help.
     """
+    open_missing_streams()
     with _interrupts() as interrupted:
         name, again, debug = "", "run the same command again", os.environ.get("DFLASH_DEBUG", "0") not in ("", "0")
         try:
