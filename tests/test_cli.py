@@ -178,6 +178,17 @@ def test_errors_are_one_line(pair_arguments, tmp_path, capsys):
         assert "Traceback" not in last
 
 
+@pytest.mark.parametrize("name", ["stdin", "stdout", "stderr"])
+def test_a_closed_standard_stream_is_an_empty_one(name, pair_arguments, capsys, monkeypatch):
+    """`<&-` ended in a TypeError, `>&-` in an AttributeError; with `2>&-` messages went to standard output."""
+    monkeypatch.setattr(sys, name, None)
+    prompt = "-" if name == "stdin" else "a"
+    assert main(["generate", *pair_arguments, "--prompt", prompt, "--max-new-tokens", "4"]) == (name == "stdin")
+    printed = capsys.readouterr()
+    assert ("--prompt is empty" if name == "stdin" else "tau") in printed.err or name == "stderr"
+    assert "tau" not in printed.out and "object" not in printed.err
+
+
 def test_colour_is_for_terminals_and_no_color_for_those_who_mind(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):

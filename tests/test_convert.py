@@ -188,6 +188,7 @@ def test_folders_with_the_name_of_a_file_or_only_files(draft, tmp_path, capsys):
         assert main(["convert", str(tmp_path / name), str(tmp_path / f"{name} again")]) == 0
         assert main(["check", str(tmp_path / name)]) == 0
     file = save_pt(draft, tmp_path / "run")
+    (tmp_path / "run" / "training_args.bin").touch()  # was named as the weights
     capsys.readouterr()
     assert main(["convert", str(file.parent), str(tmp_path / "new")]) == 1
     assert f"run holds no safetensors; name the file with its weights: {file}." in capsys.readouterr().err

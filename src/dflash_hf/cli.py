@@ -19,7 +19,16 @@ from contextlib import contextmanager
 
 from dflash_hf.commands.shared import COMMON, Formatter, Parser, add_common, add_examples
 from dflash_hf.data.sources import check_files
-from dflash_hf.terminal import Echo, UsageError, end_progress_bars, json_text, one_line, set_verbosity, stop_printing
+from dflash_hf.terminal import (
+    Echo,
+    UsageError,
+    end_progress_bars,
+    json_text,
+    one_line,
+    open_missing_streams,
+    set_verbosity,
+    stop_printing,
+)
 
 
 # The commands, in the order of use. The module of a command's name in `commands` has `add_arguments(parser)` and
@@ -66,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         `int`: The exit status, see above. Raises `SystemExit`: 2 if the arguments are invalid, 0 after help.
     """
+    open_missing_streams()
     with _interrupts() as interrupted:
         name, again, debug = "", "run the same command again", os.environ.get("DFLASH_DEBUG", "0") not in ("", "0")
         try:

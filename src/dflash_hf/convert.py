@@ -28,6 +28,8 @@ NATIVE_NAMES = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder
 # Without `vocab_size`, engines would use Muse's.
 _NATIVE_KEYS = (*MuseGlimmerAssistantConfig.__annotations__, "vocab_size")
 
+_OF_TRAINER = ("training_args", "optimizer", "scheduler", "scaler")  # files of a run that are not weights
+
 
 def convert(
     src: str | Path,
@@ -121,7 +123,7 @@ def is_file_name(src: str | Path) -> bool:
 def _check_readable(folder: Path) -> None:
     """A folder without safetensors may hold a file that `convert` reads by its own name."""
     if folder.is_dir() and not any(folder.glob("*.safetensors*")):
-        files = sorted(str(path) for path in folder.iterdir() if is_file_name(path))
+        files = sorted(str(path) for path in folder.iterdir() if is_file_name(path) and path.stem not in _OF_TRAINER)
         if files:
             raise ValueError(f"{folder} holds no safetensors; name the file with its weights: {', '.join(files)}.")
 

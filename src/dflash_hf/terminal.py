@@ -281,6 +281,13 @@ def bar(desc: str) -> Callable[[Iterable], Iterable]:
     return lambda items: logging.tqdm(items, desc=desc, disable=None, leave=False)
 
 
+def open_missing_streams() -> None:
+    """Standard streams that the caller closed (`<&-`), which Python has as None, become empty."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
+
+
 def stop_printing() -> None:
     """Discard further standard output; otherwise Python reports the closed pipe at exit."""
     with contextlib.suppress(OSError, ValueError):

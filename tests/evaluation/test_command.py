@@ -99,6 +99,16 @@ def test_from_a_file_to_the_report_beside_the_weights(pair, tmp_path, capsys):
     assert again["responses"] == report["responses"] and "prompt_lookup" in again["methods"]
 
 
+def test_a_report_is_not_written_beside_other_weights(pair, tmp_path, capsys):
+    """It replaced that drafter's own report, and its card showed the figures of another."""
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "eval_report.json").write_text("{}", encoding="utf-8")
+    named = ["--target", str(pair / "target"), "--draft", str(pair / "draft"), "--output", str(tmp_path)]
+    assert main(["eval", *named, "--data", "arithmetic", "--prompts", "1", "--max-new-tokens", "4"]) == 2
+    assert f"--output {tmp_path} holds another model than --draft {pair / 'draft'}" in capsys.readouterr().err
+    assert (tmp_path / "eval_report.json").read_text(encoding="utf-8") == "{}"
+
+
 def test_packed_weights_are_measured_beside_the_packed_target(pair, tmp_path, capsys):
     (tmp_path / "prompts.txt").write_text("Say 1\n", encoding="utf-8")
     assert evaluate(pair, tmp_path / "prompts.txt", "--packed") == 0

@@ -68,6 +68,7 @@ def run(arguments, echo) -> Outcome:
     missing = [f"--{name}" for name in ("target", "draft", "data") if getattr(arguments, name) is None]
     if missing:
         raise UsageError(f"Give {', '.join(missing)}, or two reports to --compare.")
+    _check_output(arguments.output, Path(arguments.draft))
     from dflash_hf.evaluation.journal import JOURNAL_FILE
     from dflash_hf.evaluation.plots import headline
     from dflash_hf.evaluation.report import save_report
@@ -83,6 +84,14 @@ def run(arguments, echo) -> Outcome:
             echo(f"written           {path}")
         (arguments.output / JOURNAL_FILE).unlink(missing_ok=True)
     return Outcome(1 if report.is_wrong else 0, json.loads(report.to_json()))
+
+
+def _check_output(output: Path | None, draft: Path) -> None:
+    """A report in a drafter's folder is on its card."""
+    if output is None or not draft.is_dir() or not (output / "model.safetensors").is_file():
+        return
+    if not output.samefile(draft):
+        raise UsageError(f"--output {output} holds another model than --draft {draft}, and its card would show this.")
 
 
 def _measure(arguments):
