@@ -30,7 +30,7 @@ from dflash_hf.packed_linear import packed_weights
 from dflash_hf.responses import generate_one
 
 
-WARM_UP = 4  # passes over the prompts: a size is compiled after 48 rounds
+WARM_UP = 8  # passes over the requests: a size is compiled after 48 rounds of its own
 
 
 def compiled() -> CompileConfig:
