@@ -12,7 +12,9 @@ from dflash_hf.terminal import Outcome
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("draft", metavar="DRAFT", help="folder, .gguf file or Hub name of a drafter; loads no weights")
+    parser.add_argument(
+        "draft", metavar="DRAFT", help="a drafter: folder, .gguf file or Hub name; downloads no weights"
+    )
     choices = (*ENGINES, LLAMA_CPP, *READERS)
     known = f"{', '.join(choices)}; repeatable (default: {', '.join(ENGINES)})"
     parser.add_argument("--engine", choices=choices, metavar="ENGINE", action="append", help=known)

@@ -17,8 +17,18 @@ from dflash_hf.modeling.remembered_dflash import read, remembered
 from dflash_hf.terminal import Outcome, is_secret
 
 
-_PACKAGES = ("dflash-hf", "torch", "transformers", "huggingface-hub", "tokenizers", "safetensors", "accelerate")
-_OPTIONAL = ("datasets", "peft", "jinja2")
+_PACKAGES = (
+    "dflash-hf",
+    "torch",
+    "transformers",
+    "huggingface-hub",
+    "tokenizers",
+    "safetensors",
+    "accelerate",
+    "datasets",
+    "peft",
+    "jinja2",
+)
 _VARIABLES = ("HF_", "DFLASH", "TRANSFORMERS_", "CUDA_VISIBLE", "OMP_", "MKL_", "PYTORCH_", "TORCH_", "ACCELERATE_")
 
 
@@ -30,7 +40,7 @@ def add_arguments(parser) -> None:
 def run(arguments, echo) -> Outcome:
     facts: dict[str, object] = {"python": platform.python_version(), "platform": platform.platform()}
     facts["processors"] = os.cpu_count()
-    for name in (*_PACKAGES, *_OPTIONAL):
+    for name in _PACKAGES:
         try:
             facts[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -87,7 +87,7 @@ def run(arguments, echo) -> Outcome:
 
 
 def _check_output(output: Path | None, draft: Path) -> None:
-    """A report in a drafter's folder is on its card."""
+    """Refuse the folder of another drafter, whose card would show the report."""
     if output is None or not draft.is_dir() or not (output / "model.safetensors").is_file():
         return
     if not output.samefile(draft):

@@ -25,7 +25,8 @@ def add_arguments(parser) -> None:
     shared.add_pair(parser, default=True)
     shared.add_choice(parser, "--engine", (*ENGINES, LLAMA_CPP), "transformers")
     parser.add_argument("--host", default="127.0.0.1", help="address to bind to (default: %(default)s)")
-    parser.add_argument("--port", type=port, default=8000, help="0: any free one (default: %(default)s)")
+    free = "0: any free one, without --engine (default: %(default)s)"
+    parser.add_argument("--port", type=port, default=8000, help=free)
     parser.add_argument("--served-model-name", metavar="NAME", help="the model's id in the API (default: --target)")
     parser.add_argument("--api-key", metavar="KEY", help="require this key (default: the variable DFLASH_API_KEY)")
     parser.add_argument("--enable-cors", action="store_true", help="let web pages of any origin call the server")
