@@ -12,7 +12,6 @@ from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from dflash_hf.evaluation.methods import AUTO, AUTO_PACKED, DFLASH, TARGET, TREE
 from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
 from dflash_hf.files import digest_of, read_json, write_json
 from dflash_hf.gguf_format import gguf_in
@@ -170,18 +169,14 @@ def render_card(folder: str | Path, facts: CardFacts, repo: str) -> ModelCard:
     folder = Path(folder)
     config = DFlashDraftConfig.from_pretrained(folder)
     findings = check(folder)
-    summary = (facts.report or {}).get("summary", {})
-    positions = enumerate(summary.get("acceptance_by_position") or [], start=1)
     variables = {
         **vars(facts),
         "title": repo.split("/")[-1],
         "repo": repo,
-        "block_size": config.block_tokens,
-        "model": _model_rows(config, folder),
+        "config": config,
+        "parameters": sum(math.prod(shape) for shape in read_shapes(folder).values()),
         "loading": _loading(folder, findings),
         "engines": _engines(folder, findings, config, facts, repo),
-        "report": _report_rows(facts.report or {}),
-        "positions": [(k, f"{share:.2f}") for k, share in positions],
         "training": list(facts.training.items()),
     }
     card = ModelCard.from_template(metadata(facts, repo), template_path=str(template_path()), **variables)
@@ -271,23 +266,6 @@ def template_path() -> Path:
     return Path(hub_cards.__file__).parent / TEMPLATE
 
 
-def _model_rows(config, folder: Path) -> list[tuple[str, str]]:
-    sliding = sum(kind == "sliding_attention" for kind in config.layer_types)
-    layers = str(config.num_hidden_layers)
-    if sliding:
-        layers += f", {sliding} of them with a window of {config.sliding_window} tokens"
-    parameters = sum(math.prod(shape) for shape in read_shapes(folder).values())
-    depth = "" if config.num_target_layers is None else f" of {config.num_target_layers}"
-    return [
-        ("Parameters", f"{parameters:,}"),
-        ("Draft layers", layers),
-        ("Target layers read", f"{', '.join(map(str, config.target_layer_ids))} (counted from 0){depth}"),
-        *[("Head", config.head.name)] * config.has_head,
-        ("Block size", f"{config.block_tokens}, anchor included"),
-        ("Mask token", str(config.mask_token_id)),
-    ]
-
-
 def _loading(folder: Path, findings: list[Finding]) -> str:
     """How transformers loads the folder: with its own class, the code next to the weights, or this package."""
     if _read_json(folder / "config.json").get("architectures") == [MUSE]:
@@ -296,31 +274,6 @@ def _loading(folder: Path, findings: list[Finding]) -> str:
     found = [one for one in findings if "transformers" in one.engines and one.key not in added]
     missing = any(one.severity == "error" or one.key == "auto_map" or one.key.endswith(".py") for one in found)
     return "package" if missing else "code"
-
-
-def _report_rows(report: dict) -> list[tuple[str, str]]:
-    """Table rows for the figures in a report."""
-    summary, methods = report.get("summary", {}), report.get("methods", {})
-    blocks, trees, auto, packed, alone = (methods.get(name, {}) for name in (DFLASH, TREE, AUTO, AUTO_PACKED, TARGET))
-    prompts = summary.get("prompts")
-    rows = [
-        ("tau, over all verifications", summary.get("tau"), "{:.2f}"),
-        ("tau, mean over responses", summary.get("tau_per_response"), "{:.2f}"),
-        ("tau with draft trees", trees.get("tau"), "{:.2f}"),
-        ("Speed-up with default settings", auto.get("speedup"), "{:.2f}x"),
-        ("Speed-up with default settings, both packed", packed.get("speedup_over_packed"), "{:.2f}x"),
-        ("Speed-up with whole blocks", summary.get("speedup"), "{:.2f}x"),
-        ("Speed-up with draft trees", trees.get("speedup"), "{:.2f}x"),
-        ("Tokens per second", (auto or blocks).get("tokens_per_second"), "{:.1f}"),
-        ("Tokens per second, target alone", alone.get("tokens_per_second"), "{:.1f}"),
-        ("Prompts", prompts, "{}"),
-    ]
-    if prompts is not None and blocks.get("equal") is not None:
-        rows.append(("Outputs equal to the target's, token for token", blocks.get("equal"), f"{{}} of {prompts}"))
-    setting = report.get("setting", {})
-    named = [name for name in setting if not name.startswith("prompt") and name not in ("server", "alone")]
-    rows += [(name.replace("_", " "), setting[name], "{}") for name in named]  # no addresses
-    return [(name, form.format(value)) for name, value, form in rows if value is not None]
 
 
 def _engines(folder: Path, findings: list[Finding], config, facts: CardFacts, repo: str) -> list[dict]:
