@@ -30,61 +30,13 @@ FILE_PATTERN = "d[fs]*-*.gguf"  # dflash-, or dspark- for drafters with a Markov
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
 _CONFIG = "dflash_hf.config"
 _TOKENS, _KINDS = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
-# Keys after "dflash."; fields with their default value are not written.
-_KEYS = {
-    "block_count": "num_hidden_layers",
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "attention.value_length": "v_head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attention.value_scale": "attention_value_scale",
-    "hidden_activation": "hidden_act",
-    "embedding_scale": "input_embedding_scale",
-    "logit_scale": "output_multiplier",
-    "final_logit_softcapping": "final_logit_softcapping",
-    "block_size": "block_size",
-    **{key: key for key in (*CONVOLUTION_KEYS, *PathSelector.sizes)},
-}
-# The heads that llama.cpp supports, and its names of their tensors.
-_HEADS: dict[type[Head], dict[str, str]] = {
-    Head: {},
-    PathSelector: {
-        "candidate_selector.hidden_projection.weight": "selector_hidden.weight",
-        "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
-        "candidate_selector.successor_codebook": "selector_successor.weight",
-    },
-    MarkovHead: {
-        "markov_head.markov_w1.weight": "markov_w1.weight",
-        "markov_head.markov_w2.weight": "markov_w2.weight",
-        "confidence_head.proj.weight": "conf_proj.weight",
-        "confidence_head.proj.bias": "conf_proj.bias",
-    },
-}
-# Tensors that `gguf` has no names for; those of a layer without their `layers.N.`.
-_NAMES = {
-    "fc.weight": "fc.weight",
-    "hidden_norm.weight": "enc.output_norm.weight",
-    "lm_head.weight": "output.weight",
-    "d2t": "d2t",
-    "self_attn.attention_sink_bias": "attn_sinks.weight",
-    "attention_conv.base_kernel": "attn_conv_base",
-    "attention_conv.kernel_projection.weight": "attn_conv_proj.weight",
-    "mlp_conv.base_kernel": "ffn_conv_base",
-    "mlp_conv.kernel_projection.weight": "ffn_conv_proj.weight",
-    **{ours: theirs for names in _HEADS.values() for ours, theirs in names.items()},
-}
-# Targets whose graph exposes the inputs of its layers, by their GGUF and transformers names, without punctuation.
-_FEEDING = {
-    *("bailingmoe3", "deepseek4", "deepseekv4", "gemma4", "gptoss", "lfm2", "lfm2moe", "llama", "mimo2", "mimov2"),
-    *("minimax", "minimax01", "minimaxm2", "mistral", "mixtral", "museglimmer", "nanbeige", "nemotronh"),
-    *("nemotronhmoe", "qwen3", "qwen35", "qwen35moe", "qwen3moe", "qwen3next"),
-}
-# Those that expose the last layer's output, too.
-_FEEDING_LAST = {"deepseek4", "deepseekv4", "mimo2", "mimov2", "nemotronh", "nemotronhmoe"}
+# llama.cpp's names, by ours or of ours. Keys stand after "dflash."; fields with their default value are not written.
+# Tensors are those that `gguf` has no names for, of a layer without their `layers.N.`. The graph of these targets
+# exposes the inputs of their layers, or the last layer's output too: GGUF and transformers names, without punctuation.
+_LLAMA_CPP = json.loads(Path(__file__).with_name("llama_cpp.json").read_text(encoding="utf-8"))
+_KEYS = {**_LLAMA_CPP["keys"], **{key: key for key in (*CONVOLUTION_KEYS, *PathSelector.sizes)}}
+_NAMES = _LLAMA_CPP["tensors"]
+_HEADS = (Head, PathSelector, MarkovHead)  # that llama.cpp supports
 
 
 def is_gguf(name: str | Path) -> bool:
@@ -142,9 +94,9 @@ def _limits_of_target(config: DFlashDraftConfig, target: dict) -> Iterator[tuple
     kind = str(target.get("model_type"))
     plain = "".join(sign for sign in kind.removesuffix("_text") if sign.isalnum())
     depth = target.get("num_hidden_layers")
-    if plain not in _FEEDING:
+    if plain not in _LLAMA_CPP["targets"]:
         yield "model_type", f"llama.cpp (b11549) exposes no features of a {kind} target, and exits."
-    elif depth is not None and max(config.target_layer_ids) + 1 == depth and plain not in _FEEDING_LAST:
+    elif depth is not None and max(config.target_layer_ids) + 1 == depth and plain not in _LLAMA_CPP["last_layer"]:
         yield "target_layer_ids", f"{depth - 1} is the last layer, whose output llama.cpp does not expose."
     pairs = (("target_hidden_size", "hidden_size"), ("num_target_layers", "num_hidden_layers"))
     for ours, theirs in (*pairs, ("vocab_size", "vocab_size")):
