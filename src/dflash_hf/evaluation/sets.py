@@ -57,18 +57,8 @@ NAMED = {
 _LINE_END = re.compile("\r\n|\r|\n")  # `splitlines` also knows ends that may be part of a text
 NEW_TOKENS = 2048
 SEED = 0
-_PEOPLE = ("Anna", "Boris", "Chen", "Dora", "Elif", "Farid", "Grace", "Hugo", "Ines", "Jamal")
-_TOWNS = ("Lisbon", "Oslo", "Nairobi", "Lima", "Kyoto", "Quebec", "Tunis", "Hanoi")
-_JOBS = ("baker", "nurse", "pilot", "teacher", "carpenter", "translator")
-_THINGS = ("apples", "pencils", "tickets", "books", "bottles", "stamps")
-_SENTENCES = (
-    "me and him was going to the market because we needs bread",
-    "the meeting have been moved on friday so please to come at nine",
-    "she dont know where are her keys and she is looking for it since one hour",
-    "our team have finished the report but it contain many mistake",
-    "yesterday i see a film that was very bored and i leave early",
-    "he explained me the rules of the game but i not understood nothing",
-)
+# Words and forms of the generated sets.
+_WORDS: dict[str, list[str]] = json.loads(Path(__file__).with_name("generated.json").read_text(encoding="utf-8"))
 
 
 def eval_rows(data: str, limit: int | None = None, split: str | None = None) -> list[dict]:
@@ -179,34 +169,24 @@ def rows_of_every_kind(count: int) -> list[dict]:
 
 
 def _arithmetic(random) -> str:
-    person, thing = random.choice(_PEOPLE), random.choice(_THINGS)
+    words = {"person": random.choice(_WORDS["people"]), "thing": random.choice(_WORDS["things"])}
     a, b, c = random.randint(12, 95), random.randint(2, 9), random.randint(3, 40)
-    questions = (
-        f"{person} has {a} {thing}, buys {b} boxes with {c} {thing} each and gives away {b + c}. How many {thing} "
-        "are left? Show every step.",
-        f"What is {a} * {b} + {c}? Show every step.",
-        f"List the first {b + 6} multiples of {b + 4}, separated by commas.",
-        f"Count from {a} to {a + 4 * b} in steps of {b}.",
-    )
-    return random.choice(questions)
+    numbers = {"a": a, "b": b, "c": c, "given": b + c, "first": b + 6, "factor": b + 4, "last": a + 4 * b}
+    return random.choice(_WORDS["arithmetic"]).format(**words, **numbers)
 
 
 def _json(random) -> str:
-    people = random.sample(_PEOPLE, 3)
+    people, jobs, towns = random.sample(_WORDS["people"], 3), _WORDS["jobs"], _WORDS["towns"]
     fact = "{} is {}, a {} from {}"
-    facts = [fact.format(one, random.randint(19, 70), random.choice(_JOBS), random.choice(_TOWNS)) for one in people]
+    facts = [fact.format(one, random.randint(19, 70), random.choice(jobs), random.choice(towns)) for one in people]
     task = "Write this as a JSON list of objects with the keys name, age, job and city, and nothing else"
     return f"{task}: {'; '.join(facts)}."
 
 
 def _rewriting(random) -> str:
-    sentences = random.sample(_SENTENCES, 3)
-    tasks = (
-        "Correct the grammar of each sentence and repeat it",
-        "Rewrite the text in polite, formal English",
-        "Repeat the text with the first letter of each sentence in upper case and a full stop at its end",
-    )
-    return f"{random.choice(tasks)}: {random.choice(_PEOPLE)} writes: {'; '.join(sentences)}"
+    sentences = random.sample(_WORDS["sentences"], 3)
+    task, person = random.choice(_WORDS["rewriting"]), random.choice(_WORDS["people"])
+    return f"{task}: {person} writes: {'; '.join(sentences)}"
 
 
 GENERATED = {"arithmetic": _arithmetic, "json": _json, "rewriting": _rewriting}
