@@ -1,6 +1,7 @@
 """Drafters of a target on the Hub, found by the `base_model` of their cards."""
 
 from dataclasses import dataclass
+from itertools import islice
 
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError
@@ -39,14 +40,9 @@ def find_drafters(target: str, limit: int = 20) -> list[FoundDrafter]:
     try:
         get_session().head(constants.ENDPOINT, timeout=SECONDS)  # once, before the library retries repeatedly
         models = HfApi().list_models(filter=f"base_model:{target}", sort="downloads", full=True)
-        found = []
-        for model in models:
-            if "dflash" in (model.tags or []) or "dflash" in model.id.lower():
-                found.append(FoundDrafter(model.id, model.downloads or 0, model.likes or 0))
-            if len(found) == limit:
-                break
+        drafters = (one for one in models if "dflash" in (one.tags or []) or "dflash" in one.id.lower())
+        return [FoundDrafter(one.id, one.downloads or 0, one.likes or 0) for one in islice(drafters, limit)]
     except HfHubHTTPError as error:
         raise OSError(f"The Hub refused to list drafters of {target}: {one_line(error, 120)}") from error
     except Exception as error:  # connection errors come from whichever HTTP library huggingface_hub uses
         raise OSError(f"The Hub cannot be reached ({type(error).__name__}: {one_line(error, 100)}).") from error
-    return found
