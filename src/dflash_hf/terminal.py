@@ -113,8 +113,8 @@ def template_arguments(text: str | None) -> dict | None:
 # ------------------------------------------------------------------------------------------------- values, for `type=`
 
 
-def _number(kind: type, name: str, fits: Callable[[float], bool], must: str) -> Callable[[str], Any]:
-    """A number parser for argparse; `name` appears in its errors."""
+def _number(kind: type, fits: Callable[[float], bool], must: str) -> Callable[[str], Any]:
+    """A number parser for argparse; its name is what help calls the number, `N` or, with a fraction, `X`."""
 
     def read(text: str):
         try:
@@ -126,19 +126,19 @@ def _number(kind: type, name: str, fits: Callable[[float], bool], must: str) -> 
             raise argparse.ArgumentTypeError(f"{text} {must}")
         return value
 
-    read.__name__ = name
+    read.__name__ = "N" if kind is int else "X"
     return read
 
 
-positive = _number(int, "positive", lambda value: value >= 1, "must be at least 1")
-count = _number(int, "count", lambda value: value >= 0, "must not be negative")
-seed = _number(int, "seed", lambda value: 0 <= value < 2**32, f"is not a valid seed: 0 to {2**32 - 1}")
-token_id = _number(int, "token_id", lambda value: value >= 0, "is not a token id: ids start at 0")
-port = _number(int, "port", lambda value: 0 <= value < 65536, "is not a port: 0 to 65535")
+positive = _number(int, lambda value: value >= 1, "must be at least 1")
+count = _number(int, lambda value: value >= 0, "must not be negative")
+seed = _number(int, lambda value: 0 <= value < 2**32, f"is not a valid seed: 0 to {2**32 - 1}")
+token_id = _number(int, lambda value: value >= 0, "is not a token id: ids start at 0")
+port = _number(int, lambda value: 0 <= value < 65536, "is not a port: 0 to 65535")
 _HEAT = "must be 0, for greedy decoding, or a positive number such as 0.7"
-temperature = _number(float, "temperature", lambda value: 0 <= value < math.inf, _HEAT)
-probability = _number(float, "probability", lambda value: 0 < value <= 1, "must be above 0 and at most 1")
-amount = _number(float, "amount", lambda value: 0 < value < math.inf, "must be a positive number")
+temperature = _number(float, lambda value: 0 <= value < math.inf, _HEAT)
+probability = _number(float, lambda value: 0 < value <= 1, "must be above 0 and at most 1")
+amount = _number(float, lambda value: 0 < value < math.inf, "must be a positive number")
 
 
 def dtype(text: str) -> str:

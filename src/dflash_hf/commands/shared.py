@@ -3,20 +3,14 @@
 import argparse
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from dflash_hf.names import DTYPES
 from dflash_hf.terminal import (
     UsageError,
-    amount,
-    count,
     device,
     dtype,
     note,
-    output_folder,
-    output_lines,
     output_path,
-    port,
     positive,
     probability,
     readable_file,
@@ -34,7 +28,7 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=28)
 
     def _get_default_metavar_for_optional(self, action):
-        return METAVARS.get(action.type) or super()._get_default_metavar_for_optional(action)
+        return value_of(action) or super()._get_default_metavar_for_optional(action)
 
 
 COMMON = """options of all commands:
@@ -42,14 +36,14 @@ COMMON = """options of all commands:
   -q, --quiet    no progress bars; libraries log errors only
   -v, --verbose  log more; -vv logs everything
   --debug        show the traceback of an error (or set DFLASH_DEBUG=1)"""
-METAVARS: dict[Any, str] = {
-    **dict.fromkeys((positive, count, seed, token_id, port), "N"),
-    **dict.fromkeys((heat, probability, amount), "X"),
-    readable_file: "FILE",
-    output_path: "FILE",
-    output_lines: "FILE",
-    output_folder: "FOLDER",
-}
+# What help calls a value, by the name of its type.
+_VALUES = {"readable_file": "FILE", "output_path": "FILE", "output_lines": "FILE", "output_folder": "FOLDER"}
+_VALUES |= {"N": "N", "X": "X"}
+
+
+def value_of(action: argparse.Action) -> str | None:
+    """What help calls the value of an option, if its type says so."""
+    return _VALUES.get(getattr(action.type, "__name__", ""))
 
 
 class Parser(argparse.ArgumentParser):
@@ -63,7 +57,7 @@ class Parser(argparse.ArgumentParser):
         shown = [action for action in self._actions if action.required or not action.option_strings]
         words = ["[options]"]
         for action in shown:
-            name = action.metavar or METAVARS.get(action.type) or action.dest.upper()
+            name = action.metavar or value_of(action) or action.dest.upper()
             name = name if isinstance(name, str) else name[0]
             if action.option_strings:
                 words.insert(-1, f"{action.option_strings[0]} {name}")
