@@ -17,18 +17,9 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from dflash_hf import terminal
 from dflash_hf.commands.shared import COMMON, Formatter, Parser, add_common, add_examples
 from dflash_hf.data.sources import check_files
-from dflash_hf.terminal import (
-    Echo,
-    UsageError,
-    end_progress_bars,
-    json_text,
-    one_line,
-    open_missing_streams,
-    set_verbosity,
-    stop_printing,
-)
 
 
 # The commands, in the order of use. The module of a command's name in `commands` has `add_arguments(parser)` and
@@ -75,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         `int`: The exit status, see above. Raises `SystemExit`: 2 if the arguments are invalid, 0 after help.
     """
-    open_missing_streams()
+    terminal.open_missing_streams()
     with _interrupts() as interrupted:
         name, again, debug = "", "run the same command again", os.environ.get("DFLASH_DEBUG", "0") not in ("", "0")
         try:
@@ -85,15 +76,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             debug |= arguments.debug
             module = _module(name)
             again = getattr(module, "AGAIN", again)
-            set_verbosity(arguments.quiet, arguments.verbose)
+            terminal.set_verbosity(arguments.quiet, arguments.verbose)
             _resolve_names(arguments)
-            outcome = module.run(arguments, Echo(to_stderr=arguments.json))
+            outcome = module.run(arguments, terminal.Echo(to_stderr=arguments.json))
             if arguments.json:
-                print(json_text({"exit": outcome.code, **outcome.facts}))
+                print(terminal.json_text({"exit": outcome.code, **outcome.facts}))
             sys.stdout.flush()
             return outcome.code
         except BrokenPipeError:
-            stop_printing()
+            terminal.stop_printing()
             return 141
         except (Exception, KeyboardInterrupt) as error:  # every error becomes one line
             if debug:
@@ -101,14 +92,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Libraries turn a Ctrl-C during their import into their own errors.
             if interrupted or isinstance(error, KeyboardInterrupt):
                 eval("None")  # clears a Ctrl-C during an `exec`, as in a dataclass; else Python exits by the signal
-                end_progress_bars()
-                print(f"\ndflash {name}: interrupted; {one_line(again)}.", file=sys.stderr)
+                terminal.end_progress_bars()
+                print(f"\ndflash {name}: interrupted; {terminal.one_line(again)}.", file=sys.stderr)
                 return 130
             from dflash_hf.failures import explain
 
-            end_progress_bars()
+            terminal.end_progress_bars()
             print(f"dflash {name}: error: {explain(error, again)}", file=sys.stderr)
-            return 2 if isinstance(error, UsageError) else 1
+            return 2 if isinstance(error, terminal.UsageError) else 1
 
 
 def build_parser(chosen: str) -> tuple[Parser, Parser | None]:
