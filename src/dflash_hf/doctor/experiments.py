@@ -180,15 +180,11 @@ def embeddings(case: Case) -> Iterator[Experiment]:
             yield _in_config(case, "embedding", f"embedding {name}", "the scale of training", **changed)
 
 
-class _CutHead(nn.Module):
-    """The first rows of a head."""
-
-    def __init__(self, head: nn.Module, rows: int):
-        super().__init__()
-        self.weight = head.weight[:rows]
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(states, self.weight)
+def _cut(head: nn.Module, rows: int) -> nn.Linear:
+    """The first rows of a head, which it shares."""
+    cut = nn.Linear(head.weight.shape[1], rows, bias=False, device="meta")
+    cut.weight = nn.Parameter(head.weight[:rows], requires_grad=False)
+    return cut
 
 
 def heads(case: Case) -> Iterator[Experiment]:
@@ -199,7 +195,7 @@ def heads(case: Case) -> Iterator[Experiment]:
         return
     if head.weight.data_ptr() != embedding.weight.data_ptr() and head.weight.shape == embedding.weight.shape:
         cause = "the target's head is no longer its embedding, as it was in training: replaced, or a norm is folded in"
-        change = Change(head=_CutHead(embedding, rows))
+        change = Change(head=_cut(embedding, rows))
         yield Experiment("head", "the embedding as head", change, cause, case.train_again())
     if known is not None and known < head.weight.shape[0]:
         cause = f"the target's head has {head.weight.shape[0] - known} more rows than the drafter knows"
@@ -208,7 +204,7 @@ def heads(case: Case) -> Iterator[Experiment]:
             f'{json.dumps(case.names["target"])}, dtype="auto"); m.resize_token_embeddings({known}); '
             f"m.save_pretrained({json.dumps(case.names['target'] + '-resized')})"
         )
-        change = Change(head=_CutHead(head, known))
+        change = Change(head=_cut(head, known))
         yield Experiment("head_rows", f"the head's first {known} rows", change, cause, remedy)
 
 
