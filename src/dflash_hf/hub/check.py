@@ -114,11 +114,15 @@ def _all_findings(folder: Path, target: dict | None, weights: bool) -> Iterator[
         yield Finding("error", ENGINES, "config.json", str(error))
         return
     architectures = config.get("architectures")
-    if (unknown := _unknown_head(config)) is not None:
-        yield Finding("error", ("transformers",), "architectures", unknown)
+    try:
+        canonical_config(config)
+    except UnknownHeadError as error:
+        yield Finding("error", ("transformers",), "architectures", str(error))
         message = "belongs to a head that this package does not know, so it cannot say how engines handle it."
         yield Finding("warning", SERVERS, "architectures", message)
         return
+    except Exception:  # other errors are reported where the configuration is read
+        pass
     if "transformer_layer_config" in config:
         message = f"is speculators' layout, which only vLLM reads; {_remedy(folder)}"
         yield Finding("error", ("sglang", "transformers"), "transformer_layer_config", message)
@@ -156,17 +160,6 @@ def _all_findings(folder: Path, target: dict | None, weights: bool) -> Iterator[
         yield from rule(drafter)
     if target is not None:
         yield from fits_target(drafter, target)
-
-
-def _unknown_head(config: dict) -> str | None:
-    """Why this package does not know a drafter's head, or `None`."""
-    try:
-        canonical_config(config)
-    except UnknownHeadError as error:
-        return str(error)
-    except Exception:  # other errors are reported where the configuration is read
-        return None
-    return None
 
 
 def _remedy(folder: Path) -> str:
