@@ -70,26 +70,20 @@ class Diagnosis:
                 figures += "{:+8.2f}{:+13.1f}".format(*one.likelihood)
             lines.append(f"{figures:93}{mark}".rstrip())
         lines.append("")
-        if self.cause is None:
-            nearest = max(reversed(self.tried), key=lambda one: one.suspicion, default=None)
-            if nearest is not None and (errors := nearest.suspicion) >= SUSPICIOUS:
-                more = math.ceil(texts * (SIGNIFICANT / errors) ** 2 / 8) * 8
-                return [
-                    *lines,
-                    f"likeliest cause   perhaps {nearest.experiment.name}, by {errors:.1f} standard errors; it takes "
-                    f"{SIGNIFICANT} to rule out chance",
-                    f"remedy            measure again with --prompts {more} or more",
-                ]
-            changed = " and ".join(self.unlike)
-            return [
-                *lines,
-                "likeliest cause   none of these: no change is better by more than chance. "
-                + (f"But the {changed} changed after training;" if changed else "The drafter has learned no more;"),
-                f"                  use the {changed} of training, or train with the new one."
-                if changed
-                else "                  more of the target's own answers and more training raise acceptance.",
-            ]
-        return [*lines, f"likeliest cause   {self.cause.cause}", f"remedy            {self.cause.remedy}"]
+        if self.cause is not None:
+            return [*lines, f"likeliest cause   {self.cause.cause}", f"remedy            {self.cause.remedy}"]
+        nearest = max(reversed(self.tried), key=lambda one: one.suspicion, default=None)
+        if nearest is not None and (errors := nearest.suspicion) >= SUSPICIOUS:
+            more = math.ceil(texts * (SIGNIFICANT / errors) ** 2 / 8) * 8
+            chance = f"by {errors:.1f} standard errors; it takes {SIGNIFICANT} to rule out chance"
+            lines.append(f"likeliest cause   perhaps {nearest.experiment.name}, {chance}")
+            return [*lines, f"remedy            measure again with --prompts {more} or more"]
+        none = "likeliest cause   none of these: no change is better by more than chance."
+        if changed := " and ".join(self.unlike):
+            lines.append(f"{none} But the {changed} changed after training;")
+            return [*lines, f"{'':18}use the {changed} of training, or train with the new one."]
+        lines.append(f"{none} The drafter has learned no more;")
+        return [*lines, f"{'':18}more of the target's own answers and more training raise acceptance."]
 
     def facts(self) -> dict:
         """The data for `--json`."""
