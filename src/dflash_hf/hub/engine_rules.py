@@ -7,6 +7,7 @@ that they read differently only costs acceptance.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -49,14 +50,8 @@ class Finding:
     message: str
 
 
-def error(engines: tuple[str, ...], key: str, message: str) -> Finding:
-    """A problem that keeps a drafter from loading, or from drafting as trained."""
-    return Finding("error", engines, key, message)
-
-
-def warning(engines: tuple[str, ...], key: str, message: str) -> Finding:
-    """A problem to check before serving."""
-    return Finding("warning", engines, key, message)
+error = partial(Finding, "error")
+warning = partial(Finding, "warning")
 
 
 @dataclass(frozen=True)
