@@ -70,9 +70,9 @@ def generate(world, *more, target="target", draft="draft"):
         (["--temperature", "nan"], 2, "nan must be 0"),
         (["--seed", "-1"], 2, "-1 is not a valid seed"),
         (["--seed", "4294967296"], 2, "4294967296 is not a valid seed: 0 to 4294967295"),
-        (["--prompt", "\udcff"], 1, "--prompt is not UTF-8"),
+        (["--prompt", "\udcff"], 2, "--prompt is not UTF-8"),
         (["--tree-nodes", "99999"], 1, "tree_nodes=99999 must be"),
-        (["--prompt", " "], 1, "--prompt is empty"),
+        (["--prompt", " "], 2, "--prompt is empty"),
         (["--prompt", "x" * 300], 1, "--prompt: its prompt fills all 256 positions of the target"),
     ],
 )
@@ -564,7 +564,7 @@ def test_recipes_are_listed_shown_and_copied(told, tmp_path):
     code, line = told("recipes", "copy", "demo.yaml", tmp_path)
     assert code == 1 and "exists; choose another file" in line
     code, line = told("recipes", "show", "nothing")
-    assert code == 1 and "Unknown recipe 'nothing'; choose from" in line
+    assert code == 2 and "Unknown recipe 'nothing'; choose from" in line
 
 
 def test_drafters_are_found_by_what_they_name_as_base_model(told, monkeypatch):

@@ -104,9 +104,9 @@ def template_arguments(text: str | None) -> dict | None:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"--template-args {text} is not JSON: {error}; {_TEMPLATE_ARGS}.") from error
+        raise UsageError(f"--template-args {text} is not JSON: {error}; {_TEMPLATE_ARGS}.") from error
     if not isinstance(value, dict):
-        raise ValueError(f"--template-args {text} must be a JSON object; {_TEMPLATE_ARGS}.")
+        raise UsageError(f"--template-args {text} must be a JSON object; {_TEMPLATE_ARGS}.")
     return value
 
 

@@ -26,9 +26,9 @@ def run(arguments, echo) -> Outcome:
     sampling = sampling_options(arguments)
     prompt = "".join(stdin_lines()) if arguments.prompt == "-" else arguments.prompt
     if not prompt.strip():
-        raise ValueError("--prompt is empty; pass some text.")
+        raise UsageError("--prompt is empty; pass some text.")
     if any("\ud800" <= char <= "\udfff" for char in prompt):  # undecodable bytes from the shell
-        raise ValueError("--prompt is not UTF-8; convert it first, for example with iconv.")
+        raise UsageError("--prompt is not UTF-8; convert it first, for example with iconv.")
     take_default(arguments, echo.note)
     if arguments.draft is None and (arguments.compare or arguments.show_drafts):
         raise UsageError("--compare and --show-drafts need a drafter; pass --draft.")

@@ -88,14 +88,15 @@ class NamedPair:
         The drafter, with the settings of [`SETTINGS`] that the command has as options; `None` if none is named.
 
         Raises:
-            `ValueError`: these options are given without a drafter, or it does not support them.
+            `UsageError`: these options are given without a drafter.
+            `ValueError`: it does not support them.
         """
         from dflash_hf.pairs import load_draft
 
         given = {name: value for name, value in vars(self.arguments).items() if name in SETTINGS}
         if self.arguments.draft is None:
             if any(given.values()):
-                raise ValueError("--compile, --tree-nodes and --draft-temperature need a drafter; pass --draft.")
+                raise UsageError("--compile, --tree-nodes and --draft-temperature need a drafter; pass --draft.")
             return None
         draft = load_draft(self.arguments.draft, self.loading, self.device)
         for name, value in given.items():

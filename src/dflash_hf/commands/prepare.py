@@ -6,7 +6,7 @@
 """
 
 from dflash_hf.commands import shared
-from dflash_hf.terminal import Outcome, count, wants_color
+from dflash_hf.terminal import Outcome, UsageError, count, wants_color
 
 
 def add_arguments(parser) -> None:
@@ -61,7 +61,7 @@ def run(arguments, echo) -> Outcome:
 
 def _check_output(output, data: str, overwrite: bool) -> None:
     if output.suffix not in (".jsonl", ".parquet"):
-        raise ValueError(f"--output {output} must end in .jsonl or .parquet.")
+        raise UsageError(f"--output {output} must end in .jsonl or .parquet.")
     shared.check_not_data(output, data)
     if output.exists() and not overwrite:
         raise ValueError(f"--output {output} exists; choose another file, or replace it with --overwrite.")

@@ -12,7 +12,7 @@ import textwrap
 from pathlib import Path
 
 from dflash_hf.commands.shared import add_choice
-from dflash_hf.terminal import Outcome, output_path
+from dflash_hf.terminal import Outcome, UsageError, output_path
 
 
 def add_arguments(parser) -> None:
@@ -28,9 +28,9 @@ def run(arguments, echo) -> Outcome:
             echo(f"{name:24} {_summary(path)}")
         return Outcome(facts={"recipes": {name: str(path) for name, path in files.items()}})
     if arguments.name is None:
-        raise ValueError(f"dflash recipes {arguments.action} needs a name: {', '.join(files)}.")
+        raise UsageError(f"dflash recipes {arguments.action} needs a name: {', '.join(files)}.")
     if arguments.name not in files:
-        raise ValueError(f"Unknown recipe {arguments.name!r}; choose from {', '.join(files)}.")
+        raise UsageError(f"Unknown recipe {arguments.name!r}; choose from {', '.join(files)}.")
     path = files[arguments.name]
     if arguments.action == "show":
         echo(path.read_text(encoding="utf-8").rstrip("\n"))

@@ -8,7 +8,17 @@
 from dflash_hf.commands import shared
 from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import add_data, add_loading, add_output, add_sampling
-from dflash_hf.terminal import Outcome, amount, count, note, output_lines, positive, template_arguments, token_id
+from dflash_hf.terminal import (
+    Outcome,
+    UsageError,
+    amount,
+    count,
+    note,
+    output_lines,
+    positive,
+    template_arguments,
+    token_id,
+)
 
 
 AGAIN = "the same command continues with the rows that are missing"
@@ -110,7 +120,7 @@ def _check(arguments) -> None:
         *("device", "revision", "draft_revision", "trust_remote_code", "dtype"),
     )
     if arguments.server and (ours := shared.given(arguments, names)):
-        raise ValueError(f"--server receives conversations and decodes them itself: leave out {', '.join(ours)}.")
+        raise UsageError(f"--server receives conversations and decodes them itself: leave out {', '.join(ours)}.")
     shared.check_sampling(arguments)
     shared.check_not_data(arguments.output, arguments.data)
 

@@ -265,11 +265,11 @@ def rows_of(arguments):
 def check_not_data(output: Path, data: str) -> None:
     """
     Raises:
-        `ValueError`: the output is the data, which would be overwritten.
+        `UsageError`: the output is the data, which would be overwritten.
     """
     source = Path(data)
     if output.exists() and source.exists() and output.samefile(source):
-        raise ValueError(f"--output {output} is the data itself, which would be overwritten; choose another file.")
+        raise UsageError(f"--output {output} is the data itself, which would be overwritten; choose another file.")
 
 
 def add_template(parser, default: str) -> None:
