@@ -267,7 +267,7 @@ def test_remote_code_scanner_finds_what_python_imports(path):
     assert set(re.findall(r"^\s*(?:from|import)\s+\.+\s*([\w.]*)\s*(?:import\b|$)", text, re.MULTILINE)) == meant
 
 
-@pytest.mark.parametrize("name", ["blocks", "losses"])
+@pytest.mark.parametrize("name", ["blocks", "losses", "metrics"])
 def test_the_maths_imports_torch_alone(name):
     tree = tree_of(SOURCE / "training" / f"{name}.py")
     assert third_party(absolute_imports(tree)) <= {"torch"}

@@ -11,17 +11,19 @@ from functools import partial
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits as cross_entropy
 
+from dflash_hf.data.examples import DFlashCollator
 from dflash_hf.pairs import loaded
 from dflash_hf.smollm2 import smollm2_folder
 from dflash_hf.training.features import StoredFeatures
-from dflash_hf.training.offline import DFlashOfflineTrainer
+from dflash_hf.training.objective import Objective
+from dflash_hf.training.offline import check_features, stored_output
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
-class Observer(DFlashOfflineTrainer):
+class Observer(Objective):
     """Keeps for every slot reached: the drafter's probability, the confidence, whether the token is accepted."""
 
-    def head_losses(self, hidden, labels, counted, before, teacher):
+    def head_losses(self, hidden, labels, counted, before, teacher, progress=0.0):
         draft = self.draft
         head, known = draft.config.head(draft, partial(draft.embed, self.target)), counted & (labels >= 0)
         queries = head.forced(before, hidden, known)
@@ -34,7 +36,7 @@ class Observer(DFlashOfflineTrainer):
         said = torch.logit(log_probs.amax(-1).exp().clamp(1e-6, 1 - 1e-6))
         seen = torch.stack([said, queries[:, head.width].float(), chosen == wanted.argmax(-1)], dim=1)
         self.seen = seen[reached]
-        return super().head_losses(hidden, labels, counted, before, teacher)
+        return super().head_losses(hidden, labels, counted, before, teacher, progress)
 
 
 def foreseen(signals: torch.Tensor, taken: torch.Tensor) -> float:
@@ -58,17 +60,17 @@ def main():
     parser.add_argument("--target", help="default: SmolLM2-135M-Instruct")
     parser.add_argument("--draft", required=True, help="a drafter with a confidence head")
     parser.add_argument("--features", required=True, help="held-out features with final states")
-    parser.add_argument("--output", default="confidence_run", help="the trainer's folder, which stays empty")
     args = parser.parse_args()
     draft, target = loaded(args.draft, args.target or str(smollm2_folder()))
     rows = StoredFeatures(args.features, draft.config.target_layer_ids, states=True)
-    settings = DFlashTrainingArguments(args.output, num_anchors=48, use_cpu=True, loss_type="kl", report_to=[])
-    observer, found = Observer(draft.float().eval(), target, settings, rows), []
+    settings = DFlashTrainingArguments("unused", num_anchors=48, use_cpu=True, loss_type="kl", report_to=[])
+    check_features(rows, draft.config, target)
+    observer, collate, found = Observer(draft.float().eval(), target, settings, stored_output), DFlashCollator(), []
     with torch.no_grad():
         for row in rows:
-            batch = observer.data_collator([row])
+            batch = collate([row])
             observer.draw_anchors(batch, step=0)
-            observer.compute_loss(draft, batch)
+            observer(draft, batch)
             found.append(observer.seen)
     seen = torch.cat(found)
     signals, taken = seen[:, :2], seen[:, 2]

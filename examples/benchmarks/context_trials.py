@@ -37,6 +37,7 @@ from dflash_hf.training import losses, train
 from dflash_hf.training import trainer as training
 from dflash_hf.training.blocks import block_mask, build_blocks, example_seeds, sample_anchors
 from dflash_hf.training.features import drop_layers, stored
+from dflash_hf.training.objective import Objective
 from dflash_hf.training.offline import DFlashOfflineTrainer
 from dflash_hf.training.pace import Pace
 from dflash_hf.training.settings_for import Machine
@@ -69,12 +70,12 @@ class NormsTrainer(DFlashOfflineTrainer):
         super().__init__(draft, *args, **kwargs)
 
 
-class CatTrainer(DFlashOfflineTrainer):
+class Cat(Objective):
     """Hands the target's likelihood of the labels to the slot weights, instead of the drafter's."""
 
     kind = "kl"
 
-    def head_losses(self, hidden, labels, counted, before, teacher):
+    def head_losses(self, hidden, labels, counted, before, teacher, progress=0.0):
         known = counted & (labels >= 0)
         gold, nll = labels[known], []
 
@@ -84,12 +85,21 @@ class CatTrainer(DFlashOfflineTrainer):
             nll.append(nn.functional.cross_entropy(logits.float(), own, reduction="none"))
             return logits
 
-        found = super().head_losses(hidden, labels, counted, before, replace(teacher, head=head, kind=self.kind))
+        teacher = replace(teacher, head=head, kind=self.kind)
+        found = super().head_losses(hidden, labels, counted, before, teacher, progress)
         return replace(found, nll=torch.zeros_like(found.nll).masked_scatter(known, torch.cat(nll)))
 
 
-class CatCrossEntropyTrainer(CatTrainer):
+class CatCrossEntropy(Cat):
     kind = "ce"
+
+
+class CatTrainer(DFlashOfflineTrainer):
+    objective_class = Cat
+
+
+class CatCrossEntropyTrainer(CatTrainer):
+    objective_class = CatCrossEntropy
 
 
 def cat_weights(nll: torch.Tensor, counted: torch.BoolTensor, alpha: float) -> torch.Tensor:
@@ -117,10 +127,45 @@ class RejectedCollator(DFlashCollator):
         return super().__call__(examples) | {name: torch.stack([one[name] for one in examples]) for name in names}
 
 
-class DFlowTrainer(DFlashOfflineTrainer):
+def with_rejected(batch) -> TargetOutput:
+    """Stored features of the text, then of the rejected slots."""
+    rejected = batch["rejected"].flatten(1, 2)  # [N, A * (B - 1), L*H]
+    return TargetOutput(torch.cat([batch["features"], rejected], dim=1), batch["states"])
+
+
+class DFlow(Objective):
     """A block also reads the features of the slots that the last verification rejected, at their own positions."""
 
-    folder, sees_rejected = Path(), True
+    sees_rejected = True
+
+    def draw_anchors(self, batch, step: int) -> None:
+        """They are stored."""
+
+    def build_blocks(self, batch, label_ids=None):
+        blocks, length = super().build_blocks(batch, label_ids), batch["input_ids"].shape[1]
+        places = batch["anchors"][..., None] + torch.arange(batch["rejected"].shape[2])  # [N, A, B - 1]
+        context, slots = blocks.position_ids[:, :length], blocks.position_ids[:, length:]
+        blocks.position_ids = torch.cat([context, places.flatten(1), slots], dim=1)
+        return blocks
+
+    def attention_masks(self, batch):
+        size, length = self.config.block_size, batch["input_ids"].shape[1]
+        visible = block_mask(batch["anchors"], batch["attention_mask"], size)  # [N, 1, A*B, S + A*B]
+        seen = torch.arange(size - 1) < batch["count"][..., None]  # [N, A, B - 1]
+        own = torch.eye(seen.shape[1], dtype=torch.bool)[:, :, None] & seen[:, None] & self.sees_rejected
+        own = own.flatten(2).repeat_interleave(size, dim=1)[:, None]  # [N, 1, A*B, A * (B - 1)]
+        visible = torch.cat([visible[..., :length], own, visible[..., length:]], dim=-1)
+        return additive(visible, self.draft.dtype)
+
+
+class Blind(DFlow):
+    """The control: the same keys, hidden."""
+
+    sees_rejected = False
+
+
+class DFlowTrainer(DFlashOfflineTrainer):
+    folder, objective_class = Path(), DFlow
 
     def __init__(self, draft, target, args, train_dataset, eval_dataset, **kwargs):
         train_dataset = WithRejected(train_dataset, self.folder / "train.pt")
@@ -130,34 +175,12 @@ class DFlowTrainer(DFlashOfflineTrainer):
     def check_dataset(self, dataset, args, draft_config, target) -> None:
         """The features are checked where the slots are stored."""
 
-    def draw_anchors(self, batch, step: int) -> None:
-        """They are stored."""
-
-    def run_target(self, inputs) -> TargetOutput:
-        rejected = inputs["rejected"].flatten(1, 2)  # [N, A * (B - 1), L*H]
-        return TargetOutput(torch.cat([inputs["features"], rejected], dim=1), inputs["states"])
-
-    def build_blocks(self, inputs, label_ids=None):
-        blocks, length = super().build_blocks(inputs, label_ids), inputs["input_ids"].shape[1]
-        places = inputs["anchors"][..., None] + torch.arange(inputs["rejected"].shape[2])  # [N, A, B - 1]
-        context, slots = blocks.position_ids[:, :length], blocks.position_ids[:, length:]
-        blocks.position_ids = torch.cat([context, places.flatten(1), slots], dim=1)
-        return blocks
-
-    def attention_masks(self, inputs):
-        size, length = self.draft_config.block_size, inputs["input_ids"].shape[1]
-        visible = block_mask(inputs["anchors"], inputs["attention_mask"], size)  # [N, 1, A*B, S + A*B]
-        seen = torch.arange(size - 1) < inputs["count"][..., None]  # [N, A, B - 1]
-        own = torch.eye(seen.shape[1], dtype=torch.bool)[:, :, None] & seen[:, None] & self.sees_rejected
-        own = own.flatten(2).repeat_interleave(size, dim=1)[:, None]  # [N, 1, A*B, A * (B - 1)]
-        visible = torch.cat([visible[..., :length], own, visible[..., length:]], dim=-1)
-        return additive(visible, self.model.dtype)
+    def reader(self):
+        return with_rejected
 
 
 class BlindTrainer(DFlowTrainer):
-    """The control: the same keys, hidden."""
-
-    sees_rejected = False
+    objective_class = Blind
 
 
 @torch.no_grad()

@@ -155,8 +155,8 @@ def main() -> None:
 
     # 3. FLOPs of a step, then the steps.
     batch = trainer.data_collator(rows[: arguments.rows])
-    trainer.draw_anchors(batch, 0)
-    flops = flops_of_step(target, draft, batch, int(trainer.build_blocks(batch).counted.sum()))
+    trainer.objective.draw_anchors(batch, 0)
+    flops = flops_of_step(target, draft, batch, int(trainer.objective.build_blocks(batch).counted.sum()))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     trainer.train()
@@ -171,7 +171,7 @@ def main() -> None:
         "anchors": anchors,
         "block_size": 16,
         "loss": arguments.loss,
-        "attention": "flex" if trainer.uses_flex else "dense",
+        "attention": "flex" if trainer.objective.uses_flex else "dense",
         "checkpointing": arguments.checkpointing,
         "seconds_per_step": seconds,
         "seconds_spread": [min(clock.seconds[3:]), max(clock.seconds[3:])],

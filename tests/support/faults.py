@@ -10,16 +10,21 @@ from transformers import PreTrainedTokenizerFast
 
 from dflash_hf import DFlashTrainer
 from dflash_hf.doctor.measure import changed_draft
+from dflash_hf.training.objective import Objective
 from support.chat_pair import train_chat_draft
 
 
-class AnchorFirstTrainer(DFlashTrainer):
+class AnchorFirst(Objective):
     """Slot k learns the token at a + 1 + k."""
 
-    def build_blocks(self, inputs, label_ids=None):
-        blocks = super().build_blocks(inputs, inputs["input_ids"].roll(-1, dims=1))
+    def build_blocks(self, batch, label_ids=None):
+        blocks = super().build_blocks(batch, batch["input_ids"].roll(-1, dims=1))
         blocks.counted = nn.functional.pad(blocks.counted[..., 1:], (0, 1))
         return blocks
+
+
+class AnchorFirstTrainer(DFlashTrainer):
+    objective_class = AnchorFirst
 
 
 def other_target(case, change) -> None:

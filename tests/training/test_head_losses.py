@@ -147,15 +147,15 @@ def test_training_says_of_each_slot_what_the_walk_would_say(make, tmp_path, monk
     target, rows, seen = make_target(), counting_rows(4), {}
     draft = make(target, block_size=BLOCK)
     trainer = make_trainer(tmp_path, target, rows, draft)
-    losses_of = trainer.head_losses
-    monkeypatch.setattr(trainer, "head_losses", lambda *args: seen.update(args=args) or losses_of(*args))
+    losses_of = trainer.objective.head_losses
+    monkeypatch.setattr(trainer.objective, "head_losses", lambda *args: seen.update(args=args) or losses_of(*args))
     batch = trainer.data_collator(rows)
-    trainer.draw_anchors(batch, step=0)
+    trainer.objective.draw_anchors(batch, step=0)
     with torch.no_grad():
         trainer.compute_loss(trainer.model, batch)
         hidden, labels, counted = seen["args"][:3]
         losses, generator = losses_of(*seen["args"]), DFlashCandidateGenerator(draft, target)
-        head, anchors = generator.slot_head, trainer.build_blocks(batch).input_ids.view(labels.shape)[..., 0]
+        head, anchors = generator.slot_head, trainer.objective.build_blocks(batch).input_ids.view(labels.shape)[..., 0]
         for block in counted.any(-1).nonzero().tolist():
             i, j = block
             ids, logits = generator._candidates(hidden[i, j : j + 1, 1:])

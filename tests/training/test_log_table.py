@@ -55,7 +55,7 @@ def test_terminals_get_a_table_and_others_every_figure(terminal, tmp_path, monke
 
 def test_tokens_are_counted_without_padding_and_evaluations_do_not_count(tmp_path, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("dflash_hf.training.trainer.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("dflash_hf.training.metrics.time.perf_counter", lambda: now[0])
     rows = counting_rows(4)
     options = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
     trainer = make_trainer(tmp_path, make_target(), rows, eval_rows=rows[:2], **options)

@@ -11,14 +11,13 @@ from dflash_hf.training.losses import (
     Teacher,
     TokenLosses,
     block_loss,
-    block_statistics,
     default_gamma,
     dpace_weights,
     loss_normalizer,
     slot_weights,
-    statistics_to_metrics,
     token_losses,
 )
+from dflash_hf.training.metrics import Statistics, block_statistics, statistics_to_metrics
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
@@ -270,17 +269,21 @@ def test_dpace_is_not_divided_by_its_weights():
 # ------------------------------------------------------------------------------------------------------------ figures
 
 
-def statistics_of(correct, counted):
-    correct, counted = torch.tensor(correct, dtype=torch.bool), torch.tensor(counted, dtype=torch.bool)
-    normalizer = counted.sum((1, 2)) * 0.5
-    return block_statistics(correct, counted, 2 * normalizer, normalizer)
+def statistics_of(*batches):
+    """The sums over batches, each of the correct and the counted slots."""
+    sums = Statistics.none(torch.device("cpu"))
+    for correct, counted in batches:
+        correct, counted = torch.tensor(correct, dtype=torch.bool), torch.tensor(counted, dtype=torch.bool)
+        normalizer = counted.sum((1, 2)) * 0.5
+        sums = sums.plus(block_statistics(correct, counted, 2 * normalizer, normalizer, normalizer))
+    return sums
 
 
 def test_figures_written_out_by_hand():
     """Two sequences of two blocks of four slots; the last block is invalid, the third ends after two tokens."""
     correct = [[[0, 1, 0, 1], [0, 0, 1, 1]], [[0, 1, 1, 0], [0, 0, 0, 0]]]
     counted = [[[0, 1, 1, 1], [0, 1, 1, 1]], [[0, 1, 1, 0], [0, 0, 0, 0]]]
-    metrics = statistics_to_metrics(statistics_of(correct, counted).sum(0))
+    metrics = statistics_to_metrics(statistics_of((correct, counted)))
     assert metrics == pytest.approx(
         {
             "loss": 2.0,
@@ -299,12 +302,12 @@ def test_figures_written_out_by_hand():
 
 
 def test_figures_pool_tokens_not_batches():
-    long = statistics_of([[[0, 1, 1, 1]] * 9], [[[0, 1, 1, 1]] * 9])
-    short = statistics_of([[[0, 0, 0, 0]]], [[[0, 1, 0, 0]]])
-    metrics = statistics_to_metrics(long.sum(0) + short.sum(0))
+    long = [[[0, 1, 1, 1]] * 9], [[[0, 1, 1, 1]] * 9]
+    short = [[[0, 0, 0, 0]]], [[[0, 1, 0, 0]]]
+    metrics = statistics_to_metrics(statistics_of(long, short))
     assert metrics["accuracy"] == pytest.approx(27 / 28)
     assert metrics["simulated_tau"] == pytest.approx(27 / 10 + 1)
 
 
 def test_figures_without_blocks_are_absent():
-    assert statistics_to_metrics(statistics_of([[[0, 0]]], [[[0, 0]]]).sum(0)) == {}
+    assert statistics_to_metrics(statistics_of(([[[0, 0]]], [[[0, 0]]]))) == {}

@@ -184,8 +184,8 @@ def test_one_step_is_theirs(name, tmp_path, monkeypatch):
     trainer.state.max_steps, trainer.state.global_step = 4, 1
     ours = states_of(draft)
     inputs = {**trainer.data_collator(rows), "anchors": anchors, "valid": valid}
-    blocks = trainer.build_blocks(inputs)
-    divisor = None if step.divisor is None else step.divisor(blocks.counted, trainer.slot_weights)
+    blocks = trainer.objective.build_blocks(inputs)
+    divisor = None if step.divisor is None else step.divisor(blocks.counted, trainer.objective.slot_weights)
     loss = trainer.compute_loss(draft, inputs, num_items_in_batch=divisor)
     loss.backward()
 

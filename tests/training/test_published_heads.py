@@ -41,14 +41,17 @@ def trained(target, fields):
 
 def watched(trainer, monkeypatch):
     """What a batch's loss was made of."""
-    seen, losses_of = {}, trainer.head_losses
-    monkeypatch.setattr(
-        trainer, "head_losses", lambda *args: seen.update(args=args, losses=losses_of(*args)) or seen["losses"]
-    )
+    seen, losses_of = {}, trainer.objective.head_losses
+
+    def head_losses(*args):
+        seen.update(args=args, losses=losses_of(*args))
+        return seen["losses"]
+
+    monkeypatch.setattr(trainer.objective, "head_losses", head_losses)
     batch = trainer.data_collator(trainer.train_dataset)
-    trainer.draw_anchors(batch, step=0)
+    trainer.objective.draw_anchors(batch, step=0)
     loss = trainer.compute_loss(trainer.model, batch)
-    return loss, trainer.build_blocks(batch), seen
+    return loss, trainer.objective.build_blocks(batch), seen
 
 
 @pytest.mark.parametrize(
@@ -62,7 +65,7 @@ def test_the_loss_written_out(kind, loss_type, tmp_path, monkeypatch):
     trainer = make_trainer(tmp_path, target, rows, draft, loss_type=loss_type, max_steps=4, num_anchors=3)
     trainer.state.max_steps, trainer.state.global_step = 4, 1
     loss, blocks, seen = watched(trainer, monkeypatch)
-    hidden, labels, counted, before, _ = seen["args"]
+    hidden, labels, counted, before, _ = seen["args"][:5]
     tensors, config = draft.state_dict(), draft.config
     embedding, head = target.get_input_embeddings().weight, target.lm_head.weight
     total = weights = 0.0
@@ -125,7 +128,7 @@ def test_training_counts_what_decoding_drafts(kind, tmp_path, monkeypatch):
     draft, rows = trained(target, PUBLISHED[kind]), counting_rows(4)
     trainer = make_trainer(tmp_path, target, rows, draft)
     _, blocks, seen = watched(trainer, monkeypatch)
-    hidden, labels, counted, before, _ = seen["args"]
+    hidden, labels, counted, before, _ = seen["args"][:5]
     generator = DFlashCandidateGenerator(draft, target)
     ours, theirs = [], []
     for i, j in counted.any(-1).nonzero().tolist():

@@ -69,8 +69,8 @@ def test_the_loss_of_packed_documents_is_that_of_documents_alone(layers, loss_ty
 
     def loss(rows):
         batch = trainer.data_collator(rows)
-        trainer.draw_anchors(batch, step=0)  # as many as there are, hence the same for both
-        weight = trainer.batch_normalizer(batch)
+        trainer.objective.draw_anchors(batch, step=0)  # as many as there are, hence the same for both
+        weight = trainer.objective.normalizer(batch)
         with torch.no_grad():
             return trainer.compute_loss(trainer.model, batch).item(), weight.item(), batch["valid"].sum().item()
 

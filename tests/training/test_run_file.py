@@ -214,17 +214,18 @@ def test_features_of_the_same_run_are_kept_until_it_is_done(tmp_path):
 
 
 def test_a_run_that_ends_at_a_number_that_is_none_keeps_the_drafter_before(used, capsys, monkeypatch):
-    from dflash_hf.training.trainer import DFlashTrainer
+    from dflash_hf.training import trainer
 
     output, command, _ = used
     good = (output / "model.safetensors").read_bytes()
-    read = DFlashTrainer.read_target
+    forward = trainer.target_forward
 
-    def broken(self, inputs):
-        features, *rest = read(self, inputs)
-        return (features * float("inf"), *rest)
+    def broken(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        output.features *= float("inf")
+        return output
 
-    monkeypatch.setattr(DFlashTrainer, "read_target", broken)
+    monkeypatch.setattr(trainer, "target_forward", broken)
     code, _, error = run(capsys, command, "resume_from_checkpoint=auto", "max_steps=4")
     assert code == 1 and error.startswith(
         "dflash train: error: Step 3: the loss is nan. The target's features of layer 0"

@@ -161,11 +161,11 @@ def test_a_slot_goes_on_from_the_token_before_it(tmp_path, monkeypatch):
     target = make_target()
     trainer = make_trainer(tmp_path, target, counting_rows(3), make_draft2(target, block_size=BLOCK))
     batch, seen = trainer.data_collator(counting_rows(3)), []
-    trainer.draw_anchors(batch, step=0)
+    trainer.objective.draw_anchors(batch, step=0)
     step = PathSelector.step
     monkeypatch.setattr(PathSelector, "step", lambda self, *rest: seen.append(rest[1]) or step(self, *rest))
     trainer.compute_loss(trainer.model, batch)
-    blocks = trainer.build_blocks(batch)
+    blocks = trainer.objective.build_blocks(batch)
     expected = (blocks.labels - 3) % 90  # of rows that count in threes
     assert torch.equal(seen[0], expected[blocks.counted]) and len(seen[0]) > 20
 

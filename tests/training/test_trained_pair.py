@@ -15,6 +15,7 @@ from dflash_hf.modeling.noise_dflash import Foresight, Noise
 from dflash_hf.modeling.target_dflash import raw_embedding
 from dflash_hf.target import target_features
 from dflash_hf.training.blocks import block_mask, build_blocks
+from dflash_hf.training.metrics import Statistics
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def test_teacher_forced_accuracy_is_the_decode_path_s(pair, prompts, tmp_path, m
     arguments = DFlashTrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
     trainer = DFlashTrainer(draft, target, arguments)
     options = {"max_new_tokens": 60, "do_sample": False, "assistant_model": draft, "return_dict_in_generate": True}
-    sums, expected = 0, torch.zeros(4, size - 1)
+    sums, expected = Statistics.none(torch.device("cpu")), torch.zeros(4, size - 1)
     draft.eval()
     for prompt in prompts[:6]:
         drafted.clear()
@@ -109,8 +110,8 @@ def test_teacher_forced_accuracy_is_the_decode_path_s(pair, prompts, tmp_path, m
         batch["valid"] = torch.ones_like(batch["anchors"], dtype=torch.bool)
         with torch.no_grad():
             _, outputs = trainer.compute_loss(draft, batch, return_outputs=True)
-        sums = sums + outputs["statistics"].sum(0)
-    assert torch.equal(sums[:-4].view(4, -1), expected)
+        sums = sums.plus(outputs["statistics"])
+    assert torch.equal(torch.stack([sums.counted, sums.correct, sums.reached, sums.accepted]), expected)
     counted, correct = expected[0].sum(), expected[1].sum()
     assert 0.2 * counted < correct < 0.95 * counted  # neither is empty
 

@@ -27,7 +27,7 @@ def reference_loss(trainer, rows):
     """The loss in plain loops: row by row, block by block, all logits, one division at the end."""
     draft, target, kind = trainer.model, trainer.target, trainer.args.loss_type
     batch = trainer.data_collator(rows)
-    trainer.draw_anchors(batch, step=0)
+    trainer.objective.draw_anchors(batch, step=0)
     decay = slot_weights(BLOCK).double()
     total = normalizer = 0.0
     for row, example in enumerate(rows):
@@ -280,7 +280,7 @@ def test_anchors_change_from_step_to_step_and_follow_the_seed(tmp_path):
     def anchors(step, **arguments):
         trainer = make_trainer(tmp_path, target, counting_rows(4), **arguments)
         drawn = dict(batch)
-        trainer.draw_anchors(drawn, step)
+        trainer.objective.draw_anchors(drawn, step)
         return drawn["anchors"]
 
     assert torch.equal(anchors(0), anchors(0))
@@ -295,7 +295,7 @@ def test_more_anchors_than_positions_cost_nothing(tmp_path):
     for num_anchors in (24, 512):
         trainer = make_trainer(tmp_path, target, counting_rows(2), num_anchors=num_anchors)
         batch = trainer.data_collator(counting_rows(2))
-        trainer.draw_anchors(batch, step=0)
+        trainer.objective.draw_anchors(batch, step=0)
         assert batch["anchors"].shape == (2, 24)
         trainer.train()
         losses += history(trainer, "loss")
@@ -330,9 +330,9 @@ def reference_evaluation(trainer, rows):
     total = weight = 0.0
     for row in rows:
         batch = trainer.data_collator([row])
-        trainer.draw_anchors(batch, step=-1)
+        trainer.objective.draw_anchors(batch, step=-1)
         with torch.no_grad():
-            share = trainer.batch_normalizer(batch).item()
+            share = trainer.objective.normalizer(batch).item()
             total += trainer.compute_loss(trainer.model, batch).item() * share
         weight += share
     return total / weight
@@ -475,7 +475,7 @@ def test_blocks_of_a_batch_weigh_what_the_loss_counts(tmp_path):
     target = make_target()
     trainer = make_trainer(tmp_path, target, uneven_rows())
     batch = trainer.data_collator(uneven_rows())
-    trainer.draw_anchors(batch, step=0)
+    trainer.objective.draw_anchors(batch, step=0)
     blocks = build_blocks(batch["input_ids"], batch["loss_mask"], batch["anchors"], batch["valid"], BLOCK, VOCAB - 1)
     weight = sum(slot_weights(BLOCK)[k] * blocks.counted[..., k].sum() for k in range(BLOCK))
-    torch.testing.assert_close(trainer.batch_normalizer(batch), weight)
+    torch.testing.assert_close(trainer.objective.normalizer(batch), weight)

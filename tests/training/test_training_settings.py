@@ -20,7 +20,7 @@ LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_windo
 def gradients_of(trainer):
     """Loss and gradients of the first step."""
     batch = trainer.data_collator(uneven_rows())
-    trainer.draw_anchors(batch, step=0)
+    trainer.objective.draw_anchors(batch, step=0)
     trainer.model.zero_grad()
     loss = trainer.compute_loss(trainer.model.train(), batch)
     loss.backward()
@@ -134,8 +134,8 @@ def test_flex_attention_evaluates_to_the_same_figures(tmp_path, uncompiled_flex)
         draft = make_draft(target, block_size=BLOCK, **LAYERS)
         trainer = make_trainer(tmp_path, target, rows, draft, eval_rows=rows, block_attention=attention)
         batch = trainer.data_collator(rows)
-        trainer.draw_anchors(batch, step=0)
-        kinds = {type(mask) for mask in trainer.attention_masks(batch).values()}
+        trainer.objective.draw_anchors(batch, step=0)
+        kinds = {type(mask) for mask in trainer.objective.attention_masks(batch).values()}
         assert kinds == {BlockMask if attention == "flex" else torch.Tensor}
         figures.append(trainer.evaluate())
     for key in ("eval_loss", "eval_accuracy", "eval_simulated_tau"):
@@ -146,8 +146,8 @@ def test_flex_attention_evaluates_to_the_same_figures(tmp_path, uncompiled_flex)
 def test_flex_attention_is_for_devices_and_drafters_that_have_it(tmp_path):
     target = make_target()
     draft = make_draft(target, block_size=BLOCK)
-    assert not make_trainer(tmp_path, target, uneven_rows(), draft).uses_flex
+    assert not make_trainer(tmp_path, target, uneven_rows(), draft).objective.uses_flex
     sinks = make_draft(target, block_size=BLOCK, attention_sink_bias=True)
-    assert not make_trainer(tmp_path, target, uneven_rows(), sinks).uses_flex
+    assert not make_trainer(tmp_path, target, uneven_rows(), sinks).objective.uses_flex
     with pytest.raises(ValueError, match="block_attention='flex' cannot train .* attention_sink_bias=True"):
         make_trainer(tmp_path, target, uneven_rows(), sinks, block_attention="flex")

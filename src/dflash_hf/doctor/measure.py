@@ -20,7 +20,7 @@ from dflash_hf.modeling.drafting_dflash import DFlashCandidateGenerator
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.target import target_features
 from dflash_hf.training.blocks import block_mask, build_blocks, sample_anchors
-from dflash_hf.training.losses import slot_counts
+from dflash_hf.training.metrics import slot_counts
 from dflash_hf.training.start import draft_ids
 
 

@@ -154,6 +154,16 @@ def by_token(hidden: torch.Tensor, block_size: int, anchor_first: bool = False) 
     return torch.nn.functional.pad(hidden, (0, 0, 1, 0)) if anchor_first else hidden
 
 
+def places_before(anchors: torch.LongTensor, tokens: int, length: int) -> torch.LongTensor:
+    """
+    Index in the flattened batch `[N * S]` of the token before each of the `tokens` of a block, `[N, A, T]`: its state
+    predicts the token, and a head continues from it. The anchor and tokens past the end do not count.
+    """
+    token = torch.arange(tokens, device=anchors.device)
+    place = (anchors[..., None] + token - 1).clamp(0, length - 1)  # [N, A, T]
+    return place + length * torch.arange(len(anchors), device=anchors.device)[:, None, None]
+
+
 def block_mask(
     anchors: torch.LongTensor,
     attention_mask: torch.Tensor,

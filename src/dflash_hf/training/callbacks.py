@@ -108,7 +108,7 @@ class DecodingCallback(TrainerCallback):
     def measure(self) -> EvalReport:
         """The report of the first process, on every process."""
         outcome: list = [None, None]  # a report as JSON, or the error
-        with self.trainer.off_the_clock():
+        with self.trainer.meter.paused():
             if self.trainer.is_world_process_zero():
                 model, target = self.trainer.draft, self.trainer.target
                 was_training, methods = model.training, (TARGET, DFLASH)

@@ -3,7 +3,8 @@
 import shutil
 from pathlib import Path
 
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers import Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from dflash_hf.modeling.checks_dflash import part_keys
 from dflash_hf.training.whole import check_whole, last_whole_checkpoint, seal
@@ -47,37 +48,6 @@ def checkpoint_of(resume: str | bool | None, output_dir: str, draft_config) -> s
     return resume or None
 
 
-def clear_aside(trainer, run_dir: Path) -> None:
-    """Remove an incomplete checkpoint of a killed process."""
-    if trainer.is_local_process_zero():
-        shutil.rmtree(run_dir / UNFINISHED, ignore_errors=True)
-    trainer.accelerator.wait_for_everyone()
-
-
-def finish_checkpoint(trainer, run_dir: Path) -> Path:
-    """
-    Turn the files that all processes have written into a checkpoint: if a process is killed meanwhile, the previous
-    checkpoint remains the last one.
-    """
-    name, aside = f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}", run_dir / UNFINISHED
-    trainer.accelerator.wait_for_everyone()
-
-    # 1. The state names the best checkpoint by its future path.
-    best = trainer.state.best_global_step
-    best_folder = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{best}"
-    if best and (best == trainer.state.global_step or best_folder.exists()):
-        trainer.state.best_model_checkpoint = str(best_folder)
-
-    # 2. One rename makes it a checkpoint.
-    if trainer.args.should_save:
-        trainer.state.save_to_json(str(aside / name / _STATE_FILE))
-        _rename(aside / name, run_dir / name)
-    trainer.accelerator.wait_for_everyone()
-    if trainer.is_local_process_zero() and (aside / name).exists():  # on a node with its own disk
-        _rename(aside / name, run_dir / name)
-    return run_dir / name
-
-
 def _rename(source: Path, final: Path) -> None:
     seal(source)
     replaced = source.with_name("replaced")
@@ -85,3 +55,55 @@ def _rename(source: Path, final: Path) -> None:
         final.rename(replaced)
     source.rename(final)
     shutil.rmtree(source.parent)
+
+
+class AtomicTrainer(Trainer):
+    """
+    A `Trainer` whose checkpoints are complete or absent: if a process is killed meanwhile, the previous checkpoint
+    remains the last one.
+    """
+
+    _saves_aside = False
+
+    def _save_checkpoint(self, model, trial) -> None:
+        # 1. Upstream writes everything to a side folder, empty of what a killed process may have left there.
+        run_dir = Path(self._get_output_dir(trial))
+        if self.is_local_process_zero():
+            shutil.rmtree(run_dir / UNFINISHED, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        self._saves_aside = True
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._saves_aside = False
+        self.accelerator.wait_for_everyone()
+
+        # 2. The state names the best checkpoint by its future path.
+        name, aside = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}", run_dir / UNFINISHED
+        best = self.state.best_global_step
+        best_folder = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{best}"
+        if best and (best == self.state.global_step or best_folder.exists()):
+            self.state.best_model_checkpoint = str(best_folder)
+
+        # 3. One rename makes it a checkpoint.
+        if self.args.should_save:
+            self.state.save_to_json(str(aside / name / _STATE_FILE))
+            _rename(aside / name, run_dir / name)
+        self.accelerator.wait_for_everyone()
+        if self.is_local_process_zero() and (aside / name).exists():  # on a node with its own disk
+            _rename(aside / name, run_dir / name)
+
+        # 4. Only now is it uploaded, and older checkpoints may be removed.
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(run_dir / name))
+        if self.args.should_save:
+            best_checkpoint, limit = self.state.best_model_checkpoint, self.args.save_total_limit
+            rotate_checkpoints(str(run_dir), limit, best_checkpoint, use_mtime=True)
+
+    def _get_output_dir(self, trial) -> str:
+        run_dir = super()._get_output_dir(trial)
+        return str(Path(run_dir, UNFINISHED)) if self._saves_aside else run_dir
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if not self._saves_aside:
+            super()._push_from_checkpoint(checkpoint_folder)

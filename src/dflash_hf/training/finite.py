@@ -40,7 +40,7 @@ class FiniteGuard:
         Raises:
             `NotFiniteError`: its loss or the norm of its gradient is not finite.
         """
-        loss = self.trainer.train_statistics[-2].item()  # summed since the last line of the log
+        loss = self.trainer.meter.statistics.loss.item()  # summed since the last line of the log
         if not math.isfinite(loss):
             raise self._not_finite(f"the loss is {loss}")
         if norm is not None and self.trainer.accelerator.scaler is None and not math.isfinite(norm):
@@ -69,7 +69,7 @@ class FiniteGuard:
         rows = []
         for inputs in self.of_this_step:
             inputs = trainer._prepare_inputs(inputs)
-            features = trainer.read_target(inputs)[0]  # [N, S, L*H_t]
+            features = trainer.objective.read(inputs).features  # [N, S, L*H_t]
             by_layer = features.unflatten(-1, (len(trainer.draft_config.target_layer_ids), -1))  # [N, S, L, H_t]
             real = inputs["attention_mask"].bool()[..., None]
             wrong = (~by_layer.isfinite().all(-1) & real).any(1)  # [N, L]

@@ -1,4 +1,4 @@
-"""The losses of blocks through the target's frozen head, and the figures that come with them."""
+"""The losses of blocks through the target's frozen head."""
 
 import math
 from collections.abc import Callable
@@ -337,69 +337,6 @@ def loss_normalizer(counted: torch.BoolTensor, slot_weights: torch.Tensor | None
     if slot_weights is None:
         return counted.any(-1).sum(1)
     return (counted * slot_weights.to(counted.device)).sum((1, 2))  # a batch is counted before it is moved
-
-
-def block_statistics(
-    correct: torch.BoolTensor,
-    counted: torch.BoolTensor,
-    loss: torch.Tensor,
-    normalizer: torch.Tensor,
-    alone: torch.BoolTensor | None = None,
-) -> torch.Tensor:
-    """
-    Sums over each sequence's blocks that [`statistics_to_metrics`] turns into figures. They add up over sequences,
-    batches and ranks, so that no figure is ever a mean of means.
-
-    Args:
-        correct, counted (`torch.BoolTensor`): `[N, A, B]`.
-        loss, normalizer (`torch.Tensor`): `[N]`, from [`block_loss`] and [`loss_normalizer`].
-        alone (`torch.BoolTensor`): `[N, A, B]`, as `correct`, for each slot's argmax without the head. Default:
-            `correct`.
-
-    Returns:
-        `torch.Tensor` `[N, 4 * (B - 1) + 4]`: for slots 1..B-1 the number of tokens counted, correct, reached (all
-        earlier slots correct) and accepted (reached and correct); then accepted by `alone`, blocks, loss, normalizer.
-    """
-    counted = counted[..., 1:]  # [N, A, B-1]
-    slots = slot_counts(correct[..., 1:] & counted, counted)  # [4, N, A, B-1]
-    accepted_alone = slots[3] if alone is None else slot_counts(alone[..., 1:] & counted, counted)[3]
-    blocks = counted.any(-1).sum(1)  # [N]
-    rest = torch.stack([accepted_alone.sum((1, 2)), blocks, loss.detach(), normalizer], dim=1)
-    return torch.cat([*slots.sum(2), rest], dim=1).float()
-
-
-def slot_counts(correct: torch.BoolTensor, counted: torch.BoolTensor) -> torch.Tensor:
-    """
-    Which slots 1..B-1 are counted, correct, reached (all earlier slots correct) and accepted (reached and correct):
-    `[4, ..., B-1]` from `[..., B-1]`.
-    """
-    # Verification stops at the first mistake: the accepted prefix, not the product of marginal accuracies.
-    accepted = correct.int().cumprod(-1)
-    reached = torch.nn.functional.pad(accepted[..., :-1], (1, 0), value=1) * counted
-    return torch.stack([counted.int(), correct.int(), reached, accepted])
-
-
-def statistics_to_metrics(sums: torch.Tensor, has_head: bool = False) -> dict[str, float]:
-    """
-    Metrics from summed [`block_statistics`] `[4 * (B - 1) + 4]`: `loss`; `accuracy` over all counted tokens and
-    `accuracy_k` of slot `k`; `acceptance_k`, the same given that all slots before `k` are correct, as in verification;
-    `simulated_tau`, the mean over blocks of the accepted prefix plus the bonus token. A block cut short by the end of
-    its response counts with its remaining tokens. If a head depends on other tokens (`has_head`), also
-    `simulated_tau_argmax`, the value that each slot's argmax without the head would reach. 0 for a slot that no block
-    reached; empty without blocks.
-    """
-    accepted_alone, blocks, loss, normalizer = sums[-4:].tolist()
-    if blocks == 0:
-        return {}
-    counted, correct, reached, accepted = sums[:-4].view(4, -1).tolist()
-    metrics = {"loss": loss / normalizer, "accuracy": sum(correct) / sum(counted)}
-    metrics["simulated_tau"] = sum(accepted) / blocks + 1
-    if has_head:
-        metrics["simulated_tau_argmax"] = accepted_alone / blocks + 1
-    for name, hits, totals in (("accuracy", correct, counted), ("acceptance", accepted, reached)):
-        for slot, total in enumerate(totals, start=1):
-            metrics[f"{name}_{slot}"] = hits[slot - 1] / total if total else 0.0
-    return metrics
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -1,5 +1,9 @@
 """Training on stored features."""
 
+from collections.abc import Callable
+
+import torch
+
 from dflash_hf.target import TargetOutput, digest_of_target
 from dflash_hf.training.features import StoredFeatures, parts_of
 from dflash_hf.training.trainer import DFlashTrainer
@@ -28,12 +32,14 @@ class DFlashOfflineTrainer(DFlashTrainer):
                     "states; pass `StoredFeatures(folder, states=True)`."
                 )
 
-    def check_target(self, target) -> None:
-        """The states were checked when they were stored."""
+    def reader(self) -> Callable[[dict], TargetOutput]:
+        """The target's output is in the batch; its states were checked when they were stored."""
+        return stored_output
 
-    def run_target(self, inputs) -> TargetOutput:
-        """The stored output of the target for the batch."""
-        return TargetOutput(inputs["features"], inputs.get("states"))
+
+def stored_output(batch: dict[str, torch.Tensor]) -> TargetOutput:
+    """The target's output for a batch of stored rows."""
+    return TargetOutput(batch["features"], batch.get("states"))
 
 
 def check_features(dataset, draft_config, target) -> None:

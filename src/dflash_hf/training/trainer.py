@@ -1,64 +1,28 @@
 """`DFlashTrainer`: a Hugging Face `Trainer` for drafters, with the frozen target next to the model."""
 
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedModel, ProgressCallback, Trainer
-from transformers.trainer_utils import rotate_checkpoints
+from transformers import PreTrainedModel, ProgressCallback
 from transformers.utils import logging
 
 from dflash_hf.data.examples import DFlashCollator, check_examples, has_rows
 from dflash_hf.evaluation.measure import EvalReport
 from dflash_hf.hub.card import CardFacts, origin, render_card
-from dflash_hf.modeling.cache_dflash import additive
 from dflash_hf.pairs import loaded
-from dflash_hf.target import (
-    TargetOutput,
-    check_fit,
-    check_logits,
-    digest_of_parameters,
-    freeze,
-    packed_masks,
-    target_forward,
-    target_labels,
-    target_logits,
-)
+from dflash_hf.target import TargetOutput, check_fit, check_logits, freeze, packed_masks, target_forward
 from dflash_hf.training.adapters import add_adapter, is_adapted
-from dflash_hf.training.blocks import (
-    Blocks,
-    block_mask,
-    build_blocks,
-    by_token,
-    example_seeds,
-    flex_mask,
-    sample_anchors,
-)
-from dflash_hf.training.checkpoints import UNFINISHED, checkpoint_of, clear_aside, finish_checkpoint
+from dflash_hf.training.checkpoints import AtomicTrainer, checkpoint_of
 from dflash_hf.training.finite import FiniteGuard
 from dflash_hf.training.log_table import LogTable
-from dflash_hf.training.losses import (
-    Teacher,
-    TokenLosses,
-    block_loss,
-    block_statistics,
-    default_gamma,
-    loss_normalizer,
-    scored_losses,
-    selected,
-    slot_weights,
-    statistics_to_metrics,
-    token_losses,
-)
+from dflash_hf.training.metrics import Meter, Statistics, statistics_to_metrics
+from dflash_hf.training.objective import Objective
 from dflash_hf.training.pace import Pace, StopsInTime
 from dflash_hf.training.settings_for import warning_of
-from dflash_hf.training.start import draft_ids
 from dflash_hf.training.trainer_card import WeightsHaveFigures, save_facts
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
@@ -75,7 +39,7 @@ _REFUSED = {
 }
 
 
-class DFlashTrainer(Trainer):
+class DFlashTrainer(AtomicTrainer):
     """
     Trains a drafter against a frozen target.
 
@@ -100,11 +64,14 @@ class DFlashTrainer(Trainer):
     Attributes:
         eval_report ([`~dflash_hf.evaluation.measure.EvalReport`], *optional*): The result of decoding with the current
             weights; dropped when they change.
+        objective_class (`type[`[`~dflash_hf.training.objective.Objective`]`]`): The loss; a subclass may have another.
 
     Raises:
         `ValueError`: drafter and target do not fit, a dataset has rows that cannot be trained on, or an argument does
             not apply to drafters.
     """
+
+    objective_class = Objective
 
     def __init__(
         self,
@@ -148,50 +115,30 @@ class DFlashTrainer(Trainer):
             )
         # compute_loss divides by the weights of the whole accumulated batch, so Trainer must not divide again.
         self.model_accepts_loss_kwargs = True
-        self.draft_config, self.has_head = model.config, model.config.has_head
-        self.uses_flex = uses_flex(args.block_attention, model.config, args.device)
-        self.slot_weights = None  # D-PACE computes its own
-        if not args.uses_dpace:
-            tokens = model.config.block_size + model.config.sample_from_anchor
-            gamma = args.loss_decay_gamma or default_gamma(model.config.block_tokens)
-            self.slot_weights = slot_weights(tokens, gamma).to(args.device)  # [T]
-        self._hold_target(target, model)
-        self.train_statistics = self.eval_statistics = self.no_statistics()
-        self.train_tokens = torch.zeros((), device=args.device)
-        self.clock: float | None = None
+        self.draft_config = model.config
+        self.target = freeze(target)
+        if not hasattr(target, "hf_device_map") and target.device != args.device:
+            target.to(args.device)
+        self.objective = self.objective_class(self.draft, target, args, self.reader())
+        self.meter, self.finite, self.figures = Meter(args.device), FiniteGuard(self), WeightsHaveFigures(self)
+        self.eval_statistics = Statistics.none(args.device)
         self.pace: Pace | None = None  # of `max_minutes`
         self.reserved_seconds = 0.0  # part of it reserved for work before and after training
-        self.finite, self.saves_aside = FiniteGuard(self), False
-        self._report: tuple[EvalReport | None, str] = (None, "")
-        self.steps_of_weights: int | None = None  # if the best weights were reloaded
-        self.add_callback(WeightsHaveFigures(self))
+        self.add_callback(self.figures)
         bars = any(type(one) is ProgressCallback for one in self.callback_handler.callbacks)
         watched = sys.stdout.isatty()
         if bars and (watched or args.max_minutes is not None):
             self.remove_callback(ProgressCallback)
             self.add_callback(LogTable(watched))
 
-    def _hold_target(self, target, draft) -> None:
-        """Freeze a target, move it to the drafter's device, and keep what the losses need of both heads."""
-        self.target = freeze(target)
-        if not hasattr(target, "hf_device_map") and target.device != self.args.device:
-            target.to(self.args.device)
-        self.check_target(target)
-        self.draft_head = partial(draft.draft_logits, target_head=target.get_output_embeddings())
-        self.draft_ids = draft_ids(draft)  # [V] or None
-        drafted_ids = None if self.draft_ids is None else draft.target_ids(torch.arange(len(draft.d2t)))  # [v]
-        self.teacher_head = partial(target_logits, target, ids=drafted_ids)  # [M, H_t] -> [M, v]
-
     @property
     def eval_report(self) -> EvalReport | None:
         """The last report, if the drafter still has the weights that it was measured with."""
-        report, digest = self._report
-        same = report is not None and digest == digest_of_parameters(self.draft.named_parameters())
-        return report if same else None
+        return self.figures.report
 
     @eval_report.setter
     def eval_report(self, report: EvalReport | None) -> None:
-        self._report = report, "" if report is None else digest_of_parameters(self.draft.named_parameters())
+        self.figures.report = report
 
     def create_scheduler(self, num_training_steps: int, optimizer=None):
         """As upstream, or over time with `max_minutes`."""
@@ -210,6 +157,19 @@ class DFlashTrainer(Trainer):
         if has_rows(dataset):
             check_examples(dataset)
 
+    def reader(self) -> Callable[[dict], TargetOutput]:
+        """What reads the target's output for a batch: a forward of the target, as far as needed."""
+        target, layer_ids, states = self.target, self.draft_config.target_layer_ids, self.args.reads_states
+        if self.args.has_teacher:
+            check_logits(target)
+
+        def read(batch):
+            return target_forward(
+                target, layer_ids, batch["input_ids"], **packed_masks(target, layer_ids, batch), states=states
+            )
+
+        return read
+
     @property
     def draft(self):
         """The drafter itself, without training wrappers."""
@@ -227,119 +187,13 @@ class DFlashTrainer(Trainer):
             return_outputs (`bool`): Also return the statistics of each sequence.
             num_items_in_batch (`torch.Tensor`): Default: the sum over this micro-batch.
         """
-        args = self.args
-
-        # 1. The frozen target reads the sequences: features [N, S, L*H_t] of every token.
-        features, label_ids, states = self.read_target(inputs)
-
-        # 2. Blocks of B slots at A anchors: [anchor, MASK, ..., MASK].
-        blocks = self.build_blocks(inputs, label_ids)
-        noise = self.draft.embed(self.target, blocks.input_ids)  # [N, A*B, H]
-        if args.gradient_checkpointing and model.training:
-            noise.requires_grad_()  # reentrant checkpoints take their parameters' gradients from their inputs'
-
-        # 3. One pass of the drafter over [context | blocks].
-        hidden = model(
-            noise_embeds=noise.to(self.model.dtype),
-            context_hidden_states=features.to(self.model.dtype),
-            attention_mask=self.attention_masks(inputs),
-            position_ids=blocks.position_ids,
-        ).last_hidden_state.to(self.model.dtype)  # [N, A*B, H]; mixed precision returns fp32
-
-        # 4. Token losses through the target's head, chunk by chunk, then the weighted sum of each sequence.
-        hidden = by_token(hidden, self.draft_config.block_size, self.draft_config.sample_from_anchor)  # [N, A, T, H]
-        labels = blocks.labels if self.draft_ids is None else self.draft_ids.to(label_ids.device)[blocks.labels]
-        places = self.places_before(inputs, labels.shape[-1])  # [N, A, T]
-        teacher = None
-        if states is not None:
-            teacher = Teacher(states.flatten(0, 1), places, self.teacher_head, args.loss_kind)
-        losses = self.head_losses(hidden, labels, blocks.counted, inputs["input_ids"].flatten()[places], teacher)
-        loss = block_loss(losses, blocks.counted, self.slot_weights, args.dpace_alpha)  # [N]
-        normalizer = loss_normalizer(blocks.counted, self.slot_weights)  # [N]
-        statistics = self.statistics_of(losses, blocks, loss, normalizer)  # [N, 4 * (T - 1) + 4]
+        loss, normalizer, statistics = self.objective(model, inputs, self.progress)
         if model.training:
-            self.train_statistics = self.train_statistics + statistics.sum(0)
-
-        # 5. Normalise over all micro-batches and ranks.
+            self.meter.statistics = self.meter.statistics.plus(statistics)
         if num_items_in_batch is None:
             num_items_in_batch = _never_zero(normalizer.sum())
         loss = loss.sum() / num_items_in_batch
         return (loss, {"statistics": statistics}) if return_outputs else loss
-
-    def read_target(self, inputs) -> tuple[torch.Tensor, torch.LongTensor, torch.Tensor | None]:
-        """
-        Run the frozen target on a batch.
-
-        Returns:
-            The features `[N, S, L*H_t]` of every token, the labels by position `[N, S]` (the target's own tokens with
-            `label_source="target"`), and its final hidden states `[N, S, H_t]` if distributions are compared.
-        """
-        args, input_ids = self.args, inputs["input_ids"]
-        output, label_ids = self.run_target(inputs), input_ids
-        states = output.last_hidden_state
-        if args.label_source == "target":
-            label_ids = target_labels(self.target, states, input_ids, inputs["loss_mask"], args.loss_chunk_size)
-        return output.features, label_ids, states if args.has_teacher else None
-
-    def check_target(self, target) -> None:
-        """
-        Raises:
-            `ValueError`: the loss needs the target's distribution, which is not known.
-        """
-        if self.args.has_teacher:
-            check_logits(target)
-
-    def run_target(self, inputs) -> TargetOutput:
-        """The target's forward, as far as needed; a subclass may get the output from elsewhere."""
-        layer_ids = self.draft_config.target_layer_ids
-        masks = packed_masks(self.target, layer_ids, inputs)
-        return target_forward(self.target, layer_ids, inputs["input_ids"], **masks, states=self.args.reads_states)
-
-    def statistics_of(self, losses: TokenLosses, blocks: Blocks, loss, normalizer) -> torch.Tensor:
-        """[`~dflash_hf.training.losses.block_statistics`] of the drafted tokens; the last may be trained only."""
-        drafted = (..., slice(self.draft_config.block_tokens))
-        correct, counted, alone = losses.correct[drafted], blocks.counted[drafted], losses.alone[drafted]
-        return block_statistics(correct, counted, loss, normalizer, alone)
-
-    def places_before(self, inputs, tokens: int) -> torch.LongTensor:
-        """
-        Index in the flattened batch of the token before each of the `tokens` of a block, `[N, A, T]`: its state
-        predicts the token, and a head continues from it. The anchor and tokens past the end do not count.
-        """
-        anchors, length = inputs["anchors"], inputs["input_ids"].shape[1]
-        token = torch.arange(tokens, device=anchors.device)
-        place = (anchors[..., None] + token - 1).clamp(0, length - 1)  # [N, A, T]
-        return place + length * torch.arange(len(anchors), device=anchors.device)[:, None, None]
-
-    def head_losses(self, hidden, labels, counted, before, teacher) -> TokenLosses:
-        """
-        The losses of the drafter's head on the blocks, `[N, A, B]`, from hidden states `[N, A, B, H]`.
-
-        Args:
-            hidden, labels, counted, teacher: As for [`~dflash_hf.training.losses.token_losses`].
-            before (`torch.LongTensor`): `[N, A, B]`, the token before each slot.
-        """
-        draft, chunk_size = self.draft, self.args.loss_chunk_size
-        head = draft.config.head(draft, partial(draft.embed, self.target))
-        # 1. A head over all tokens learns together with the slots.
-        if self.has_head and head.top_k is None:
-            known = counted & (labels >= 0)
-            queries = head.forced(before, hidden, known)  # [M, q]
-
-            def scores(query, logits):
-                ids, logits = head.candidates(logits.to(query.device))
-                return logits, head.scores(query, draft.target_ids(ids), logits)
-
-            loss = partial(head.loss, progress=self.progress)
-            return scored_losses(hidden, queries, self.draft_head, scores, loss, labels, known, chunk_size, teacher)
-
-        # 2. A head that chooses among candidates learns from the slots' own logits, without changing them.
-        likely = head.candidates if self.has_head else None
-        losses = token_losses(hidden, self.draft_head, labels, counted, chunk_size, teacher, likely)
-        if not self.has_head:
-            return losses
-        queries = head.forced(before, hidden.detach(), losses.known)
-        return selected(losses, lambda one: head.scores(queries, draft.target_ids(one.ids), one.logits), labels)
 
     @property
     def progress(self) -> float:
@@ -348,40 +202,12 @@ class DFlashTrainer(Trainer):
             return self.pace.done
         return self.state.global_step / max(self.state.max_steps, 1)
 
-    def build_blocks(self, inputs: dict[str, torch.Tensor], label_ids: torch.LongTensor | None = None) -> Blocks:
-        """The blocks of a batch with anchors, see [`~dflash_hf.training.blocks.build_blocks`]."""
-        return build_blocks(
-            inputs["input_ids"],
-            inputs["loss_mask"],
-            inputs["anchors"],
-            inputs["valid"],
-            self.draft_config.block_size,
-            self.draft_config.mask_token_id,
-            label_ids=label_ids,
-            position_ids=inputs.get("position_ids"),
-            document_ids=inputs.get("document_ids"),
-            anchor_first=self.draft_config.sample_from_anchor,
-            unbroken=self.args.loss_type == "dspark",
-        )
-
-    def attention_masks(self, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """The mask of each layer type: a `BlockMask` for flex attention, else additive `[N, 1, A*B, S + A*B]`."""
-
-        def mask(window: int | None, is_causal: bool):
-            arguments = (inputs["anchors"], inputs["attention_mask"], self.draft_config.block_size, window, is_causal)
-            if self.uses_flex:
-                return flex_mask(*arguments, inputs.get("document_ids"))
-            return additive(block_mask(*arguments, inputs.get("document_ids")), self.model.dtype)
-
-        return self.draft_config.by_layer_type(mask)
-
     def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
         """
         Collect the micro-batches of one optimizer step, draw their anchors, and sum their normalizers over all
         micro-batches and ranks, so that the result does not depend on how the batch is split.
         """
-        if self.clock is None:
-            self.clock = time.perf_counter()
+        self.meter.start()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         for batch in batches[:1]:
             if missing := {"input_ids", "attention_mask", "loss_mask"} - set(batch):
@@ -391,69 +217,40 @@ class DFlashTrainer(Trainer):
         self.finite.of_this_step = batches
         total = torch.zeros((), device=device)
         for batch in batches:
-            self.train_tokens += batch["attention_mask"].sum().to(self.train_tokens.device)
-            self.draw_anchors(batch, self.state.global_step)
-            total += self.batch_normalizer(batch).to(device)
+            self.objective.draw_anchors(batch, self.state.global_step)
+            total += self.objective.normalizer(batch).to(device)
         # Gradients (and the logged loss) are averaged over ranks; a sum over ranks needs the mean of the normalizers.
         total = self.accelerator.reduce(total, "mean")
         return batches, _never_zero(total)
 
-    def draw_anchors(self, batch: dict[str, torch.Tensor], step: int) -> None:
-        """Add `anchors` and `valid` `[N, A]` to a batch; they depend only on each sequence, the seed and the step."""
-        seeds = example_seeds(batch["input_ids"], batch["attention_mask"], self.args.anchor_seed, step)
-        slots = min(self.args.num_anchors, batch["input_ids"].shape[1])  # more would all be invalid
-        batch["anchors"], batch["valid"] = sample_anchors(
-            batch["loss_mask"], slots, seeds=seeds, document_ids=batch.get("document_ids")
-        )
-
-    def batch_normalizer(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The divisor of the summed loss of a batch with anchors, `[]`."""
-        return loss_normalizer(self.build_blocks(batch).counted, self.slot_weights).sum()
-
-    def no_statistics(self) -> torch.Tensor:
-        """Zeros `[4 * (T - 1) + 4]`, the initial sum of [`~dflash_hf.training.losses.block_statistics`]."""
-        return torch.zeros(4 * (self.draft_config.block_tokens - 1) + 4, device=self.args.device)
-
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """The loss of one evaluation batch; its statistics are gathered without the last batch's padding samples."""
         inputs = self._prepare_inputs(inputs)
-        self.draw_anchors(inputs, _EVALUATION_STEP)
+        self.objective.draw_anchors(inputs, _EVALUATION_STEP)
         with torch.no_grad(), self.compute_loss_context_manager():
             loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
         statistics = self.accelerator.gather_for_metrics(outputs["statistics"])
-        self.eval_statistics = self.eval_statistics + statistics.sum(0)
+        self.eval_statistics = self.eval_statistics.plus(statistics)
         return loss, None, None
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
         """As upstream, with the metrics of the training log, each over all tokens or blocks of the dataset."""
-        self.eval_statistics = self.no_statistics()
+        self.eval_statistics = Statistics.none(self.args.device)
         self.target.eval()  # it may have been trained in between
-        with self.off_the_clock():
+        with self.meter.paused():
             output = super().evaluation_loop(dataloader, description, True, ignore_keys, metric_key_prefix)
-        for name, value in statistics_to_metrics(self.eval_statistics, self.has_head).items():
+        for name, value in statistics_to_metrics(self.eval_statistics, self.draft_config.has_head).items():
             output.metrics[f"{metric_key_prefix}_{name}"] = value
         return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As upstream; a line of the training loss also gets the metrics since the previous line."""
-        if "loss" in logs and self.clock is not None:
-            metrics = statistics_to_metrics(self.accelerator.reduce(self.train_statistics, "sum"), self.has_head)
-            tokens = self.accelerator.reduce(self.train_tokens, "sum").item()
-            metrics["tokens_per_second"] = tokens / (time.perf_counter() - self.clock)
+        if "loss" in logs and self.meter.clock is not None:
+            metrics = self.meter.take(self.accelerator, self.draft_config.has_head)
             logs.update({**metrics, **logs})  # Trainer's own loss stays: the mean over optimizer steps
-            self.train_statistics = self.no_statistics()
-            self.train_tokens, self.clock = torch.zeros_like(self.train_tokens), time.perf_counter()
         super().log(logs, start_time)
-
-    @contextmanager
-    def off_the_clock(self) -> Iterator[None]:
-        """Time in this context does not count in `tokens_per_second`."""
-        start = time.perf_counter()
-        yield
-        if self.clock is not None:
-            self.clock += time.perf_counter() - start
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Forward and backward of the drafter over its blocks: 6 operations per parameter and token."""
@@ -488,36 +285,8 @@ class DFlashTrainer(Trainer):
             said = warning_of(self.args, self.draft_config, self.target.config, self.train_dataset[0])
             if said:
                 logger.warning(said)
-        self.train_statistics = self.no_statistics()  # an earlier run may have ended in NaN
-        self.clock = None  # the time between two runs is not a cost of the second
+        self.meter = Meter(self.args.device)  # an earlier run may have ended in NaN
         return super().train(checkpoint, *args, **kwargs)
-
-    def _save_checkpoint(self, model, trial) -> None:
-        # 1. Upstream writes everything to a side folder; when all processes are done, a rename makes it a checkpoint.
-        run_dir = Path(self._get_output_dir(trial))
-        clear_aside(self, run_dir)
-        self.saves_aside = True
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self.saves_aside = False
-        checkpoint = finish_checkpoint(self, run_dir)
-
-        # 2. Only now is it uploaded, and older checkpoints may be removed.
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(str(checkpoint))
-        if self.args.should_save:
-            best = self.state.best_model_checkpoint
-            limit = self.args.save_total_limit
-            rotate_checkpoints(str(run_dir), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
-
-    def _get_output_dir(self, trial) -> str:
-        run_dir = super()._get_output_dir(trial)
-        return str(Path(run_dir, UNFINISHED)) if self.saves_aside else run_dir
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if not self.saves_aside:
-            super()._push_from_checkpoint(checkpoint_folder)
 
     def create_model_card(
         self,
@@ -639,17 +408,6 @@ def choose_parameters(model, head_only: bool, peft_config) -> None:
             )
     elif modules:
         logger.warning(f"peft_config trains an adapter: the {head.name} itself is not trained.")
-
-
-def uses_flex(choice: str, config, device: torch.device) -> bool:
-    """Whether blocks use flex attention; `"auto"` does on CUDA if its kernels support this drafter."""
-    if choice == "flex" and config.attention_sink_bias:
-        raise ValueError(
-            "block_attention='flex' cannot train a drafter with attention_sink_bias=True, whose sinks are a column of "
-            "a dense mask; use 'dense'."
-        )
-    fits = not config.attention_sink_bias and min(config.head_dim, config.v_head_dim) >= 16
-    return choice == "flex" or (choice == "auto" and device.type == "cuda" and fits)
 
 
 def _never_zero(weight: torch.Tensor) -> torch.Tensor:

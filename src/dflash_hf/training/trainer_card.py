@@ -10,6 +10,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from dflash_hf.evaluation.measure import EvalReport
 from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE, save_report
 from dflash_hf.hub.card import FACTS_FILE, save_training_facts
+from dflash_hf.target import digest_of_parameters
 
 
 class WeightsHaveFigures(TrainerCallback):
@@ -20,17 +21,32 @@ class WeightsHaveFigures(TrainerCallback):
 
     def __init__(self, trainer):
         self.trainer = trainer
+        self.report = None
+        self.steps: int | None = None  # of the weights, if the best were reloaded
+
+    @property
+    def report(self) -> EvalReport | None:
+        """The last report, if the drafter still has the weights that it was measured with."""
+        same = self._report is not None and self._digest == self._digest_of_weights()
+        return self._report if same else None
+
+    @report.setter
+    def report(self, report: EvalReport | None) -> None:
+        self._report, self._digest = report, "" if report is None else self._digest_of_weights()
+
+    def _digest_of_weights(self) -> str:
+        return digest_of_parameters(self.trainer.draft.named_parameters())
 
     def on_step_begin(self, args, state, control, **kwargs):
         """The weights are about to change."""
-        self.trainer.eval_report, self.trainer.steps_of_weights = None, None
+        self.report = self.steps = None
 
     def on_train_end(self, args, state, control, **kwargs):
         """The best weights were loaded: their report is next to them."""
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             report = Path(state.best_model_checkpoint) / REPORT_FILE
             found = EvalReport.load(report) if report.is_file() else None
-            self.trainer.eval_report, self.trainer.steps_of_weights = found, state.best_global_step
+            self.report, self.steps = found, state.best_global_step
 
     def on_push_begin(self, args, state, control, **kwargs):
         """Upstream pushes only config and weights of a checkpoint: add the code that config.json names."""
@@ -45,7 +61,7 @@ class WeightsHaveFigures(TrainerCallback):
 
 def save_facts(trainer, folder: Path) -> None:
     """Write `card_facts.json` and, if a trainer's weights were evaluated, the report and its plot."""
-    steps = trainer.steps_of_weights
+    steps = trainer.figures.steps
     measured = {"optimizer_steps": trainer.state.global_step if steps is None else steps}
     if isinstance(trainer.train_dataset, Sized):
         measured["train_examples"] = len(trainer.train_dataset)

@@ -1,0 +1,196 @@
+"""The objective of training: from a batch of sequences to the weighted loss of a drafter's blocks."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from dflash_hf.modeling.cache_dflash import additive
+from dflash_hf.target import TargetOutput, target_labels, target_logits
+from dflash_hf.training.blocks import (
+    Blocks,
+    block_mask,
+    build_blocks,
+    by_token,
+    example_seeds,
+    flex_mask,
+    places_before,
+    sample_anchors,
+)
+from dflash_hf.training.losses import (
+    Teacher,
+    TokenLosses,
+    block_loss,
+    default_gamma,
+    loss_normalizer,
+    scored_losses,
+    selected,
+    slot_weights,
+    token_losses,
+)
+from dflash_hf.training.metrics import Statistics, block_statistics
+from dflash_hf.training.start import draft_ids
+
+
+class Objective:
+    """
+    The loss of a drafter against its frozen target. It keeps no state between batches.
+
+    Args:
+        draft (`DFlashDraftModel`): The drafter itself.
+        target (`PreTrainedModel`): Its target; the embedding and the head are read here.
+        args (`DFlashTrainingArguments`): Anchors, loss, and attention over blocks.
+        read (`Callable`): Maps a batch to the [`~dflash_hf.target.TargetOutput`] of its sequences: a forward of the
+            target, or stored features.
+    """
+
+    def __init__(self, draft, target, args, read: Callable[[dict], TargetOutput]):
+        self.draft, self.target, self.args, self.read = draft, target, args, read
+        self.config = draft.config
+        self.uses_flex = uses_flex(args.block_attention, draft.config, args.device)
+        self.slot_weights = None  # D-PACE computes its own
+        if not args.uses_dpace:
+            tokens = draft.config.block_size + draft.config.sample_from_anchor
+            gamma = args.loss_decay_gamma or default_gamma(draft.config.block_tokens)
+            self.slot_weights = slot_weights(tokens, gamma).to(args.device)  # [T]
+        self.draft_head = partial(draft.draft_logits, target_head=target.get_output_embeddings())
+        self.draft_ids = draft_ids(draft)  # [V] or None
+        drafted_ids = None if self.draft_ids is None else draft.target_ids(torch.arange(len(draft.d2t)))  # [v]
+        self.teacher_head = partial(target_logits, target, ids=drafted_ids)  # [M, H_t] -> [M, v]
+
+    def draw_anchors(self, batch: dict[str, torch.Tensor], step: int) -> None:
+        """Add `anchors` and `valid` `[N, A]` to a batch; they depend only on each sequence, the seed and the step."""
+        seeds = example_seeds(batch["input_ids"], batch["attention_mask"], self.args.anchor_seed, step)
+        slots = min(self.args.num_anchors, batch["input_ids"].shape[1])  # more would all be invalid
+        batch["anchors"], batch["valid"] = sample_anchors(
+            batch["loss_mask"], slots, seeds=seeds, document_ids=batch.get("document_ids")
+        )
+
+    def normalizer(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The divisor of the summed loss of a batch with anchors, `[]`."""
+        return loss_normalizer(self.build_blocks(batch).counted, self.slot_weights).sum()
+
+    def __call__(
+        self, model, batch: dict[str, torch.Tensor], progress: float = 0.0
+    ) -> tuple[torch.Tensor, torch.Tensor, Statistics]:
+        """
+        One pass of the drafter over a batch.
+
+        Args:
+            model: The drafter in its wrappers for training, if it has any.
+            batch (`dict`): A collated batch, with anchors.
+            progress (`float`): Share of the run that is done, for heads whose loss depends on it.
+
+        Returns:
+            The loss of each sequence `[N]`, differentiable; the weights that it is a sum over, `[N]`, to divide by
+            their sum over all micro-batches and ranks; and the statistics of each sequence.
+        """
+        args, config = self.args, self.config
+
+        # 1. The frozen target reads the sequences: features [N, S, L*H_t] of every token.
+        output, label_ids = self.read(batch), batch["input_ids"]
+        if args.label_source == "target":
+            states, chunk_size = output.last_hidden_state, args.loss_chunk_size
+            label_ids = target_labels(self.target, states, label_ids, batch["loss_mask"], chunk_size)
+
+        # 2. Blocks of B slots at A anchors: [anchor, MASK, ..., MASK].
+        blocks = self.build_blocks(batch, label_ids)
+        noise = self.draft.embed(self.target, blocks.input_ids)  # [N, A*B, H]
+        if args.gradient_checkpointing and model.training:
+            noise.requires_grad_()  # reentrant checkpoints take their parameters' gradients from their inputs'
+
+        # 3. One pass of the drafter over [context | blocks].
+        dtype = self.draft.dtype
+        hidden = model(
+            noise_embeds=noise.to(dtype),
+            context_hidden_states=output.features.to(dtype),
+            attention_mask=self.attention_masks(batch),
+            position_ids=blocks.position_ids,
+        ).last_hidden_state.to(dtype)  # [N, A*B, H]; mixed precision returns fp32
+        hidden = by_token(hidden, config.block_size, config.sample_from_anchor)  # [N, A, T, H]
+
+        # 4. Token losses through the target's head, chunk by chunk.
+        labels = blocks.labels if self.draft_ids is None else self.draft_ids.to(label_ids.device)[blocks.labels]
+        places = places_before(batch["anchors"], labels.shape[-1], label_ids.shape[1])  # [N, A, T]
+        before, teacher = batch["input_ids"].flatten()[places], None
+        if args.has_teacher:
+            teacher = Teacher(output.last_hidden_state.flatten(0, 1), places, self.teacher_head, args.loss_kind)
+        losses = self.head_losses(hidden, labels, blocks.counted, before, teacher, progress)
+
+        # 5. Their weighted sum over each sequence. The last token of a block may be trained only, and not drafted.
+        loss = block_loss(losses, blocks.counted, self.slot_weights, args.dpace_alpha)  # [N]
+        normalizer = loss_normalizer(blocks.counted, self.slot_weights)  # [N]
+        drafted = (..., slice(config.block_tokens))
+        correct, counted, alone = losses.correct[drafted], blocks.counted[drafted], losses.alone[drafted]
+        tokens = batch["attention_mask"].sum(1)  # [N]
+        return loss, normalizer, block_statistics(correct, counted, loss, normalizer, tokens, alone)
+
+    def build_blocks(self, batch: dict[str, torch.Tensor], label_ids: torch.LongTensor | None = None) -> Blocks:
+        """The blocks of a batch with anchors, see [`~dflash_hf.training.blocks.build_blocks`]."""
+        return build_blocks(
+            batch["input_ids"],
+            batch["loss_mask"],
+            batch["anchors"],
+            batch["valid"],
+            self.config.block_size,
+            self.config.mask_token_id,
+            label_ids=label_ids,
+            position_ids=batch.get("position_ids"),
+            document_ids=batch.get("document_ids"),
+            anchor_first=self.config.sample_from_anchor,
+            unbroken=self.args.loss_type == "dspark",
+        )
+
+    def attention_masks(self, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """The mask of each layer type: a `BlockMask` for flex attention, else additive `[N, 1, A*B, S + A*B]`."""
+
+        def mask(window: int | None, is_causal: bool):
+            arguments = (batch["anchors"], batch["attention_mask"], self.config.block_size, window, is_causal)
+            if self.uses_flex:
+                return flex_mask(*arguments, batch.get("document_ids"))
+            return additive(block_mask(*arguments, batch.get("document_ids")), self.draft.dtype)
+
+        return self.config.by_layer_type(mask)
+
+    def head_losses(self, hidden, labels, counted, before, teacher, progress: float = 0.0) -> TokenLosses:
+        """
+        The losses of the drafter's head on the blocks, `[N, A, T]`, from hidden states `[N, A, T, H]`.
+
+        Args:
+            hidden, labels, counted, teacher: As for [`~dflash_hf.training.losses.token_losses`].
+            before (`torch.LongTensor`): `[N, A, T]`, the token before each slot.
+            progress (`float`): Share of the run that is done.
+        """
+        draft, chunk_size, has_head = self.draft, self.args.loss_chunk_size, self.config.has_head
+        head = self.config.head(draft, partial(draft.embed, self.target))
+        # 1. A head over all tokens learns together with the slots.
+        if has_head and head.top_k is None:
+            known = counted & (labels >= 0)
+            queries = head.forced(before, hidden, known)  # [M, q]
+
+            def scores(query, logits):
+                ids, logits = head.candidates(logits.to(query.device))
+                return logits, head.scores(query, draft.target_ids(ids), logits)
+
+            loss = partial(head.loss, progress=progress)
+            return scored_losses(hidden, queries, self.draft_head, scores, loss, labels, known, chunk_size, teacher)
+
+        # 2. A head that chooses among candidates learns from the slots' own logits, without changing them.
+        likely = head.candidates if has_head else None
+        losses = token_losses(hidden, self.draft_head, labels, counted, chunk_size, teacher, likely)
+        if not has_head:
+            return losses
+        queries = head.forced(before, hidden.detach(), losses.known)
+        return selected(losses, lambda one: head.scores(queries, draft.target_ids(one.ids), one.logits), labels)
+
+
+def uses_flex(choice: str, config, device: torch.device) -> bool:
+    """Whether blocks use flex attention; `"auto"` does on CUDA if its kernels support this drafter."""
+    if choice == "flex" and config.attention_sink_bias:
+        raise ValueError(
+            "block_attention='flex' cannot train a drafter with attention_sink_bias=True, whose sinks are a column of "
+            "a dense mask; use 'dense'."
+        )
+    fits = not config.attention_sink_bias and min(config.head_dim, config.v_head_dim) >= 16
+    return choice == "flex" or (choice == "auto" and device.type == "cuda" and fits)
