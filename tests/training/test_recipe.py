@@ -20,7 +20,7 @@ from dflash_hf.cli import main
 from dflash_hf.commands.train import _check_before, _publish
 from dflash_hf.training.choice import saved_every
 from dflash_hf.training.pace import Pace
-from dflash_hf.training.recipe import RecipeArguments, key_lines, read_recipe
+from dflash_hf.training.recipe import RecipeArguments, given_keys, key_lines, read_recipe
 from dflash_hf.training.settings_for import Machine
 from dflash_hf.training.train import train as train_recipe
 
@@ -335,10 +335,9 @@ def test_another_model_is_never_overwritten(folder, data, tmp_path, capsys, give
 
 def test_half_precision_may_be_asked_for_on_a_cpu(folder, data, tmp_path):
     """`bf16=true` was refused for want of `use_cpu`, which a plain run chooses itself."""
-    given = [f"target={folder}", f"data={data}", f"output_dir={tmp_path / 'drafter'}", "bf16=true"]
-    recipe, training = read_recipe(None, given)
-    recipe.settled = False
-    _check_before(recipe, training)
+    overrides = [f"target={folder}", f"data={data}", f"output_dir={tmp_path / 'drafter'}", "bf16=true"]
+    recipe, training = read_recipe(None, overrides)
+    _check_before(recipe, training, given_keys(overrides, training))
 
 
 def test_a_dry_run_loads_nothing(data, capsys):

@@ -7,8 +7,8 @@ from support.pairs import make_target
 from transformers import AutoConfig
 
 from dflash_hf.training import settings_for as module
-from dflash_hf.training.choice import _given, _taken, time_lines
-from dflash_hf.training.recipe import read_recipe
+from dflash_hf.training.choice import _fixed, time_lines
+from dflash_hf.training.recipe import completed, given_keys, read_recipe
 from dflash_hf.training.settings_for import ENOUGH_STEPS, FEWEST_STEPS, PAPER, Data, Machine, Work, settings_for
 
 
@@ -134,9 +134,10 @@ def test_a_drafter_to_go_on_from_keeps_its_shape():
 @pytest.mark.parametrize(("head", "loss"), [("jetspec", "kl"), ("dspark", "dspark"), ("domino", "dpace")])
 def test_the_loss_of_a_head_is_not_replaced(head, loss):
     """A CPU's choice, dpace, replaced it; the confidence head of dspark then learnt nothing."""
-    recipe, training = read_recipe(None, ["target=t", "data=d", "output_dir=o", f"head={head}"])
-    recipe.settled = False
-    _taken(recipe, training, settings_for(CPU, config(), data(500), 20, _given(recipe, training)).values)
+    overrides = ["target=t", "data=d", "output_dir=o", f"head={head}"]
+    recipe, training = read_recipe(None, overrides)
+    fixed = _fixed(recipe, training, given_keys(overrides, training))
+    _, training = completed(recipe, training, settings_for(CPU, config(), data(500), 20, fixed).values)
     assert training["loss_type"] == loss and training["learning_rate"] == 1e-3
 
 

@@ -49,7 +49,7 @@ def overrides_of(arguments) -> list[str]:
 def run(arguments, echo) -> Outcome:
     from dflash_hf.commands.recipes import shipped
     from dflash_hf.smollm2 import folder_of
-    from dflash_hf.training.recipe import key_lines, read_recipe
+    from dflash_hf.training.recipe import given_keys, key_lines, read_recipe
 
     if arguments.keys is not None:
         lines = key_lines(arguments.keys)
@@ -60,7 +60,9 @@ def run(arguments, echo) -> Outcome:
     if arguments.config and not file.exists() and file.name in shipped():
         remedy = f"`dflash recipes copy {file.name}` writes it"
         raise FileNotFoundError(f"--config {file}: there is no such file; {remedy}.")
-    recipe, training = read_recipe(arguments.config, overrides_of(arguments))
+    overrides = overrides_of(arguments)
+    recipe, training = read_recipe(arguments.config, overrides)
+    given = None if arguments.config else given_keys(overrides, training)
     recipe.target, recipe.draft = folder_of(recipe.target), folder_of(recipe.draft, drafter=True)
     if not training.get("output_dir"):
         raise ValueError("No output folder is given; name the folder for the drafter with --output.")
@@ -70,13 +72,12 @@ def run(arguments, echo) -> Outcome:
         raise ValueError("push_to_hub=True with a local target needs base_model, its name on the Hub, for the card.")
     for name in ("data", "eval_data"):
         check_files(name, getattr(recipe, name))
-    recipe.settled = arguments.config is not None
     if arguments.dry_run:
-        return _dry_run(recipe, training, echo)
-    _check_before(recipe, training)
+        return _dry_run(recipe, training, given, echo)
+    _check_before(recipe, training, given)
     from dflash_hf.training.train import leave_group, train
 
-    trainer = train(recipe, training, echo)
+    trainer = train(recipe, training, echo, given=given)
     if trainer.args.process_index == 0:
         echo(f"The drafter is in {trainer.args.output_dir}")
         target = arguments.target_name or recipe.target
@@ -90,20 +91,22 @@ def run(arguments, echo) -> Outcome:
     return outcome
 
 
-def _dry_run(recipe, training: dict, echo) -> Outcome:
+def _dry_run(recipe, training: dict, given, echo) -> Outcome:
     """The settings of a run, with the choices that it would make; a recipe file leaves nothing to choose."""
-    if not recipe.settled:
+    if given is not None:
         from dflash_hf.training.choice import choose
+        from dflash_hf.training.recipe import completed
 
-        choose(recipe, training, _tokenizer(recipe), echo)
-    given = {name: value for name, value in asdict(recipe).items() if value not in (None, {})}
-    settings = {key: "(set)" if is_secret(key) else value for key, value in {**given, **training}.items()}
+        chosen = choose(recipe, training, given, _tokenizer(recipe), echo)
+        recipe, training = completed(recipe, training, chosen)
+    keys = {name: value for name, value in asdict(recipe).items() if value not in (None, {})}
+    settings = {key: "(set)" if is_secret(key) else value for key, value in {**keys, **training}.items()}
     for key, value in settings.items():
         echo(f"{key}: {value}")
     return Outcome(facts=settings)
 
 
-def _check_before(recipe, training: dict) -> None:
+def _check_before(recipe, training: dict, given) -> None:
     """Raise errors now that would otherwise appear after the target was loaded, or after hours."""
     import torch
 
@@ -113,7 +116,7 @@ def _check_before(recipe, training: dict) -> None:
     from dflash_hf.training.training_args import DFlashTrainingArguments
 
     chosen: dict = {}
-    if not recipe.settled:  # in place of upstream's
+    if given is not None:  # in place of upstream's
         chosen = {"save_steps": saved_every(training, 500), "use_cpu": not torch.accelerator.is_available()}
     DFlashTrainingArguments(**{**chosen, **training, "push_to_hub": False, "resume_from_checkpoint": None})
     if Path(training["output_dir"]).is_file():

@@ -1,6 +1,7 @@
 """What `dflash train` reports before it starts: the settings it chooses, and the time they take."""
 
 import os
+from collections.abc import Set
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -19,45 +20,49 @@ from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
 _LOOKED_AT = 64  # rows
-_IN_RECIPE = {one.name for one in fields(RecipeArguments)}
 
 
-def choose(recipe: RecipeArguments, training: dict, tokenizer, say, resume: str | None = None) -> dict:
+def choose(
+    recipe: RecipeArguments, training: dict, given: Set[str] | None, tokenizer, say, resume: str | None = None
+) -> dict:
     """
-    Complete a recipe, in place, for this machine, its data and its time. Recipes from files are not changed; a resumed
-    run keeps its choices.
+    Choose the settings that are not given, for this machine, its data and its time. A resumed run keeps its choices.
 
     Args:
         recipe, training: The result of [`~dflash_hf.training.recipe.read_recipe`].
+        given (`Set[str]`, *optional*): The keys that are given. Default: all of them, as in a recipe file; nothing is
+            chosen then.
         tokenizer: The target's tokenizer.
         say: Called with each choice, and with the number of steps.
         resume (`str`, *optional*): The checkpoint to resume from.
 
     Returns:
-        `dict`: The choices, for `run.json`.
+        `dict`: The chosen keys and values.
     """
     if recipe.streaming or int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        if os.environ.get("RANK", "0") == "0" and not recipe.settled:
+        if os.environ.get("RANK", "0") == "0" and given is not None:
             why = "a stream has no length" if recipe.streaming else "there are several processes"
             say(f"settings          settings not given stay at the paper's, since {why}")
         return {}
     before = read_run(Path(resume).resolve().parent) if resume else None
-    if before:
-        return _taken(recipe, training, before["chosen"])
+    chosen = before["chosen"] if before else _chosen_here(recipe, training, given, tokenizer, say)
+    return {} if given is None else {key: value for key, value in chosen.items() if key not in given}
+
+
+def _chosen_here(recipe: RecipeArguments, training: dict, given: Set[str] | None, tokenizer, say) -> dict:
+    """The choices for this machine, which are reported."""
     on_cpu = training.get("use_cpu") or not torch.accelerator.is_available()
     device = torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator()
     machine, data = Machine.here(device, Path(training["output_dir"])), _look(recipe, tokenizer)
-    found = settings_for(machine, _config_of(recipe), data, training.get("max_minutes"), _given(recipe, training))
+    minutes = training.get("max_minutes")
+    found = settings_for(machine, _config_of(recipe), data, minutes, _fixed(recipe, training, given))
     say(f"machine           {machine}")
     for key, value in found.values.items():
         say(f"  {f'{key}={value}':32}{found.reasons[key]}")
-    for line in time_lines(found, training.get("max_minutes"), data.rows):
+    for line in time_lines(found, minutes, data.rows):
         say(line)
-    if recipe.settled:
-        return {}
-    found.values["logging_steps"] = min(max(found.steps // 20, 1), 500)
-    found.values["save_steps"] = saved_every({**found.values, **training}, min(max(found.steps // 4, 1), 500))
-    return _taken(recipe, training, found.values)
+    chosen = {**found.values, "logging_steps": min(max(found.steps // 20, 1), 500)}
+    return {**chosen, "save_steps": saved_every({**chosen, **training}, min(max(found.steps // 4, 1), 500))}
 
 
 def saved_every(training: dict, steps: int) -> float:
@@ -87,29 +92,17 @@ def time_lines(found: Settings, minutes: float | None, rows: int) -> list[str]:
     return lines
 
 
-def _given(recipe: RecipeArguments, training: dict) -> dict:
-    """
-    The keys that must not be chosen: given keys, the keys of a drafter to start from, and all keys of a recipe file.
-    """
+def _fixed(recipe: RecipeArguments, training: dict, given: Set[str] | None) -> dict:
+    """The keys that must not be chosen, with their values: given keys, and those of a drafter to start from."""
     defaults = {one.name: one.default for one in fields(DFlashTrainingArguments)}
     keys = {**defaults, **asdict(recipe), **training}
-    if not recipe.settled:
-        keys = {key: value for key, value in keys.items() if key in recipe.given}
+    if given is not None:
+        keys = {key: value for key, value in keys.items() if key in given}
     if recipe.draft:
         config = draft_config_of(recipe.draft, Loading())
         keys |= {"block_size": config.block_size, "num_draft_layers": config.num_hidden_layers}
         keys |= {"draft_vocab_size": config.draft_vocab_size if config.has_own_head else None, "init_layers": None}
     return keys
-
-
-def _taken(recipe: RecipeArguments, training: dict, values: dict) -> dict:
-    values = {key: value for key, value in values.items() if key not in recipe.given}
-    for key, value in values.items():
-        if key in _IN_RECIPE:
-            setattr(recipe, key, value)
-        else:
-            training[key] = value
-    return values
 
 
 def _config_of(recipe: RecipeArguments):

@@ -81,8 +81,6 @@ class RecipeArguments:
     store_rows: int = key(
         "First store the features of N rows of `data` in output_dir, train on them, and remove them.", 0, True
     )
-    # Not keys: which keys were given, and whether the others are left alone.
-    given, settled = frozenset(), True
 
     def __post_init__(self):
         if not self.target:
@@ -160,14 +158,30 @@ def read_recipe(path: str | Path | None, overrides: typing.Sequence[str] = ()) -
             known = [name for hints in _HINTS.values() for name in hints]
             raise ValueError(f"{_unknown(key, known)} `dflash train --keys` lists all keys.")
         typed[owner][key] = _at_home(_typed(key, value, _HINTS[owner][key]))
-    recipe, arguments = RecipeArguments(**typed[RecipeArguments]), typed[DFlashTrainingArguments]
+    of_recipe, arguments = typed[RecipeArguments], typed[DFlashTrainingArguments]
+    fields, loss = HEADS.get(of_recipe.get("head"), ({}, {}))
+    recipe = RecipeArguments(**{**of_recipe, "draft_config": {**fields, **of_recipe.get("draft_config", {})}})
     known = DFlashDraftConfig.field_names() | _OF_UPSTREAM
     if wrong := [name for name in recipe.draft_config if name not in known]:
         raise ValueError(f"draft_config: {_unknown(wrong[0], sorted(known))}")
-    fields, loss = HEADS.get(recipe.head, ({}, {}))
-    recipe.draft_config, arguments = {**fields, **recipe.draft_config}, {**loss, **arguments}
-    recipe.given = frozenset(values) | loss.keys()  # a machine's choice does not replace the head's loss
-    return recipe, arguments
+    return recipe, {**loss, **arguments}
+
+
+def given_keys(overrides: typing.Sequence[str], arguments: dict) -> set[str]:
+    """
+    The keys that a run without a recipe file is given, the loss of its head included.
+
+    Args:
+        overrides, arguments: As for and from [`read_recipe`].
+    """
+    return {override.partition("=")[0].partition(".")[0] for override in overrides} | arguments.keys()
+
+
+def completed(recipe: RecipeArguments, arguments: dict, chosen: dict) -> tuple[RecipeArguments, dict]:
+    """What [`read_recipe`] returned, with further keys and their values."""
+    of_recipe = {key: value for key, value in chosen.items() if key in _HINTS[RecipeArguments]}
+    of_training = {key: value for key, value in chosen.items() if key not in of_recipe}
+    return dataclasses.replace(recipe, **of_recipe), {**arguments, **of_training}
 
 
 def _unknown(key: str, known: typing.Sequence[str]) -> str:

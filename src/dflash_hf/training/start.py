@@ -22,16 +22,18 @@ from dflash_hf.target import mask_token_remedy, spare_token_id
 from dflash_hf.training.features import manifests_of
 
 
-def make_draft(recipe, target, encoder, say):
+def make_draft(recipe, target, encoder, say, lenient: bool = False):
     """
     The drafter that a recipe trains: a fresh drafter, or a trained one. Its configuration gets the arguments of the
-    chat template, and `encoder` the settings of the drafter.
+    chat template, and `encoder` the settings of the drafter. If `lenient`, a target whose layers do not fit the
+    drafter's is no error.
     """
     manifests = manifests_of(recipe.features)
     if recipe.draft:
-        draft = _draft_to_go_on(recipe, say)
+        draft = _draft_to_go_on(recipe.draft, recipe.draft_config, recipe.mask_token_id, say)
     else:
-        draft = _fresh_draft(recipe, target, encoder.tokenizer, [one.layer_ids for one in manifests.values()], say)
+        stored_layers = [one.layer_ids for one in manifests.values()]
+        draft = _fresh_draft(recipe, target, encoder.tokenizer, stored_layers, say, lenient)
     kept = draft.config.dflash_config
     made_with = {folder: manifest.chat_template_kwargs for folder, manifest in manifests.items()}
     kwargs = template_kwargs(recipe.chat_template_kwargs, recipe.data, made_with, draft.config, say)
@@ -44,26 +46,25 @@ def make_draft(recipe, target, encoder, say):
     return draft
 
 
-def _draft_to_go_on(recipe, say):
-    draft = DFlashDraftModel.from_pretrained(recipe.draft, dtype=torch.float32)
-    causal = recipe.draft_config.get("is_causal")
+def _draft_to_go_on(name: str, fields: dict, mask_token_id: int | None, say):
+    draft = DFlashDraftModel.from_pretrained(name, dtype=torch.float32)
+    causal = fields.get("is_causal")
     if causal not in (None, draft.config.is_causal):
-        say(f"is_causal={causal}: {recipe.draft} was trained with another mask and drafts worse until it adapts")
-        draft = DFlashDraftModel.from_pretrained(recipe.draft, dtype=torch.float32, is_causal=causal)
+        say(f"is_causal={causal}: {name} was trained with another mask and drafts worse until it adapts")
+        draft = DFlashDraftModel.from_pretrained(name, dtype=torch.float32, is_causal=causal)
     config = draft.config
-    if recipe.mask_token_id not in (None, config.mask_token_id):
+    if mask_token_id not in (None, config.mask_token_id):
         raise ValueError(
-            f"mask_token_id={recipe.mask_token_id}, but {recipe.draft} was trained with {config.mask_token_id}; leave "
-            "it out."
+            f"mask_token_id={mask_token_id}, but {name} was trained with {config.mask_token_id}; leave it out."
         )
-    parts = {key: value for key, value in recipe.draft_config.items() if key in part_keys()}
-    for key, value in recipe.draft_config.items():
+    parts = {key: value for key, value in fields.items() if key in part_keys()}
+    for key, value in fields.items():
         if key not in parts and getattr(config, key, None) != value:
-            say(f"draft_config.{key}={value} is for a fresh drafter: {recipe.draft} is not changed")
+            say(f"draft_config.{key}={value} is for a fresh drafter: {name} is not changed")
     return with_parts(draft, parts) if parts else draft
 
 
-def _fresh_draft(recipe, target, tokenizer, stored_layers: list[list[int]], say):
+def _fresh_draft(recipe, target, tokenizer, stored_layers: list[list[int]], say, lenient: bool):
     mask_token_id = recipe.mask_token_id
     if mask_token_id is None:
         mask_token_id = spare_token_id(target, tokenizer)
@@ -81,9 +82,9 @@ def _fresh_draft(recipe, target, tokenizer, stored_layers: list[list[int]], say)
         try:
             taken = begin_as_target(draft, target, recipe.init_layers)
         except ValueError:
-            if "init_layers" in recipe.given or recipe.settled:
+            if not lenient:
                 raise
-            taken = []  # only a default: no error
+            taken = []
         say(f"{len(taken)} of the drafter's {len(list(draft.parameters()))} tensors start as the target's")
     return draft
 

@@ -21,14 +21,14 @@ from dflash_hf.training.choice import choose
 from dflash_hf.training.features import StoredFeatures, describe, drop_layers, store_features, stored
 from dflash_hf.training.offline import DFlashOfflineTrainer
 from dflash_hf.training.pace import Pace
-from dflash_hf.training.recipe import RecipeArguments
+from dflash_hf.training.recipe import RecipeArguments, completed
 from dflash_hf.training.run_file import STORED, checkpoint_to_resume, describe_run, run_in
 from dflash_hf.training.start import count_tokens, make_draft, take_vocabulary
 from dflash_hf.training.trainer import DFlashTrainer
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
-def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callbacks=()):
+def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callbacks=(), given=None):
     """
     Train according to a recipe, and save the drafter to its `output_dir`.
 
@@ -36,6 +36,8 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
         recipe, training: From [`~dflash_hf.training.recipe.read_recipe`].
         echo: Called with the counts of the data, in the main process.
         callbacks (`Sequence[TrainerCallback]`): Additional callbacks.
+        given (`Set[str]`, *optional*): The keys that are given; the others are chosen for the machine. Default: none
+            is chosen.
 
     Returns:
         `DFlashTrainer`: After training.
@@ -46,7 +48,8 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     resume = checkpoint_to_resume(folder, training.get("resume_from_checkpoint"), recipe.overwrite_output_dir)
     revision, trusted = recipe.target_revision, recipe.trust_remote_code
     tokenizer = load_tokenizer(recipe.target, recipe.chat_template, revision, trusted, empty=True)
-    chosen = choose(recipe, training, tokenizer, echo, resume)
+    chosen = choose(recipe, training, given, tokenizer, echo, resume)
+    recipe, training = completed(recipe, training, chosen)
     options = {**training, "push_to_hub": False, "resume_from_checkpoint": None}
     if recipe.streaming and not options.get("max_steps", -1) > 0:
         raise ValueError("streaming=True has no length; set max_steps.")
@@ -63,7 +66,8 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     # On the device of this process; with stored features, which need little of the target, in main memory.
     device = {"": "cpu" if recipe.features else args.device}
     target = load_target(recipe.target, loading, device, form="{}={}", **options)
-    draft = make_draft(recipe, target, encoder, note if args.process_index == 0 else lambda line: None)
+    tell = note if args.process_index == 0 else lambda line: None
+    draft = make_draft(recipe, target, encoder, tell, lenient="init_layers" in chosen)
 
     # 3. Data, encoded by one process for all; it determines the tokens of a reduced vocabulary.
     with args.main_process_first(desc="data"):
