@@ -6,7 +6,7 @@ from support.pairs import make_draft, make_target
 from support.rows import counting_rows
 from support.runs import BLOCK, make_trainer
 
-from dflash_hf.training.pace import Pace, StopsInTime
+from dflash_hf.training.pace import Pace
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
@@ -35,7 +35,7 @@ def test_what_is_skipped_does_not_count(clock):
     pace = Pace(20.0, warmup=0.1)
     pace(0), pace(1)
     clock[0] += 1000
-    pace.skip()
+    pace.on_train_begin(None, None, None)
     pace(2)
     assert pace.spent == 2.0
 
@@ -68,7 +68,7 @@ def test_another_call_of_train_has_its_own_time(clock, tmp_path):
         assert 9 <= trainer.state.global_step <= 12
         rates = [line["learning_rate"] for line in trainer.state.log_history if "learning_rate" in line]
         assert rates[-1] < 3e-5 and max(rates) > 4e-4
-    assert sum(isinstance(one, StopsInTime) for one in trainer.callback_handler.callbacks) == 1
+    assert sum(isinstance(one, Pace) for one in trainer.callback_handler.callbacks) == 1
 
 
 def test_evaluations_count(clock, tmp_path):

@@ -9,10 +9,11 @@ from accelerate.utils import broadcast
 from transformers import TrainerCallback
 
 
-class Pace:
+class Pace(TrainerCallback):
     """
     The learning-rate factor after a share of the time: linear warm-up, cosine to zero. Evaluations and saving count.
-    The time spent is saved with a checkpoint's scheduler, so that a resumed run has the rest of its time.
+    As a callback it ends training when the time is over; the number of steps is not known in advance. The time spent
+    is saved with a checkpoint's scheduler, so that a resumed run has the rest of its time.
 
     Args:
         seconds (`float`): Duration of training.
@@ -57,20 +58,10 @@ class Pace:
         """Whether another step would end too late."""
         return self.spent + self.usual > self.seconds
 
-    def skip(self) -> None:
+    def on_train_begin(self, args, state, control, **kwargs):
         """Exclude the time until now, such as the time since a checkpoint was saved."""
         self.last = type(self).clock()
 
-
-class StopsInTime(TrainerCallback):
-    """Ends training when the time of a [`Pace`] is over; the number of steps is not known in advance."""
-
-    def __init__(self, pace: Pace):
-        self.pace = pace
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.pace.skip()
-
     def on_step_end(self, args, state, control, **kwargs):
-        if self.pace.over:
+        if self.over:
             control.should_training_stop = control.should_log = True

@@ -195,11 +195,9 @@ def _scale_head_norms(ours: nn.Module, theirs: dict[str, nn.Module]) -> None:
 def count_tokens(dataset, vocab_size: int) -> torch.LongTensor:
     """How often each token is supervised in a dataset of `input_ids` and `loss_mask`, `[V]`."""
     counts = torch.zeros(vocab_size, dtype=torch.long)
-    for start in range(0, len(dataset), 1000):
-        rows = [dataset[index] for index in range(start, min(start + 1000, len(dataset)))]
-        ids = torch.cat([torch.as_tensor(row["input_ids"]) for row in rows]).long()
-        kept = torch.cat([torch.as_tensor(row["loss_mask"]) for row in rows]).bool()
-        counts += torch.bincount(ids[kept], minlength=vocab_size)
+    for row in dataset:
+        ids = torch.as_tensor(row["input_ids"]).long()[torch.as_tensor(row["loss_mask"]).bool()]
+        counts.index_add_(0, ids, torch.ones_like(ids))
     return counts
 
 

@@ -21,7 +21,7 @@ from dflash_hf.training.finite import FiniteGuard
 from dflash_hf.training.log_table import LogTable
 from dflash_hf.training.metrics import Meter, Statistics, statistics_to_metrics
 from dflash_hf.training.objective import Objective
-from dflash_hf.training.pace import Pace, StopsInTime
+from dflash_hf.training.pace import Pace
 from dflash_hf.training.settings_for import warning_of
 from dflash_hf.training.trainer_card import WeightsHaveFigures, save_facts
 from dflash_hf.training.training_args import DFlashTrainingArguments
@@ -148,8 +148,8 @@ class DFlashTrainer(AtomicTrainer):
         self.pace = Pace(max(seconds - self.reserved_seconds, 0.01 * seconds), self.args.warmup_steps)
         self.lr_scheduler: LambdaLR = LambdaLR(self.optimizer if optimizer is None else optimizer, self.pace)
         self._created_lr_scheduler = True  # another call of `train` has its own time
-        self.remove_callback(StopsInTime)
-        self.add_callback(StopsInTime(self.pace))
+        self.remove_callback(Pace)
+        self.add_callback(self.pace)
         return self.lr_scheduler
 
     def check_dataset(self, dataset, args, draft_config, target) -> None:
