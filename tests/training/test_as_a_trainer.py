@@ -149,7 +149,7 @@ def test_tokens_are_counted(tmp_path):
 def test_every_metric_is_there_from_the_first_evaluation(tmp_path):
     trainer = make_trainer(tmp_path, eval_dataset=counting_rows(2))
     metrics = trainer.evaluate()
-    slots = range(1, trainer.draft_config.block_tokens)
+    slots = range(1, trainer.draft.config.block_tokens)
     assert {f"eval_{name}_{slot}" for name in ("accuracy", "acceptance") for slot in slots} <= metrics.keys()
 
 

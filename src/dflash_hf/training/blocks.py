@@ -23,6 +23,7 @@ class Blocks:
     position_ids: torch.LongTensor  # [N, S + A*B]   context p at p, slot k at a + k
     labels: torch.LongTensor  # [N, A, T]      token at a + k, the anchor first
     counted: torch.BoolTensor  # [N, A, T]      tokens that the loss counts; never the anchor
+    before: torch.LongTensor  # [N, A, T]      index of the token before, whose state predicts it, in the batch [N*S]
 
 
 def example_seeds(input_ids: torch.Tensor, attention_mask: torch.Tensor, seed: int, step: int) -> torch.LongTensor:
@@ -137,11 +138,13 @@ def build_blocks(
     block_ids = input_ids.new_full((rows, num_anchors, block_size), mask_token_id)
     block_ids[..., 0] = input_ids.gather(1, anchors)
     block_positions = position_ids.gather(1, anchors)[..., None] + token[:block_size]  # [N, A, B]; runs past the end
+    first = length * torch.arange(rows, device=input_ids.device)[:, None, None]  # index of each sequence's first token
     return Blocks(
         input_ids=block_ids.flatten(1),
         position_ids=torch.cat([position_ids, block_positions.flatten(1)], dim=1),
         labels=at(label_ids),
         counted=counted,
+        before=first + (place - 1).clamp(0, length - 1),
     )
 
 
@@ -152,16 +155,6 @@ def by_token(hidden: torch.Tensor, block_size: int, anchor_first: bool = False) 
     """
     hidden = hidden.unflatten(1, (-1, block_size))
     return torch.nn.functional.pad(hidden, (0, 0, 1, 0)) if anchor_first else hidden
-
-
-def places_before(anchors: torch.LongTensor, tokens: int, length: int) -> torch.LongTensor:
-    """
-    Index in the flattened batch `[N * S]` of the token before each of the `tokens` of a block, `[N, A, T]`: its state
-    predicts the token, and a head continues from it. The anchor and tokens past the end do not count.
-    """
-    token = torch.arange(tokens, device=anchors.device)
-    place = (anchors[..., None] + token - 1).clamp(0, length - 1)  # [N, A, T]
-    return place + length * torch.arange(len(anchors), device=anchors.device)[:, None, None]
 
 
 def block_mask(
@@ -193,14 +186,7 @@ def block_mask(
     return visible(row[:, None, None, None], None, query[:, None], key)  # [N, 1, A*B, S + A*B]
 
 
-def flex_mask(
-    anchors: torch.LongTensor,
-    attention_mask: torch.Tensor,
-    block_size: int,
-    window: int | None = None,
-    causal: bool = False,
-    document_ids: torch.LongTensor | None = None,
-) -> BlockMask:
+def flex_mask(anchors, attention_mask, block_size: int, window=None, causal=False, document_ids=None) -> BlockMask:
     """The mask of [`block_mask`], with the same arguments, for flex attention, which skips empty tiles."""
     on_cuda = anchors.device.type == "cuda"  # uncompiled, all pairs of a batch exist at once
     rule = _rule(anchors, attention_mask, block_size, window, causal, document_ids)

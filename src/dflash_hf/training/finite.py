@@ -70,11 +70,11 @@ class FiniteGuard:
         for inputs in self.of_this_step:
             inputs = trainer._prepare_inputs(inputs)
             features = trainer.objective.read(inputs).features  # [N, S, L*H_t]
-            by_layer = features.unflatten(-1, (len(trainer.draft_config.target_layer_ids), -1))  # [N, S, L, H_t]
+            by_layer = features.unflatten(-1, (len(trainer.draft.config.target_layer_ids), -1))  # [N, S, L, H_t]
             real = inputs["attention_mask"].bool()[..., None]
             wrong = (~by_layer.isfinite().all(-1) & real).any(1)  # [N, L]
             if wrong.any():
-                layer = trainer.draft_config.target_layer_ids[int(wrong.any(0).nonzero()[0])]
+                layer = trainer.draft.config.target_layer_ids[int(wrong.any(0).nonzero()[0])]
                 return (
                     f"The target's features of layer {layer} are not finite",
                     "Load the target in bfloat16 or float32 (target_dtype), or store its features in that dtype.",

@@ -219,11 +219,9 @@ def token_losses(
     known = counted & (labels >= 0)
     if teacher is not None:
         teacher = replace(teacher, rows=teacher.rows[known])
-    kept, *figures = _TokenLoss.apply(hidden[known], head, labels[known], teacher, chunk_size, likely)  # [M]
-    figures, found = figures[:2], figures[2:]
+    of_known = _TokenLoss.apply(hidden[known], head, labels[known], teacher, chunk_size, likely)  # [M], then [M, k]
     # Even without tokens `values` depends on `hidden`, so that every rank takes part in backward.
-    values = kept.new_zeros(labels.shape).masked_scatter(known, kept)
-    nll, correct = (one.new_zeros(labels.shape).masked_scatter(known, one) for one in figures)
+    (values, nll, correct), found = (_spread(one, known) for one in of_known[:3]), of_known[3:]
     return TokenLosses(values, nll, correct, known, Candidates(*found) if found else None, correct)
 
 
@@ -250,11 +248,8 @@ def selected(
     is_label = candidates.ids == labels[known][:, None]  # [M, k]
     nll = -log_q.detach().masked_fill(~is_label, -math.inf).amax(-1)  # infinite if the label is not a candidate
     chosen = candidates.ids.gather(-1, scored.argmax(-1, keepdim=True))[:, 0] == labels[known]
-
-    def spread(one: torch.Tensor) -> torch.Tensor:
-        return one.new_zeros(labels.shape).masked_scatter(known, one)
-
-    return replace(losses, values=losses.values + spread(loss), nll=spread(nll), correct=spread(chosen))
+    values, nll, correct = (_spread(one, known) for one in (loss, nll, chosen))
+    return replace(losses, values=losses.values + values, nll=nll, correct=correct)
 
 
 def scored_losses(
@@ -302,7 +297,7 @@ def scored_losses(
         arguments = (kept[part], queries[part], gold[part], states)
         parts.append(checkpoint(of_chunk, *arguments, use_reentrant=False, preserve_rng_state=False))
     figures = [torch.cat(one).to(hidden.device) for one in zip(*parts, strict=True)]
-    values, nll, correct, alone = (one.new_zeros(labels.shape).masked_scatter(known, one) for one in figures)
+    values, nll, correct, alone = (_spread(one, known) for one in figures)
     return TokenLosses(values, nll, correct, known, alone=alone)
 
 
@@ -337,6 +332,11 @@ def loss_normalizer(counted: torch.BoolTensor, slot_weights: torch.Tensor | None
     if slot_weights is None:
         return counted.any(-1).sum(1)
     return (counted * slot_weights.to(counted.device)).sum((1, 2))  # a batch is counted before it is moved
+
+
+def _spread(of_known: torch.Tensor, known: torch.BoolTensor) -> torch.Tensor:
+    """Values `[M]` at their `[...]` places, and 0 elsewhere."""
+    return of_known.new_zeros(known.shape).masked_scatter(known, of_known)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

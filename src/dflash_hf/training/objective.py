@@ -15,7 +15,6 @@ from dflash_hf.training.blocks import (
     by_token,
     example_seeds,
     flex_mask,
-    places_before,
     sample_anchors,
 )
 from dflash_hf.training.losses import (
@@ -33,6 +32,9 @@ from dflash_hf.training.metrics import Statistics, block_statistics
 from dflash_hf.training.start import draft_ids
 
 
+Batch = dict[str, torch.Tensor]
+
+
 class Objective:
     """
     The loss of a drafter against its frozen target. It keeps no state between batches.
@@ -45,7 +47,7 @@ class Objective:
             target, or stored features.
     """
 
-    def __init__(self, draft, target, args, read: Callable[[dict], TargetOutput]):
+    def __init__(self, draft, target, args, read: Callable[[Batch], TargetOutput]):
         self.draft, self.target, self.args, self.read = draft, target, args, read
         self.config = draft.config
         self.uses_flex = uses_flex(args.block_attention, draft.config, args.device)
@@ -59,7 +61,7 @@ class Objective:
         drafted_ids = None if self.draft_ids is None else draft.target_ids(torch.arange(len(draft.d2t)))  # [v]
         self.teacher_head = partial(target_logits, target, ids=drafted_ids)  # [M, H_t] -> [M, v]
 
-    def draw_anchors(self, batch: dict[str, torch.Tensor], step: int) -> None:
+    def draw_anchors(self, batch: Batch, step: int) -> None:
         """Add `anchors` and `valid` `[N, A]` to a batch; they depend only on each sequence, the seed and the step."""
         seeds = example_seeds(batch["input_ids"], batch["attention_mask"], self.args.anchor_seed, step)
         slots = min(self.args.num_anchors, batch["input_ids"].shape[1])  # more would all be invalid
@@ -67,13 +69,11 @@ class Objective:
             batch["loss_mask"], slots, seeds=seeds, document_ids=batch.get("document_ids")
         )
 
-    def normalizer(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def normalizer(self, batch: Batch) -> torch.Tensor:
         """The divisor of the summed loss of a batch with anchors, `[]`."""
         return loss_normalizer(self.build_blocks(batch).counted, self.slot_weights).sum()
 
-    def __call__(
-        self, model, batch: dict[str, torch.Tensor], progress: float = 0.0
-    ) -> tuple[torch.Tensor, torch.Tensor, Statistics]:
+    def __call__(self, model, batch: Batch, progress: float = 0.0) -> tuple[torch.Tensor, Statistics]:
         """
         One pass of the drafter over a batch.
 
@@ -83,8 +83,8 @@ class Objective:
             progress (`float`): Share of the run that is done, for heads whose loss depends on it.
 
         Returns:
-            The loss of each sequence `[N]`, differentiable; the weights that it is a sum over, `[N]`, to divide by
-            their sum over all micro-batches and ranks; and the statistics of each sequence.
+            The loss of each sequence `[N]`, differentiable, and its statistics. Their normalizer is the weights that
+            the loss is a sum over; it is to be divided by their sum over all micro-batches and ranks.
         """
         args, config = self.args, self.config
 
@@ -112,10 +112,9 @@ class Objective:
 
         # 4. Token losses through the target's head, chunk by chunk.
         labels = blocks.labels if self.draft_ids is None else self.draft_ids.to(label_ids.device)[blocks.labels]
-        places = places_before(batch["anchors"], labels.shape[-1], label_ids.shape[1])  # [N, A, T]
-        before, teacher = batch["input_ids"].flatten()[places], None
+        before, teacher = batch["input_ids"].flatten()[blocks.before], None  # [N, A, T]
         if args.has_teacher:
-            teacher = Teacher(output.last_hidden_state.flatten(0, 1), places, self.teacher_head, args.loss_kind)
+            teacher = Teacher(output.last_hidden_state.flatten(0, 1), blocks.before, self.teacher_head, args.loss_kind)
         losses = self.head_losses(hidden, labels, blocks.counted, before, teacher, progress)
 
         # 5. Their weighted sum over each sequence. The last token of a block may be trained only, and not drafted.
@@ -124,9 +123,9 @@ class Objective:
         drafted = (..., slice(config.block_tokens))
         correct, counted, alone = losses.correct[drafted], blocks.counted[drafted], losses.alone[drafted]
         tokens = batch["attention_mask"].sum(1)  # [N]
-        return loss, normalizer, block_statistics(correct, counted, loss, normalizer, tokens, alone)
+        return loss, block_statistics(correct, counted, loss, normalizer, tokens, alone)
 
-    def build_blocks(self, batch: dict[str, torch.Tensor], label_ids: torch.LongTensor | None = None) -> Blocks:
+    def build_blocks(self, batch: Batch, label_ids: torch.LongTensor | None = None) -> Blocks:
         """The blocks of a batch with anchors, see [`~dflash_hf.training.blocks.build_blocks`]."""
         return build_blocks(
             batch["input_ids"],
@@ -142,14 +141,14 @@ class Objective:
             unbroken=self.args.loss_type == "dspark",
         )
 
-    def attention_masks(self, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+    def attention_masks(self, batch: Batch) -> dict[str, Any]:
         """The mask of each layer type: a `BlockMask` for flex attention, else additive `[N, 1, A*B, S + A*B]`."""
 
         def mask(window: int | None, is_causal: bool):
-            arguments = (batch["anchors"], batch["attention_mask"], self.config.block_size, window, is_causal)
+            shape = (self.config.block_size, window, is_causal, batch.get("document_ids"))
             if self.uses_flex:
-                return flex_mask(*arguments, batch.get("document_ids"))
-            return additive(block_mask(*arguments, batch.get("document_ids")), self.draft.dtype)
+                return flex_mask(batch["anchors"], batch["attention_mask"], *shape)
+            return additive(block_mask(batch["anchors"], batch["attention_mask"], *shape), self.draft.dtype)
 
         return self.config.by_layer_type(mask)
 

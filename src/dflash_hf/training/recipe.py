@@ -198,7 +198,6 @@ def _at_home(value):
 
 def key_lines(word: str = "") -> list[str]:
     """The keys whose name or help contains `word`, with their defaults, each under its heading."""
-    own = {cls: cls.__annotations__ for cls in _HINTS}
     lines = []
     for title, cls, inherited in (
         ("pair and data", RecipeArguments, False),
@@ -207,7 +206,7 @@ def key_lines(word: str = "") -> list[str]:
     ):
         found = []
         for one in dataclasses.fields(cls):
-            if not one.init or (one.name not in own[cls]) != inherited:
+            if not one.init or (one.name not in cls.__annotations__) != inherited:
                 continue
             default = one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
             default = None if default is dataclasses.MISSING else getattr(default, "value", default)

@@ -62,6 +62,7 @@ class DFlashTrainer(AtomicTrainer):
         kwargs: Other arguments of `Trainer`, such as `callbacks` and `optimizers`; not its own losses and metrics.
 
     Attributes:
+        draft (`DFlashDraftModel`): The drafter itself, without adapter and training wrappers.
         eval_report ([`~dflash_hf.evaluation.measure.EvalReport`], *optional*): The result of decoding with the current
             weights; dropped when they change.
         objective_class (`type[`[`~dflash_hf.training.objective.Objective`]`]`): The loss; a subclass may have another.
@@ -99,6 +100,7 @@ class DFlashTrainer(AtomicTrainer):
             pad_token_id = target.config.get_text_config().pad_token_id
             data_collator = DFlashCollator(0 if pad_token_id is None else pad_token_id)
         prepare_draft(model, args, peft_config)
+        self.draft = model.get_base_model() if is_adapted(model) else model
         super().__init__(
             model=model if peft_config is None else add_adapter(model, peft_config),
             args=args,
@@ -115,7 +117,6 @@ class DFlashTrainer(AtomicTrainer):
             )
         # compute_loss divides by the weights of the whole accumulated batch, so Trainer must not divide again.
         self.model_accepts_loss_kwargs = True
-        self.draft_config = model.config
         self.target = freeze(target)
         if not hasattr(target, "hf_device_map") and target.device != args.device:
             target.to(args.device)
@@ -159,22 +160,15 @@ class DFlashTrainer(AtomicTrainer):
 
     def reader(self) -> Callable[[dict], TargetOutput]:
         """What reads the target's output for a batch: a forward of the target, as far as needed."""
-        target, layer_ids, states = self.target, self.draft_config.target_layer_ids, self.args.reads_states
+        target, layer_ids, states = self.target, self.draft.config.target_layer_ids, self.args.reads_states
         if self.args.has_teacher:
             check_logits(target)
 
         def read(batch):
-            return target_forward(
-                target, layer_ids, batch["input_ids"], **packed_masks(target, layer_ids, batch), states=states
-            )
+            masks = packed_masks(target, layer_ids, batch)
+            return target_forward(target, layer_ids, batch["input_ids"], **masks, states=states)
 
         return read
-
-    @property
-    def draft(self):
-        """The drafter itself, without training wrappers."""
-        model = self.accelerator.unwrap_model(self.model)
-        return model.get_base_model() if is_adapted(model) else model
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """
@@ -187,11 +181,12 @@ class DFlashTrainer(AtomicTrainer):
             return_outputs (`bool`): Also return the statistics of each sequence.
             num_items_in_batch (`torch.Tensor`): Default: the sum over this micro-batch.
         """
-        loss, normalizer, statistics = self.objective(model, inputs, self.progress)
+        loss, statistics = self.objective(model, inputs, self.progress)
         if model.training:
             self.meter.statistics = self.meter.statistics.plus(statistics)
         if num_items_in_batch is None:
-            num_items_in_batch = _never_zero(normalizer.sum())
+            total = statistics.normalizer.sum()
+            num_items_in_batch = total.where(total > 0, 1)
         loss = loss.sum() / num_items_in_batch
         return (loss, {"statistics": statistics}) if return_outputs else loss
 
@@ -221,7 +216,7 @@ class DFlashTrainer(AtomicTrainer):
             total += self.objective.normalizer(batch).to(device)
         # Gradients (and the logged loss) are averaged over ranks; a sum over ranks needs the mean of the normalizers.
         total = self.accelerator.reduce(total, "mean")
-        return batches, _never_zero(total)
+        return batches, total.where(total > 0, 1)  # without any anchor, every rank still runs the backward of 0 / 1
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """The loss of one evaluation batch; its statistics are gathered without the last batch's padding samples."""
@@ -241,20 +236,20 @@ class DFlashTrainer(AtomicTrainer):
         self.target.eval()  # it may have been trained in between
         with self.meter.paused():
             output = super().evaluation_loop(dataloader, description, True, ignore_keys, metric_key_prefix)
-        for name, value in statistics_to_metrics(self.eval_statistics, self.draft_config.has_head).items():
+        for name, value in statistics_to_metrics(self.eval_statistics, self.draft.config.has_head).items():
             output.metrics[f"{metric_key_prefix}_{name}"] = value
         return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As upstream; a line of the training loss also gets the metrics since the previous line."""
         if "loss" in logs and self.meter.clock is not None:
-            metrics = self.meter.take(self.accelerator, self.draft_config.has_head)
+            metrics = self.meter.take(self.accelerator, self.draft.config.has_head)
             logs.update({**metrics, **logs})  # Trainer's own loss stays: the mean over optimizer steps
         super().log(logs, start_time)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Forward and backward of the drafter over its blocks: 6 operations per parameter and token."""
-        return 6 * self.model.num_parameters() * inputs["anchors"].numel() * self.draft_config.block_size
+        return 6 * self.model.num_parameters() * inputs["anchors"].numel() * self.draft.config.block_size
 
     # Training stops at the first NaN or inf, see `finite`.
 
@@ -274,7 +269,7 @@ class DFlashTrainer(AtomicTrainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """As upstream, from a complete checkpoint of this drafter; `True` is the last complete checkpoint."""
-        checkpoint = checkpoint_of(resume_from_checkpoint, self.args.output_dir, self.draft_config)
+        checkpoint = checkpoint_of(resume_from_checkpoint, self.args.output_dir, self.draft.config)
         freeze(self.target)  # it may have been trained in between
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise ValueError(
@@ -282,7 +277,7 @@ class DFlashTrainer(AtomicTrainer):
                 "load it with `peft.PeftModel.from_pretrained(draft, folder, is_trainable=True)`."
             )
         if has_rows(self.train_dataset):
-            said = warning_of(self.args, self.draft_config, self.target.config, self.train_dataset[0])
+            said = warning_of(self.args, self.draft.config, self.target.config, self.train_dataset[0])
             if said:
                 logger.warning(said)
         self.meter = Meter(self.args.device)  # an earlier run may have ended in NaN
@@ -408,8 +403,3 @@ def choose_parameters(model, head_only: bool, peft_config) -> None:
             )
     elif modules:
         logger.warning(f"peft_config trains an adapter: the {head.name} itself is not trained.")
-
-
-def _never_zero(weight: torch.Tensor) -> torch.Tensor:
-    # Without any anchor the loss is 0 / 1, and every rank still runs its backward.
-    return torch.where(weight > 0, weight, torch.ones_like(weight))
