@@ -205,11 +205,11 @@ def test_features_of_the_same_run_are_kept_until_it_is_done(tmp_path):
     args, run = SimpleNamespace(output_dir=str(tmp_path)), {"settings": {"seed": 1}, "files": {}}
     for now, kept in ((run, False), (run, True), ({**run, "settings": {"seed": 2}}, False)):
         (tmp_path / ".features").mkdir(exist_ok=True)
-        with run_file.run_in(args, now, None):
+        with run_file.run_in(args, lambda now=now: now, None):
             assert (tmp_path / ".features").is_dir() == kept
     (tmp_path / ".features").mkdir()
     (tmp_path / "run.json").write_text("{")
-    with run_file.run_in(args, run, None):
+    with run_file.run_in(args, lambda: run, None):
         assert not (tmp_path / ".features").exists()
 
 

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from itertools import islice
 
-from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 from transformers.utils import logging
 
 from dflash_hf.data.encode import given_ids
 from dflash_hf.evaluation.measure import EvalReport, evaluate
 from dflash_hf.evaluation.methods import DFLASH, TARGET
+from dflash_hf.training.processes import in_first_process
 
 
 logger = logging.get_logger(__name__)
@@ -107,22 +107,16 @@ class DecodingCallback(TrainerCallback):
 
     def measure(self) -> EvalReport:
         """The report of the first process, on every process."""
-        outcome: list = [None, None]  # a report as JSON, or the error
         with self.trainer.meter.paused():
-            if self.trainer.is_world_process_zero():
-                model, target = self.trainer.draft, self.trainer.target
-                was_training, methods = model.training, (TARGET, DFLASH)
-                try:
-                    report = evaluate(target, model, self.prompts, self.max_new_tokens, runs=1, methods=methods)
-                    outcome[0] = report.to_json()
-                except Exception as error:  # the other processes wait for the outcome
-                    outcome[1] = error
-                finally:
-                    model.train(was_training)
-            text, failure = broadcast_object_list(outcome)
-        if failure is not None:
-            raise failure
-        return EvalReport.from_json(text)
+            return EvalReport.from_json(in_first_process(self._decode))
+
+    def _decode(self) -> str:
+        model, target, methods = self.trainer.draft, self.trainer.target, (TARGET, DFLASH)
+        was_training = model.training
+        try:
+            return evaluate(target, model, self.prompts, self.max_new_tokens, runs=1, methods=methods).to_json()
+        finally:
+            model.train(was_training)
 
     def latest(self, name: str) -> float | None:
         """The last logged value of a figure."""

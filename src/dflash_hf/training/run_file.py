@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields
 from itertools import islice
@@ -18,6 +18,7 @@ from dflash_hf.target import digest_of_parameters, digest_of_target
 from dflash_hf.terminal import DetailedError
 from dflash_hf.training.checkpoints import UNFINISHED
 from dflash_hf.training.features import digest_of_rows, parts_of
+from dflash_hf.training.processes import in_first_process
 from dflash_hf.training.whole import checkpoints_of, last_whole_checkpoint
 
 
@@ -142,7 +143,7 @@ def read_run(folder: Path) -> dict | None:
 
 
 @contextmanager
-def run_in(args, run: dict | None, resume: str | None) -> Iterator[None]:
+def run_in(args, described: Callable[[], dict], resume: str | None) -> Iterator[None]:
     """
     Train with exclusive use of a folder, with `run.json` in it. A new run removes old checkpoints from it, so that
     none is ever taken for its own; a finished drafter stays until the new one is done. The first process locks the
@@ -150,25 +151,20 @@ def run_in(args, run: dict | None, resume: str | None) -> Iterator[None]:
 
     Args:
         args (`DFlashTrainingArguments`): Name the `output_dir`.
-        run (`dict`): From [`describe_run`]; `None` in all processes but the first.
+        described (`Callable`): Gives the result of [`describe_run`]; called in the first process.
         resume (`str`, *optional*): The checkpoint to resume from.
 
     Raises:
         `ValueError`: the checkpoint belongs to a run with other settings; names each with both values.
     """
-    from accelerate.utils import broadcast_object_list
-
-    outcome: list = [None]
     with ExitStack() as stack:
-        if run is not None:
-            try:
-                stack.enter_context(locked(Path(args.output_dir)))
-                _begin(Path(args.output_dir), run, resume)
-            except (ValueError, OSError) as error:
-                outcome[0] = error
-        (failure,) = broadcast_object_list(outcome)
-        if failure is not None:
-            raise failure
+
+        def begin():
+            run = described()
+            stack.enter_context(locked(Path(args.output_dir)))
+            _begin(Path(args.output_dir), run, resume)
+
+        in_first_process(begin)
         yield
 
 

@@ -71,23 +71,30 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
 
     # 3. Data, encoded by one process for all; it determines the tokens of a reduced vocabulary.
     with args.main_process_first(desc="data"):
-        datasets = _datasets(recipe, args, target, draft.config, encoder, say)
+        rows, eval_rows = _datasets(recipe, args, target, draft.config.target_layer_ids, encoder, say)
     if recipe.draft_vocab_size:
-        learned = stored(recipe.features, layer_ids=[]) if recipe.features else datasets[0]  # their ids are enough
+        learned = stored(recipe.features, layer_ids=[]) if recipe.features else rows  # their ids are enough
         share = take_vocabulary(draft, target, count_tokens(learned, draft.config.vocab_size))
         say(f"draft vocabulary  {recipe.draft_vocab_size:,} tokens, {share:.2%} of the supervised tokens")
 
     # 4. The description of the run, before training changes anything.
-    run = None
-    if args.process_index == 0:
-        run = describe_run(recipe, args, target, draft, encoder, datasets[0]) | {"chosen": chosen}
-    with run_in(args, run, resume):
+    def described() -> dict:
+        return describe_run(recipe, args, target, draft, encoder, rows) | {"chosen": chosen}
+
+    with run_in(args, described, resume):
         # 5. Features of rows read more than once.
         if recipe.store_rows:
+            rows = _drawn(rows, recipe.store_rows, args.seed)
+            made_by = (args, target, recipe.target, draft.config.target_layer_ids, encoder)
             with args.main_process_first(desc="features"):
-                datasets = _stored(recipe, args, target, draft, encoder, datasets)
+                rows = _stored(rows, folder / STORED / "train", *made_by)
+                eval_rows = _stored(eval_rows, folder / STORED / "eval", *made_by)
         # 6. Training.
-        trainer = _trainer(recipe, args, target, draft, datasets, callbacks)
+        kind = DFlashOfflineTrainer if recipe.features or recipe.store_rows else DFlashTrainer
+        trainer = kind(draft, target, args, rows, eval_rows, peft_config=recipe.peft_config, callbacks=list(callbacks))
+        if recipe.decode_prompts:
+            tokens, steps = recipe.decode_max_new_tokens, recipe.decode_steps
+            trainer.add_callback(DecodingCallback(trainer, None, recipe.decode_prompts, tokens, steps))
         if resume:
             say(f"resuming from {resume}")
         saving = 2.0 + 4 * trainer.draft.num_parameters() / 1e8
@@ -102,17 +109,6 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     if args.process_index == 0:
         shutil.rmtree(folder / STORED, ignore_errors=True)
     say(f"trained           {trainer.state.global_step:,} steps, {duration(Pace.clock() - start)} in all")
-    return trainer
-
-
-def _trainer(recipe: RecipeArguments, args, target, draft, datasets, callbacks):
-    """The trainer of a recipe, with its callbacks."""
-    kind = DFlashOfflineTrainer if recipe.features or recipe.store_rows else DFlashTrainer
-    more: dict = {"peft_config": recipe.peft_config, "callbacks": list(callbacks)}
-    trainer = kind(draft, target, args, *datasets, **more)
-    if recipe.decode_prompts:
-        prompts: dict = {"num_prompts": recipe.decode_prompts, "max_new_tokens": recipe.decode_max_new_tokens}
-        trainer.add_callback(DecodingCallback(trainer, decode_steps=recipe.decode_steps, **prompts))
     return trainer
 
 
@@ -144,28 +140,30 @@ def _save_adapted(trainer) -> None:
                 shutil.copyfile(folder / "adapter" / name, folder / name)
 
 
-def _stored(recipe: RecipeArguments, args, target, draft, encoder, datasets) -> list:
-    """Store features of rows drawn from a dataset, and of a whole evaluation dataset, in the run's folder."""
-    found = []
-    for name, rows, wanted in zip(("train", "eval"), datasets, (recipe.store_rows, None), strict=True):
-        if rows is not None and wanted is not None and wanted < len(rows):
-            drawn = torch.randperm(len(rows), generator=torch.Generator().manual_seed(args.seed))[:wanted]
-            rows = rows.select(sorted(drawn.tolist()))
-        folder, layers = Path(args.output_dir, STORED, name), draft.config.target_layer_ids
-        if rows is not None and args.process_index == 0:  # the others follow when it is done
-            dtype = str(target.dtype).removeprefix("torch.")
-            manifest = describe(target, recipe.target, layers, encoder, dtype, args.reads_states)
-            store_features(target, rows, folder, manifest)
-        found.append(None if rows is None else StoredFeatures(folder, layers, args.reads_states))
-    return found
+def _drawn(rows, count: int, seed: int):
+    """A number of rows of a dataset, drawn at random."""
+    if count >= len(rows):
+        return rows
+    drawn = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:count]
+    return rows.select(sorted(drawn.tolist()))
 
 
-def _datasets(recipe: RecipeArguments, args, target, config, encoder, say) -> list:
+def _stored(rows, folder: Path, args, target, name: str, layers: list[int], encoder) -> StoredFeatures | None:
+    """Features of a dataset, if there is one. The first process stores them; the others follow when it is done."""
+    if rows is None:
+        return None
+    if args.process_index == 0:
+        dtype = str(target.dtype).removeprefix("torch.")
+        store_features(target, rows, folder, describe(target, name, layers, encoder, dtype, args.reads_states))
+    return StoredFeatures(folder, layers, args.reads_states)
+
+
+def _datasets(recipe: RecipeArguments, args, target, layers: list[int], encoder, say) -> tuple:
     """The training and evaluation data."""
     if recipe.features:
         drop_layers(target, args.device)
         folders = (recipe.features, recipe.eval_features)
-        return [stored(one, config.target_layer_ids, args.reads_states) if one else None for one in folders]
+        return tuple(stored(one, layers, args.reads_states) if one else None for one in folders)
 
     def prepared(data, split, streaming, packing):
         rows = load_rows(data, split, streaming, recipe.data_name, recipe.data_revision)
@@ -175,7 +173,7 @@ def _datasets(recipe: RecipeArguments, args, target, config, encoder, say) -> li
             say(f"  {line}")
         return dataset
 
-    dataset, eval_dataset = prepared(recipe.data, recipe.split, recipe.streaming, recipe.packing), None
+    rows, eval_rows = prepared(recipe.data, recipe.split, recipe.streaming, recipe.packing), None
     if recipe.eval_data or recipe.eval_split:
-        eval_dataset = prepared(recipe.eval_data or recipe.data, recipe.eval_split, False, False)
-    return [dataset, eval_dataset]
+        eval_rows = prepared(recipe.eval_data or recipe.data, recipe.eval_split, False, False)
+    return rows, eval_rows
