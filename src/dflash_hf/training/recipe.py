@@ -120,7 +120,8 @@ class RecipeArguments:
 # What upstream's configurations read besides their fields.
 _OF_UPSTREAM = {"rope_theta", "rope_scaling", "partial_rotary_factor", "max_window_layers"}
 _OF_UPSTREAM |= {"attn_implementation", "torch_dtype"}
-_HINTS = {cls: typing.get_type_hints(cls) for cls in (RecipeArguments, DFlashTrainingArguments)}
+_OF_RECIPE = typing.get_type_hints(RecipeArguments)
+_HINTS = {**_OF_RECIPE, **typing.get_type_hints(DFlashTrainingArguments)}
 
 
 def read_recipe(path: str | Path | None, overrides: typing.Sequence[str] = ()) -> tuple[RecipeArguments, dict]:
@@ -151,14 +152,9 @@ def read_recipe(path: str | Path | None, overrides: typing.Sequence[str] = ()) -
             entry[name] = dict(entry.get(name) or {})
             entry = entry[name]
         entry[names[-1]] = value
-    typed: dict[type, dict] = {cls: {} for cls in _HINTS}
-    for key, value in values.items():
-        owner = next((cls for cls, hints in _HINTS.items() if key in hints), None)
-        if owner is None:
-            known = [name for hints in _HINTS.values() for name in hints]
-            raise ValueError(f"{_unknown(key, known)} `dflash train --keys` lists all keys.")
-        typed[owner][key] = _at_home(_typed(key, value, _HINTS[owner][key]))
-    of_recipe, arguments = typed[RecipeArguments], typed[DFlashTrainingArguments]
+    if unknown := [key for key in values if key not in _HINTS]:
+        raise ValueError(f"{_unknown(unknown[0], list(_HINTS))} `dflash train --keys` lists all keys.")
+    of_recipe, arguments = _parts({key: _at_home(_typed(key, value)) for key, value in values.items()})
     fields, loss = HEADS.get(of_recipe.get("head"), ({}, {}))
     recipe = RecipeArguments(**{**of_recipe, "draft_config": {**fields, **of_recipe.get("draft_config", {})}})
     known = DFlashDraftConfig.field_names() | _OF_UPSTREAM
@@ -179,9 +175,14 @@ def given_keys(overrides: typing.Sequence[str], arguments: dict) -> set[str]:
 
 def completed(recipe: RecipeArguments, arguments: dict, chosen: dict) -> tuple[RecipeArguments, dict]:
     """What [`read_recipe`] returned, with further keys and their values."""
-    of_recipe = {key: value for key, value in chosen.items() if key in _HINTS[RecipeArguments]}
-    of_training = {key: value for key, value in chosen.items() if key not in of_recipe}
+    of_recipe, of_training = _parts(chosen)
     return dataclasses.replace(recipe, **of_recipe), {**arguments, **of_training}
+
+
+def _parts(values: dict) -> tuple[dict, dict]:
+    """Keys and values of a recipe: of its pair and data, and of its training."""
+    of_recipe = {key: value for key, value in values.items() if key in _OF_RECIPE}
+    return of_recipe, {key: value for key, value in values.items() if key not in _OF_RECIPE}
 
 
 def _unknown(key: str, known: typing.Sequence[str]) -> str:
@@ -246,8 +247,9 @@ def _whole(value) -> int:
     return int(float(value))
 
 
-def _typed(key: str, value, hint):
-    """`value` as one of the types of `hint`; YAML reads `6e-4` as a string and `3` as an integer."""
+def _typed(key: str, value):
+    """The value of a key as one of its types; YAML reads `6e-4` as a string and `3` as an integer."""
+    hint = _HINTS[key]
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     kinds = [typing.get_origin(one) or one for one in (typing.get_args(hint) if union else (hint,))]
     classes = [kind for kind in kinds if isinstance(kind, type)]

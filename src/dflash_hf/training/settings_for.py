@@ -9,7 +9,7 @@ import math
 import shutil
 import statistics
 import timeit
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -96,7 +96,7 @@ class Data:
     learned: float
 
 
-@dataclass
+@dataclass(frozen=True)
 class Settings:
     """
     The chosen settings.
@@ -112,12 +112,12 @@ class Settings:
     """
 
     values: dict
-    reasons: dict[str, str] = field(default_factory=dict)
-    steps: int = 0
-    step_seconds: float = 0.0
-    feature_seconds: float = 0.0
-    rows: int = 0
-    passes: float = 0.0
+    reasons: dict[str, str]
+    steps: int
+    step_seconds: float
+    feature_seconds: float
+    rows: int
+    passes: float
     known: bool = False
 
     @property
@@ -168,10 +168,9 @@ def settings_for(machine: Machine, config, data: Data, minutes: float | None, gi
         found = _plan(machine, config, data, minutes, chosen, given)
         if found.steps >= ENOUGH_STEPS or minutes is None:
             break
-    found.values = {key: value for key, value in found.values.items() if key not in given}
-    found.known = machine.small and not given.get("draft")
-    found.reasons = {key: _reason(key, machine, text, found) for key in found.values}
-    return found
+    values = {key: value for key, value in found.values.items() if key not in given}
+    reasons = {key: _reason(key, machine, text, found) for key in values}
+    return replace(found, values=values, reasons=reasons, known=machine.small and not given.get("draft"))
 
 
 def _plan(machine: Machine, config, data: Data, minutes: float | None, chosen: dict, given: dict) -> Settings:

@@ -11,7 +11,6 @@ from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prepare import load_tokenizer, prepare_dataset
 from dflash_hf.data.sources import load_rows
 from dflash_hf.data.time_left import duration
-from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
 from dflash_hf.hub.card import FACTS_FILE
 from dflash_hf.pairs import Loading, load_target
 from dflash_hf.terminal import note
@@ -25,6 +24,7 @@ from dflash_hf.training.recipe import RecipeArguments, completed
 from dflash_hf.training.run_file import STORED, checkpoint_to_resume, describe_run, run_in
 from dflash_hf.training.start import count_tokens, make_draft, take_vocabulary
 from dflash_hf.training.trainer import DFlashTrainer
+from dflash_hf.training.trainer_card import save_facts
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
@@ -134,10 +134,8 @@ def _save_adapted(trainer) -> None:
     if trainer.is_world_process_zero():
         whole = merged(trainer.accelerator.unwrap_model(trainer.model))
         _halved(whole, trainer.args).save_pretrained(folder)
-        for name in (FACTS_FILE, REPORT_FILE, PLOT_FILE):
-            (folder / name).unlink(missing_ok=True)  # of the weights that were here before
-            if (folder / "adapter" / name).is_file():
-                shutil.copyfile(folder / "adapter" / name, folder / name)
+        (folder / FACTS_FILE).unlink(missing_ok=True)  # of the weights that were here before
+        save_facts(trainer, folder)
 
 
 def _drawn(rows, count: int, seed: int):
