@@ -22,27 +22,24 @@ from dflash_hf.target import mask_token_remedy, spare_token_id
 from dflash_hf.training.features import manifests_of
 
 
-def make_draft(recipe, target, encoder, say, lenient: bool = False):
+def make_draft(recipe, target, tokenizer, say, lenient: bool = False):
     """
     The drafter that a recipe trains: a fresh drafter, or a trained one. Its configuration gets the arguments of the
-    chat template, and `encoder` the settings of the drafter. If `lenient`, a target whose layers do not fit the
-    drafter's is no error.
+    chat template, and the digests of the tokenizer. If `lenient`, a target whose layers do not fit the drafter's is no
+    error.
     """
     manifests = manifests_of(recipe.features)
     if recipe.draft:
         draft = _draft_to_go_on(recipe.draft, recipe.draft_config, recipe.mask_token_id, say)
     else:
         stored_layers = [one.layer_ids for one in manifests.values()]
-        draft = _fresh_draft(recipe, target, encoder.tokenizer, stored_layers, say, lenient)
+        draft = _fresh_draft(recipe, target, tokenizer, stored_layers, say, lenient)
     kept = draft.config.dflash_config
     made_with = {folder: manifest.chat_template_kwargs for folder, manifest in manifests.items()}
     kwargs = template_kwargs(recipe.chat_template_kwargs, recipe.data, made_with, draft.config, say)
-    encoder.chat_template_kwargs = kwargs
-    encoder.mask_token_id = draft.config.mask_token_id
-    encoder.vocab_size = target.get_input_embeddings().weight.shape[0]
     if kwargs or kept.get("chat_template_kwargs") is not None:
         kept["chat_template_kwargs"] = kwargs
-    kept["trained_with"] = digests_of_tokenizer(encoder.tokenizer)
+    kept["trained_with"] = digests_of_tokenizer(tokenizer)
     return draft
 
 

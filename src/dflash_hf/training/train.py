@@ -60,16 +60,18 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
 
     # 2. Target and drafter.
     set_seed(args.seed)
-    encoder = RowEncoder(tokenizer, recipe.max_length)
     loading = Loading(recipe.target_dtype, revision=revision, trust_remote_code=trusted)
     options = {"attn_implementation": recipe.attn_implementation} if recipe.attn_implementation else {}
     # On the device of this process; with stored features, which need little of the target, in main memory.
     device = {"": "cpu" if recipe.features else args.device}
     target = load_target(recipe.target, loading, device, form="{}={}", **options)
     tell = note if args.process_index == 0 else lambda line: None
-    draft = make_draft(recipe, target, encoder, tell, lenient="init_layers" in chosen)
+    draft = make_draft(recipe, target, tokenizer, tell, lenient="init_layers" in chosen)
 
     # 3. Data, encoded by one process for all; it determines the tokens of a reduced vocabulary.
+    of_template = draft.config.dflash_config.get("chat_template_kwargs") or {}
+    vocab_size = target.get_input_embeddings().weight.shape[0]
+    encoder = RowEncoder(tokenizer, recipe.max_length, of_template, draft.config.mask_token_id, vocab_size)
     with args.main_process_first(desc="data"):
         rows, eval_rows = _datasets(recipe, args, target, draft.config.target_layer_ids, encoder, say)
     if recipe.draft_vocab_size:
