@@ -65,7 +65,7 @@ class DFlashTrainer(AtomicTrainer):
         draft (`DFlashDraftModel`): The drafter itself, without adapter and training wrappers.
         eval_report ([`~dflash_hf.evaluation.measure.EvalReport`], *optional*): The result of decoding with the current
             weights; dropped when they change.
-        objective_class (`type[`[`~dflash_hf.training.objective.Objective`]`]`): The loss; a subclass may have another.
+        objective_class (`type`): The class of its loss, [`~dflash_hf.training.objective.Objective`] or a subclass.
 
     Raises:
         `ValueError`: drafter and target do not fit, a dataset has rows that cannot be trained on, or an argument does

@@ -22,7 +22,7 @@ class WeightsHaveFigures(TrainerCallback):
     def __init__(self, trainer):
         self.trainer = trainer
         self.report = None
-        self.steps: int | None = None  # of the weights, if the best were reloaded
+        self.steps = None  # of the weights, if the best were reloaded
 
     @property
     def report(self) -> EvalReport | None:
