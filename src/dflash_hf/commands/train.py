@@ -14,7 +14,7 @@ settings to change first:
 """
 
 import shlex
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from dflash_hf.data.sources import check_files
@@ -63,7 +63,7 @@ def run(arguments, echo) -> Outcome:
     overrides = overrides_of(arguments)
     recipe, training = read_recipe(arguments.config, overrides)
     given = None if arguments.config else given_keys(overrides, training)
-    recipe.target, recipe.draft = folder_of(recipe.target), folder_of(recipe.draft, drafter=True)
+    recipe = replace(recipe, target=folder_of(recipe.target), draft=folder_of(recipe.draft, drafter=True))
     if not training.get("output_dir"):
         raise ValueError("No output folder is given; name the folder for the drafter with --output.")
     if training.get("push_to_hub") and not training.get("hub_model_id"):
