@@ -111,6 +111,32 @@ def test_prompts_that_come_again_are_read_once(target, monkeypatch):
     assert all_of(target, make_prompts(2) * 10, 30, config, 3) == expected * 10
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss", "llama4_text"])
+def test_a_common_beginning_is_read_once(family, monkeypatch):
+    """Longer than windows and chunks; prompts that begin others, end where they begin, or come again."""
+    target = make_target(family, attn="eager" if family == "gpt_oss" else "sdpa")
+    begin, *ends = make_prompts(9, 12, seed=5)
+    begin = (begin * 60)[:40]
+    prompts = [begin + end for end in ends] + [begin, begin + ends[0], begin[:5], [*begin[:38], 1]]
+    config = GenerationConfig(eos_token_id=STOPS[:2], pad_token_id=0, max_new_tokens=24)
+    expected = [target.generate(torch.tensor([p]), generation_config=config)[0, len(p) :].tolist() for p in prompts]
+    assert decodes_in_slots(target, config)
+    read, forward = [], target.forward
+
+    def spy(input_ids, **options):
+        read.append(input_ids.shape)
+        return forward(input_ids=input_ids, **options)
+
+    monkeypatch.setattr(target, "forward", spy)
+    assert all_of(target, prompts, 24, config, 16) == expected
+    sizes = [size for rows, size in read if rows == 1]
+    again = [max(len(end), 1) for end in ends[1:]]
+    assert sizes[: len(ends)] == [len(prompts[0]), *again]  # but for what two ends have in common
+    assert sum(sizes) < 150 < sum(map(len, prompts))
+    monkeypatch.setattr(module, "_PIECE", 7)
+    assert all_of(target, prompts, 24, config, 3) == expected
+
+
 @pytest.mark.parametrize("family", ["mamba2", "qwen3_5_text"])
 def test_recurrent_targets_decode_batch_by_batch(family):
     target, prompts = make_target(family, attn=None), make_prompts(5, 11)

@@ -5,6 +5,7 @@ next prompt, so that no row waits for the longest.
 
 import copy
 import inspect
+import os
 import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,10 +17,10 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from transformers.utils import logging
 
 from dflash_hf.modeling.accept_dflash import Draft, likeliest
-from dflash_hf.modeling.cache_dflash import SlotCache, SlotLayer
+from dflash_hf.modeling.cache_dflash import SlotLayer
 from dflash_hf.modeling.probe_dflash import facts_of
 from dflash_hf.modeling.sessions_dflash import SlotSession
-from dflash_hf.modeling.target_dflash import cache_argument, empty_cache, input_device
+from dflash_hf.modeling.target_dflash import empty_cache, input_device
 
 
 logger = logging.get_logger(__name__)
@@ -30,6 +31,7 @@ Prompts = Iterable[tuple[int, Sequence[int]]]  # number and ids
 _FOLLOWED = {"do_sample", "temperature", "top_p", "top_k", "suppress_tokens", "max_new_tokens", "use_cache"}
 _FOLLOWED |= {"eos_token_id", "pad_token_id", "bos_token_id", "max_length", "transformers_version"}
 _REMEMBERED = 2048  # prompt tokens cached in case a prompt repeats
+_PIECE = 512  # prompt tokens read at a time: bounds the mask
 _LIKELY = 1024  # top tokens tried before the whole vocabulary is sorted
 PLAIN_ROWS = 16  # batch size with `generate`
 _ROWS = (8, 16, 32, 64, 96, 128, 256, 512)
@@ -185,36 +187,46 @@ class _Slots:
     def __init__(self, target, rows: int):
         self.target, self.rows, self.device = target, rows, input_device(target)
         accepted = inspect.signature(target.forward).parameters
-        self.last_only = {"logits_to_keep": torch.tensor([-1])} if "logits_to_keep" in accepted else {}
+        last_only = {"logits_to_keep": torch.tensor([-1])} if "logits_to_keep" in accepted else {}
         offset = torch.zeros(rows, 1, dtype=torch.long, device=self.device)
         self.session = SlotSession(target, empty_cache(target), [0] * rows, 1, offset, {})
-        self.known: dict[tuple, tuple[SlotCache, torch.Tensor]] = {}
+        self.known: dict[tuple, tuple[list, torch.Tensor]] = {}
+        self.reader = SlotSession(target, empty_cache(target), [0], 1, offset[:1], last_only)
+        self.last: tuple = ()  # the prompt that it holds
 
     def read(self, place: int, ids: Sequence[int]) -> torch.Tensor:
-        """Put a prompt into a place; returns the logits `[1, V]` after it. Processed alone, it needs no padding."""
-        prompt, logits = self._known(tuple(ids))
+        """Put a prompt into a place; returns the logits `[1, V]` after it."""
+        states, logits = self._known(tuple(ids))
         cache, length = self.session.cache, len(ids)
         cache.reserve(length)
-        for mine, new in zip(cache.layers, prompt.layers, strict=True):
-            if not isinstance(new, SlotLayer) or not new.is_initialized:  # shares the keys of another layer
+        for mine, new in zip(cache.layers, states, strict=True):
+            if new is None:
                 continue
+            keys, values = new  # [1, heads, n, head_dim]
             if not mine.is_initialized:
-                mine.lazy_initialization(new.keys, new.values)
-            mine.keys[place, :, :length] = new.keys[0, :, :length]
-            mine.values[place, :, :length] = new.values[0, :, :length]
+                mine.lazy_initialization(keys, values)
+            mine.keys[place, :, :length] = keys[0]
+            mine.values[place, :, :length] = values[0]
         return logits
 
-    def _known(self, ids: tuple) -> tuple[SlotCache, torch.Tensor]:
-        """Cache and logits of a single prompt; some prompts repeat."""
+    def _known(self, ids: tuple) -> tuple[list, torch.Tensor]:
+        """The [`_states`] of each layer after a prompt, and its logits; some prompts repeat."""
         if ids not in self.known:
             if sum(map(len, self.known)) + len(ids) > _REMEMBERED:
                 self.known.clear()
-            cache, tokens = empty_cache(self.target), torch.tensor([ids], device=self.device)
-            arguments = {cache_argument(self.target): cache, "use_cache": True, **self.last_only}
-            positions = torch.arange(len(ids), device=self.device)[None]
-            logits = self.target(input_ids=tokens, position_ids=positions, **arguments).logits[:, -1]
-            self.known[ids] = SlotCache.adopt(cache, [0], len(ids)), logits
+            logits = self._logits_after(ids)
+            self.known[ids] = [_states(layer, len(ids)) for layer in self.reader.cache.layers], logits
         return self.known[ids]
+
+    def _logits_after(self, ids: tuple) -> torch.Tensor:
+        """Read a prompt alone, without padding, from where it differs from the last one; long ones in pieces."""
+        shared = min(len(os.path.commonprefix([self.last, ids])), len(ids) - 1)
+        self.last = ids
+        for start in range(shared, len(ids), _PIECE):
+            piece = torch.tensor([ids[start : start + _PIECE]], device=self.device)
+            self.reader.cache.reserve(start + piece.shape[1])
+            logits = self.reader.verify(Draft(piece), torch.tensor([start], device=self.device)).logits[:, -1]
+        return logits
 
     def step(self, tokens: dict[int, tuple[int, int]]) -> torch.Tensor:
         """The logits `[len(tokens), V]` after the given tokens, which are given with their slots by place."""
@@ -239,6 +251,13 @@ class _Slots:
         for layer in cache.layers:
             if isinstance(layer, SlotLayer) and layer.is_initialized:
                 layer.keys, layer.values = layer.keys[places], layer.values[places]
+
+
+def _states(layer, length: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """A layer's keys and values `[1, heads, length, head_dim]`; `None` if it shares those of another."""
+    if not isinstance(layer, SlotLayer) or not layer.is_initialized:
+        return None
+    return layer.keys[:, :, :length].clone(), layer.values[:, :, :length].clone()
 
 
 @torch.no_grad()

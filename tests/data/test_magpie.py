@@ -1,6 +1,5 @@
 """`dflash prompts`: requests that a chat target writes itself, each once, whatever happens in between."""
 
-import functools
 import json
 import os
 import random
@@ -24,6 +23,7 @@ from dflash_hf.data.distinct import DistinctTexts, flaw
 from dflash_hf.data.prompt_settings import KINDS
 from dflash_hf.data.response_file import ResponseFile
 from dflash_hf.data.user_turn import UserTurn
+from dflash_hf.responses import _Slots
 
 
 WORDS = [a + b for a in ("ba", "du", "ki", "lo", "me", "na") for b in ("r", "st", "n", "x")]
@@ -152,17 +152,13 @@ def test_settings_are_checked():
 def test_requests_follow_the_template_s_prefix(pair, monkeypatch):
     """What the target reads is the user's turn and the beginning; what is kept is one text that ended by itself."""
     target, tokenizer = pair
-    read, forward = [], target.forward
+    read, original = [], _Slots.read
 
-    def spy(input_ids, **options):
-        if input_ids.shape[1] > 1:
-            read.append(tokenizer.decode(input_ids[0]))
-        return forward(input_ids=input_ids, **options)
+    def spy(self, place, ids):
+        read.append(tokenizer.decode(ids))
+        return original(self, place, ids)
 
-    monkeypatch.setattr(target, "forward", functools.wraps(forward)(spy))
-    monkeypatch.setattr("dflash_hf.responses._REMEMBERED", 0)
-    generate_prompts(target, tokenizer, 1, BRIEF)  # finds out what the target can do
-    read.clear()
+    monkeypatch.setattr(_Slots, "read", spy)
     torch.manual_seed(7)
     expected = torch.rand(1)
     torch.manual_seed(7)
