@@ -1,5 +1,7 @@
 """What people do with any `Trainer`: it is done, or refused in one sentence."""
 
+import math
+
 import pytest
 import torch
 from support.pairs import make_draft, make_target
@@ -204,6 +206,36 @@ def test_a_target_that_was_trained_in_between_is_frozen_again(tmp_path):
     target.train()
     trainer.train()
     assert not target.training and all(one.grad is None for one in target.parameters())
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"loss_type": "kl"}, {"label_source": "target"}, {"loss_type": "dpace"}, {"loss_decay_gamma": math.inf}],
+    ids=str,
+)
+def test_arguments_changed_between_two_runs_count_in_the_second(changed, tmp_path):
+    """The loss was that of the first run's weights, or failed for want of the target's states."""
+    target = make_target()
+    draft = make_draft(target, block_size=BLOCK)
+    rows = {"rows": counting_rows(4), "eval_dataset": counting_rows(4), "learning_rate": 0.0}
+    trainer = make_trainer(tmp_path, draft, target, **rows)
+    trainer.train()
+    for name, value in changed.items():
+        setattr(trainer.args, name, value)
+    trainer.train()
+    anew = make_trainer(tmp_path, draft, target, **rows, **changed)
+    anew.train()
+    assert trainer.state.log_history[0]["loss"] == anew.state.log_history[0]["loss"]
+    assert trainer.evaluate()["eval_loss"] == anew.evaluate()["eval_loss"]
+
+
+def test_arguments_changed_before_an_evaluation_count_in_it(tmp_path):
+    target, rows = make_target(), counting_rows(4)
+    draft = make_draft(target, block_size=BLOCK)
+    trainer = make_trainer(tmp_path, draft, target, eval_dataset=rows)
+    trainer.args.loss_type = "kl"
+    anew = make_trainer(tmp_path, draft, target, eval_dataset=rows, loss_type="kl")
+    assert trainer.evaluate()["eval_loss"] == anew.evaluate()["eval_loss"]
 
 
 def test_recomputed_activations_train_the_layers_whatever_is_frozen(tmp_path):

@@ -71,6 +71,15 @@ def test_another_call_of_train_has_its_own_time(clock, tmp_path):
     assert sum(isinstance(one, Pace) for one in trainer.callback_handler.callbacks) == 1
 
 
+def test_a_limit_that_is_taken_off_is_over(clock, tmp_path):
+    """The next run ended after a step: the time of the first was over."""
+    trainer = run(tmp_path, 10 / 60, save_strategy="no")
+    trainer.train()
+    trainer.args.max_minutes, trainer.args.max_steps = None, 3
+    trainer.train()
+    assert trainer.state.global_step == 3 and trainer.progress == 1.0
+
+
 def test_evaluations_count(clock, tmp_path):
     target = make_target()
     rows, options = counting_rows(6), {"eval_strategy": "steps", "eval_steps": 4}

@@ -143,13 +143,14 @@ class DFlashTrainer(AtomicTrainer):
 
     def create_scheduler(self, num_training_steps: int, optimizer=None):
         """As upstream, or over time with `max_minutes`."""
+        self.pace = None  # an earlier run may have had a time limit
+        self.remove_callback(Pace)
         if self.args.max_minutes is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
         seconds = 60 * self.args.max_minutes
         self.pace = Pace(max(seconds - self.reserved_seconds, 0.01 * seconds), self.args.warmup_steps)
         self.lr_scheduler: LambdaLR = LambdaLR(self.optimizer if optimizer is None else optimizer, self.pace)
         self._created_lr_scheduler = True  # another call of `train` has its own time
-        self.remove_callback(Pace)
         self.add_callback(self.pace)
         return self.lr_scheduler
 
@@ -160,13 +161,13 @@ class DFlashTrainer(AtomicTrainer):
 
     def reader(self) -> Callable[[dict], TargetOutput]:
         """What reads the target's output for a batch: a forward of the target, as far as needed."""
-        target, layer_ids, states = self.target, self.draft.config.target_layer_ids, self.args.reads_states
+        target, layer_ids = self.target, self.draft.config.target_layer_ids
         if self.args.has_teacher:
             check_logits(target)
 
         def read(batch):
             masks = packed_masks(target, layer_ids, batch)
-            return target_forward(target, layer_ids, batch["input_ids"], **masks, states=states)
+            return target_forward(target, layer_ids, batch["input_ids"], **masks, states=self.args.reads_states)
 
         return read
 
@@ -281,6 +282,7 @@ class DFlashTrainer(AtomicTrainer):
             if said:
                 logger.warning(said)
         self.meter = Meter(self.args.device)  # an earlier run may have ended in NaN
+        self.objective = self.objective_class(self.draft, self.target, self.args, self.reader())  # or other arguments
         return super().train(checkpoint, *args, **kwargs)
 
     def create_model_card(
