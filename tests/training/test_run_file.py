@@ -213,6 +213,15 @@ def test_features_of_the_same_run_are_kept_until_it_is_done(tmp_path):
         assert not (tmp_path / ".features").exists()
 
 
+def test_a_run_keeps_its_choices_whoever_resumes_it(tmp_path):
+    """Resumed with them given, by a recipe file, it forgot that they were its own: the first command was refused."""
+    args, run = SimpleNamespace(output_dir=str(tmp_path)), {"settings": {"seed": 1}, "chosen": {"seed": 1}}
+    with run_file.run_in(args, lambda: run, None):
+        pass
+    with run_file.run_in(args, lambda: run | {"chosen": {}}, str(tmp_path / "checkpoint-2")):
+        assert run_file.read_run(tmp_path) == run
+
+
 def test_a_run_that_ends_at_a_number_that_is_none_keeps_the_drafter_before(used, capsys, monkeypatch):
     from dflash_hf.training import trainer
 

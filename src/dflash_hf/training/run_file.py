@@ -177,6 +177,8 @@ def _begin(folder: Path, run: dict, resume: str | None) -> None:
             f"{resume} was trained with {'; '.join(others)}. Resume with the same settings, start over with "
             "overwrite_output_dir=true, or choose another output_dir."
         )
+    if resume and before:
+        run = {**run, "chosen": before["chosen"]}  # whether or not this command gives them
     if not resume:
         stale = [*folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), folder / UNFINISHED]
         with suppress(ValueError):  # it is damaged
