@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -295,6 +296,7 @@ def test_what_is_wrong_is_told_in_one_line(folder, data, tmp_path, capsys):
         ([good, "blok_size=1"], {}, "did you mean 'block_size'"),
         ([good, "output_dir=null"], {}, "No output folder is given"),
         ([good, "push_to_hub=true"], {}, "push_to_hub=True needs hub_model_id"),
+        ([good, "push_to_hub=true", "hub_model_id=me/a/b"], {}, "hub_model_id='me/a/b' is not a repository id"),
         ([good, "streaming=true", "max_steps=-1"], {}, "streaming=True has no length; set max_steps"),
         ([good, "mask_token_id=2"], {}, "12 because it holds the mask token 2"),
         ([good, "num_anchors=0"], {}, "num_anchors=0"),
@@ -447,9 +449,19 @@ def test_the_finished_drafter_is_published_once(folder, data, tmp_path, capsys, 
     code, out, error = train(capsys, folder, tmp_path / "drafter", *options)
     assert code == 0 and "published         https://hub/commit" in out, error
     assert calls == [(True, "me/drafter", "some/target", "x")]
-    recipe, training = read_recipe(None, [f"target={folder}", f"output_dir={tmp_path / 'drafter'}", *options])
-    with pytest.raises(ValueError, match="is saved, but not published: the Hub is away\nTry again with `dflash publi"):
+    output = tmp_path / "a drafter"
+    recipe, training = read_recipe(
+        None, [f"target={folder}", f"output_dir={output}", *options, "hub_private_repo=true"]
+    )
+    recipe.data = ["me/answers", str(data)]
+    with pytest.raises(
+        ValueError, match="is saved, but not published: the Hub is away\nTry again with `(.*)`"
+    ) as error:
         _publish(recipe, DFlashTrainingArguments(**{**training, "push_to_hub": False}), print)
+    # It left out the options: the card lacked its target, and a private drafter would have become public.
+    again = cli.build_parser("publish")[0].parse_args(shlex.split(re.search("`dflash (.*)`", str(error.value))[1]))
+    assert (again.folder, again.repo, again.private) == (str(output), "me/drafter", True)
+    assert (again.base_model, again.datasets) == ("some/target", ["me/answers"])
 
 
 def test_targets_without_a_spare_row_need_a_mask_token(data, tmp_path, capsys):

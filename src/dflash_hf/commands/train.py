@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from dflash_hf.data.sources import check_files
-from dflash_hf.terminal import Outcome, check_writable, is_secret
+from dflash_hf.terminal import DetailedError, Outcome, check_writable, is_secret
 
 
 AGAIN = "the same command with resume_from_checkpoint=auto resumes from the last checkpoint, if there is one"
@@ -48,6 +48,7 @@ def overrides_of(arguments) -> list[str]:
 
 def run(arguments, echo) -> Outcome:
     from dflash_hf.commands.recipes import shipped
+    from dflash_hf.repositories import REPOSITORY_ID, is_repository_id
     from dflash_hf.smollm2 import folder_of
     from dflash_hf.training.recipe import given_keys, key_lines, read_recipe
 
@@ -68,6 +69,8 @@ def run(arguments, echo) -> Outcome:
         raise ValueError("No output folder is given; name the folder for the drafter with --output.")
     if training.get("push_to_hub") and not training.get("hub_model_id"):
         raise ValueError("push_to_hub=True needs hub_model_id, such as hub_model_id=me/my-drafter.")
+    if training.get("push_to_hub") and not is_repository_id(training["hub_model_id"]):
+        raise ValueError(f"hub_model_id={training['hub_model_id']!r} is not {REPOSITORY_ID}.")
     if training.get("push_to_hub") and not recipe.base_model and Path(recipe.target or "").is_dir():
         raise ValueError("push_to_hub=True with a local target needs base_model, its name on the Hub, for the card.")
     for name in ("data", "eval_data"):
@@ -145,10 +148,14 @@ def _publish(recipe, args, echo) -> None:
     names = [recipe.data] if isinstance(recipe.data, str) else recipe.data or []
     of_the_hub = [name for name in names if name.count("/") == 1 and not Path(name).exists()]
     facts = CardFacts.from_folder(args.output_dir, base_model=recipe.base_model, datasets=of_the_hub)
+    private, token = bool(args.hub_private_repo), args.hub_token
     try:
-        private, token = bool(args.hub_private_repo), args.hub_token
         result = publish(args.output_dir, args.hub_model_id, private, facts=facts, token=token)
     except PublishError as error:
-        again = f"dflash publish {args.output_dir} {args.hub_model_id}"
-        raise ValueError(f"The drafter is saved, but not published: {error}\nTry again with `{again}`.") from error
+        again = ["dflash", "publish", args.output_dir, args.hub_model_id, *["--private"] * private]
+        for option, values in (("--base-model", [recipe.base_model]), ("--dataset", of_the_hub)):
+            again += [word for value in values if value for word in (option, value)]
+        raise DetailedError(
+            f"The drafter is saved, but not published: {error}\nTry again with `{shlex.join(again)}`."
+        ) from error
     echo(f"published         {result.url or args.hub_model_id}")
