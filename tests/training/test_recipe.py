@@ -79,6 +79,10 @@ def test_values_are_typed_like_the_arguments():
     assert training["max_steps"] == 1000 and isinstance(training["max_steps"], int)
     assert training["lr_scheduler_kwargs"] == {"num_cycles": 2}
     assert training["save_strategy"] == "no"  # a truth value to YAML
+    inner = ["target=t", "data=d", "draft_config.rms_norm_eps=1e-6", "peft_config={r: 4, init: [+2.5E1, 1e], p: 1e-1}"]
+    recipe, training = read_recipe(None, [*inner, "lr_scheduler_kwargs.min_lr=-1e-05", "data_revision=12e4"])
+    assert recipe.draft_config == {"rms_norm_eps": 1e-6} and training["lr_scheduler_kwargs"] == {"min_lr": -1e-5}
+    assert recipe.peft_config == {"r": 4, "init": [25.0, "1e"], "p": 0.1} and recipe.data_revision == "12e4"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import difflib
 import os
+import re
 import types
 import typing
 from dataclasses import dataclass
@@ -120,6 +121,7 @@ class RecipeArguments:
 # What upstream's configurations read besides their fields.
 _OF_UPSTREAM = {"rope_theta", "rope_scaling", "partial_rotary_factor", "max_window_layers"}
 _OF_UPSTREAM |= {"attn_implementation", "torch_dtype"}
+_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 _OF_RECIPE = typing.get_type_hints(RecipeArguments)
 _HINTS = {**_OF_RECIPE, **typing.get_type_hints(DFlashTrainingArguments)}
 
@@ -241,6 +243,15 @@ def _parse(text: str, what: str):
         raise ValueError(f"{what} is not YAML: {place}.") from error
 
 
+def _with_floats(value):
+    """The entries of a value, where YAML reads `6e-4` as a string too."""
+    if isinstance(value, dict):
+        return {name: _with_floats(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_with_floats(one) for one in value]
+    return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
+
+
 def _whole(value) -> int:
     if not float(value).is_integer():
         raise ValueError(value)
@@ -254,7 +265,7 @@ def _typed(key: str, value):
     kinds = [typing.get_origin(one) or one for one in (typing.get_args(hint) if union else (hint,))]
     classes = [kind for kind in kinds if isinstance(kind, type)]
     if any(isinstance(value, kind) and (kind is bool or not isinstance(value, bool)) for kind in classes):
-        return value
+        return _with_floats(value) if isinstance(value, dict) else value
     is_enum = any(issubclass(kind, Enum) for kind in classes)
     if value is False and is_enum:
         return "no"  # as in `save_strategy: no`, which YAML reads as a boolean
