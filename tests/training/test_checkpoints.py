@@ -45,6 +45,17 @@ def test_resuming_from_any_checkpoint_equals_an_uninterrupted_run(step, whole, t
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize(("step", "max_steps"), [(6, 6), (3, 2)])
+def test_a_complete_run_is_not_trained_on(step, max_steps, whole, tmp_path):
+    """Upstream made a step more, in the middle of an epoch: each time the same command was given again."""
+    checkpoint = str(whole[0] / f"checkpoint-{step}")
+    resumed = make_trainer(tmp_path, make_target(), counting_rows(8), **{**FIELDS, "max_steps": max_steps})
+    resumed.train(resume_from_checkpoint=checkpoint)
+    assert resumed.state.global_step == step and not any(tmp_path.iterdir())
+    for name, saved in DFlashDraftModel.from_pretrained(checkpoint).state_dict().items():
+        assert torch.equal(saved, resumed.draft.state_dict()[name])
+
+
 def test_nothing_is_left_aside(whole):
     folder, trainer = whole
     assert {path.name for path in folder.iterdir()} == {f"checkpoint-{step}" for step in range(1, 7)}

@@ -203,6 +203,8 @@ class DFlashTrainer(AtomicTrainer):
         Collect the micro-batches of one optimizer step, draw their anchors, and sum their normalizers over all
         micro-batches and ranks, so that the result does not depend on how the batch is split.
         """
+        if 0 < self.state.max_steps <= self.state.global_step:  # upstream would train a complete run a step more
+            return [], None
         self.meter.start()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         for batch in batches[:1]:
