@@ -225,6 +225,12 @@ def pads_ended_rows(stopping_criteria) -> bool:
     return any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
 
 
+def listed_outputs(generation_config) -> list[str]:
+    """What `generate` is to return of each token, by the names in its output."""
+    names = ("scores", "logits", "hidden_states") if generation_config.return_dict_in_generate else ()
+    return [name for name in names if getattr(generation_config, f"output_{name}")]
+
+
 def pace_of(rows: int, logits_processor, stopping_criteria, generation_config, streamer=None) -> tuple[str, bool]:
     """
     How the rows of a batch advance; the text is the same.
@@ -239,8 +245,7 @@ def pace_of(rows: int, logits_processor, stopping_criteria, generation_config, s
         The pace, and whether the noise of the samples may be drawn before they are: rows then get the samples that
         they get without a drafter. Not if code of the caller's runs between two tokens: it could draw too.
     """
-    listed = [generation_config.output_scores, generation_config.output_logits, generation_config.output_hidden_states]
-    if generation_config.return_dict_in_generate and any(listed) or streamer is not None and rows > 1:
+    if listed_outputs(generation_config) or streamer is not None and rows > 1:
         return "together", False
     # Without an end-of-sequence token, rows ended by a stop string go on being written until all have ended.
     of_row = (*_COUNTED, StopStringCriteria) if pads_ended_rows(stopping_criteria) else _COUNTED

@@ -6,7 +6,7 @@ import torch
 from transformers.generation import MaxLengthCriteria, MaxTimeCriteria
 from transformers.utils import logging
 
-from .accept_dflash import pace_of
+from .accept_dflash import listed_outputs, pace_of
 from .cache_dflash import VIEW_STEP, cached_columns
 from .compile_dflash import failed_on
 from .decoding_config_dflash import DFlashDecodingConfig
@@ -79,7 +79,7 @@ class Call:
         # A criterion of the caller replaces the configuration's limit.
         limits = [criterion.max_length for criterion in stopping_criteria if type(criterion) is MaxLengthCriteria]
         self.max_new = max(int(min(limits, default=generation_config.max_length)) - input_ids.shape[1], 1)
-        self.lists_hidden_states = generation_config.return_dict_in_generate and generation_config.output_hidden_states
+        self.lists_hidden_states = "hidden_states" in listed_outputs(generation_config)
 
         reason = _reason_before_probing(generation_config, model_kwargs, synced_gpus)
         self.facts = facts = None if reason else facts_of(target)

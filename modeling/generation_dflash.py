@@ -56,7 +56,7 @@ def draft_and_verify(pair: Pair, start: torch.LongTensor, context: Context, plan
     else:
         draft = continuation.copied(plan.copied)
     output = session.verify(draft, start)
-    hidden_states = output.hidden_states if continuation.writer.hidden_states is not None else None
+    hidden_states = output.hidden_states if "hidden_states" in continuation.writer.listed else None
     return draft, output.logits, tap.take(), hidden_states
 
 
@@ -163,10 +163,8 @@ def decode(
         return continuation.sequences
     return DFlashGenerateOutput(
         sequences=continuation.sequences,
-        scores=writer.scores,
-        logits=writer.raw_logits,
-        hidden_states=writer.hidden_states,
         past_key_values=pair.cache,
         acceptance_lengths=continuation.host.acceptance_lengths,
+        **writer.listed,
         **chosen,
     )

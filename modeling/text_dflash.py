@@ -2,7 +2,7 @@
 
 import torch
 
-from .accept_dflash import Draft, Judge, RowState, Verdict
+from .accept_dflash import Draft, Judge, RowState, Verdict, listed_outputs
 from .cost_dflash import clock
 
 
@@ -60,10 +60,7 @@ class Writer:
         self.streaming = 0.0  # seconds spent in the streamer, which are not a cost of rounds
         self.shown = 0  # tokens of a row that the streamer has taken
         self.buffer = input_ids  # grows with the text: the limit may be far away
-        keep = generation_config.return_dict_in_generate
-        self.scores: tuple | None = () if keep and generation_config.output_scores else None
-        self.raw_logits: tuple | None = () if keep and generation_config.output_logits else None
-        self.hidden_states: tuple | None = () if keep and generation_config.output_hidden_states else None
+        self.listed: dict = dict.fromkeys(listed_outputs(generation_config), ())
 
     def reserve(self, generated: int) -> None:
         """Make room for `generated` tokens after the prompt."""
@@ -85,14 +82,9 @@ class Writer:
         self.buffer[rows, columns] = tokens
         self._stream(tokens, size=len(tokens))
 
-    def note(self, scores: torch.Tensor, raw: torch.Tensor, hidden_states: tuple | None) -> None:
-        """Keep a token's scores, logits and hidden states, if requested."""
-        if self.scores is not None:
-            self.scores += (scores,)
-        if self.raw_logits is not None:
-            self.raw_logits += (raw,)
-        if self.hidden_states is not None:
-            self.hidden_states += (hidden_states,)
+    def note(self, **of_token) -> None:
+        """Keep a token's `scores`, `logits` and `hidden_states`, if requested."""
+        self.listed = {name: (*listed, of_token[name]) for name, listed in self.listed.items()}
 
     def show(self, tokens: torch.LongTensor, verified: bool) -> None:
         """Stream committed tokens of the only row one by one; `verified`: they come from a round, not the prompt."""
@@ -257,9 +249,10 @@ class Continuation:
             of_token = hidden_states  # for the prompt, the hidden states of all its tokens
             if draft is not None and hidden_states is not None:
                 of_token = tuple(layer[..., nodes[0] : nodes[0] + 1, :].clone() for layer in hidden_states)
-            writer.note(scores, raw, of_token)
+            writer.note(scores=scores, logits=raw, hidden_states=of_token)
             writer.append(rows, columns, chosen)
-            ended = rules.ended(writer.buffer, [column + 1 for column in columns], chosen, writer.scores, rows)
+            so_far = writer.listed.get("scores")
+            ended = rules.ended(writer.buffer, [column + 1 for column in columns], chosen, so_far, rows)
             chosen = writer.buffer[rows, columns]  # a criterion may have written another token
             tokens[rows, step] = chosen
             for row, end in zip(rows, ended, strict=True):
