@@ -13,18 +13,10 @@ from transformers import AutoModel
 
 
 _loaded = weakref.WeakKeyDictionary()  # target -> (the request, its drafter), as long as the target lives
+_HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 
 
-def generate(
-    model,
-    assistant_model=None,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    cache_dir: str | None = None,
-    local_files_only: bool = False,
-    force_download: bool = False,
-    **kwargs,
-):
+def generate(model, assistant_model=None, **kwargs):
     """
     The entry point of `custom_generate="<drafter>"`: load the drafter once for each target, then decode with it.
 
@@ -34,8 +26,8 @@ def generate(
     Args:
         model (`PreTrainedModel`): The target.
         assistant_model (`str` or `DFlashDraftModel`, *optional*): Another folder or repository to load, or a drafter.
-        revision, token, cache_dir, local_files_only, force_download: As in `from_pretrained`.
-        kwargs: Everything else that `generate` takes.
+        kwargs: Everything else that `generate` takes, and of `from_pretrained`: `revision`, `token`, `cache_dir`,
+            `local_files_only`, `force_download`.
 
     Returns:
         What `model.generate(assistant_model=draft)` returns.
@@ -43,21 +35,14 @@ def generate(
     Raises:
         `ValueError`: the name is unknown, or does not name a DFlash drafter.
     """
+    hub = {name: value for name in _HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
     if assistant_model is None or isinstance(assistant_model, str | os.PathLike):
         name = str(assistant_model or asked_for())
-        wanted = (name, revision, _last_change(name))
+        wanted = (name, hub.get("revision"), _last_change(name))
         known, draft = _loaded.get(model, (None, None))
-        if known != wanted or force_download:
-            draft = AutoModel.from_pretrained(
-                name,
-                revision=revision or "main",
-                token=token,
-                cache_dir=cache_dir,
-                local_files_only=local_files_only,
-                force_download=force_download,
-                trust_remote_code=True,  # asked for by the caller, or this file would not run
-                dtype="auto",
-            )
+        if known != wanted or hub.get("force_download"):
+            # Remote code was asked for by the caller, or this file would not run.
+            draft = AutoModel.from_pretrained(name, trust_remote_code=True, dtype="auto", **hub)
             if not hasattr(draft, "dflash_decode"):
                 raise ValueError(
                     f"{name} holds a {type(draft).__name__}, not a DFlash drafter; name a drafter's folder or "
