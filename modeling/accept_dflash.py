@@ -263,23 +263,15 @@ class Judge:
 
     Args:
         rows (`int`): Rows of the batch.
-        logits_processor, stopping_criteria, generation_config: As in `GenerationMixin._sample`.
+        rules (`tuple`): `logits_processor`, `stopping_criteria` and `generation_config` of `GenerationMixin._sample`.
         pace (`str`): How rows advance, see [`pace_of`].
         generators (`list[torch.Generator]`, *optional*): One per row, to sample with. Each committed token takes one
             draw, so that a row's text depends on its own generator only, unless drafts are drawn too.
         noise ([`Noise`], *optional*): Of the samples.
     """
 
-    def __init__(
-        self,
-        rows,
-        logits_processor,
-        stopping_criteria,
-        generation_config,
-        pace: str = "at once",
-        generators: list[torch.Generator] | None = None,
-        noise: Noise | None = None,
-    ):
+    def __init__(self, rows: int, rules: tuple, pace="at once", generators=None, noise: Noise | None = None):
+        logits_processor, stopping_criteria, generation_config = rules
         self.processor, self.criteria, self.pace = logits_processor, stopping_criteria, pace
         self.do_sample, self.generators, self.noise = generation_config.do_sample, generators, noise
         ends = [c.eos_token_id.flatten() for c in stopping_criteria if isinstance(c, EosTokenCriteria)]

@@ -32,8 +32,8 @@ class Call:
 
     Args:
         target (`PreTrainedModel`), draft (`DFlashDraftModel`): Both models, which other calls may be using too.
-        input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, synced_gpus, streamer: As in
-            `GenerationMixin._sample`.
+        input_ids, model_kwargs, synced_gpus, streamer: As in `GenerationMixin._sample`.
+        rules (`tuple`): Its `logits_processor`, `stopping_criteria` and `generation_config`.
 
     Attributes:
         facts (`TargetFacts`, *optional*): What the target supports.
@@ -55,18 +55,8 @@ class Call:
 
     facts: TargetFacts | None
 
-    def __init__(
-        self,
-        target,
-        draft,
-        input_ids,
-        logits_processor,
-        stopping_criteria,
-        generation_config,
-        model_kwargs,
-        synced_gpus=False,
-        streamer=None,
-    ):
+    def __init__(self, target, draft, input_ids, rules: tuple, model_kwargs, synced_gpus=False, streamer=None):
+        logits_processor, stopping_criteria, generation_config = rules
         self.target, self.draft, self.rows = target, draft, len(input_ids)
         self.input_ids, self.generation_config, self.model_kwargs = input_ids, generation_config, model_kwargs
         config = draft.decoding_config

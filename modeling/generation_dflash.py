@@ -126,7 +126,7 @@ def decode(
         `torch.LongTensor` `[R, S]` or [`DFlashGenerateOutput`].
     """
     rules = (logits_processor, stopping_criteria, generation_config)
-    call = Call(target, draft, input_ids, *rules, model_kwargs, synced_gpus, streamer)
+    call = Call(target, draft, input_ids, rules, model_kwargs, synced_gpus, streamer)
     warn_of_ignored_settings(generation_config)
     if call.plain_reason is not None:
         logger.warning_once(f"Decoding without the drafter: {call.plain_reason}.")
@@ -135,7 +135,7 @@ def decode(
             return output
         return DFlashGenerateOutput(**output, acceptance_lengths=[[] for _ in input_ids])
 
-    judge = Judge(call.rows, *rules, call.pace, call.generators, call.noise)
+    judge = Judge(call.rows, rules, call.pace, call.generators, call.noise)
     writer = Writer(input_ids, judge.pad, generation_config, streamer)
     continuation = Continuation(input_ids, judge, writer, call.max_new, call.look_ahead)
     # 1. Prefill as the target does; along the way, the prompt's features become the drafter's context.

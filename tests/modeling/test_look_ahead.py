@@ -118,7 +118,7 @@ def test_nothing_of_a_round_waits_for_the_host(nodes):
         config = GenerationConfig(max_length=60, do_sample=False)
         config._pad_token_tensor = None
         criteria = StoppingCriteriaList([MaxLengthCriteria(60), EosTokenCriteria(torch.tensor([3, 4]))])
-        judge = Judge(rows, LogitsProcessorList(), criteria, config)
+        judge = Judge(rows, (LogitsProcessorList(), criteria, config))
         text = Continuation(ids, judge, Writer(ids, judge.pad, config), 60 - columns, look_ahead=4)
         drafter = DFlashCandidateGenerator(draft, target)
         offset = torch.zeros(rows, 1, dtype=torch.long)
