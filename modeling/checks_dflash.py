@@ -42,7 +42,10 @@ def check_nested(nested):
 
 
 def check_fields(config):
-    """Sizes, numbers and switches, by the types that the fields are declared with; `None` only where they allow it."""
+    """
+    Sizes, numbers and switches, by the types that the fields are declared with, `None` only where they allow it; then
+    the fields with rules of their own.
+    """
     kinds_of = {field.name: get_args(field.type) or (field.type,) for field in fields(config)}
     kinds_of |= dict.fromkeys(chain(*parts_by_sizes()), (int, NoneType))
     for key, kinds in kinds_of.items():
@@ -60,9 +63,6 @@ def check_fields(config):
         most = _MOST_LAYERS if key in ("num_hidden_layers", "num_target_layers") else _LARGEST_SIZE
         if int in kinds and value > most and key not in ("max_position_embeddings", "sliding_window"):
             raise ValueError(f"{key}={value} is larger than any drafter's ({most}); correct it in config.json.")
-
-
-def check_sizes(config):
     if type(config.block_size) is not int or not 2 <= config.block_size <= _MOST_LAYERS:
         raise ValueError(
             f"block_size={config.block_size!r} must be an integer from 2, the anchor and one drafted token, to "
@@ -78,9 +78,6 @@ def check_sizes(config):
             f"hidden_size={config.hidden_size} is not a multiple of num_attention_heads={config.num_attention_heads}; "
             "pass `head_dim`."
         )
-
-
-def check_choices(config):
     rate = config.attention_dropout
     if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 <= rate < 1:
         raise ValueError(f"attention_dropout={rate!r} must be a rate from 0 to below 1; 0.0 is none.")

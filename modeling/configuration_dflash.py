@@ -9,7 +9,6 @@ from transformers.utils import logging
 
 from .checks_dflash import (
     LAYER_TYPES,
-    check_choices,
     check_fields,
     check_layers,
     check_nested,
@@ -17,7 +16,6 @@ from .checks_dflash import (
     check_quantization,
     check_rope,
     check_rope_is_one_table,
-    check_sizes,
     check_tokens,
     parts_by_sizes,
 )
@@ -146,8 +144,6 @@ class DFlashDraftConfig(PreTrainedConfig):
         use_swa = self._read_nested()
         self._settle_defaults()
         check_fields(self)
-        check_sizes(self)
-        check_choices(self)
         self._derive_fields(use_swa, kwargs.get("max_window_layers") or 0)
         check_rope_is_one_table(self.rope_parameters, kwargs.get("rope_scaling"))
         check_layers(self)
