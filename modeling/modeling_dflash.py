@@ -15,13 +15,8 @@ from transformers.generation import GenerationMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3MLP,
-    Qwen3RMSNorm,
-    Qwen3RotaryEmbedding,
-    eager_attention_forward,
-    rotate_half,
-)
+from transformers.models.glm.modeling_glm import GlmRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, eager_attention_forward, rotate_half
 
 from .cache_dflash import slot_mask
 from .configuration_dflash import DFlashDraftConfig
@@ -32,19 +27,11 @@ from .saving_dflash import SavedDrafter
 from .target_dflash import check_pair, input_device, raw_embedding, running_device
 
 
-class DFlashRotaryEmbedding(Qwen3RotaryEmbedding):
+class DFlashRotaryEmbedding(GlmRotaryEmbedding):
     """
-    Rotary tables of the rotated part of a head. The frequencies stay in fp32: rounded to bf16 they are off by several
-    positions at 10k tokens.
+    Rotary tables of the rotated part of a head: GLM's, since Qwen3's always rotates the whole head. The frequencies
+    stay in fp32: rounded to bf16 they are off by several positions at 10k tokens.
     """
-
-    @staticmethod
-    def compute_default_rope_parameters(config, device=None, **kwargs) -> tuple[torch.Tensor, float]:
-        """`theta ** (-2i / d)` over the `d` channels that are rotated; Qwen3's own always rotates the whole head."""
-        rope = config.rope_parameters
-        dim = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
-        pairs = torch.arange(0, dim, 2, dtype=torch.float, device=device)
-        return 1.0 / rope["rope_theta"] ** (pairs / dim), 1.0
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
