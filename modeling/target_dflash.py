@@ -108,17 +108,7 @@ class FeatureTap:
 
     def __enter__(self):
         for layer_id in self.layer_ids:
-            keep = self._hook(layer_id)
-            if layer_id < 0:
-                handle = self.layers[0].register_forward_pre_hook(
-                    lambda layer, args, kwargs, keep=keep: keep(
-                        layer, (), args[0] if args else kwargs["hidden_states"]
-                    ),
-                    with_kwargs=True,
-                )
-            else:
-                handle = self.layers[layer_id].register_forward_hook(keep)
-            self.opened.callback(handle.remove)
+            self.opened.callback(self._hook(layer_id).remove)
         return self
 
     def __exit__(self, *exc):
@@ -126,13 +116,17 @@ class FeatureTap:
         self.captured.clear()
 
     def _hook(self, layer_id: int):
-        def keep(module, args, output):
-            features = output if isinstance(output, torch.Tensor) else output[0]
-            self.captured[layer_id] = features
+        def after(layer, args, output):
+            self.captured[layer_id] = output if isinstance(output, torch.Tensor) else output[0]
             if self.consume is not None and len(self.captured) == len(self.layer_ids):
                 self.consume(*self._layers())
 
-        return keep
+        def before(layer, args, kwargs):
+            after(layer, args, args[0] if args else kwargs["hidden_states"])
+
+        if layer_id < 0:
+            return self.layers[0].register_forward_pre_hook(before, with_kwargs=True)
+        return self.layers[layer_id].register_forward_hook(after)
 
     def take(self) -> torch.Tensor:
         """Return the features of the last forward, `[N, S, L * H]`, in the order of `layer_ids`, and drop them."""
