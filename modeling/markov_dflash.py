@@ -30,14 +30,6 @@ class MarkovTables(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
 
 
-class Confidence(nn.Module):
-    """Logit of the chance that the target accepts a slot, from its hidden state and optionally the previous token."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.proj = nn.Linear(config.hidden_size + config.confidence_head_with_markov * (config.markov_rank or 0), 1)
-
-
 class MarkovHead(Head):
     """
     Adds a low-rank bias that depends on the previous token `x` to the draft logits `U` of a slot. With `w = W1[x]`:
@@ -47,8 +39,9 @@ class MarkovHead(Head):
         rnn       S = U + W2 tanh(o), [g; c; o] = J [s; w; h], s' = sigmoid(g) s + (1 - sigmoid(g)) tanh(c), s_0 = 0
 
     At initialisation `W2` is zero, so that the walk is the argmax of every slot. `markov_rank` is the rank of the
-    codebooks, `markov_head_type` one of the three. `enable_confidence_head` adds a [`Confidence`], which drafting does
-    not use: it is trained and saved for engines that do.
+    codebooks, `markov_head_type` one of the three. `enable_confidence_head` adds a confidence: the logit of the
+    chance that the target accepts a slot, from its hidden state and optionally the previous token. Drafting does not
+    use it: it is trained and saved for engines that do.
     """
 
     name = "Markov head"
@@ -133,7 +126,8 @@ class MarkovHead(Head):
         if config.markov_rank:
             found["markov_head"] = MarkovTables(config)
         if config.enable_confidence_head:
-            found["confidence_head"] = Confidence(config)
+            width = config.hidden_size + config.confidence_head_with_markov * (config.markov_rank or 0)
+            found["confidence_head"] = nn.ModuleDict({"proj": nn.Linear(width, 1)})
         return found
 
     @classmethod
