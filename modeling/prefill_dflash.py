@@ -3,7 +3,6 @@
 import inspect
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from transformers import Cache
@@ -24,17 +23,6 @@ _OWN_ARGUMENTS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids"
 _OWN_ARGUMENTS |= {"output_attentions", "output_hidden_states", "past_key_values", "cache_params"}
 _PROMPT_ARGUMENTS = {"mm_token_type_ids", "logits_to_keep", "cache_position"}
 _UNBOUNDED = 2**40  # more positions than any text has
-
-
-class Prefilled(NamedTuple):
-    """The result of the target's forward over a prompt."""
-
-    logits: torch.Tensor  # [R, 1, V], after the last token
-    cache: Cache
-    columns: int  # columns in the cache, padding included
-    padding: list[int]  # padding columns at the start of each row
-    offset: torch.LongTensor  # [R, 1] or [axes, R, 1], position of a row's first token
-    hidden_states: tuple | None  # of all prompt tokens
 
 
 @dataclass
@@ -66,17 +54,13 @@ def opened_pair(call: Call, continuation: Continuation):
     cache = call.model_kwargs[call.facts.cache_name] = usable_cache(call)
     keep_cache = call.generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
     with opened_models(call) as (target, drafter, tap, pools):
-        # 1. The prompt, read by both.
-        prompt = prefill(call, target, drafter)
+        session, columns, logits, hidden_states = prefilled_session(call, target, drafter, pools)
         tap.consume = None
-        # 2. The state from which rounds start.
-        columns, padding = prompt.columns, prompt.padding
-        session = opened_session(call, target, drafter, prompt, pools)
         pair = Pair(drafter, session, tap, continuation, columns)
-        start = torch.tensor([columns - pad for pad in padding], device=drafter.device)
+        start = torch.tensor([columns - pad for pad in session.padding], device=drafter.device)
         try:
-            continuation.commit(continuation.judge(None, prompt.logits, prompt.hidden_states))
-            del prompt
+            continuation.commit(continuation.judge(None, logits, hidden_states))
+            del logits, hidden_states
             yield pair, start
         finally:
             if keep_cache:  # even after an interruption
@@ -115,41 +99,44 @@ def opened_models(call: Call):
         yield target, drafter, tap, pools
 
 
-def opened_session(
-    call: Call, target, drafter: DFlashCandidateGenerator, prompt: Prefilled, pools: list
-) -> SlotSession:
-    """The caches of both models in slots, the prompt's tokens moved there."""
-    columns, padding, offset = prompt.columns, prompt.padding, prompt.offset
-    room = columns + drafter.config.block_tokens + (0 if call.compile else min(call.max_new, 256))  # grows
-    drafter.open(padding, columns, room, offset, pools[0])
-    extra, last_slot = extra_arguments(call), columns + call.max_new - 1
-    session = call.facts.open_session(target, prompt.cache, padding, room, offset, extra, pools[1], last_slot)
-    # Tables of positions end there, and some texts end in time.
-    text = target.config.get_text_config(decoder=True)
-    positions = getattr(text, "max_position_embeddings", None) or _UNBOUNDED
-    within = positions - 1 - (offset if offset.dim() == 2 else offset[0])[:, 0].expand(len(padding))
-    if call.compile or last_slot > int(within.min()):  # compiled rounds have one shape
-        session.within = within
-    return session
+def prefilled_session(call: Call, target, drafter: DFlashCandidateGenerator, pools: list):
+    """
+    Run the prompt through the target as usual; its features become the drafter's context. Then its tokens are moved
+    into the slots of both models' caches.
 
-
-def prefill(call: Call, target, drafter: DFlashCandidateGenerator) -> Prefilled:
-    """Run the prompt through the target as usual; its features become the drafter's context."""
-    model_kwargs, name = call.model_kwargs, call.facts.cache_name
+    Returns:
+        The target's [`SlotSession`], the columns in its cache, padding included, and of the prompt the logits
+        `[R, 1, V]` after the last token, and the hidden states of all tokens if requested.
+    """
+    model_kwargs, facts = call.model_kwargs, call.facts
     if "logits_to_keep" in model_kwargs and getattr(target.config.get_text_config(), "num_kv_shared_layers", False):
         # An index, not a count: with a count, Gemma 4 drops all other tokens before the layers that share keys.
         model_kwargs["logits_to_keep"] = torch.tensor([-1])
+    # 1. The prompt, read by both.
     padding, positions = padding_of(model_kwargs.get("attention_mask"), call.rows), []
     watch = target.register_forward_pre_hook(
         lambda _, args, kwargs: positions.append(kwargs.get("position_ids")), with_kwargs=True
     )
     outputs = target._prefill(call.input_ids, call.generation_config, model_kwargs)
     watch.remove()
-    cache = outputs.get(name, model_kwargs[name])  # Phi-3 starts a new cache if a long prompt needs other frequencies
+    # Phi-3 starts a new cache if a long prompt needs other frequencies.
+    cache = outputs.get(facts.cache_name, model_kwargs[facts.cache_name])
     columns = filled_columns(call, cache, drafter.absorbed)
-    offset = first_positions(positions[-1], columns, padding, drafter.device, call.facts.counts_columns)
-    logits = outputs.logits[:, -1:].to(drafter.device, copy=True)  # a copy: the rest can be freed
-    return Prefilled(logits, cache, columns, padding, offset, outputs.get("hidden_states"))
+    logits, hidden_states = outputs.logits[:, -1:].to(drafter.device, copy=True), outputs.get("hidden_states")
+    del outputs  # a copy of the logits, so that the rest is freed
+    # 2. The caches of both models in slots.
+    offset = first_positions(positions[-1], columns, padding, drafter.device, facts.counts_columns)
+    room = columns + drafter.config.block_tokens + (0 if call.compile else min(call.max_new, 256))  # grows
+    drafter.open(padding, columns, room, offset, pools[0])
+    extra, last_slot = extra_arguments(call), columns + call.max_new - 1
+    session = facts.open_session(target, cache, padding, room, offset, extra, pools[1], last_slot)
+    # Tables of positions end there, and some texts end in time.
+    text = target.config.get_text_config(decoder=True)
+    places = getattr(text, "max_position_embeddings", None) or _UNBOUNDED
+    within = places - 1 - (offset if offset.dim() == 2 else offset[0])[:, 0].expand(len(padding))
+    if call.compile or last_slot > int(within.min()):  # compiled rounds have one shape
+        session.within = within
+    return session, columns, logits, hidden_states
 
 
 def usable_cache(call: Call):
