@@ -24,45 +24,61 @@ from .target_dflash import empty_cache, try_out
 _FIXED = (StaticLayer, getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer))
 
 
-class StateTape:
+class ReplaySession(SlotSession):
     """
-    A record of what a verification did to the recurrent states of a cache, so that part of it can be undone.
+    A target with recurrent layers, whose states are restored and advanced over the accepted tokens: the modules that
+    update them run again, on the inputs that they had in the verification.
 
     Args:
-        cache (`Cache`): The cache that the target is called with.
-        modules (`dict[nn.Module, int]`): Modules that update a state, each with its layer; see [`moving_modules`].
-            They must be private to the caller: their hooks are never removed.
+        moving (`dict[str, int]`): From [`moving_modules`]; the modules of these names must be private to the caller:
+            their hooks are never removed.
     """
 
-    def __init__(self, cache: Cache, modules: dict):
-        self.layers, self.modules = cache.layers, modules
-        self.saved: list[torch.Tensor] = []
-        self.calls: list[tuple] = []
-        self.size = 0  # tokens of the forward being recorded
+    rollback_is_free = False
+
+    def __init__(self, target, *args, moving: dict[str, int]):
+        super().__init__(target, *args)
+        self.modules = {target.get_submodule(name): layer_idx for name, layer_idx in moving.items()}
+        self.pending: tuple = ()  # start `[R]` and size of a verification that is not committed yet
+        self.saved: list[torch.Tensor] = []  # the states before it
+        self.calls: list[tuple] = []  # the modules' inputs in it
+        self.recording = 0  # tokens of the forward that is running
         self._hook()
+
+    @staticmethod
+    def takes(cache: Cache) -> bool:
+        """Whether a session can be opened on such a cache."""
+        return not any(isinstance(layer, _FIXED) for layer in cache.layers)
 
     @property
     def states(self) -> list[torch.Tensor]:
-        return recurrent_states(self.layers)
+        return recurrent_states(self.cache.layers)
 
-    def start(self, size: int) -> None:
-        """Save the states, and record the modules' inputs in the next forward, over `size` tokens."""
-        if self.saved:
-            _copy(self.saved, self.states)
-        else:
-            self.saved = [state.clone() for state in self.states]
-        self.calls.clear()
-        self.size = size
+    def verify(self, draft: Draft, start: torch.LongTensor):
+        self.pending = start, draft.tokens.shape[1]
+        self._save()
+        self.recording = draft.tokens.shape[1]
+        try:
+            return super().verify(draft, start)
+        finally:
+            self.recording = 0
 
-    def stop(self) -> None:
-        self.size = 0
+    def commit(self, start: torch.LongTensor, verdict: Verdict) -> None:
+        self._keep(verdict.counts.tolist())
 
-    def rewind(self, size: int, kept: list[int]) -> None:
+    def close(self, columns: int) -> Cache:
+        if self.pending:  # interrupted between verification and commit
+            start, _ = self.pending
+            self._keep([columns - pad - n for pad, n in zip(self.padding, start.tolist(), strict=True)])
+        return super().close(columns)
+
+    def _keep(self, kept: list[int]) -> None:
         """
-        Set each row's states to those after the first `kept[row]` of the `size` recorded tokens.
+        Set each row's states to those after the first `kept[row]` of the verified tokens.
 
-        Rows that keep the same number are advanced together: one pass for each number below `size`.
+        Rows that keep the same number are advanced together: one pass for each number below that of all tokens.
         """
+        _, size = self.pending
         counts = sorted({count for count in kept if count < size})
         final = None if len(set(kept)) == 1 else [state.clone() for state in self.states]
         for count in counts:
@@ -73,50 +89,61 @@ class StateTape:
                     result[rows] = state[rows]
         if counts and final is not None:
             _copy(self.states, final)
+        self.pending = ()
+
+    def _save(self) -> None:
+        """Before a verification: what is needed to go back."""
+        if self.saved:
+            _copy(self.saved, self.states)
+        else:
+            self.saved = [state.clone() for state in self.states]
+        self.calls.clear()
 
     def _hook(self) -> None:
-        def tape(module, args, kwargs):
-            if self.size:
+        def record(module, args, kwargs):
+            if self.recording:
                 self.calls.append((module, args, kwargs))
 
         for module in self.modules:
-            module.register_forward_pre_hook(tape, with_kwargs=True)
+            module.register_forward_pre_hook(record, with_kwargs=True)
 
     def _go_back(self, size: int, count: int) -> None:
+        """Set all states to those after the first `count` of `size` verified tokens."""
         _copy(self.states, self.saved)
         if count > 0:
             for module, args, kwargs in self.calls:
                 module(*_tokens(args, size, 0, count), **_tokens(kwargs, size, 0, count))
 
 
-class StepTape(StateTape):
+class StepSession(ReplaySession):
     """
-    For modules that lose their state when they receive several tokens: they receive one token at a time, and the
-    intermediate states are kept, so that rolling back recomputes nothing.
+    A target with recurrent layers that continue from a state only one token at a time, such as Mamba's: its modules
+    receive one token at a time, and the states in between are kept, so that rolling back recomputes nothing.
     """
 
-    def start(self, size: int) -> None:
-        super().start(size)
+    def _save(self) -> None:
+        super()._save()
         self.between = {layer_idx: [] for layer_idx in self.modules.values()}  # layer -> its states after each token
         self.whole: dict = {}  # module -> its inputs
 
     def _hook(self) -> None:
         def first(module, args, kwargs):
-            if not self.size or module in self.whole:
+            if not self.recording or module in self.whole:
                 return None
             self.whole[module] = args, kwargs
-            return _tokens(args, self.size, 0, 1), _tokens(kwargs, self.size, 0, 1)
+            return _tokens(args, self.recording, 0, 1), _tokens(kwargs, self.recording, 0, 1)
 
         def others(module, args, kwargs, output):
-            if not self.size:
+            if not self.recording:
                 return None
-            layer_idx = self.modules[module]
-            self.between[layer_idx].append([state.clone() for state in recurrent_states([self.layers[layer_idx]])])
-            if len(self.between[layer_idx]) > 1:  # called from the loop below
+            layers = [self.cache.layers[self.modules[module]]]
+            between = self.between[self.modules[module]]
+            between.append([state.clone() for state in recurrent_states(layers)])
+            if len(between) > 1:  # called from the loop below
                 return None
             outputs, (args, kwargs) = [output], self.whole[module]
-            for step in range(1, self.size):
-                span = (self.size, step, step + 1)
+            for step in range(1, self.recording):
+                span = (self.recording, step, step + 1)
                 outputs.append(module(*_tokens(args, *span), **_tokens(kwargs, *span)))
             if isinstance(output, torch.Tensor):
                 return torch.cat(outputs, dim=1)
@@ -130,7 +157,7 @@ class StepTape(StateTape):
         if count == 0:
             return _copy(self.states, self.saved)
         for layer_idx, between in self.between.items():
-            _copy(recurrent_states([self.layers[layer_idx]]), between[count - 1])
+            _copy(recurrent_states([self.cache.layers[layer_idx]]), between[count - 1])
 
 
 def recurrent_states(layers) -> list[torch.Tensor]:
@@ -179,54 +206,3 @@ def moving_modules(target) -> dict[str, int]:
             module.register_forward_hook(lambda *_: running.pop() and None)
         try_out(own, cache)
     return found
-
-
-class ReplaySession(SlotSession):
-    """
-    A target with recurrent layers, whose states are restored and advanced over the accepted tokens.
-
-    Args:
-        moving (`dict[str, int]`): From [`moving_modules`]; the modules of these names must be private to the caller.
-    """
-
-    tape_class = StateTape
-    rollback_is_free = False
-
-    def __init__(self, target, *args, moving):
-        super().__init__(target, *args)
-        modules = {target.get_submodule(name): layer_idx for name, layer_idx in moving.items()}
-        self.tape = self.tape_class(self.cache, modules)
-        self.pending = None  # [R], size: start and size of a verification that is not committed yet
-
-    @staticmethod
-    def takes(cache: Cache) -> bool:
-        """Whether a session can be opened on such a cache."""
-        return not any(isinstance(layer, _FIXED) for layer in cache.layers)
-
-    def verify(self, draft: Draft, start: torch.LongTensor):
-        size = draft.tokens.shape[1]
-        self.pending = start, size
-        self.tape.start(size)
-        try:
-            return super().verify(draft, start)
-        finally:
-            self.tape.stop()
-
-    def commit(self, start: torch.LongTensor, verdict: Verdict) -> None:
-        self._keep(verdict.counts.tolist())
-
-    def close(self, columns: int) -> Cache:
-        if self.pending is not None:  # interrupted between verification and commit
-            start, _ = self.pending
-            self._keep([columns - pad - n for pad, n in zip(self.padding, start.tolist(), strict=True)])
-        return super().close(columns)
-
-    def _keep(self, counts: list[int]) -> None:
-        self.tape.rewind(self.pending[1], counts)
-        self.pending = None
-
-
-class StepSession(ReplaySession):
-    """A target with recurrent layers that continue from a state only one token at a time, such as Mamba's."""
-
-    tape_class = StepTape

@@ -66,7 +66,7 @@ def test_a_wrong_state_is_noticed(monkeypatch):
     """The probe takes no way of rolling back that leaves the rejected tokens in the state."""
     probe_dflash._alike.clear()
     for kind in (ReplaySession, StepSession):
-        monkeypatch.setattr(kind.tape_class, "_go_back", lambda self, size, count: None)
+        monkeypatch.setattr(kind, "_go_back", lambda self, size, count: None)
     assert facts_of(make_target("qwen3_5_text")).session_class is None
 
 
