@@ -102,9 +102,6 @@ class DominoHead(Head):
             for parameter in module.parameters():
                 init.uniform_(parameter, -bound, bound)
 
-    def candidates(self, logits: torch.Tensor) -> tuple[torch.LongTensor, torch.Tensor]:
-        return super().candidates(logits[..., : self.draft.embed_proj[2].out_features])  # may have padding rows
-
     def start(self, anchors: torch.LongTensor) -> torch.Tensor:
         """The GRU's state, followed by the number of slots drafted: `[R, G + 1]`."""
         weight = self.draft.prefix_gru.weight_hh_l0

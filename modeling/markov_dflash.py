@@ -142,10 +142,6 @@ class MarkovHead(Head):
         self.order = {None: 0, "rnn": self.MANY}.get(self.kind, 1)
         self.width = config.markov_rank or 0
 
-    def candidates(self, logits: torch.Tensor) -> tuple[torch.LongTensor, torch.Tensor]:
-        # A head may have padding rows past the vocabulary.
-        return super().candidates(logits[..., : self.config.draft_vocab_size or self.config.vocab_size])
-
     def start(self, anchors: torch.LongTensor) -> torch.Tensor | None:
         if self.kind != "rnn":
             return None

@@ -53,9 +53,6 @@ class RecurrentHead(Head):
         if isinstance(module, Memory):
             init.zeros_(module.tokens.weight)
 
-    def candidates(self, logits):
-        return super().candidates(logits[..., : self.draft.memory.tokens.out_features])
-
     def start(self, anchors):
         return torch.zeros(len(anchors), self.config.memory_width, device=anchors.device, dtype=self.draft.dtype)
 
