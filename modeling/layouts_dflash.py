@@ -279,8 +279,6 @@ def _from_speculators(config: dict) -> dict:
     result = {key: getattr(defaults, key) for key in _LAYER_KEYS if getattr(defaults, key, None) is not None}
     result["rope_theta"] = defaults.rope_parameters["rope_theta"]
     result |= {key: value for key, value in layers.items() if key not in ("architectures", "transformers_version")}
-    if isinstance(layers.get("rope_parameters"), dict) and "rope_theta" in layers["rope_parameters"]:
-        del result["rope_theta"]
     kind = config.pop("speculators_model_type", "dflash")
     if kind == "dflash2":
         result |= {"conv_kernel_size": 2, "conv_group_size": 16}
@@ -303,11 +301,9 @@ def _from_speculators(config: dict) -> dict:
 
 def _from_muse(config: dict) -> dict:
     """Flat keys with their own defaults. There is no causality key: attention in the block is bidirectional."""
-    if config.get("rope_parameters") is not None:
-        defaults = {key: value for key, value in _MUSE.items() if key != "rope_theta"}
-    else:
-        defaults = _MUSE
-    result = {**defaults, **{key: value for key, value in config.items() if value is not None}}
+    result = {**_MUSE, **{key: value for key, value in config.items() if value is not None}}
+    if "rope_parameters" in result and config.get("rope_theta") is None:
+        del result["rope_theta"]
     layers = result["num_hidden_layers"]
     if "layer_types" not in result and isinstance(layers, int) and 0 < layers < 1000:
         result["layer_types"] = ["sliding_attention"] * layers
