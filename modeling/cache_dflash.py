@@ -205,12 +205,6 @@ class SlotCache(Cache):
             self.layers.append(SlotLayer(self))
         return self.layers[layer_idx].update(key_states, value_states)
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.view
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self.view, 0
-
     @property
     def trash(self) -> int:
         """The slot for tokens that no query may see, such as padding."""
