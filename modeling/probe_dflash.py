@@ -396,30 +396,23 @@ def _tree(block: torch.LongTensor) -> tuple[Draft, torch.LongTensor]:
     return Draft(tree.tokens, tree=tree), torch.tensor([[0, 2, 4]], device=block.device).expand(2, 3)
 
 
-def _arguments(target, mask, cache) -> dict:
-    """The arguments of a forward after a prompt with this `mask` `[2, S]`, as in `generate`."""
+def _prefilled(target, tokens, mask, cache) -> tuple:
+    """The output for a prompt `[2, S]`, its positions, and the arguments of the next forward, as in `generate`."""
     arguments = {cache_argument(target): cache, "use_cache": True, "attention_mask": mask}
     if "position_ids" in inspect.signature(target.forward).parameters:
         arguments["position_ids"] = (mask.cumsum(dim=1) - 1).masked_fill(mask == 0, 0)
-    return arguments
-
-
-def _prefilled(target, tokens, mask, cache) -> tuple:
-    """The output for a prompt `[2, S]`, and its positions, as in `generate`."""
-    arguments = _arguments(target, mask, cache)
     if bool(mask.all()):
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         inputs = {cache_argument(target): cache, "use_cache": True, "input_ids": tokens, "position_ids": positions}
     else:
         inputs = target.prepare_inputs_for_generation(tokens, is_first_iteration=True, **arguments)
-    return target(**inputs, return_dict=True), inputs.get("position_ids")
+    return target(**inputs, return_dict=True), inputs.get("position_ids"), arguments
 
 
 def _decoded(target, tokens, mask, kept: list[int]):
     """Logits after each token from the sixth on, fed one by one as in `generate`, and each row's states over time."""
     cache, logits, states = empty_cache(target), [], {}
-    arguments = _arguments(target, mask[:, :5], cache)
-    output = _prefilled(target, tokens[:, :5], mask[:, :5], cache)[0]
+    output, _, arguments = _prefilled(target, tokens[:, :5], mask[:, :5], cache)
     for step in range(1, tokens.shape[1] - 4):
         arguments = target._update_model_kwargs_for_generation(
             output, arguments, is_encoder_decoder=target.config.is_encoder_decoder
