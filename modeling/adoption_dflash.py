@@ -56,11 +56,8 @@ def adopt(assistant: nn.Module) -> DFlashDraftModel:
         `ValueError`: its tensors do not match its configuration, or are ordered differently.
     """
     # 1. Attributes of the live object override its configuration.
-    fields = {**assistant.config.to_dict(), "target_layer_ids": list(assistant.target_layer_ids)}
-    fields["block_size"] = int(assistant.block_size)
-    nested = dict(fields.get("dflash_config") or {})
-    nested |= {key: fields[key] for key in ("target_layer_ids", "block_size")}
-    config = DFlashDraftConfig.from_dict({**fields, "dflash_config": nested})
+    live = {"target_layer_ids": list(assistant.target_layer_ids), "block_size": int(assistant.block_size)}
+    config = DFlashDraftConfig.from_dict(assistant.config.to_dict(), **live)
     if config.interleaved_rotary:
         raise ValueError(
             f"assistant_model, a {type(assistant).__name__}, has rope_is_neox_style=False: its query and key weights "
