@@ -20,7 +20,7 @@ from .checks_dflash import (
     parts_by_sizes,
 )
 from .head_dflash import Head
-from .heads_dflash import head_fields, head_of
+from .heads_dflash import HEADS, head_fields
 from .layouts_dflash import (
     NESTED_KEYS,
     canonical_config,
@@ -324,7 +324,7 @@ class DFlashDraftConfig(PreTrainedConfig):
     @property
     def head(self) -> type[Head]:
         """Class of the drafter's head, which turns hidden states into tokens."""
-        return head_of(self)
+        return next((head for head in HEADS if head.is_set(lambda field: getattr(self, field, None))), Head)
 
     @property
     def has_head(self) -> bool:
