@@ -367,29 +367,24 @@ class DFlashDraftConfig(PreTrainedConfig):
             del output[key]
         output["dflash_config"] = copy.deepcopy(self.dflash_config)
         self.head.write(output, self)
-        if self.is_causal is None:
-            output.pop("is_causal", None)
-        for key, default in (("draft_vocab_size", None), ("v_head_dim", self.head_dim), ("has_embed_tokens", False)):
-            if output[key] in (None, default):
+        unsaid = {"is_causal": None, "draft_vocab_size": None, "v_head_dim": self.head_dim, "has_embed_tokens": False}
+        for key, default in unsaid.items():
+            if output[key] == default:
                 del output[key]
         # Without this flag Qwen3Config drops the window.
         output["use_sliding_window"] = "sliding_attention" in self.layer_types
         # No `rope_scaling`: it is now an alias of `rope_parameters`, and vLLM sets these keys one after the other.
-        if self.rope_parameters:
-            output["rope_theta"] = self.rope_parameters["rope_theta"]
-            if "partial_rotary_factor" in self.rope_parameters:
-                output["partial_rotary_factor"] = self.rope_parameters["partial_rotary_factor"]
-        return output
+        at_top = ("rope_theta", "partial_rotary_factor")
+        return output | {key: value for key, value in self.rope_parameters.items() if key in at_top}
 
     def to_diff_dict(self) -> dict:
         """The content of `config.json`, with the names that transformers 4 expects too."""
         output = super().to_diff_dict()
         if output.get("dtype") is not None:
             output["torch_dtype"] = output["dtype"]
-        if self.rope_parameters:
-            scaled = self.rope_parameters.get("rope_type", "default") != "default"
-            scaling = {key: value for key, value in self.rope_parameters.items() if key != "rope_theta"}
-            output["rope_scaling"] = copy.deepcopy(scaling) if scaled else None
+        scaled = self.rope_parameters["rope_type"] != "default"
+        scaling = {key: value for key, value in self.rope_parameters.items() if key != "rope_theta"}
+        output["rope_scaling"] = copy.deepcopy(scaling) if scaled else None
         return output
 
 
