@@ -47,14 +47,6 @@ def slots_of(model):
         idle.append(pool)
 
 
-def _methods(target) -> frozenset[weakref.ref]:
-    """
-    The methods of a target's module classes: graphs guard hooks and attributes of each module, but not these. The two
-    methods that are left out are replaced by Dynamo itself.
-    """
-    return frozenset(map(weakref.ref, methods_of(target) - {nn.Module.__init__, nn.Module.__setstate__}))
-
-
 @functools.cache
 def _compiled(function: Callable, how: str, methods: frozenset) -> tuple[Callable, Callable]:
     """
@@ -93,7 +85,9 @@ class CompiledRound:
         self.asked, self.failed = asked, failed_on(target, draft)
         on_gpu = target.device.type == "cuda"
         how = asked if isinstance(asked, str) else "reduce-overhead" if on_gpu else "default"
-        self.compiled, self.copy = _compiled(function, how, _methods(target))
+        # Graphs guard hooks and attributes of each module, but not its class's methods. Dynamo itself replaces two.
+        methods = methods_of(target) - {nn.Module.__init__, nn.Module.__setstate__}
+        self.compiled, self.copy = _compiled(function, how, frozenset(map(weakref.ref, methods)))
         self.graphs_replay = on_gpu and how in _CUDA_GRAPHS
         self.graphs: dict[tuple, Callable] = {}
 

@@ -12,7 +12,7 @@ from transformers import GenerationMixin
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
-from .accept_dflash import Judge, Verdict
+from .accept_dflash import Draft, Judge, Verdict
 from .call_dflash import Call, warn_of_ignored_settings
 from .compile_dflash import CompiledRound
 from .drafting_dflash import Context
@@ -54,7 +54,8 @@ def draft_and_verify(pair: Pair, start: torch.LongTensor, context: Context, plan
         draft = drafter.propose(plan, continuation.last, start, context.features, context.start)
         draft = continuation.padded(draft if plan.cut is None else plan.cut(draft))
     else:
-        draft = continuation.copied(plan.copied)
+        anchors = continuation.last[:, None]
+        draft = Draft(anchors if plan.copied is None else torch.cat([anchors, plan.copied], dim=1))
     output = session.verify(draft, start)
     hidden_states = output.hidden_states if "hidden_states" in continuation.writer.listed else None
     return draft, output.logits, tap.take(), hidden_states

@@ -25,11 +25,6 @@ class HostView:
     def longest(self) -> int:
         return max(self.lengths)
 
-    @property
-    def longest_possible(self) -> int:
-        """An upper bound of `longest` that includes the pending rounds."""
-        return self.longest + sum(size for _, _, size in self.pending)
-
     def sync(self) -> None:
         """Read the pending rounds, which waits for the device once."""
         facts = torch.stack([torch.stack([counts, unfinished]) for counts, unfinished, _ in self.pending]).tolist()
@@ -137,7 +132,7 @@ class Continuation:
     @property
     def longest_possible(self) -> int:
         """An upper bound of `longest` that includes rounds the host has not read yet."""
-        return min(self.host.longest_possible, self.max_new)
+        return min(self.host.longest + sum(size for _, _, size in self.host.pending), self.max_new)
 
     @property
     def tokens_left(self) -> int:
@@ -154,11 +149,6 @@ class Continuation:
     def sequences(self) -> torch.LongTensor:
         """`[R, S + longest]`, finished rows padded."""
         return self.writer.buffer[:, : self.writer.prompt_length + self.host.longest]
-
-    def copied(self, tokens: torch.LongTensor | None) -> Draft:
-        """The tokens `[R, n]` as a draft; `None`: only the anchors."""
-        last = self.last[:, None]
-        return Draft(last if tokens is None else torch.cat([last, tokens], dim=1))
 
     def padded(self, draft: Draft) -> Draft:
         """The draft in which, if rows advance together, finished rows continue with padding, as without a drafter."""
