@@ -166,19 +166,16 @@ def check_rope(config):
 
 
 def check_layers(config):
-    listed = isinstance(config.layer_types, list | tuple)
-    if (
-        not listed
-        or len(config.layer_types) != config.num_hidden_layers
-        or any(t not in LAYER_TYPES for t in config.layer_types)
-    ):
+    types = config.layer_types
+    listed = isinstance(types, list | tuple) and len(types) == config.num_hidden_layers
+    if not listed or any(one not in LAYER_TYPES for one in types):
         raise ValueError(
-            f"layer_types={config.layer_types} must name one of {LAYER_TYPES} for each of the "
+            f"layer_types={types} must name one of {LAYER_TYPES} for each of the "
             f"num_hidden_layers={config.num_hidden_layers} draft layers."
         )
-    if "sliding_attention" in config.layer_types and config.sliding_window is None:
+    if "sliding_attention" in types and config.sliding_window is None:
         raise ValueError(
-            f"sliding_window=None, but layer_types={config.layer_types} has sliding layers; set `sliding_window` to "
+            f"sliding_window=None, but layer_types={types} has sliding layers; set `sliding_window` to "
             "the number of keys they see."
         )
     ids = config.target_layer_ids
