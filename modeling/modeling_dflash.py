@@ -34,12 +34,11 @@ class DFlashRotaryEmbedding(GlmRotaryEmbedding):
     """
 
     def _apply(self, fn, recurse=True):
-        super()._apply(fn, recurse)
-        if self.inv_freq.dtype != torch.float32 and self.inv_freq.device.type != "meta":
-            fresh = type(self)(self.config)
-            self.inv_freq = fresh.inv_freq.to(self.inv_freq.device)
-            self.original_inv_freq = self.inv_freq.clone()
-        return self
+        def kept(table):
+            moved = fn(table)
+            return moved if moved.dtype == table.dtype else table.to(moved.device)
+
+        return super()._apply(kept, recurse)
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
