@@ -44,6 +44,7 @@ class Call:
         temperature (`float`): Temperature at which drafts are drawn; 0 takes the likeliest tokens.
         pace (`str`): How rows advance, see [`pace_of`].
         noise ([`Noise`], *optional*): Of the samples of this call, if it can be drawn before it is needed.
+        foresight ([`Foresight`], *optional*): The same for drafts, if they are to allow for it.
         generators (`list[torch.Generator]`, *optional*): One per sampled row.
         compile (`str` or `bool`): As in [`DFlashDecodingConfig`]; `False` if rounds cannot be compiled.
         look_ahead (`int`): Rounds that are started before the host reads what they committed.
@@ -91,22 +92,20 @@ class Call:
         # Whether the draws of a text are those that it takes without a drafter.
         alone = self.generators is not None or self.rows == 1
         follows = not config.draft_temperature and not self.compile and (alone or self.look_ahead == 1)
-        self.temperature = 0.0 if follows else draft_temperature(draft, generation_config)
-        self.noise = None
+        temperature = 1.0 if generation_config.temperature is None else float(generation_config.temperature)
+        drawn = temperature if draft.config.head.samples else 0.0
+        drawn = drawn if config.draft_temperature is None else float(config.draft_temperature)
+        self.temperature = 0.0 if follows or not generation_config.do_sample else drawn
+        self.noise = self.foresight = None
         if generation_config.do_sample and reason is None:
             if follows and foreseen and foreseeable(input_ids.device):
                 self.noise = Noise(self.generators or [generator_of(input_ids.device)], self.rows, self.max_new)
             elif alone and self.pace == "at once":
                 self.pace = "row by row"  # token by token, so that a seed gives the same text as without a drafter
             self.look_ahead = 1 if alone or self.noise else self.look_ahead
-
-    def foresight(self) -> Foresight | None:
-        """The noise of the next samples, for drafts that are to allow for it."""
-        if self.noise is None or self.draft.decoding_config.draft_temperature is not None:
-            return None
-        temperature = 1.0 if self.generation_config.temperature is None else self.generation_config.temperature
-        vocab_size = self.target.config.get_text_config(decoder=True).vocab_size
-        return Foresight(self.noise, vocab_size, self.draft.target_ids, temperature)
+        if self.noise is not None and config.draft_temperature is None:
+            vocab_size = target.config.get_text_config(decoder=True).vocab_size
+            self.foresight = Foresight(self.noise, vocab_size, draft.target_ids, temperature)
 
     def _cache_reason(self) -> str | None:
         """Why the columns of a cache that the caller passes rule out drafting, if they do."""
@@ -178,14 +177,3 @@ def _reason_before_probing(generation_config, model_kwargs, synced_gpus: bool) -
     if generation_config.return_dict_in_generate and generation_config.output_attentions:
         return "attentions of each token are requested"
     return None
-
-
-def draft_temperature(draft, generation_config) -> float:
-    """The temperature at which a drafter samples its tokens; 0 if it takes the likeliest."""
-    if not generation_config.do_sample:
-        return 0.0
-    temperature = draft.decoding_config.draft_temperature
-    if temperature is None:
-        temperature = 1.0 if generation_config.temperature is None else generation_config.temperature
-        return float(temperature) if draft.config.head.samples else 0.0
-    return float(temperature)

@@ -94,7 +94,7 @@ def opened_models(call: Call):
         if any(module.training for module in draft.modules()):  # as an adapter added after `eval()` is
             draft = opened.enter_context(isolated(draft, draft.modules(), training=False))
         drafter = DFlashCandidateGenerator(draft, target, generators=call.generators, temperature=call.temperature)
-        drafter.foresight = call.foresight()
+        drafter.foresight = call.foresight
         tap = opened.enter_context(FeatureTap(target, layer_ids, consume=drafter.absorb))
         yield target, drafter, tap, pools
 
