@@ -104,15 +104,8 @@ class SlotLayer(CacheLayerMixin):
         view = self.cache.view
         return self.keys[:, :, :view], self.values[:, :, :view]
 
-    def move(self, source: Places, goal: Places) -> None:
-        """Copy slots of each row to others."""
-        for buffer in (self.keys, self.values):
-            goal.write(buffer, source.read(buffer))
-
     def grow(self) -> None:
         """Move to buffers of the cache's new capacity."""
-        if not self.is_initialized:
-            return
         for name in ("keys", "values"):
             old = getattr(self, name)
             new = self._buffer(name, old)
@@ -174,7 +167,7 @@ class SlotCache(Cache):
         if used >= self.capacity:
             self.capacity = self._fitting(max(used, self.capacity * 9 // 8))
             for layer in self.layers:
-                if isinstance(layer, SlotLayer):  # recurrent layers of a hybrid do not grow
+                if isinstance(layer, SlotLayer) and layer.is_initialized:  # recurrent layers of a hybrid do not grow
                     layer.grow()
         self.view = self.capacity if self.pool is not None else min(_round_up(used, VIEW_STEP), self.capacity)
 
@@ -189,10 +182,11 @@ class SlotCache(Cache):
 
     def move(self, source: torch.LongTensor, goal: torch.LongTensor) -> None:
         """Copy slots `[R, n]` of each row to others; no goal may be the source of a later copy."""
-        places = Places(source), Places(goal)
+        read, written = Places(source), Places(goal)
         for layer in self.layers:
             if isinstance(layer, SlotLayer) and layer.is_initialized:
-                layer.move(*places)
+                for buffer in (layer.keys, layer.values):
+                    written.write(buffer, read.read(buffer))
 
     def _fitting(self, slots: int) -> int:
         """A capacity for `slots` plus the slot that is never attended to."""

@@ -55,6 +55,7 @@ class Writer:
         self.streaming = 0.0  # seconds spent in the streamer, which are not a cost of rounds
         self.shown = 0  # tokens of a row that the streamer has taken
         self.buffer = input_ids  # grows with the text: the limit may be far away
+        # By the names of the output; an entry for each token.
         self.listed: dict = dict.fromkeys(listed_outputs(generation_config), ())
 
     def reserve(self, generated: int) -> None:
