@@ -189,7 +189,9 @@ def canonical_config(config: dict) -> dict:
     for key in ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids"):
         ids = config.pop(key, None)
         if ids is not None and config.get("target_layer_ids") is None:
-            config["target_layer_ids"] = _one_less(key, ids)
+            if not isinstance(ids, list) or any(type(i) is not int or i < 0 for i in ids):
+                raise ValueError(f"{key}={ids!r} must be a list of layer numbers counted from 1; 0 is the embedding.")
+            config["target_layer_ids"] = [i - 1 for i in ids]
     config["rope_parameters"] = _one_rope(config.get("rope_parameters"), config.get("layer_types"))
     return config
 
@@ -341,12 +343,6 @@ def _lifted(config: dict) -> dict:
     for part, names in ((config, _READ_HERE), (nested, known)):
         lifted |= {name: part[key] for key, name in reversed(names.items()) if part.get(key) is not None}
     return {**lifted, "dflash_config": kept}
-
-
-def _one_less(key: str, ids) -> list[int]:
-    if not isinstance(ids, list) or any(type(i) is not int or i < 0 for i in ids):
-        raise ValueError(f"{key}={ids!r} must be a list of layer numbers counted from 1; 0 is the embedding.")
-    return [i - 1 for i in ids]
 
 
 def _one_rope(rope, layer_types):
