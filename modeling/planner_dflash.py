@@ -69,17 +69,12 @@ def planner_of(call, pair):
 
 
 def _few(drafter, trained: int, rows: int, trees: bool) -> list[Plan]:
-    """No draft, the whole block, its first half, and trees of the sizes that forwards handle well here."""
+    """No draft, the whole block, its first half, and trees of the sizes that forwards handle well on a CPU."""
     plans = [Plan(1), drafter.plan(trained), *([Plan((trained + 1) // 2)] if trained > 3 else [])]
-    sizes = tree_sizes(rows, drafter.device.type == "cpu") if trees and trained > 2 else []
+    sizes = sorted({max(most // rows, 3) for most in (7, 15)}) if trees and trained > 2 else []
     return [*plans, *(drafter.plan(trained, nodes) for nodes in sizes)]
 
 
 def widest_tree(rows: int, on_cpu: bool) -> int:
     """Maximum drafted tokens considered per row: fewer in a batch, more on devices where wide forwards are cheap."""
     return max(min(16, 32 // rows), 2) if on_cpu else max(min(64, 512 // rows), 15)
-
-
-def tree_sizes(rows: int, on_cpu: bool) -> list[int]:
-    """Tree sizes of [`FewPlans`] for a number of rows."""
-    return sorted({max(most // rows, 3) for most in ((7, 15) if on_cpu else (16, 64))})
