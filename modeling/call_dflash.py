@@ -48,6 +48,7 @@ class Call:
         generators (`list[torch.Generator]`, *optional*): One per sampled row.
         compile (`str` or `bool`): As in [`DFlashDecodingConfig`]; `False` if rounds cannot be compiled.
         look_ahead (`int`): Rounds that are started before the host reads what they committed.
+        of_one_shape (`bool`): Whether all rounds of a plan have one shape, the last rounds too.
         lists_hidden_states (`bool`): Whether the caller requests the hidden states of each token.
 
     Raises:
@@ -103,6 +104,7 @@ class Call:
             elif alone and self.pace == "at once":
                 self.pace = "row by row"  # token by token, so that a seed gives the same text as without a drafter
             self.look_ahead = 1 if alone or self.noise else self.look_ahead
+        self.of_one_shape = bool(self.compile) or self.look_ahead > 1
         if self.noise is not None and config.draft_temperature is None:
             vocab_size = target.config.get_text_config(decoder=True).vocab_size
             self.foresight = Foresight(self.noise, vocab_size, draft.target_ids, temperature)

@@ -68,7 +68,6 @@ class FewPlans(PlanByCost):
         vocab_size (`int`, *optional*): Of the target, if rows may copy earlier text.
     """
 
-    whole = True
     EARNED = 48  # rounds of a plan before it is compiled; the initial plan is compiled immediately
     LASTING = 1.05  # minimum speed of a plan, relative to the current one, to replace it
 

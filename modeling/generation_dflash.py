@@ -147,7 +147,7 @@ def decode(
         while not continuation.done:
             plan = planner.next(continuation)
             pair.reserve(plan.size)
-            of_one_shape = planner.whole and plan.drafts
+            of_one_shape = call.of_one_shape and plan.drafts
             if of_one_shape:
                 context = drafter.shaped(context, start)
             verdict, fresh = run(pair, start, context, plan)

@@ -104,8 +104,6 @@ class AssistantPlan:
         drawn (`bool`): Whether drafts are drawn.
     """
 
-    whole = False  # rounds may have any shape
-
     def __init__(self, plan: Plan, size: int, threshold: float, schedule: str, paces: dict, drawn: bool = False):
         self.plan, self.most = plan._replace(cut=self.cut if threshold else None), plan.block - 1
         self.threshold, self.drawn = threshold, drawn
@@ -272,7 +270,6 @@ class FastestPlan(PlanByCost):
         vocab_size (`int`, *optional*): Of the target, if rows may copy earlier text.
     """
 
-    whole = False
     LADDER = (1, 2, 4, 8, 16, 32, 64)  # sizes that are slightly preferred until their cost is known
     ENOUGH = 3  # number of times that each of them, and a round without a draft, is tried
 

@@ -31,7 +31,6 @@ def planner_of(call, pair):
     """
     target, draft, drafter, text = call.target, call.draft, pair.drafter, pair.continuation
     generation_config = call.generation_config
-    whole = bool(call.compile) or text.look_ahead > 1  # then all rounds of a plan have one shape, the last rounds too
     config, trained, rows = draft.decoding_config, draft.config.block_tokens, len(text.host.alive)
     asked = generation_config.num_assistant_tokens
     unset = asked in (None, _DEFAULT_ASSISTANT_TOKENS)
@@ -42,7 +41,7 @@ def planner_of(call, pair):
     threshold, schedule = (getattr(generation_config, name) for name in _OF_ASSISTANTS)
     threshold = 0.0 if threshold in (None, _DEFAULT_THRESHOLD) else threshold
     if threshold or schedule in SCHEDULES:
-        if not whole and config.tree_nodes is None:
+        if not call.of_one_shape and config.tree_nodes is None:
             if threshold:
                 drafter.foresight = None  # its noise would be part of the probabilities
             plan, drawn = drafter.plan(config.block_size or trained), bool(drafter.temperature)
@@ -52,20 +51,20 @@ def planner_of(call, pair):
             "or run ahead of the host (compile, look_ahead)."
         )
     on_cpu = target.device.type == "cpu"
-    if config.is_open and unset and (on_cpu or not whole):  # `FewPlans` has only been measured on a CPU
+    if config.is_open and unset and (on_cpu or not call.of_one_shape):  # `FewPlans` has only been measured on a CPU
         sampled = generation_config.do_sample, drafter.foresight is not None
-        place, key = (rows, pair.columns), (rows, sampled, whole, adapters_of(draft))
+        place, key = (rows, pair.columns), (rows, sampled, call.of_one_shape, adapters_of(draft))
         table = table_of(target, draft, call.compile, text.look_ahead)
         copies = text.look_ahead == 1 and (rows == 1 or text.rules.pace != "together")
         vocab_size = target.config.get_text_config(decoder=True).vocab_size if copies else None
-        if whole:
+        if call.of_one_shape:
             plans = _few(drafter, trained, rows, trees)
             return FewPlans(plans, table, paces, key, place, bool(call.compile), vocab_size)
         nodes = widest_tree(rows, on_cpu)
         plan = drafter.plan(trained, nodes) if trees else drafter.plan(trained, trained - 1, top_k=1)
         return FastestPlan(plan, table, paces, key, place, vocab_size)
     nodes = (config.tree_nodes or 0) if trees else 0
-    return FixedPlan(drafter.plan(min(config.block_size or trained, limit), nodes), whole)
+    return FixedPlan(drafter.plan(min(config.block_size or trained, limit), nodes), call.of_one_shape)
 
 
 def _few(drafter, trained: int, rows: int, trees: bool) -> list[Plan]:
