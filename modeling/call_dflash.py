@@ -24,6 +24,7 @@ _OTHER_ASSISTANTS = {
     "prompt_lookup_num_tokens": None,
     "use_mtp": None,
 }
+_WORTH_PACKING = 32  # new tokens: looking for changed weights takes about as long as a forward
 
 
 class Call:
@@ -46,6 +47,7 @@ class Call:
         noise ([`Noise`], *optional*): Of the samples of this call, if it can be drawn before it is needed.
         foresight ([`Foresight`], *optional*): The same for drafts, if they are to allow for it.
         generators (`list[torch.Generator]`, *optional*): One per sampled row.
+        packs (`bool`): Whether linear layers multiply by packed weights, where that is possible.
         compile (`str` or `bool`): As in [`DFlashDecodingConfig`]; `False` if rounds cannot be compiled.
         look_ahead (`int`): Rounds that are started before the host reads what they committed.
         of_one_shape (`bool`): Whether all rounds of a plan have one shape, the last rounds too.
@@ -80,6 +82,7 @@ class Call:
         self.plain_reason = reason = reason or self._cache_reason() or self._length_reason() or self._rope_reason()
         if reason is not None and self.generators is not None:
             raise ValueError(f"decoding_config.generators cannot be used: {reason}; set it to None to decode plainly.")
+        self.packs = config.packed and self.max_new >= _WORTH_PACKING
         free = reason is None and facts.session_class.rollback_is_free
         compilable = free and not self.lists_hidden_states and self.generators is None and self.facts.reach == math.inf
         self.compile = config.compile if compilable and config.compile not in failed_on(target, draft) else False

@@ -35,6 +35,9 @@ class DFlashDecodingConfig:
             a bucket takes a while, and the slots stay in memory for the next call; concurrent calls have separate
             slots. Not compiled: targets with recurrent layers, calls that return hidden states, and calls with
             `generators`.
+        packed (`bool`): On a CPU, multiply by copies of the weights laid out for it: faster, for as much memory
+            again. They are made by the first call of 32 or more tokens if they take less than a third of the free
+            memory, kept for later calls, and made again after any change of the weights.
         look_ahead (`int`, *optional*): Number of rounds started before the host reads what they committed. At the end
             of a text up to `look_ahead - 1` rounds are wasted. Default: 1 on a CPU, else 4. Always 1 if each token is
             needed immediately: with a streamer, a time limit, processors and criteria that read the text, scores, one
@@ -56,6 +59,7 @@ class DFlashDecodingConfig:
     draft_temperature: float | None = None
     tree_nodes: int | None = None
     compile: bool | str = False
+    packed: bool = True
     look_ahead: int | None = None
     generators: list[torch.Generator] | None = None
     costs: str | None = None
@@ -95,6 +99,7 @@ class DFlashDecodingConfig:
         self._require("tree_nodes", _is_count(self.tree_nodes, MOST_NODES), tokens)
         known = isinstance(self.compile, bool | str)
         self._require("compile", known, "True, False, or a mode or backend of torch.compile")
+        self._require("packed", isinstance(self.packed, bool), "True or False")
         self._require("look_ahead", _is_count(self.look_ahead), "a positive number of rounds, or None")
         self._require("costs", isinstance(self.costs, str), "the path of a file of costs, or None")
         listed = isinstance(self.generators, list | tuple)

@@ -54,7 +54,7 @@ def planner_of(call, pair):
     if config.is_open and unset and (on_cpu or not call.of_one_shape):  # `FewPlans` has only been measured on a CPU
         sampled = generation_config.do_sample, drafter.foresight is not None
         place, key = (rows, pair.columns), (rows, sampled, call.of_one_shape, adapters_of(draft))
-        table = table_of(target, draft, call.compile, text.look_ahead)
+        table = table_of(target, draft, call.compile, text.look_ahead, pair.session.target)
         copies = text.look_ahead == 1 and (rows == 1 or text.rules.pace != "together")
         vocab_size = target.config.get_text_config(decoder=True).vocab_size if copies else None
         if call.of_one_shape:

@@ -13,6 +13,7 @@ from .call_dflash import Call
 from .compile_dflash import slots_of
 from .drafting_dflash import DFlashCandidateGenerator, first_positions, padding_of
 from .isolation_dflash import isolated
+from .packing_dflash import multiply_packed, packed_layers
 from .sessions_dflash import SlotSession
 from .target_dflash import FeatureTap, decoder_layers, empty_cache
 from .text_dflash import Continuation
@@ -90,13 +91,21 @@ def opened_models(call: Call):
     watched = [layers[max(i, 0)] for i in layer_ids] + [target.get_submodule(name) for name in call.facts.moving]
     with ExitStack() as opened:
         pools = [opened.enter_context(slots_of(one)) if call.compile else None for one in (draft, target)]
-        target = opened.enter_context(isolated(target, watched))
-        if any(module.training for module in draft.modules()):  # as an adapter added after `eval()` is
-            draft = opened.enter_context(isolated(draft, draft.modules(), training=False))
+        target = opened.enter_context(own_copy(call, target, watched))
+        draft = opened.enter_context(own_copy(call, draft, draft.modules(), training=False))
         drafter = DFlashCandidateGenerator(draft, target, generators=call.generators, temperature=call.temperature)
         drafter.foresight = call.foresight
         tap = opened.enter_context(FeatureTap(target, layer_ids, consume=drafter.absorb))
         yield target, drafter, tap, pools
+
+
+@contextmanager
+def own_copy(call: Call, model, watched, training: bool | None = None):
+    """An [`isolated`] copy of a model for one call, which multiplies by packed weights if that pays."""
+    layers = packed_layers(model) if call.packs else []
+    with isolated(model, [*watched, *layers], training) as own:
+        multiply_packed(own, layers)
+        yield own
 
 
 def prefilled_session(call: Call, target, drafter: DFlashCandidateGenerator, pools: list):

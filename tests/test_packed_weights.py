@@ -14,13 +14,14 @@ from support.runs import make_trainer
 from torch import nn
 from torch._dynamo.utils import counters
 
-from dflash_hf import DFlashDraftModel, packed_linear, packed_weights
-from dflash_hf.packed_linear import PackedLinear, packable
+from dflash_hf import DFlashDraftModel, packed_weights
+from dflash_hf.modeling import packing_dflash
+from dflash_hf.modeling.packing_dflash import PackedLinear, packable
 
 
 @pytest.fixture(autouse=True)
 def any_size(monkeypatch):
-    monkeypatch.setattr(packed_linear, "SMALLEST", 0)
+    monkeypatch.setattr(packing_dflash, "SMALLEST", 0)
 
 
 @pytest.fixture
@@ -32,21 +33,21 @@ def pair():
 @pytest.fixture
 def products(monkeypatch):
     """Counts the products with packed weights."""
-    seen, linear = [], packed_linear._linear
+    seen, linear = [], packing_dflash._linear
 
     def counted(x, *args):
         seen.append(tuple(x.shape))
         return linear(x, *args)
 
-    monkeypatch.setattr(packed_linear, "_linear", counted)
+    monkeypatch.setattr(packing_dflash, "_linear", counted)
     return seen
 
 
 @pytest.fixture
 def packings(monkeypatch):
     """Counts how often a weight is packed."""
-    seen, reorder = [], packed_linear._reorder
-    monkeypatch.setattr(packed_linear, "_reorder", lambda *args: seen.append(1) or reorder(*args))
+    seen, reorder = [], packing_dflash._reorder
+    monkeypatch.setattr(packing_dflash, "_reorder", lambda *args: seen.append(1) or reorder(*args))
     return seen
 
 
@@ -71,7 +72,7 @@ def linear_layers(*models) -> list[nn.Linear]:
 
 
 def are_plain(*models) -> bool:
-    return not packed_linear._packs and all(type(layer) is nn.Linear for layer in linear_layers(*models))
+    return not packing_dflash._packs and all(type(layer) is nn.Linear for layer in linear_layers(*models))
 
 
 # -------------------------------------------------------------------------------------------------------- one layer
@@ -187,9 +188,9 @@ def test_other_layers_stay_as_they_are(monkeypatch, caplog):
         packed_weights(*others)
     assert "can be packed" in caplog.text
     assert packable(nn.Linear(8, 8))
-    monkeypatch.setattr(packed_linear, "SMALLEST", 65)
+    monkeypatch.setattr(packing_dflash, "SMALLEST", 65)
     assert not packable(nn.Linear(8, 8)) and packable(nn.Linear(9, 8))
-    monkeypatch.setattr(packed_linear, "_linear", None)  # a PyTorch without oneDNN
+    monkeypatch.setattr(packing_dflash, "_linear", None)  # a PyTorch without oneDNN
     assert not packable(nn.Linear(9, 8))
 
 
@@ -288,10 +289,10 @@ def test_a_weight_is_packed_once_for_all_that_hold_it(packings):
     expected = model(x)
     outer = packed_weights(model)
     model(x)
-    assert len(packed_linear._packs) == 1
+    assert len(packing_dflash._packs) == 1
     with packed_weights(two, model), packed_weights(one):
         torch.testing.assert_close(model(x), expected)
-    assert type(one) is type(two) is PackedLinear and len(packed_linear._packs) == 1
+    assert type(one) is type(two) is PackedLinear and len(packing_dflash._packs) == 1
     count = len(packings)
     model(x)
     assert len(packings) == count
@@ -306,10 +307,10 @@ def test_a_weight_is_packed_once_for_all_that_hold_it(packings):
 def test_what_was_packed_goes_with_its_layer():
     layer = nn.Linear(8, 8)
     packed_weights(layer)  # for good: nobody keeps what it returns
-    assert type(layer) is PackedLinear and len(packed_linear._packs) == 1
+    assert type(layer) is PackedLinear and len(packing_dflash._packs) == 1
     del layer
     gc.collect()
-    assert not packed_linear._packs and not len(packed_linear._held)
+    assert not packing_dflash._packs and not len(packing_dflash._held)
 
 
 def test_leaving_gives_the_memory_back_at_once():
@@ -318,10 +319,10 @@ def test_leaving_gives_the_memory_back_at_once():
     gc.disable()
     try:
         with packed_weights(layer):
-            (pack,) = packed_linear._packs.values()
+            (pack,) = packing_dflash._packs.values()
             copies = [pack.made[1]]
             del pack
-        assert not packed_linear._packs
+        assert not packing_dflash._packs
         assert gc.get_referrers(copies[0]) == [copies]
     finally:
         gc.enable()
@@ -329,7 +330,7 @@ def test_leaving_gives_the_memory_back_at_once():
 
 def test_an_interruption_while_packing_restores(pair, monkeypatch):
     target, _ = pair
-    reorder, count = packed_linear._reorder, []
+    reorder, count = packing_dflash._reorder, []
 
     def interrupted(*args):
         count.append(1)
@@ -338,10 +339,10 @@ def test_an_interruption_while_packing_restores(pair, monkeypatch):
         return reorder(*args)
 
     with packed_weights(target.lm_head):
-        monkeypatch.setattr(packed_linear, "_reorder", interrupted)
+        monkeypatch.setattr(packing_dflash, "_reorder", interrupted)
         with pytest.raises(KeyboardInterrupt):
             packed_weights(target)
-        assert type(target.lm_head) is PackedLinear and len(packed_linear._packs) == 1  # who packed it before keeps it
+        assert type(target.lm_head) is PackedLinear and len(packing_dflash._packs) == 1  # as before
     assert are_plain(target)
 
 

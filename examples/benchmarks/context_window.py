@@ -31,7 +31,7 @@ from dflash_hf.demo.run import DemoPair, load_pair
 from dflash_hf.evaluation.measure import variant
 from dflash_hf.modeling.cache_dflash import SlotCache, slot_mask
 from dflash_hf.modeling.drafting_dflash import Context, DFlashCandidateGenerator
-from dflash_hf.packed_linear import packed_weights
+from dflash_hf.modeling.packing_dflash import packed_weights
 from dflash_hf.smollm2 import data_folder
 
 

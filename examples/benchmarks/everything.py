@@ -26,7 +26,7 @@ from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.demo.run import load_pair, requests
 from dflash_hf.evaluation.measure import variant
-from dflash_hf.packed_linear import packed_weights
+from dflash_hf.modeling.packing_dflash import packed_weights
 from dflash_hf.responses import generate_one
 
 

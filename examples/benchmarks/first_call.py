@@ -22,7 +22,7 @@ def calls(drafted: bool, max_new_tokens: int) -> list[float]:
     import torch
 
     from dflash_hf.demo.run import load_pair
-    from dflash_hf.packed_linear import packed_weights
+    from dflash_hf.modeling.packing_dflash import packed_weights
 
     torch.set_num_threads(1)
     pair, seconds = load_pair(torch.bfloat16), []

@@ -18,7 +18,7 @@ import torch
 from sizes import TEXTS, Situation, batches
 
 from dflash_hf.demo.run import load_pair
-from dflash_hf.packed_linear import packed_weights
+from dflash_hf.modeling.packing_dflash import packed_weights
 
 
 def main():

@@ -22,7 +22,7 @@ import torch
 from dflash_hf.demo.run import load_pair
 from dflash_hf.evaluation.sets import conversations
 from dflash_hf.modeling import lookup_dflash
-from dflash_hf.packed_linear import packed_weights
+from dflash_hf.modeling.packing_dflash import packed_weights
 
 
 DATA = Path(__file__).parents[1] / "smollm2-135m-dflash" / "data"

@@ -24,7 +24,7 @@ from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.demo.run import DemoPair, load_pair, requests
 from dflash_hf.evaluation.measure import variant
 from dflash_hf.evaluation.sets import GENERATED, conversations
-from dflash_hf.packed_linear import packed_weights
+from dflash_hf.modeling.packing_dflash import packed_weights
 
 
 STORIES = ("Write a long story about a lighthouse keeper.", "Explain in great detail how a computer works.")

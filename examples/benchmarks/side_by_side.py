@@ -48,8 +48,8 @@ from dflash_hf.evaluation.plots import plot_report
 from dflash_hf.evaluation.prompts import prompts_of
 from dflash_hf.evaluation.sets import eval_rows
 from dflash_hf.evaluation.text import summary_lines
+from dflash_hf.modeling.packing_dflash import packed_weights
 from dflash_hf.names import DTYPES
-from dflash_hf.packed_linear import packed_weights
 from dflash_hf.pairs import Loading, device_of, load_draft, load_target
 from dflash_hf.smollm2 import folder_of
 from dflash_hf.terminal import note, output_folder, positive

@@ -28,7 +28,7 @@ import torch
 from dflash_hf.demo.run import load_pair, requests
 from dflash_hf.evaluation.sets import conversations
 from dflash_hf.modeling import cost_dflash, planner_dflash
-from dflash_hf.packed_linear import packed_weights
+from dflash_hf.modeling.packing_dflash import packed_weights
 
 
 RESULTS = Path(__file__).parent / "results"

@@ -19,9 +19,9 @@ import lookup
 import torch
 
 from dflash_hf.demo.run import load_pair
+from dflash_hf.modeling.packing_dflash import packed_weights
 from dflash_hf.modeling.plan_dflash import FastestPlan
 from dflash_hf.modeling.text_dflash import Continuation
-from dflash_hf.packed_linear import packed_weights
 
 
 class Successors:

@@ -34,7 +34,7 @@ from dflash_hf.evaluation.measure import variant
 from dflash_hf.modeling.cache_dflash import additive, slot_mask
 from dflash_hf.modeling.drafting_dflash import Context, DFlashCandidateGenerator
 from dflash_hf.modeling.modeling_dflash import apply_rotary
-from dflash_hf.packed_linear import packed_weights
+from dflash_hf.modeling.packing_dflash import packed_weights
 from dflash_hf.smollm2 import data_folder
 from dflash_hf.training.losses import slot_weights
 

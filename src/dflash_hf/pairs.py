@@ -161,15 +161,15 @@ def pack(packed: bool | None, *models) -> bool:
     Returns:
         `bool`: Whether they were packed.
     """
-    import psutil
-
-    from dflash_hf.packed_linear import packable, packed_weights
+    from dflash_hf.modeling.packing_dflash import fit_memory, packable, packed_weights
 
     present = [model for model in models if model is not None]
+    for draft in present if packed is False else ():
+        if hasattr(draft, "decoding_config"):
+            draft.decoding_config.packed = False
     if packed is None:
         layers = [module for model in present for module in model.modules() if packable(module)]
-        size = sum(layer.weight.nbytes for layer in layers)
-        packed = 0 < size < psutil.virtual_memory().available / 3
+        packed = bool(layers) and fit_memory(layers)
     if packed:
         packed_weights(*present)
     return packed

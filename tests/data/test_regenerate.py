@@ -83,7 +83,7 @@ def test_responses_are_the_target_s_own_with_and_without_a_drafter(folder, data,
     tokenizer = make_tokenizer(CHATML)
     outputs = []
     packed = []
-    monkeypatch.setattr("dflash_hf.packed_linear.packed_weights", lambda *models: packed.append(len(models)))
+    monkeypatch.setattr("dflash_hf.modeling.packing_dflash.packed_weights", lambda *models: packed.append(len(models)))
     drafted = ("--draft", tmp_path / "draft")
     for name, options in (("alone", ()), ("drafted", drafted), ("packed", (*drafted, "--packed"))):
         output = tmp_path / f"{name}.jsonl"

@@ -5,7 +5,6 @@ import torch
 from support.pairs import make_draft, make_target
 from support.scripted_draft import scripted
 
-from dflash_hf import packed_linear
 from dflash_hf.evaluation import measure
 from dflash_hf.evaluation.measure import EvalReport, MethodReport, evaluate, variant
 from dflash_hf.evaluation.methods import (
@@ -21,6 +20,7 @@ from dflash_hf.evaluation.methods import (
     TARGET_PACKED,
 )
 from dflash_hf.evaluation.text import LABELS, summary_lines
+from dflash_hf.modeling import packing_dflash
 
 
 PROMPTS = [[5, 9, 11, 60], [7, 3], [40, 41, 42, 43, 44, 45]]
@@ -82,12 +82,12 @@ def test_every_way_has_its_name():
 
 
 def test_packed_methods_decode_with_packed_weights(knowing, monkeypatch):
-    monkeypatch.setattr(packed_linear, "SMALLEST", 0)
+    monkeypatch.setattr(packing_dflash, "SMALLEST", 0)
     methods = (TARGET, TARGET_PACKED, DFLASH, PACKED)
-    seen, linear = [0], packed_linear._linear
-    monkeypatch.setattr(packed_linear, "_linear", lambda *args: seen.append(1) or linear(*args))
+    seen, linear = [0], packing_dflash._linear
+    monkeypatch.setattr(packing_dflash, "_linear", lambda *args: seen.append(1) or linear(*args))
     report = evaluate(*knowing, PROMPTS, max_new_tokens=NEW, runs=1, methods=methods)
-    assert len(seen) > NEW and not packed_linear._packs
+    assert len(seen) > NEW and not packing_dflash._packs
     assert all(method.equal == len(PROMPTS) for method in report.methods.values())
     assert report.methods[TARGET_PACKED].speedup_over_packed == report.methods[TARGET].speedup == 1.0
     packed = report.methods[PACKED]

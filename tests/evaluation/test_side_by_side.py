@@ -11,8 +11,8 @@ from support.pairs import make_draft
 from support.tiny_chat import save_target
 from transformers import AutoModelForCausalLM
 
-from dflash_hf import packed_linear
 from dflash_hf.evaluation.methods import DFLASH, TARGET, TREE
+from dflash_hf.modeling import packing_dflash
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def test_the_script_writes_table_figures_and_picture(tmp_path, capsys):
 
 
 def test_packed_methods_are_compared_with_the_packed_target(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(packed_linear, "SMALLEST", 0)
+    monkeypatch.setattr(packing_dflash, "SMALLEST", 0)
     options = ["--max-new-tokens", "24", "--prompts", "1", "--runs", "2"]
     methods = ["--methods", "target,target_packed,dflash,dflash_packed,native"]
     assert side_by_side.main([*FORCED, *options, *methods, "--output", str(tmp_path)]) == 0
@@ -148,7 +148,7 @@ def test_packed_methods_are_compared_with_the_packed_target(tmp_path, capsys, mo
     runs = [facts["methods"][name]["runs"] for name in ("dflash_packed", "target_packed")]
     expected = sum(own / base for own, base in zip(*runs, strict=True)) / 2
     assert facts["methods"]["dflash_packed"]["speedup_over_packed"] == pytest.approx(expected)
-    assert not packed_linear._packs
+    assert not packing_dflash._packs
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def named(tmp_path_factory):
 
 
 def test_a_pair_is_timed_by_its_names(named, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(packed_linear, "SMALLEST", 0)
+    monkeypatch.setattr(packing_dflash, "SMALLEST", 0)
     options = ["--max-new-tokens", "16", "--prompts", "2", "--runs", "1", "--tree-nodes", "9"]
     methods = "target,target_packed,dflash,dflash_packed,dflash_tree,target_static"
     assistant = ["--assistant", named[1], "--methods", methods]

@@ -12,8 +12,8 @@ from dflash_hf import DFlashDraftModel
 from dflash_hf.hub.card import CardFacts
 from dflash_hf.hub.publish import publish
 from dflash_hf.modeling.cost_dflash import adapters_of
+from dflash_hf.modeling.packing_dflash import packed_weights
 from dflash_hf.modeling.planner_dflash import _paces
-from dflash_hf.packed_linear import packed_weights
 from dflash_hf.training.adapters import TARGET_MODULES
 
 
@@ -71,7 +71,7 @@ def test_an_adapters_folder_is_its_drafter_with_it(target, folder, expected):
 
 @pytest.mark.parametrize("way", ["eager", "compiled", "packed before", "packed after"])
 def test_switched_between_calls(way, target, folder, expected, monkeypatch):
-    monkeypatch.setattr("dflash_hf.packed_linear.SMALLEST", 1)
+    monkeypatch.setattr("dflash_hf.modeling.packing_dflash.SMALLEST", 1)
     draft = DFlashDraftModel.from_pretrained(folder)
     draft.decoding_config.compile = "eager" if way == "compiled" else None
     packed = [packed_weights(draft)] if way == "packed before" else []

@@ -20,8 +20,8 @@ from dflash_hf.evaluation.divergence import summary as worst_verdict
 from dflash_hf.evaluation.journal import Journal
 from dflash_hf.files import atomic
 from dflash_hf.modeling.cost_dflash import hardware
+from dflash_hf.modeling.packing_dflash import packed_weights
 from dflash_hf.modeling.target_dflash import decoder_layers
-from dflash_hf.packed_linear import packed_weights
 from dflash_hf.responses import generate_one
 from dflash_hf.terminal import json_text, read_text
 

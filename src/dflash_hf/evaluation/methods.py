@@ -26,7 +26,8 @@ class Way:
 
     def changes(self, tree_nodes: int = TREE_NODES) -> dict:
         """Changes to the drafter's `decoding_config`."""
-        return ({"tree_nodes": tree_nodes} if self.tree else {}) | ({"compile": True} if self.compiled else {})
+        trees = {"tree_nodes": tree_nodes} if self.tree else {}
+        return trees | ({"compile": True} if self.compiled else {}) | {"packed": self.packed}
 
 
 # "dflash", "dflash_packed", "dflash_compiled", ..., "dflash_tree_compiled_packed"

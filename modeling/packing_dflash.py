@@ -1,9 +1,13 @@
 """
-Weights packed for the processor: the linear layers of models multiply by copies that oneDNN has laid out for a few
-tokens at a time, instead of repeating the layout in every forward. Independent of drafters.
+Weights packed for the processor: linear layers multiply by copies that oneDNN has laid out for a few tokens at a time,
+instead of repeating the layout in every forward. A drafted call does so by itself, in its own copies of the modules;
+`packed_weights` packs whole models.
 """
 
 import contextlib
+import functools
+import importlib
+import itertools
 import sys
 import threading
 import weakref
@@ -19,6 +23,9 @@ logger = logging.get_logger(__name__)
 _linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 _reorder = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
 _DTYPES = {torch.float32: "", torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+_FORWARD = nn.Linear.forward  # users who replace it want theirs to be called
+TOKENS = 16  # per forward, for which the layout is optimised
+_PIECE = 1 << 19  # words of a weight that are summed at a time
 SMALLEST = 1 << 17  # weights of an fp32 layer, below which calling oneDNN takes longer than it saves
 
 # The pack of each weight, by its `id`: a `_Pack` keeps its weight alive, so that the id stays unique.
@@ -26,6 +33,8 @@ SMALLEST = 1 << 17  # weights of an fp32 layer, below which calling oneDNN takes
 _packs: "weakref.WeakValueDictionary[int, _Pack]" = weakref.WeakValueDictionary()
 # References that keep a `_Pack` alive: each layer with the weight, for each call that has packed the layer.
 _held: "weakref.WeakKeyDictionary[nn.Linear, dict[object, _Pack]]" = weakref.WeakKeyDictionary()
+# The packs of drafted calls, kept for later ones.
+_kept: "weakref.WeakKeyDictionary[nn.Linear, _Pack]" = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
 
 
@@ -75,6 +84,8 @@ def _mark(weight: torch.Tensor) -> tuple:
 class _Pack:
     """A weight, and its copy laid out for the processor."""
 
+    sums: torch.Tensor | None = None  # of the weight when it was packed, for drafted calls
+
     def __init__(self, weight: nn.Parameter, tokens: int):
         self.weight, self.tokens = weight, tokens
         self.renew()
@@ -105,11 +116,14 @@ def _shape_of_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-# `_multiply` as an operator, for graphs: no compiler can read the layout, and packs may change after compilation.
+# `_multiply` as an operator, for graphs: no compiler can read the layout, and packs may change after compilation. Each
+# copy of this file that is loaded, as remote code may be, has its own.
 _library = torch.library.Library("dflash_hf", "FRAGMENT")
-_library.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-_library.impl("packed_linear", _multiply, "CompositeExplicitAutograd")  # and if the layer is moved to a GPU
-_library.impl("packed_linear", _shape_of_product, "Meta")
+_name = next(name for i in itertools.count() if not hasattr(torch.ops.dflash_hf, name := f"packed_linear_{i}"))
+_library.define(f"{_name}(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_library.impl(_name, _multiply, "CompositeExplicitAutograd")  # and if the layer is moved to a GPU
+_library.impl(_name, _shape_of_product, "Meta")
+_operator = getattr(torch.ops.dflash_hf, _name)
 
 
 class PackedLinear(nn.Linear):
@@ -125,7 +139,7 @@ class PackedLinear(nn.Linear):
         ):
             return nn.functional.linear(input, weight, bias)
         if torch.compiler.is_compiling():
-            return torch.ops.dflash_hf.packed_linear(input, weight, bias)
+            return _operator(input, weight, bias)
         return _multiply(input, weight, bias)
 
     def __reduce_ex__(self, protocol):
@@ -140,6 +154,70 @@ def packable(module: nn.Module) -> bool:
         return False
     weight = module.weight
     return torch.backends.mkldnn.is_available() and type(weight) is nn.Parameter and _can_be_packed(weight)
+
+
+def fit_memory(layers: list[nn.Linear]) -> bool:
+    """Whether packed copies of layers take less than a third of the free memory (`psutil` knows it)."""
+    try:
+        free = importlib.import_module("psutil").virtual_memory().available
+    except ImportError:
+        free = 0
+    return sum(layer.weight.nbytes for layer in layers) < free / 3
+
+
+def packed_layers(model: nn.Module) -> list[nn.Linear]:
+    """
+    The linear layers of a model that a call multiplies by packed copies. The copies are kept for later calls, each of
+    which finds any change of the weights; none are made that would not [`fit_memory`].
+    """
+    if not torch.backends.mkldnn.enabled or nn.Linear.forward is not _FORWARD:
+        return []
+    found = {one: packable(one) and _has_sums(one.weight) for one in model.modules() if type(one) is nn.Linear}
+    with _lock:
+        # 1. Free what can no longer be used, as of a model that has moved.
+        for layer, fits in found.items():
+            if layer in _kept and not (fits and _kept[layer].weight is layer.weight):
+                del _kept[layer]
+        # 2. Layers without a pack get one if memory allows.
+        layers = [layer for layer, fits in found.items() if fits]
+        if not fit_memory([layer for layer in layers if layer not in _kept]):
+            layers = [layer for layer in layers if layer in _kept]
+        # 3. Changed weights are packed again.
+        for layer in layers:
+            sums, pack = _sums(layer.weight), _packs.get(id(layer.weight))
+            if pack is None:
+                pack = _packs[id(layer.weight)] = _Pack(layer.weight, TOKENS)
+            elif pack.sums is None or not torch.equal(pack.sums, sums):
+                pack.renew()
+            pack.sums, _kept[layer] = sums, pack
+    return layers
+
+
+def multiply_packed(own: nn.Module, layers: list[nn.Linear]) -> None:
+    """Let a call's own copies of [`packed_layers`] multiply by the packs."""
+    weights = {id(layer.weight) for layer in layers}
+    for module in own.modules() if weights else ():
+        if type(module) is nn.Linear and id(module.weight) in weights:
+            module.__class__ = PackedLinear
+
+
+def _has_sums(weight: torch.Tensor) -> bool:
+    return weight.shape[1] * weight.itemsize % 8 == 0 and weight.storage_offset() * weight.itemsize % 8 == 0
+
+
+def _sums(weight: torch.Tensor) -> torch.Tensor:
+    """`[2, N]`, two sums of each row: after any change of the weight, however it was made, one of them differs."""
+    words, floats = weight.detach().view(torch.int64), weight.detach().view(torch.float32)
+    # A factor for each place, since two words may be swapped, modulo 2**64. There an even number of changed signs in
+    # the upper bits is no change; among floats it is.
+    weighted = [(some * _factors(words.shape[1])).sum(1) for some in words.split(max(1, _PIECE // words.shape[1]))]
+    return torch.stack([torch.cat(weighted), floats.sum(1).view(torch.int32).long()])
+
+
+@functools.cache
+def _factors(size: int) -> torch.LongTensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(-(2**62), 2**62, (size,), generator=generator) * 2 + 1  # odd: no change becomes zero
 
 
 class packed_weights:
@@ -181,7 +259,7 @@ class packed_weights:
         `ValueError`: no models, something that is not a model, or a number of tokens below 1.
     """
 
-    def __init__(self, *models: nn.Module, tokens: int = 16):
+    def __init__(self, *models: nn.Module, tokens: int = TOKENS):
         if not models or not all(isinstance(model, nn.Module) for model in models):
             raise ValueError(
                 f"packed_weights packs the layers of models, but got {[type(model).__name__ for model in models]}: "

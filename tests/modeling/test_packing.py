@@ -1,0 +1,260 @@
+"""Drafted calls multiply by packed weights by themselves: in their own copies of the modules, never by old weights."""
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+
+import pytest
+import torch
+from support.pairs import make_draft, make_target
+from torch import nn
+
+from dflash_hf import packed_weights
+from dflash_hf.modeling import packing_dflash
+from dflash_hf.modeling.packing_dflash import PackedLinear, packed_layers
+
+
+NEW = 32
+
+
+@pytest.fixture(autouse=True)
+def any_size(monkeypatch):
+    monkeypatch.setattr(packing_dflash, "SMALLEST", 0)
+
+
+@pytest.fixture
+def pair():
+    target = make_target()
+    return target, make_draft(target)
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Counts the products with packed weights."""
+    seen, linear = [], packing_dflash._linear
+    monkeypatch.setattr(packing_dflash, "_linear", lambda x, *args: seen.append(tuple(x.shape)) or linear(x, *args))
+    return seen
+
+
+@pytest.fixture
+def packings(monkeypatch):
+    """Counts how often a weight is packed."""
+    seen, reorder = [], packing_dflash._reorder
+    monkeypatch.setattr(packing_dflash, "_reorder", lambda *args: seen.append(1) or reorder(*args))
+    return seen
+
+
+def decode(target, draft=None, new=NEW, **options):
+    ids = (torch.arange(20) * 7 % 90 + 2)[None]
+    return target.generate(ids, max_new_tokens=new, do_sample=False, assistant_model=draft, **options)
+
+
+def linear_layers(*models) -> list[nn.Linear]:
+    return [module for model in models for module in model.modules() if isinstance(module, nn.Linear)]
+
+
+# ----------------------------------------------------------------------------------------------------- what is packed
+
+
+def test_both_models_are_packed_once_for_all_calls(pair, products, packings):
+    target, draft = pair
+    expected = decode(target)
+    assert not products
+    assert torch.equal(decode(target, draft), expected)
+    layers = linear_layers(target, draft)
+    assert products and len(packings) == len(layers)
+    assert torch.equal(decode(target, draft), expected)
+    assert len(packings) == len(layers)
+    # The models stay as they are.
+    assert all(type(layer) is nn.Linear for layer in layers)
+    count = len(products)
+    assert torch.equal(decode(target), expected) and len(products) == count
+
+
+def test_the_models_of_a_call_are_its_own(pair, products):
+    """In a round, the shared model is plain: for copies, pickles and other threads' calls."""
+    target, draft = pair
+    expected, kinds, others = decode(target), set(), []
+
+    def criterion(ids, scores, **kwargs):
+        copies = copy.deepcopy(target), pickle.loads(pickle.dumps(target))
+        kinds.update(map(type, linear_layers(target, draft, *copies)))
+        if not others:
+            count = len(products)
+            thread = threading.Thread(target=lambda: others.append(decode(target)))
+            thread.start()
+            thread.join()
+            assert len(products) == count
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    assert torch.equal(decode(target, draft, stopping_criteria=[criterion]), expected)
+    assert kinds == {nn.Linear} and torch.equal(others[0], expected)
+
+
+def test_threads_pack_once(pair, packings):
+    target, draft = pair
+    expected, texts = decode(target), []
+    threads = [threading.Thread(target=lambda: texts.append(decode(target, draft))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(texts) == 4 and all(torch.equal(text, expected) for text in texts)
+    assert len(packings) == len(linear_layers(target, draft))
+
+
+def test_what_was_packed_goes_with_its_model():
+    target = make_target()
+    draft = make_draft(target)
+    decode(target, draft)
+    made = [weakref.ref(packing_dflash._kept[layer].made[1]) for layer in linear_layers(target, draft)]
+    del target, draft
+    gc.collect()
+    assert not any(one() is not None for one in made)
+
+
+def test_a_model_that_was_cast_frees_its_packs(pair, products):
+    target, draft = pair
+    decode(target, draft)
+    target.double(), draft.double()
+    count = len(products)
+    assert torch.equal(decode(target, draft), decode(target))
+    assert len(products) == count and not any(layer in packing_dflash._kept for layer in linear_layers(*pair))
+
+
+@pytest.mark.parametrize("why", ["switched off", "a short text", "memory", "no psutil", "oneDNN off", "own products"])
+def test_what_prevents_it(pair, products, monkeypatch, why):
+    target, draft = pair
+    expected = decode(target)
+    if why == "switched off":
+        draft.decoding_config.packed = False
+    elif why == "memory":
+        monkeypatch.setattr(packing_dflash, "fit_memory", lambda layers: not layers)
+    elif why == "no psutil":
+        monkeypatch.setitem(packing_dflash.sys.modules, "psutil", None)
+    elif why == "own products":
+        forward, calls = nn.Linear.forward, []
+        monkeypatch.setattr(nn.Linear, "forward", lambda self, x: calls.append(1) or forward(self, x))
+    with torch.backends.mkldnn.flags(enabled=why != "oneDNN off"):
+        text = decode(target, draft, new=31 if why == "a short text" else NEW)
+    assert torch.equal(text, expected[:, : text.shape[1]]) and not products
+
+
+def test_packs_stay_when_memory_runs_short(pair, products, monkeypatch):
+    target, draft = pair
+    decode(target, draft)
+    monkeypatch.setattr(packing_dflash, "fit_memory", lambda layers: not layers)
+    products.clear()
+    decode(target, draft)
+    assert products
+
+
+def test_packed_by_the_user(pair, packings):
+    """Nothing is made twice, and what a call has made outlives the user's own packing."""
+    target, draft = pair
+    with packed_weights(target, draft):
+        expected, count = decode(target), len(packings)
+        assert torch.equal(decode(target, draft), expected) and len(packings) == count
+    assert torch.equal(decode(target, draft), expected)
+    assert all(type(layer) is nn.Linear for layer in linear_layers(target, draft))
+
+
+def test_an_invalid_switch(pair):
+    target, draft = pair
+    draft.decoding_config.packed = "yes"
+    with pytest.raises(ValueError, match=r"decoding_config.packed='yes' must be True or False"):
+        decode(target, draft)
+
+
+# ---------------------------------------------------------------------------------------------------- hooks, adapters
+
+
+def test_hooks_of_linear_layers_get_their_own_module(pair):
+    target, draft = pair
+    layer, seen = target.model.layers[0].mlp.up_proj, []
+    layer.register_forward_hook(lambda module, args, output: seen.append(module))
+    assert torch.equal(decode(target, draft), decode(target))
+    assert set(seen) == {layer}
+
+
+def test_an_adapter_that_is_merged_between_calls(pair):
+    """PEFT writes to `weight.data`, which nothing counts."""
+    peft = pytest.importorskip("peft")
+    target, draft = pair
+    decode(target, draft)
+    torch.manual_seed(0)
+    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False, r=4)
+    adapted = peft.get_peft_model(target, config)
+    assert torch.equal(decode(adapted, draft), decode(adapted))
+    merged = adapted.merge_and_unload()
+    text = decode(merged, draft)
+    assert torch.equal(text, decode(merged)) and not torch.equal(text, decode(pair[0], None, new=4))
+
+
+# --------------------------------------------------------------------------------------------------- changing weights
+
+
+def swap(weight, one, other):
+    """Two blocks of 8 bytes."""
+    size = 8 // weight.itemsize
+    a, b = slice(one * size, (one + 1) * size), slice(other * size, (other + 1) * size)
+    weight.data[:, a], weight.data[:, b] = weight.data[:, b].clone(), weight.data[:, a].clone()
+
+
+# None of these is counted by PyTorch.
+CHANGES = {
+    "all": lambda weight: weight.data.add_(0.01),
+    "one value": lambda weight: weight.data[3, 5:6].mul_(1.01),
+    "one sign": lambda weight: weight.data[3, 3:4].neg_(),
+    "two signs of the upper bits": lambda weight: (
+        weight.data[3, [3, 7]].neg_() is None or weight.data.__setitem__((3, [3, 7]), -weight.data[3, [3, 7]])
+    ),
+    "two columns of signs": lambda weight: weight.data.__setitem__((slice(None), [3, 7]), -weight.data[:, [3, 7]]),
+    "all signs": lambda weight: weight.data.neg_(),
+    "two places of a row": lambda weight: swap(weight, 1, 4),
+    "two rows": lambda weight: weight.data.copy_(weight.data[[1, 0, *range(2, len(weight))]]),
+    "columns in another order": lambda weight: weight.data.copy_(weight.data.flip(1)),
+    "through numpy": lambda weight: weight.detach().view(torch.int16).numpy().__iadd__(1),
+    "by a copy": lambda weight: weight.data.copy_(torch.randn(weight.shape)),
+    "the last bit": lambda weight: weight.detach().view(torch.int16).numpy()[2, 4:5].__ixor__(1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_change_is_found_by_the_next_call(change, dtype, packings):
+    torch.manual_seed(0)
+    layer = nn.Linear(48, 32, bias=False, dtype=dtype)
+    if not packing_dflash.packable(layer):
+        pytest.skip(f"oneDNN multiplies no {dtype} here")
+    before, marks = layer.weight.detach().clone(), packing_dflash._mark(layer.weight)
+    packed_layers(layer), packed_layers(layer)
+    assert len(packings) == 1
+    CHANGES[change](layer.weight)
+    assert not torch.equal(layer.weight, before) and packing_dflash._mark(layer.weight) == marks
+    packed_layers(layer)
+    assert len(packings) == 2
+    x, own = torch.randn(3, 48, dtype=dtype), PackedLinear(48, 32, bias=False, dtype=dtype)
+    own.weight = layer.weight
+    with torch.no_grad():
+        torch.testing.assert_close(own(x), layer(x))
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param("aot_eager", marks=pytest.mark.slow)])
+def test_texts_follow_the_weights(pair, compiled):
+    target, draft = pair
+    draft.decoding_config.compile = compiled
+    texts = []
+    for _ in range(3):
+        texts.append(decode(target))
+        assert torch.equal(decode(target, draft), texts[-1])
+        for layer in linear_layers(target):
+            layer.weight.data += 0.02 * torch.randn_like(layer.weight)
+    assert not torch.equal(texts[0], texts[1])
+
+
+def test_a_weight_that_cannot_be_summed_is_not_packed():
+    odd, fitting = nn.Linear(7, 8), nn.Linear(8, 8)
+    assert packed_layers(nn.Sequential(odd, fitting)) == [fitting]
