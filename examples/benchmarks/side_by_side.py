@@ -32,12 +32,10 @@ from dflash_hf.commands.shared import add_loading, add_output, add_pair, add_tem
 from dflash_hf.convert import convert
 from dflash_hf.evaluation.measure import EvalReport, evaluate, now, ways_of
 from dflash_hf.evaluation.methods import (
+    AUTO,
     COMPILED,
     DFLASH,
     DRAFTED,
-    OURS,
-    PACKED,
-    PACKED_METHODS,
     PROMPT_LOOKUP,
     TARGET,
     TARGET_PACKED,
@@ -60,8 +58,8 @@ from support.scripted_draft import ScriptedDraft
 
 
 NATIVE, REFERENCE, STATIC, ASSISTANT = "native", "reference", "target_static", "assistant"
-METHODS = (TARGET, DFLASH, TREE, COMPILED, NATIVE, PROMPT_LOOKUP)
-ON_CPU = (TARGET, TARGET_PACKED, DFLASH, PACKED, TREE, COMPILED, NATIVE, PROMPT_LOOKUP)  # the default there
+METHODS = (TARGET, AUTO, DFLASH, TREE, COMPILED, NATIVE, PROMPT_LOOKUP)
+ON_CPU = (TARGET, TARGET_PACKED, *METHODS[1:])  # the default there
 ALL = (TARGET, TARGET_PACKED, *DRAFTED, NATIVE, STATIC, PROMPT_LOOKUP)
 
 
@@ -72,7 +70,8 @@ class RoundReport:
 
     Args:
         plain (`Forwards`): The bare forwards.
-        packed (`Forwards`, *optional*): The same with packed weights, if a method uses them.
+        packed (`Forwards`, *optional*): The same with packed weights, which our methods use, if the packed target was
+            timed.
         rounds (`dict[str, float]`): Seconds of a whole round for each method that drafts; see `time_round`.
         tau (`float`): Tokens committed per verification.
     """
@@ -82,23 +81,19 @@ class RoundReport:
     rounds: dict[str, float]
     tau: float
 
-    def forwards_of(self, method: str) -> Forwards:
-        """The bare forwards with the weights that a method uses."""
-        return self.packed if method in PACKED_METHODS else self.plain
+    @property
+    def own(self) -> Forwards:
+        """The bare forwards with the weights that our methods use."""
+        return self.packed or self.plain
 
     @property
     def overhead(self) -> dict[str, float]:
-        """Time of a round relative to its two forwards, packed if the method's are."""
-        both = {name: self.forwards_of(name).verify + self.forwards_of(name).draft for name in self.rounds}
-        return {name: seconds / both[name] for name, seconds in self.rounds.items()}
+        """Time of a round relative to its two forwards."""
+        return {name: seconds / (self.own.verify + self.own.draft) for name, seconds in self.rounds.items()}
 
     def attained(self, report: EvalReport) -> dict[str, float]:
         """Share of the speed-up that the bare forwards allow over the target alone with the same weights."""
-        speedups = {
-            name: report.methods[name].speedup_over_packed if name in PACKED_METHODS else report.methods[name].speedup
-            for name in self.rounds
-        }
-        return {name: value / self.forwards_of(name).attainable(self.tau) for name, value in speedups.items()}
+        return {name: report.methods[name].gain / self.own.attainable(self.tau) for name in self.rounds}
 
     def lines(self, report: EvalReport) -> list[str]:
         lines = [self.plain.line(self.tau, packed=False)]
@@ -108,13 +103,11 @@ class RoundReport:
         reached = ", ".join(f"{share:.2f} {name}" for name, share in self.attained(report).items())
         lines.append(f"attained          of the attainable speed-up: {reached}")
         peers = [report.methods[name] for name in (NATIVE, REFERENCE) if name in report.methods]
-        for packed, remark in ((False, ""), (True, "; ours alone is packed")):
-            names = [name for name in report.methods if name in DRAFTED and (name in PACKED_METHODS) == packed]
-            ours = {name: report.methods[name].speedup for name in names}
-            if peers and ours:
-                best = max(peer.speedup for peer in peers)
-                ratios = ", ".join(f"{speedup / best:.2f}x {name}" for name, speedup in ours.items())
-                lines.append(f"over best peer    {ratios}{remark}")
+        if peers:
+            best = max(peer.speedup for peer in peers)
+            ours = {name: method.speedup / best for name, method in report.methods.items() if name in DRAFTED}
+            ratios = ", ".join(f"{ratio:.2f}x {name}" for name, ratio in ours.items())
+            lines.append(f"over best peer    {ratios}{'' if self.packed is None else '; ours alone is packed'}")
         return lines
 
 
@@ -189,7 +182,8 @@ def bench(
     prompt, answer = max(zip(prompts, report.responses, strict=True), key=lambda pair: len(pair[1]))
     context = len(prompt) + 3 * len(answer) // 4
     drafters = {name: way for name, way in ways_of(drafter, tree_nodes).items() if name in report.methods}
-    rounds = _round_report(target, draft, drafters, prompt, len(answer), context, report.tau)
+    packed = TARGET_PACKED in methods
+    rounds = _round_report(target, draft, drafters, prompt, len(answer), context, report.tau, packed)
     report.setting.update(
         forced_acceptance=forced_acceptance,
         target_parameters=sum(p.numel() for p in target.parameters()),
@@ -199,20 +193,21 @@ def bench(
     return report, rounds
 
 
-def _round_report(target, draft, drafters: dict, prompt, max_new_tokens: int, context: int, tau: float) -> RoundReport:
-    forwards: dict[bool, list[Forwards]] = {packed: [] for packed in sorted({OURS[name].packed for name in drafters})}
+def _round_report(
+    target, draft, drafters: dict, prompt, max_new_tokens: int, context: int, tau: float, packed: bool
+) -> RoundReport:
+    forwards: dict[bool, list[Forwards]] = {False: [], **({True: []} if packed else {})}
     times: dict[str, list[float]] = {name: [] for name in drafters}
     gc.collect()
     for _ in range(7):  # in turn, since a machine's own speed drifts
-        for packed in forwards:
-            with packed_weights(target, draft) if packed else contextlib.nullcontext():
-                forwards[packed].append(time_forwards(target, draft, prompt, context))
-                for name, drafter in drafters.items():
-                    if OURS[name].packed == packed:
-                        times[name].append(time_round(target, drafter, prompt, max_new_tokens))
+        for packs, timed in forwards.items():
+            with packed_weights(target, draft) if packs else contextlib.nullcontext():
+                timed.append(time_forwards(target, draft, prompt, context))
+        for name, drafter in drafters.items():
+            times[name].append(time_round(target, drafter, prompt, max_new_tokens))
     medians = {
-        packed: Forwards(*map(statistics.median, zip(*(vars(one).values() for one in timed), strict=True)))
-        for packed, timed in forwards.items()
+        packs: Forwards(*map(statistics.median, zip(*(vars(one).values() for one in timed), strict=True)))
+        for packs, timed in forwards.items()
     }
     rounds = {name: statistics.median(seconds) for name, seconds in times.items()}
     return RoundReport(medians[False], medians.get(True), rounds, tau)
@@ -254,7 +249,7 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--methods",
         metavar="A,B,...",
-        help=f"{', '.join(ALL)} (default: {', '.join(ON_CPU)}; on a GPU without the packed ones)",
+        help=f"{', '.join(ALL)} (default: {', '.join(ON_CPU)}; on a GPU without the packed target)",
     )
     parser.add_argument("--tree-nodes", type=positive, default=TREE_NODES, help="default: %(default)s")
     parser.add_argument("--assistant", help="also time a small autoregressive model as drafter")

@@ -153,25 +153,35 @@ def loaded(model, target) -> tuple:
 
 def pack(packed: bool | None, *models) -> bool:
     """
-    `--packed`: pack the weights of all models that are not `None` for the CPU.
-
-    Args:
-        packed (`bool`, *optional*): Default: if the models are on a CPU and the copies fit a third of its free memory.
+    Pack the weights of all models that are not `None` for the CPU, as [`to_pack`] decides.
 
     Returns:
         `bool`: Whether they were packed.
     """
-    from dflash_hf.modeling.packing_dflash import fit_memory, packable, packed_weights
+    from dflash_hf.modeling.packing_dflash import packed_weights
 
     present = [model for model in models if model is not None]
-    for draft in present if packed is False else ():
-        if hasattr(draft, "decoding_config"):
-            draft.decoding_config.packed = False
-    if packed is None:
-        layers = [module for model in present for module in model.modules() if packable(module)]
-        packed = bool(layers) and fit_memory(layers)
+    packed = to_pack(packed, *present)
     if packed:
         packed_weights(*present)
+    return packed
+
+
+def to_pack(packed: bool | None, *models) -> bool:
+    """
+    `--packed`: whether to multiply by packed weights. If not, a drafter among the models does not either.
+
+    Args:
+        packed (`bool`, *optional*): Default: if the models are on a CPU and the copies fit a third of its free memory.
+    """
+    from dflash_hf.modeling.packing_dflash import fit_memory, packable
+
+    if packed is None:
+        layers = [module for model in models for module in model.modules() if packable(module)]
+        packed = bool(layers) and fit_memory(layers)
+    for draft in models:
+        if not packed and hasattr(draft, "decoding_config"):
+            draft.decoding_config.packed = False
     return packed
 
 

@@ -35,10 +35,10 @@ def test_requests_are_of_every_kind_and_none_was_trained_on():
 def test_every_way_of_decoding_in_turn(pair, tmp_path):
     lines = []
     report = demo.run_demo(pair, 3, max_new_tokens=12, output=tmp_path / "new", say=lines.append)
-    alone, ours = {"target", "target_packed", "prompt_lookup"}, {"dflash", "dflash_auto", "dflash_auto_packed"}
+    alone, ours = {"target", "target_packed", "prompt_lookup"}, {"dflash", "dflash_auto"}
     assert report.lossless and set(report.methods) == alone | ours
     text = "\n".join(lines)
-    for part in ("compare   3 requests", "with the drafter", "3 of 3 outputs equal", "tau ", "same, sizes chosen"):
+    for part in ("compare   3 requests", "plain call", "whole blocks", "3 of 3 outputs equal", "tau "):
         assert part in text, part
     assert json.loads((tmp_path / "new" / "demo.json").read_text(encoding="utf-8"))["summary"]["prompts"] == 3
     pytest.importorskip("matplotlib")
@@ -67,7 +67,7 @@ def test_the_demo_of_the_real_pair(real_target, tmp_path, capsys):
     options = ["--prompts", "2", "--max-new-tokens", "12", "--output", str(tmp_path), "--dtype", "float32"]
     assert main(["demo", *options]) == 0
     printed = capsys.readouterr().out
-    assert "2 of 2 outputs equal" in printed and "same, sizes chosen, packed" in printed
+    assert "2 of 2 outputs equal" in printed and "plain call" in printed
 
 
 @pytest.mark.slow  # a minute

@@ -113,8 +113,11 @@ def test_packed_weights_are_measured_beside_the_packed_target(pair, tmp_path, ca
     (tmp_path / "prompts.txt").write_text("Say 1\n", encoding="utf-8")
     assert evaluate(pair, tmp_path / "prompts.txt", "--packed") == 0
     printed = capsys.readouterr().out
-    for part in ("target alone, packed", "same, packed", "over packed"):
+    for part in ("target alone, packed", "plain call", "whole blocks", "over packed"):
         assert part in printed, part
+    assert evaluate(pair, tmp_path / "prompts.txt", "--no-packed") == 0
+    printed = capsys.readouterr().out
+    assert "plain call" in printed and "packed" not in printed
 
 
 def test_trees_are_measured_beside_blocks(pair, tmp_path, capsys):
@@ -123,7 +126,7 @@ def test_trees_are_measured_beside_blocks(pair, tmp_path, capsys):
     assert "tau, draft trees" in capsys.readouterr().out
     report = json.loads((tmp_path / "out" / "eval_report.json").read_text(encoding="utf-8"))
     block, tree = (report["methods"][name] for name in ("dflash", "dflash_tree"))
-    assert report["setting"]["tree_nodes"] == 9 and "dflash_tree_packed" in report["methods"]
+    assert report["setting"]["tree_nodes"] == 9 and "target_packed" in report["methods"]
     assert block["tau"] == pytest.approx(report["summary"]["tau"]) and tree["equal"] == 1
     assert tree["target_forwards"] == 1 + round((tree["tokens"] - 1) / tree["tau"])
 
@@ -148,7 +151,7 @@ def test_an_output_that_is_not_the_target_s_own_is_an_error(pair, tmp_path, caps
     wrong = Divergence(DFLASH, 0, 3, own=5, other=6, gap=12.5)
     monkeypatch.setattr("dflash_hf.evaluation.measure.judge", lambda *_: ([wrong], Rounding(0.1, 9, 1)))
     assert evaluate(pair, tmp_path / "prompts.txt") == 1
-    assert "WRONG: with the drafter, token 3 of the answer to prompt 0: 6 in place of 5" in capsys.readouterr().out
+    assert "WRONG: whole blocks, token 3 of the answer to prompt 0: 6 in place of 5" in capsys.readouterr().out
 
 
 def test_errors_are_one_line(pair, tmp_path, capsys):

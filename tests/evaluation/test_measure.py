@@ -13,8 +13,6 @@ from dflash_hf.evaluation.methods import (
     DRAFTED,
     METHODS,
     OURS,
-    PACKED,
-    PACKED_METHODS,
     PROMPT_LOOKUP,
     TARGET,
     TARGET_PACKED,
@@ -76,23 +74,22 @@ def test_medians_of_the_runs(pair):
 
 
 def test_every_way_has_its_name():
-    assert str(OURS["dflash_tree_compiled_packed"]) == "dflash_tree_compiled_packed" and len(OURS) == 8
-    assert PACKED_METHODS == {TARGET_PACKED, *(name for name in DRAFTED if name.endswith("packed"))}
-    assert {*PACKED_METHODS, *DRAFTED} <= LABELS.keys()
+    assert str(OURS["dflash_tree_compiled"]) == "dflash_tree_compiled" and len(OURS) == 4
+    assert {TARGET, TARGET_PACKED, *DRAFTED} <= LABELS.keys()
 
 
-def test_packed_methods_decode_with_packed_weights(knowing, monkeypatch):
+def test_the_packed_target_is_a_baseline(knowing, monkeypatch):
     monkeypatch.setattr(packing_dflash, "SMALLEST", 0)
-    methods = (TARGET, TARGET_PACKED, DFLASH, PACKED)
+    methods = (TARGET, TARGET_PACKED, DFLASH)
     seen, linear = [0], packing_dflash._linear
     monkeypatch.setattr(packing_dflash, "_linear", lambda *args: seen.append(1) or linear(*args))
     report = evaluate(*knowing, PROMPTS, max_new_tokens=NEW, runs=1, methods=methods)
-    assert len(seen) > NEW and not packing_dflash._packs
+    assert len(seen) > NEW and not len(packing_dflash._held)
     assert all(method.equal == len(PROMPTS) for method in report.methods.values())
     assert report.methods[TARGET_PACKED].speedup_over_packed == report.methods[TARGET].speedup == 1.0
-    packed = report.methods[PACKED]
-    assert packed.target_forwards < report.methods[TARGET_PACKED].target_forwards == NEW * len(PROMPTS)
-    assert packed.speedup_over_packed == pytest.approx(packed.speedup / report.methods[TARGET_PACKED].speedup)
+    ours = report.methods[DFLASH]
+    assert ours.target_forwards < report.methods[TARGET_PACKED].target_forwards == NEW * len(PROMPTS)
+    assert ours.speedup_over_packed == pytest.approx(ours.speedup / report.methods[TARGET_PACKED].speedup)
     table = summary_lines(report)
     assert "over packed" in table[0] and any(line.startswith("target alone, packed") for line in table)
 
@@ -180,7 +177,6 @@ def test_the_user_is_left_alone(pair):
         ({"prompts": [[3], []]}, "one of them empty"),
         ({"runs": 0}, "runs=0"),
         ({"methods": ("target",)}, "lacks \\['dflash'\\]"),
-        ({"methods": (*METHODS, "dflash_packed")}, "lacks \\['target_packed'\\]"),
         ({"methods": (*METHODS, "magic")}, "names \\['magic'\\]"),
     ],
 )

@@ -134,10 +134,10 @@ def test_the_script_writes_table_figures_and_picture(tmp_path, capsys):
     assert (tmp_path / "out" / "bench.png").stat().st_size > 10_000
 
 
-def test_packed_methods_are_compared_with_the_packed_target(tmp_path, capsys, monkeypatch):
+def test_ours_is_compared_with_the_packed_target(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(packing_dflash, "SMALLEST", 0)
     options = ["--max-new-tokens", "24", "--prompts", "1", "--runs", "2"]
-    methods = ["--methods", "target,target_packed,dflash,dflash_packed,native"]
+    methods = ["--methods", "target,target_packed,dflash,dflash_auto,native"]
     assert side_by_side.main([*FORCED, *options, *methods, "--output", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     for told in ("target alone, packed", "over packed", "one-token forwards alone, packed", "; ours alone is packed"):
@@ -145,10 +145,9 @@ def test_packed_methods_are_compared_with_the_packed_target(tmp_path, capsys, mo
     facts = json.loads((tmp_path / "bench.json").read_text())
     assert facts["round"]["packed"]["verify"] > 0
     assert facts["methods"]["target_packed"]["speedup_over_packed"] == 1.0
-    runs = [facts["methods"][name]["runs"] for name in ("dflash_packed", "target_packed")]
+    runs = [facts["methods"][name]["runs"] for name in ("dflash", "target_packed")]
     expected = sum(own / base for own, base in zip(*runs, strict=True)) / 2
-    assert facts["methods"]["dflash_packed"]["speedup_over_packed"] == pytest.approx(expected)
-    assert not packing_dflash._packs
+    assert facts["methods"]["dflash"]["speedup_over_packed"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +179,7 @@ def named(tmp_path_factory):
 def test_a_pair_is_timed_by_its_names(named, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(packing_dflash, "SMALLEST", 0)
     options = ["--max-new-tokens", "16", "--prompts", "2", "--runs", "1", "--tree-nodes", "9"]
-    methods = "target,target_packed,dflash,dflash_packed,dflash_tree,target_static"
+    methods = "target,target_packed,dflash,dflash_tree,target_static"
     assistant = ["--assistant", named[1], "--methods", methods]
     assert side_by_side.main([*named, *options, *assistant, "--output", str(tmp_path)]) == 0
     text, facts = capsys.readouterr().out, json.loads((tmp_path / "bench.json").read_text())
@@ -189,8 +188,3 @@ def test_a_pair_is_timed_by_its_names(named, tmp_path, capsys, monkeypatch):
     assert all(method["equal"] == 2 for method in facts["methods"].values())
     assert facts["round"]["packed"]["verify"] > 0 and facts["round"]["plain"]["draft"] > 0
     assert (tmp_path / "bench.md").is_file()
-
-
-def test_a_packed_method_needs_the_packed_target(named):
-    with pytest.raises(ValueError, match="target_packed"):
-        side_by_side.main([*named, "--methods", "target,dflash,dflash_packed", "--max-new-tokens", "2"])

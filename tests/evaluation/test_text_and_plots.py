@@ -66,7 +66,7 @@ def test_the_verdict_is_said(report):
     ]
     text = "\n".join(summary_lines(report))
     assert "no output is wrong: 1 of 3 outputs equal the target's own, 2 differ at a near-tie" in text
-    assert "slower than the target alone: 0.56x at best (with the drafter)" in text
+    assert "slower than the target alone: 0.56x at best (whole blocks)" in text
 
 
 def test_a_picture_is_drawn(report, tmp_path):

@@ -43,8 +43,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--compare", nargs=2, type=readable_file, metavar="REPORT", help="two reports, side by side")
     shared.add_output(parser, "for eval_report.json and .png; the drafter's folder for its model card", output_folder)
     shared.add_loading(parser)
-    packed = "also time packed weights, with and without the drafter (CPU)"
-    shared.add_speed(parser, packed, "also time draft trees of N tokens")
+    shared.add_speed(parser, "also time draft trees of N tokens")
 
 
 def run(arguments, echo) -> Outcome:
@@ -101,12 +100,12 @@ def _measure(arguments):
     from dflash_hf.evaluation.prompts import prompts_of
     from dflash_hf.evaluation.sets import dataset_name, eval_rows
     from dflash_hf.files import digest_of
+    from dflash_hf.pairs import to_pack
 
     pair = NamedPair(arguments, note)
     kwargs = pair.template(_no_thinking(arguments, pair))
     encoder = pair.encoder(kwargs)
     max_new_tokens = arguments.max_new_tokens or (NEW_TOKENS if arguments.data in NAMED else 256)
-    methods = methods_of_eval(arguments.packed, bool(arguments.tree_nodes), arguments.prompt_lookup)
     # Prompts are read before anything large is loaded; only second turns need the target's answers.
     rows = eval_rows(arguments.data, arguments.prompts, arguments.split)
     asked = (rows, encoder, arguments.data, arguments.raw)
@@ -114,6 +113,8 @@ def _measure(arguments):
     draft = pair.draft()
     draft.decoding_config.tree_nodes = None  # trees are measured in addition to blocks, not instead
     target = pair.target()
+    packed = to_pack(arguments.packed, target, draft)
+    methods = methods_of_eval(packed, bool(arguments.tree_nodes), arguments.prompt_lookup)
     if draft.dtype != target.dtype:
         kinds = [str(one.dtype).removeprefix("torch.") for one in (draft, target)]
         note(f"the drafter is {kinds[0]}, its target {kinds[1]}: --dtype sets one for both")

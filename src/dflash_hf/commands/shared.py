@@ -130,15 +130,12 @@ def add_threads(parser) -> None:
 TREES = "draft trees of N tokens instead of blocks"
 
 
-def add_speed(parser, packed: str | None = None, trees: str = TREES, group=None) -> None:
-    """Options for faster decoding with a drafter. If `packed` gives a help text, `--packed` is off by default."""
+def add_speed(parser, trees: str = TREES, group=None) -> None:
+    """Options for faster decoding with a drafter."""
     group = group or parser.add_argument_group("speed")
     group.add_argument("--compile", action="store_true", help="compile the rounds; the first answer waits for it")
     group.add_argument("--tree-nodes", type=positive, metavar="N", help=trees)
-    if packed is None:
-        add_packed(group)
-    else:
-        group.add_argument("--packed", action="store_true", help=packed)
+    add_packed(group)
 
 
 def add_packed(group) -> None:

@@ -115,7 +115,7 @@ def run_demo(
         prompts,
         max_new_tokens,
         runs,
-        [ways.TARGET, ways.TARGET_PACKED, ways.PROMPT_LOOKUP, ways.DFLASH, ways.AUTO, ways.AUTO_PACKED],
+        [ways.TARGET, ways.TARGET_PACKED, ways.PROMPT_LOOKUP, ways.AUTO, ways.DFLASH],
         progress=bar("compare"),
     )
     request, pieces, lengths = sample_of(pair, rows, report)

@@ -217,7 +217,7 @@ def evaluate(
         max_new_tokens (`int`): Maximum length of an answer.
         runs (`int`): Timed repetitions; the medians are reported.
         methods (`Sequence[str]`): `"target"` and `"dflash"`, plus any of `DRAFTED`, `"target_packed"` and
-            `"prompt_lookup"`. Packed methods need `"target_packed"`, which shows the gain of packing alone.
+            `"prompt_lookup"`. On a CPU, where a drafter packs weights, `"target_packed"` is the fair baseline.
         progress: Wraps the iteration over runs and prompts.
         others (`dict`, *optional*): Further methods by name: arguments of `generate`, or a function from prompt ids to
             answer ids.
@@ -239,12 +239,11 @@ def evaluate(
     known = {*ways.METHODS, *ways.DRAFTED, ways.TARGET_PACKED}
     if unknown := set(methods) - known:
         raise ValueError(f"methods={list(methods)} names {sorted(unknown)}; choose from {sorted(known)}.")
-    needed = {ways.TARGET, ways.DFLASH} | ({ways.TARGET_PACKED} if ways.PACKED_METHODS & set(methods) else set())
-    if missing := needed - set(methods):
+    if missing := {ways.TARGET, ways.DFLASH} - set(methods):
         raise ValueError(f"methods={list(methods)} lacks {sorted(missing)}, which the others are compared with.")
 
     methods = (*methods, *(others or {}))
-    drafters = ways_of(draft, tree_nodes) | dict.fromkeys((ways.AUTO, ways.AUTO_PACKED), draft)
+    drafters = {**ways_of(draft, tree_nodes), ways.AUTO: draft}
     arguments = {**{name: {"assistant_model": drafter} for name, drafter in drafters.items()}, **(others or {})}
     decode = _decoder(target, draft, max_new_tokens, arguments)
     compiled = {name for name, drafter in drafters.items() if drafter.decoding_config.compile}
@@ -317,7 +316,7 @@ def _decoder(target, draft, max_new_tokens: int, arguments: dict) -> Callable[[s
         counts = method not in ways.DRAFTED and not callable(way) and "cache_implementation" not in way
         with (
             _count_forwards(target) if counts else contextlib.nullcontext([0]) as count,
-            packed_weights(target, draft) if method in ways.PACKED_METHODS else contextlib.nullcontext(),
+            packed_weights(target) if method == ways.TARGET_PACKED else contextlib.nullcontext(),
         ):
             start = now(target.device)
             if callable(way):

@@ -8,10 +8,9 @@ from dflash_hf.evaluation.divergence import NEAR_TIE, WRONG
 from dflash_hf.evaluation.measure import EvalReport
 
 
-LABELS = {method: "same, " + method.removeprefix(f"{ways.DFLASH}_").replace("_", ", ") for method in ways.OURS}
-LABELS |= {ways.TARGET: "target alone", ways.TARGET_PACKED: "target alone, packed"}
-LABELS |= {ways.DFLASH: "with the drafter", ways.PROMPT_LOOKUP: "prompt lookup"}
-LABELS |= {ways.AUTO: "same, sizes chosen", ways.AUTO_PACKED: "same, sizes chosen, packed"}
+LABELS = {ways.TARGET: "target alone", ways.TARGET_PACKED: "target alone, packed", ways.PROMPT_LOOKUP: "prompt lookup"}
+LABELS |= {ways.AUTO: "plain call", ways.DFLASH: "whole blocks", ways.TREE: "draft trees"}
+LABELS |= {f"{name}_compiled": f"{LABELS[name]}, compiled" for name in (ways.DFLASH, ways.TREE)}
 
 
 def origins(lengths: Sequence[int], total: int) -> list[int]:
@@ -64,9 +63,8 @@ def summary_lines(report: EvalReport) -> list[str]:
         )
     if packed:
         lines += ["", "speed-up          over the target alone; over packed: over the target alone, packed"]
-    for name in (ways.AUTO, ways.AUTO_PACKED):
-        if (auto := report.methods.get(name)) is not None and auto.draft_sizes:
-            lines += ["", f"{LABELS[name]}: {chosen_line(auto.draft_sizes, auto.estimated_speedup)}"]
+    if (auto := report.methods.get(ways.AUTO)) is not None and auto.draft_sizes:
+        lines += ["", f"{LABELS[ways.AUTO]}: {chosen_line(auto.draft_sizes, auto.estimated_speedup)}"]
     trees = [one.tau for name, one in report.methods.items() if name in ways.TREE_METHODS and one.tau is not None]
     nodes = report.setting.get("tree_nodes")
     lines += [
