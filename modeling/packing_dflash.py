@@ -84,24 +84,28 @@ def _mark(weight: torch.Tensor) -> tuple:
 class _Pack:
     """A weight, and its copy laid out for the processor."""
 
-    sums: torch.Tensor | None = None  # of the weight when it was packed, for drafted calls
-
-    def __init__(self, weight: nn.Parameter, tokens: int):
+    def __init__(self, weight: nn.Parameter, tokens: int, sums: torch.Tensor | None = None):
         self.weight, self.tokens = weight, tokens
-        self.renew()
+        self.renew(sums)
 
-    def renew(self) -> None:
+    def renew(self, sums: torch.Tensor | None = None) -> None:
+        """Pack the current weight, whose `_sums` drafted calls pass: they look for changes since this very copy."""
         # The mark is read first: a change while the weight is read is detected by the next forward. The storage is
         # kept alive, so that nothing else can be allocated at its address.
         mark, storage = _mark(self.weight), self.weight.untyped_storage()
         copy = _reorder(self.weight.detach(), self.tokens) if _can_be_packed(self.weight) else None
-        self.made = mark, copy, storage
+        self.made = mark, copy, storage, sums
 
     def copy(self) -> torch.Tensor | None:
         """The packed copy of the current weight; `None` if it can no longer be packed."""
         if self.made[0] != _mark(self.weight):
             self.renew()
         return self.made[1]
+
+    def has(self, sums: torch.Tensor) -> bool:
+        """Whether the copy was made of a weight with these sums."""
+        known = self.made[3]
+        return known is not None and torch.equal(known, sums)
 
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -186,10 +190,10 @@ def packed_layers(model: nn.Module) -> list[nn.Linear]:
         for layer in layers:
             sums, pack = _sums(layer.weight), _packs.get(id(layer.weight))
             if pack is None:
-                pack = _packs[id(layer.weight)] = _Pack(layer.weight, TOKENS)
-            elif pack.sums is None or not torch.equal(pack.sums, sums):
-                pack.renew()
-            pack.sums, _kept[layer] = sums, pack
+                pack = _packs[id(layer.weight)] = _Pack(layer.weight, TOKENS, sums)
+            elif not pack.has(sums):
+                pack.renew(sums)
+            _kept[layer] = pack
     return layers
 
 

@@ -255,6 +255,30 @@ def test_texts_follow_the_weights(pair, compiled):
     assert not torch.equal(texts[0], texts[1])
 
 
+@pytest.mark.parametrize("packed_by", ["the user", "a forward"])
+def test_a_change_that_was_packed_and_is_taken_back(pair, packed_by):
+    """A pack that something else has made anew is not taken for that of the earlier call."""
+    target, draft = pair
+    expected, layers = decode(target), linear_layers(target)
+    decode(target, draft)
+    weights = [layer.weight.detach().clone() for layer in layers]
+
+    def change(*_, **__):
+        for layer in layers if torch.equal(layers[0].weight, weights[0]) else ():
+            noise = 0.05 * torch.randn_like(layer.weight)
+            layer.weight.add_(noise) if packed_by == "a forward" else layer.weight.data.add_(noise)
+        return torch.zeros(1, dtype=torch.bool)
+
+    if packed_by == "the user":
+        change()
+        packed_weights(target).restore()
+    else:
+        decode(target, draft, stopping_criteria=[change])
+    for layer, weight in zip(layers, weights, strict=True):
+        layer.weight.data.copy_(weight)
+    assert torch.equal(decode(target, draft), expected)
+
+
 def test_a_weight_that_cannot_be_summed_is_not_packed():
     odd, fitting = nn.Linear(7, 8), nn.Linear(8, 8)
     assert packed_layers(nn.Sequential(odd, fitting)) == [fitting]
