@@ -156,7 +156,7 @@ def packable(module: nn.Module) -> bool:
     """Whether a module is a plain linear layer whose weight can be packed."""
     if type(module) not in (nn.Linear, PackedLinear) or "forward" in vars(module) or _linear is None:
         return False
-    weight = module.weight
+    weight = module._parameters.get("weight")  # whoever computes it has put an attribute in its place, or nothing yet
     return torch.backends.mkldnn.is_available() and type(weight) is nn.Parameter and _can_be_packed(weight)
 
 
@@ -197,11 +197,17 @@ def packed_layers(model: nn.Module) -> list[nn.Linear]:
     return layers
 
 
-def multiply_packed(own: nn.Module, layers: list[nn.Linear]) -> None:
-    """Let a call's own copies of [`packed_layers`] multiply by the packs."""
-    weights = {id(layer.weight) for layer in layers}
-    for module in own.modules() if weights else ():
-        if type(module) is nn.Linear and id(module.weight) in weights:
+def multiply_packed(own: nn.Module, model: nn.Module) -> None:
+    """
+    Let the modules of which a call has copies multiply by packed weights from now on.
+
+    Args:
+        own (`nn.Module`): The call's own copy of `model`; modules that it shares with `model` stay plain.
+        model (`nn.Module`): The model as all calls share it.
+    """
+    packed = {id(layer.weight) for layer in packed_layers(model)}
+    for module in {*own.modules()} - {*model.modules()}:
+        if type(module) is nn.Linear and id(module.weight) in packed:
             module.__class__ = PackedLinear
 
 

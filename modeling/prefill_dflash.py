@@ -13,7 +13,7 @@ from .call_dflash import Call
 from .compile_dflash import slots_of
 from .drafting_dflash import DFlashCandidateGenerator, first_positions, padding_of
 from .isolation_dflash import isolated
-from .packing_dflash import multiply_packed, packed_layers
+from .packing_dflash import multiply_packed, packable
 from .sessions_dflash import SlotSession
 from .target_dflash import FeatureTap, decoder_layers, empty_cache
 from .text_dflash import Continuation
@@ -60,6 +60,10 @@ def opened_pair(call: Call, continuation: Continuation):
         pair = Pair(drafter, session, tap, continuation, columns)
         start = torch.tensor([columns - pad for pad in session.padding], device=drafter.device)
         try:
+            # Not before: a forward may change weights, as PEFT's does for a merged adapter that was disabled.
+            if call.packs:
+                multiply_packed(target, call.target)
+                multiply_packed(drafter.draft_model, call.draft)
             continuation.commit(continuation.judge(None, logits, hidden_states))
             del logits, hidden_states
             yield pair, start
@@ -91,21 +95,13 @@ def opened_models(call: Call):
     watched = [layers[max(i, 0)] for i in layer_ids] + [target.get_submodule(name) for name in call.facts.moving]
     with ExitStack() as opened:
         pools = [opened.enter_context(slots_of(one)) if call.compile else None for one in (draft, target)]
-        target = opened.enter_context(own_copy(call, target, watched))
-        draft = opened.enter_context(own_copy(call, draft, draft.modules(), training=False))
+        linear = filter(packable, target.modules()) if call.packs else ()
+        target = opened.enter_context(isolated(target, [*watched, *linear]))
+        draft = opened.enter_context(isolated(draft, draft.modules(), training=False))
         drafter = DFlashCandidateGenerator(draft, target, generators=call.generators, temperature=call.temperature)
         drafter.foresight = call.foresight
         tap = opened.enter_context(FeatureTap(target, layer_ids, consume=drafter.absorb))
         yield target, drafter, tap, pools
-
-
-@contextmanager
-def own_copy(call: Call, model, watched, training: bool | None = None):
-    """An [`isolated`] copy of a model for one call, which multiplies by packed weights if that pays."""
-    layers = packed_layers(model) if call.packs else []
-    with isolated(model, [*watched, *layers], training) as own:
-        multiply_packed(own, layers)
-        yield own
 
 
 def prefilled_session(call: Call, target, drafter: DFlashCandidateGenerator, pools: list):

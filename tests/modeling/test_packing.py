@@ -193,6 +193,41 @@ def test_an_adapter_that_is_merged_between_calls(pair):
     assert torch.equal(text, decode(merged)) and not torch.equal(text, decode(pair[0], None, new=4))
 
 
+def test_a_merged_adapter_that_is_disabled(pair):
+    """The first forward of the call takes it out of the weights."""
+    peft = pytest.importorskip("peft")
+    target, draft = pair
+    expected = decode(target)
+    torch.manual_seed(0)
+    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False, r=4)
+    adapted = peft.get_peft_model(target, config)
+    adapted.merge_adapter()
+    assert not torch.equal(decode(adapted, draft), expected)
+    with adapted.disable_adapter():
+        assert torch.equal(decode(adapted, draft), expected)
+
+
+@pytest.mark.parametrize("why", ["another forward", "memory"])
+def test_layers_that_share_a_weight(pair, monkeypatch, why):
+    """One of them cannot be packed: it stays plain, since the call has no copy of it."""
+    target, draft = pair
+    one, other = (layer.mlp.up_proj for layer in target.model.layers[:2])
+    decode(target, draft)
+    other.weight = one.weight
+    if why == "another forward":
+        other.forward = lambda x: nn.functional.linear(x, other.weight)
+    else:
+        monkeypatch.setattr(packing_dflash, "fit_memory", lambda layers: not layers)
+    assert torch.equal(decode(target, draft), decode(target)) and type(other) is nn.Linear
+
+
+def test_a_layer_without_a_weight(pair):
+    target, draft = pair
+    target.unused = nn.Linear(8, 8)
+    del target.unused.weight
+    assert torch.equal(decode(target, draft), decode(target))
+
+
 # --------------------------------------------------------------------------------------------------- changing weights
 
 
