@@ -25,7 +25,7 @@ _reorder = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
 _DTYPES = {torch.float32: "", torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 _FORWARD = nn.Linear.forward  # users who replace it want theirs to be called
 TOKENS = 16  # per forward, for which the layout is optimised
-_PIECE = 1 << 19  # words of a weight that are summed at a time
+_PIECE = 1 << 16  # words of a weight that are summed at a time: they stay in a cache of the processor
 SMALLEST = 1 << 17  # weights of an fp32 layer, below which calling oneDNN takes longer than it saves
 
 # The pack of each weight, by its `id`: a `_Pack` keeps its weight alive, so that the id stays unique.
@@ -215,13 +215,13 @@ def _has_sums(weight: torch.Tensor) -> bool:
     return weight.shape[1] * weight.itemsize % 8 == 0 and weight.storage_offset() * weight.itemsize % 8 == 0
 
 
-def _sums(weight: torch.Tensor) -> torch.Tensor:
-    """`[2, N]`, two sums of each row: after any change of the weight, however it was made, one of them differs."""
-    words, floats = weight.detach().view(torch.int64), weight.detach().view(torch.float32)
-    # A factor for each place, since two words may be swapped, modulo 2**64. There an even number of changed signs in
-    # the upper bits is no change; among floats it is.
-    weighted = [(some * _factors(words.shape[1])).sum(1) for some in words.split(max(1, _PIECE // words.shape[1]))]
-    return torch.stack([torch.cat(weighted), floats.sum(1).view(torch.int32).long()])
+def _sums(weight: torch.Tensor) -> torch.LongTensor:
+    """`[N]`, a sum of each row: after any change of the weight, however it was made, it differs."""
+    words = weight.detach().flatten().view(torch.int64).view(len(weight), -1)
+    # Each place has a factor, since two words may be swapped. The upper half of a word is mixed into its lower half,
+    # since sums are taken modulo 2**64: an even number of changed signs, in the highest bit, would be no change.
+    pieces = words.split(max(1, _PIECE // words.shape[1]))
+    return torch.cat([(piece >> 32).bitwise_xor_(piece).mul_(_factors(words.shape[1])).sum(1) for piece in pieces])
 
 
 @functools.cache

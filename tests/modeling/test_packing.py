@@ -290,6 +290,25 @@ def test_texts_follow_the_weights(pair, compiled):
     assert not torch.equal(texts[0], texts[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_signs_that_change_the_sum_of_no_row(dtype):
+    """As in a layer of differences, or beside much larger weights."""
+    difference = torch.cat([torch.eye(8), -torch.eye(8)], dim=1)
+    for weight in (difference, torch.tensor([[1e30, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]])):
+        weight = weight.to(dtype)
+        for one in range(1, 8):
+            for other in range(one + 1, weight.shape[1]):
+                changed = weight.clone()
+                changed[:, [one, other]] *= -1
+                assert not torch.equal(packing_dflash._sums(changed), packing_dflash._sums(weight))
+
+
+def test_one_row_of_a_larger_matrix():
+    layer = nn.Linear(8, 1, bias=False)
+    layer.weight = nn.Parameter(torch.randn(3, 9)[:1, :8])  # contiguous, and rows would lie 9 apart
+    assert packed_layers(layer) == [layer]
+
+
 @pytest.mark.parametrize("packed_by", ["the user", "a forward"])
 def test_a_change_that_was_packed_and_is_taken_back(pair, packed_by):
     """A pack that something else has made anew is not taken for that of the earlier call."""
