@@ -23,7 +23,6 @@ logger = logging.get_logger(__name__)
 _linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 _reorder = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
 _DTYPES = {torch.float32: "", torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
-_FORWARD = nn.Linear.forward  # users who replace it want theirs to be called
 TOKENS = 16  # per forward, for which the layout is optimised
 _PIECE = 1 << 16  # words of a weight that are summed at a time: they stay in a cache of the processor
 SMALLEST = 1 << 17  # weights of an fp32 layer, below which calling oneDNN takes longer than it saves
@@ -174,7 +173,7 @@ def packed_layers(model: nn.Module) -> list[nn.Linear]:
     The linear layers of a model that a call multiplies by packed copies. The copies are kept for later calls, each of
     which finds any change of the weights; none are made that would not [`fit_memory`].
     """
-    if not torch.backends.mkldnn.enabled or nn.Linear.forward is not _FORWARD:
+    if not torch.backends.mkldnn.enabled or _products_are_replaced():
         return []
     found = {one: packable(one) and _has_sums(one.weight) for one in model.modules() if type(one) is nn.Linear}
     with _lock:
@@ -195,6 +194,12 @@ def packed_layers(model: nn.Module) -> list[nn.Linear]:
                 pack.renew(sums)
             _kept[layer] = pack
     return layers
+
+
+def _products_are_replaced() -> bool:
+    """Whether a user, perhaps before this file was loaded, has replaced what multiplies: theirs is to be called."""
+    forward = getattr(nn.Linear.forward, "__globals__", None)  # `functools.wraps` copies everything else
+    return forward is not vars(nn.modules.linear) or nn.functional.linear is not torch._C._nn.linear
 
 
 def multiply_packed(own: nn.Module, model: nn.Module) -> None:

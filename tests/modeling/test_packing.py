@@ -1,7 +1,9 @@
 """Drafted calls multiply by packed weights by themselves: in their own copies of the modules, never by old weights."""
 
 import copy
+import functools
 import gc
+import importlib.util
 import pickle
 import threading
 import weakref
@@ -124,7 +126,10 @@ def test_a_model_that_was_cast_frees_its_packs(pair, products):
     assert len(products) == count and not any(layer in packing_dflash._kept for layer in linear_layers(*pair))
 
 
-@pytest.mark.parametrize("why", ["switched off", "a short text", "memory", "no psutil", "oneDNN off", "own products"])
+REASONS = ["switched off", "a short text", "memory", "no psutil", "oneDNN off", "own forward", "own product"]
+
+
+@pytest.mark.parametrize("why", REASONS)
 def test_what_prevents_it(pair, products, monkeypatch, why):
     target, draft = pair
     expected = decode(target)
@@ -134,12 +139,26 @@ def test_what_prevents_it(pair, products, monkeypatch, why):
         monkeypatch.setattr(packing_dflash, "fit_memory", lambda layers: not layers)
     elif why == "no psutil":
         monkeypatch.setitem(packing_dflash.sys.modules, "psutil", None)
-    elif why == "own products":
-        forward, calls = nn.Linear.forward, []
-        monkeypatch.setattr(nn.Linear, "forward", lambda self, x: calls.append(1) or forward(self, x))
+    elif why == "own forward":
+        forward = nn.Linear.forward
+        own = functools.wraps(forward)(lambda self, x: forward(self, x))
+        monkeypatch.setattr(nn.Linear, "forward", own)
+    elif why == "own product":
+        product = nn.functional.linear
+        monkeypatch.setattr(nn.functional, "linear", lambda *args: product(*args))
     with torch.backends.mkldnn.flags(enabled=why != "oneDNN off"):
         text = decode(target, draft, new=31 if why == "a short text" else NEW)
     assert torch.equal(text, expected[:, : text.shape[1]]) and not products
+
+
+def test_a_forward_that_was_replaced_before_this_file_was_loaded(monkeypatch):
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: nn.functional.linear(x, self.weight) * 2)
+    spec = importlib.util.spec_from_file_location("loaded_later", packing_dflash.__file__)
+    loaded_later = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded_later)
+    loaded_later.SMALLEST = 0
+    layer = nn.Linear(8, 8)
+    assert loaded_later.packable(layer) and loaded_later.packed_layers(layer) == []
 
 
 def test_packs_stay_when_memory_runs_short(pair, products, monkeypatch):
