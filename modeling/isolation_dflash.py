@@ -69,6 +69,9 @@ def isolated(model: nn.Module, watched: Iterable[nn.Module], training: bool | No
         # 4. What forwards stored on a copy, such as the rope deltas of a multimodal prompt, goes to the module.
         for module, copy in copies.items():
             _hand_on(copy, before[module], module)
+            if not any(map(_lists_outputs, module._forward_hooks.values())):
+                new = vars(copy)["_forward_hooks"].items()
+                module._forward_hooks.update({n: hook for n, hook in new if _lists_outputs(hook)})
             # After this the copy aliases the module: references to the copy die without the garbage collector.
             vars(copy).update(vars(module))
             before[module].clear()
@@ -90,6 +93,14 @@ def _copied(module: nn.Module, watched: set, seen: dict) -> nn.Module:
         vars(copy).update(vars(module), _modules=type(module._modules)(children), _compiled_call_impl=None)
         vars(copy).update({name: vars(copy)[name].copy() for name in HOOKS})
     return seen[module]
+
+
+def _lists_outputs(hook: Callable) -> bool:
+    """
+    Whether transformers registered a hook, in the first forward that lists hidden states, attentions or the like. A
+    model that has such hooks says so, and is not given them again.
+    """
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
 def _told(module: nn.Module, copy: nn.Module, was: dict, kind: str, number: int, hook: Callable):

@@ -1,5 +1,6 @@
 """Hooks and wrapped forwards of a target: all works as it does without a drafter, and no copy stays."""
 
+import copy
 import functools
 import gc
 
@@ -9,7 +10,7 @@ from support.pairs import make_draft, make_target
 from support.scripted_text import PROMPT, drafted, drafter, text
 from torch import nn
 
-from dflash_hf.modeling import probe_dflash
+from dflash_hf.modeling import packing_dflash, probe_dflash
 
 
 @pytest.mark.parametrize("compiled", [False, "eager"])
@@ -232,6 +233,29 @@ def test_a_wrapper_that_comes_and_goes_is_tried_out_once(monkeypatch):
         drafted(target, draft)
         del target.forward
     assert len(tried) == 2
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_first_forward_that_lists_hidden_states(packed, monkeypatch):
+    """It registers hooks, of which a drafted call must leave each where it belongs."""
+    monkeypatch.setattr(packing_dflash, "SMALLEST", 0)
+    target = make_target(attn="eager")
+    draft = drafter(target)
+    draft.decoding_config.packed = packed
+    expected = copy.deepcopy(target)(PROMPT, output_hidden_states=True, output_attentions=True)
+    for _ in range(2):
+        target.generate(
+            PROMPT,
+            max_new_tokens=32,
+            assistant_model=draft,
+            return_dict_in_generate=True,
+            output_hidden_states=True,
+        )
+        found = target(PROMPT, output_hidden_states=True, output_attentions=True)
+        assert len(expected.hidden_states) == len(found.hidden_states) == 5
+        assert all(
+            map(torch.equal, found.hidden_states + found.attentions, expected.hidden_states + expected.attentions)
+        )
 
 
 def test_copies_are_garbage_at_once():
