@@ -128,7 +128,7 @@ def main() -> None:
     for name, folder in drafters.items():
         report = work / f"report {name}".replace(" ", "-").replace("'", "")
         if not (report / REPORT_FILE).exists():
-            pair = ("--target", target, "--draft", folder, "--packed", "--threads", 1)
+            pair = ("--target", target, "--draft", folder, "--threads", 1)
             amount = ("--prompts", arguments.prompts, "--max-new-tokens", arguments.max_new_tokens, "--runs", 1)
             dflash("eval", *pair, "--data", held_out, *amount, "--output", report)
         found = EvalReport.from_json((report / REPORT_FILE).read_text(encoding="utf-8"))
