@@ -110,10 +110,10 @@ def _told(module: nn.Module, copy: nn.Module, was: dict, kind: str, number: int,
     """
 
     def call(_, *args, **kwargs):
-        if torch.compiler.is_compiling():  # whatever the number: PEFT registers hooks anew in each call
-            return hook(module, *args, **kwargs)
         if number not in getattr(module, kind):
             return None
+        if torch.compiler.is_compiling():
+            return hook(module, *args, **kwargs)
         _hand_on(copy, was, module)
         before = dict(vars(module))
         try:

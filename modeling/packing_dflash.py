@@ -24,7 +24,7 @@ _linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 _reorder = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
 _DTYPES = {torch.float32: "", torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 TOKENS = 16  # per forward, for which the layout is optimised
-_PIECE = 1 << 16  # words of a weight that are summed at a time: they stay in a cache of the processor
+_PIECE = 1 << 19  # words of a weight that are summed at a time: they stay in a cache of the processor
 SMALLEST = 1 << 17  # weights of an fp32 layer, below which calling oneDNN takes longer than it saves
 
 # The pack of each weight, by its `id`: a `_Pack` keeps its weight alive, so that the id stays unique.
@@ -173,7 +173,7 @@ def packed_layers(model: nn.Module) -> list[nn.Linear]:
     The linear layers of a model that a call multiplies by packed copies. The copies are kept for later calls, each of
     which finds any change of the weights; none are made that would not [`fit_memory`].
     """
-    if not torch.backends.mkldnn.enabled or _products_are_replaced():
+    if not torch.backends.mkldnn.enabled or _products_are_replaced() or any(map(_unmerges, model.modules())):
         return []
     found = {one: packable(one) and _has_sums(one.weight) for one in model.modules() if type(one) is nn.Linear}
     with _lock:
@@ -202,9 +202,14 @@ def _products_are_replaced() -> bool:
     return forward is not vars(nn.modules.linear) or nn.functional.linear is not torch._C._nn.linear
 
 
+def _unmerges(module: nn.Module) -> bool:
+    """Whether a PEFT layer will take a disabled adapter out of the weights in its next forward."""
+    return bool(vars(module).get("merged_adapters")) and module.disable_adapters
+
+
 def multiply_packed(own: nn.Module, model: nn.Module) -> None:
     """
-    Let the modules of which a call has copies multiply by packed weights from now on.
+    Let the modules of which a call has copies multiply by packed weights.
 
     Args:
         own (`nn.Module`): The call's own copy of `model`; modules that it shares with `model` stay plain.
@@ -221,18 +226,23 @@ def _has_sums(weight: torch.Tensor) -> bool:
 
 
 def _sums(weight: torch.Tensor) -> torch.LongTensor:
-    """`[N]`, a sum of each row: after any change of the weight, however it was made, it differs."""
-    words = weight.detach().flatten().view(torch.int64).view(len(weight), -1)
-    # Each place has a factor, since two words may be swapped. The upper half of a word is mixed into its lower half,
-    # since sums are taken modulo 2**64: an even number of changed signs, in the highest bit, would be no change.
-    pieces = words.split(max(1, _PIECE // words.shape[1]))
-    return torch.cat([(piece >> 32).bitwise_xor_(piece).mul_(_factors(words.shape[1])).sum(1) for piece in pieces])
+    """
+    `[2, N]`, two sums of each row, of which one differs after any change of the weight, however it was made. A factor
+    for each place finds numbers that were swapped.
+    """
+    bits = weight.detach().flatten()
+    words, floats = (bits.view(dtype).view(len(weight), -1) for dtype in (torch.int64, torch.float32))
+    odd, real = _factors(words.shape[1])
+    # Modulo 2**64. There, an even number of changed signs in the highest bits is no change; among floats it is.
+    exact = [(piece * odd).sum(1) for piece in words.split(max(1, _PIECE // words.shape[1]))]
+    return torch.stack([torch.cat(exact), floats.mv(real).view(torch.int32).long()])
 
 
 @functools.cache
-def _factors(size: int) -> torch.LongTensor:
+def _factors(words: int) -> tuple[torch.LongTensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(-(2**62), 2**62, (size,), generator=generator) * 2 + 1  # odd: no change becomes zero
+    odd = torch.randint(-(2**62), 2**62, (words,), generator=generator) * 2 + 1  # so that no change becomes zero
+    return odd, torch.randn(2 * words, generator=generator)
 
 
 class packed_weights:

@@ -60,10 +60,6 @@ def opened_pair(call: Call, continuation: Continuation):
         pair = Pair(drafter, session, tap, continuation, columns)
         start = torch.tensor([columns - pad for pad in session.padding], device=drafter.device)
         try:
-            # Not before: a forward may change weights, as PEFT's does for a merged adapter that was disabled.
-            if call.packs:
-                multiply_packed(target, call.target)
-                multiply_packed(drafter.draft_model, call.draft)
             continuation.commit(continuation.judge(None, logits, hidden_states))
             del logits, hidden_states
             yield pair, start
@@ -98,6 +94,9 @@ def opened_models(call: Call):
         linear = filter(packable, target.modules()) if call.packs else ()
         target = opened.enter_context(isolated(target, [*watched, *linear]))
         draft = opened.enter_context(isolated(draft, draft.modules(), training=False))
+        if call.packs:
+            multiply_packed(target, call.target)
+            multiply_packed(draft, call.draft)
         drafter = DFlashCandidateGenerator(draft, target, generators=call.generators, temperature=call.temperature)
         drafter.foresight = call.foresight
         tap = opened.enter_context(FeatureTap(target, layer_ids, consume=drafter.absorb))
