@@ -109,8 +109,12 @@ def _told(module: nn.Module, copy: nn.Module, was: dict, kind: str, number: int,
     modules by identity, reads and writes attributes there as usual, and is no longer called once it is removed.
     """
 
+    @torch.compiler.assume_constant_result  # not guarded: PEFT's hooks have other numbers in every call
+    def removed() -> bool:
+        return number not in getattr(module, kind)
+
     def call(_, *args, **kwargs):
-        if number not in getattr(module, kind):
+        if removed():
             return None
         if torch.compiler.is_compiling():
             return hook(module, *args, **kwargs)
@@ -120,6 +124,8 @@ def _told(module: nn.Module, copy: nn.Module, was: dict, kind: str, number: int,
             return hook(module, *args, **kwargs)
         finally:
             _hand_on(module, before, copy)
+            if removed():  # by itself: the graphs of later rounds see that it is gone
+                vars(copy)[kind].pop(number, None)
 
     return call
 

@@ -11,6 +11,7 @@ import itertools
 import sys
 import threading
 import weakref
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -25,6 +26,11 @@ _reorder = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
 _DTYPES = {torch.float32: "", torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 TOKENS = 16  # per forward, for which the layout is optimised
 _PIECE = 1 << 19  # words of a weight that are summed at a time: they stay in a cache of the processor
+# Limit and use of a container's memory: control groups, version 2 and 1.
+_CONTAINERS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
 SMALLEST = 1 << 17  # weights of an fp32 layer, below which calling oneDNN takes longer than it saves
 
 # The pack of each weight, by its `id`: a `_Pack` keeps its weight alive, so that the id stays unique.
@@ -160,12 +166,21 @@ def packable(module: nn.Module) -> bool:
 
 
 def fit_memory(layers: list[nn.Linear]) -> bool:
-    """Whether packed copies of layers take less than a third of the free memory (`psutil` knows it)."""
+    """Whether packed copies of layers take less than a third of the free memory."""
+    return sum(layer.weight.nbytes for layer in layers) < _free_memory() / 3
+
+
+def _free_memory() -> int:
+    """Bytes that this machine and its container have left; 0 without `psutil`."""
     try:
+        # No import statement: it would make `psutil` a requirement of the remote code.
         free = importlib.import_module("psutil").virtual_memory().available
     except ImportError:
-        free = 0
-    return sum(layer.weight.nbytes for layer in layers) < free / 3
+        return 0
+    for limit, used in _CONTAINERS:
+        with contextlib.suppress(OSError, ValueError):  # there is none, or its limit is "max"
+            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
+    return free
 
 
 def packed_layers(model: nn.Module) -> list[nn.Linear]:

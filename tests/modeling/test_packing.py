@@ -163,6 +163,14 @@ def test_a_forward_that_was_replaced_before_this_file_was_loaded(monkeypatch):
     assert loaded_later.packable(layer) and loaded_later.packed_layers(layer) == []
 
 
+@pytest.mark.parametrize(("limit", "fits"), [("max", True), (str(10**12), True), ("1269", True), ("1268", False)])
+def test_a_container_has_less_memory(tmp_path, monkeypatch, limit, fits):
+    for name, text in (("limit", limit), ("used", "500")):
+        (tmp_path / name).write_text(f"{text}\n", encoding="utf-8")
+    monkeypatch.setattr(packing_dflash, "_CONTAINERS", [("/none", "/none"), (tmp_path / "limit", tmp_path / "used")])
+    assert packing_dflash.fit_memory([nn.Linear(8, 8)]) == fits
+
+
 def test_packs_stay_when_memory_runs_short(pair, products, monkeypatch):
     target, draft = pair
     decode(target, draft)

@@ -9,7 +9,7 @@ from support.pairs import make_draft, make_target, shallow_pair
 from torch._dynamo.utils import counters
 from transformers.utils.import_utils import is_torch_greater_or_equal
 
-from dflash_hf.modeling import compile_dflash
+from dflash_hf.modeling import call_dflash, compile_dflash, packing_dflash
 from dflash_hf.modeling.compile_dflash import CompiledRound, _pools
 from dflash_hf.modeling.drafting_dflash import Context
 from dflash_hf.modeling.plan_dflash import Plan
@@ -288,10 +288,34 @@ def test_whatever_changes_inside_a_call_names_a_graph(changed):
     assert len(compiled.graphs) == 2
 
 
-def test_adapters_of_rows_are_followed_by_compiled_rounds(pair):
+def test_a_hook_that_removes_itself_and_one_that_stays(pair):
+    """They have the same code, so that only their being there tells graphs apart."""
+    target, draft = pair
+    draft.decoding_config.compile = "eager"
+    kept = [False]
+
+    def louder(module, args, output):
+        if not torch.compiler.is_compiling() and not kept[0]:
+            handle.remove()
+        return output.flip(-1)
+
+    for kept[0] in (False, True, False, True):
+        texts = []
+        for assistant in (None, draft):
+            handle = target.model.layers[1].register_forward_hook(louder)
+            texts.append(decode(target, prompt(8), assistant))
+            handle.remove()
+        assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_adapters_of_rows_are_followed_by_compiled_rounds(pair, packed, monkeypatch):
     """PEFT chooses them by hooks; pairs of names come back, and find their graphs."""
     from peft import LoraConfig, get_peft_model
 
+    if packed:
+        monkeypatch.setattr(packing_dflash, "SMALLEST", 0)
+        monkeypatch.setattr(call_dflash, "_WORTH_PACKING", 0)
     target, draft = pair
     draft.decoding_config.compile = "eager"
     lora = LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)

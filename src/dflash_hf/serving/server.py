@@ -56,7 +56,7 @@ class DraftedServe(Serve):
         draft (`DFlashDraftModel`, *optional*): Its drafter. Default: the target decodes alone.
         say (`Callable[[str], None]`): Called with a line when the server is ready, and for each finished request.
         at (`socket.socket`): Where to listen, see [`bound`].
-        packed (`bool`): Pack the weights of both models for a CPU.
+        packed (`bool`, *optional*): Pack the weights of both models for a CPU. Default: if memory allows.
         template (`dict`): Arguments of the chat template, for requests without their own.
         name (`str`, *optional*): The model's id in the API. Default: `target`.
         api_key (`str`, *optional*): Required as the bearer token of every request but `/health`.
@@ -72,7 +72,7 @@ class DraftedServe(Serve):
         draft,
         say: Callable[[str], None],
         at: socket.socket,
-        packed: bool = False,
+        packed: bool | None = None,
         template: dict | None = None,
         name: str | None = None,
         api_key: str | None = None,
