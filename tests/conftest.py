@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from transformers.integrations import flex_attention as upstream_flex
 from transformers.utils import logging
 
+from dflash_hf.modeling import packing_dflash
 from dflash_hf.smollm2 import PIP_LINE, packaged_gguf, smollm2_folder
 
 
@@ -66,3 +67,24 @@ def real_target():
     if packaged_gguf() is None or importlib.util.find_spec("gguf") is None:
         pytest.skip(f"the weights of SmolLM2-135M-Instruct are not here: {PIP_LINE}")
     return smollm2_folder()
+
+
+@pytest.fixture
+def packs_of_any_size(monkeypatch):
+    monkeypatch.setattr(packing_dflash, "SMALLEST", 0)
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Collects the shapes of what is multiplied by packed weights."""
+    seen, linear = [], packing_dflash._linear
+    monkeypatch.setattr(packing_dflash, "_linear", lambda x, *args: seen.append(tuple(x.shape)) or linear(x, *args))
+    return seen
+
+
+@pytest.fixture
+def packings(monkeypatch):
+    """Counts how often a weight is packed."""
+    seen, reorder = [], packing_dflash._reorder
+    monkeypatch.setattr(packing_dflash, "_reorder", lambda *args: seen.append(1) or reorder(*args))
+    return seen

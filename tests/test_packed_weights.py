@@ -19,36 +19,13 @@ from dflash_hf.modeling import packing_dflash
 from dflash_hf.modeling.packing_dflash import PackedLinear, packable
 
 
-@pytest.fixture(autouse=True)
-def any_size(monkeypatch):
-    monkeypatch.setattr(packing_dflash, "SMALLEST", 0)
+pytestmark = pytest.mark.usefixtures("packs_of_any_size")
 
 
 @pytest.fixture
 def pair():
     target = make_target()
     return target, make_draft(target)
-
-
-@pytest.fixture
-def products(monkeypatch):
-    """Counts the products with packed weights."""
-    seen, linear = [], packing_dflash._linear
-
-    def counted(x, *args):
-        seen.append(tuple(x.shape))
-        return linear(x, *args)
-
-    monkeypatch.setattr(packing_dflash, "_linear", counted)
-    return seen
-
-
-@pytest.fixture
-def packings(monkeypatch):
-    """Counts how often a weight is packed."""
-    seen, reorder = [], packing_dflash._reorder
-    monkeypatch.setattr(packing_dflash, "_reorder", lambda *args: seen.append(1) or reorder(*args))
-    return seen
 
 
 @pytest.fixture

@@ -21,31 +21,13 @@ from dflash_hf.modeling.packing_dflash import PackedLinear, packed_layers
 NEW = 32
 
 
-@pytest.fixture(autouse=True)
-def any_size(monkeypatch):
-    monkeypatch.setattr(packing_dflash, "SMALLEST", 0)
+pytestmark = pytest.mark.usefixtures("packs_of_any_size")
 
 
 @pytest.fixture
 def pair():
     target = make_target()
     return target, make_draft(target)
-
-
-@pytest.fixture
-def products(monkeypatch):
-    """Counts the products with packed weights."""
-    seen, linear = [], packing_dflash._linear
-    monkeypatch.setattr(packing_dflash, "_linear", lambda x, *args: seen.append(tuple(x.shape)) or linear(x, *args))
-    return seen
-
-
-@pytest.fixture
-def packings(monkeypatch):
-    """Counts how often a weight is packed."""
-    seen, reorder = [], packing_dflash._reorder
-    monkeypatch.setattr(packing_dflash, "_reorder", lambda *args: seen.append(1) or reorder(*args))
-    return seen
 
 
 def decode(target, draft=None, new=NEW, **options):
