@@ -94,7 +94,7 @@ class _Pack:
         self.renew(sums)
 
     def renew(self, sums: torch.Tensor | None = None) -> None:
-        """Pack the current weight, whose `_sums` drafted calls pass: they look for changes since this very copy."""
+        """Pack the current weight; with its `_sums`, changes since this very copy can be found."""
         # The mark is read first: a change while the weight is read is detected by the next forward. The storage is
         # kept alive, so that nothing else can be allocated at its address.
         mark, storage = _mark(self.weight), self.weight.untyped_storage()
@@ -201,14 +201,18 @@ def packed_layers(model: nn.Module) -> list[nn.Linear]:
         if not fit_memory([layer for layer in layers if layer not in _kept]):
             layers = [layer for layer in layers if layer in _kept]
         # 3. Changed weights are packed again.
-        for layer in layers:
-            sums, pack = _sums(layer.weight), _packs.get(id(layer.weight))
-            if pack is None:
-                pack = _packs[id(layer.weight)] = _Pack(layer.weight, TOKENS, sums)
-            elif not pack.has(sums):
-                pack.renew(sums)
-            _kept[layer] = pack
+        _kept.update({layer: _pack_of(layer.weight, TOKENS) for layer in layers})
     return layers
+
+
+def _pack_of(weight: nn.Parameter, tokens: int) -> _Pack:
+    """The pack of a weight as it is now: an earlier one if the weight has not changed since."""
+    sums, pack = _sums(weight) if _has_sums(weight) else None, _packs.get(id(weight))
+    if pack is None:
+        pack = _packs[id(weight)] = _Pack(weight, tokens, sums)
+    elif sums is None or not pack.has(sums):
+        pack.renew(sums)
+    return pack
 
 
 def _products_are_replaced() -> bool:
@@ -284,8 +288,7 @@ class packed_weights:
 
     Changes that PyTorch does not count are *not* detected: values written through `weight.data`, as in `weight.data +=
     delta` (the way PEFT merges an adapter), through `weight.numpy()`, by a fused optimizer's step inside
-    `torch.compile`, or by other processes into shared memory. After such a change, call again: each call repacks all
-    weights.
+    `torch.compile`, or by other processes into shared memory. After such a change, call again: each call finds it.
 
     Args:
         models (`nn.Module`): Models whose layers to pack, such as a target and its drafter, or only a target.
@@ -316,12 +319,7 @@ class packed_weights:
         try:
             with _alone():
                 for layer in self.layers:
-                    pack = _packs.get(id(layer.weight))
-                    if pack is None:
-                        pack = _packs[id(layer.weight)] = _Pack(layer.weight, tokens)
-                    else:
-                        pack.renew()
-                    _held.setdefault(layer, {})[self._key] = pack
+                    _held.setdefault(layer, {})[self._key] = _pack_of(layer.weight, tokens)
                 for layer in self.layers:  # in one step: a concurrent compilation must not see a mixture
                     layer.__class__ = PackedLinear
         except BaseException:

@@ -168,7 +168,11 @@ def test_packed_by_the_user(pair, packings):
     with packed_weights(target, draft):
         expected, count = decode(target), len(packings)
         assert torch.equal(decode(target, draft), expected) and len(packings) == count
-    assert torch.equal(decode(target, draft), expected)
+    for _ in range(2):
+        assert torch.equal(decode(target, draft), expected)
+        with packed_weights(target):
+            decode(target)
+    assert len(packings) == count + len(linear_layers(target, draft))  # the first call's own
     assert all(type(layer) is nn.Linear for layer in linear_layers(target, draft))
 
 
