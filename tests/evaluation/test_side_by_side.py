@@ -148,6 +148,7 @@ def test_ours_is_compared_with_the_packed_target(tmp_path, capsys, monkeypatch):
     runs = [facts["methods"][name]["runs"] for name in ("dflash", "target_packed")]
     expected = sum(own / base for own, base in zip(*runs, strict=True)) / 2
     assert facts["methods"]["dflash"]["speedup_over_packed"] == pytest.approx(expected)
+    assert not len(packing_dflash._held)
 
 
 @pytest.mark.parametrize(

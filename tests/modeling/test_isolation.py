@@ -10,7 +10,7 @@ from support.pairs import make_draft, make_target
 from support.scripted_text import PROMPT, drafted, drafter, text
 from torch import nn
 
-from dflash_hf.modeling import packing_dflash, probe_dflash
+from dflash_hf.modeling import probe_dflash
 
 
 @pytest.mark.parametrize("compiled", [False, "eager"])
@@ -235,10 +235,10 @@ def test_a_wrapper_that_comes_and_goes_is_tried_out_once(monkeypatch):
     assert len(tried) == 2
 
 
+@pytest.mark.usefixtures("packs_of_any_size")
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_first_forward_that_lists_hidden_states(packed, monkeypatch):
+def test_a_first_forward_that_lists_hidden_states(packed):
     """It registers hooks, of which a drafted call must leave each where it belongs."""
-    monkeypatch.setattr(packing_dflash, "SMALLEST", 0)
     target = make_target(attn="eager")
     draft = drafter(target)
     draft.decoding_config.packed = packed

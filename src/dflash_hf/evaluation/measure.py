@@ -245,7 +245,7 @@ def evaluate(
     methods = (*methods, *(others or {}))
     drafters = {**ways_of(draft, tree_nodes), ways.AUTO: draft}
     arguments = {**{name: {"assistant_model": drafter} for name, drafter in drafters.items()}, **(others or {})}
-    decode = _decoder(target, draft, max_new_tokens, arguments)
+    decode = _decoder(target, max_new_tokens, arguments)
     compiled = {name for name, drafter in drafters.items() if drafter.decoding_config.compile}
     target.eval()
     draft.eval()
@@ -305,7 +305,7 @@ class _Decoded:
     estimated_speedup: float | None = None
 
 
-def _decoder(target, draft, max_new_tokens: int, arguments: dict) -> Callable[[str, Sequence[int]], _Decoded]:
+def _decoder(target, max_new_tokens: int, arguments: dict) -> Callable[[str, Sequence[int]], _Decoded]:
     """A function that decodes a prompt by a method and measures the time."""
     lookup = {"prompt_lookup_num_tokens": ways.LOOKUP_TOKENS}
     arguments = {ways.TARGET: {}, ways.TARGET_PACKED: {}, ways.PROMPT_LOOKUP: lookup, **arguments}
