@@ -104,12 +104,13 @@ class SlotLayer(CacheLayerMixin):
         view = self.cache.view
         return self.keys[:, :, :view], self.values[:, :, :view]
 
-    def grow(self) -> None:
+    def resize(self) -> None:
         """Move to buffers of the cache's new capacity."""
         for name in ("keys", "values"):
             old = getattr(self, name)
             new = self._buffer(name, old)
-            new[:, :, : old.shape[2]] = old
+            kept = min(old.shape[2], self.cache.capacity)
+            new[:, :, :kept] = old[:, :, :kept]
             setattr(self, name, new)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -165,11 +166,20 @@ class SlotCache(Cache):
         """
         used = used if self.most is None else min(used, self.most)
         if used >= self.capacity:
-            self.capacity = self._fitting(max(used, self.capacity * 9 // 8))
-            for layer in self.layers:
-                if isinstance(layer, SlotLayer) and layer.is_initialized:  # recurrent layers of a hybrid do not grow
-                    layer.grow()
+            self._resize(self._fitting(max(used, self.capacity * 9 // 8)))
         self.view = self.capacity if self.pool is not None else min(_round_up(used, VIEW_STEP), self.capacity)
+
+    def fit(self, used: int) -> None:
+        """As `reserve`, but attention gets whole buffers, as matrix products need them, with few unused slots."""
+        if not used <= self.capacity <= used * 9 // 8 + 2 * VIEW_STEP:
+            self._resize(_round_up(used * 17 // 16, VIEW_STEP))
+        self.view = self.capacity
+
+    def _resize(self, capacity: int) -> None:
+        self.capacity = capacity
+        for layer in self.layers:
+            if isinstance(layer, SlotLayer) and layer.is_initialized:  # recurrent layers of a hybrid do not grow
+                layer.resize()
 
     def place(self, *slots: torch.Tensor) -> None:
         """

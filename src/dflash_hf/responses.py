@@ -16,6 +16,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.utils import logging
 
+from dflash_hf.attention import single_queries
 from dflash_hf.modeling.accept_dflash import Draft, likeliest
 from dflash_hf.modeling.cache_dflash import SlotLayer
 from dflash_hf.modeling.probe_dflash import facts_of
@@ -161,7 +162,8 @@ def responses(
     """
     if draft is None and decodes_in_slots(target, config):
         choice = Choice(config, seed)
-        yield from _full_batch(target, iter(prompts), max_new_tokens, choice, eos_ids(config), rows or 64)
+        with single_queries(target) as own:
+            yield from _full_batch(own, iter(prompts), max_new_tokens, choice, eos_ids(config), rows or 64)
     else:
         yield from _batch_by_batch(target, iter(prompts), max_new_tokens, config, rows or PLAIN_ROWS, seed, draft)
 
@@ -232,7 +234,7 @@ class _Slots:
         """The logits `[len(tokens), V]` after the given tokens, which are given with their slots by place."""
         now = [tokens.get(place, (0, 0)) for place in range(self.rows)]  # unused places write to slot 0
         ids, start = torch.tensor(now, device=self.device).unbind(1)
-        self.session.cache.reserve(max(slot for _, slot in now) + 1)
+        self.session.cache.fit(max(slot for _, slot in now) + 1)
         logits = self.session.verify(Draft(ids[:, None]), start).logits[:, -1]
         return logits[list(tokens)]
 
@@ -346,18 +348,19 @@ def best_rows(target, length: int, sizes: Sequence[int] | None = None, limit: in
         The number of rows, and tokens per second.
     """
     best, room = (1, 0.0), free_memory(target.device) / 2
-    for i, rows in enumerate(sizes := sizes or _ROWS):
-        slots = _Slots(target, rows)
-        tokens = dict.fromkeys(range(rows), (0, length))
-        slots.step(tokens)  # allocates the buffers
-        speed = rows / min(_seconds(slots, tokens) for _ in range(3))
-        if speed > 1.05 * best[1]:
-            best = rows, speed
-        elif rows > 2 * best[0]:  # not at the first slower size: the machine may be busy
-            break
-        larger = sizes[i + 1] if i + 1 < len(sizes) else limit + 1
-        if larger > limit or slots.memory * larger / rows > room:
-            break
+    with single_queries(target) as own:
+        for i, rows in enumerate(sizes := sizes or _ROWS):
+            slots = _Slots(own, rows)
+            tokens = dict.fromkeys(range(rows), (0, length))
+            slots.step(tokens)  # allocates the buffers
+            speed = rows / min(_seconds(slots, tokens) for _ in range(3))
+            if speed > 1.05 * best[1]:
+                best = rows, speed
+            elif rows > 2 * best[0]:  # not at the first slower size: the machine may be busy
+                break
+            larger = sizes[i + 1] if i + 1 < len(sizes) else limit + 1
+            if larger > limit or slots.memory * larger / rows > room:
+                break
     return best
 
 

@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from dflash_hf.modeling.isolation_dflash import isolated
+from dflash_hf.attention import with_own_config
 
 
 logger = logging.get_logger(__name__)
@@ -201,12 +201,7 @@ class Together:
         The model with the same weights and its own configuration: upstream sets `config.is_causal` during a batch's
         forward, which would change the mask for everyone else who runs the model meanwhile.
         """
-        twin, configs = self.opened.enter_context(isolated(self.model, self.model.modules())), {}
-        copy.deepcopy(self.model.config, configs)
-        for module in twin.modules():
-            if "config" in vars(module):
-                module.config = configs.get(id(module.config), module.config)
-        return twin
+        return self.opened.enter_context(with_own_config(self.model))
 
     def _failure(self, kind: tuple, manager, reason) -> BatchFailed:
         with self.changed:

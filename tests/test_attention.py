@@ -1,0 +1,138 @@
+"""Attention of a single query per row by matrix products: in half precision on a CPU, in a private model only."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from support.pairs import make_target
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from dflash_hf.attention import SINGLE_QUERIES, single_queries, single_query_attention, with_own_config
+from dflash_hf.responses import _Slots, responses
+
+
+PROMPT = torch.arange(3, 20)[None]
+
+
+class Module(torch.nn.Module):
+    """What upstream's functions read of an attention module."""
+
+    is_causal = True
+
+    def __init__(self, groups=1):
+        super().__init__()
+        self.num_key_value_groups = groups
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("masked_heads", [0, 1, 6])
+def test_the_result_is_that_of_sdpa(groups, masked_heads):
+    torch.manual_seed(0)
+    query, (key, value) = torch.randn(5, 6, 1, 8), torch.randn(2, 5, 6 // groups, 11, 8)
+    mask = None
+    if masked_heads:
+        hidden = torch.rand(5, masked_heads, 1, 11).lt(0.4).index_fill(3, torch.tensor(0), False)
+        mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)
+    for scaling in (None, 0.5):
+        ours = single_query_attention(Module(groups), query, key, value, mask, scaling=scaling)[0]
+        theirs = sdpa_attention_forward(Module(groups), query, key, value, mask, scaling=scaling)[0]
+        assert ours.shape == theirs.shape == (5, 1, 6, 8)
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_what_only_sdpa_supports_is_left_to_it():
+    torch.manual_seed(0)
+    query, (key, value) = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 4, 11, 8)
+    mask = torch.zeros(2, 1, 3, 11)
+    ours, theirs = (f(Module(), query, key, value, mask)[0] for f in (single_query_attention, sdpa_attention_forward))
+    assert torch.equal(ours, theirs)
+    bias = torch.randn(2, 4, 1, 11)
+    one = {"query": query[:, :, :1], "key": key, "value": value, "attention_mask": mask[:, :, :1]}
+    ours, theirs = (
+        f(Module(), **one, position_bias=bias)[0] for f in (single_query_attention, sdpa_attention_forward)
+    )
+    assert torch.equal(ours, theirs)
+    with pytest.raises(ValueError, match="softcap"):
+        single_query_attention(Module(), **one, softcap=30.0)
+
+
+def test_the_shared_model_never_changes():
+    """Not meanwhile, in another thread or this one, and not after an error."""
+    target = make_target("llama").bfloat16()
+    config, expected = target.config, target.generate(PROMPT, max_new_tokens=20)
+    found = []
+
+    def generate():
+        found.append(target.generate(PROMPT, max_new_tokens=20))
+
+    with pytest.raises(KeyError), single_queries(target) as own:
+        assert own is not target and own.config._attn_implementation == SINGLE_QUERIES
+        attention = own.model.layers[0].self_attn
+        assert attention.config._attn_implementation == SINGLE_QUERIES
+        assert attention.q_proj.weight is target.model.layers[0].self_attn.q_proj.weight
+        assert {module.config._attn_implementation for module in target.modules() if hasattr(module, "config")} == {
+            "sdpa"
+        }
+        generate()
+        thread = threading.Thread(target=generate)
+        thread.start()
+        thread.join()
+        raise KeyError
+    generate()
+    assert len(found) == 3 and all(torch.equal(one, expected) for one in found)
+    assert all(module.config is config for module in target.modules() if hasattr(module, "config"))
+
+
+def test_where_the_kernel_is_as_fast_the_target_itself_decodes():
+    for target in (make_target("llama"), make_target("llama", attn="eager").bfloat16()):
+        with single_queries(target) as own:
+            assert own is target
+
+
+def test_a_configuration_of_its_own_goes_with_its_model():
+    target = make_target("llama")
+    with with_own_config(target) as own:
+        own.config.is_causal = False
+        assert own.model.layers[1].self_attn.config is own.model.config is own.config
+    assert not hasattr(target.config, "is_causal") and own.config is target.config
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_a_step_computes_the_same(family):
+    """In fp32, where rounding does not hide an error; whole buffers, which are not copied; texts grow and shrink."""
+    target, seen = make_target(family), []
+
+    def spy(module, query, key, value, mask, **options):
+        seen.append((key.is_contiguous() and value.is_contiguous(), key.shape[2]))
+        return single_query_attention(module, query, key, value, mask, **options)
+
+    AttentionInterface.register(SINGLE_QUERIES, spy)
+    try:
+        with torch.no_grad(), with_own_config(target) as own:
+            own.config._attn_implementation = SINGLE_QUERIES
+            ours, theirs = _Slots(own, 3), _Slots(target, 3)
+            for length in (40, 200, 201, 90, 60):
+                for slots in (ours, theirs):
+                    slots.read(1, list(range(2, 2 + min(length, 90))))
+                tokens = {0: (5, 3), 1: (7, length), 2: (9, length // 2)}
+                seen.clear()
+                torch.testing.assert_close(ours.step(tokens), theirs.step(tokens), atol=1e-4, rtol=1e-4)
+                for whole, slots in seen:
+                    assert whole and length < slots <= 9 / 8 * (length + 1) + 16
+                assert seen
+    finally:
+        AttentionInterface.register(SINGLE_QUERIES, single_query_attention)
+
+
+def test_texts_in_half_precision():
+    """As likely as those of the target alone, whose rounding differs."""
+    target = make_target("llama")
+    config = copy.deepcopy(target.generation_config)
+    prompts = [[3, 5, 8, 13], [21, 34], [55, 89, 4]]
+    found = dict(responses(copy.deepcopy(target).bfloat16(), enumerate(prompts), 40, config, 2))
+    for number, text in found.items():
+        ids = torch.tensor([prompts[number] + text])
+        chances = target(ids).logits[0, len(prompts[number]) - 1 : -1].log_softmax(-1)
+        assert (chances.max(-1).values - chances[range(len(text)), text]).max() < 1.0
