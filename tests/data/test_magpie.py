@@ -225,7 +225,7 @@ def test_interrupted_ten_times_and_resumed(folder, pair, tmp_path, capsys, monke
     expected = rows_of(whole)
     assert [row["row"] for row in expected] == list(range(20))
     assert expected == generate_prompts(*pair, 20, BRIEF)
-    generator, append, interruptions = random.Random(0), ResponseFile.append, []
+    generator, append, interruptions = random.Random(0), ResponseFile.write_rows, []
 
     def tear(self, rows):
         before = self.path.stat().st_size
@@ -235,7 +235,7 @@ def test_interrupted_ten_times_and_resumed(folder, pair, tmp_path, capsys, monke
             self.file.truncate(interruptions[-1])
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(ResponseFile, "append", tear)
+    monkeypatch.setattr(ResponseFile, "write_rows", tear)
     while write(capsys, folder, torn, 20, "--batch-size", str(generator.randrange(1, 12)))[0] == 130:
         pass
     assert len(interruptions) == 10

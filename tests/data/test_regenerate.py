@@ -160,7 +160,7 @@ def test_interrupted_ten_times_nothing_is_lost_and_nothing_twice(folder, data, t
     options = ("--device", "cpu", "--temperature", "1.2", "--seed", "3")
     whole, torn = tmp_path / "whole.jsonl", tmp_path / "torn.jsonl"
     assert regenerate(capsys, data, folder, whole, *options, "--batch-size", "5")[0] == 0
-    generator, append, interruptions = random.Random(0), ResponseFile.append, []
+    generator, append, interruptions = random.Random(0), ResponseFile.write_rows, []
 
     def tear(self, rows):
         before = self.path.stat().st_size
@@ -170,7 +170,7 @@ def test_interrupted_ten_times_nothing_is_lost_and_nothing_twice(folder, data, t
             self.file.truncate(interruptions[-1])
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(ResponseFile, "append", tear)
+    monkeypatch.setattr(ResponseFile, "write_rows", tear)
     while regenerate(capsys, data, folder, torn, *options, "--batch-size", generator.randrange(1, 12))[0] == 130:
         pass
     assert len(interruptions) == 10

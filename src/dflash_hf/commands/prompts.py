@@ -85,7 +85,7 @@ def run(arguments, echo) -> Outcome:
         with TimeLeft("request", arguments.count, len(before), rows, echo, full=speed is not None) as time_left:
             for sample in samples:
                 if sample.row:
-                    output.append([sample.row])
+                    output.write_rows([sample.row])
                     new += 1
                 else:
                     left_out[sample.reason] += 1

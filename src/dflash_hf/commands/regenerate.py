@@ -92,7 +92,7 @@ def run(arguments, echo) -> Outcome:
             rows, full, batches = _in_process(pair, pair.encoder(kwargs), missing, output, echo)
         with TimeLeft("row", count, count - len(missing), rows, echo, full) as time_left:
             for batch in batches:
-                output.append(batch)
+                output.write_rows(batch)
                 time_left.count(len(batch), sum(sum(row.get("loss_mask", ())) for row in batch))
     refused = len(set(prompts) - set(output.finished))
     finished = count - refused  # the file may have more, of an earlier run

@@ -44,7 +44,7 @@ class LineFile:
         self.file.truncate(whole)
         return half
 
-    def append(self, rows: list[dict]) -> None:
+    def write_rows(self, rows: list[dict]) -> None:
         """Add rows; once this returns, they outlive the process."""
         # "?" for half a surrogate pair: UTF-8 has none, and readers of the file reject it even if it is escaped.
         lines = [json.dumps(row, ensure_ascii=False).encode(errors="replace") + b"\n" for row in rows]
@@ -126,9 +126,9 @@ class ResponseFile(LineFile):
                     "choose another output."
                 ) from error
 
-    def append(self, rows: list[dict]) -> None:
+    def write_rows(self, rows: list[dict]) -> None:
         """Add responses."""
-        super().append(rows)
+        super().write_rows(rows)
         for row in rows:
             self.finished[row["row"]] = digest_of(question_in(row))
 

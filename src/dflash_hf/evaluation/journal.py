@@ -50,9 +50,9 @@ class Journal(LineFile):
         """Write the first line."""
         self.prompts = prompts
         self.file.truncate(0)
-        self.append([{"what": self.what, "prompts": prompts}])
+        self.write_rows([{"what": self.what, "prompts": prompts}])
 
     def add(self, run: int, prompt: int, decoded: dict) -> None:
         """Write the answers of all methods to a prompt."""
-        self.append([{"run": run, "prompt": prompt, "decoded": decoded}])
+        self.write_rows([{"run": run, "prompt": prompt, "decoded": decoded}])
         self.records[run, prompt] = decoded

@@ -53,9 +53,9 @@ def _chosen_here(recipe: RecipeArguments, training: dict, given: Set[str] | None
     """The choices for this machine, which are reported."""
     on_cpu = training.get("use_cpu") or not torch.accelerator.is_available()
     device = torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator()
-    machine, data = Machine.here(device, Path(training["output_dir"])), _look(recipe, tokenizer)
-    minutes = training.get("max_minutes")
-    found = settings_for(machine, _config_of(recipe), data, minutes, _fixed(recipe, training, given))
+    config, fixed, data = _config_of(recipe), _fixed(recipe, training, given), _look(recipe, tokenizer)
+    machine, minutes = Machine.here(device, Path(training["output_dir"])), training.get("max_minutes")
+    found = settings_for(machine, config, data, minutes, fixed)
     say(f"machine           {machine}")
     for key, value in found.values.items():
         say(f"  {f'{key}={value}':32}{found.reasons[key]}")

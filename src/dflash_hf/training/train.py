@@ -89,8 +89,8 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
             rows = _drawn(rows, recipe.store_rows, args.seed)
             made_by = (args, target, recipe.target, draft.config.target_layer_ids, encoder)
             with args.main_process_first(desc="features"):
-                rows = _stored(rows, folder / STORED / "train", *made_by)
-                eval_rows = _stored(eval_rows, folder / STORED / "eval", *made_by)
+                parts = {"train": rows, "eval": eval_rows}
+                rows, eval_rows = (_stored(part, folder / STORED / name, *made_by) for name, part in parts.items())
         # 6. Training.
         kind = DFlashOfflineTrainer if recipe.features or recipe.store_rows else DFlashTrainer
         trainer = kind(draft, target, args, rows, eval_rows, peft_config=recipe.peft_config, callbacks=list(callbacks))
