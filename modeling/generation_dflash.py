@@ -19,6 +19,7 @@ from .drafting_dflash import Context
 from .plan_dflash import Plan
 from .planner_dflash import planner_of
 from .prefill_dflash import Pair, opened_pair
+from .target_dflash import CACHE_NAME
 from .text_dflash import Continuation, Writer
 
 
@@ -164,8 +165,8 @@ def decode(
         return continuation.sequences
     return DFlashGenerateOutput(
         sequences=continuation.sequences,
-        past_key_values=pair.cache,
         acceptance_lengths=continuation.host.acceptance_lengths,
+        **{CACHE_NAME: pair.cache},
         **writer.listed,
         **chosen,
     )

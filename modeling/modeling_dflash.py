@@ -24,7 +24,7 @@ from .decoding_config_dflash import DFlashDecodingConfig
 from .generation_dflash import decode
 from .hook_dflash import install_hook
 from .saving_dflash import SavedDrafter
-from .target_dflash import check_pair, input_device, raw_embedding, running_device
+from .target_dflash import CACHE_NAME, check_pair, input_device, raw_embedding, running_device
 
 
 class DFlashRotaryEmbedding(GlmRotaryEmbedding):
@@ -438,4 +438,4 @@ class DFlashDraftModel(SavedDrafter):
         for layer_type, layer in zip(self.config.layer_types, self.layers, strict=True):
             mask = attention_mask[layer_type] if isinstance(attention_mask, dict) else attention_mask
             hidden_states = layer(hidden_states, context, position_embeddings, mask, past_key_values, **kwargs)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE_NAME: past_key_values})

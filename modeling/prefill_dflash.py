@@ -15,13 +15,13 @@ from .drafting_dflash import DFlashCandidateGenerator, first_positions, padding_
 from .isolation_dflash import isolated
 from .packing_dflash import multiply_packed, packable
 from .sessions_dflash import SlotSession
-from .target_dflash import FeatureTap, decoder_layers, empty_cache
+from .target_dflash import CACHE_NAME, FeatureTap, decoder_layers, empty_cache
 from .text_dflash import Continuation
 
 
 # Arguments that a round sets itself, and arguments that only the prompt has.
 _OWN_ARGUMENTS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "use_cache"}
-_OWN_ARGUMENTS |= {"output_attentions", "output_hidden_states", "past_key_values", "cache_params"}
+_OWN_ARGUMENTS |= {"output_attentions", "output_hidden_states", CACHE_NAME, "past_key_values", "cache_params"}
 _PROMPT_ARGUMENTS = {"mm_token_type_ids", "logits_to_keep", "cache_position"}
 _UNBOUNDED = 2**40  # more positions than any text has
 

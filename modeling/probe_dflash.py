@@ -22,7 +22,16 @@ from .isolation_dflash import HOOKS, isolated
 from .recurrent_dflash import ReplaySession, StepSession, moving_modules, recurrent_states
 from .remembered_dflash import recall, remember
 from .sessions_dflash import SlotSession
-from .target_dflash import FeatureTap, cache_argument, decoder_layers, empty_cache, input_device, methods_of, try_out
+from .target_dflash import (
+    CACHE_NAME,
+    FeatureTap,
+    cache_argument,
+    decoder_layers,
+    empty_cache,
+    input_device,
+    methods_of,
+    try_out,
+)
 from .tree_dflash import every_path, independent_paths, likeliest_tree
 
 
@@ -78,7 +87,7 @@ class TargetFacts:
     counts_columns: bool = False
     features: dict[int, tuple] = field(default_factory=dict)
     error: float = math.inf
-    cache_name: str = "past_key_values"
+    cache_name: str = CACHE_NAME
     reach: float = math.inf
     observed: bool = False
     lasting: bool = True

@@ -12,7 +12,7 @@ from transformers import masking_utils
 
 from .accept_dflash import Draft, Verdict
 from .cache_dflash import SlotCache, can_adopt, slot_mask
-from .target_dflash import cache_argument, input_device
+from .target_dflash import CACHE_NAME, cache_argument, input_device
 
 
 class SlotSession:
@@ -115,7 +115,7 @@ def mask_windows(target) -> dict[str | None, tuple[int | None, int | None] | Non
         return {None: (window, None) if window is not None else (None, chunk)}
     create = getattr(target, "create_masks_for_generate", masking_utils.create_masks_for_generate)
     like = torch.empty(1, 2, 0, dtype=target.dtype, device=input_device(target))
-    nothing = {"attention_mask": None, "past_key_values": None, "position_ids": None}
+    nothing = {"attention_mask": None, CACHE_NAME: None, "position_ids": None}
     masks = create(config=target.config, inputs_embeds=like, **nothing)
     types = set(masks) if isinstance(masks, dict) else set(config.layer_types)
     unknown = types - rules.keys()

@@ -6,7 +6,13 @@ from types import FunctionType
 
 import torch
 from torch import nn
-from transformers import DynamicCache
+from transformers import DynamicCache, masking_utils
+
+
+# The name of a cache in forwards, outputs and masks; transformers 5.24 renamed `past_key_values`.
+CACHE_NAME = (
+    "cache" if "cache" in inspect.signature(masking_utils.create_causal_mask).parameters else "past_key_values"
+)
 
 
 def text_depth(target_config) -> int:
@@ -57,7 +63,7 @@ def input_device(target) -> torch.device:
 def cache_argument(target) -> str:
     """The name under which a target's forward takes its cache."""
     accepted = inspect.signature(target.forward).parameters
-    return next((name for name in ("past_key_values", "cache_params") if name in accepted), "past_key_values")
+    return next((name for name in (CACHE_NAME, "past_key_values", "cache_params") if name in accepted), CACHE_NAME)
 
 
 def empty_cache(target) -> DynamicCache:

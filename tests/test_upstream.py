@@ -4,7 +4,11 @@ import inspect
 from pkgutil import resolve_name
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.generation.utils import ALL_CACHE_NAMES
 from transformers.utils.import_utils import is_serve_available
+
+from dflash_hf.modeling.target_dflash import CACHE_NAME, cache_argument
 
 
 # Wrapped, overridden, or called by position.
@@ -61,3 +65,10 @@ def test_canary_signature(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_canary_name(name):
     resolve_name(name)  # raises where it is gone
+
+
+def test_canary_name_of_a_cache():
+    """`generate` passes a target its cache under the name that its forward takes; 5.24 renamed `past_key_values`."""
+    name = cache_argument(LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, hidden_size=32, intermediate_size=8)))
+    assert name == CACHE_NAME in ALL_CACHE_NAMES
+    assert "cache" not in ALL_CACHE_NAMES or name == "cache"

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dflash_hf.modeling.target_dflash import CACHE_NAME
 from dflash_hf.responses import generate_one
 
 
@@ -177,8 +178,8 @@ def _two_best(target, ids: torch.Tensor, start: int, step: int | None, chosen: t
     cache, best, apart, done = None, [], [], 0
     for begin, end in zip(edges, edges[1:]):
         first = max(start - 1 - begin, 0)  # only the prompt's last token predicts one of the answer
-        output = target(input_ids=ids[:, begin:end], past_key_values=cache, use_cache=step is not None)
-        cache = getattr(output, "past_key_values", None)
+        output = target(input_ids=ids[:, begin:end], use_cache=step is not None, **{CACHE_NAME: cache})
+        cache = getattr(output, CACHE_NAME, None)
         logits = output.logits[0, first:].float()  # [m, V]
         best.append(logits.topk(2).indices)
         pair = best[-1] if chosen is None else chosen[done : done + len(logits)]
