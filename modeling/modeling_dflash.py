@@ -389,6 +389,7 @@ class DFlashDraftModel(SavedDrafter):
         attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
         position_ids: torch.LongTensor | None = None,
         past_key_values=None,
+        cache=None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
         """
@@ -403,6 +404,7 @@ class DFlashDraftModel(SavedDrafter):
                 mask `[N, 1, B, keys]`, or a dictionary with one mask per layer type.
             position_ids (`torch.LongTensor`): `[N, C + B]`. Default: continue the cache.
             past_key_values (`Cache`): Receives the keys of context *and* block; the caller drops the block's.
+            cache (`Cache`): The same, as transformers' own loop names it from 5.24 on.
 
         Returns:
             `BaseModelOutputWithPast`: `last_hidden_state` `[N, B, H]` after the final norm, the input of the target's
@@ -411,6 +413,7 @@ class DFlashDraftModel(SavedDrafter):
         Raises:
             `ValueError`: neither context nor cache, or features of the wrong width.
         """
+        past_key_values = cache if past_key_values is None else past_key_values
         past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
         if context_hidden_states is None and past_length == 0:
             raise ValueError(

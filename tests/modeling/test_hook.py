@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.pairs import VOCAB, make_draft, make_target
 from support.scripted_draft import scripted
-from transformers import AutoModelForCausalLM, GenerationMixin
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin
 
 from dflash_hf import DFlashCandidateGenerator, DFlashDraftConfig, DFlashDraftModel, install_hook, remove_hook
 from dflash_hf.modeling.probe_dflash import facts_of
@@ -89,6 +89,22 @@ def test_native_speculation_type_runs_the_drafter(target, draft):
         PROMPT, max_new_tokens=30, do_sample=False, assistant_model=draft, speculation_type="dflash"
     )
     assert torch.equal(output, expected)
+
+
+@torch.no_grad()
+def test_a_cache_under_the_name_that_upstreams_loop_gives_it():
+    """It is `cache` since transformers 5.24: the loop's cache stayed empty, and drafts saw the last tokens only."""
+    draft = make_draft(make_target(), block_size=4, target_layer_ids=[0, 1, 2])
+    outputs = []
+    for name in ("past_key_values", "cache"):
+        torch.manual_seed(0)
+        cache = DynamicCache(config=draft.config)
+        for length in (5, 3):
+            features = torch.randn(1, length, draft.fc.in_features)
+            output = draft(torch.randn(1, 4, draft.config.hidden_size), features, **{name: cache})
+            cache.crop(-4)
+        outputs.append(output.last_hidden_state)
+    assert cache.get_seq_length() == 8 and torch.equal(*outputs)
 
 
 def test_drafts_agree_between_our_loop_and_the_native_one(monkeypatch):

@@ -1,6 +1,7 @@
 """What a target reads besides ids, masks and positions, and when: the text is its own all the same."""
 
 import functools
+import inspect
 import types
 
 import pytest
@@ -296,7 +297,7 @@ def test_gradients_through_a_text_are_kept():
     embeds = target.get_input_embeddings()(PROMPT).requires_grad_()
     options = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     for assistant in (None, drafter(target)):
-        generate = type(target).generate.__wrapped__
+        generate = inspect.unwrap(type(target).generate)
         outputs.append(generate(target, inputs_embeds=embeds, **options, assistant_model=assistant))
     assert torch.equal(outputs[0].sequences, outputs[1].sequences)
     gradients = [torch.autograd.grad(output.logits[-1].square().sum(), embeds)[0] for output in outputs]
