@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -454,6 +455,22 @@ def test_ctrl_c_that_python_or_a_library_swallows_is_still_ctrl_c(capsys, monkey
         assert "numpy" not in error and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, inherited)
+
+
+def test_ctrl_c_again_while_python_exits_prints_no_traceback():
+    code = """
+import atexit, signal, sys
+from dflash_hf import cli
+def press(*_):
+    signal.raise_signal(signal.SIGINT)
+atexit.register(press)
+cli._resolve_names = press
+sys.argv = ["dflash", "env"]
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(cli.main())
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.stderr.strip() == "dflash env: interrupted; run the same command again."
 
 
 @pytest.mark.slow

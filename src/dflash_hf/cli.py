@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         `int`: The exit status, see above. Raises `SystemExit`: 2 if the arguments are invalid, 0 after help.
     """
     terminal.open_missing_streams()
-    with _interrupts() as interrupted:
+    with _interrupts(exits=argv is None) as interrupted:
         name, again, debug = "", "run the same command again", os.environ.get("DFLASH_DEBUG", "0") not in ("", "0")
         try:
             argv = sys.argv[1:] if argv is None else list(argv)
@@ -173,8 +173,11 @@ def _resolve_names(arguments) -> None:
 
 
 @contextmanager
-def _interrupts() -> Iterator[list[int]]:
-    """A list that is non-empty once Ctrl-C was pressed, which libraries may turn into another exception."""
+def _interrupts(exits: bool) -> Iterator[list[int]]:
+    """
+    A list that is non-empty once Ctrl-C was pressed, which libraries may turn into another exception. If the process
+    `exits` afterwards, another Ctrl-C ends it immediately: at its exit, Python would print a traceback.
+    """
     pressed: list[int] = []
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
@@ -199,7 +202,7 @@ def _interrupts() -> Iterator[list[int]]:
     finally:
         again.cancel()
         sys.unraisablehook = hook
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, signal.SIG_DFL if exits and pressed else before)
 
 
 if __name__ == "__main__":  # for `accelerate launch -m dflash_hf.cli train`
