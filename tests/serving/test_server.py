@@ -118,10 +118,29 @@ def test_a_stop_string_ends_as_it_does_without_a_drafter(server, folder, own):
     output = target.generate(
         **ids, max_new_tokens=MAX_TOKENS, do_sample=False, stop_strings=[stop], tokenizer=tokenizer
     )
-    expected = tokenizer.decode(output[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
-    assert stop in expected and len(expected) < len(own["Say 1"])
+    written = tokenizer.decode(output[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+    expected = own["Say 1"][: own["Say 1"].index(stop)]
+    assert written == expected + stop
+    options = {"max_tokens": MAX_TOKENS, "temperature": 0}
     for stream in (False, True):
-        assert server.ask("Say 1", stream, stop=[stop], max_tokens=MAX_TOKENS, temperature=0)[0] == expected
+        assert server.ask("Say 1", stream, stop=[stop], **options) == (expected, len(written))
+        own_field = {"generation_config": json.dumps({"stop_strings": stop, "max_new_tokens": MAX_TOKENS})}
+        assert server.ask("Say 1", stream, extra_body=own_field)[0] == expected
+
+
+def test_a_stop_string_is_no_part_of_the_answer(server, own):
+    """OpenAI's API leaves it out; upstream's answers ended with it. Each letter is a piece of a stream."""
+    own = server.client.completions.create(model=server.model, prompt="Say 1", max_tokens=MAX_TOKENS, temperature=0)
+    text = own.choices[0].text
+    never = text[4:7] + "~"  # begins in the middle of the text, and where it ends
+    cases = {text[10:13]: text[: text.index(text[10:13])], text[0]: "", never: text, text[-2:] + "~": text}
+    for stop, expected in cases.items():
+        asked = {"model": server.model, "prompt": "Say 1", "stop": ["~", stop], "temperature": 0}
+        answer = server.client.completions.create(**asked, max_tokens=MAX_TOKENS).choices[0]
+        pieces = [*server.client.completions.create(**asked, max_tokens=MAX_TOKENS, stream=True)]
+        assert "".join(piece.choices[0].text for piece in pieces) == answer.text == expected
+        reason = "length" if expected == text else "stop"
+        assert pieces[-1].choices[0].finish_reason == answer.finish_reason == reason
 
 
 def test_a_seed_is_a_request_s_own(bench, server, folder):

@@ -28,6 +28,7 @@ from transformers.cli.serving.utils import GenerateManager, _GenerationCancelled
 
 from dflash_hf.pairs import pack
 from dflash_hf.serving.conversation import room_for_answer
+from dflash_hf.serving.stop_strings import UpToStop, without_stop
 from dflash_hf.serving.together import BatchFailed, Together
 from dflash_hf.terminal import one_line
 
@@ -140,7 +141,7 @@ class DraftedServe(Serve):
         As upstream, but with an error message for invalid requests, which upstream drops silently or misinterprets.
         """
         from fastapi import HTTPException
-        from fastapi.responses import StreamingResponse
+        from fastapi.responses import JSONResponse, StreamingResponse
 
         _pinned(self.name, body.get("model") or self.name)  # upstream's 400 is OpenAI's 404
         for name, plain in _NOT_SERVED.items():
@@ -157,8 +158,12 @@ class DraftedServe(Serve):
         body.setdefault("stream", False)  # OpenAI's default; upstream's `/v1/responses` streams
         try:
             answer = await handle(body, request_id)
-            if isinstance(answer, StreamingResponse) and "input" not in body:  # not of `/v1/responses`
+            if "input" in body:  # of `/v1/responses`
+                return answer
+            if isinstance(answer, StreamingResponse):
                 answer.body_iterator = _events(answer.body_iterator)
+            elif body["stop"]:
+                answer = JSONResponse(_cut(json.loads(answer.body), body["stop"]))
             return answer
         except HTTPException:
             raise
@@ -221,6 +226,14 @@ async def _events(events: AsyncIterator[str]) -> AsyncIterator[str]:
     yield "data: [DONE]\n\n"
 
 
+def _cut(answer: dict, stops: list[str]) -> dict:
+    """An answer without the stop string, which upstream leaves there."""
+    choice = answer["choices"][0]
+    of, name = (choice["message"], "content") if "message" in choice else (choice, "text")
+    of[name] = without_stop(of[name], stops)
+    return answer
+
+
 def _inputs(read: Callable, messages: list[dict], modality) -> list[dict]:
     """
     As upstream, which drops parts of a message that the model cannot read, and the text beside an empty `tool_calls`.
@@ -255,6 +268,8 @@ def _settings(build: Callable, body: dict, *args, **kwargs):
     body["stop"] = [text for text in stops if text] or None
     body["logit_bias"] = None  # upstream ignores it in `/v1/completions`
     config = build(body, *args, **kwargs)
+    ends = config.stop_strings
+    config.stop_strings = body["stop"] = [ends] if isinstance(ends, str) else ends
     if biases:
         config.sequence_bias = {(int(token),): float(bias) for token, bias in biases.items()}
     config._seed = None if seed is None else seed % 2**32  # numpy's limit; OpenAI's seeds have 64 bits
@@ -359,6 +374,8 @@ class _Request:
         from fastapi import HTTPException
 
         self.streamer = streamer
+        if streamer is not None and self.settings.stop_strings:
+            streamer._enqueue = UpToStop(streamer._enqueue, self.settings.stop_strings)
         try:
             with self.together.request(self.kind is not None, self.seed is not None and self.settings.do_sample):
                 while not self.finished:
@@ -384,7 +401,6 @@ class _Request:
     def _ended(self, tokenizer) -> bool:
         """Whether the last token ends the answer, whatever its length."""
         stops = self.settings.stop_strings or []
-        stops = [stops] if isinstance(stops, str) else stops
         text = tokenizer.decode(self.ids[self.prompt :]) if stops else ""
         return self.ids[-1] in self.ends or any(stop in text for stop in stops)
 
