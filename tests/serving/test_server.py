@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import signal
+import socket
 import sys
 import time
 import urllib.error
@@ -460,6 +461,21 @@ def test_two_hundred_requests_from_eight_clients(bench, server, own):
 def test_sigterm_finishes_what_was_begun(bench, folder, own):
     with started(bench, folder) as server:  # of its own: tests may run in another order
         assert bench.ended(server, own, clients=6, max_tokens=MAX_TOKENS) == (0, 6)
+
+
+def test_a_body_that_does_not_arrive_delays_no_shutdown(bench, folder):
+    """The server waited for its client to send the rest, or to go away."""
+    with started(bench, folder) as server:
+        host, port = server.url.removeprefix("http://").removesuffix("/v1").split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as client:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+            client.sendall(f'{head}Content-Length: 1000\r\n\r\n{{"prompt": '.encode())
+            time.sleep(0.5)
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(timeout=15) == 0
+            answer = client.makefile("rb").read().decode()
+        assert answer.startswith("HTTP/1.1 408") and "The body did not continue for 5 seconds." in answer
+        assert not any("Traceback" in line for line in server.log)
 
 
 def test_the_command_serves_a_target_alone(bench, folder, own):

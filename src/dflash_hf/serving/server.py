@@ -45,6 +45,7 @@ _NOT_SERVED = {
     "modalities": (None, ["text"]),
     "tool_choice": (None, "auto", "none"),
 }
+_NEXT_PART = 5.0  # seconds that a part of a body may take to arrive
 _STREAM_ERROR = re.compile(r'^data: \{"error": (".*")\}$', re.MULTILINE)  # of upstream: its text is JSON
 
 
@@ -504,7 +505,8 @@ class WithKey:
 
 class EndedWithItsClient:
     """
-    Cancels a request when its client disconnects. Upstream finishes answers that are not streamed.
+    Cancels a request when its client disconnects, or sends no more of its body. Upstream finishes answers that are not
+    streamed, and waits for the rest of a body forever, even to shut down.
 
     Args:
         app: The ASGI application to wrap.
@@ -519,9 +521,9 @@ class EndedWithItsClient:
         inbox, answered = asyncio.Queue(), False
 
         async def listen():
-            message = {"type": ""}
+            message = {"type": "", "more_body": True}
             while message["type"] != "http.disconnect":
-                message = await receive()
+                message = await asyncio.wait_for(receive(), _NEXT_PART if message.get("more_body") else None)
                 inbox.put_nowait(message)
 
         async def reply(message):
@@ -532,8 +534,11 @@ class EndedWithItsClient:
         work = asyncio.ensure_future(self.app(scope, inbox.get, reply))
         ears = asyncio.ensure_future(listen())
         await asyncio.wait({work, ears}, return_when=asyncio.FIRST_COMPLETED)
+        late = not work.done() and ears.exception()
         if not work.done() and not answered:
             work.cancel()
         ears.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await work
+        if late:
+            await _error(408, f"The body did not continue for {_NEXT_PART:g} seconds.")(scope, receive, send)
