@@ -167,6 +167,21 @@ def test_the_rows_trained_on_are_compared_and_not_their_files(target, tmp_path, 
     assert "digest of data='" in run(capsys, again, "max_steps=5")[2]
 
 
+@pytest.mark.parametrize("adapter", [(), ("peft_config={peft_type: LORA, r: 2}",)], ids=["whole", "adapter"])
+def test_a_finished_drafter_keeps_its_report(adapter, target, tmp_path, capsys):
+    """Resuming a complete run removed what `dflash eval` had measured since, although the weights stay the same."""
+    data, output = write(tmp_path / "data.jsonl"), tmp_path / "drafter"
+    command = ["train", f"target={target}", f"data={data}", f"output_dir={output}", *TINY, *adapter]
+    assert run(capsys, command)[0] == 0
+    reports = [output / "eval_report.json", output / "eval_report.png"]
+    for path in reports:
+        path.write_text(path.suffix)
+    assert run(capsys, command, "resume_from_checkpoint=auto")[0] == 0
+    assert [path.read_text() for path in reports] == [".json", ".png"]
+    assert run(capsys, command, "resume_from_checkpoint=auto", "max_steps=5")[0] == 0
+    assert not list(output.glob("eval_report.*"))  # of the weights before
+
+
 def test_resuming_looks_where_the_checkpoint_lies(tmp_path):
     for name in ("a/checkpoint-2", "b/checkpoint-4"):
         (tmp_path / name).mkdir(parents=True)

@@ -2,6 +2,7 @@
 
 import gc
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ from dflash_hf.training.recipe import RecipeArguments, completed
 from dflash_hf.training.run_file import STORED, checkpoint_to_resume, describe_run, run_in
 from dflash_hf.training.start import count_tokens, make_draft, take_vocabulary
 from dflash_hf.training.trainer import DFlashTrainer
-from dflash_hf.training.trainer_card import save_facts
+from dflash_hf.training.trainer_card import kept_report, save_facts
 from dflash_hf.training.training_args import DFlashTrainingArguments
 
 
@@ -102,12 +103,8 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
         saving = 2.0 + 4 * trainer.draft.num_parameters() / 1e8
         trainer.reserved_seconds = Pace.clock() - start + saving
         trainer.train(resume_from_checkpoint=resume)
-        if recipe.peft_config is None:
-            if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
-                _halved(trainer.draft, args)
-            trainer.save_model(args.output_dir)
-        else:
-            _save_adapted(trainer)
+        with kept_report(folder) if args.process_index == 0 else nullcontext():
+            _save(trainer, recipe.peft_config is not None)
     if args.process_index == 0:
         shutil.rmtree(folder / STORED, ignore_errors=True)
     say(f"trained           {trainer.state.global_step:,} steps, {duration(Pace.clock() - start)} in all")
@@ -129,9 +126,14 @@ def _halved(draft, args):
     return draft.to(torch.bfloat16 if args.bf16 else torch.float16) if args.bf16 or args.fp16 else draft
 
 
-def _save_adapted(trainer) -> None:
-    """Save the drafter with its adapter merged, which engines serve, and the adapter alone next to it."""
+def _save(trainer, adapted: bool) -> None:
+    """Save the drafter; with its adapter merged, which engines serve, and the adapter alone next to it."""
     folder = Path(trainer.args.output_dir)
+    if not adapted:
+        if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+            _halved(trainer.draft, trainer.args)
+        trainer.save_model(str(folder))
+        return
     trainer.save_model(str(folder / "adapter"))
     if trainer.is_world_process_zero():
         whole = merged(trainer.accelerator.unwrap_model(trainer.model))

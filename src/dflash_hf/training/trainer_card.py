@@ -1,7 +1,8 @@
 """Files that `DFlashTrainer` writes next to a drafter's weights: the facts of its model card, and its report."""
 
 import shutil
-from collections.abc import Sized
+from collections.abc import Iterator, Sized
+from contextlib import contextmanager
 from pathlib import Path
 
 from transformers import TrainerCallback
@@ -9,6 +10,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from dflash_hf.evaluation.measure import EvalReport
 from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE, save_report
+from dflash_hf.files import digest_of_file
 from dflash_hf.hub.card import FACTS_FILE, save_training_facts
 from dflash_hf.target import digest_of_parameters
 
@@ -57,6 +59,21 @@ class WeightsHaveFigures(TrainerCallback):
             for path in (*source.glob("*_dflash.py"), source / "custom_generate/generate.py", source / FACTS_FILE):
                 if path.is_file():  # an adapter has no code
                     shutil.copyfile(path, folder / path.relative_to(source))
+
+
+@contextmanager
+def kept_report(folder: Path) -> Iterator[None]:
+    """Save a drafter in a folder that may hold the same weights already, evaluated later: their report stays."""
+
+    def weights() -> dict[str, str]:
+        return {path.name: digest_of_file(path) for path in folder.glob("*.safetensors")}
+
+    report = [(path, path.read_bytes()) for path in (folder / REPORT_FILE, folder / PLOT_FILE) if path.is_file()]
+    before = weights() if report else None
+    yield
+    if report and weights() == before:
+        for path, content in report:
+            path.write_bytes(content)
 
 
 def save_facts(trainer, folder: Path) -> None:
