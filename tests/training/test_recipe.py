@@ -98,7 +98,8 @@ def test_values_are_typed_like_the_arguments():
         (["block_size=true"], "block_size=True must be of type int"),
         (["packing=1"], "packing=1 must be of type bool"),
         (["learning_rate=fast"], "learning_rate='fast' must be of type float"),
-        (["block_size=null"], "block_size=None must be of type int"),
+        (["max_length=null"], "max_length=None must be of type int"),
+        (["draft=d", "block_size=0"], "block_size=0 must be at least 1"),
         (["chat_template_kwargs=yes"], "chat_template_kwargs=True must be of type dict"),
         (["block_size"], "'block_size' is not an override; write key=value"),
         (["data=[a"], "the value of data is not YAML"),
@@ -130,7 +131,7 @@ def test_no_key_has_two_owners_and_all_are_listed(capsys):
     listed = {line.strip().split("=")[0] for line in key_lines()}
     assert set(ours) | {name for name, one in theirs.items() if one.init} <= listed
     assert main(["train", "--keys"]) == 0
-    assert "  block_size=16  Block size of a new drafter" in capsys.readouterr().out
+    assert "  block_size=None  Block size of a new drafter, including the anchor; default" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------------------------------------------- runs
@@ -197,6 +198,19 @@ def test_the_demo_recipe_from_data_to_a_drafter_that_decodes(folder, data, tmp_p
     assert code == 0 and f"dflash eval --target {folder} --draft '{more}' --data" in out  # it was not quoted
     more = DFlashDraftConfig.from_pretrained(more)
     assert more.dflash_config["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize("key, has", [("num_draft_layers", 2), ("block_size", 4), ("target_layer_ids", [0, 2])])
+def test_a_given_drafter_keeps_its_shape(key, has, folder, data, tmp_path, capsys):
+    """Another value was ignored."""
+    given = f"target={folder}", f"data={data}", *TINY, "num_draft_layers=2"
+    assert main(["train", *given, f"output_dir={tmp_path / 'first'}"]) == 0
+    given = *given, f"draft={tmp_path / 'first'}"
+    assert main(["train", *given, f"output_dir={tmp_path / 'same'}", f"{key}=null"]) == 0
+    capsys.readouterr()
+    other = [0, 1] if has == [0, 2] else 3
+    assert main(["train", *given, f"output_dir={tmp_path / 'other'}", f"{key}={other}"]) == 1
+    assert f"{key}={other}, but {tmp_path / 'first'} was trained with {has}; leave it out." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mode", ["packing", "streaming"])
@@ -266,6 +280,7 @@ def test_an_adapter_is_merged_into_the_drafter_it_was_trained_on(folder, data, t
     output.mkdir()
     (output / "eval_report.json").write_text("{}")  # of other weights
     options = (f"draft={tmp_path / 'published'}", f"data={data}", "peft_config.r=2", "warmup_steps=0")
+    options = (*options, "num_draft_layers=2")
     code, _, error = train(capsys, folder, output, *options, config=LORA)
     assert code == 0, error
     adapted = DFlashDraftModel.from_pretrained(output)

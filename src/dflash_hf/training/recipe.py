@@ -14,6 +14,7 @@ from pathlib import Path
 
 from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
 from dflash_hf.terminal import is_secret, needs, read_text
+from dflash_hf.training.settings_for import PAPER
 from dflash_hf.training.training_args import DFlashTrainingArguments, key
 
 
@@ -46,8 +47,8 @@ class RecipeArguments:
     attn_implementation: str | None = key("Attention of the target, such as sdpa or flash_attention_2.")
     base_model: str | None = key("Hub name of the target, for the model card, if `target` is a folder.")
     draft: str | None = key("Folder or Hub name of a drafter to start from; default: a new one.")
-    num_draft_layers: int = key("Layers of a new drafter.", 5)
-    block_size: int = key("Block size of a new drafter, including the anchor.", 16)
+    num_draft_layers: int | None = key("Layers of a new drafter; default: 5.")
+    block_size: int | None = key("Block size of a new drafter, including the anchor; default: 16.")
     init_layers: list[int] | None = key(
         "Layers of the target that initialise a new drafter's, such as [28, 29].", of_run=True
     )
@@ -100,6 +101,9 @@ class RecipeArguments:
         for name in ("init_layers", "draft_vocab_size"):
             if self.draft and getattr(self, name):
                 raise ValueError(f"{name} is for a fresh drafter, but draft={self.draft!r} is given; leave one out.")
+        for name in ("num_draft_layers", "block_size"):
+            if not self.draft and getattr(self, name) is None:
+                setattr(self, name, PAPER[name])
         if self.init_layers and len(self.init_layers) != self.num_draft_layers:
             raise ValueError(
                 f"init_layers={self.init_layers} must name one layer of the target for each of num_draft_layers="
@@ -112,9 +116,9 @@ class RecipeArguments:
         if self.head not in (None, *HEADS):
             raise ValueError(f"head={self.head!r} must be one of {', '.join(HEADS)}.")
         for name in ("num_draft_layers", "block_size", "max_length"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
-        if self.block_size < 2:
+        if self.block_size == 1:
             raise ValueError(f"block_size={self.block_size} must be at least 2, the anchor and one drafted token.")
 
 

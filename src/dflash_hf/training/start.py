@@ -30,7 +30,7 @@ def make_draft(recipe, target, tokenizer, say, lenient: bool = False):
     """
     manifests = manifests_of(recipe.features)
     if recipe.draft:
-        draft = _draft_to_go_on(recipe.draft, recipe.draft_config, recipe.mask_token_id, say)
+        draft = _draft_to_go_on(recipe, say)
     else:
         stored_layers = [one.layer_ids for one in manifests.values()]
         draft = _fresh_draft(recipe, target, tokenizer, stored_layers, say, lenient)
@@ -43,17 +43,18 @@ def make_draft(recipe, target, tokenizer, say, lenient: bool = False):
     return draft
 
 
-def _draft_to_go_on(name: str, fields: dict, mask_token_id: int | None, say):
+def _draft_to_go_on(recipe, say):
+    name, fields = recipe.draft, recipe.draft_config
     draft = DFlashDraftModel.from_pretrained(name, dtype=torch.float32)
     causal = fields.get("is_causal")
     if causal not in (None, draft.config.is_causal):
         say(f"is_causal={causal}: {name} was trained with another mask and drafts worse until it adapts")
         draft = DFlashDraftModel.from_pretrained(name, dtype=torch.float32, is_causal=causal)
     config = draft.config
-    if mask_token_id not in (None, config.mask_token_id):
-        raise ValueError(
-            f"mask_token_id={mask_token_id}, but {name} was trained with {config.mask_token_id}; leave it out."
-        )
+    for key in ("mask_token_id", "num_draft_layers", "block_size", "target_layer_ids"):
+        given, has = getattr(recipe, key), getattr(config, "num_hidden_layers" if key == "num_draft_layers" else key)
+        if given not in (None, has):
+            raise ValueError(f"{key}={given}, but {name} was trained with {has}; leave it out.")
     parts = {key: value for key, value in fields.items() if key in part_keys()}
     for key, value in fields.items():
         if key not in parts and getattr(config, key, None) != value:
