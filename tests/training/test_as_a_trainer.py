@@ -1,9 +1,11 @@
 """What people do with any `Trainer`: it is done, or refused in one sentence."""
 
 import math
+import pickle
 
 import pytest
 import torch
+from accelerate.state import GradientState
 from support.pairs import make_draft, make_target
 from support.rows import counting_rows
 from support.runs import BLOCK
@@ -195,6 +197,14 @@ def test_weights_swapped_at_the_end_have_no_report(tmp_path):
     trainer.train()
     trainer.save_model()
     assert not (tmp_path / REPORT_FILE).exists()
+
+
+def test_a_trainer_can_be_pickled(tmp_path):
+    """As upstream's, before training; its objective held a local function."""
+    GradientState._reset_state()  # an earlier training in this process left its data loaders there
+    trainer = make_trainer(tmp_path, eval_dataset=counting_rows(4))
+    again = pickle.loads(pickle.dumps(trainer))
+    assert again.evaluate()["eval_loss"] == trainer.evaluate()["eval_loss"]
 
 
 def test_a_target_that_was_trained_in_between_is_frozen_again(tmp_path):

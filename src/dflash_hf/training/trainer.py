@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,15 +162,9 @@ class DFlashTrainer(AtomicTrainer):
 
     def reader(self) -> Callable[[dict], TargetOutput]:
         """What reads the target's output for a batch: a forward of the target, as far as needed."""
-        target, layer_ids = self.target, self.draft.config.target_layer_ids
         if self.args.has_teacher:
-            check_logits(target)
-
-        def read(batch):
-            masks = packed_masks(target, layer_ids, batch)
-            return target_forward(target, layer_ids, batch["input_ids"], **masks, states=self.args.reads_states)
-
-        return read
+            check_logits(self.target)
+        return partial(read_target, self.target, self.draft.config.target_layer_ids, self.args)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """
@@ -324,6 +319,12 @@ class DFlashTrainer(AtomicTrainer):
         wanted = [tags] if isinstance(tags, str) else tags or []
         card.data.tags += [tag for tag in wanted if tag not in card.data.tags]
         (folder / "README.md").write_text(str(card), encoding="utf-8")
+
+
+def read_target(target, layer_ids: list[int], args, batch: dict[str, torch.Tensor]) -> TargetOutput:
+    """The target's output for a batch, as far as its features and the loss need it."""
+    masks = packed_masks(target, layer_ids, batch)
+    return target_forward(target, layer_ids, batch["input_ids"], **masks, states=args.reads_states)
 
 
 def check_arguments(args, target, train_dataset, kwargs: dict) -> None:
