@@ -134,8 +134,7 @@ def test_the_script_writes_table_figures_and_picture(tmp_path, capsys):
     assert (tmp_path / "out" / "bench.png").stat().st_size > 10_000
 
 
-def test_ours_is_compared_with_the_packed_target(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(packing_dflash, "SMALLEST", 0)
+def test_ours_is_compared_with_the_packed_target(tmp_path, capsys, packs_of_any_size):
     options = ["--max-new-tokens", "24", "--prompts", "1", "--runs", "2"]
     methods = ["--methods", "target,target_packed,dflash,dflash_auto,native"]
     assert side_by_side.main([*FORCED, *options, *methods, "--output", str(tmp_path)]) == 0
@@ -177,8 +176,7 @@ def named(tmp_path_factory):
     return [word for name, path in names.items() for word in (f"--{name}", str(path))] + ["--device", "cpu"]
 
 
-def test_a_pair_is_timed_by_its_names(named, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(packing_dflash, "SMALLEST", 0)
+def test_a_pair_is_timed_by_its_names(named, tmp_path, capsys, packs_of_any_size):
     options = ["--max-new-tokens", "16", "--prompts", "2", "--runs", "1", "--tree-nodes", "9"]
     methods = "target,target_packed,dflash,dflash_tree,target_static"
     assistant = ["--assistant", named[1], "--methods", methods]

@@ -70,8 +70,7 @@ def test_an_adapters_folder_is_its_drafter_with_it(target, folder, expected):
 
 
 @pytest.mark.parametrize("way", ["eager", "compiled", "packed before", "packed after"])
-def test_switched_between_calls(way, target, folder, expected, monkeypatch):
-    monkeypatch.setattr("dflash_hf.modeling.packing_dflash.SMALLEST", 1)
+def test_switched_between_calls(way, target, folder, expected, packs_of_any_size):
     draft = DFlashDraftModel.from_pretrained(folder)
     draft.decoding_config.compile = "eager" if way == "compiled" else None
     packed = [packed_weights(draft)] if way == "packed before" else []
