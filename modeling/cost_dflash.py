@@ -204,7 +204,7 @@ def adapters_of(draft) -> tuple:
     return tuple(sorted({name for layer in layers if not layer.disable_adapters for name in layer.active_adapters}))
 
 
-def table_of(target, draft, compiled: str | bool = False, ahead: int = 1, running=None) -> CostTable:
+def table_of(target, draft, compiled: str | bool, ahead: int, running) -> CostTable:
     """
     The cost table of a pair: for its device, dtype, weight layout, threads, compilation and rounds ahead of the host.
     `running` is the copy of the target that a call runs, whose layers may be packed. Loaded from earlier processes, or
@@ -214,7 +214,7 @@ def table_of(target, draft, compiled: str | bool = False, ahead: int = 1, runnin
         `ValueError`: the file does not hold costs.
     """
     config, pinned = draft.config, draft.decoding_config.costs or os.environ.get("DFLASH_HF_COSTS")
-    layer = decoder_layers(running or target)[0]
+    layer = decoder_layers(running)[0]
     kinds = sorted({type(module).__name__ for module in layer.modules()})  # packed, quantised
     shape = [getattr(config, n) for n in ("num_hidden_layers", "hidden_size", "intermediate_size", "draft_vocab_size")]
     threads = torch.get_num_threads() if target.device.type == "cpu" else None

@@ -390,7 +390,7 @@ def test_rounds_are_timed_and_chosen_at_the_length_of_the_text(ahead, monkeypatc
     draft = opened(scripted(make_draft(target, block_size=6), expected, error_rate=0.5))
     draft.decoding_config.look_ahead = ahead
     target.generate(prompt, max_new_tokens=80, do_sample=False, assistant_model=draft)
-    table = cost_dflash.table_of(target, draft, False, ahead)
+    table = cost_dflash.table_of(target, draft, False, ahead, target)
     assert len(table.samples) > 3 and max(asked) > 60 and asked == sorted(asked)
 
 

@@ -50,42 +50,47 @@ def decode(target, draft):
     return output
 
 
+def costs_of(target, draft, compiled: str | bool = False, ahead: int = 1):
+    """The table of a call whose target is not packed."""
+    return table_of(target, draft, compiled, ahead, target)
+
+
 def test_costs_are_there_for_the_next_process(home, pair, capsys):
     for _ in range(3):
         decode(*pair)
     (file,) = remembered("costs")
     assert file.is_relative_to(home)
-    known = table_of(*pair)
+    known = costs_of(*pair)
     new_process()
-    table = table_of(*pair)
+    table = costs_of(*pair)
     assert table is not known and table.samples[1, 9].keys() <= known.samples[1, 9].keys() and table.total > 10
     assert main(["env"]) == 0
     shown = capsys.readouterr().out
     assert "Qwen3ForCausalLM of" in shown and str(file) in shown and "1 row(s), up to 512 tokens" in shown
     assert main(["env", "--forget"]) == 0 and not remembered("costs")
     new_process()
-    assert not table_of(*pair).samples
+    assert not costs_of(*pair).samples
 
 
 def test_another_pair_dtype_or_number_of_threads_has_costs_of_its_own(home, pair):
     target, draft = pair
-    table_of(target, draft).note([(1, 100, (0, True), 0.5)])
+    costs_of(target, draft).note([(1, 100, (0, True), 0.5)])
     twin = make_target()
     for other in (
-        lambda: table_of(make_target(num_hidden_layers=5), draft),
-        lambda: table_of(target, make_draft(target, block_size=5)),
-        lambda: table_of(target, draft, "default"),
-        lambda: table_of(target, draft, False, 4),
-        lambda: table_of(twin.to(torch.bfloat16), draft),
+        lambda: costs_of(make_target(num_hidden_layers=5), draft),
+        lambda: costs_of(target, make_draft(target, block_size=5)),
+        lambda: costs_of(target, draft, "default"),
+        lambda: costs_of(target, draft, False, 4),
+        lambda: costs_of(twin.to(torch.bfloat16), draft),
     ):
         assert not other().samples
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(threads + 1)
-        assert not table_of(target, draft).samples
+        assert not costs_of(target, draft).samples
     finally:
         torch.set_num_threads(threads)
-    assert table_of(target, draft).samples
+    assert costs_of(target, draft).samples
 
 
 NEVER_COSTS = ["[]", "{", "", '{"key": 1}', '{"key": 1, "found": [[3]]}', "[" * 100_000, '{"key": 1, "found": null}']
@@ -104,7 +109,7 @@ INSIDE = [
 
 @pytest.mark.parametrize("text", [*NEVER_COSTS, *INSIDE], ids=lambda text: str(text)[:20])
 def test_a_damaged_file_is_as_good_as_none_unless_it_was_named(text, home, pair, monkeypatch):
-    table = table_of(*pair)
+    table = costs_of(*pair)
     for _ in range(20):
         table.note([(1, 100, (0, True), 0.5)])
     table.keep()
@@ -113,11 +118,11 @@ def test_a_damaged_file_is_as_good_as_none_unless_it_was_named(text, home, pair,
         text = json.dumps({**json.loads(file.read_text()), "found": text})
     file.write_text(text)
     new_process()
-    assert not table_of(*pair).samples
+    assert not costs_of(*pair).samples
     assert main(["env"]) == 0
     monkeypatch.setenv("DFLASH_HF_COSTS", str(file))
     with pytest.raises(ValueError, match="DFLASH_HF_COSTS.* does not hold costs of rounds"):
-        table_of(*pair)
+        costs_of(*pair)
 
 
 def test_where_nothing_can_be_written_nothing_is_said(home, pair, monkeypatch):
@@ -166,7 +171,7 @@ def test_pinned_costs_stay_as_they_are_and_nothing_is_tried(home, pair, tmp_path
         new_process()
         sizes.append(decode(target, draft).draft_sizes)
     assert sizes[0] == sizes[1] == sizes[2]
-    assert kept.read_bytes() == file.read_bytes() and table_of(target, draft).new == 0
+    assert kept.read_bytes() == file.read_bytes() and costs_of(target, draft).new == 0
     new_process()
     without = scripted(make_draft(target, block_size=6), expected, error_rate=0.2)
     without.decoding_config.block_size = None
