@@ -210,7 +210,8 @@ def _pack_of(weight: nn.Parameter, tokens: int) -> _Pack:
     sums, pack = _sums(weight) if _has_sums(weight) else None, _packs.get(id(weight))
     if pack is None:
         pack = _packs[id(weight)] = _Pack(weight, tokens, sums)
-    elif sums is None or not pack.has(sums):
+    elif sums is None or pack.tokens != tokens or not pack.has(sums):
+        pack.tokens = tokens
         pack.renew(sums)
     return pack
 

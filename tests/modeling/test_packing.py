@@ -15,7 +15,7 @@ from torch import nn
 
 from dflash_hf import packed_weights
 from dflash_hf.modeling import packing_dflash
-from dflash_hf.modeling.packing_dflash import PackedLinear, packed_layers
+from dflash_hf.modeling.packing_dflash import TOKENS, PackedLinear, packed_layers
 
 
 NEW = 32
@@ -160,6 +160,20 @@ def test_packs_stay_when_memory_runs_short(pair, products, monkeypatch):
     products.clear()
     decode(target, draft)
     assert products
+
+
+def test_packed_by_the_user_for_other_forwards(pair, monkeypatch):
+    """The layout that an earlier call had chosen stayed."""
+    laid_out, reorder = [], packing_dflash._reorder
+    monkeypatch.setattr(packing_dflash, "_reorder", lambda *args: laid_out.append(args[1]) or reorder(*args))
+    target, draft = pair
+    expected, layers = decode(target, draft), linear_layers(target, draft)
+    with packed_weights(target, draft, tokens=8):
+        assert laid_out == [TOKENS] * len(layers) + [8] * len(layers)
+        assert torch.equal(decode(target, draft), expected) and torch.equal(decode(target), expected)
+        assert len(laid_out) == 2 * len(layers)
+    assert torch.equal(decode(target, draft), expected)
+    assert laid_out[2 * len(layers) :] == [TOKENS] * len(layers)
 
 
 def test_packed_by_the_user(pair, packings):
