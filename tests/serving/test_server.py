@@ -310,6 +310,20 @@ def test_a_stream_ends_as_openai_s(server):
         list(server.client.chat.completions.create(**beams, **{**asked, "max_tokens": None}))
 
 
+def test_the_usage_of_a_stream_is_a_chunk_of_its_own(server):
+    """If it is asked for, it comes without choices, by which clients recognise it; upstream's came with the last."""
+    asked = {"model": server.model, "max_tokens": 4, "temperature": 0, "stream": True}
+    messages = [{"role": "user", "content": "Say 1"}]
+    for create, more in (
+        (server.client.chat.completions.create, {"messages": messages}),
+        (server.client.completions.create, {"prompt": "Say 1"}),
+    ):
+        *pieces, usage = create(**asked, **more, stream_options={"include_usage": True})
+        assert usage.choices == [] and usage.usage.completion_tokens == 4 and usage.id == pieces[0].id
+        assert pieces[-1].choices[0].finish_reason == "length" and not any(piece.usage for piece in pieces)
+        assert len(pieces) == len([*create(**asked, **more)])
+
+
 def test_an_answer_that_ends_at_the_limit_was_not_cut(server, own):
     """Upstream says `length` of any answer of that many tokens."""
     text = own["Say 1"]

@@ -156,13 +156,14 @@ class DraftedServe(Serve):
         messages = body.get("messages", [])
         if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
             raise HTTPException(400, f"messages={messages!r} must be a list of objects with `role` and `content`.")
+        include_usage = bool((body.get("stream_options") or {}).get("include_usage"))
         body.setdefault("stream", False)  # OpenAI's default; upstream's `/v1/responses` streams
         try:
             answer = await handle(body, request_id)
             if "input" in body:  # of `/v1/responses`
                 return answer
             if isinstance(answer, StreamingResponse):
-                answer.body_iterator = _events(answer.body_iterator)
+                answer.body_iterator = _events(answer.body_iterator, include_usage)
             elif body["stop"]:
                 answer = JSONResponse(_cut(json.loads(answer.body), body["stop"]))
             return answer
@@ -220,9 +221,13 @@ def _error(status: int, message: str, headers=None):
     return JSONResponse({"error": {"message": message, "type": kind}}, status, headers)
 
 
-async def _events(events: AsyncIterator[str]) -> AsyncIterator[str]:
-    """Upstream's stream, with an error and the end as OpenAI clients expect them."""
+async def _events(events: AsyncIterator[str], include_usage: bool) -> AsyncIterator[str]:
+    """Upstream's stream, with an error, the usage and the end as OpenAI clients expect them."""
     async for text in events:
+        if include_usage and '"usage":{' in text:  # quotes in an answer are escaped
+            last = json.loads(text.removeprefix("data: "))
+            usage = {"choices": [], "usage": last.pop("usage")}
+            text = f"data: {json.dumps(last)}\n\ndata: {json.dumps({**last, **usage})}\n\n"
         yield _STREAM_ERROR.sub(r'data: {"error": {"message": \1, "type": "server_error"}}', text)
     yield "data: [DONE]\n\n"
 
