@@ -204,6 +204,7 @@ def test_what_cannot_be_answered_is_told(server):
         ({"logit_bias": [1]}, "logit_bias=.* must be an object"),
         ({"top_logprobs": 3}, "top_logprobs=3 is not supported"),
         ({"extra_body": {"logprobs": 0}}, "logprobs=0 is not supported"),
+        ({"stream": True, "stream_options": "usage"}, "stream_options='usage' must be an object"),
         ({"stop": 5}, "stop=5 must be a string or a list of strings"),
         ({"stop": ["a", 5], "stream": True}, "must be a string or a list of strings"),
         ({"extra_body": {"generation_config": "{"}}, "Expecting property name"),

@@ -156,14 +156,16 @@ class DraftedServe(Serve):
         messages = body.get("messages", [])
         if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
             raise HTTPException(400, f"messages={messages!r} must be a list of objects with `role` and `content`.")
-        include_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+        options = body.get("stream_options") or {}
+        if not isinstance(options, dict):
+            raise HTTPException(400, f"stream_options={options!r} must be an object.")
         body.setdefault("stream", False)  # OpenAI's default; upstream's `/v1/responses` streams
         try:
             answer = await handle(body, request_id)
             if "input" in body:  # of `/v1/responses`
                 return answer
             if isinstance(answer, StreamingResponse):
-                answer.body_iterator = _events(answer.body_iterator, include_usage)
+                answer.body_iterator = _events(answer.body_iterator, bool(options.get("include_usage")))
             elif body["stop"]:
                 answer = JSONResponse(_cut(json.loads(answer.body), body["stop"]))
             return answer

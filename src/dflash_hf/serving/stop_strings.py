@@ -32,8 +32,8 @@ class UpToStop:
             text = self.waiting + item
             kept = without_stop(text, self.stops)
             self.stopped = kept != text
-            beginnings = (n for stop in self.stops for n in range(len(stop)) if kept.endswith(stop[:n]))
-            end = len(kept) if self.stopped else len(kept) - max(beginnings)
+            begun = (i for i in range(len(kept)) if any(stop.startswith(kept[i:]) for stop in self.stops))
+            end = len(kept) if self.stopped else next(begun, len(kept))
             self._pass(kept[:end])
             self.waiting = kept[end:]
 
