@@ -311,6 +311,18 @@ def test_a_stream_ends_as_openai_s(server):
         list(server.client.chat.completions.create(**beams, **{**asked, "max_tokens": None}))
 
 
+def test_a_stop_string_that_begins_in_the_prompt_is_none(server):
+    """The answer ended after its first letter, which was there."""
+    asked = {"model": server.model, "prompt": "Say 1", "max_tokens": 12, "temperature": 0}
+    text = server.client.completions.create(**asked).choices[0].text
+    stop = ["1" + text[0], "y 1" + text[:2]]
+    answer = server.client.completions.create(**asked, stop=stop)
+    assert answer.choices[0].text == text and answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 12
+    pieces = [*server.client.completions.create(**asked, stop=stop, stream=True)]
+    assert "".join(piece.choices[0].text for piece in pieces) == text
+
+
 def test_the_usage_of_a_stream_is_a_chunk_of_its_own(server):
     """If it is asked for, it comes without choices, by which clients recognise it; upstream's came with the last."""
     asked = {"model": server.model, "max_tokens": 4, "temperature": 0, "stream": True}

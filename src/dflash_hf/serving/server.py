@@ -450,7 +450,10 @@ class _Request:
             return
         finally:
             self.drafting = False
-        self.finished = True
+        # Upstream also stops at a stop string that begins in the prompt: the answer continues.
+        written = len(kwargs["tokenizer"].decode(self.ids[self.prompt :])) if self._rest().max_new_tokens else math.inf
+        short = any(written < len(stop) for stop in self.settings.stop_strings or [])
+        self.finished = not short or self._ended(kwargs["tokenizer"])
         self.lengths += (getattr(output, "acceptance_lengths", None) or [[]])[0]
         if not self.together.batched:
             self.together.note(1, len(self.ids) - before, time.perf_counter() - begun)
