@@ -255,6 +255,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
         return code, printed.out, printed.err.strip().splitlines()[-1]
 
     output = str(tmp_path / "features")
+    assert "8 examples in 1 shard are in" in run("--output", f"{output}-1", "--target-layer-ids", "0", "2")[1]
     code, out, error = run("--output", output, "--target-layer-ids", "0", "2", "--shard-size", "1e-5")
     assert code == 0, error
     assert "8 examples, " in out and " are free in " in out and "8 examples in 2 shards are in" in out

@@ -62,6 +62,7 @@ def run(arguments, echo) -> Outcome:
     made_with = describe(target, arguments.target, layer_ids, encoder, arguments.store_dtype, arguments.states)
     size, output = int(arguments.shard_size * 1e9), arguments.output
     manifest = store_features(target, dataset, output, made_with, arguments.batch_size, size, echo)
-    echo(f"{manifest.examples} examples in {len(manifest.shards)} shards are in {output}")
+    files = f"{len(manifest.shards)} shard{'s' * (len(manifest.shards) > 1)}"
+    echo(f"{manifest.examples} examples in {files} are in {output}")
     facts = {"examples": manifest.examples, "tokens": manifest.tokens, "shards": len(manifest.shards)}
     return Outcome(facts={**facts, "layer_ids": layer_ids, "output": str(output)})
