@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from dflash_hf.files import read_json
 from dflash_hf.gguf_format import gguf_config, is_gguf, limits, target_config
@@ -206,14 +206,9 @@ def _target_config(target) -> dict:
     """A target's configuration as a dictionary; of a multimodal target, its text part."""
     if hasattr(target, "get_text_config"):
         return target.get_text_config().to_dict()
-    if isinstance(target, str | Path) and is_gguf(target):
-        return target_config(target)
     if not isinstance(target, dict):
         try:
-            path = target if Path(target).is_file() else cached_file(str(target), "config.json")
+            target = target_config(target) if is_gguf(target) or not Path(target).is_file() else read_json(target)
         except OSError as error:
             raise ValueError(f"{target} cannot be read: {error}") from error
-        if path is None:
-            raise ValueError(f"{target} cannot be read: there is no config.json.")
-        target = read_json(Path(path))
     return target.get("text_config", target)
