@@ -61,9 +61,10 @@ def input_device(target) -> torch.device:
 
 
 def cache_argument(target) -> str:
-    """The name under which a target's forward takes its cache."""
+    """The name under which `generate` keeps a target's cache and passes it to the forward."""
     accepted = inspect.signature(target.forward).parameters
-    return next((name for name in (CACHE_NAME, "past_key_values", "cache_params") if name in accepted), CACHE_NAME)
+    recurrent = CACHE_NAME == "past_key_values" not in accepted and "cache_params" in accepted
+    return "cache_params" if recurrent else CACHE_NAME
 
 
 def empty_cache(target) -> DynamicCache:
