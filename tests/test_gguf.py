@@ -258,6 +258,16 @@ def test_damaged_and_other_files(folder, tiny_file, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cut.gguf", "dflash.gguf", "draft"]
 
 
+def test_a_file_without_the_package_that_reads_it(folder, tiny_file, tmp_path, monkeypatch):
+    """The file was said to be incomplete: "download it again"."""
+    convert(folder, tmp_path / "dflash.gguf", to="gguf", target=tiny_file)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    (finding,) = check(tmp_path / "dflash.gguf", ["llama.cpp"])
+    assert finding.message.startswith("GGUF files need `gguf`: run `pip install")
+    with pytest.raises(ImportError, match="GGUF files need `gguf`"):
+        check(folder, ["llama.cpp"], target=tiny_file)
+
+
 def test_a_file_without_its_sizes_is_named(tmp_path):
     """`KeyError: 'num_hidden_layers'`."""
     gguf = pytest.importorskip("gguf")

@@ -8,6 +8,7 @@ key, since llama.cpp's keys do not cover all of it.
 
 import json
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -356,7 +357,7 @@ def unpack_gguf(file: Path, folder: Path) -> Path:
     """
     gguf = _gguf()
     reader = _open(file)
-    config = gguf_config(file, reader)
+    config = gguf_config(file)
     parsed = DFlashDraftConfig.from_dict(dict(config))
     with torch.device("meta"):
         wanted = DFlashDraftModel(parsed).state_dict()
@@ -378,14 +379,14 @@ def unpack_gguf(file: Path, folder: Path) -> Path:
     return save_folder(folder, {**config, "dtype": str(dtype).removeprefix("torch.")}, tensors)
 
 
-def gguf_config(file: str | Path, reader=None) -> dict:
+def gguf_config(file: str | Path) -> dict:
     """
     The `config.json` of a GGUF drafter: the original if it is stored, else derived from llama.cpp's keys.
 
     Raises:
         `ValueError`: the file is damaged, or not a drafter.
     """
-    reader = reader or _open(file)
+    reader = _open(file)
     fields = {name.removeprefix(f"{ARCH}."): field for name, field in reader.fields.items()}
     kind = fields["general.architecture"].contents()
     if kind != ARCH:
@@ -433,20 +434,28 @@ def gguf_config(file: str | Path, reader=None) -> dict:
 
 def _open(file: str | Path):
     """
+    The reader of a GGUF file.
+
     Raises:
         `ValueError`: it is not a complete GGUF file.
+        `ImportError`: `gguf` is not installed.
     """
-    path = Path(file).expanduser()
+    path, gguf = Path(file).expanduser(), _gguf()
     if not path.is_file():
         raise FileNotFoundError(f"{file}: there is no such file.")
     try:
-        reader = _gguf().GGUFReader(path)
-        reader.fields["general.architecture"].contents()
-        return reader
+        return _read(gguf, path, path.stat().st_mtime_ns, path.stat().st_size)
     except Exception as error:  # gguf checks little and fails in many ways
         raise ValueError(
             f"{file} is not a complete GGUF file ({error or type(error).__name__}); download it again."
         ) from error
+
+
+@lru_cache(maxsize=2)  # a pair: commands need a file several times, and a vocabulary takes seconds to read
+def _read(gguf, path: Path, changed: int, size: int):
+    reader = gguf.GGUFReader(path)
+    reader.fields["general.architecture"].contents()
+    return reader
 
 
 def _gguf():

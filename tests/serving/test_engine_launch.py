@@ -87,6 +87,25 @@ def test_what_the_engine_would_trip_over_is_told_and_nothing_is_run(world, tmp_p
     assert "vocab_size" in printed.err and "vllm serve" not in printed.out
 
 
+def test_a_pair_of_files_is_read_once(tmp_path, monkeypatch):
+    """The drafter's was read twice: three seconds each with SmolLM2's vocabulary, without a word."""
+    gguf = pytest.importorskip("gguf")
+    pair, read = make_target(vocab_size=16), []
+    target, file = write_target(pair, tmp_path / "target.gguf"), tmp_path / "dflash-one.gguf"
+    write_gguf(make_draft(pair, target_layer_ids=[0, 1, 2]), file, str(target))
+    original = gguf.GGUFReader.__init__
+
+    def counted(reader, path):
+        read.append(path)
+        original(reader, path)
+
+    monkeypatch.setattr(gguf.GGUFReader, "__init__", counted)
+    os.utime(target)  # reading it for its tokenizer does not count here
+    words = ["serve", "--engine", "llama.cpp", "--dry-run", "--target", str(target), "--draft", str(file)]
+    assert main(words) == 0
+    assert sorted(read) == [file, target]
+
+
 def test_llama_cpp_runs_files(tmp_path, capsys):
     pytest.importorskip("gguf")
     pair = make_target(vocab_size=16)
