@@ -412,6 +412,13 @@ class _Request:
         text = tokenizer.decode(self.ids[self.prompt :]) if stops else ""
         return self.ids[-1] in self.ends or any(stop in text for stop in stops)
 
+    def _is_whole(self, tokenizer) -> bool:
+        """Whether the answer is complete: upstream also stops at a stop string that begins in the prompt."""
+        if self._ended(tokenizer) or not self._rest().max_new_tokens:
+            return True
+        written = len(tokenizer.decode(self.ids[self.prompt :]))
+        return all(len(stop) <= written for stop in self.settings.stop_strings or [])
+
     def _joins(self) -> bool:
         return self.kind is not None and self.together.pays(self.settings.do_sample)
 
@@ -450,10 +457,7 @@ class _Request:
             return
         finally:
             self.drafting = False
-        # Upstream also stops at a stop string that begins in the prompt: the answer continues.
-        written = len(kwargs["tokenizer"].decode(self.ids[self.prompt :])) if self._rest().max_new_tokens else math.inf
-        short = any(written < len(stop) for stop in self.settings.stop_strings or [])
-        self.finished = not short or self._ended(kwargs["tokenizer"])
+        self.finished = self._is_whole(kwargs["tokenizer"])
         self.lengths += (getattr(output, "acceptance_lengths", None) or [[]])[0]
         if not self.together.batched:
             self.together.note(1, len(self.ids) - before, time.perf_counter() - begun)
