@@ -146,17 +146,19 @@ def own_texts(folder: str, prompts: list[str], max_tokens: int) -> dict[str, str
     return texts
 
 
-def load(server: Server, texts: dict[str, str], requests: int, clients: int, max_tokens: int, leave: bool = True):
-    """Request `texts` repeatedly from several concurrent clients; `leave` abandons a tenth of the requests."""
+def load(
+    server: Server, texts: dict[str, str], requests: int, clients: int, max_tokens: int, leave: float | None = 0.3
+):
+    """Request `texts` repeatedly from several concurrent clients; a tenth of them leave after `leave` seconds."""
     result, lock = Load(), threading.Lock()
     prompts = list(itertools.islice(itertools.cycle(texts), requests))
 
     def one(number: int) -> None:
-        left = leave and number % 10 == 5
+        left = leave is not None and number % 10 == 5
         stream = number % 20 == 5 if left else number % 2 == 0
         try:
             text, tokens = server.ask(
-                prompts[number], stream, 0.3 if left else None, max_tokens=max_tokens, temperature=0
+                prompts[number], stream, leave if left else None, max_tokens=max_tokens, temperature=0
             )
             kind = "abandoned" if text is None else "finished" if text == texts[prompts[number]] else "other"
         except openai.APIError as error:
@@ -191,7 +193,7 @@ def ended(server: Server, texts: dict[str, str], clients: int, max_tokens: int) 
 
 def under_load(server: Server, texts: dict[str, str], arguments, say: Callable[[str], None]) -> None:
     """Texts and memory under many concurrent requests, and SIGTERM among them."""
-    load(server, texts, arguments.clients, arguments.clients, arguments.max_tokens, leave=False)
+    load(server, texts, arguments.clients, arguments.clients, arguments.max_tokens, leave=None)
     done = load(server, texts, arguments.requests, arguments.clients, arguments.max_tokens)
     say(
         f"{arguments.requests} requests from {arguments.clients} concurrent clients, at most {arguments.max_tokens} "
@@ -217,7 +219,7 @@ def paired(commands: dict[str, list[str]], prompts: list[str], arguments) -> dic
                 count = max(4, clients)
                 asked = dict.fromkeys(prompts[(count * turn + i) % len(prompts)] for i in range(count))
                 for name, server in servers.items():
-                    run = load(server, asked, count, clients, arguments.max_tokens, leave=False)
+                    run = load(server, asked, count, clients, arguments.max_tokens, leave=None)
                     speeds[name].append(run.tokens / run.seconds)
             first = next(iter(speeds.values()))[1:]
             for name, found in speeds.items():

@@ -79,7 +79,7 @@ def requests_of(server, last: str, seconds: float = 10.0) -> list[str]:
 
 def test_many_requests_at_once_get_the_target_s_own_texts(bench, server, own):
     """One after the other with the drafter, several at once together or in turn, whichever is faster here."""
-    done = bench.load(server, own, requests=12, clients=1, max_tokens=MAX_TOKENS, leave=False)
+    done = bench.load(server, own, requests=12, clients=1, max_tokens=MAX_TOKENS, leave=None)
     assert done.kinds["finished"] == 12
     taus = [float(tau) for line in server.log for tau in re.findall(r"tokens/s, tau ([\d.]+)", line)]
     assert len(taus) == 12 and sum(taus) / len(taus) > 2.0  # of a drafter that is wrong at one place in ten
@@ -479,7 +479,7 @@ def test_a_target_that_is_half_written_is_told(folder, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_two_hundred_requests_from_eight_clients(bench, server, own):
-    done = bench.load(server, own, requests=200, clients=8, max_tokens=MAX_TOKENS)
+    done = bench.load(server, own, requests=200, clients=8, max_tokens=MAX_TOKENS, leave=0.05)
     assert done.kinds["other"] == done.kinds["failed"] == 0 and done.kinds["abandoned"] >= 15
     assert done.kinds["finished"] + done.kinds["abandoned"] == 200
     assert max(done.memory[1:]) - done.memory[1] < 16, f"MiB after each tenth of the requests: {done.memory}"
