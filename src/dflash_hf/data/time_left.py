@@ -19,11 +19,12 @@ def rows_at_a_time(
     Args:
         target (`PreTrainedModel`), config (`GenerationConfig`): The model and its generation settings.
         length (`int`): Tokens of a typical row.
-        texts (`int`): Number of texts wanted: a batch that is seldom full is slow.
+        texts (`int`): Number of texts wanted; at most half of them decode together, since a batch that is never full is
+            slow.
     """
     if not decodes_in_slots(target, config):
         return given or PLAIN_ROWS, None
-    return best_rows(target, length, (given,) if given else None, max(8, texts // 8))
+    return best_rows(target, length, (given,) if given else None, max(8, texts // 2))
 
 
 class TimeLeft:
