@@ -47,6 +47,15 @@ def make_offline_trainer(folder, target, dataset, draft=None, **overrides):
     return DFlashOfflineTrainer(draft or make_draft(target, block_size=BLOCK), target, arguments, dataset)
 
 
+def test_layers_that_the_target_does_not_have(target, tmp_path):
+    """Of a run whose drafter belongs to a deeper target, this was `IndexError: index 8 is out of range`."""
+    for layer_ids in ([0, 8], [1, 1], [-2, 0]):
+        with pytest.raises(
+            ValueError, match=r"target layers \[.*from 0 to 3, .* load the drafter that was trained for"
+        ):
+            store(target, counting_rows(2), tmp_path / "features", layer_ids)
+
+
 def test_a_row_is_what_the_target_makes_of_it(target, stored):
     dataset = StoredFeatures(stored)
     assert len(dataset) == 6 and len(dataset.manifest.shards) == 3

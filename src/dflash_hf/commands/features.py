@@ -48,18 +48,12 @@ def run(arguments, echo) -> Outcome:
     encoder, rows = shared.encoder_of(arguments, pair.tokenizer, config), shared.rows_of(arguments)
     target = freeze(pair.target())
     shared.tell_slow_dtype(target)
-    depth = text_depth(target.config)
-    layer_ids = layer_ids or fitting_target_layer_ids(depth, 5)
-    if not -1 <= min(layer_ids) <= max(layer_ids) < depth or len(set(layer_ids)) < len(layer_ids):
-        raise ValueError(
-            f"target layers {layer_ids} must be distinct and from 0 to {depth - 1}, or -1, the embedding; set "
-            "--target-layer-ids."
-        )
+    layer_ids = layer_ids or fitting_target_layer_ids(text_depth(target.config), 5)
+    made_with = describe(target, arguments.target, layer_ids, encoder, arguments.store_dtype, arguments.states)
     encoder.vocab_size = target.get_input_embeddings().weight.shape[0]
     dataset, report = prepare_dataset(rows, encoder, num_proc=arguments.num_proc, source=arguments.data)
     for line in report.lines():
         echo(line)
-    made_with = describe(target, arguments.target, layer_ids, encoder, arguments.store_dtype, arguments.states)
     size, output = int(arguments.shard_size * 1e9), arguments.output
     manifest = store_features(target, dataset, output, made_with, arguments.batch_size, size, echo)
     files = f"{len(manifest.shards)} shard{'s' * (len(manifest.shards) > 1)}"

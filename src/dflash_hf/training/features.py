@@ -23,7 +23,7 @@ from transformers.utils import logging
 from dflash_hf.data.encode import digests_of_tokenizer
 from dflash_hf.data.examples import DFlashCollator, check_examples
 from dflash_hf.files import atomic, differences, locked, write_json
-from dflash_hf.modeling.target_dflash import decoder_layers
+from dflash_hf.modeling.target_dflash import decoder_layers, text_depth
 from dflash_hf.target import check_logits, digest_of_target, target_forward
 
 
@@ -115,7 +115,18 @@ def drop_layers(target, device: torch.device):
 
 
 def describe(target, name: str, layer_ids: list[int], encoder, dtype: str, states: bool = False) -> FeatureManifest:
-    """The manifest of the features to store, without data and shards."""
+    """
+    The manifest of the features to store, without data and shards.
+
+    Raises:
+        `ValueError`: the target has no such layers, or one is named twice.
+    """
+    depth = text_depth(target.config)
+    if not -1 <= min(layer_ids) <= max(layer_ids) < depth or len(set(layer_ids)) < len(layer_ids):
+        raise ValueError(
+            f"target layers {layer_ids} must be distinct and from 0 to {depth - 1}, or -1, the embedding; set "
+            "target_layer_ids (--target-layer-ids), or load the drafter that was trained for this target."
+        )
     return FeatureManifest(
         target=name,
         revision=getattr(target.config, "_commit_hash", None),
