@@ -186,9 +186,11 @@ def test_responses_never_hold_the_mask_token(precise_target):
     assert config.suppress_tokens == [free[0][4]]
 
 
-def test_an_empty_prompt_is_named(target):
+def test_an_empty_prompt_and_a_text_are_named(target):
     with pytest.raises(ValueError, match=r"prompts\[1\] is empty"):
         generate_responses(target, [[1], []], 4, mask_token_id=MASK)
+    with pytest.raises(ValueError, match="text 'Hello'; pass its ids"):  # was "too many dimensions 'str'"
+        generate_responses(target, [[1], "Hello"], 4, mask_token_id=MASK)
 
 
 # ---------------------------------------------------------------------------------------------------------------- fit

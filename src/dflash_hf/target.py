@@ -278,8 +278,10 @@ def generate_responses(
         `list[list[int]]`: Responses in the order of `prompts`, each up to and including its end-of-sequence token.
 
     Raises:
-        `ValueError`: an empty prompt.
+        `ValueError`: an empty prompt, or a text.
     """
+    if text := next((prompt for prompt in prompts if isinstance(prompt, str)), None):
+        raise ValueError(f'prompts holds the text {text[:40]!r}; pass its ids, `tokenizer(text)["input_ids"]`.')
     if 0 in (lengths := [len(prompt) for prompt in prompts]):
         raise ValueError(
             f"prompts[{lengths.index(0)}] is empty; start it with the target's beginning-of-sequence token."

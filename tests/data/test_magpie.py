@@ -133,6 +133,7 @@ def test_settings_are_checked():
     for wrong, message in (
         ({"kinds": ["chat", "poem"]}, "'poem' is unknown; choose from chat, code"),
         ({"begin": [" "]}, "'' is empty"),
+        ({"kinds": "chat"}, "kinds='chat' is a text; give a list"),  # was "'c' is unknown"
         ({"temperature": 0.0}, "temperature=0.0 must be above 0"),
         ({"top_p": 0.0}, "top_p=0.0 must be above 0"),
         ({"max_chars": 0}, "max_chars=0 must be at least 1"),

@@ -43,6 +43,9 @@ class PromptSettings:
     chat_template_kwargs: dict = field(default_factory=dict)
 
     def __post_init__(self):
+        for name in ("kinds", "begin"):
+            if isinstance(getattr(self, name), str):
+                raise ValueError(f"{name}={getattr(self, name)!r} is a text; give a list of texts.")
         for kind in self.kinds:
             if kind not in KINDS:
                 raise ValueError(f"kinds: {kind!r} is unknown; choose from {', '.join(KINDS)}, or give `begin`.")
