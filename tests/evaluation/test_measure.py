@@ -74,7 +74,7 @@ def test_medians_of_the_runs(pair):
 
 
 def test_every_way_has_its_name():
-    assert str(OURS["dflash_tree_compiled"]) == "dflash_tree_compiled" and len(OURS) == 4
+    assert OURS["dflash_tree_compiled"] == ("tree_nodes", "compile") and len(OURS) == 4
     assert {TARGET, TARGET_PACKED, *DRAFTED} <= LABELS.keys()
 
 

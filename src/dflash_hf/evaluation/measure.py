@@ -383,8 +383,8 @@ def in_blocks(draft):
 
 def ways_of(draft, tree_nodes: int = ways.TREE_NODES) -> dict:
     """The drafter set up for each method of `OURS`, by name."""
-    whole = in_blocks(draft)
-    return {name: variant(whole, **way.changes(tree_nodes)) for name, way in ways.OURS.items()}
+    whole, values = in_blocks(draft), {"tree_nodes": tree_nodes, "compile": True}
+    return {name: variant(whole, **{key: values[key] for key in keys}) for name, keys in ways.OURS.items()}
 
 
 def now(device: torch.device) -> float:
