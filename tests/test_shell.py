@@ -598,6 +598,9 @@ def test_drafters_are_found_by_what_they_name_as_base_model(told, monkeypatch):
         assert code == 0 and [line.split()[1] for line in text.splitlines()] == ["b/target-DFlash", "a/few"]
         code, text = told("find", "someone/nobody")
         assert code == 0 and "train one with `dflash train`" in text
+        monkeypatch.setattr("dflash_hf.smollm2.folder_of", lambda name, drafter: f"/cache/{name}")
+        code, text = told("find", "smollm2")  # its folder was "not a repository name"
+        assert code == 0 and "names HuggingFaceTB/SmolLM2-135M-Instruct as its base_model" in text
         code, line = told("find", "a/b/c")
         assert code == 1 and "is not a repository name" in line
 

@@ -14,10 +14,12 @@ def add_arguments(parser) -> None:
 
 def run(arguments, echo) -> Outcome:
     from dflash_hf.hub.find import find_drafters
+    from dflash_hf.smollm2 import HUB_NAME
 
-    found = find_drafters(arguments.target, arguments.limit)
+    target = HUB_NAME if arguments.target_name else arguments.target
+    found = find_drafters(target, arguments.limit)
     for one in found:
         echo(f"{one.downloads:>10,}  {one.repo}")
     if not found:
-        echo(f"No drafter on the Hub names {arguments.target} as its base_model; train one with `dflash train`.")
-    return Outcome(facts={"target": arguments.target, "drafters": [vars(one) for one in found]})
+        echo(f"No drafter on the Hub names {target} as its base_model; train one with `dflash train`.")
+    return Outcome(facts={"target": target, "drafters": [vars(one) for one in found]})
