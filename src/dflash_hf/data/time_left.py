@@ -19,8 +19,8 @@ def rows_at_a_time(
     Args:
         target (`PreTrainedModel`), config (`GenerationConfig`): The model and its generation settings.
         length (`int`): Tokens of a typical row.
-        texts (`int`): Number of texts wanted; at most half of them decode together, since a batch that is never full is
-            slow.
+        texts (`int`): Number of texts wanted; at most half of them decode together, since a batch that is never full
+            is slow.
     """
     if not decodes_in_slots(target, config):
         return given or PLAIN_ROWS, None

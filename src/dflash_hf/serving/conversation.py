@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from dflash_hf.configs import positions_of
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import ids_of_prompt
+from dflash_hf.modeling.target_dflash import CACHE_NAME
 from dflash_hf.responses import generate_one
 from dflash_hf.serving.pieces import PieceStreamer
 
@@ -56,11 +57,11 @@ class Conversation:
         room = room_for_answer(self.target, len(ids), self.options["max_new_tokens"])
         options = {**self.options, "max_new_tokens": room}
         if self.read and ids[: len(self.read)] == self.read and len(ids) > len(self.read):
-            options["past_key_values"] = self.cache
+            options[CACHE_NAME] = self.cache
         self.cache, self.read = None, []
         try:
             output = generate_one(self.target, ids, assistant_model=self.draft, streamer=streamer, **options)
-            self.cache, self.read = output.past_key_values, output.sequences[0, :-1].tolist()
+            self.cache, self.read = output[CACHE_NAME], output.sequences[0, :-1].tolist()
             return output
         finally:
             if streamer.text or self.read:  # even if it was interrupted, or is empty
