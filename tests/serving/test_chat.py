@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from dflash_hf.cli import main
 from dflash_hf.evaluation.text import origins
+from dflash_hf.modeling.target_dflash import CACHE_NAME
 from dflash_hf.serving.chat import Chat
 from dflash_hf.serving.conversation import Conversation
 from dflash_hf.serving.pieces import PieceStreamer
@@ -135,7 +136,7 @@ def test_a_turn_goes_on_with_the_cache_of_the_one_before(pair, monkeypatch):
         streamer = PieceStreamer(tokenizer, lambda *piece: None)
         conversation.answer(prompt, streamer)
         texts.append(streamer.text)
-    kept = ["past_key_values" in call for call in asked]
+    kept = [CACHE_NAME in call for call in asked]
     assert kept[0] is False
     for turn in range(3):
         ids = chat_ids(tokenizer, conversation.messages[: 2 * turn + 1])
@@ -145,7 +146,7 @@ def test_a_turn_goes_on_with_the_cache_of_the_one_before(pair, monkeypatch):
     assert any(kept), "the byte-level tokenizer gives back what was written"
     conversation.messages[0]["content"] = "Say 9"
     conversation.answer("Say 1", PieceStreamer(tokenizer, lambda *piece: None))
-    assert "past_key_values" not in asked[-1]
+    assert CACHE_NAME not in asked[-1]
 
 
 def test_a_conversation_that_is_too_long_is_told(pair):
