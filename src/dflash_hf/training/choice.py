@@ -12,7 +12,6 @@ from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.sources import load_rows
 from dflash_hf.data.time_left import duration
 from dflash_hf.pairs import Loading, about_remote_code, draft_config_of
-from dflash_hf.training.features import manifests_of
 from dflash_hf.training.recipe import RecipeArguments
 from dflash_hf.training.run_file import read_run
 from dflash_hf.training.settings_for import FEWEST_STEPS, Data, Machine, Settings, settings_for
@@ -116,9 +115,8 @@ def _config_of(recipe: RecipeArguments):
 def _look(recipe: RecipeArguments, tokenizer) -> Data:
     """The number of rows, and token counts from a sample of them."""
     if recipe.features:
-        manifests = manifests_of(recipe.features).values()
-        rows = sum(one.examples for one in manifests)
-        tokens = sum(one.tokens for one in manifests) / max(rows, 1)
+        rows = sum(one.examples for one in recipe.manifests.values())
+        tokens = sum(one.tokens for one in recipe.manifests.values()) / max(rows, 1)
         return Data(rows, tokens, 0.75 * tokens)
     rows = load_rows(recipe.data, recipe.split, False, recipe.data_name, recipe.data_revision)
     encoder = RowEncoder(tokenizer, recipe.max_length, recipe.chat_template_kwargs or {})

@@ -339,17 +339,29 @@ class StoredFeatures(torch.utils.data.Dataset):
         return {**self.__dict__, "files": {}}  # open files are not passed to other processes
 
 
+def store_rows(rows, folder: Path, args, target, name: str, layers: list[int], encoder) -> StoredFeatures | None:
+    """Features of a run's dataset, if there is one: the first process stores them, the others follow."""
+    if rows is None:
+        return None
+    if args.process_index == 0:
+        dtype = str(target.dtype).removeprefix("torch.")
+        store_features(target, rows, folder, describe(target, name, layers, encoder, dtype, args.reads_states))
+    return StoredFeatures(folder, layers, args.reads_states)
+
+
+def drawn(rows, count: int, seed: int):
+    """A number of rows of a dataset, drawn at random."""
+    if count >= len(rows):
+        return rows
+    chosen = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:count]
+    return rows.select(sorted(chosen.tolist()))
+
+
 def stored(folders: str | Path | Sequence[str | Path], layer_ids: list[int] | None = None, states: bool = False):
     """[`StoredFeatures`] of a folder, or of several, concatenated."""
     if isinstance(folders, str | Path):
         return StoredFeatures(folders, layer_ids, states)
     return torch.utils.data.ConcatDataset([StoredFeatures(folder, layer_ids, states) for folder in folders])
-
-
-def manifests_of(folders: str | Sequence[str] | None) -> dict[str, FeatureManifest]:
-    """The manifests of a folder, or of several, by folder."""
-    folders = [folders] if isinstance(folders, str) else folders or []
-    return {folder: FeatureManifest.load(Path(folder)) for folder in folders}
 
 
 def parts_of(dataset) -> list:

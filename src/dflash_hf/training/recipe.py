@@ -9,11 +9,13 @@ import types
 import typing
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
 from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
 from dflash_hf.terminal import is_secret, needs, read_text
+from dflash_hf.training.features import FeatureManifest
 from dflash_hf.training.settings_for import PAPER
 from dflash_hf.training.training_args import DFlashTrainingArguments, key
 
@@ -120,6 +122,12 @@ class RecipeArguments:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
         if self.block_size == 1:
             raise ValueError(f"block_size={self.block_size} must be at least 2, the anchor and one drafted token.")
+
+    @cached_property
+    def manifests(self) -> dict[str, FeatureManifest]:
+        """The manifests of its stored features, by folder."""
+        folders = [self.features] if isinstance(self.features, str) else self.features or []
+        return {folder: FeatureManifest.load(Path(folder)) for folder in folders}
 
 
 # What upstream's configurations read besides their fields.

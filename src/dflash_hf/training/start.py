@@ -19,7 +19,6 @@ from dflash_hf.modeling.heads_dflash import head_fields
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.target import mask_token_remedy, spare_token_id
-from dflash_hf.training.features import manifests_of
 
 
 def make_draft(recipe, target, tokenizer, say, lenient: bool = False):
@@ -28,14 +27,12 @@ def make_draft(recipe, target, tokenizer, say, lenient: bool = False):
     chat template, and the digests of the tokenizer. If `lenient`, a target whose layers do not fit the drafter's is no
     error.
     """
-    manifests = manifests_of(recipe.features)
     if recipe.draft:
         draft = _draft_to_go_on(recipe, say)
     else:
-        stored_layers = [one.layer_ids for one in manifests.values()]
-        draft = _fresh_draft(recipe, target, tokenizer, stored_layers, say, lenient)
+        draft = _fresh_draft(recipe, target, tokenizer, say, lenient)
     kept = draft.config.dflash_config
-    made_with = {folder: manifest.chat_template_kwargs for folder, manifest in manifests.items()}
+    made_with = {folder: manifest.chat_template_kwargs for folder, manifest in recipe.manifests.items()}
     kwargs = template_kwargs(recipe.chat_template_kwargs, recipe.data, made_with, draft.config, say)
     if kwargs or kept.get("chat_template_kwargs") is not None:
         kept["chat_template_kwargs"] = kwargs
@@ -62,7 +59,7 @@ def _draft_to_go_on(recipe, say):
     return with_parts(draft, parts) if parts else draft
 
 
-def _fresh_draft(recipe, target, tokenizer, stored_layers: list[list[int]], say, lenient: bool):
+def _fresh_draft(recipe, target, tokenizer, say, lenient: bool):
     mask_token_id = recipe.mask_token_id
     if mask_token_id is None:
         mask_token_id = spare_token_id(target, tokenizer)
@@ -70,6 +67,7 @@ def _fresh_draft(recipe, target, tokenizer, stored_layers: list[list[int]], say,
         remedy = mask_token_remedy(tokenizer)
         raise ValueError(f"{recipe.target} has no spare embedding row for the mask token; {remedy}.")
     fields = {**recipe.draft_config}
+    stored_layers = [manifest.layer_ids for manifest in recipe.manifests.values()]
     if recipe.target_layer_ids or stored_layers:
         fields["target_layer_ids"] = recipe.target_layer_ids or stored_layers[0]
     if recipe.draft_vocab_size:

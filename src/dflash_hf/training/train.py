@@ -18,7 +18,7 @@ from dflash_hf.terminal import note
 from dflash_hf.training.adapters import merged
 from dflash_hf.training.callbacks import DecodingCallback
 from dflash_hf.training.choice import choose
-from dflash_hf.training.features import StoredFeatures, describe, drop_layers, store_features, stored
+from dflash_hf.training.features import drawn, drop_layers, store_rows, stored
 from dflash_hf.training.offline import DFlashOfflineTrainer
 from dflash_hf.training.pace import Pace
 from dflash_hf.training.recipe import RecipeArguments, completed
@@ -87,11 +87,11 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     with run_in(args, described, resume):
         # 5. Features of rows read more than once.
         if recipe.store_rows:
-            rows = _drawn(rows, recipe.store_rows, args.seed)
+            rows = drawn(rows, recipe.store_rows, args.seed)
             made_by = (args, target, recipe.target, draft.config.target_layer_ids, encoder)
             with args.main_process_first(desc="features"):
                 parts = {"train": rows, "eval": eval_rows}
-                rows, eval_rows = (_stored(part, folder / STORED / name, *made_by) for name, part in parts.items())
+                rows, eval_rows = (store_rows(part, folder / STORED / name, *made_by) for name, part in parts.items())
         # 6. Training.
         kind = DFlashOfflineTrainer if recipe.features or recipe.store_rows else DFlashTrainer
         trainer = kind(draft, target, args, rows, eval_rows, peft_config=recipe.peft_config, callbacks=list(callbacks))
@@ -140,24 +140,6 @@ def _save(trainer, adapted: bool) -> None:
         _halved(whole, trainer.args).save_pretrained(folder)
         (folder / FACTS_FILE).unlink(missing_ok=True)  # of the weights that were here before
         save_facts(trainer, folder)
-
-
-def _drawn(rows, count: int, seed: int):
-    """A number of rows of a dataset, drawn at random."""
-    if count >= len(rows):
-        return rows
-    drawn = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:count]
-    return rows.select(sorted(drawn.tolist()))
-
-
-def _stored(rows, folder: Path, args, target, name: str, layers: list[int], encoder) -> StoredFeatures | None:
-    """Features of a dataset, if there is one. The first process stores them; the others follow when it is done."""
-    if rows is None:
-        return None
-    if args.process_index == 0:
-        dtype = str(target.dtype).removeprefix("torch.")
-        store_features(target, rows, folder, describe(target, name, layers, encoder, dtype, args.reads_states))
-    return StoredFeatures(folder, layers, args.reads_states)
 
 
 def _datasets(recipe: RecipeArguments, args, target, layers: list[int], encoder, say) -> tuple:
