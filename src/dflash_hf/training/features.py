@@ -339,21 +339,24 @@ class StoredFeatures(torch.utils.data.Dataset):
         return {**self.__dict__, "files": {}}  # open files are not passed to other processes
 
 
-def store_rows(rows, folder: Path, args, target, name: str, layers: list[int], encoder) -> StoredFeatures | None:
+def store_rows(rows, folder: Path, run) -> StoredFeatures | None:
     """Features of a run's dataset, if there is one: the first process stores them, the others follow."""
     if rows is None:
         return None
-    if args.process_index == 0:
+    target, states = run.target, run.args.reads_states
+    if run.args.process_index == 0:
         dtype = str(target.dtype).removeprefix("torch.")
-        store_features(target, rows, folder, describe(target, name, layers, encoder, dtype, args.reads_states))
-    return StoredFeatures(folder, layers, args.reads_states)
+        made_with = describe(target, run.recipe.target, run.layer_ids, run.encoder, dtype, states)
+        store_features(target, rows, folder, made_with)
+    return StoredFeatures(folder, run.layer_ids, states)
 
 
-def drawn(rows, count: int, seed: int):
-    """A number of rows of a dataset, drawn at random."""
+def drawn(rows, run):
+    """The rows whose features a run stores: as many as asked, drawn at random."""
+    count = run.recipe.store_rows
     if count >= len(rows):
         return rows
-    chosen = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:count]
+    chosen = torch.randperm(len(rows), generator=torch.Generator().manual_seed(run.args.seed))[:count]
     return rows.select(sorted(chosen.tolist()))
 
 

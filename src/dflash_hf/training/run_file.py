@@ -19,6 +19,7 @@ from dflash_hf.terminal import DetailedError
 from dflash_hf.training.checkpoints import UNFINISHED
 from dflash_hf.training.features import digest_of_rows
 from dflash_hf.training.processes import in_first_process
+from dflash_hf.training.run import Run
 from dflash_hf.training.whole import checkpoints_of, last_whole_checkpoint
 
 
@@ -81,19 +82,18 @@ def checkpoint_to_resume(folder: Path, resume: str | None, overwrite: bool) -> s
     return last
 
 
-def describe_run(recipe, args, target, draft, encoder, dataset) -> dict:
+def describe_run(run: Run, dataset) -> dict:
     """
     Everything that a run depends on.
 
     Args:
-        recipe (`RecipeArguments`), args (`DFlashTrainingArguments`): Its settings.
-        target, draft: The models as loaded, or a fresh drafter.
-        encoder (`RowEncoder`): Tokenizer, and the arguments of its template.
+        run (`Run`): Its settings, models as loaded, and encoder.
         dataset: The training data, encoded.
 
     Returns:
         `dict`: `settings`, which must not change.
     """
+    recipe, args, draft = run.recipe, run.args, run.draft
     if recipe.features:
         data = "+".join(manifest.data for manifest in recipe.manifests.values())
     else:
@@ -105,11 +105,11 @@ def describe_run(recipe, args, target, draft, encoder, dataset) -> dict:
     shape["num_draft_layers"] = shape.pop("num_hidden_layers")
     settings = {
         "digest of data": data,  # `data` of earlier versions was one of files
-        "target_weights": digest_of_target(target),
+        "target_weights": digest_of_target(run.target),
         "draft_weights": digest_of_parameters(draft.named_parameters()) if recipe.draft else None,
-        "target_dtype": str(target.dtype),
-        **digests_of_tokenizer(encoder.tokenizer),
-        "chat_template_kwargs": encoder.chat_template_kwargs,
+        "target_dtype": str(run.target.dtype),
+        **digests_of_tokenizer(run.encoder.tokenizer),
+        "chat_template_kwargs": run.encoder.chat_template_kwargs,
         **shape,
         **{one.name: getattr(keys, one.name) for keys in (recipe, args) for one in fields(keys) if _is_of_run(one)},
         **{name: getattr(args, name) for name in _OF_UPSTREAM},

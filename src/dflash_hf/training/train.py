@@ -22,6 +22,7 @@ from dflash_hf.training.features import drawn, drop_layers, store_rows, stored
 from dflash_hf.training.offline import DFlashOfflineTrainer
 from dflash_hf.training.pace import Pace
 from dflash_hf.training.recipe import RecipeArguments, completed
+from dflash_hf.training.run import Run
 from dflash_hf.training.run_file import STORED, checkpoint_to_resume, describe_run, run_in
 from dflash_hf.training.start import count_tokens, make_draft, take_vocabulary
 from dflash_hf.training.trainer import DFlashTrainer
@@ -68,43 +69,36 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     target = load_target(recipe.target, loading, device, form="{}={}", **attention)
     tell = note if args.process_index == 0 else lambda line: None
     draft = make_draft(recipe, target, tokenizer, tell, lenient="init_layers" in chosen)
-
-    # 3. Data, encoded by one process for all; it determines the tokens of a reduced vocabulary.
     of_template = draft.config.dflash_config.get("chat_template_kwargs") or {}
     vocab_size = target.get_input_embeddings().weight.shape[0]
     encoder = RowEncoder(tokenizer, recipe.max_length, of_template, draft.config.mask_token_id, vocab_size)
+    run = Run(recipe, args, target, draft, encoder)
+
+    # 3. Data, encoded by one process for all; it determines the tokens of a reduced vocabulary.
     with args.main_process_first(desc="data"):
-        rows, eval_rows = _datasets(recipe, args, target, draft.config.target_layer_ids, encoder, say)
-    if recipe.draft_vocab_size:
-        learned = stored(recipe.features, layer_ids=[]) if recipe.features else rows  # their ids are enough
-        share = take_vocabulary(draft, target, count_tokens(learned, draft.config.vocab_size))
-        say(f"draft vocabulary  {recipe.draft_vocab_size:,} tokens, {share:.2%} of the supervised tokens")
+        rows, eval_rows = _datasets(run, say)
+    if run.recipe.draft_vocab_size:
+        _take_vocabulary(run, rows, say)
 
     # 4. The description of the run, before training changes anything.
     def described() -> dict:
-        return describe_run(recipe, args, target, draft, encoder, rows) | {"chosen": chosen}
+        return describe_run(run, rows) | {"chosen": chosen}
 
     with run_in(args, described, resume):
         # 5. Features of rows read more than once.
-        if recipe.store_rows:
-            rows = drawn(rows, recipe.store_rows, args.seed)
-            made_by = (args, target, recipe.target, draft.config.target_layer_ids, encoder)
+        if run.recipe.store_rows:
             with args.main_process_first(desc="features"):
-                parts = {"train": rows, "eval": eval_rows}
-                rows, eval_rows = (store_rows(part, folder / STORED / name, *made_by) for name, part in parts.items())
+                parts = {"train": drawn(rows, run), "eval": eval_rows}
+                rows, eval_rows = (store_rows(part, folder / STORED / name, run) for name, part in parts.items())
         # 6. Training.
-        kind = DFlashOfflineTrainer if recipe.features or recipe.store_rows else DFlashTrainer
-        trainer = kind(draft, target, args, rows, eval_rows, peft_config=recipe.peft_config, callbacks=list(callbacks))
-        if recipe.decode_prompts:
-            tokens, steps = recipe.decode_max_new_tokens, recipe.decode_steps
-            trainer.add_callback(DecodingCallback(trainer, None, recipe.decode_prompts, tokens, steps))
+        trainer = _trainer(run, rows, eval_rows, list(callbacks))
         if resume:
             say(f"resuming from {resume}")
         saving = 2.0 + 4 * trainer.draft.num_parameters() / 1e8
         trainer.reserved_seconds = Pace.clock() - start + saving
         trainer.train(resume_from_checkpoint=resume)
         with kept_report(folder) if args.process_index == 0 else nullcontext():
-            _save(trainer, recipe.peft_config is not None)
+            _save(run, trainer)
     if args.process_index == 0:
         shutil.rmtree(folder / STORED, ignore_errors=True)
     say(f"trained           {trainer.state.global_step:,} steps, {duration(Pace.clock() - start)} in all")
@@ -126,10 +120,22 @@ def _halved(draft, args):
     return draft.to(torch.bfloat16 if args.bf16 else torch.float16) if args.bf16 or args.fp16 else draft
 
 
-def _save(trainer, adapted: bool) -> None:
+def _trainer(run: Run, rows, eval_rows, callbacks: list) -> DFlashTrainer:
+    """The trainer of a run, which reads the target's features from disk or computes them."""
+    recipe = run.recipe
+    kind = DFlashOfflineTrainer if recipe.features or recipe.store_rows else DFlashTrainer
+    options = {"peft_config": recipe.peft_config, "callbacks": callbacks}
+    trainer = kind(run.draft, run.target, run.args, rows, eval_rows, **options)
+    if recipe.decode_prompts:
+        tokens, steps = recipe.decode_max_new_tokens, recipe.decode_steps
+        trainer.add_callback(DecodingCallback(trainer, None, recipe.decode_prompts, tokens, steps))
+    return trainer
+
+
+def _save(run: Run, trainer: DFlashTrainer) -> None:
     """Save the drafter; with its adapter merged, which engines serve, and the adapter alone next to it."""
-    folder = Path(trainer.args.output_dir)
-    if not adapted:
+    folder = Path(run.args.output_dir)
+    if run.recipe.peft_config is None:
         if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
             _halved(trainer.draft, trainer.args)
         trainer.save_model(str(folder))
@@ -142,16 +148,25 @@ def _save(trainer, adapted: bool) -> None:
         save_facts(trainer, folder)
 
 
-def _datasets(recipe: RecipeArguments, args, target, layers: list[int], encoder, say) -> tuple:
+def _take_vocabulary(run: Run, rows, say) -> None:
+    """The most frequent tokens of the data, as the drafter's vocabulary."""
+    features = run.recipe.features
+    learned = stored(features, layer_ids=[]) if features else rows  # their ids are enough
+    share = take_vocabulary(run.draft, run.target, count_tokens(learned, run.draft.config.vocab_size))
+    say(f"draft vocabulary  {run.recipe.draft_vocab_size:,} tokens, {share:.2%} of the supervised tokens")
+
+
+def _datasets(run: Run, say) -> tuple:
     """The training and evaluation data."""
+    recipe = run.recipe
     if recipe.features:
-        drop_layers(target, args.device)
+        drop_layers(run.target, run.args.device)
         folders = (recipe.features, recipe.eval_features)
-        return tuple(stored(one, layers, args.reads_states) if one else None for one in folders)
+        return tuple(stored(one, run.layer_ids, run.args.reads_states) if one else None for one in folders)
 
     def prepared(data, split, streaming, packing):
         rows = load_rows(data, split, streaming, recipe.data_name, recipe.data_revision)
-        dataset, report = prepare_dataset(rows, encoder, packing, recipe.num_proc, data)
+        dataset, report = prepare_dataset(rows, run.encoder, packing, recipe.num_proc, data)
         say(f"{data}:" if not streaming else f"{data}, its first rows:")
         for line in report.lines():
             say(f"  {line}")
