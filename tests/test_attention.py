@@ -6,11 +6,13 @@ import threading
 import pytest
 import torch
 from support.pairs import make_target
+from support.tiny_models import tiny_model
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.utils.generic import is_flash_attention_requested
 
 from dflash_hf.attention import SINGLE_QUERIES, single_queries, single_query_attention, with_own_config
-from dflash_hf.responses import _Slots, responses
+from dflash_hf.responses import _Slots, decodes_in_slots, responses
 
 
 PROMPT = torch.arange(3, 20)[None]
@@ -89,6 +91,16 @@ def test_where_the_kernel_is_as_fast_the_target_itself_decodes():
     for target in (make_target("llama"), make_target("llama", attn="eager").bfloat16()):
         with single_queries(target) as own:
             assert own is target
+
+
+def test_a_configuration_that_refuses_flash_attention():
+    """Upstream takes any name with `flash` in it for flash attention, which HRM-Text's configuration refuses."""
+    assert not is_flash_attention_requested(requested_attention_implementation=SINGLE_QUERIES)
+    target = tiny_model("hrm_text").half()
+    config = copy.deepcopy(make_target("llama").generation_config)
+    assert decodes_in_slots(target, config)
+    ((_, text),) = responses(target, [(0, [3, 5, 8])], 4, config)
+    assert len(text) == 4
 
 
 def test_a_configuration_of_its_own_goes_with_its_model():

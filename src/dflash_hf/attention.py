@@ -16,7 +16,7 @@ from transformers.masking_utils import sdpa_mask
 from dflash_hf.modeling.isolation_dflash import isolated
 
 
-SINGLE_QUERIES = "dflash_single_queries"  # name of an attention implementation
+SINGLE_QUERIES = "single_queries"  # name of an attention implementation; upstream asks some whether they are "flash"
 _NOT_HERE = ("softcap", "position_bias", "cache")  # upstream's function supports them, or says that it does not
 
 
