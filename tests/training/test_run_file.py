@@ -167,6 +167,17 @@ def test_the_rows_trained_on_are_compared_and_not_their_files(target, tmp_path, 
     assert "digest of data='" in run(capsys, again, "max_steps=5")[2]
 
 
+def test_features_named_twice_are_other_data_than_once(target, tmp_path, capsys):
+    data, features = write(tmp_path / "data.jsonl"), tmp_path / "features"
+    command = ["features", f"--target={target}", f"--data={data}", f"--output={features}", "--store-dtype=float32"]
+    assert run(capsys, [*command, "--target-layer-ids", "0", "2"])[0] == 0
+    command = ["train", f"target={target}", f"output_dir={tmp_path / 'o'}", *TINY]
+    assert run(capsys, command, f"features=[{features}, {features}]")[0] == 0
+    again = [*command, "resume_from_checkpoint=auto", "max_steps=3"]
+    assert "digest of data='" in run(capsys, again, f"features={features}")[2]
+    assert run(capsys, again, f"features=[{features}, {features}]")[0] == 0
+
+
 @pytest.mark.parametrize("adapter", [(), ("peft_config={peft_type: LORA, r: 2}",)], ids=["whole", "adapter"])
 def test_a_finished_drafter_keeps_its_report(adapter, target, tmp_path, capsys):
     """Resuming a complete run removed what `dflash eval` had measured since, although the weights stay the same."""

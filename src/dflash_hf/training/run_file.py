@@ -17,7 +17,7 @@ from dflash_hf.modeling.layouts_dflash import is_drafter_config
 from dflash_hf.target import digest_of_parameters, digest_of_target
 from dflash_hf.terminal import DetailedError
 from dflash_hf.training.checkpoints import UNFINISHED
-from dflash_hf.training.features import digest_of_rows
+from dflash_hf.training.features import digest_of_rows, parts_of
 from dflash_hf.training.processes import in_first_process
 from dflash_hf.training.run import Run
 from dflash_hf.training.whole import checkpoints_of, last_whole_checkpoint
@@ -95,7 +95,7 @@ def describe_run(run: Run, dataset) -> dict:
     """
     recipe, args, draft = run.recipe, run.args, run.draft
     if recipe.features:
-        data = "+".join(manifest.data for manifest in recipe.manifests.values())
+        data = "+".join(part.manifest.data for part in parts_of(dataset))  # a folder may be named twice
     else:
         batches = dataset.with_format("numpy").iter(1000)
         batches = islice(batches, 1 if recipe.streaming else None)  # the first rows of a stream
