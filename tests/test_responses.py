@@ -217,6 +217,13 @@ def test_the_best_number_of_rows(target, monkeypatch):
     assert best_rows(target, 40, limit=500)[0] == 16
 
 
+def test_rows_of_an_offloaded_target():
+    """Its first weight is on no device, which ended in `KeyError: 'mps'`."""
+    accelerate = pytest.importorskip("accelerate")
+    offloaded = accelerate.cpu_offload(make_target("llama"), execution_device=torch.device("cpu"))
+    assert best_rows(offloaded, 40, limit=8)[0] == 8
+
+
 def test_where_an_answer_was_cut_off():
     """At `max_time` of the target's generation config it was said to fill the context."""
     config = GenerationConfig(eos_token_id=2)

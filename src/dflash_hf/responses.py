@@ -347,7 +347,7 @@ def best_rows(target, length: int, sizes: Sequence[int] | None = None, limit: in
     Returns:
         The number of rows, and tokens per second.
     """
-    best, room = (1, 0.0), free_memory(target.device) / 2
+    best, room = (1, 0.0), free_memory(input_device(target)) / 2
     with single_queries(target) as own:
         for i, rows in enumerate(sizes := sizes or _ROWS):
             slots = _Slots(own, rows)
