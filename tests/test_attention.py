@@ -6,8 +6,8 @@ import threading
 import pytest
 import torch
 from support.pairs import make_target
-from support.tiny_models import tiny_model
-from transformers import AttentionInterface
+from support.tiny_models import tiny_config, tiny_model
+from transformers import AttentionInterface, AutoModelForImageTextToText, GenerationConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils.generic import is_flash_attention_requested
 
@@ -100,6 +100,22 @@ def test_a_configuration_that_refuses_flash_attention():
     config = copy.deepcopy(make_target("llama").generation_config)
     assert decodes_in_slots(target, config)
     ((_, text),) = responses(target, [(0, [3, 5, 8])], 4, config)
+    assert len(text) == 4
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_a_wrapper_s_text_may_attend_eagerly(family):
+    """Softcaps were an error, and sinks were left out; the wrapper's own attention is that of images."""
+    config = tiny_config("internvl")
+    config.text_config = tiny_config(family)
+    target = AutoModelForImageTextToText.from_config(config).bfloat16()
+    assert target.config._attn_implementation == "sdpa"
+    with single_queries(target) as own:
+        layer = own.model.language_model.layers[0]
+        assert layer.self_attn.config._attn_implementation == (SINGLE_QUERIES if family == "llama" else "eager")
+        assert own.model.vision_tower.config._attn_implementation == "sdpa"
+    assert target.config.text_config._attn_implementation == ("sdpa" if family == "llama" else "eager")
+    ((_, text),) = responses(target, [(0, [3, 5, 8])], 4, GenerationConfig())
     assert len(text) == 4
 
 

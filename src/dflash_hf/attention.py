@@ -41,12 +41,13 @@ def single_queries(target: PreTrainedModel) -> Iterator[PreTrainedModel]:
     A target for steps of one token per row, with the same weights; the target itself where PyTorch's kernel is as
     fast: on accelerators, in fp32, or with another attention.
     """
-    swaps = target._supports_attention_backend and target.config._attn_implementation == "sdpa"
+    text = target.config.get_text_config(decoder=True)  # which may attend in another way than a wrapper's images
+    swaps = target._supports_attention_backend and text._attn_implementation == "sdpa"
     if not swaps or target.device.type != "cpu" or target.dtype not in (torch.bfloat16, torch.float16):
         yield target
         return
     with with_own_config(target) as own:
-        own.config._attn_implementation = SINGLE_QUERIES
+        own.config.get_text_config(decoder=True)._attn_implementation = SINGLE_QUERIES
         yield own
 
 
