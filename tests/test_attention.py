@@ -56,6 +56,10 @@ def test_what_only_sdpa_supports_is_left_to_it():
         f(Module(), **one, position_bias=bias)[0] for f in (single_query_attention, sdpa_attention_forward)
     )
     assert torch.equal(ours, theirs)
+    visible = torch.rand(2, 1, 1, 11) < 0.6
+    added = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+    two = (single_query_attention(Module(), **{**one, "attention_mask": some})[0] for some in (visible, added))
+    torch.testing.assert_close(*two)
     with pytest.raises(ValueError, match="softcap"):
         single_query_attention(Module(), **one, softcap=30.0)
 

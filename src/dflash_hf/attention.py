@@ -68,10 +68,12 @@ def single_query_attention(
     Args:
         query (`torch.Tensor`): `[R, heads, n, head_dim]`.
         key, value (`torch.Tensor`): `[R, key heads, slots, head_dim]`; contiguous, or they are copied.
-        attention_mask (`torch.Tensor`, *optional*): `[R, 1 or heads, n, slots]`, added to the scores.
+        attention_mask (`torch.Tensor`, *optional*): `[R, 1 or heads, n, slots]`, added to the scores; a boolean one,
+            of remote code, is left to sdpa.
     """
     rows, heads, queries, size = query.shape
-    if queries > 1 or any(kwargs.get(name) is not None for name in _NOT_HERE):
+    boolean = attention_mask is not None and attention_mask.dtype == torch.bool  # it would be added as 0 and 1
+    if queries > 1 or boolean or any(kwargs.get(name) is not None for name in _NOT_HERE):
         given = {"dropout": dropout, "scaling": scaling, **kwargs}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **given)
     grouped = (rows, key.shape[1], -1)  # the query heads of each key head
