@@ -3,6 +3,7 @@
 import copy
 import gzip
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -256,6 +257,20 @@ def test_damaged_and_other_files(folder, tiny_file, tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no such file"):
         convert(tmp_path / "none.gguf", tmp_path / "back")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cut.gguf", "dflash.gguf", "draft"]
+
+
+def test_another_file_of_the_same_size_and_time_is_read(folder, tiny_file, tmp_path):
+    """As archives unpack them; the weights of the first were converted again."""
+    for number in (0.0, 1.0):
+        draft = DFlashDraftModel.from_pretrained(folder)
+        with torch.no_grad():
+            draft.norm.weight.fill_(number)
+        draft.save_pretrained(tmp_path / "filled")
+        convert(tmp_path / "filled", tmp_path / "new.gguf", to="gguf", target=tiny_file)
+        os.utime(tmp_path / "new.gguf", (1, 1))
+        os.replace(tmp_path / "new.gguf", tmp_path / "dflash.gguf")
+        unpacked = unpack_gguf(tmp_path / "dflash.gguf", tmp_path / f"back {number}")
+        assert (load_file(unpacked / "model.safetensors")["norm.weight"] == number).all()
 
 
 def test_a_file_without_the_package_that_reads_it(folder, tiny_file, tmp_path, monkeypatch):

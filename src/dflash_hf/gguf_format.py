@@ -444,7 +444,8 @@ def _open(file: str | Path):
     if not path.is_file():
         raise FileNotFoundError(f"{file}: there is no such file.")
     try:
-        return _read(gguf, path, path.stat().st_mtime_ns, path.stat().st_size)
+        stat = path.stat()  # another file at this path may have the same size and time, as from an archive
+        return _read(gguf, path, (stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
     except Exception as error:  # gguf checks little and fails in many ways
         raise ValueError(
             f"{file} is not a complete GGUF file ({error or type(error).__name__}); download it again."
@@ -452,7 +453,7 @@ def _open(file: str | Path):
 
 
 @lru_cache(maxsize=2)  # a pair: commands need a file several times, and a vocabulary takes seconds to read
-def _read(gguf, path: Path, changed: int, size: int):
+def _read(gguf, path: Path, state: tuple[int, ...]):
     reader = gguf.GGUFReader(path)
     reader.fields["general.architecture"].contents()
     return reader
