@@ -63,8 +63,9 @@ def input_device(target) -> torch.device:
 def cache_argument(target) -> str:
     """The name under which `generate` keeps a target's cache and passes it to the forward."""
     accepted = inspect.signature(target.forward).parameters
-    recurrent = CACHE_NAME == "past_key_values" not in accepted and "cache_params" in accepted
-    return "cache_params" if recurrent else CACHE_NAME
+    if CACHE_NAME in accepted or CACHE_NAME == "cache":  # upstream translates `cache` for forwards that say otherwise
+        return CACHE_NAME
+    return "cache_params" if "cache_params" in accepted else CACHE_NAME
 
 
 def empty_cache(target) -> DynamicCache:
