@@ -440,12 +440,13 @@ def _open(file: str | Path):
         `ValueError`: it is not a complete GGUF file.
         `ImportError`: `gguf` is not installed.
     """
-    path, gguf = Path(file).expanduser(), _gguf()
+    path = Path(file).expanduser()
+    _gguf()  # without it no file can be judged
     if not path.is_file():
         raise FileNotFoundError(f"{file}: there is no such file.")
     try:
         stat = path.stat()  # another file at this path may have the same size and time, as from an archive
-        return _read(gguf, path, (stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
+        return _read(path, (stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
     except Exception as error:  # gguf checks little and fails in many ways
         raise ValueError(
             f"{file} is not a complete GGUF file ({error or type(error).__name__}); download it again."
@@ -453,8 +454,8 @@ def _open(file: str | Path):
 
 
 @lru_cache(maxsize=2)  # a pair: commands need a file several times, and a vocabulary takes seconds to read
-def _read(gguf, path: Path, state: tuple[int, ...]):
-    reader = gguf.GGUFReader(path)
+def _read(path: Path, state: tuple[int, ...]):
+    reader = _gguf().GGUFReader(path)
     reader.fields["general.architecture"].contents()
     return reader
 
