@@ -144,6 +144,20 @@ def test_a_stop_string_is_no_part_of_the_answer(server, own):
         assert pieces[-1].choices[0].finish_reason == answer.finish_reason == reason
 
 
+def test_stop_strings_of_the_target_end_answers(bench, folder, own, tmp_path):
+    """The server did not start: `generate` wanted a tokenizer for them."""
+    shutil.copytree(folder, tmp_path / "stopping")
+    settings = GenerationConfig.from_pretrained(folder)
+    settings.stop_strings = stop = own["Say 1"][10:12]
+    settings.save_pretrained(tmp_path / "stopping")
+    command = [sys.executable, "-m", "dflash_hf.cli", "serve", "--target", str(tmp_path / "stopping"), "--port", "0"]
+    with bench.Server([*command, "--device", "cpu"]) as server:
+        options = {"max_tokens": MAX_TOKENS, "temperature": 0}
+        expected = own["Say 1"][: own["Say 1"].index(stop)]
+        assert server.ask("Say 1", False, **options) == (expected, len(expected + stop))
+        assert server.ask("Say 1", False, stop="~", **options)[0] == own["Say 1"]
+
+
 def test_a_seed_is_a_request_s_own(bench, server, folder):
     """Upstream seeds torch when a request arrives, in the middle of the answer before."""
     tokenizer, target = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)

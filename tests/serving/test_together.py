@@ -38,14 +38,15 @@ def manager(world):
     manager.stop()
 
 
-def answers(manager, world, which, pause: float = 0.0, **settings):
-    """The texts of requests that arrive one after the other, `pause` seconds apart."""
+def answers(manager, world, which, pause: float = 0.0, stops=None, **settings):
+    """The texts of requests that arrive one after the other, `pause` seconds apart; `stops` of each number."""
     target, tokenizer, _, asked, _ = world
 
     async def one(place: int, number: int):
         await asyncio.sleep(pause * place)
         config = GenerationConfig(**{"max_new_tokens": MAX_TOKENS, "do_sample": False, **settings})
         config.eos_token_id, config.pad_token_id = target.generation_config.eos_token_id, 0
+        config._stops = stops and stops[number]
         output = await manager.generate_non_streaming(target, tokenizer, dict(asked[number]), config, f"r{number}")
         return asked[number]["input_ids"][0].tolist() + list(map(int, output[2]))
 
@@ -64,6 +65,25 @@ def test_a_request_that_is_alone_is_drafted(manager, world):
 def test_requests_at_once_are_decoded_together(manager, world):
     assert answers(manager, world, range(5)) == world[4]
     assert all("together with others" in line for line in manager.lines)
+
+
+@pytest.mark.parametrize("number", [1, 5], ids=["drafted", "batched"])
+def test_a_stop_string_ends_an_answer_as_upstream_s(number, manager, world):
+    """A request with stop strings joined no batch, and waited for a search of the whole vocabulary."""
+    target, tokenizer, _, asked, texts = world
+    written = [tokenizer.decode(ids[len(prompt["input_ids"][0]) :]) for ids, prompt in zip(texts, asked, strict=True)]
+    stops = [["~", text[len(text) // 2 :][:2], text[-1]] for text in written]
+    expected = [
+        target.generate(**ids, max_new_tokens=MAX_TOKENS, do_sample=False, stop_strings=stop, tokenizer=tokenizer)[
+            0
+        ].tolist()
+        for ids, stop in zip(asked, stops, strict=True)
+    ]
+    assert all(len(short) < len(whole) for short, whole in zip(expected, texts, strict=True))
+    assert answers(manager, world, range(number), stops=stops) == expected[:number]
+    assert all(("together with others" in line) == (number > 1) for line in manager.lines)
+    assert manager.together.rates  # timed, though they ended early
+    assert number > 1 or "tau" in manager.lines[0]
 
 
 def test_drafted_and_batched_requests_do_not_see_each_other(manager, world, monkeypatch):
@@ -164,7 +184,6 @@ def test_what_a_batch_cannot_do_is_decoded_alone(manager, world):
         (plain | {"do_sample": True, "temperature": 0.7, "top_k": 9, "top_p": 0.8}, True),
         (plain | {"repetition_penalty": 1.2}, False),
         (plain | {"sequence_bias": [[[5], 2.0]]}, False),
-        (plain | {"stop_strings": ["a"]}, False),
         (plain | {"num_beams": 2}, False),
         ({}, False),
     ]:

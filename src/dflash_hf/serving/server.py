@@ -28,7 +28,7 @@ from transformers.cli.serving.utils import GenerateManager, _GenerationCancelled
 
 from dflash_hf.pairs import pack
 from dflash_hf.serving.conversation import room_for_answer
-from dflash_hf.serving.stop_strings import UpToStop, without_stop
+from dflash_hf.serving.stop_strings import CompletesStop, UpToStop, without_stop
 from dflash_hf.serving.together import BatchFailed, Together
 from dflash_hf.terminal import one_line
 
@@ -101,9 +101,11 @@ class DraftedServe(Serve):
         self.takes_tools = "tools" in str(getattr(processor, "chat_template", None))
         pack(self.packed, target, self.draft)
         manager = self._generation_state._generate_managers[self.name] = DraftedManager(target, self.draft, self.say)
+        stops = target.generation_config.stop_strings  # of requests without their own; see `CompletesStop`
+        target.generation_config.stop_strings = None
         manager.try_out(target)
         for handler in (self._chat_handler, self._completion_handler, self._response_handler):
-            handler._build_generation_config = functools.partial(_settings, handler._build_generation_config)
+            handler._build_generation_config = functools.partial(_settings, handler._build_generation_config, stops)
             handler.get_processor_inputs_from_messages = functools.partial(
                 _inputs, handler.get_processor_inputs_from_messages
             )
@@ -255,7 +257,7 @@ def _inputs(read: Callable, messages: list[dict], modality) -> list[dict]:
     return read(messages, modality)
 
 
-def _settings(build: Callable, body: dict, *args, **kwargs):
+def _settings(build: Callable, default_stops, body: dict, *args, **kwargs):
     """
     The settings of a request. Upstream seeds torch as soon as a request arrives, in the middle of another request's
     answer, ignores the temperature if the model's own settings are greedy, and fails on integer biases and on empty
@@ -276,8 +278,8 @@ def _settings(build: Callable, body: dict, *args, **kwargs):
     body["stop"] = [text for text in stops if text] or None
     body["logit_bias"] = None  # upstream ignores it in `/v1/completions`
     config = build(body, *args, **kwargs)
-    ends = config.stop_strings
-    config.stop_strings = body["stop"] = [ends] if isinstance(ends, str) else ends
+    ends, config.stop_strings = config.stop_strings or default_stops, None
+    config._stops = body["stop"] = [ends] if isinstance(ends, str) else ends
     if biases:
         config.sequence_bias = {(int(token),): float(bias) for token, bias in biases.items()}
     config._seed = None if seed is None else seed % 2**32  # numpy's limit; OpenAI's seeds have 64 bits
@@ -342,8 +344,8 @@ class DraftedManager(GenerateManager):
         self.together.stop()
 
 
-class _Moved(Exception):
-    """A request continues in a batch."""
+class _Left(Exception):
+    """Ends a call of `generate`, or a part in a batch: the answer is complete, or continues in a batch."""
 
 
 class _Request:
@@ -359,7 +361,7 @@ class _Request:
 
         self.manager, self.model, self.name, self.together = manager, model, name, manager.together
         self.gone, self.arrived, self.start = threading.Event(), time.perf_counter(), None
-        self.seed = vars(settings).pop("_seed", None)
+        self.seed, self.stops = vars(settings).pop("_seed", None), vars(settings).pop("_stops", None)
         self.prompt = inputs["input_ids"].shape[-1]
         if not self.prompt:
             raise HTTPException(400, "The prompt is empty.")
@@ -370,9 +372,10 @@ class _Request:
         self.settings, ends = settings, settings.eos_token_id
         self.ends = ends if isinstance(ends, list) else [ends]
         self.kind = None if self.seed is not None else self.together.kind_of(inputs, settings)
-        self.loop, self.lengths = asyncio.get_running_loop(), []
+        self.loop = asyncio.get_running_loop()
+        self.lengths: list[int] = []  # tokens of each verification
         self.ids: list[int] = []  # the prompt, and the part of the answer sent so far
-        self.drafting = self.batched = self.repeats = self.finished = False
+        self.drafting = self.batched = self.repeats = self.finished = self.stopped = False
 
     def __getattr__(self, name: str):
         return getattr(self.model, name)
@@ -382,14 +385,15 @@ class _Request:
         from fastapi import HTTPException
 
         self.streamer = streamer
-        if streamer is not None and self.settings.stop_strings:
-            streamer._enqueue = UpToStop(streamer._enqueue, self.settings.stop_strings)
         try:
+            self.completes = CompletesStop(kwargs["tokenizer"].decode, self.stops) if self.stops else None
+            if streamer is not None and self.stops:
+                streamer._enqueue = UpToStop(streamer._enqueue, self.stops)
             with self.together.request(self.kind is not None, self.seed is not None and self.settings.do_sample):
                 while not self.finished:
                     if not (self._joins() and self._in_batch(kwargs)):
                         self.manager.alone(self._drafted, kwargs)
-            if self._ended(kwargs["tokenizer"]):
+            if self.stopped or self.ids[-1] in self.ends:
                 self.settings.max_new_tokens = None  # upstream's `finish_reason` of an answer this long is `length`
             if streamer is not None:
                 streamer.end()
@@ -406,19 +410,6 @@ class _Request:
         self._log(", together with others" if self.batched else "")
         return torch.tensor([self.ids])
 
-    def _ended(self, tokenizer) -> bool:
-        """Whether the last token ends the answer, whatever its length."""
-        stops = self.settings.stop_strings or []
-        text = tokenizer.decode(self.ids[self.prompt :]) if stops else ""
-        return self.ids[-1] in self.ends or any(stop in text for stop in stops)
-
-    def _is_whole(self, tokenizer) -> bool:
-        """Whether the answer is complete: upstream also stops at a stop string that begins in the prompt."""
-        if self._ended(tokenizer) or not self._rest().max_new_tokens:
-            return True
-        written = len(tokenizer.decode(self.ids[self.prompt :]))
-        return all(len(stop) <= written for stop in self.settings.stop_strings or [])
-
     def _joins(self) -> bool:
         return self.kind is not None and self.together.pays(self.settings.do_sample)
 
@@ -432,6 +423,8 @@ class _Request:
                 self.put(kwargs["input_ids"])
             try:
                 self.together.decode(self.kind, list(self.ids), self._rest(), self.loop, self.put)
+            except _Left:  # at a stop string
+                pass
             except BatchFailed:
                 self.kind = None
                 return False
@@ -450,15 +443,12 @@ class _Request:
             kwargs |= {"input_ids": ids, "attention_mask": torch.ones_like(ids), "generation_config": self._rest()}
         begun, before, self.drafting = time.perf_counter(), len(self.ids) or self.prompt, True
         try:
-            output = self.model.generate(
-                **kwargs, streamer=self, assistant_model=self.manager.draft, return_dict_in_generate=True
-            )
-        except _Moved:
-            return
+            self.model.generate(**kwargs, streamer=self, assistant_model=self.manager.draft)
+            self.finished = True
+        except _Left:
+            pass
         finally:
             self.drafting = False
-        self.finished = self._is_whole(kwargs["tokenizer"])
-        self.lengths += (getattr(output, "acceptance_lengths", None) or [[]])[0]
         if not self.together.batched:
             self.together.note(1, len(self.ids) - before, time.perf_counter() - begun)
 
@@ -470,19 +460,32 @@ class _Request:
 
     def put(self, value: torch.Tensor) -> None:
         """
-        Streamer of the request: ends it if the client has disconnected, or if a batch is faster.
+        Streamer of the request: ends it at a stop string, if the client has disconnected, or if a batch is faster.
         """
         if self.gone.is_set():
             raise _GenerationCancelled
         if self.repeats:  # the prompt of a second call
             self.repeats = False
             return
+        tokens = value.flatten().tolist()
+        if self.completes and self.ids:
+            end = next((n for n, token in enumerate(tokens, start=1) if self.completes(token)), None)
+            tokens, self.stopped = tokens[:end], end is not None
         if self.streamer is not None:
-            self.streamer.put(value)
-        self.ids += value.flatten().tolist()
+            self.streamer.put(torch.tensor(tokens))
+        if self.drafting and self.lengths:
+            self.lengths[-1] += len(tokens)
+        self.ids += tokens
+        if self.stopped:
+            self.finished = True
+            raise _Left
         last = len(self.ids) - self.prompt >= self.settings.max_new_tokens or self.ids[-1] in self.ends
         if self.drafting and self._joins() and (len(self.ids) == self.prompt or not last):
-            raise _Moved
+            raise _Left
+
+    def next_round(self) -> None:
+        """The following tokens come from a new verification."""
+        self.lengths.append(0)
 
     def end(self) -> None:
         """A call of `generate` has ended, but not necessarily the answer."""

@@ -104,7 +104,7 @@ class Together:
             return None
         if (settings.num_beams or 1) > 1 or settings.bad_words_ids:
             return None
-        if settings.stop_strings or settings.max_time or (settings.repetition_penalty or 1.0) != 1.0:
+        if settings.max_time or (settings.repetition_penalty or 1.0) != 1.0:
             return None
         kind = (settings.do_sample, *(type(processor) for processor in self.model._get_logits_processor(settings)))
         known = kind in self.managers or len(self.managers) < _MOST_BATCHES
@@ -177,8 +177,8 @@ class Together:
             if not done:
                 manager.cancel_request(name)
                 manager.output_router.result_handlers.pop(name, None)  # upstream delivers nothing more for it
-        if number == self.batched:
-            self.note(number, written - first, time.perf_counter() - start)
+            if written and number == self.batched:
+                self.note(number, written - first, time.perf_counter() - start)
 
     def _manager(self, kind: tuple, settings: GenerationConfig):
         with self.changed:
