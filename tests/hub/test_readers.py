@@ -1,10 +1,12 @@
 """
-The models of dflash-mlx, optimum-intel and z-lab over what we save, against ours, and against what `check` says of
+The models of mlx-vlm, optimum-intel and z-lab over what we save, against ours, and against what `check` says of
 them.
 
-Needs `pip install --no-deps mlx mlx-cpu mlx-lm dflash-mlx`, `pip install --no-deps optimum optimum-intel openvino`, or
+Needs `pip install --no-deps mlx mlx-cpu mlx-vlm==0.7.10`, `pip install --no-deps optimum optimum-intel openvino`, or
 `pip install --no-deps --target FOLDER dflash==0.1.0` with that folder on the path: its command has our command's name.
 """
+
+import json
 
 import numpy as np
 import pytest
@@ -36,9 +38,12 @@ DRAFTERS = {
     "DFlash 2": {"selector_rank": 6, "selector_top_k": 5, "conv_kernel_size": 2, "conv_group_size": 4},
     "own embedding": {"has_embed_tokens": True},
     "reduced vocabulary": {"draft_vocab_size": 9},
+    "DSpark": {"markov_rank": 4, "sample_from_anchor": True},
+    "gated DSpark": {"markov_rank": 4, "markov_head_type": "gated", "sample_from_anchor": True},
 }
 REFUSED = {
-    "mlx": {"sliding, bidirectional", "causal", *list(DRAFTERS)[7:]},
+    "mlx": {"biases", "sliding, causal", "sliding, bidirectional", *list(DRAFTERS)[8:]}
+    - {"DFlash 2", "own embedding", "DSpark"},
     "openvino": {"sliding, causal", "causal", *list(DRAFTERS)[7:]},
     "z-lab": set(list(DRAFTERS)[7:]) - {"scaled embedding", "DFlash 2"},
 }
@@ -46,9 +51,10 @@ REFUSED = {
 
 def of_mlx(folder, features, block):
     mlx = pytest.importorskip("mlx.core")
-    loading = pytest.importorskip("dflash_mlx.runtime.loading")
-    model, _ = loading.load_draft_bundle(str(folder))
-    states = model(noise_embedding=mlx.array(block.numpy()), target_hidden=mlx.array(features.numpy()))
+    model = pytest.importorskip("mlx_vlm.utils").load_model(folder)
+    model.embed_tokens = lambda ids: mlx.array(block.numpy())
+    ids = mlx.zeros(block.shape[:2], dtype=mlx.int32)
+    states = model._hidden(ids, mlx.array(features.numpy()), model.make_cache())
     return torch.tensor(np.array(states))
 
 
@@ -70,10 +76,10 @@ def of_zlab(folder, features, block):
     """As its own program picks the class; the scale is applied before it."""
     theirs = pytest.importorskip("dflash.model")
     config = Qwen3Config.from_pretrained(folder)
-    drafts = getattr(theirs, config.architectures[0])
     try:
+        drafts = getattr(theirs, config.architectures[0])
         model, info = drafts.from_pretrained(folder, config=config, output_loading_info=True)
-    except TypeError as error:  # of a key that is not there
+    except (AttributeError, TypeError) as error:  # of a class or a key that is not there
         raise ValueError(str(error)) from error
     if any(info[problem] for problem in ("missing_keys", "unexpected_keys")):
         raise ValueError("it drops tensors in silence")
@@ -101,3 +107,26 @@ def test_what_is_read_as_it_is_meant(name, engine, read, tmp_path):
         assert found
         return
     assert torch.allclose(ours, theirs, atol=1e-5) != bool(found)
+
+
+@pytest.mark.parametrize(
+    "changes, target, key",
+    [
+        ({}, None, None),
+        ({}, "qwen3_5_text", None),
+        ({}, "llama", "model_type"),  # its layers' outputs are not exposed
+        ({"model_type": "gpt_oss"}, None, "model_type"),
+        ({"dflash_config": None}, None, "dflash_config"),
+        ({"target_layer_ids": [2, 0, 1]}, None, "target_layer_ids"),
+        ({"target_layer_ids": [-1, 0, 1]}, None, "target_layer_ids"),
+    ],
+)
+def test_mlx_names_what_it_cannot_recognise(changes, target, key, tmp_path):
+    """A target's folder, to mlx-vlm; or features in another order, which it does not report."""
+    make_draft(make_target(vocab_size=16), target_layer_ids=[0, 1, 2]).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    if "target_layer_ids" in changes:
+        config["dflash_config"] |= changes
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    found = check(tmp_path, ["mlx"], None if target is None else {"model_type": target})
+    assert [finding.key for finding in found] == ([] if key is None else [key])

@@ -181,7 +181,10 @@ def _as_parsed(drafter: Path, engine: str, target: dict | None) -> Iterator[Find
     if refused is not None:
         yield Finding("error", (engine,), "weights", one_line(refused))
         return
-    for key, reason in limits(config, target) if engine == LLAMA_CPP else unread(config, engine):
+    if engine != LLAMA_CPP:
+        yield from unread(config, engine, read_json(drafter / "config.json"), target)
+        return
+    for key, reason in limits(config, target):
         yield Finding("error", (engine,), key, one_line(reason))
 
 
