@@ -19,7 +19,7 @@ from .heads_dflash import HEADS, head_fields
 
 logger = logging.get_logger(__name__)
 # In `architectures` or `speculators_model_type`: drafters without a head in `HEADS`, rejected ones included.
-_FAMILIES = "dflash|dfly|dflare|lilicorr|xpress|MuseGlimmerAssistantModel"
+_FAMILIES = "dflash|dfly|dflare|lilicorr|xpress|treeflash|adaflash|dels.?spec|MuseGlimmerAssistantModel"
 _MUSE = {
     "hidden_size": 6656,
     "intermediate_size": 19968,
@@ -65,16 +65,28 @@ _OTHER_HEADS = {
     "DFly": "its features are fused layer by layer, and its drafted tokens correct its hidden states",
     "DFlare": "its features are fused layer by layer",
     "Beam": "it keeps several paths of a block while it drafts",
+    "Gemma4": "its layers are those of Gemma 4; serve it with vLLM or mlx-vlm, or train a drafter for this target",
+    "TreeFlash": "an MLP corrects its hidden states for each previous token; decode with its own `spec_generate`",
+    "AdaFlash": "a head chooses the length of its blocks; without the head's keys and tensors it is a plain drafter",
+    "DeLS-Spec": "its layout is unknown here; decode with its own code",
     "JetSpec smoke test": "its adapter to the target's width is random; train a drafter for this target",
 }
 # Keys that belong to no head.
-_OTHER_KEYS = {"xpress_rank": "XPress"}
+_OTHER_KEYS = {
+    "xpress_rank": "XPress",
+    "treeflash_config": "TreeFlash",
+    **dict.fromkeys(("thresh_head_direct_len", "use_thresh_head_two_model"), "AdaFlash"),
+    **dict.fromkeys(("use_thresh_head_subsequent", "use_prob_head"), "AdaFlash"),
+}
 _OTHER_TENSORS = {
     "lilicorr.": "LiLiCorr",
     "aux_hidden_norms.": "Laguna",
     "refiner_head.": "XPress",
     "hidden_correction.": "DFly",
     "layer_fusion": "DFly",
+    "ar_approximation.": "TreeFlash",
+    "thresh_head_": "AdaFlash",
+    "prob_head.": "AdaFlash",
     "hidden_dim_adapter.": "JetSpec smoke test",
 }
 
@@ -253,7 +265,7 @@ def _refuse_other_heads(config: dict) -> None:
     names += [str(config.get("projector_type", "")), str(config.get("model_arch", ""))]
     kind = str(config.get("speculators_model_type", ""))
     for head, reason in _refused_heads().items():
-        named = [name for name in (*names, kind) if head.lower() in name.lower()]
+        named = [name for name in (*names, kind) if _letters(head) in _letters(name)]
         named += [f"{k}={config[k]!r}" for k, family in _OTHER_KEYS.items() if family == head and config.get(k)]
         if named:
             raise UnknownHeadError(
@@ -267,6 +279,10 @@ def _refuse_other_heads(config: dict) -> None:
         )
     if config.get("use_gemma_norm", False):
         raise ValueError("use_gemma_norm=True is not supported; drafters of this family have use_gemma_norm=False.")
+
+
+def _letters(name: str) -> str:
+    return "".join(filter(str.isalnum, name.lower()))
 
 
 def _from_speculators(config: dict) -> dict:

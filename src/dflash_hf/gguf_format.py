@@ -118,7 +118,7 @@ def target_config(target: str | Path) -> dict:
         return config.get("text_config", config)
     fields = _open(target).fields
     kind = fields["general.architecture"].contents()
-    if kind == ARCH:
+    if ARCH in kind:
         raise ValueError(f"{target} is a drafter; name the GGUF file of the target that it drafts for.")
     keys = {"embedding_length": "hidden_size", "block_count": "num_hidden_layers"}
     found = {ours: fields[f"{kind}.{key}"].contents() for key, ours in keys.items() if f"{kind}.{key}" in fields}
@@ -389,6 +389,9 @@ def gguf_config(file: str | Path) -> dict:
     reader = _open(file)
     fields = {name.removeprefix(f"{ARCH}."): field for name, field in reader.fields.items()}
     kind = fields["general.architecture"].contents()
+    if kind.endswith("dflash-draft"):
+        message = "it is a drafter for a fork of llama.cpp; convert the original drafter, with `--to gguf`."
+        raise ValueError(f"{file} has the architecture {kind!r}: {message}")
     if kind != ARCH:
         raise ValueError(f"{file} is not a DFlash drafter but a model of llama.cpp's architecture {kind!r}.")
     if _CONFIG in fields:

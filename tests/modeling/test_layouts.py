@@ -321,6 +321,18 @@ REFUSED = {
     "speculators, Domino": (speculators("domino"), "speculators_model_type='domino' is not a DFlash drafter"),
     "speculators, DFlare": (speculators("dflare"), "dflare is a DFlare drafter"),
     "Beam": (zlab(architectures=["DFlash2BeamDraftModel"], nested={"selector_rank": 6}), "is a Beam drafter"),
+    "Gemma4DSparkModel": (
+        automodel_dspark(architectures=["Gemma4DSparkModel"], model_type="gemma4_text"),
+        "is a Gemma4 drafter.*its layers are those of Gemma 4; serve it with vLLM or mlx-vlm",
+    ),
+    "TreeFlash": (zlab(architectures=["TreeFlashDraftModel"]), "is a TreeFlash drafter.*its own `spec_generate`"),
+    "TreeFlash by its key": (zlab(treeflash_config={"ar_approximation": "swiglu"}), "is a TreeFlash drafter"),
+    **{
+        f"AdaFlash by {key}": (zlab(nested={key: True}), f"{key}=True is a AdaFlash drafter.*is a plain drafter")
+        for key in ("thresh_head_direct_len", "use_thresh_head_two_model", "use_prob_head")
+    },
+    "DeLS-Spec": (zlab(architectures=["DeLSSpecDraftModel"]), "is a DeLS-Spec drafter.*with its own code"),
+    "DeLS-Spec by its type": (zlab(nested={"projector_type": "dels_spec"}), "is a DeLS-Spec drafter"),
     "a norm of Gemma": (zlab(use_gemma_norm=True), "use_gemma_norm"),
     "tables that differ": (
         zlab(layer_types=MIXED, sliding_window=4, use_sliding_window=True, rope_parameters=TABLES),
@@ -331,6 +343,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_heads_are_refused_with_the_reason(tmp_path, name):
+    """TreeFlash, AdaFlash and DeLS-Spec were loaded as plain drafters if no tensor was in the way."""
     file, reason = REFUSED[name]
     write(tmp_path / "draft", "z-lab v1")
     (tmp_path / "draft" / "config.json").write_text(json.dumps(file))
@@ -349,6 +362,8 @@ def test_other_heads_are_refused_with_the_reason(tmp_path, name):
         ("refiner_head.proj.weight", "which is refused"),
         ("layer_fusion.weight", "which is refused"),
         ("hidden_correction.proj.weight", "which is refused"),
+        ("ar_approximation.ug.weight", "which is refused: an MLP corrects"),
+        ("thresh_head_two_model.fc.weight", "which is refused: a head chooses the length of its blocks"),
         ("hidden_dim_adapter.proj.weight", "which is refused: its adapter to the target's width is random"),
     ],
 )
