@@ -4,6 +4,7 @@ import argparse
 import errno
 import io
 import json
+import logging
 import os
 import re
 import shutil
@@ -17,11 +18,13 @@ import pytest
 import torch
 from support.hub_stand_in import stand_in
 from support.shell import dflash, make_world, signalled
+from transformers.utils import logging as transformers_logging
 
 from dflash_hf import cli, terminal
 from dflash_hf.cli import main
 from dflash_hf.data.time_limit import time_limit
 from dflash_hf.failures import explain
+from dflash_hf.serving.pieces import PieceStreamer
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -89,6 +92,27 @@ def test_an_answer_that_fills_the_context_is_marked_as_cut(world, capsys):
     printed = capsys.readouterr()
     facts = json.loads(printed.out)
     assert facts["cut"] and facts["tokens"] < 250 and "cut off at the target's context limit" in printed.err
+
+
+@pytest.mark.parametrize("name", ["dflash_hf.any", "transformers.any"])
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_warnings_wait_for_the_end_of_the_text(command, name, world, monkeypatch, capsys):
+    """One of the decoding was printed in the middle of it: "where playersDecoding mostly without drafts"."""
+    put, logger = PieceStreamer.put, transformers_logging.get_logger(name)
+    handler = logging.StreamHandler(sys.stdout)  # the same stream as the text, to see the order
+
+    def warn(self, value):
+        put(self, value)
+        logger.warning("a warning")
+
+    monkeypatch.setattr(PieceStreamer, "put", warn)
+    monkeypatch.setattr(logging.getLogger(name.partition(".")[0] if "transf" in name else None), "handlers", [handler])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Say 1\n"))
+    words = generate(world)[1:-2] if command == "chat" else generate(world)[1:]
+    assert main([command, *map(str, words), "--max-new-tokens", "6"]) == 0
+    text, *lines = re.split("(?=a warning)", capsys.readouterr().out)
+    assert len(text) > 1 and text.endswith("\n") and len(lines) == 7
+    assert set(lines) == {"a warning\n"} and not handler.filters
 
 
 def test_drafts_are_shown_where_there_is_a_drafter(world, told):

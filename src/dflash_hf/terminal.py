@@ -4,6 +4,7 @@ import argparse
 import codecs
 import contextlib
 import json
+import logging
 import math
 import os
 import re
@@ -272,6 +273,32 @@ class Echo:
         """Print a piece of a line immediately."""
         self.stream.write(text)
         self.stream.flush()
+
+
+@contextlib.contextmanager
+def after_the_text() -> Iterator[None]:
+    """Holds the log back, which would be printed in the middle of a streamed text, until the text is complete."""
+    loggers = logging.getLogger(), logging.getLogger("transformers")
+    handlers = [logging.lastResort, *(handler for logger in loggers for handler in logger.handlers)]
+    held: list[tuple[logging.Handler, logging.LogRecord]] = []
+
+    def holding(handler: logging.Handler) -> Callable[[logging.LogRecord], bool]:
+        def hold(record: logging.LogRecord) -> bool:
+            held.append((handler, record))
+            return False
+
+        return hold
+
+    filters = [(handler, holding(handler)) for handler in handlers if handler is not None]
+    for handler, hold in filters:
+        handler.addFilter(hold)
+    try:
+        yield
+    finally:
+        for handler, hold in filters:
+            handler.removeFilter(hold)
+        for handler, record in held:
+            handler.handle(record)
 
 
 def bar(desc: str) -> Callable[[Iterable], Iterable]:

@@ -10,7 +10,7 @@ import time
 
 from dflash_hf.commands.pair import NamedPair, take_default
 from dflash_hf.commands.shared import add_answering, add_pair, sampling_options
-from dflash_hf.terminal import Outcome, UsageError, stdin_lines, wants_color
+from dflash_hf.terminal import Outcome, UsageError, after_the_text, stdin_lines, wants_color
 
 
 def add_arguments(parser) -> None:
@@ -52,9 +52,10 @@ def run(arguments, echo) -> Outcome:
         return output, output.sequences[0, len(prompt_ids) :].tolist(), time.perf_counter() - start
 
     streamer = None if arguments.json else PieceStreamer(tokenizer, lambda piece, source: echo.write(piece))
-    output, ids, seconds = decode(streamer=streamer, **({"assistant_model": draft} if draft is not None else {}))
-    if streamer is not None:
-        echo("")
+    with after_the_text():
+        output, ids, seconds = decode(streamer=streamer, **({"assistant_model": draft} if draft is not None else {}))
+        if streamer is not None:
+            echo("")
     # Figures go to standard error, so that only the text is piped.
     lengths = (getattr(output, "acceptance_lengths", None) or [[]])[0]
     facts = {"text": tokenizer.decode(ids, skip_special_tokens=True), "tokens": len(ids), "seconds": seconds}

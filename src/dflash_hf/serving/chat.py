@@ -9,7 +9,7 @@ from dflash_hf.responses import cut_at
 from dflash_hf.serving.conversation import Conversation
 from dflash_hf.serving.pieces import PieceStreamer
 from dflash_hf.serving.word_wrap import WordWrap
-from dflash_hf.terminal import Echo, stdin_lines
+from dflash_hf.terminal import Echo, after_the_text, stdin_lines
 
 
 HELP = """/draft off  answer without the drafter; /draft on uses it again
@@ -84,13 +84,14 @@ class Chat:
         streamer = PieceStreamer(self.conversation.tokenizer, lambda *piece: self._show(streamer, *piece))
         output = error = None
         self.wrap = WordWrap()
-        try:
-            output = self.conversation.answer(text, streamer)
-        except (KeyboardInterrupt, Exception) as raised:
-            if not self.person:
-                raise
-            error = raised
-        self._write((_CLEAR if self.live else "") + ("\x1b[0m" if self.color else "") + "\n")
+        with after_the_text():
+            try:
+                output = self.conversation.answer(text, streamer)
+            except (KeyboardInterrupt, Exception) as raised:
+                if not self.person:
+                    raise
+                error = raised
+            self._write((_CLEAR if self.live else "") + ("\x1b[0m" if self.color else "") + "\n")
         self.previous = 0
         if error is not None and not isinstance(error, KeyboardInterrupt):
             self.note(f"error: {explain(error)}")
