@@ -1,9 +1,25 @@
 """From rows to ids and a loss mask: exactly what the target writes is supervised, whatever the template does."""
 
-import pytest
-from support.tiny_chat import CHATML, CROOKED, END, GENERATION, THINKING, THINKING_GENERATION, make_tokenizer
+import json
 
-from dflash_hf.data.encode import RowEncoder, UnusableRow
+import pytest
+from support.tiny_chat import (
+    CHATML,
+    CROOKED,
+    END,
+    GENERATION,
+    SPECIAL,
+    START,
+    THINKING,
+    THINKING_GENERATION,
+    TOOLS,
+    make_tokenizer,
+)
+from tokenizers.processors import TemplateProcessing
+
+from dflash_hf.data.encode import RowEncoder
+from dflash_hf.data.messages import UnusableRow
+from dflash_hf.data.prompts import prompt_ids
 
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}
@@ -137,7 +153,7 @@ def test_ids_with_a_mask_or_labels():
         ({"input_ids": [5, 6], "loss_mask": [[0], [1]]}, r"`loss_mask` is \[\[0\], \[1\]\]"),
         ({"input_ids": [5, 6], "labels": [[-100], [6]]}, r"`labels` is \[\[-100\], \[6\]\]"),
         ({"text": "Hi"}, r"only \['text'\]; give `messages`"),
-        ({"prompt": "Hi", "completion": None}, r"only \['prompt'\]"),
+        ({"prompt": "Hi"}, r"only \['prompt'\]; have the target answer"),
     ],
 )
 def test_wrong_rows_are_errors(row, message):
@@ -165,7 +181,20 @@ def test_a_template_that_marks_everything_is_refused():
         ({"messages": [USER, ANSWER]}, {"mask_token_id": END}, f"holds the mask token {END}"),
         ({"input_ids": [5, 6, 7], "loss_mask": [0, 0, 1]}, {}, "no response of two tokens"),
         ({"messages": [USER, {"role": "robot", "content": "x"}, ANSWER]}, {"strict": True}, "refuses it .Who."),
-        ({"messages": [{**USER, "content": [{"type": "text", "text": "Hi"}]}, ANSWER]}, {"strict": True}, "render it"),
+        ({"messages": [{**USER, "size": 3}, ANSWER]}, {"strict": True}, "render it"),
+        ({"input_ids": [], "loss_mask": []}, {}, "`input_ids` are empty"),
+        ({"input_ids": None, "loss_mask": None}, {}, "`input_ids` is null"),
+        ({"input_ids": [5, 6, 7], "labels": None}, {}, "`labels` is null"),
+        ({"prompt": "Hi", "completion": None}, {}, "`completion` is null"),
+        ({"prompt": "", "completion": "Yes."}, {}, "`prompt` is empty"),
+        ({"prompt": "Hi", "completion": ""}, {}, "`completion` is empty"),
+        ({"messages": "", "prompt": "Hi"}, {}, "`messages` is empty"),
+        ({"messages": [USER, {}, ANSWER]}, {}, "a message in its `messages` is null or empty"),
+        ({"messages": [{**USER, "content": []}, ANSWER]}, {}, "has no content"),
+        ({"messages": [{**USER, "content": {"text": "Hi"}}, ANSWER]}, {}, "the content of a message is a dict"),
+        ({"messages": [{**USER, "content": [None]}, ANSWER]}, {}, "a part of type 'NoneType' that is not text"),
+        ({"messages": [USER, {**ANSWER, "tool_calls": "f()"}]}, {}, "are not a list of calls"),
+        ({"messages": [USER, {**ANSWER, "tool_calls": [{"function": "f"}]}]}, {}, "a tool call .* has no name"),
     ],
 )
 def test_rows_that_are_left_out_have_a_reason(row, settings, reason):
@@ -173,7 +202,7 @@ def test_rows_that_are_left_out_have_a_reason(row, settings, reason):
     if settings.pop("strict", False):
         template = (
             "{% for m in messages %}{% if m.role == 'robot' %}{{ raise_exception('Who?') }}{% endif %}"
-            "{% if '' + m.content %}{% endif %}{% endfor %}" + CHATML
+            "{% if m.size and '' + m.size %}{% endif %}{% endfor %}" + CHATML
         )
     with pytest.raises(UnusableRow, match=reason):
         encoder(template, **settings)(row)
@@ -201,3 +230,113 @@ def test_ids_that_the_target_answered_are_learned_as_they_are():
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     (example,) = RowEncoder(tokenizer)({"messages": messages, "response_ids": [5, 6, 7], "kind": "chat"})
     assert example == {"input_ids": [*prompt, 5, 6, 7], "loss_mask": [0] * len(prompt) + [1] * 3}
+
+
+TEXTS = [{"type": "text", "text": "Hi"}, {"type": "text", "text": "there"}]
+PARTS = CHATML.replace(
+    "{{ m.content }}",
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}",
+)
+ONLY_PARTS = CHATML.replace("{{ m.content }}", "{% for p in m.content %}{{ p.text }}{% endfor %}")
+# As Llama 3.2 Vision's: parts are read in the user's messages only.
+USERS_PARTS = CHATML.replace(
+    "{{ m.content }}",
+    "{% if m.role != 'user' or m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}",
+)
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+@pytest.mark.parametrize(
+    ("template", "joined"),
+    [
+        (CHATML, {"system", "user", "assistant", "tool"}),
+        (CHATML.replace("m.content", "m.content | trim"), {"system", "user", "assistant", "tool"}),
+        (CHATML.replace("m.content", "m.content | tojson"), {"system", "user", "assistant", "tool"}),
+        (GENERATION, {"system", "user", "assistant", "tool"}),
+        (USERS_PARTS, {"system", "assistant", "tool"}),
+        (PARTS, set()),
+        (ONLY_PARTS, set()),
+    ],
+    ids=["printed", "trimmed", "json", "generation", "users", "parts", "only parts"],
+)
+def test_parts_of_text_are_text(template, joined, role):
+    """Their Python source was learned wherever a template prints `content`."""
+    encode = encoder(template)
+    messages = [USER, ANSWER, {"role": role, "content": TEXTS}, USER, ANSWER]
+    expected = [
+        {**one, "content": "Hi there" if role in joined else "Hithere"}
+        if one["role"] == role and one["content"] == TEXTS
+        else one
+        for one in messages
+    ]
+    (example,), (plain,) = encode({"messages": messages}), encode({"messages": expected})
+    assert example == plain and "'type'" not in text(encode, example)
+    assert ("Hi there" if role in joined else "Hithere") in text(encode, example)
+
+
+@pytest.mark.parametrize("arguments", ['{"x": null, "y": 1}', json.dumps('{"x": null, "y": 1}')])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        '{"role": "assistant", "content": null, "tool_calls": [{"function": {"name": "f", "arguments": ARGUMENTS}}]}',
+        '{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": ARGUMENTS}}]}',
+        '{"role": "assistant", "content": [], "tool_calls": [{"name": "f", "arguments": ARGUMENTS}]}',
+        '{"role": "assistant", "function_call": {"name": "f", "arguments": ARGUMENTS}}',
+        '{"from": "gpt", "value": null, "tool_calls": [{"name": "f", "arguments": ARGUMENTS, "function": null}]}',
+    ],
+)
+def test_answers_that_are_calls_are_learned(answer, arguments):
+    answer, encode = json.loads(answer.replace("ARGUMENTS", arguments)), encoder(TOOLS)
+    texts = (
+        {"role": "assistant", "tool_calls": json.dumps(_calls_of(answer))},
+        {
+            "from": "function_call",
+            "value": json.dumps(_calls_of(answer)[0]),
+        },
+    )
+    for one in (answer, *texts):
+        (example,) = encode({"messages": [USER, one]})
+        assert supervised(encode, example) == ["<call>f(x=null;y=1;)<|im_end|>"]
+
+
+def _calls_of(answer):
+    return answer.get("tool_calls") or [answer["function_call"]]
+
+
+def framed_tokenizer(template, begin=True, end=True):
+    """A tokenizer that puts tokens around each text."""
+    tokenizer = make_tokenizer(template)
+    tokenizer.bos_token = SPECIAL[START]
+    single = f"{SPECIAL[START] if begin else ''} $A {SPECIAL[END] if end else ''}".strip()
+    special = [(SPECIAL[i], i) for i in (START, END)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=special)
+    return tokenizer
+
+
+@pytest.mark.parametrize(("begin", "end"), [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("written", ["", SPECIAL[START]], ids=["plain", "written"])
+def test_text_begins_once_and_does_not_end(begin, end, written):
+    """With a tokenizer that appends EOS no row was learned from; a second BOS passed in silence."""
+    tokenizer = framed_tokenizer(CHATML, begin, end)
+    encode, plain = RowEncoder(tokenizer), make_tokenizer()
+    (example,) = encode({"prompt": written + "1 + 1 =", "completion": " 2 "})
+    first = [START] if begin or written else []
+    assert example["input_ids"] == [*first, *plain("1 + 1 = 2 ")["input_ids"]]
+    assert supervised(encode, example) == [" 2 "]
+    ids = prompt_ids(encode, {"prompt": written + "1 + 1 ="}, raw=True)
+    assert ids == [*first, *plain("1 + 1 =")["input_ids"]]
+
+
+def test_ids_that_begin_twice_are_left_out():
+    encode = RowEncoder(framed_tokenizer(CHATML))
+    with pytest.raises(UnusableRow, match=r"begins with <\|im_start\|> twice"):
+        encode({"input_ids": [START, START, 5, 6], "loss_mask": [0, 0, 1, 1]})
+
+
+def test_an_encoder_is_the_same_after_use():
+    """`datasets` finds encoded rows again by the encoder's state."""
+    encode = encoder(CHATML)
+    before = list(encode.__getstate__())
+    encode({"messages": [{**USER, "content": TEXTS}, ANSWER]})
+    assert list(encode.__getstate__()) == before

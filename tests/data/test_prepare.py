@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from types import SimpleNamespace
 
 import pytest
 from support.tiny_chat import CHATML, CROOKED, make_tokenizer, save_target
@@ -96,11 +97,11 @@ def test_a_long_cell_hides_no_damage(text, tmp_path):
         load_rows(tmp_path / "a.csv")
 
 
-def test_lines_are_parsed_once_by_the_loader(tmp_path, monkeypatch):
-    """Every line was parsed in Python first, which took longer than loading it."""
-    path = write(tmp_path / "a.jsonl", [{"prompt": "a } {"}] * 3)
-    monkeypatch.setattr(sources, "json", None)
-    assert len(load_rows(path)) == 3
+def test_lines_are_parsed_once_before_they_are_read(tmp_path, monkeypatch):
+    """To name a line that is damaged; parsing takes a quarter of the time of loading."""
+    path, parsed = write(tmp_path / "a.jsonl", [{"prompt": "a } {"}] * 3), []
+    monkeypatch.setattr(sources, "json", SimpleNamespace(loads=lambda text: parsed.append(text) or json.loads(text)))
+    assert len(load_rows(path)) == len(parsed) == 3
 
 
 @pytest.mark.parametrize("line", ["null", "[]", '[{"prompt": "b"}]', '{"prompt": oops}', '{"prompt": "\t"}'])

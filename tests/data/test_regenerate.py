@@ -538,9 +538,9 @@ def test_what_changes_nothing_for_a_greedy_target_is_told(folder, data, tmp_path
 
 def test_a_row_without_a_prompt_is_named(folder, tmp_path, capsys):
     data = tmp_path / "odd.jsonl"
-    data.write_text('{"prompt": "Say 1"}\n{"prompt": null}\n', encoding="utf-8")
+    data.write_text('{"text": "Say 1"}\n{"text": null}\n', encoding="utf-8")
     code, _, error = regenerate(capsys, data, folder, tmp_path / "out.jsonl", *HERE)
-    assert code == 1 and f"Row 1 of {data}: There is no prompt" in error and not (tmp_path / "out.jsonl").exists()
+    assert code == 1 and f"Row 0 of {data}: There is no prompt" in error and not (tmp_path / "out.jsonl").exists()
     data.write_text('{"prompt": 3}\n', encoding="utf-8")
     code, _, error = regenerate(capsys, data, folder, tmp_path / "out.jsonl", *HERE)
     assert code == 1 and f"Row 0 of {data}: `prompt` is 3; give a list of messages with `role` and" in error

@@ -86,7 +86,7 @@ def run(arguments, echo) -> Outcome:
 
 
 def _ids(pair: NamedPair, prompt: str) -> list[int]:
-    from dflash_hf.data.encode import UnusableRow
+    from dflash_hf.data.messages import UnusableRow
     from dflash_hf.data.prompts import ids_of_prompt, prompt_of
 
     raw = pair.arguments.raw

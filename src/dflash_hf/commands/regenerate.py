@@ -5,6 +5,8 @@
     dflash regenerate --target T --data prompts.jsonl --output responses.jsonl --server http://127.0.0.1:8000
 """
 
+from collections import Counter
+
 from dflash_hf.commands import shared
 from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import add_data, add_loading, add_output, add_sampling
@@ -63,8 +65,10 @@ def run(arguments, echo) -> Outcome:
         kwargs = pair.template()
     tokenizer = pair.tokenizer if pair else None
     as_chat = not arguments.raw and (tokenizer is None or bool(tokenizer.chat_template))
-    prompts = {i: _asked(i, row, as_chat, arguments.data) for i, row in enumerate(shared.rows_of(arguments))}
+    prompts, left_out = _asked(arguments, as_chat)
     count = len(prompts)
+    for reason, number in left_out.items():
+        echo(f"{number} rows are left out: {reason}")
 
     # Everything that responses depend on. Files are identified by content: data by each prompt, the target by weights.
     settings = {
@@ -85,7 +89,7 @@ def run(arguments, echo) -> Outcome:
         missing = {index: prompt for index, prompt in prompts.items() if index not in output.finished}
         echo(f"{count - len(missing)} of {count} rows are finished")
         if not missing:
-            return Outcome(facts={"rows": count, "finished": count, "refused": 0})
+            return Outcome(facts={"rows": count, "finished": count, "refused": 0, "left_out": left_out})
         if pair is None:
             rows, full, batches = arguments.concurrency, True, ask_rows(server, missing, arguments.concurrency)
         else:
@@ -99,18 +103,39 @@ def run(arguments, echo) -> Outcome:
     echo(f"{finished} of {count} rows are in {arguments.output}")
     if refused:
         echo(f"{refused} rows were refused; run the same command again to retry them")
-    return Outcome(1 if refused else 0, {"rows": count, "finished": finished, "refused": refused})
+    facts = {"rows": count, "finished": finished, "refused": refused, "left_out": left_out}
+    return Outcome(1 if refused else 0, facts)
 
 
-def _asked(index: int, row: dict, as_chat: bool, data: str) -> tuple:
-    """A row's prompt and tools."""
-    from dflash_hf.data.encode import tools_of
+def _asked(arguments, as_chat: bool) -> tuple[dict[int, tuple], dict[str, int]]:
+    """
+    Prompt and tools of each row, and the number of rows without a prompt, by reason.
+
+    Raises:
+        `ValueError`: a row is invalid, or there is no prompt at all.
+    """
+    from dflash_hf.data.messages import UnusableRow, tools_of, with_text
     from dflash_hf.data.prompts import prompt_of
 
-    try:
-        return prompt_of(row, as_chat), tools_of(row)
-    except ValueError as error:
-        raise ValueError(f"Row {index} of {data}: {error}") from error
+    prompts: dict[int, tuple] = {}
+    left_out: Counter[str] = Counter()
+    index = -1
+    for index, row in enumerate(shared.rows_of(arguments)):
+        try:
+            prompt = prompt_of(row, as_chat)
+            if not prompt:
+                raise UnusableRow("its prompt is empty")
+            if arguments.server and not isinstance(prompt, str):  # servers join parts in different ways
+                prompt = [with_text(one) for one in prompt]
+            prompts[index] = prompt, tools_of(row)
+        except UnusableRow as reason:
+            left_out[str(reason)] += 1
+        except ValueError as error:
+            raise ValueError(f"Row {index} of {arguments.data}: {error}") from error
+    if left_out and not prompts:
+        reasons = "; ".join(f"{number} because {reason}" for reason, number in left_out.items())
+        raise ValueError(f"None of {index + 1} rows of {arguments.data} has a prompt: {reasons}.")
+    return prompts, left_out
 
 
 def _check(arguments) -> None:

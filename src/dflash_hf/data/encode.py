@@ -8,21 +8,34 @@ how earlier turns are rendered (templates that drop old reasoning), every turn b
 """
 
 import contextlib
-import json
 import numbers
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from itertools import groupby
 
+from dflash_hf.data.messages import (
+    UnusableRow,
+    as_value,
+    column_of,
+    messages_in,
+    text_of,
+    tools_of,
+    with_arguments,
+    with_text,
+)
 from dflash_hf.data.time_limit import time_limit
 from dflash_hf.files import digest_of
 from dflash_hf.terminal import one_line
 
 
 COLUMNS = (
-    "`messages`, alone or with `response_ids`, `prompt` and `completion`, or `input_ids` with `loss_mask` or `labels`"
+    "`messages` or `conversations`, alone or with `response_ids`, `prompt` and `completion`, or `input_ids` with "
+    "`loss_mask` or `labels`"
 )
+_ROLES = {"system", "developer", "user", "assistant", "tool", "ipython"}  # others are in the template, or unknown
+_PROBE = "Xq7"  # plain letters: a template may trim or escape anything else
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _EMPTY_THOUGHT = re.compile(r"\s*<(\w+)>\s*</\1>\s*")  # <think>\n\n</think>\n\n, by whatever name
 _IGNORED_LABEL = -100  # of transformers' losses
@@ -34,10 +47,6 @@ _ENDLESS = (
     f"The chat template has not finished one conversation after {TEMPLATE_SECONDS:.0f} s: its loops do not end; give "
     "another template with --chat-template."
 )
-
-
-class UnusableRow(ValueError):
-    """A row that is left out. The message is the reason; equal reasons are counted together."""
 
 
 @dataclass
@@ -69,6 +78,10 @@ class RowEncoder:
                 "`apply_chat_template`, not of the template; leave it out."
             )
 
+    def __getstate__(self) -> dict:
+        """Without what was found out: `datasets` knows an encoder again by its state."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
     def __call__(self, row: Mapping) -> list[dict]:
         """
         The examples of a row: one, or one for each assistant turn, see above. All assistant turns of `messages` are
@@ -82,37 +95,28 @@ class RowEncoder:
             `UnusableRow`: the row is left out.
             `ValueError`: the dataset or the template is invalid.
         """
-        row = without_none(row)
-        if "input_ids" in row:
-            ids = numbers_in(row, "input_ids")
-            examples = [(ids, _mask_of_ids(row, ids))]
-        elif "messages" in row and "response_ids" in row:
-            prompt = self.render(messages_in(row), tools_of(row), add_generation_prompt=True)
-            answer = numbers_in(row, "response_ids")
-            examples = [([*prompt, *answer], [0] * len(prompt) + [1] * len(answer))]
-        elif "messages" in row:
-            given = row.get("given", 0)
-            if not isinstance(given, numbers.Real) or given % 1 != 0:
-                raise ValueError(f"`given` is {given!r}; give the number of messages that are not learned from.")
-            examples = self._conversation(messages_in(row), int(given), tools_of(row))
-            if row.get("finish_reason") == "length":
-                self._without_end(*examples[-1])
-        elif "prompt" in row and "completion" in row:
-            prompt, completion = row["prompt"], row["completion"]
-            if isinstance(prompt, str) and isinstance(completion, str):
-                examples = [self._text(prompt, completion)]
-            elif isinstance(prompt, str):
-                raise ValueError("`prompt` is text but `completion` is not; give both as text or both as messages.")
-            else:
-                turns = [{"role": "assistant", "content": completion}]
-                if not isinstance(completion, str):
-                    turns = messages_in(row, "completion")
-                prompt = messages_in(row, "prompt")
-                examples = self._conversation([*prompt, *turns], len(prompt), tools_of(row))
-        else:
+        columns = column_of(row, ("input_ids",), ("messages",), ("conversations",), ("prompt", "completion"))
+        if columns is None:
             answer = "have the target answer the prompts with `dflash regenerate`, or give answers as `completion`"
             remedy = answer if "prompt" in row else f"give {COLUMNS}"
             raise ValueError(f"There is no column to train on, only {sorted(row)}; {remedy}.")
+        if columns == ("input_ids",):
+            ids = numbers_in(row, "input_ids")
+            examples = [(ids, _mask_of_ids(row, ids))]
+        elif columns == ("prompt", "completion"):
+            examples = self._completed(row)
+        elif row.get("response_ids") is not None:
+            tools = tools_of(row)
+            messages = self.as_read(messages_in(row, *columns), tools)
+            prompt, answer = self.render(messages, tools, add_generation_prompt=True), numbers_in(row, "response_ids")
+            examples = [([*prompt, *answer], [0] * len(prompt) + [1] * len(answer))]
+        else:
+            given = 0 if row.get("given") is None else row["given"]
+            if not isinstance(given, numbers.Real) or given % 1 != 0:
+                raise ValueError(f"`given` is {given!r}; give the number of messages that are not learned from.")
+            examples = self._conversation(messages_in(row, *columns), int(given), tools_of(row))
+            if row.get("finish_reason") == "length":
+                self._without_end(*examples[-1])
         return [self._checked(ids, mask) for ids, mask in examples]
 
     def _checked(self, ids: list[int], mask: list[int]) -> dict:
@@ -130,6 +134,9 @@ class RowEncoder:
                 f"Token {max(ids)} is outside the target's embedding, which has {self.vocab_size} rows; the data was "
                 "made with another tokenizer."
             )
+        begin = getattr(self.tokenizer, "bos_token_id", None)
+        if begin is not None and ids[:2] == [begin, begin] and begin != self.tokenizer.eos_token_id:
+            raise UnusableRow(f"it begins with {self.tokenizer.bos_token} twice")
         if self.mask_token_id is not None and self.mask_token_id in ids:
             raise UnusableRow(f"it holds the mask token {self.mask_token_id}")
         if sum(mask) < 2:
@@ -139,19 +146,45 @@ class RowEncoder:
             raise UnusableRow(f"its response begins beyond max_length={self.max_length}")
         return {"input_ids": ids, "loss_mask": mask}
 
-    def _text(self, prompt: str, completion: str) -> tuple[list[int], list[int]]:
-        start = self.tokenizer(prompt)["input_ids"]
-        ids = self.tokenizer(prompt + completion)["input_ids"]
-        if ids[: len(start)] != start:
-            raise UnusableRow("the ids of its prompt do not begin those of prompt and completion together")
-        return ids, [0] * len(start) + [1] * (len(ids) - len(start))
+    def _completed(self, row: Mapping) -> list[tuple[list[int], list[int]]]:
+        """A row of `prompt` and `completion`."""
+        prompt, completion = row["prompt"], row["completion"]
+        if isinstance(prompt, str) and isinstance(completion, str):
+            start, ids = self.text_ids(prompt), self.text_ids(prompt + completion)
+            if not start or not completion:
+                raise UnusableRow(f"its `{'completion' if start else 'prompt'}` is empty")
+            if ids[: len(start)] != start:
+                raise UnusableRow("the ids of its prompt do not begin those of prompt and completion together")
+            return [(ids, [0] * len(start) + [1] * (len(ids) - len(start)))]
+        if isinstance(prompt, str):
+            raise ValueError("`prompt` is text but `completion` is not; give both as text or both as messages.")
+        turns = [{"role": "assistant", "content": completion}]
+        if not isinstance(completion, str):
+            turns = messages_in(row, "completion")
+        given = messages_in(row, "prompt")
+        return self._conversation([*given, *turns], len(given), tools_of(row))
+
+    def text_ids(self, text: str) -> list[int]:
+        """The ids of text that continues: with one token that begins it, and without one that ends it."""
+        if self._begin is None:
+            return self.tokenizer(text)["input_ids"]
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids if ids[: len(self._begin)] == self._begin else [*self._begin, *ids]
+
+    @cached_property
+    def _begin(self) -> list[int] | None:
+        """The ids that the tokenizer puts before a text; `None` if it encodes the text itself in another way, too."""
+        bare, whole = (self.tokenizer(_PROBE, add_special_tokens=special)["input_ids"] for special in (False, True))
+        places = range(len(whole) - len(bare) + 1)
+        return next((whole[:place] for place in places if whole[place : place + len(bare)] == bare), None)
 
     def _conversation(self, messages: Sequence[Mapping], given: int, tools) -> list[tuple[list[int], list[int]]]:
         """No token of the first `given` messages is supervised."""
-        last = max((i for i, one in enumerate(messages) if one.get("role") == "assistant"), default=-1)
+        last = max((i for i, one in enumerate(messages) if one["role"] == "assistant"), default=-1)
         messages = messages[: last + 1]
         if last < given:
             raise UnusableRow("it has no assistant message")
+        messages = self.as_read(messages, tools)
         if _GENERATION.search(self.template(tools)):
             encoded = self.render(messages, tools, return_dict=True, return_assistant_tokens_mask=True)
             ids, mask = encoded["input_ids"], list(encoded["assistant_masks"])
@@ -162,7 +195,7 @@ class RowEncoder:
 
         turns = []  # ids of the conversation up to a turn's end, where the turn begins, where it ends
         for i, message in enumerate(messages):
-            if message.get("role") != "assistant" or i < given:
+            if message["role"] != "assistant" or i < given:
                 continue
             if i == 0:
                 raise UnusableRow("it begins with an assistant message")
@@ -198,12 +231,54 @@ class RowEncoder:
             )
         return self.tokenizer.get_chat_template(tools=tools)
 
+    def as_read(self, messages: Sequence[Mapping], tools=None) -> list[Mapping]:
+        """
+        Messages of [`messages_in`] as the template reads them: arguments of calls are mappings, and contents are
+        texts, or parts if it writes those out.
+
+        Raises:
+            `UnusableRow`: it does not know a role.
+        """
+        template, read = self.template(tools), []
+        for message in messages:
+            role, content = message["role"], message.get("content")
+            if role not in _ROLES and role not in template:
+                raise UnusableRow(f"the chat template does not know the role {role!r}")
+            parts, only = self._reads_parts(role, template)
+            if content is None:
+                message = {**message, "content": ""}  # of calls alone, as `transformers serve` passes it
+            elif only and isinstance(content, str):
+                message = {**message, "content": [{"type": "text", "text": content}]}
+            read.append(with_arguments(message if parts else with_text(message), as_value))
+        return read
+
+    @cached_property
+    def _found(self) -> dict[tuple[str, str], tuple[bool, bool]]:
+        """What [`_reads_parts`] found out."""
+        return {}
+
+    def _reads_parts(self, role: str, template: str) -> tuple[bool, bool]:
+        """Whether the template writes the texts of parts, not a list's source; and whether it reads nothing else."""
+        if (role, template) not in self._found:
+            text, parts = (self._probe(role, one, template) for one in (_PROBE, [{"type": "text", "text": _PROBE}]))
+            only = _PROBE in parts and _PROBE not in text and "'type'" not in parts and '"type"' not in parts
+            self._found[role, template] = only or _PROBE in text and text == parts, only
+        return self._found[role, template]
+
+    def _probe(self, role: str, content, template: str) -> str:
+        """A message as the template writes it; empty if it refuses."""
+        user = {"role": "user", "content": "?"}
+        one = {"role": role, "content": content}
+        messages = {"user": [one], "assistant": [user, one], "tool": [user, one]}.get(role, [one, user])
+        with contextlib.suppress(UnusableRow):
+            return self.render(messages, None, tokenize=False, chat_template=template)
+        return ""
+
     def render(self, messages, tools, add_generation_prompt: bool = False, return_dict: bool = False, **kwargs):
-        """The ids of a conversation under the template and its arguments."""
+        """The ids of messages of [`as_read`] under the template and its arguments."""
         from jinja2 import TemplateError
 
         options = {"tools": tools, "add_generation_prompt": add_generation_prompt, "return_dict": return_dict}
-        messages = [with_arguments(one, _as_mapping) for one in messages]
         try:
             with time_limit(TEMPLATE_SECONDS, _ENDLESS):
                 return self.tokenizer.apply_chat_template(messages, **options, **kwargs, **self.chat_template_kwargs)
@@ -214,7 +289,7 @@ class RowEncoder:
 
     def _without_inserted(self, ids: list[int], mask: list[int], messages: Sequence[Mapping]) -> list[int]:
         """The mask without the empty thoughts that the template inserts before a turn."""
-        turns = [one for one in messages if one.get("role") == "assistant"]
+        turns = [one for one in messages if one["role"] == "assistant"]
         runs = [list(run) for value, run in groupby(range(len(mask)), key=mask.__getitem__) if value]
         everything = {"content": " ".join(map(_text_of, turns))}
         mask = list(mask)
@@ -252,30 +327,6 @@ def decoded(tokenizer, ids: list[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def without_none(value):
-    """A row, or a part of it, without keys that are `None`: Arrow tables have every key in every message."""
-    if isinstance(value, Mapping):
-        return {key: without_none(one) for key, one in value.items() if one is not None}
-    if isinstance(value, list) and value and isinstance(value[0], Mapping):
-        return [without_none(one) for one in value]
-    return value
-
-
-def messages_in(row: Mapping, name: str = "messages") -> Sequence[Mapping]:
-    """
-    The messages in a column.
-
-    Raises:
-        `ValueError`: it holds something else.
-    """
-    value = row[name]
-    if not isinstance(value, list | tuple) or not all(isinstance(one, Mapping) for one in value):
-        raise ValueError(
-            f"`{name}` is {one_line(repr(value), 60)}; give a list of messages with `role` and `content`."
-        )
-    return value
-
-
 def numbers_in(row: Mapping, name: str) -> list[int]:
     """
     The integers in a column of token ids, labels or a loss mask.
@@ -290,48 +341,11 @@ def numbers_in(row: Mapping, name: str) -> list[int]:
     raise ValueError(f"`{name}` is {one_line(repr(row[name]), 60)}; give a flat list with one integer for each token.")
 
 
-def tools_of(row: Mapping) -> list | None:
-    """
-    The tools of a row: a list, or JSON text, since tables cannot hold tools of different schemas.
-
-    Raises:
-        `ValueError`: `tools` is neither.
-    """
-    tools = row.get("tools")
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) if tools else None
-        except ValueError as error:
-            raise ValueError(f"`tools` is text but not JSON ({error}); give a list of tools.") from error
-    if tools is not None and not isinstance(tools, list):
-        raise ValueError(f"`tools` is a {type(tools).__name__}; give a list of tools, or leave it out.")
-    return without_none(tools) or None
-
-
-def with_arguments(message: Mapping, read: Callable) -> Mapping:
-    """A message with the arguments of its tool calls as `read` returns them."""
-    if not message.get("tool_calls"):
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        function = dict(call.get("function", {}))
-        if "arguments" in function:
-            function["arguments"] = read(function["arguments"])
-        calls.append({**call, "function": function} if function else call)
-    return {**message, "tool_calls": calls}
-
-
-def _as_mapping(arguments):
-    """As servers pass the arguments of a call to the template; unchanged if the target did not write JSON."""
-    with contextlib.suppress(ValueError):
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
-    return arguments
-
-
 def given_ids(row: Mapping) -> list[int]:
     """The ids of a row before the first supervised one; all of a row without a mask."""
     ids = numbers_in(row, "input_ids")
-    mask = list(row["loss_mask"]) if "loss_mask" in row else [one != _IGNORED_LABEL for one in row.get("labels", [])]
+    mask = row.get("loss_mask")
+    mask = [one != _IGNORED_LABEL for one in row.get("labels") or []] if mask is None else list(mask)
     return ids[: mask.index(True)] if True in mask else ids
 
 
@@ -344,9 +358,12 @@ def digests_of_tokenizer(tokenizer) -> dict[str, str]:
 
 def _mask_of_ids(row: Mapping, ids: list[int]) -> list[int]:
     """The loss mask of a row of ids; `labels` are not shifted, and -100 where they are ignored."""
-    name = "loss_mask" if "loss_mask" in row else "labels"
-    if name not in row:
+    columns = column_of(row, ("loss_mask",), ("labels",))
+    if columns is None:
         raise ValueError("`input_ids` need a `loss_mask` (1 on the response) or `labels` (-100 elsewhere).")
+    (name,) = columns
+    if not ids:
+        raise UnusableRow("its `input_ids` are empty")
     values, ignored = numbers_in(row, name), _IGNORED_LABEL if name == "labels" else 0
     mask = [int(value != ignored) for value in values]
     if len(values) != len(ids):
@@ -364,5 +381,5 @@ def _mask_of_ids(row: Mapping, ids: list[int]) -> list[int]:
 
 
 def _text_of(message: Mapping) -> str:
-    parts = [message.get("reasoning_content"), message.get("content")]
-    return " ".join(part for part in parts if isinstance(part, str))
+    thought = message.get("reasoning_content")
+    return f"{thought} {text_of(message)}" if isinstance(thought, str) else text_of(message)

@@ -11,8 +11,10 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-from dflash_hf.data.encode import RowEncoder, UnusableRow
+from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.examples import pack
+from dflash_hf.data.messages import UnusableRow
+from dflash_hf.data.sources import as_written
 from dflash_hf.pairs import TRUST, damaged_config
 from dflash_hf.repositories import small_file
 from dflash_hf.terminal import one_line, read_text
@@ -108,7 +110,7 @@ def prepare_dataset(
         raise ValueError("packing=True needs max_length, the length of a row.")
     features = {"input_ids": ListOf(Value("int32")), "loss_mask": ListOf(Value("int8"))}
     packed_features = Features({**features, "document_ids": ListOf(Value("int32"))})
-    report = DataReport()
+    report, rows = DataReport(), as_written(rows)
     stream = isinstance(rows, IterableDataset)
     if stream:
         first = list(islice(iter(rows), _PROBED))
@@ -124,7 +126,7 @@ def prepare_dataset(
         batched=True,
         features=Features({**features, "left_out": Value("string"), "ends_row": Value("bool")}),
         **options,
-    )
+    ).with_format(None)  # not that of the rows
     if not stream:
         for batch in encoded.iter(1000):
             report.add(batch)

@@ -4,15 +4,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from dflash_hf.data.encode import (
-    RowEncoder,
-    UnusableRow,
-    given_ids,
-    messages_in,
-    tools_of,
-    with_arguments,
-    without_none,
-)
+from dflash_hf.data.encode import RowEncoder, given_ids
+from dflash_hf.data.messages import UnusableRow, as_text, column_of, messages_in, tools_of, with_arguments
 from dflash_hf.data.response_file import SETTINGS
 from dflash_hf.files import read_json
 
@@ -22,21 +15,23 @@ Prompt = str | list[dict]
 
 def prompt_of(row: Mapping, as_chat: bool) -> Prompt:
     """
-    The prompt of a row: its messages without assistant turns at the end; or `prompt`, as a user message if it is text
-    and `as_chat`. Arguments of tool calls become JSON text, which servers expect and files can hold.
+    The prompt of a row: its messages (or `conversations`) without assistant turns at the end; or `prompt`, as a user
+    message if it is text and `as_chat`. Arguments of tool calls become JSON text, which servers expect and files can
+    hold.
 
     Raises:
-        `ValueError`: the row has neither column, or something else in it.
+        `UnusableRow`: the column is null, or its messages cannot be read.
+        `ValueError`: the row has no such column, or something else in it.
     """
-    row = without_none(row)
-    name = "messages" if row.get("messages") else "prompt"
-    prompt = row.get(name)
-    if prompt is None:
-        raise ValueError(f"There is no prompt, only {sorted(row)}; give `messages` or `prompt`.")
-    if name == "prompt" and isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}] if as_chat else prompt
-    messages = [dict(with_arguments(one, _as_text)) for one in messages_in(row, name)]
-    while messages and messages[-1].get("role") == "assistant":
+    columns = column_of(row, ("messages",), ("conversations",), ("prompt",))
+    if columns is None:
+        remedy = "give `messages`, `conversations` or `prompt`"
+        raise ValueError(f"There is no prompt, only {sorted(row)}; {remedy}.")
+    (name,) = columns
+    if name == "prompt" and isinstance(row[name], str):
+        return [{"role": "user", "content": row[name]}] if as_chat and row[name] else row[name]
+    messages = [dict(with_arguments(one, as_text)) for one in messages_in(row, name)]
+    while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     return messages
 
@@ -49,10 +44,10 @@ def ids_of_prompt(encoder: RowEncoder, prompt: Prompt, tools: list | None = None
         `UnusableRow`: the template rejects it, or it leaves no room for an answer.
     """
     if isinstance(prompt, str):
-        ids = encoder.tokenizer(prompt)["input_ids"]
+        ids = encoder.text_ids(prompt)
     else:
-        encoder.template(tools)  # raises if there is none
-        ids = encoder.render(prompt, tools, add_generation_prompt=True) if prompt else []
+        messages = encoder.as_read(prompt, tools)
+        ids = encoder.render(messages, tools, add_generation_prompt=True) if messages else []
     if encoder.positions is not None and len(ids) >= encoder.positions:
         raise UnusableRow(f"its prompt fills all {encoder.positions:,} positions of the target")
     return ids
@@ -71,20 +66,15 @@ def prompt_ids(encoder: RowEncoder, row: Mapping, raw: bool = False) -> list[int
     Raises:
         `ValueError`: the row has no such column, or its prompt is empty.
     """
-    row = without_none(row)
-    if "input_ids" in row:
+    if row.get("input_ids") is not None:
         ids = given_ids(row)
     else:
         # With a `completion`, a text prompt is plain text: training reads such rows in the same way.
-        as_chat = not raw and "completion" not in row and bool(encoder.tokenizer.chat_template)
+        as_chat = not raw and row.get("completion") is None and bool(encoder.tokenizer.chat_template)
         ids = ids_of_prompt(encoder, prompt_of(row, as_chat), tools_of(row))
     if not ids:
         raise ValueError("The prompt is empty.")
     return ids
-
-
-def _as_text(arguments) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def template_kwargs(

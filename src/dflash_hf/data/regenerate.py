@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from transformers.utils import logging
 
 from dflash_hf.data.chat_client import ChatClient, RequestRefused, in_parallel
-from dflash_hf.data.encode import RowEncoder, UnusableRow, without_none
+from dflash_hf.data.encode import RowEncoder
+from dflash_hf.data.messages import UnusableRow
 from dflash_hf.data.prompts import Prompt, ids_of_prompt
 from dflash_hf.responses import eos_ids, responses
 from dflash_hf.target import without_token
@@ -94,7 +95,7 @@ def ask_rows(server: ChatClient, prompts: dict, concurrency: int) -> Iterator[li
             logger.warning_once(f"A row is left out: {choice}")
             yield []
             continue
-        message = without_none(choice["message"])
+        message = choice["message"]
         answer = {"role": "assistant", "content": message.get("content") or ""}
         if thought := message.get("reasoning_content") or message.get("reasoning"):
             answer["reasoning_content"] = thought

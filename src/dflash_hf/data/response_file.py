@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from dflash_hf.data.encode import tools_of
+from dflash_hf.data.messages import tools_of
 from dflash_hf.files import differences, digest_of, lock, read_json, write_json
 
 

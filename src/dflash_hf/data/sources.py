@@ -1,21 +1,27 @@
 """Rows of a dataset: local files, folders and Hub names, through `datasets`."""
 
+import contextlib
 import csv
 import glob
 import gzip
 import json
+import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
+from dflash_hf.data.messages import without_none
 from dflash_hf.repositories import SECONDS, looks_local
-from dflash_hf.terminal import needs, not_utf8, read_text
+from dflash_hf.terminal import needs, not_utf8, one_line, read_text
 
 
 _LOADERS = {
     **dict.fromkeys((".jsonl", ".jsonl.gz", ".ndjson", ".json"), "json"),
     **{".parquet": "parquet", ".csv": "csv", ".tsv": "csv"},
 }
+_LINE = "line"  # the column of JSON text
+_HALF = re.compile(r"\\ud[89a-f]", re.IGNORECASE)  # of a surrogate pair, perhaps without its other half
 
 
 def check_files(name: str, data: str | Sequence[str] | None) -> None:
@@ -82,22 +88,103 @@ def load_rows(
         raise ValueError(f"data={_names(paths)} must be of one kind: {', '.join(_LOADERS)}.")
     (kind,) = kinds
     if kind == "json":
-        _check_json(paths, thoroughly=streaming)  # a stream would fail in the middle of its use
+        return _of_json(datasets, paths, split or "train", streaming)
     options = _text_columns(datasets, paths) if kind == "csv" else {}
+    return as_written(_of_files(datasets, kind, paths, split or "train", streaming, options))
+
+
+def _of_files(datasets, kind: str, paths: list[Path], split: str, streaming: bool, options: dict):
+    """What a loader makes of files, or an error that names them."""
     files = [glob.escape(str(path.resolve())) for path in paths]  # a name may have brackets
     try:
-        rows = datasets.load_dataset(kind, data_files=files, split=split or "train", streaming=streaming, **options)
+        rows = datasets.load_dataset(kind, data_files=files, split=split, streaming=streaming, **options)
     except OSError:
         raise
     except Exception as error:  # from datasets, pyarrow or pandas
-        if kind == "json":
-            _check_json(paths, thoroughly=True)  # raises with the number of a line
         if "corresponds to no data" in str(error):
             raise ValueError(f"data={_names(paths)} has no rows.") from error
         raise ValueError(f"data={_names(paths)} cannot be read as {kind}: {error.__cause__ or error}.") from error
     if not streaming and len(rows) == 0:
         raise ValueError(f"data={_names(paths)} has no rows.")
     return rows
+
+
+def as_written(rows):
+    """
+    A dataset without the keys that tables add: a table has every key of its other rows in every mapping, as `None`.
+    A `None` that was written cannot be told from these, except in JSON files, JSON text and columns of type `Json`.
+    """
+    from datasets import IterableDataset
+
+    merged = [name for name, feature in (rows.features or {}).items() if _has_mapping(feature)]
+    if not merged:
+        return rows
+    clean = partial(_without_added, merged)
+    return rows.map(clean, batched=True) if isinstance(rows, IterableDataset) else rows.with_transform(clean)
+
+
+def _has_mapping(feature) -> bool:
+    inner = getattr(feature, "feature", feature)  # of a list, in its own type or in brackets
+    if isinstance(inner, list):
+        return any(map(_has_mapping, inner))
+    return isinstance(inner, dict) or inner is not feature and _has_mapping(inner)
+
+
+def _without_added(merged: list[str], batch: dict) -> dict:
+    return {name: without_none(values) if name in merged else values for name, values in batch.items()}
+
+
+def _of_json(datasets, paths: list[Path], split: str, streaming: bool):
+    """
+    Rows of JSON files as they were written. The loader of `datasets` has one type for all values of a column: it adds
+    keys of other rows, rounds numbers to ten digits, and makes a mapping of a text that is JSON.
+    """
+    listed = any(path.suffix.lower() == ".json" and not _is_lines(path) for path in paths)
+    columns: dict[str, None] = {}
+    texts, blank = [], False
+    for row in (row for path in paths for row in _objects(path)):
+        columns |= dict.fromkeys(row or ())
+        blank |= row is None
+        if listed and row is not None:
+            texts.append(json.dumps(row))
+    if listed:
+        parts = datasets.ReadInstruction.from_spec(split).to_absolute({"train": len(texts)})
+        rows = datasets.Dataset.from_dict({_LINE: [text for one in parts for text in texts[one.from_ : one.to]]})
+        if len(rows) == 0:
+            raise ValueError(f"data={_names(paths)} has no rows.")
+        rows = rows.to_iterable_dataset() if streaming else rows
+    else:
+        options = {"encoding": "utf-8-sig", "features": datasets.Features({_LINE: datasets.Value("string")})}
+        rows = _of_files(datasets, "text", paths, split, streaming, options)
+        rows = rows.filter(_is_written, input_columns=_LINE) if blank else rows
+    read = partial(_parsed, list(columns))
+    return rows.map(read, batched=True, remove_columns=_LINE) if streaming else rows.with_transform(read)
+
+
+def _is_written(line: str) -> bool:
+    return bool(line.strip())
+
+
+def _parsed(columns: list[str], batch: dict) -> dict:
+    rows = [_value(line) for line in batch[_LINE]]
+    return {name: [row.get(name) for row in rows] for name in columns}
+
+
+def _value(text: str):
+    """The value of JSON text, with "?" for half a surrogate pair, which no tokenizer reads."""
+    value = json.loads(text)
+    if _HALF.search(text):
+        value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+    return value
+
+
+def _is_lines(path: Path) -> bool:
+    """Whether a .json file is JSON Lines: its first line is an object."""
+    with path.open("rb") as file:
+        first = next((line for line in file if line.strip()), b"")
+    with contextlib.suppress(ValueError, RecursionError):
+        return isinstance(json.loads(first.decode("utf-8-sig")), dict)
+    return False
 
 
 def _suffix(path: Path) -> str:
@@ -109,32 +196,42 @@ def _names(paths: list[Path]) -> str:
     return ", ".join(repr(str(path)) for path in paths)
 
 
-def _check_json(paths: list[Path], thoroughly: bool) -> None:
+def _objects(path: Path) -> Iterator[dict | None]:
     """
-    Raise with the number of a line that is not a JSON object; the loader would name bytes of a chunk, and read `null`
-    and arrays as rows. Parsing takes as long as loading: unless `thoroughly`, it is left to the loader where a line
-    begins and ends as an object does.
+    The objects of a JSON file, `None` for each empty line.
+
+    Raises:
+        `ValueError`: something else is there; names the line.
     """
-    for path in paths:
-        if path.suffix.lower() != ".json":
-            try:
-                with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as lines:
-                    for number, line in enumerate(lines, start=1):
-                        _check_line(path, number, line, thoroughly)
-            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-                raise ValueError(f"data={str(path)!r} is damaged ({error}); compress or download it again.") from error
+    if path.suffix.lower() == ".json" and not _is_lines(path):
+        try:
+            value = json.loads(read_text(path))
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"data={str(path)!r} cannot be read as json: {error}.") from error
+        rows = value if isinstance(value, list) else [value]
+        for number, row in enumerate(rows):
+            if not isinstance(row, dict):
+                raise ValueError(f"Row {number} of {path} is {one_line(repr(row), 60)}, not a JSON object; remove it.")
+        yield from rows
+        return
+    try:
+        with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                yield _object(path, number, line)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"data={str(path)!r} is damaged ({error}); compress or download it again.") from error
 
 
-def _check_line(path: Path, number: int, content: bytes, thoroughly: bool) -> None:
+def _object(path: Path, number: int, content: bytes) -> dict | None:
     try:
         line = content.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(not_utf8(path, number)) from error
-    if not thoroughly and line[:1] == "{" and line.rstrip()[-1:] == "}":
-        return
     try:
-        if line.strip() and not isinstance(json.loads(line), dict):
+        value = json.loads(line) if line.strip() else None
+        if value is None and line.strip() or not isinstance(value, dict | None):
             raise ValueError("not an object")
+        return value
     except RecursionError:
         raise ValueError(f"Line {number} of {path} is nested too deeply; remove it.") from None
     except ValueError as error:
@@ -189,7 +286,7 @@ def _of_folder(datasets, folder: Path, split: str | None, streaming: bool):
     rows = datasets.load_from_disk(str(folder))
     if isinstance(rows, datasets.DatasetDict):
         rows = _choose_split(rows, split, str(folder))
-    return rows.to_iterable_dataset() if streaming else rows
+    return as_written(rows.to_iterable_dataset() if streaming else rows)
 
 
 def _of_hub(datasets, repo: str, split: str | None, streaming: bool, name: str | None, revision: str | None):
@@ -198,8 +295,8 @@ def _of_hub(datasets, repo: str, split: str | None, streaming: bool, name: str |
         _ask_once(datasets, repo, revision)
         options = {"name": name, "revision": revision, "streaming": streaming}
         if split is not None:
-            return datasets.load_dataset(repo, split=split, **options)
-        return _choose_split(datasets.load_dataset(repo, **options), None, repo)
+            return as_written(datasets.load_dataset(repo, split=split, **options))
+        return as_written(_choose_split(datasets.load_dataset(repo, **options), None, repo))
     except (ValueError, ImportError):
         raise
     except Exception as error:  # from datasets, huggingface_hub or their HTTP library

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from dflash_hf.data.encode import RowEncoder, UnusableRow, given_ids, tools_of
+from dflash_hf.data.encode import RowEncoder, given_ids
+from dflash_hf.data.messages import UnusableRow, text_of, tools_of
 from dflash_hf.data.prompts import ids_of_prompt, prompt_of
 from dflash_hf.doctor.measure import Text
 from dflash_hf.files import digest_of
@@ -91,17 +92,17 @@ def encoded(encoder: RowEncoder, rows: Sequence[dict], raw: bool = False) -> lis
     """
     prompts = []
     for index, row in enumerate(rows):
-        if "input_ids" in row:
+        if row.get("input_ids") is not None:
             prompts.append(given_ids(row))
             continue
         try:
-            as_chat = not raw and bool(encoder.tokenizer.chat_template)
-            prompt = prompt_of(row, as_chat)
-            if raw and not isinstance(prompt, str):
-                prompt = "\n".join(str(one.get("content") or "") for one in prompt)
-            prompts.append(ids_of_prompt(encoder, prompt, tools_of(row)))
-        except UnusableRow:
-            prompts.append([])
+            prompt, tools = prompt_of(row, not raw and bool(encoder.tokenizer.chat_template)), tools_of(row)
         except ValueError as error:
             raise ValueError(f"Row {index} of the prompts: {error}") from error
+        if raw and not isinstance(prompt, str):
+            prompt = "\n".join(map(text_of, prompt))
+        try:
+            prompts.append(ids_of_prompt(encoder, prompt, tools))
+        except UnusableRow:
+            prompts.append([])
     return prompts

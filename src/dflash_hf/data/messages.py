@@ -1,0 +1,184 @@
+"""Conversations of rows in one form, whatever their layout: messages with `role` and `content`, and lists of tools."""
+
+import contextlib
+import json
+from collections.abc import Callable, Mapping
+
+from dflash_hf.terminal import one_line
+
+
+LAYOUTS = "`role` and `content`, or `from` and `value`"
+_ROLES = {
+    "human": "user",
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "bot", "model"), "assistant"),
+    **dict.fromkeys(("function", "observation", "function_response", "tool_response"), "tool"),
+}
+_CALLS = {"function_call", "tool_call"}  # roles of answers that are calls as JSON text
+_OF_THE_TARGET = {"tool_calls", "reasoning_content", "reasoning", "thinking"}  # an answer may have these alone
+_TEXTS = {"text", "input_text", "output_text"}
+
+
+class UnusableRow(ValueError):
+    """A row that is left out. The message is the reason; equal reasons are counted together."""
+
+
+def column_of(row: Mapping, *choices: tuple[str, ...]) -> tuple[str, ...] | None:
+    """
+    The first of the choices, columns that are read together, without a null; `None` if there are the columns of none.
+
+    Raises:
+        `UnusableRow`: a column of each is null; names one of the choice with the most values.
+    """
+    present = [names for names in choices if all(name in row for name in names)]
+    for names in present:
+        if all(row[name] is not None for name in names):
+            return names
+    if present:
+        nearest = max(present, key=lambda names: sum(row[name] is not None for name in names))
+        null = next(name for name in nearest if row[name] is None)
+        raise UnusableRow(f"its `{null}` is null")
+    return None
+
+
+def messages_in(row: Mapping, name: str = "messages") -> list[dict]:
+    """
+    The messages in a column: a list, or its JSON text. Roles have the names of chat templates, and texts in parts are
+    parts of the type `text`. In ShareGPT's layout, a column `system` is the first message.
+
+    Raises:
+        `UnusableRow`: there are none, or one that cannot be read.
+        `ValueError`: the column holds something else.
+    """
+    value = row[name]
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = json.loads(value or "null")
+        if value is None:
+            raise UnusableRow(f"its `{name}` is empty")
+    if not isinstance(value, list | tuple) or not all(one is None or isinstance(one, Mapping) for one in value):
+        raise ValueError(f"`{name}` is {one_line(repr(value), 60)}; give a list of messages with {LAYOUTS}.")
+    if not value:
+        raise UnusableRow(f"its `{name}` is empty")
+    messages = [_message(one or {}, name) for one in value]
+    system = row.get("system") if name == "conversations" else None
+    if system and isinstance(system, str) and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    return messages
+
+
+def _message(given: Mapping, name: str) -> dict:
+    message = {key: value for key, value in given.items() if value is not None}  # tables have every key in every one
+    if not message:
+        raise UnusableRow(f"a message in its `{name}` is null or empty")
+    if "role" not in message and "from" in message:
+        names = {"from": "role", "value": "content"}
+        message = {names.get(key, key): value for key, value in message.items()}
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise UnusableRow(f"a message in its `{name}` has {sorted(message)}, not {LAYOUTS}")
+    message["role"] = _ROLES.get(role.lower(), role)
+    if role in _CALLS:
+        message |= {"role": "assistant", "tool_calls": message.pop("content", None)}
+    elif "function_call" in message:
+        message["tool_calls"] = [message.pop("function_call")]
+    if "tool_calls" in message:
+        message["tool_calls"] = _calls(message["tool_calls"])
+    content = message.get("content")
+    if isinstance(content, list | tuple):
+        content = message["content"] = [_text_part(one) for one in content]
+    if content is None or content == []:
+        if not any(message.get(key) for key in _OF_THE_TARGET):
+            raise UnusableRow(f"a message in its `{name}` has no content")
+        message.pop("content", None)
+    elif not isinstance(content, str | list):
+        raise UnusableRow(f"the content of a message is a {type(content).__name__}; give text")
+    return message
+
+
+def _text_part(part) -> dict:
+    """A part of a message, which must be text: targets and drafters read nothing else."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = part.get("type") or "text" if isinstance(part, Mapping) else type(part).__name__
+    if kind not in _TEXTS or not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+        raise UnusableRow(f"a message has a part of type {kind!r} that is not text")
+    return {"type": "text", "text": part["text"]}
+
+
+def _calls(value) -> list[dict]:
+    """Tool calls as servers write them, with a `function`; also from JSON text, and from their names and arguments."""
+    with contextlib.suppress(ValueError):
+        value = json.loads(value) if isinstance(value, str) else value
+    calls = [value] if isinstance(value, Mapping) else value
+    if not isinstance(calls, list) or not all(isinstance(one, Mapping) for one in calls):
+        raise UnusableRow("the tool calls of a message are not a list of calls")
+    calls = [
+        one
+        if one.get("function") is not None
+        else {"type": "function", "function": {key: one[key] for key in ("name", "arguments") if key in one}}
+        for one in calls
+    ]
+    if not all(isinstance(one["function"], Mapping) and one["function"].get("name") for one in calls):
+        raise UnusableRow("a tool call of a message has no name")
+    return calls
+
+
+def text_of(message: Mapping) -> str:
+    """The text of a message. Parts are joined with a space, as `transformers serve` does."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else " ".join(part["text"] for part in content)
+
+
+def with_text(message: Mapping) -> Mapping:
+    """A message with its parts as one text."""
+    return {**message, "content": text_of(message)} if isinstance(message.get("content"), list) else message
+
+
+def tools_of(row: Mapping) -> list | None:
+    """
+    The tools of a row: a list, or JSON text, since tables cannot hold tools of different schemas.
+
+    Raises:
+        `ValueError`: `tools` is neither.
+    """
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools else None
+        except ValueError as error:
+            raise ValueError(f"`tools` is text but not JSON ({error}); give a list of tools.") from error
+    if tools is not None and not isinstance(tools, list):
+        raise ValueError(f"`tools` is a {type(tools).__name__}; give a list of tools, or leave it out.")
+    return [as_value(one) for one in tools or ()] or None
+
+
+def with_arguments(message: Mapping, read: Callable) -> Mapping:
+    """A message of [`messages_in`] with the arguments of its tool calls as `read` returns them."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = dict(call["function"])
+        if "arguments" in function:
+            function["arguments"] = read(function["arguments"])
+        calls.append({**call, "function": function})
+    return {**message, "tool_calls": calls}
+
+
+def as_value(text):
+    """The value of JSON text, as servers pass the arguments of a call to the template; unchanged if it is none."""
+    with contextlib.suppress(ValueError):
+        return json.loads(text or "{}") if isinstance(text, str) else text
+    return text
+
+
+def as_text(value) -> str:
+    """JSON text, as servers write the arguments of a call."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def without_none(value):
+    """A value from a table without keys that are `None`: tables have every key in every mapping."""
+    if isinstance(value, Mapping):
+        return {key: without_none(one) for key, one in value.items() if one is not None}
+    return [without_none(one) for one in value] if isinstance(value, list) else value

@@ -1,0 +1,251 @@
+"""Rows as they are found in the world: what becomes of them, in every command and kind of file, and in the guide."""
+
+import json
+import os
+import re
+
+import pytest
+from support.chat_stand_in import chat_server
+from support.guides import ROOT
+from support.tiny_chat import END, SPECIAL, TOOLS, make_tokenizer, save_target
+
+from dflash_hf.cli import main
+from dflash_hf.data.encode import RowEncoder
+from dflash_hf.data.messages import UnusableRow, tools_of
+from dflash_hf.data.prepare import colored_example, prepare_dataset
+from dflash_hf.data.prompts import prompt_of
+from dflash_hf.data.sources import load_rows
+
+
+datasets = pytest.importorskip("datasets")
+GUIDE = ROOT / "examples" / "guides" / "data.md"
+TABLE = re.compile(r"(?<=<!-- rows -->\n).*?(?=<!-- end of rows -->)", re.DOTALL)
+TEMPLATE = (
+    "{% if tools %}tools: {{ tools | tojson }}<|im_end|>{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}<|im_end|>"
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+HI, HELLO = '{"role": "user", "content": "Hi"}', '{"role": "assistant", "content": "Hello."}'
+CALL = '{"function": {"name": "f", "arguments": {"x": null}}}'
+FILES = {  # rows of a file, as JSON
+    "chats": [
+        f'{{"messages": [{HI}, {HELLO}]}}',
+        f'{{"messages": [{{"role": "user", "content": [{{"type": "text", "text": "Hi"}}]}}, {HELLO}]}}',
+        f'{{"messages": [{{"role": "user", "content": [{{"type": "text", "text": "Hi"}}, "there"]}}, {HELLO}]}}',
+        f'{{"messages": [{{"role": "user", "content": [{{"type": "image", "url": "a.png"}}]}}, {HELLO}]}}',
+        '{"system": "Be kind.", '
+        '"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]}',
+        '{"messages": [{"role": "human", "content": "Hi"}, {"role": "gpt", "content": "Hello."}]}',
+        json.dumps({"messages": f"[{HI}, {HELLO}]"}),
+        f'{{"messages": [{HI}, {{"role": "assistant", "content": "{{\\"a\\": 1}}"}}]}}',
+        f'{{"messages": [{HI}, {{"role": "assistant", "content": null, "tool_calls": [{CALL}]}}]}}',
+        '{"conversations": [{"from": "human", "value": "Hi"}, {"from": "function_call", '
+        '"value": "{\\"name\\": \\"f\\", \\"arguments\\": {\\"x\\": 0.5}}"}, {"from": "observation", "value": "4"}, '
+        '{"from": "gpt", "value": "Four."}]}',
+        f'{{"messages": [{HI}, {HELLO}], "tools": [{{"name": "f", "default": null}}]}}',
+        json.dumps({"messages": [json.loads(HI), json.loads(HELLO)], "tools": '[{"name": "f", "default": null}]'}),
+        '{"messages": null}',
+        '{"messages": []}',
+        f'{{"messages": [{HI}, null, {HELLO}]}}',
+        f'{{"messages": [{{"role": "user", "content": null}}, {HELLO}]}}',
+        f'{{"messages": [{{"role": "robot", "content": "Hi"}}, {HELLO}]}}',
+        f'{{"messages": [{{"speaker": "Ann", "text": "Hi"}}, {HELLO}]}}',
+        f'{{"messages": [{HI}]}}',
+        '{"prompt": "1 + 1 =", "completion": " 2"}',
+        f'{{"prompt": [{HI}], "completion": "Hello."}}',
+        '{"prompt": "1 + 1 =", "completion": null}',
+    ],
+    "texts": ['{"text": "Hello."}'],
+    "prompts": ['{"prompt": "Hi"}'],
+    "said": ['{"messages": "Hello."}'],
+}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def outcome(row: str) -> str:
+    """What becomes of a row: the text, with its supervised part in brackets, or why there is none."""
+    tokenizer = make_tokenizer(TEMPLATE)
+    try:
+        (example,) = RowEncoder(tokenizer)(json.loads(row))
+    except UnusableRow as reason:
+        return f"left out: {reason}"
+    except ValueError as error:
+        return f"error: {error}"
+    return f"`{colored_example(example, tokenizer, color=False, longest_run=999)}`".replace(SPECIAL[END], "⏎")
+
+
+def test_the_guide_shows_what_becomes_of_rows():
+    """With `DFLASH_WRITE_TABLES=1` its table is written."""
+    lines = [(f"`{row}`", outcome(row)) for rows in FILES.values() for row in rows]
+    table = "".join(f"| {' | '.join(one.replace('|', chr(92) + '|') for one in line)} |\n" for line in lines)
+    table = f"| Row | What becomes of it |\n|---|---|\n{table}"
+    page = GUIDE.read_text(encoding="utf-8")
+    if os.environ.get("DFLASH_WRITE_TABLES") == "1":
+        GUIDE.write_text(TABLE.sub(lambda _: table, page), encoding="utf-8")
+        page = GUIDE.read_text(encoding="utf-8")
+    assert TABLE.search(page)[0] == table
+
+
+def write(path, kind):
+    lines = [json.loads(line) for line in FILES["chats"]]
+    text = json.dumps(lines, indent=1) if kind == "json" else "\n\n".join(FILES["chats"]) + "\r\n"
+    path = path / f"rows.{kind}"
+    path.write_text("\ufeff" + text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_file_of_mixed_rows_is_read_as_written(kind, streaming, tmp_path):
+    """Arrow's types filled in keys, rounded numbers, and made mappings of answers that are JSON."""
+    path, encoder = write(tmp_path, kind), RowEncoder(make_tokenizer(TEMPLATE))
+    rows = load_rows(path, streaming=streaming)
+    found = [{key: value for key, value in row.items() if value is not None} for row in rows]
+    written = [json.loads(line) for line in FILES["chats"]]
+    assert found == [{key: value for key, value in row.items() if value is not None} for row in written]
+    examples, reasons = [], {}
+    for line in FILES["chats"]:
+        try:
+            examples += encoder(json.loads(line))
+        except UnusableRow as reason:
+            reasons[str(reason)] = reasons.get(str(reason), 0) + 1
+    dataset, report = prepare_dataset(rows, encoder)
+    assert list(dataset) == examples and report.dropped == reasons
+    assert sum(reasons.values()) == 9
+
+
+def test_nulls_of_tables_are_left_out_and_written_ones_stay(tmp_path):
+    """A table has every key of the other rows; `default: null` was dropped with them."""
+    rows = [
+        {"messages": json.loads(f"[{HI}, {HELLO}]"), "tools": [{"name": "f", "default": None}]},
+        {"messages": json.loads(f"[{HI}, {HELLO}]"), "tools": [{"name": "g", "other": "x"}]},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "merged.parquet")
+    texts = [{**row, "tools": json.dumps(row["tools"])} for row in rows]
+    datasets.Dataset.from_list(texts).to_parquet(tmp_path / "texts.parquet")
+    merged = [[{"name": "f"}], [{"name": "g", "other": "x"}]]
+    encoder = RowEncoder(make_tokenizer(TEMPLATE))
+    for name, tools in {"rows.jsonl": 0, "texts.parquet": 0, "merged.parquet": merged}.items():
+        tools = tools or [row["tools"] for row in rows]
+        expected = [example for row, one in zip(rows, tools) for example in encoder({**row, "tools": one})]
+        for streaming in (False, True):
+            found = load_rows(tmp_path / name, streaming=streaming)
+            assert [tools_of(row) for row in found] == tools, name
+            assert list(prepare_dataset(found, encoder)[0]) == expected
+    assert list(prepare_dataset(datasets.Dataset.from_list(rows), encoder)[0]) == expected
+
+
+def test_a_slice_of_a_list_of_rows_is_read(tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([{"prompt": str(i)} for i in range(10)]), encoding="utf-8")
+    assert [row["prompt"] for row in load_rows(path, "train[20%:40%]")] == ["2", "3"]
+    with pytest.raises(ValueError, match="Unknown split"):
+        load_rows(path, "test")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[{"prompt": "a"}, null]', "Row 1 of .*is None, not a JSON object"),
+        ('[{"prompt": "a"}', "cannot be read as json"),
+        ('{"prompt": "a"}\n{"prompt"\n', "Line 2 of .*is not a JSON object"),
+    ],
+)
+def test_a_damaged_json_file_is_named(text, message, tmp_path):
+    (tmp_path / "rows.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        load_rows(tmp_path / "rows.json")
+
+
+def test_half_a_surrogate_pair_is_a_question_mark(tmp_path):
+    """The file could not be read."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a\\ud800b \\ud83d\\ude00"}\n', encoding="utf-8")
+    assert list(load_rows(tmp_path / "rows.jsonl")) == [{"prompt": "a?b 😀"}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        '{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]}',
+        '{"messages": [{"from": "user", "value": "Hi"}, {"from": "assistant", "value": "Hello."}]}',
+        f'{{"messages": null, "conversations": [{HI}, {HELLO}]}}',
+        f'{{"messages": null, "prompt": [{HI}]}}',
+    ],
+)
+def test_every_layout_has_the_same_prompt(row):
+    assert prompt_of(json.loads(row), True) == [json.loads(HI)]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return save_target(tmp_path_factory.mktemp("target"), TEMPLATE)
+
+
+TRAINING = "max_steps=1 num_anchors=2 block_size=4 use_cpu=true bf16=false target_dtype=float32 report_to=none"
+
+
+@pytest.mark.parametrize("command", ["prepare", "features", "train", "train streaming"])
+def test_commands_count_what_they_leave_out(command, target, tmp_path, capsys):
+    """One null stopped the whole run."""
+    data, output = write(tmp_path, "jsonl"), tmp_path / "out"
+    options = ["--output", output, "--target-layer-ids", 0] if command == "features" else []
+    words = [command, "--target", target, "--data", data, *options]
+    if command.startswith("train"):
+        words = ["train", f"target={target}", f"data={data}", f"output_dir={output}", *TRAINING.split()]
+        words += [f"streaming={json.dumps('streaming' in command)}"]
+    assert main([str(word) for word in words]) == 0
+    printed = capsys.readouterr().out
+    assert "rows              22\n" in printed and "rows left out     9\n" in printed
+    for reason in ("its `messages` is null", "a message has a part of type 'image' that is not text"):
+        assert f"  1: {reason}\n" in printed
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_regenerate_leaves_out_rows_without_a_prompt(served, target, tmp_path, capsys):
+    """It stopped at a null and at `[]`, and asked the target the Python source of parts."""
+    rows = FILES["chats"][:4] + FILES["chats"][4:6] + FILES["chats"][12:16] + ['{"prompt": ""}', '{"prompt": null}']
+    (tmp_path / "rows.jsonl").write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
+    words = ["regenerate", "--data", tmp_path / "rows.jsonl", "--output", tmp_path / "out.jsonl", "--target", target]
+    words += ["--max-new-tokens", 4, "--json"]
+    with chat_server(lambda body: "Hello.") as (url, received):
+        options = ["--server", url] if served else ["--device", "cpu", "--batch-size", 2]
+        for _ in range(2):  # the prompts are known again
+            assert main([str(word) for word in (*words, *options)]) == 0
+            facts = json.loads(capsys.readouterr().out)
+            assert (facts["rows"], facts["finished"], sum(facts["left_out"].values())) == (5, 5, 7)
+            assert facts["left_out"]["its `messages` is null"] == 2
+    answered = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert sorted(row["row"] for row in answered) == [0, 1, 2, 4, 5]
+    if served:
+        said = [body["messages"][-1]["content"] for body in received]
+        assert sorted(said) == ["Hi", "Hi", "Hi", "Hi", "Hi there"]
+    else:
+        tokenizer = make_tokenizer(TEMPLATE)
+        asked = {row["row"]: tokenizer.decode(row["input_ids"][: row["loss_mask"].index(1)]) for row in answered}
+        assert asked[0] == asked[1] == asked[5] == "user: Hi<|im_end|>assistant: "
+        assert asked[2] == "user: Hi there<|im_end|>assistant: "
+        assert asked[4] == "system: Be kind.<|im_end|>user: Hi<|im_end|>assistant: "
+
+
+def test_regenerate_needs_a_prompt(target, tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text('{"messages": null}\n{"messages": []}\n', encoding="utf-8")
+    words = ["regenerate", "--data", tmp_path / "rows.jsonl", "--output", tmp_path / "o.jsonl", "--target", target]
+    assert main([str(word) for word in words]) == 1
+    error = capsys.readouterr().err
+    assert "None of 2 rows of" in error and "1 because its `messages` is null; 1 because its `messages` is em" in error
+
+
+def test_floats_of_calls_keep_their_digits(tmp_path):
+    calls = [{"function": {"name": "f", "arguments": {"x": 3.141592653589793}}}]
+    row = {"messages": [json.loads(HI), {"role": "assistant", "content": None, "tool_calls": calls}]}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + f'\n{{"messages": [{HI}, {HELLO}]}}\n', encoding="utf-8")
+    tokenizer = make_tokenizer(TOOLS)
+    dataset, _ = prepare_dataset(load_rows(path), RowEncoder(tokenizer))
+    assert "x=3.141592653589793;" in tokenizer.decode(dataset[0]["input_ids"])
