@@ -74,7 +74,7 @@ class Part:
         self.folder, self.number, self.tokenizer, self.asks = work / f"part-{number:03}", number, tokenizer, asks
         self.folder.mkdir(parents=True, exist_ok=True)
         self.loaded = ("--dtype", dtype)
-        self.before = [work / f"part-{i:03}" for i in range(number)]
+        self.others = [path for path in sorted(work.glob("part-*")) if path != self.folder]
 
     def make(self) -> None:
         for turn in range(1, TURNS + 1):
@@ -89,7 +89,7 @@ class Part:
     def first(self) -> list[dict]:
         """Requests that are like none before."""
         draw, seen, rows = random.Random(f"first {self.number}"), DistinctTexts(), []
-        earlier = [path for part in self.before for path in part.glob("1-requests.jsonl")]
+        earlier = [path for part in self.others for path in part.glob("1-requests.jsonl")]
         for row in (row for path in [*earlier, *sorted(data_folder().glob("*.jsonl.gz"))] for row in rows_of(path)):
             seen.add(row["messages"][0]["content"])
         for row in (row for kind in GENERATED for row in generated_rows(kind, 100)):  # what `dflash eval` makes up
@@ -123,7 +123,7 @@ class Part:
     def next(self, turn: int) -> list[dict]:
         """The conversations of the turn before, of those that can go on, with what the user says then."""
         draw, rows = random.Random(f"{turn} {self.number}"), self.answered(turn - 1)
-        gone = [path for part in self.before for path in part.glob(f"{turn}-requests.jsonl")]
+        gone = [path for part in self.others for path in part.glob(f"{turn}-requests.jsonl")]
         went_on = {row["messages"][0]["content"] for path in gone for row in rows_of(path)}
         earlier = [row for row in self.earlier() if len(row["messages"]) == 2 * turn - 2]
         earlier = [row for row in earlier if row["messages"][0]["content"] not in went_on]
