@@ -70,7 +70,7 @@ for _name, _numbers in {
     "age": range(18, 91),
     "day": range(1, 29),
     "price": range(2, 901),
-    "number": range(1000, 100_000),
+    "number": range(1003, 100_000, 97),
     "hour": range(1, 10),
     "hundreds": range(100, 1000, 100),
     "percent": range(5, 100, 5),
