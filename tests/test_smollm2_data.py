@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -27,16 +28,16 @@ def scripts(monkeypatch):
     import request_rules
 
     yield make_data, request_rules
-    for name in ("make_data", "request_rules"):
+    for name in ("make_data", *(f"request_{one}" for one in ("rules", "tasks", "texts", "words"))):
         del sys.modules[name]
 
 
 def rows_of(path):
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
 
 
-@pytest.mark.parametrize("kind", ["chat", "code", "math", "json", "rewrite"])
+@pytest.mark.parametrize("kind", ["chat", "code", "math", "json", "rewrite", "task"])
 def test_requests_by_rules(kind, scripts):
     """Of one seed always the same, hardly any like another, and no rule leaves a gap in its form."""
     if kind == "math":
@@ -46,10 +47,10 @@ def test_requests_by_rules(kind, scripts):
     draw, again, seen = random.Random(1), random.Random(1), DistinctTexts()
     requests = [rules.by_rules(kind, draw, texts) for _ in range(200)]
     assert requests == [rules.by_rules(kind, again, texts) for _ in range(200)]
-    assert sum(map(seen.add, requests)) > (60 if kind == "rewrite" else 150)
-    follow_ups = [rules.follow_up(kind, draw) for _ in range(100)]
-    names = "first percent task language topic n} thing fields text long style fact".split()
-    assert not any("{" + name in one for one in requests + follow_ups for name in names)
+    assert sum(map(seen.add, requests)) > 150
+    follow_ups = [rules.follow_up(kind, draw) for _ in range(300)]
+    requests += [rules.by_rules(kind, draw, texts) for _ in range(0 if kind == "math" else 3000)]  # all forms
+    assert not any(re.search(r"\{[a-z]", one) for one in requests + follow_ups)
     assert all(one.strip() for one in requests) and len(set(follow_ups)) > 8
 
 
@@ -107,6 +108,10 @@ def test_what_is_collected(scripts, tmp_path, capsys):
         assert example["loss_mask"] == answers[i]["loss_mask"] + [0] * (len(example["loss_mask"]) - length)
     (example,) = encoder(found[one])
     assert sum(example["loss_mask"]) == sum(sum(row["loss_mask"]) for row in (answers[0], more[0]))
+    further = found[one] | {"messages": found[one]["messages"] * 2}  # it went on elsewhere
+    (out / "conversations.jsonl.gz").write_bytes(gzip.compress(json.dumps(further).encode()))
+    make_data.collect(work, tokenizer, out)
+    assert rows_of(out / "conversations.jsonl.gz")[0] == further
 
 
 def test_a_part_is_made_by_commands_that_exist(scripts, tmp_path, monkeypatch):
@@ -128,11 +133,22 @@ def test_a_part_is_made_by_commands_that_exist(scripts, tmp_path, monkeypatch):
 
     monkeypatch.setattr(make_data.subprocess, "run", run)
     monkeypatch.setattr(make_data, "RULES", {"chat": 12, "code": 12})
+    monkeypatch.setattr(make_data, "EARLIER", 3)
     monkeypatch.setattr(make_data, "smollm2_folder", lambda: "target")
-    make_data.Part(tmp_path, make_data.EARLIER_SHARE, tokenizer, False, "auto").make()
-    assert called == ["1-answers.jsonl", "2-said.jsonl", "2-answers.jsonl", "3-said.jsonl", "3-answers.jsonl"]
-    last = (tmp_path / f"part-{make_data.EARLIER_SHARE:03}" / "3-answers.jsonl").read_text().splitlines()
-    assert last and all(len(json.loads(line)["messages"]) == 6 for line in last)
+    asked = {}
+    for number in (0, 1):
+        make_data.Part(tmp_path, number, tokenizer, False, "auto").make()
+        for turn in (1, 2, 3, 4):
+            rows = rows_of(tmp_path / f"part-{number:03}" / f"{turn}-requests.jsonl")
+            assert rows and all(len(row["messages"]) == 2 * turn - 1 for row in rows)
+            asked[number, turn] = {row["messages"][0]["content"] for row in rows}
+    later = [name for turn in (2, 3, 4) for name in (f"{turn}-said.jsonl", f"{turn}-answers.jsonl")]
+    assert called == ["1-answers.jsonl", *later] * 2
+    for turn in (1, 2, 3, 4):
+        assert not asked[0, turn] & asked[1, turn]
+    known = {row["messages"][0]["content"] for row in rows_of(data_folder() / "conversations.jsonl.gz")}
+    known |= {row["messages"][0]["content"] for row in rows_of(data_folder() / "answers.jsonl.gz")}
+    assert len(asked[0, 2] & known) == 3
 
 
 def test_no_request_that_is_held_out_is_trained_on():

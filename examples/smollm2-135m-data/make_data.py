@@ -5,9 +5,9 @@ Conversations with SmolLM2-135M-Instruct: requests of many kinds, its greedy ans
     python examples/smollm2-135m-data/make_data.py WORK --parts 1 30  # resumes after an interruption
     python examples/smollm2-135m-data/make_data.py WORK --collect examples/smollm2-135m-dflash/data  # adds new rows
 
-A part is a folder of WORK: a thousand requests and up to two turns more, each made by `dflash prompts` and `dflash
-regenerate`. Every 24th request, by a hash of its text, is held out with its later turns. To add to the data, start
-with the part after the last part that data/README.md names.
+A part is a folder of WORK: a thousand requests and up to three turns more, each made by `dflash prompts` and `dflash
+regenerate`. Conversations of the data that was there before go on, too. Every 24th request, by a hash of its text, is
+held out with its later turns. To add to the data, start with the part after the last part that data/README.md names.
 """
 
 import argparse
@@ -29,13 +29,15 @@ from dflash_hf.files import atomic
 from dflash_hf.smollm2 import data_folder, smollm2_folder
 
 
-RULES = {"chat": 190, "code": 240, "math": 260, "json": 130, "rewrite": 130}  # requests of a part
-ASKED = 250  # further requests, written by the target itself
-ASKED_KINDS = "chat,task,code,chat,math,task,rewrite,json"
+TURNS = 4
+RULES = {"chat": 100, "code": 80, "math": 80, "json": 60, "rewrite": 330, "task": 270}  # requests of a part
+ASKED = 120  # further requests, written by the target itself
+ASKED_KINDS = "chat,task,code,rewrite,math,task,rewrite,json"
+EARLIER = 300  # conversations that were there before and go on, in each turn of a part
+GOES_ON = {2: 1, 3: 0.6, 4: 0.6}  # share of the conversations that can go on
 GREEDY = ("--temperature", "0", "--max-new-tokens", "128", "--mask-token-id", "16", "--batch-size", "64")
 SAMPLED = ("--raw", "--temperature", "1", "--top-p", "0.95", "--max-new-tokens", "40", "--batch-size", "64")
-LONGEST = 1000  # characters of a conversation that continues
-EARLIER_SHARE = 12  # parts over which the answers of data/answers.jsonl.gz are spread, to continue from
+LONGEST = 1600  # characters of a conversation that continues
 
 
 def dflash(*arguments) -> None:
@@ -72,11 +74,10 @@ class Part:
         self.folder, self.number, self.tokenizer, self.asks = work / f"part-{number:03}", number, tokenizer, asks
         self.folder.mkdir(parents=True, exist_ok=True)
         self.loaded = ("--dtype", dtype)
-        self.earlier = [path for i in range(number) for path in (work / f"part-{i:03}").glob("1-requests.jsonl")]
-        self.earlier += sorted(data_folder().glob("*.jsonl.gz"))
+        self.others = [path for path in sorted(work.glob("part-*")) if path != self.folder]
 
     def make(self) -> None:
-        for turn in (1, 2, 3):
+        for turn in range(1, TURNS + 1):
             requests, answers = self.folder / f"{turn}-requests.jsonl", self.folder / f"{turn}-answers.jsonl"
             if not requests.exists():
                 write(requests, self.first() if turn == 1 else self.next(turn))
@@ -88,7 +89,8 @@ class Part:
     def first(self) -> list[dict]:
         """Requests that are like none before."""
         draw, seen, rows = random.Random(f"first {self.number}"), DistinctTexts(), []
-        for row in (row for path in self.earlier for row in rows_of(path)):
+        earlier = [path for part in self.others for path in part.glob("1-requests.jsonl")]
+        for row in (row for path in [*earlier, *sorted(data_folder().glob("*.jsonl.gz"))] for row in rows_of(path)):
             seen.add(row["messages"][0]["content"])
         for row in (row for kind in GENERATED for row in generated_rows(kind, 100)):  # what `dflash eval` makes up
             seen.add(row["prompt"])
@@ -97,7 +99,8 @@ class Part:
             options = ("--target", smollm2_folder(), "--count", ASKED, "--seed", self.number + 100, "--output", asked)
             dflash("prompts", *options, "--kinds", ASKED_KINDS, *self.loaded)
             rows += [(row["kind"], row["prompt"]) for row in rows_of(asked) if seen.add(row["prompt"])]
-        texts = [answer for _, answer in self.finished_before() if 80 < len(answer) < 500 and "```" not in answer]
+        texts = [one["content"] for row in self.earlier() for one in row["messages"] if one["role"] == "assistant"]
+        texts = [text for text in texts if 80 < len(text) < 500 and "```" not in text]
         for kind, count in RULES.items():
             found = (by_rules(kind, draw, texts) for _ in range(20 * count))
             new = (request for request in found if len(request) < 700 and seen.add(request))
@@ -105,23 +108,28 @@ class Part:
         draw.shuffle(rows)
         return [{"kind": kind, "messages": [{"role": "user", "content": text}]} for kind, text in rows]
 
-    def finished_before(self) -> list[tuple[dict, str]]:
-        """Rows of the data that was there before, with their answers as text, of those that ended by themselves."""
-        rows = [row for row in rows_of(data_folder() / "answers.jsonl.gz") if row["response_ids"][-1] == 2]
-        answers = [(row, self.tokenizer.decode(row["response_ids"][:-1])) for row in rows]
-        return [(row, answer) for row, answer in answers if not loops(answer)]
+    def earlier(self) -> list[dict]:
+        """The data that was there before: conversations as far as they went, if the last answer ended by itself."""
+        rows = {}
+        for row in rows_of(data_folder() / "answers.jsonl.gz"):
+            *ids, last = row["response_ids"]
+            messages = [*row["messages"], {"role": "assistant", "content": self.tokenizer.decode(ids)}]
+            rows[messages[0]["content"]] = {"kind": row["kind"], "messages": messages, "ended": last == 2}
+        for row in rows_of(data_folder() / "conversations.jsonl.gz"):  # as the text says: no other ids
+            ended = row["finish_reason"] == "stop" and "response_ids" not in row
+            rows[row["messages"][0]["content"]] = {"kind": row["kind"], "messages": row["messages"], "ended": ended}
+        return [row for row in rows.values() if row.pop("ended") and not loops(row["messages"][-1]["content"])]
 
     def next(self, turn: int) -> list[dict]:
         """The conversations of the turn before, of those that can go on, with what the user says then."""
         draw, rows = random.Random(f"{turn} {self.number}"), self.answered(turn - 1)
-        if turn == 2 and self.number < EARLIER_SHARE:
-            earlier = self.finished_before()[self.number :: EARLIER_SHARE]
-            rows += [
-                {"kind": row["kind"], "messages": [*row["messages"], {"role": "assistant", "content": answer}]}
-                for row, answer in earlier
-            ]
+        gone = [path for part in self.others for path in part.glob(f"{turn}-requests.jsonl")]
+        went_on = {row["messages"][0]["content"] for path in gone for row in rows_of(path)}
+        earlier = [row for row in self.earlier() if len(row["messages"]) == 2 * turn - 2]
+        earlier = [row for row in earlier if row["messages"][0]["content"] not in went_on]
+        rows += draw.sample(earlier, min(EARLIER, len(earlier)))
         rows = [row for row in rows if sum(len(one["content"]) for one in row["messages"]) < LONGEST]
-        rows = [row for row in rows if draw.random() < (0.9 if turn == 2 else 0.5)]
+        rows = [row for row in rows if draw.random() < GOES_ON[turn]]
         said = self.said_by_target(turn, rows, draw)
         for i, row in enumerate(rows):
             text = said.get(i) or follow_up(row["kind"], draw)
@@ -174,7 +182,7 @@ def collect(work: Path, tokenizer, folder: Path) -> None:
     earlier = {row["messages"][0]["content"] for row in rows_of(data_folder() / "answers.jsonl.gz")}
     for path in sorted(work.glob("part-*")):
         part = Part(work, int(path.name.split("-")[1]), tokenizer, False, "auto")
-        for turn in (1, 2, 3):
+        for turn in range(1, TURNS + 1):
             if not (path / f"{turn}-answers.jsonl").exists():
                 continue
             for row in part.answered(turn, all_of_them=True):
@@ -182,8 +190,10 @@ def collect(work: Path, tokenizer, folder: Path) -> None:
                 if request in earlier:  # whose first answers are learned from that file
                     row["given"] = 2
                 held_out = request not in earlier and is_held_out(request)
+                rows = sets["held_out_conversations" if held_out else "conversations"]
                 # A later turn holds the earlier ones.
-                sets["held_out_conversations" if held_out else "conversations"][request] = row
+                if len(rows.get(request, row)["messages"]) <= len(row["messages"]):
+                    rows[request] = row
     for name, rows in sets.items():
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows.values())
         (folder / f"{name}.jsonl.gz").write_bytes(gzip.compress(lines.encode(), mtime=0))
