@@ -263,11 +263,12 @@ class DFlashTrainer(AtomicTrainer):
         if self.args.should_save:
             save_facts(self, Path(self.args.output_dir if output_dir is None else output_dir))
 
-    # A checkpoint is complete or absent, see `checkpoints`.
+    # A checkpoint is complete, or recognised as unfinished, see `checkpoints`.
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """As upstream, from a complete checkpoint of this drafter; `True` is the last complete checkpoint."""
         checkpoint = checkpoint_of(resume_from_checkpoint, self.args.output_dir, self.draft.config)
+        self.latest = None if checkpoint is None else Path(checkpoint).resolve()
         freeze(self.target)  # it may have been trained in between
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise ValueError(
