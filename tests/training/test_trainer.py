@@ -438,6 +438,8 @@ def test_defaults_are_the_papers(tmp_path):
         {"dpace_alpha": 1.5},
         {"block_attention": "flash"},
         {"remove_unused_columns": True},
+        {"bf16_full_eval": True},
+        {"fp16_full_eval": True},
         {"label_smoothing_factor": 0.1},
     ],
     ids=lambda wrong: next(iter(wrong)),
