@@ -81,6 +81,18 @@ def test_noise_on_embeddings_is_refused(tmp_path):
         make_trainer(tmp_path, neftune_noise_alpha=5.0)
 
 
+@pytest.mark.parametrize(
+    ("rows", "given"), [(counting_rows(3), "3 examples are"), (Stream([]), "a stream without examples is")]
+)
+def test_a_run_without_a_step_is_refused(rows, given, tmp_path):
+    """It ended as a success, with the weights that it started from."""
+    options = {"per_device_train_batch_size": 4, "dataloader_drop_last": True, "save_strategy": "steps"}
+    options |= {"accelerator_config": {"dispatch_batches": False}}  # as `dflash train` reads streams
+    with pytest.raises(ValueError, match=f"{given} less than a batch of per_device_train_batch_size=4 on each of 1"):
+        make_trainer(tmp_path, rows=rows, **options).train()
+    assert not any(tmp_path.iterdir())
+
+
 def test_the_target_in_place_of_the_drafter(tmp_path):
     target = make_target()
     with pytest.raises(ValueError, match="model is a Qwen3ForCausalLM; pass the drafter"):

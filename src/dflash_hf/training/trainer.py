@@ -202,6 +202,13 @@ class DFlashTrainer(AtomicTrainer):
             return [], None
         self.meter.start()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if not batches and self.state.global_step == 0:
+            rows, batch = self.train_dataset, f"per_device_train_batch_size={self.args.per_device_train_batch_size}"
+            examples = f"{len(rows):,} examples are" if has_rows(rows) else "a stream without examples is"
+            raise ValueError(
+                f"No step can be trained: {examples} less than a batch of {batch} on each of {self.args.world_size} "
+                "processes; give more examples, a smaller batch, or dataloader_drop_last=false."
+            )
         for batch in batches[:1]:
             if missing := {"input_ids", "attention_mask", "loss_mask"} - set(batch):
                 raise ValueError(
