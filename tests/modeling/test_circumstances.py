@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.pairs import make_draft, make_target
+from support.runs import CHECKPOINTING
 from support.scripted_text import PROMPT, drafted, drafter, text
 
 
@@ -12,7 +13,7 @@ def in_training(target):
 
 
 def in_training_with_checkpoints(target):
-    target.gradient_checkpointing_enable()
+    getattr(target, f"{CHECKPOINTING}_enable")()
     return in_training(target)
 
 

@@ -8,7 +8,7 @@ import torch
 from accelerate.state import GradientState
 from support.pairs import make_draft, make_target
 from support.rows import counting_rows
-from support.runs import BLOCK
+from support.runs import BLOCK, CHECKPOINTING
 from transformers import HfArgumentParser, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
@@ -265,7 +265,7 @@ def test_recomputed_activations_train_the_layers_whatever_is_frozen(tmp_path):
     draft = make_draft(target)
     for frozen in (draft.fc, draft.hidden_norm):
         frozen.requires_grad_(False)
-    reentrant = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    reentrant = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": True}}
     before = {name: one.clone() for name, one in draft.named_parameters() if one.requires_grad}
     make_trainer(tmp_path, target=target, draft=draft, max_steps=2, **reentrant).train()
     after = dict(draft.named_parameters())
