@@ -17,6 +17,7 @@ def in_training_with_checkpoints(target):
     return in_training(target)
 
 
+@pytest.mark.filterwarnings("error:.*gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("change", [in_training, in_training_with_checkpoints])
 def test_targets_in_the_midst_of_training(change, first):
