@@ -430,23 +430,6 @@ def test_a_full_disk_while_saving_says_how_to_go_on(world, tmp_path, told, monke
     )
 
 
-def test_a_checkpoint_that_was_cut_off_is_named(tmp_path):
-    from dflash_hf.training.whole import check_whole, seal
-
-    for step in (2, 4):
-        folder = tmp_path / f"checkpoint-{step}"
-        folder.mkdir()
-        torch.save({"a": torch.ones(9)}, folder / "optimizer.pt")
-        seal(folder)
-    check_whole(folder)
-    content = (folder / "optimizer.pt").read_bytes()
-    (folder / "optimizer.pt").write_bytes(content[: len(content) // 2])
-    with pytest.raises(ValueError, match=r"checkpoint-4/optimizer.pt is cut off .* resume from .*checkpoint-2"):
-        check_whole(folder)
-    with pytest.raises(FileNotFoundError, match="there is no such folder"):
-        check_whole(tmp_path / "checkpoint-9")
-
-
 def pressed_in_an_import(arguments, echo):
     """numpy and others turn an interrupted import into an ImportError."""
     try:

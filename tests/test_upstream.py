@@ -24,7 +24,7 @@ SIGNATURES = {
     "transformers:Trainer._get_grad_norm": "model grad_norm",
     "transformers:Trainer._save_checkpoint": "model trial",
     "transformers:Trainer._get_output_dir": "trial",
-    "transformers:Trainer._push_from_checkpoint": "checkpoint_folder",
+    "transformers:Trainer._save_rng_state": "output_dir",
     "transformers.pipelines.base:load_assistant_model": "model assistant_model assistant_tokenizer",
 }
 SERVING = {

@@ -130,6 +130,8 @@ def main() -> None:
         for _ in range(steps * arguments.rows)
     ]
     clock = Clock(device)
+    if arguments.checkpointing:  # renamed in transformers 5.23
+        (getattr(draft, "activation_checkpointing_enable", None) or draft.gradient_checkpointing_enable)()
     trainer = DFlashTrainer(
         model=draft,
         target=target,
@@ -141,7 +143,6 @@ def main() -> None:
             loss_type=arguments.loss,
             loss_chunk_size=arguments.chunk,
             block_attention=arguments.attention,
-            gradient_checkpointing=arguments.checkpointing,
             bf16=True,
             use_cpu=device.type == "cpu",
             logging_steps=steps,

@@ -361,11 +361,40 @@ def test_a_folder_that_no_reader_should_be_given_is_refused(keys, message, folde
     assert len(str(refused.value)) < 500 and "\n" not in str(refused.value)
 
 
-def test_a_dry_run_vouches_for_no_license(folder, capsys):
-    """It said that a card with `license: MIT`, which the Hub rejects, is valid."""
-    assert main(["publish", str(folder), REPO, "--dry-run", "--base-model", "someone/target", "--license", "MIT"]) == 0
-    out = capsys.readouterr().out
-    assert "license: MIT" in out and "whose license only the Hub checks" in out and "is valid" not in out
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--license Apache_2.0", "license='Apache 2.0' is not an identifier of the Hub; the nearest are apache-2.0,"),
+        ("--license MIT", "license='MIT' is not an identifier of the Hub; the nearest are mit. For any"),
+        ("--license xyz", "license='xyz' is not an identifier of the Hub. For any other license: --license other"),
+        ("--license other", "license=other needs a name: --license-name NAME"),
+        ("--license-name mine", "license_name='mine' with license_link=None needs a license: --license other"),
+        ("--license other --license-name mine --license-link LICENSE", "license_link='LICENSE' must be a URL"),
+    ],
+)
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_license_the_hub_rejects_is_refused(options, message, by_hand, folder, capsys):
+    """A dry run passed, and the Hub rejected the card."""
+    words = ["publish", str(folder), REPO, "--dry-run", "--base-model", "someone/target"]
+    if by_hand:
+        (folder / "README.md").write_text("---\nbase_model: someone/target\n---\n# Mine\n")
+    assert main([*words, *(word.replace("_", " ") for word in options.split())]) == 1
+    error = capsys.readouterr().err
+    assert message in error and len(error.strip().splitlines()) == 1
+
+
+def test_a_license_of_its_own_is_named_and_linked(folder, capsys):
+    (folder / "LICENSE").write_text("Mine.")
+    license = ("--license", "other", "--license-name", "mine-1.0", "--license-link", "LICENSE")
+    words = ["publish", str(folder), REPO, "--dry-run", "--base-model", "someone/target", "--output", str(folder)]
+    assert main([*words, *license]) == 0
+    assert "license: other\nlicense_name: mine-1.0\nlicense_link: LICENSE\n" in capsys.readouterr().out
+    assert "## Licence\n\n[mine-1.0](LICENSE)\n" in (folder / "README.md").read_text()
+
+
+def test_licenses_of_a_card_written_by_hand_may_be_several(folder):
+    (folder / "README.md").write_text("---\nbase_model: someone/target\nlicense: [mit, apache-2.0]\n---\n# Mine\n")
+    assert publish(folder, REPO, dry_run=True).card.data.license == ["mit", "apache-2.0"]
 
 
 def test_an_interrupted_copy_leaves_the_weights_as_they_were(folder, monkeypatch):

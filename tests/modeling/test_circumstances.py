@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.pairs import make_draft, make_target
+from support.runs import CHECKPOINTING
 from support.scripted_text import PROMPT, drafted, drafter, text
 
 
@@ -12,10 +13,11 @@ def in_training(target):
 
 
 def in_training_with_checkpoints(target):
-    target.gradient_checkpointing_enable()
+    getattr(target, f"{CHECKPOINTING}_enable")()
     return in_training(target)
 
 
+@pytest.mark.filterwarnings("error:.*gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("change", [in_training, in_training_with_checkpoints])
 def test_targets_in_the_midst_of_training(change, first):

@@ -1,11 +1,17 @@
 """Short runs of the trainer."""
 
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
 from dflash_hf.training.trainer import DFlashTrainer
 from dflash_hf.training.training_args import DFlashTrainingArguments
 from support.pairs import make_draft
 
 
 BLOCK = 4
+NEW_NAME = hasattr(PreTrainedModel, "activation_checkpointing_enable")  # from transformers 5.23 on
+CHECKPOINTING = "activation_checkpointing" if NEW_NAME else "gradient_checkpointing"
 
 
 def make_trainer(folder, target, rows, draft=None, eval_rows=None, **overrides):
@@ -38,3 +44,12 @@ PLAIN_SGD = {
 
 def history(trainer, key):
     return [line[key] for line in trainer.state.log_history if key in line]
+
+
+def save_states(checkpoint: Path) -> Path:
+    """The files that a run resumes with, besides the weights; their contents do not matter here."""
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    for name in ("optimizer.pt", "scheduler.pt"):
+        (checkpoint / name).touch()
+    (checkpoint / "trainer_state.json").write_text('{"global_step": 1}', encoding="utf-8")
+    return checkpoint

@@ -8,7 +8,7 @@ import torch
 from accelerate.state import GradientState
 from support.pairs import make_draft, make_target
 from support.rows import counting_rows
-from support.runs import BLOCK
+from support.runs import BLOCK, CHECKPOINTING
 from transformers import HfArgumentParser, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
@@ -79,6 +79,18 @@ def test_a_scheduler_beside_a_limit_of_time_is_refused(tmp_path):
 def test_noise_on_embeddings_is_refused(tmp_path):
     with pytest.raises(ValueError, match="neftune_noise_alpha=5.0 adds noise"):
         make_trainer(tmp_path, neftune_noise_alpha=5.0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "given"), [(counting_rows(3), "3 examples are"), (Stream([]), "a stream without examples is")]
+)
+def test_a_run_without_a_step_is_refused(rows, given, tmp_path):
+    """It ended as a success, with the weights that it started from."""
+    options = {"per_device_train_batch_size": 4, "dataloader_drop_last": True, "save_strategy": "steps"}
+    options |= {"accelerator_config": {"dispatch_batches": False}}  # as `dflash train` reads streams
+    with pytest.raises(ValueError, match=f"{given} less than a batch of per_device_train_batch_size=4 on each of 1"):
+        make_trainer(tmp_path, rows=rows, **options).train()
+    assert not any(tmp_path.iterdir())
 
 
 def test_the_target_in_place_of_the_drafter(tmp_path):
@@ -253,7 +265,7 @@ def test_recomputed_activations_train_the_layers_whatever_is_frozen(tmp_path):
     draft = make_draft(target)
     for frozen in (draft.fc, draft.hidden_norm):
         frozen.requires_grad_(False)
-    reentrant = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    reentrant = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": True}}
     before = {name: one.clone() for name, one in draft.named_parameters() if one.requires_grad}
     make_trainer(tmp_path, target=target, draft=draft, max_steps=2, **reentrant).train()
     after = dict(draft.named_parameters())

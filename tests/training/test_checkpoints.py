@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import load_file
 from support.pairs import make_target
 from support.rows import counting_rows
-from support.runs import history, make_trainer
+from support.runs import history, make_trainer, save_states
+from transformers import TrainerCallback
 
 from dflash_hf import DFlashDraftModel
+from dflash_hf.training.checkpoints import check_whole, last_whole_checkpoint
 from dflash_hf.training.run_file import checkpoint_to_resume
-from dflash_hf.training.whole import check_whole, last_whole_checkpoint
 
 
 FIELDS = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1}  # four steps are one epoch
@@ -91,6 +92,8 @@ def test_a_checkpoint_that_is_not_as_it_was_saved_is_refused(name, two):
             check_whole(two / "checkpoint-2")
         path.write_bytes(content)
         check_whole(two / "checkpoint-2")
+    with pytest.raises(FileNotFoundError, match="there is no such folder"):
+        check_whole(two / "checkpoint-9")
 
 
 def test_a_checkpoint_of_0_1_0_is_checked_by_the_sizes_next_to_its_digests(two):
@@ -106,7 +109,7 @@ def test_a_checkpoint_of_0_1_0_is_checked_by_the_sizes_next_to_its_digests(two):
 def test_a_run_goes_on_from_the_last_checkpoint_that_is_whole(whole, two, monkeypatch):
     (two / "checkpoint-2" / "optimizer.pt").write_bytes(b"")
     said = []
-    monkeypatch.setattr("dflash_hf.training.whole.logger.warning", said.append)
+    monkeypatch.setattr("dflash_hf.training.checkpoints.logger.warning", said.append)
     resumed = make_trainer(two, make_target(), counting_rows(8), loss_type="dpace", **FIELDS)
     with pytest.raises(ValueError, match="optimizer.pt is cut off or damaged"):
         resumed.train(resume_from_checkpoint=str(two / "checkpoint-2"))
@@ -121,13 +124,80 @@ def test_a_run_goes_on_from_the_last_checkpoint_that_is_whole(whole, two, monkey
         checkpoint_to_resume(two, "auto", overwrite=False)
 
 
-# Where a process dies while it saves its second checkpoint: before the weights, in the middle of their file, after
-# them, after the optimizer, and before the rename.
+UNFINISHED: dict[str, dict] = {
+    "empty": {},
+    "upstream's mark": {"checkpoint-is-incomplete.txt": "in progress..."},
+    "no state": {"model.safetensors": "...", "optimizer.pt": "", "scheduler.pt": ""},
+    "half a state": {"model.safetensors": "...", "trainer_state.json": '{"best_global_step": nu'},
+    "a state of zeros": {"trainer_state.json": "\0" * 99},
+}
+
+
+@pytest.mark.parametrize("files", UNFINISHED.values(), ids=list(UNFINISHED))
+def test_unfinished_checkpoints_are_skipped(files, two, whole, monkeypatch):
+    """`Can't find a valid checkpoint at checkpoint-9`, and the whole one before it was never tried."""
+    for step in (8, 9):
+        (two / f"checkpoint-{step}").mkdir()
+        for name, text in files.items():
+            (two / f"checkpoint-{step}" / name).write_text(text)
+    with pytest.raises(ValueError, match=r"checkpoint-9/trainer_state.json is .*: resume from .*/checkpoint-2 "):
+        check_whole(two / "checkpoint-9")
+    said = []
+    monkeypatch.setattr("dflash_hf.training.checkpoints.logger.warning", said.append)
+    assert checkpoint_to_resume(two, "auto", overwrite=False) == str(two / "checkpoint-2")
+    assert [line.partition(": ")[2] for line in said] == ["checkpoint-9 is skipped.", "checkpoint-8 is skipped."]
+    resumed = make_trainer(two, make_target(), counting_rows(8), loss_type="dpace", **FIELDS)
+    resumed.train(resume_from_checkpoint=True)
+    assert history(resumed, "loss") == pytest.approx(history(whole[1], "loss"), abs=1e-6)
+
+
+def test_a_run_killed_in_its_first_save_starts_over(tmp_path):
+    """A supervisor that repeats the command would otherwise never get past it."""
+    (tmp_path / "checkpoint-1").mkdir()
+    for resume in ("auto", None):
+        assert checkpoint_to_resume(tmp_path, resume, overwrite=False) is None
+
+
+def test_weights_alone_are_not_resumed_from(two):
+    """The optimizer and the warm-up started over, with status 0."""
+    trainer = make_trainer(two, make_target(), counting_rows(8), save_only_model=True, **{**FIELDS, "max_steps": 3})
+    trainer.train(resume_from_checkpoint=True)
+    remedy = "save_only_model=true.* draft=.*checkpoint-3 and another output_dir"
+    for resume in (True, str(two / "checkpoint-3")):
+        with pytest.raises(ValueError, match=remedy):
+            trainer.train(resume_from_checkpoint=resume)
+    with pytest.raises(ValueError, match=remedy):
+        checkpoint_to_resume(two, "auto", overwrite=False)
+    for name in ("optimizer.pt", "scheduler.pt"):
+        (save_states(two / "checkpoint-4") / name).unlink()  # of another trainer
+        with pytest.raises(ValueError, match="checkpoint-4 was saved without optimizer and scheduler"):
+            last_whole_checkpoint(two)
+
+
+def test_a_second_save_at_a_step_leaves_the_first(two):
+    """`enable_jit_checkpoint` saves at any step: killed meanwhile, a run lost the checkpoint that it had."""
+    trainer = make_trainer(two, make_target(), counting_rows(8), **{**FIELDS, "max_steps": 3})
+
+    def times(step):
+        return {path: path.stat().st_mtime_ns for path in (two / f"checkpoint-{step}").iterdir()}
+
+    class SavesAgain(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            before = times(state.global_step)
+            trainer._save_checkpoint(trainer.model, None)
+            assert times(state.global_step) == before
+
+    trainer.add_callback(SavesAgain())
+    trainer.train(resume_from_checkpoint=True)
+    trainer._save_checkpoint(trainer.model, None)
+    assert last_whole_checkpoint(two) == str(two / "checkpoint-3")
+
+
+# Where a process dies while it saves its second checkpoint, once in a new folder and once in one that is replaced.
 KILLED = """
-import os, signal, sys
+import os, shutil, signal, sys
 from pathlib import Path
-import safetensors.torch
-from transformers import Trainer
+from transformers import Trainer, TrainerState
 from test_checkpoints import FIELDS, counting_rows, make_target, make_trainer
 from dflash_hf import DFlashDraftModel
 from dflash_hf.training import checkpoints
@@ -137,29 +207,50 @@ def die(*args, **kwargs):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def die_in_the_weights(self, folder, **kwargs):
-    save(self, folder, **kwargs)
-    weights = Path(folder, "model.safetensors")
-    weights.write_bytes(weights.read_bytes()[:5000])
+def die_in(name):
+    def killed(owner, attribute, original):
+        def cut(*args, **kwargs):
+            original(*args, **kwargs)
+            (path,) = Path(trainer.args.output_dir, "checkpoint-2").glob(name)
+            path.write_bytes(path.read_bytes()[:-9])
+            die()
+        return cut
+    return killed
+
+
+def at_once(owner, attribute, original):
+    return die
+
+
+def rmtree(folder, **kwargs):
+    (Path(folder) / "files.json").unlink(missing_ok=True)
     die()
 
 
-save = DFlashDraftModel.save_pretrained
 points = {
-    "before": (Trainer, "save_model", die),
-    "weights": (DFlashDraftModel, "save_pretrained", die_in_the_weights),
-    "optimizer": (Trainer, "_save_optimizer_and_scheduler", die),
-    "random": (Trainer, "_save_rng_state", die),
-    "rename": (checkpoints, "_rename", die),
+    "removing": (shutil, "rmtree", lambda *_: rmtree),
+    "before": (Trainer, "save_model", at_once),
+    "weights": (DFlashDraftModel, "save_pretrained", die_in("model.safetensors")),
+    "optimizer": (Trainer, "_save_optimizer_and_scheduler", at_once),
+    "random": (Trainer, "_save_rng_state", die_in("rng_state.pth")),
+    "sizes": (checkpoints, "write_json", die_in("files.json")),
+    "state": (TrainerState, "save_to_json", at_once),
+    "half a state": (TrainerState, "save_to_json", die_in("trainer_state.json")),
 }
-for name, (owner, attribute, replacement) in points.items():
+whole = sys.argv[2:]
+for name, (owner, attribute, kill) in points.items():
+    folder = Path(sys.argv[1], name)
+    if whole:
+        shutil.copytree(whole[0], folder / "checkpoint-1")
+        shutil.copytree(whole[1], folder / "checkpoint-2")
     if os.fork() == 0:
-        trainer = make_trainer(Path(sys.argv[1], name), make_target(), counting_rows(8), loss_type="dpace", **FIELDS)
+        trainer = make_trainer(folder, make_target(), counting_rows(8), loss_type="dpace", **FIELDS)
         original = getattr(owner, attribute)
-        def later(*args, **kwargs):
-            return (replacement if trainer.state.global_step == 2 else original)(*args, **kwargs)
-        setattr(owner, attribute, later)
-        trainer.train()
+        later = kill(owner, attribute, original)
+        def choose(*args, **kwargs):
+            return (later if trainer.state.global_step == 2 else original)(*args, **kwargs)
+        setattr(owner, attribute, choose)
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-1") if whole else None)
         os._exit(1)
     _, status = os.wait()
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (name, status)
@@ -167,28 +258,31 @@ for name, (owner, attribute, replacement) in points.items():
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_kill_in_the_middle_of_a_save_leaves_the_last_checkpoint(whole, tmp_path):
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_kill_in_the_middle_of_a_save_leaves_the_last_checkpoint(replaces, whole, tmp_path):
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
         "OMP_NUM_THREADS": "1",
     }
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], env=env, capture_output=True, text=True)
+    earlier = [str(whole[0] / f"checkpoint-{step}") for step in (1, 2)] if replaces else []
+    command = [sys.executable, "-c", KILLED, str(tmp_path), *earlier]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     folders = sorted(tmp_path.iterdir())
-    assert len(folders) == 5
+    assert len(folders) == 8
     for folder in folders:
-        assert {path.name for path in folder.iterdir()} - {"_unfinished"} == {"checkpoint-1"}
+        assert {path.name for path in folder.iterdir()} <= {"checkpoint-1", "checkpoint-2"}
+        assert last_whole_checkpoint(folder) == str(folder / "checkpoint-1")
         first = load_file(folder / "checkpoint-1" / "model.safetensors")
         for name, tensor in load_file(whole[0] / "checkpoint-1" / "model.safetensors").items():
             assert torch.equal(first[name], tensor)
-    cut = next((folders[-1] / "_unfinished").glob("*/model.safetensors"))
-    assert cut.parent.parent.parent.name == "weights" and cut.stat().st_size == 5000
     resumed = make_trainer(folders[-1], make_target(), counting_rows(8), loss_type="dpace", **FIELDS)
     resumed.train(resume_from_checkpoint=True)
     for key in KEYS:
         assert history(resumed, key) == pytest.approx(history(whole[1], key), abs=1e-6)
     assert {path.name for path in folders[-1].iterdir()} == {f"checkpoint-{step}" for step in range(1, 7)}
+    check_whole(folders[-1] / "checkpoint-2")
 
 
 def test_a_checkpoint_of_an_earlier_run_is_replaced(whole, tmp_path):
@@ -231,6 +325,6 @@ def test_the_best_checkpoint_is_named_kept_and_loaded(tmp_path):
 def test_without_a_checkpoint_there_is_nothing_to_resume(tmp_path):
     for folder in (tmp_path, tmp_path / "none"):
         trainer = make_trainer(folder, make_target(), counting_rows(2))
-        (tmp_path / "_unfinished" / "checkpoint-3").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "checkpoint-3").mkdir(exist_ok=True)
         with pytest.raises(ValueError, match=f"resume_from_checkpoint=True, but output_dir='{folder}' holds no"):
             trainer.train(resume_from_checkpoint=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.pairs import make_draft, make_target
 from support.rows import counting_rows
-from support.runs import BLOCK, history, make_trainer
+from support.runs import BLOCK, history, make_trainer, save_states
 
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.training.features import describe, store_features
@@ -80,9 +80,10 @@ def test_a_drafter_that_is_not_finite_is_not_saved(tmp_path):
 
 def test_the_last_good_checkpoint_is_not_the_last(target, tmp_path):
     draft = make_draft(target, block_size=BLOCK)
-    draft.save_pretrained(tmp_path / "checkpoint-9")
+    draft.save_pretrained(save_states(tmp_path / "checkpoint-9"))
     draft.norm.weight.data[0] = float("nan")
-    draft.save_pretrained(tmp_path / "checkpoint-10")
+    draft.save_pretrained(save_states(tmp_path / "checkpoint-10"))
+    (tmp_path / "checkpoint-11").mkdir()  # unfinished
     assert last_good_checkpoint(tmp_path) == tmp_path / "checkpoint-9"
     assert last_good_checkpoint(tmp_path / "checkpoint-9") is None
 

@@ -422,6 +422,14 @@ def test_the_best_checkpoint_is_loaded_of_those_that_were_evaluated(steady, fold
     assert saved_every({"eval_steps": 100.0}, 233) == 233
 
 
+def test_a_command_that_trains_nothing_fails(folder, data, tmp_path, capsys):
+    """It wrote a drafter after 0 steps, with status 0."""
+    output, batch = tmp_path / "drafter", ("per_device_train_batch_size=16", "dataloader_drop_last=true")
+    code, _, error = train(capsys, folder, output, f"data={data}", *batch)
+    assert code == 1 and "12 examples are less than a batch of per_device_train_batch_size=16" in error
+    assert not list(output.glob("*.safetensors"))
+
+
 def test_a_file_s_paths_may_be_at_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "recipe.yaml").write_text("target: t\ndata: [~/one.jsonl, two.jsonl]\noutput_dir: ~/out\n")

@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from support.runs import save_states
 from support.tiny_chat import CHATML, THINKING, save_target
 
 from dflash_hf import DFlashDraftConfig
@@ -195,7 +196,7 @@ def test_a_finished_drafter_keeps_its_report(adapter, target, tmp_path, capsys):
 
 def test_resuming_looks_where_the_checkpoint_lies(tmp_path):
     for name in ("a/checkpoint-2", "b/checkpoint-4"):
-        (tmp_path / name).mkdir(parents=True)
+        save_states(tmp_path / name)
     a, b = tmp_path / "a", tmp_path / "b"
     assert checkpoint_to_resume(a, "auto", False) == str(a / "checkpoint-2")
     assert checkpoint_to_resume(tmp_path / "new", "auto", False) is None

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from support.pairs import VOCAB, make_draft, make_target
 from support.rows import counting_rows, uneven_rows
-from support.runs import BLOCK, PLAIN_SGD, history, make_trainer
+from support.runs import BLOCK, CHECKPOINTING, PLAIN_SGD, history, make_trainer
 from transformers import TrainingArguments
 
 from dflash_hf.data.examples import DFlashCollator, check_examples, make_example
@@ -252,7 +252,7 @@ def test_other_settings_train(kind, tmp_path):
     layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
     draft = make_draft(target, block_size=BLOCK, **(layers if kind == "mixed_layers" else {})).float()
     if kind == "checkpointing":
-        draft.gradient_checkpointing_enable()
+        getattr(draft, f"{CHECKPOINTING}_enable")()
     trainer = make_trainer(
         tmp_path,
         target,
@@ -438,6 +438,8 @@ def test_defaults_are_the_papers(tmp_path):
         {"dpace_alpha": 1.5},
         {"block_attention": "flash"},
         {"remove_unused_columns": True},
+        {"bf16_full_eval": True},
+        {"fp16_full_eval": True},
         {"label_smoothing_factor": 0.1},
     ],
     ids=lambda wrong: next(iter(wrong)),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.pairs import make_draft, make_target
 from support.rows import counting_rows, uneven_rows
-from support.runs import BLOCK, PLAIN_SGD, history, make_trainer
+from support.runs import BLOCK, CHECKPOINTING, PLAIN_SGD, history, make_trainer
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AutoModelForCausalLM
 
@@ -38,7 +38,7 @@ def test_recomputed_activations_give_the_same_gradients(dflash2, tmp_path):
         passes = []
         draft.layers[0].self_attn.register_forward_hook(lambda *args, passes=passes: passes.append(1))
         if recompute:
-            draft.gradient_checkpointing_enable()
+            getattr(draft, f"{CHECKPOINTING}_enable")()
         results.append(gradients_of(trainer))
         assert len(passes) == 1 + recompute
     assert results[0][0] == results[1][0]

@@ -10,7 +10,8 @@ from dflash_hf.terminal import Outcome, UsageError, one_line, output_folder
 
 
 AGAIN = "the same command uploads the rest; files that arrived are not sent again"
-_METADATA = ("base_model", "base_model_relation", "license", "datasets")  # a card's own, besides its text
+# A card's own, besides its text.
+_METADATA = ("base_model", "base_model_relation", "license", "license_name", "license_link", "datasets")
 _FACTS = (*_METADATA, "base_model_revision", "hardware", "evaluated_on")
 
 
@@ -28,7 +29,9 @@ def add_arguments(parser) -> None:
     facts.add_argument("--base-model", metavar="REPO", help="repository of the target")
     facts.add_argument("--base-model-revision", metavar="REV", help="commit of the base model")
     facts.add_argument("--base-model-relation", choices=RELATIONS, metavar="RELATION", help=", ".join(RELATIONS))
-    facts.add_argument("--license", help="the Hub's identifier, such as mit")
+    facts.add_argument("--license", help="the Hub's identifier, such as mit; other with the next two")
+    facts.add_argument("--license-name", metavar="NAME", help="of another license, such as my-license-1.0")
+    facts.add_argument("--license-link", metavar="LINK", help="to its text: a URL, or LICENSE in the folder")
     facts.add_argument(
         "--dataset", action="append", dest="datasets", metavar="REPO", help="training dataset on the Hub; repeatable"
     )
@@ -79,7 +82,7 @@ def run(arguments, echo) -> Outcome:
         more = f" and {len(shown) - 6} more, {len(result.left_out)} files in all" if len(shown) > 6 else ""
         echo(one_line(f"not uploaded: {', '.join(shown[:6])}{more}"))
     if arguments.dry_run:
-        echo(f"The card's metadata, whose license only the Hub checks:\n{result.card.data.to_yaml()}")
+        echo(f"The card's metadata:\n{result.card.data.to_yaml()}")
         echo(f"Dry run: nothing was sent to {result.repo}.")
     else:
         echo(result.url or f"{result.repo} is already up to date: no new commit.")

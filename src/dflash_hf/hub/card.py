@@ -18,6 +18,7 @@ from dflash_hf.gguf_format import gguf_in
 from dflash_hf.hub.check import check, read_shapes
 from dflash_hf.hub.engine_rules import MUSE, Finding, oldest_versions
 from dflash_hf.hub.launch import launch_command
+from dflash_hf.hub.licenses import check_license
 from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
 from dflash_hf.modeling.saving_dflash import code_files
 from dflash_hf.names import LLAMA_CPP, RELATIONS
@@ -48,7 +49,7 @@ class CardFacts:
         base_model_revision (`str`, *optional*): Its commit.
         base_model_relation (`str`, *optional*): Only if one of the Hub's terms fits, e.g. `"quantized"`. None fits a
             drafter as such.
-        license (`str`, *optional*): The Hub's short name, e.g. `"mit"`.
+        license (`str`, *optional*): The Hub's identifier, e.g. `"mit"`; `"other"` with `license_name`.
         datasets (`list[str]`): Repositories of the training data.
         data (`str`, *optional*): A sentence about the data: how many samples, whose responses.
         hardware (`str`, *optional*): Hardware of the evaluation.
@@ -56,6 +57,8 @@ class CardFacts:
         evaluated_on (`str`, *optional*): The evaluation's dataset; without it there is no model-index.
         report (`dict`, *optional*): An `EvalReport` as JSON.
         plot (`str`, *optional*): File name of its plot in the folder.
+        license_name (`str`, *optional*): Of another license, e.g. `"my-license-1.0"`.
+        license_link (`str`, *optional*): To its text: a URL, or a file in the folder.
 
     Raises:
         `ValueError`: names field, value and remedy.
@@ -72,6 +75,8 @@ class CardFacts:
     evaluated_on: str | None = None
     report: dict | None = None
     plot: str | None = None
+    license_name: str | None = None
+    license_link: str | None = None
 
     def __post_init__(self):
         for repo in (self.base_model, *self.datasets):
@@ -162,11 +167,12 @@ def render_card(folder: str | Path, facts: CardFacts, repo: str) -> ModelCard:
 
     Raises:
         `ImportError`: jinja2 is not installed.
-        `ValueError`: the folder is not a drafter's, or the facts contradict each other.
+        `ValueError`: the folder is not a drafter's, the license is unknown, or the facts contradict each other.
     """
     with needs("A model card needs jinja2", "hub"):
         import jinja2  # noqa: F401
     folder = Path(folder)
+    check_license(vars(facts), folder)
     config = DFlashDraftConfig.from_pretrained(folder)
     findings = check(folder)
     variables = {
@@ -216,6 +222,8 @@ def metadata(facts: CardFacts, repo: str) -> ModelCardData:
         model_name=repo.split("/")[-1] if results else None,
         library_name="transformers",
         license=facts.license,
+        license_name=facts.license_name,
+        license_link=facts.license_link,
         pipeline_tag="text-generation",
         tags=["dflash", "speculative-decoding", "block-diffusion", "draft-model"],
         base_model_relation=facts.base_model_relation,

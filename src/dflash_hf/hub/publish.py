@@ -20,6 +20,7 @@ from dflash_hf.gguf_format import FILE_PATTERN, gguf_config, write_gguf
 from dflash_hf.hub.card import CardFacts, eval_results, is_rendered, missing_code, render_card
 from dflash_hf.hub.check import check
 from dflash_hf.hub.engine_rules import Finding
+from dflash_hf.hub.licenses import check_license
 from dflash_hf.modeling.checkpoint_dflash import MASK_EMBEDDING, checkpoint_files
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.repositories import REPOSITORY_ID, is_repository_id
@@ -198,6 +199,7 @@ def _card(folder: Path, repo: str, facts: CardFacts | None, changes: dict | None
         else:
             card = render_card(folder, facts or CardFacts.from_folder(folder), repo)
         metadata = ModelCard(str(card)).data.to_dict()  # as the Hub parses it
+        check_license(metadata, folder)
         for name in ("base_model", "datasets"):
             values = metadata.get(name) or []
             for value in [values] if isinstance(values, str) else values:

@@ -7,8 +7,8 @@ import torch
 
 from dflash_hf.data.examples import has_rows
 from dflash_hf.terminal import DetailedError
+from dflash_hf.training.checkpoints import checkpoints_of
 from dflash_hf.training.features import StoredFeatures, parts_of
-from dflash_hf.training.whole import checkpoints_of
 from dflash_hf.weights import check_finite_weights, is_finite
 
 

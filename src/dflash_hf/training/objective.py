@@ -97,7 +97,7 @@ class Objective:
         # 2. Blocks of B slots at A anchors: [anchor, MASK, ..., MASK].
         blocks = self.build_blocks(batch, label_ids)
         noise = self.draft.embed(self.target, blocks.input_ids)  # [N, A*B, H]
-        if args.gradient_checkpointing and model.training:
+        if self.draft.layers[0].gradient_checkpointing and model.training:
             noise.requires_grad_()  # reentrant checkpoints take their parameters' gradients from their inputs'
 
         # 3. One pass of the drafter over [context | blocks].

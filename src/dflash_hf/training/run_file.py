@@ -16,11 +16,10 @@ from dflash_hf.files import differences, locked, read_json, write_json
 from dflash_hf.modeling.layouts_dflash import is_drafter_config
 from dflash_hf.target import digest_of_parameters, digest_of_target
 from dflash_hf.terminal import DetailedError
-from dflash_hf.training.checkpoints import UNFINISHED
+from dflash_hf.training.checkpoints import checkpoints_of, last_whole_checkpoint
 from dflash_hf.training.features import digest_of_rows, parts_of
 from dflash_hf.training.processes import in_first_process
 from dflash_hf.training.run import Run
-from dflash_hf.training.whole import checkpoints_of, last_whole_checkpoint
 
 
 logger = logging.get_logger(__name__)
@@ -180,7 +179,7 @@ def _begin(folder: Path, run: dict, resume: str | None) -> None:
     if resume and before:
         run = {**run, "chosen": before["chosen"]}  # whether or not this command gives them
     if not resume:
-        stale = [*folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), folder / UNFINISHED]
+        stale = [*folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")]
         with suppress(ValueError):  # it is damaged
             before = read_run(folder)
         if not before or differences(before["settings"], run["settings"]):

@@ -202,6 +202,13 @@ class DFlashTrainer(AtomicTrainer):
             return [], None
         self.meter.start()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if not batches and self.state.global_step == 0:
+            rows, batch = self.train_dataset, f"per_device_train_batch_size={self.args.per_device_train_batch_size}"
+            examples = f"{len(rows):,} examples are" if has_rows(rows) else "a stream without examples is"
+            raise ValueError(
+                f"No step can be trained: {examples} less than a batch of {batch} on each of {self.args.world_size} "
+                "processes; give more examples, a smaller batch, or dataloader_drop_last=false."
+            )
         for batch in batches[:1]:
             if missing := {"input_ids", "attention_mask", "loss_mask"} - set(batch):
                 raise ValueError(
@@ -263,11 +270,12 @@ class DFlashTrainer(AtomicTrainer):
         if self.args.should_save:
             save_facts(self, Path(self.args.output_dir if output_dir is None else output_dir))
 
-    # A checkpoint is complete or absent, see `checkpoints`.
+    # A checkpoint is complete, or recognised as unfinished, see `checkpoints`.
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """As upstream, from a complete checkpoint of this drafter; `True` is the last complete checkpoint."""
         checkpoint = checkpoint_of(resume_from_checkpoint, self.args.output_dir, self.draft.config)
+        self.latest = None if checkpoint is None else Path(checkpoint).resolve()
         freeze(self.target)  # it may have been trained in between
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise ValueError(

@@ -18,6 +18,8 @@ _OFF = {
     "logging_nan_inf_filter": "hides losses that are not finite, at which training stops",
     "label_smoothing_factor": "is not part of this loss",
     "neftune_noise_alpha": "adds noise to an input embedding, which a drafter does not have",
+    "bf16_full_eval": "rounds the drafter's weights for good; bf16=True evaluates with autocast",
+    "fp16_full_eval": "rounds the drafter's weights for good; fp16=True evaluates with autocast",
 }
 
 
