@@ -67,8 +67,8 @@ class TargetFacts:
             MPT's, nor if a recurrent state would have to follow several paths.
         pads (`bool`): Whether rows with padding on the left can be drafted.
         counts_columns (`bool`): Whether, if given no positions, it counts columns, padding included.
-        features (`dict[int, tuple]`): Shapes of its decoder layers' outputs, without layers that it skips or that are
-            not reached in copies of the modules.
+        features (`dict[int, tuple]`): Shapes of its decoder layers' outputs (-1: of the first layer's input), without
+            layers that it skips or that are not reached in copies of the modules.
         error (`float`): The largest relative error after rolling back with the best method.
         cache_name (`str`): Name of its forward's cache argument.
         reach (`float`): Maximum length of a text: some targets take positions from the length of the cache, or build
@@ -359,12 +359,12 @@ class _Trial:
             return math.inf
 
     def features(self) -> dict[int, tuple]:
-        """The shape of each decoder layer's output in a short forward over text."""
+        """The shape of each decoder layer's output in a short forward over text; -1 is the first layer's input."""
         try:
             layers = decoder_layers(self.target)
         except ValueError:  # HRM-Text runs two stacks in cycles
             return {}
-        with isolated(self.target, layers) as own, FeatureTap(own, [*range(len(layers))]) as tap:
+        with isolated(self.target, layers) as own, FeatureTap(own, [*range(-1, len(layers))]) as tap:
             try_out(own)
             return {layer_id: tuple(features.shape) for layer_id, features in tap.captured.items()}
 

@@ -130,7 +130,8 @@ class FeatureTap:
                 self.consume(*self._layers())
 
         def before(layer, args, kwargs):
-            after(layer, args, args[0] if args else kwargs["hidden_states"])
+            if (states := (*args, kwargs.get("hidden_states"))[0]) is not None:  # remote code may name it differently
+                after(layer, args, states)
 
         if layer_id < 0:
             return self.layers[0].register_forward_pre_hook(before, with_kwargs=True)
