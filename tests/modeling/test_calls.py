@@ -11,7 +11,7 @@ from support.rows import ragged_prompts
 from support.scripted_draft import scripted
 from support.tiny_chat import make_tokenizer
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers import DynamicCache, StaticCache, TextIteratorStreamer, TextStreamer, pipeline
+from transformers import DynamicCache, TextIteratorStreamer, TextStreamer, pipeline
 from transformers.generation import GenerationConfig
 
 from dflash_hf.evaluation.divergence import WRONG, judge, summary
@@ -108,18 +108,6 @@ def test_a_users_cache_is_continued_and_filled(target, draft):
         assert torch.equal(output, expected)
         assert caches[0].get_seq_length() == caches[1].get_seq_length() == 29
         torch.testing.assert_close(caches[0].layers[2].keys, caches[1].layers[2].keys, atol=1e-4, rtol=1e-4)
-
-
-def test_static_cache_is_replaced_or_refused(target, draft):
-    expected, output = both(target, draft, PROMPT, cache_implementation="static")
-    assert torch.equal(output, expected)
-    with pytest.raises(ValueError, match="past_key_values"):
-        target.generate(
-            PROMPT,
-            past_key_values=StaticCache(target.config, max_cache_len=64),
-            assistant_model=draft,
-            max_new_tokens=9,
-        )
 
 
 def test_generation_config_and_chunked_prefill(target, draft):
