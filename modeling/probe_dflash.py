@@ -75,6 +75,7 @@ class TargetFacts:
             masks of a window over its keys, and their cache in slots is longer than the text.
         observed (`bool`): Whether hooks or replaced forwards run in its forward: they may keep what they get, or
             compute gradients.
+        training (`bool`): Whether modules were in training mode.
         lasting (`bool`): Whether these facts hold for the next call too: not if the target itself could not run on two
             rows, as while hooks of this call set adapters for another number of rows.
     """
@@ -90,6 +91,7 @@ class TargetFacts:
     cache_name: str = CACHE_NAME
     reach: float = math.inf
     observed: bool = False
+    training: bool = False
     lasting: bool = True
 
     @classmethod
@@ -104,6 +106,8 @@ class TargetFacts:
 
     def why_plain(self, layer_ids: list[int], mask: torch.Tensor | None) -> str | None:
         """Why a drafter that reads these layers cannot draft for a prompt with this mask, or `None`."""
+        if self.session_class is None and self.training:
+            return f"{self.name} is in training mode, with dropout or gradient checkpointing; call its `eval()` first"
         if not self.lasting:
             return f"{self.name} cannot be probed with two rows"
         if self.session_class is None:
@@ -174,7 +178,7 @@ def facts_of(target) -> TargetFacts:
             kind = device.type if devices else "cuda"
             with torch.random.fork_rng(devices, enabled=training, device_type=kind), _kept_hooks(modules):
                 facts = _Trial(target).found()
-            facts.observed = bool(hooks or replaced)
+            facts.observed, facts.training = bool(hooks or replaced), training
             if not facts.lasting:
                 return facts
             if on_disk and facts.features:
