@@ -75,7 +75,7 @@ class TargetFacts:
             masks of a window over its keys, and their cache in slots is longer than the text.
         observed (`bool`): Whether hooks or replaced forwards run in its forward: they may keep what they get, or
             compute gradients.
-        training (`bool`): Whether modules were in training mode.
+        training (`bool`): Whether it was in training mode.
         lasting (`bool`): Whether these facts hold for the next call too: not if the target itself could not run on two
             rows, as while hooks of this call set adapters for another number of rows.
     """
@@ -178,7 +178,7 @@ def facts_of(target) -> TargetFacts:
             kind = device.type if devices else "cuda"
             with torch.random.fork_rng(devices, enabled=training, device_type=kind), _kept_hooks(modules):
                 facts = _Trial(target).found()
-            facts.observed, facts.training = bool(hooks or replaced), training
+            facts.observed, facts.training = bool(hooks or replaced), target.training
             if not facts.lasting:
                 return facts
             if on_disk and facts.features:
