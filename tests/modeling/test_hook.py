@@ -136,7 +136,7 @@ def test_drafts_agree_between_our_loop_and_the_native_one(monkeypatch):
     ("changes", "named"),
     [
         ({"hidden_size": 16, "head_dim": 4}, "hidden_size=16"),
-        ({"vocab_size": VOCAB + 5, "mask_token_id": 3}, "vocab_size"),
+        ({"vocab_size": VOCAB * 5 // 4, "mask_token_id": 3}, "vocab_size"),
         ({"vocab_size": VOCAB * 3 // 4, "mask_token_id": 3}, "vocab_size"),
         ({"vocab_size": None, "mask_token_id": VOCAB + 3}, "mask_token_id"),
         ({"num_target_layers": None, "target_layer_ids": [1, 9]}, "target_layer_ids"),
