@@ -164,7 +164,8 @@ def facts_of(target) -> TargetFacts:
     steps = [target.prepare_inputs_for_generation, target._update_model_kwargs_for_generation]
     hooks = _hooks_of(modules)
     key += (_codes(target.forward), frozenset(_codes(*steps, *replaced, *classes, *hooks)))
-    key += (training, training and target.is_gradient_checkpointing)  # which drops the cache
+    checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in modules)
+    key += (training, training and checkpoints)  # which drop the cache
     key += (torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),)
     if key not in known:
         own = replaced or training or hooks

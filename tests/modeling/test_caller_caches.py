@@ -9,6 +9,8 @@ from support.pairs import make_draft, make_target
 from support.scripted_draft import scripted
 from transformers import DynamicCache, GenerationMixin, QuantizedCache, StaticCache
 
+from dflash_hf.modeling.target_dflash import CACHE_NAME
+
 
 PROMPT = torch.tensor([[5, 9, 17, 33, 5, 9, 17, 33, 5, 9]])
 OPTIONS = {"max_new_tokens": 20, "do_sample": False}
@@ -35,10 +37,10 @@ def test_cache_implementations(family):
 def plain(target, caplog, words, make_cache=lambda: None, **arguments):
     """The call decodes without the drafter and says so in these words; the next call drafts."""
     caches, draft = (make_cache(), make_cache()), make_draft(target)
-    expected = target.generate(PROMPT, **OPTIONS, **arguments, past_key_values=caches[0])
+    expected = target.generate(PROMPT, **OPTIONS, **arguments, **{CACHE_NAME: caches[0]})
     caplog.clear()
     arguments |= {"assistant_model": draft, "return_dict_in_generate": True}
-    output = target.generate(PROMPT, **OPTIONS, **arguments, past_key_values=caches[1])
+    output = target.generate(PROMPT, **OPTIONS, **arguments, **{CACHE_NAME: caches[1]})
     assert torch.equal(output.sequences, expected) and output.acceptance_lengths == [[]]
     said = [line for line in caplog.messages if line.startswith("Decoding without the drafter")]
     assert len(said) == 1 and f": the cache is a {words}" in said[0] and "not offloaded" in said[0]
@@ -72,7 +74,7 @@ def test_an_offloaded_cache_decodes_plainly(named, caplog, monkeypatch):
     target.generate(
         PROMPT,
         **OPTIONS,
-        past_key_values=cache,
+        **{CACHE_NAME: cache},
         cache_implementation=implementation,
         assistant_model=make_draft(target),
     )
@@ -104,6 +106,6 @@ def test_a_cache_that_holds_the_whole_prompt_is_decoded_plainly(family):
     inputs, texts = {"input_ids": ids, "attention_mask": (ids != 0).long()}, []
     for assistant in (None, draft):
         cache = DynamicCache(config=target.config)
-        target(**inputs, past_key_values=cache)
-        texts.append(target.generate(**inputs, **OPTIONS, past_key_values=cache, assistant_model=assistant))
+        target(**inputs, **{CACHE_NAME: cache})
+        texts.append(target.generate(**inputs, **OPTIONS, **{CACHE_NAME: cache}, assistant_model=assistant))
     assert torch.equal(*texts)

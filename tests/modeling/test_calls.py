@@ -18,6 +18,7 @@ from dflash_hf.evaluation.divergence import WRONG, judge, summary
 from dflash_hf.modeling.cache_dflash import SlotCache
 from dflash_hf.modeling.recurrent_dflash import recurrent_states
 from dflash_hf.modeling.sessions_dflash import SlotSession
+from dflash_hf.modeling.target_dflash import CACHE_NAME
 
 
 PROMPT = torch.tensor([[5, 9, 17, 33, 5, 9, 17, 33, 5, 9]])
@@ -98,12 +99,12 @@ def test_a_users_cache_is_continued_and_filled(target, draft):
     for with_mask in (False, True):
         caches = [DynamicCache(config=target.config) for _ in range(2)]
         for cache in caches:
-            target(PROMPT[:, :6], past_key_values=cache, use_cache=True)
+            target(PROMPT[:, :6], **{CACHE_NAME: cache}, use_cache=True)
         options = {"attention_mask": torch.ones_like(PROMPT)} if with_mask else {}
-        expected = target.generate(PROMPT, past_key_values=caches[0], max_new_tokens=20, do_sample=False, **options)
+        expected = target.generate(PROMPT, **{CACHE_NAME: caches[0]}, max_new_tokens=20, do_sample=False, **options)
         draft = scripted(draft, expected)
         output = target.generate(
-            PROMPT, past_key_values=caches[1], max_new_tokens=20, do_sample=False, assistant_model=draft, **options
+            PROMPT, **{CACHE_NAME: caches[1]}, max_new_tokens=20, do_sample=False, assistant_model=draft, **options
         )
         assert torch.equal(output, expected)
         assert caches[0].get_seq_length() == caches[1].get_seq_length() == 29
@@ -282,7 +283,7 @@ def test_a_cache_after_an_interruption_equals_that_without_a_drafter(family, row
                     nobody = torch.zeros(rows, dtype=torch.bool)
                     own = {"stopping_criteria": [lambda ids, scores, stop=interruption, no=nobody: stop() or no]}
                 with pytest.raises(KeyError):
-                    target.generate(**options, **own, past_key_values=cache, assistant_model=assistant)
+                    target.generate(**options, **own, **{CACHE_NAME: cache}, assistant_model=assistant)
                 caches.append(cache)
             held = [
                 [getattr(layer, name) for layer in cache.layers for name in ("keys", "values") if hasattr(layer, name)]
@@ -316,17 +317,17 @@ def test_an_interruption_leaves_the_callers_cache_whole(family):
     draft = scripted(draft, expected, error_rate=0.1)
     for after in (4, 7, 11):
         cache, streamer = DynamicCache(config=target.config), Interrupted(after)
-        options = {"max_new_tokens": 24, "do_sample": False, "past_key_values": cache}
+        options = {"max_new_tokens": 24, "do_sample": False, CACHE_NAME: cache}
         with pytest.raises(KeyboardInterrupt):
             target.generate(PROMPT, **options, streamer=streamer, assistant_model=draft)
         assert streamer.tokens == expected[0, 10 : 10 + after].tolist()
         length = cache.get_seq_length()
         assert length == 10 + after - 1
         whole = DynamicCache(config=target.config)
-        target(expected[:, :length], past_key_values=whole, use_cache=True)
+        target(expected[:, :length], **{CACHE_NAME: whole}, use_cache=True)
         options = {"max_new_tokens": 3, "do_sample": False}
         texts = [
-            target.generate(expected[:, : length + 1], past_key_values=held, **options) for held in (cache, whole)
+            target.generate(expected[:, : length + 1], **{CACHE_NAME: held}, **options) for held in (cache, whole)
         ]
         assert torch.equal(*texts)
 

@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModel
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
 from dflash_hf.hub.check import check
 from dflash_hf.modeling.drafting_dflash import DFlashCandidateGenerator
-from dflash_hf.modeling.target_dflash import FeatureTap
+from dflash_hf.modeling.target_dflash import CACHE_NAME, FeatureTap
 
 
 PUBLISHED = Path(__file__).parents[1] / "fixtures" / "published"
@@ -299,7 +299,7 @@ def test_muse_assistant_equals_the_native_model(tmp_path):
     cache.activate_past_recording()
     cache.set_previous_accepted_tokens(9)
     with torch.no_grad():
-        expected = native(**inputs, past_key_values=cache, position_ids=torch.arange(14)[None]).last_hidden_state
+        expected = native(**inputs, **{CACHE_NAME: cache}, position_ids=torch.arange(14)[None]).last_hidden_state
         torch.testing.assert_close(wider(**inputs).last_hidden_state, expected, atol=1e-5, rtol=1e-5)
 
 
