@@ -113,8 +113,14 @@ class Call:
             self.foresight = Foresight(self.noise, vocab_size, draft.target_ids, temperature)
 
     def _cache_reason(self) -> str | None:
-        """Why the columns of a cache that the caller passes rule out drafting, if they do."""
-        mask = self.model_kwargs.get("attention_mask")
+        """Why the cache of this call, made or passed by the caller, rules out drafting, if it does."""
+        cache, mask = self.model_kwargs[self.facts.cache_name], self.model_kwargs.get("attention_mask")
+        if cache.offloading or not self.facts.session_class.takes(cache):
+            kind = " of ".join(type(one).__name__ for one in (cache, *cache.layers[:1]))
+            return (
+                f"the cache is a {kind}{', offloaded to the CPU' * cache.offloading}, whose tokens cannot be moved "
+                "into slots, unlike those of a `DynamicCache` that is not offloaded"
+            )
         if self.past and mask is not None and mask.shape[1] <= self.past:
             return f"past_key_values already holds all {mask.shape[1]} columns of attention_mask"
         return None

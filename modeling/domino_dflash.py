@@ -117,7 +117,7 @@ class DominoHead(Head):
         return query, torch.cat([memory, drafted.to(memory.dtype) + 1], dim=-1)
 
     def scores(self, query: torch.Tensor, ids: torch.LongTensor, logits: torch.Tensor) -> torch.Tensor:
-        return logits.float() + self.draft.embed_proj[2](query).float()
+        return logits.float() + self.draft.embed_proj[2](query)[..., : logits.shape[-1]].float()
 
     def loss(self, rows, progress: float) -> torch.Tensor:
         """From the draft logits alone to the corrected ones, linearly over the run."""

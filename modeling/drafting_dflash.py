@@ -180,15 +180,16 @@ class DFlashCandidateGenerator(CandidateGenerator):
         # 3. Scores that depend on more than a table can hold: a beam whose paths each carry a state.
         def after(slot: int, state, before: torch.LongTensor):  # [R * w]
             wide = [one[:, slot].repeat_interleave(len(before) // len(anchors), 0) for one in (hidden, ids, logits)]
-            query, state = head.step(state, before, wide[0])
+            query, state = head.step(state, self._known(before), wide[0])
             best, order = bounded(head.scores(query, *wide[1:]).log_softmax(dim=-1)).topk(paths.top_k, dim=-1)
             return wide[1].gather(-1, order), best, state
 
-        return beam_tree(before, head.start(before), after, paths).to(self.device)
+        return beam_tree(anchors.to(self.draft_device), head.start(before), after, paths).to(self.device)
 
     def _known(self, anchors: torch.LongTensor) -> torch.LongTensor:
         """The anchors for a head: a target with padding rows may sample ids past the drafter's vocabulary."""
-        return anchors.to(self.draft_device).clamp(max=self.config.vocab_size - 1)
+        anchors, size = anchors.to(self.draft_device), self.config.vocab_size
+        return anchors if size is None else anchors.clamp(max=size - 1)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Draft logits `[R, n, V]`, with the noise of the target's next samples if it is known."""

@@ -139,13 +139,12 @@ class Head:
         The tokens among which the head chooses.
 
         Args:
-            logits (`torch.Tensor`): `[..., V]`, over the drafter's vocabulary.
+            logits (`torch.Tensor`): `[..., V]`, over the drafter's vocabulary, without the last tokens of it if the
+                target's embedding has shrunk.
 
         Returns:
             Ids in the drafter's vocabulary, `[..., k]`, or `[V]` for all tokens, and their logits, `[..., k]`.
         """
-        if self.fields:  # its modules have a row for each token, and the target's head may have more
-            logits = logits[..., : self.config.draft_vocab_size or self.config.vocab_size]
         return torch.arange(logits.shape[-1], device=logits.device), logits
 
     def start(self, anchors: torch.LongTensor) -> torch.Tensor | None:

@@ -175,7 +175,8 @@ class MarkovHead(Head):
     def scores(self, query: torch.Tensor, ids: torch.LongTensor, logits: torch.Tensor) -> torch.Tensor:
         if self.kind is None:
             return logits.float()
-        return logits.float() + self.draft.markov_head.markov_w2(query[..., : self.width]).float()
+        bias = self.draft.markov_head.markov_w2(query[..., : self.width])
+        return logits.float() + bias[..., : logits.shape[-1]].float()
 
     def loss(self, rows, progress: float) -> torch.Tensor:
         """The run's loss, plus the confidence's cross-entropy with the overlap of `p` and `q`."""

@@ -320,7 +320,8 @@ class DFlashDraftModel(SavedDrafter):
 
     def draft_logits(self, hidden_states: torch.Tensor, target_head: nn.Module) -> torch.Tensor:
         """
-        Logits `[..., V]` over the drafter's vocabulary from hidden states `[..., H]` after the final norm.
+        Logits `[..., V]` over the drafter's vocabulary, as far as a target with a resized embedding still has it, from
+        hidden states `[..., H]` after the final norm.
 
         Args:
             hidden_states (`torch.Tensor`): `[..., H]`.
@@ -328,6 +329,7 @@ class DFlashDraftModel(SavedDrafter):
         """
         head = self.lm_head if self.config.has_own_head else target_head
         logits = head(hidden_states.to(device=running_device(head), dtype=head.weight.dtype))
+        logits = logits if self.config.has_own_head else logits[..., : self.config.vocab_size]
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
         cap = self.config.final_logit_softcapping
@@ -347,6 +349,14 @@ class DFlashDraftModel(SavedDrafter):
     def dflash_validate(self, target, generation_mode, generation_config, generation_mode_kwargs):
         """Called by `generate` before it starts: check that this drafter fits the target and the arguments."""
         check_pair(target, self.config)
+        rows = target.get_input_embeddings().weight.shape[0]
+        if self.config.has_own_head and rows < self.config.vocab_size:
+            last = int(self.target_ids(torch.arange(self.config.draft_vocab_size, device=self.device)).max())
+            if last >= rows:
+                raise ValueError(
+                    f"The drafter drafts tokens up to {last} (draft_vocab_size={self.config.draft_vocab_size}), but "
+                    f"target {type(target).__name__} has {rows} rows: resize its embedding to {last + 1} or more."
+                )
         if generation_config.dola_layers is not None:
             raise ValueError(
                 f"dola_layers={generation_config.dola_layers!r} cannot be combined with a drafter: drop it or "

@@ -15,7 +15,7 @@ from .drafting_dflash import DFlashCandidateGenerator, first_positions, padding_
 from .isolation_dflash import isolated
 from .packing_dflash import multiply_packed, packable
 from .sessions_dflash import SlotSession
-from .target_dflash import CACHE_NAME, FeatureTap, decoder_layers, empty_cache
+from .target_dflash import CACHE_NAME, FeatureTap, decoder_layers
 from .text_dflash import Continuation
 
 
@@ -52,7 +52,7 @@ def opened_pair(call: Call, continuation: Continuation):
     Yields:
         [`Pair`], and the indices of the first anchors `[R]`.
     """
-    cache = call.model_kwargs[call.facts.cache_name] = usable_cache(call)
+    cache = call.model_kwargs[call.facts.cache_name]
     keep_cache = call.generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
     with opened_models(call) as (target, drafter, tap, pools):
         session, columns, logits, hidden_states = prefilled_session(call, target, drafter, pools)
@@ -141,31 +141,6 @@ def prefilled_session(call: Call, target, drafter: DFlashCandidateGenerator, poo
     if call.compile or last_slot > int(within.min()):  # compiled rounds have one shape
         session.within = within
     return session, columns, logits, hidden_states
-
-
-def usable_cache(call: Call):
-    """
-    The cache to prefill: the cache that `generate` made, or a dynamic cache instead of a static one, since the slots
-    of a drafted call have fixed shapes anyway.
-
-    Raises:
-        `ValueError`: the tokens of the cache cannot be moved into slots: it is quantised, offloaded, or a static cache
-            passed by the caller.
-    """
-    cache = call.model_kwargs[call.facts.cache_name]
-    if call.facts.session_class.takes(cache) and not cache.offloading:
-        return cache
-    from_caller = getattr(cache, "_is_user_defined", False)
-    if cache.is_compileable and not from_caller and not cache.offloading:
-        return empty_cache(call.target)
-    implementation = call.generation_config.cache_implementation
-    argument = "past_key_values is" if from_caller else f"cache_implementation={implementation!r} makes"
-    kind = f"a {type(cache).__name__} of {type(cache.layers[0]).__name__}" if cache.layers else type(cache).__name__
-    raise ValueError(
-        f"{argument} {kind}{', offloaded to the CPU' * cache.offloading}, which a drafter cannot decode with: pass a "
-        "`DynamicCache` that is not offloaded, omit `past_key_values` and `cache_implementation`, or drop "
-        "`assistant_model`."
-    )
 
 
 def extra_arguments(call: Call) -> dict:

@@ -67,14 +67,15 @@ class TargetFacts:
             MPT's, nor if a recurrent state would have to follow several paths.
         pads (`bool`): Whether rows with padding on the left can be drafted.
         counts_columns (`bool`): Whether, if given no positions, it counts columns, padding included.
-        features (`dict[int, tuple]`): Shapes of its decoder layers' outputs, without layers that it skips or that are
-            not reached in copies of the modules.
+        features (`dict[int, tuple]`): Shapes of its decoder layers' outputs (-1: of the first layer's input), without
+            layers that it skips or that are not reached in copies of the modules.
         error (`float`): The largest relative error after rolling back with the best method.
         cache_name (`str`): Name of its forward's cache argument.
         reach (`float`): Maximum length of a text: some targets take positions from the length of the cache, or build
             masks of a window over its keys, and their cache in slots is longer than the text.
         observed (`bool`): Whether hooks or replaced forwards run in its forward: they may keep what they get, or
             compute gradients.
+        training (`bool`): Whether it was in training mode.
         lasting (`bool`): Whether these facts hold for the next call too: not if the target itself could not run on two
             rows, as while hooks of this call set adapters for another number of rows.
     """
@@ -90,6 +91,7 @@ class TargetFacts:
     cache_name: str = CACHE_NAME
     reach: float = math.inf
     observed: bool = False
+    training: bool = False
     lasting: bool = True
 
     @classmethod
@@ -104,6 +106,8 @@ class TargetFacts:
 
     def why_plain(self, layer_ids: list[int], mask: torch.Tensor | None) -> str | None:
         """Why a drafter that reads these layers cannot draft for a prompt with this mask, or `None`."""
+        if self.session_class is None and self.training:
+            return f"{self.name} is in training mode, with dropout or gradient checkpointing; call its `eval()` first"
         if not self.lasting:
             return f"{self.name} cannot be probed with two rows"
         if self.session_class is None:
@@ -160,8 +164,8 @@ def facts_of(target) -> TargetFacts:
     steps = [target.prepare_inputs_for_generation, target._update_model_kwargs_for_generation]
     hooks = _hooks_of(modules)
     key += (_codes(target.forward), frozenset(_codes(*steps, *replaced, *classes, *hooks)))
-    # Recomputed activations drop the cache.
-    key += (training, training and any(getattr(module, "gradient_checkpointing", False) for module in modules))
+    checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in modules)
+    key += (training, training and checkpoints)  # which drop the cache
     key += (torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),)
     if key not in known:
         own = replaced or training or hooks
@@ -175,7 +179,7 @@ def facts_of(target) -> TargetFacts:
             kind = device.type if devices else "cuda"
             with torch.random.fork_rng(devices, enabled=training, device_type=kind), _kept_hooks(modules):
                 facts = _Trial(target).found()
-            facts.observed = bool(hooks or replaced)
+            facts.observed, facts.training = bool(hooks or replaced), target.training
             if not facts.lasting:
                 return facts
             if on_disk and facts.features:
@@ -360,12 +364,12 @@ class _Trial:
             return math.inf
 
     def features(self) -> dict[int, tuple]:
-        """The shape of each decoder layer's output in a short forward over text."""
+        """The shape of each decoder layer's output in a short forward over text; -1 is the first layer's input."""
         try:
             layers = decoder_layers(self.target)
         except ValueError:  # HRM-Text runs two stacks in cycles
             return {}
-        with isolated(self.target, layers) as own, FeatureTap(own, [*range(len(layers))]) as tap:
+        with isolated(self.target, layers) as own, FeatureTap(own, [*range(-1, len(layers))]) as tap:
             try_out(own)
             return {layer_id: tuple(features.shape) for layer_id, features in tap.captured.items()}
 

@@ -79,7 +79,6 @@ class PathSelector(Head):
 
     def candidates(self, logits: torch.Tensor) -> tuple[torch.LongTensor, torch.Tensor]:
         """Sorted by id, so that ties go to the lowest id, as in `argmax` over the vocabulary."""
-        logits = logits[..., : self.config.vocab_size]  # a head may have padding rows past the vocabulary
         ids = logits.topk(self.top_k, dim=-1).indices.sort(dim=-1).values
         return ids, logits.gather(-1, ids)
 

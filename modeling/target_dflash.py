@@ -130,7 +130,8 @@ class FeatureTap:
                 self.consume(*self._layers())
 
         def before(layer, args, kwargs):
-            after(layer, args, args[0] if args else kwargs["hidden_states"])
+            if (states := (*args, kwargs.get("hidden_states"))[0]) is not None:  # remote code may name it differently
+                after(layer, args, states)
 
         if layer_id < 0:
             return self.layers[0].register_forward_pre_hook(before, with_kwargs=True)
@@ -187,11 +188,10 @@ def check_pair(target, draft_config) -> None:
             f"The drafter has hidden_size={draft_config.hidden_size}, but the embedding of {name}, which it shares, "
             f"has width {width}: load the drafter that was trained for this target."
         )
-    # A target whose embedding has grown by a few rows is still the same target; with many more rows it is another. A
-    # head with modules has a row for each token.
+    # A target whose embedding has grown or shrunk by a few rows is still the same target: its drafter drafts the
+    # tokens that both know.
     known = draft_config.vocab_size
-    resized = known is not None and known < rows <= known * 1.1 and not draft_config.has_head
-    if not resized and known not in (None, text.vocab_size, rows):
+    if known not in (None, text.vocab_size) and abs(known - rows) > known * 0.1:
         raise ValueError(
             f"The drafter was trained with vocab_size={draft_config.vocab_size}, but {name} has "
             f"vocab_size={text.vocab_size}: load the drafter that was trained for this target."

@@ -1,4 +1,4 @@
-"""Caches that a caller asks for or brings along: the text is that of plain decoding, or the call is refused whole."""
+"""Caches that a caller asks for or brings along: the text is that of plain decoding."""
 
 import importlib.util
 
@@ -7,7 +7,9 @@ import torch
 from support.cuda_driver import needs_driver
 from support.pairs import make_draft, make_target
 from support.scripted_draft import scripted
-from transformers import DynamicCache, QuantizedCache, StaticCache
+from transformers import DynamicCache, GenerationMixin, QuantizedCache, StaticCache
+
+from dflash_hf.modeling.target_dflash import CACHE_NAME
 
 
 PROMPT = torch.tensor([[5, 9, 17, 33, 5, 9, 17, 33, 5, 9]])
@@ -18,7 +20,7 @@ OPTIONS = {"max_new_tokens": 20, "do_sample": False}
 def test_cache_implementations(family):
     target = make_target(family, attn=None)
     draft = make_draft(target)
-    for implementation in ("static", "hybrid", "dynamic"):
+    for implementation in ("hybrid", "dynamic"):  # one is the other, since transformers 5
         expected = target.generate(PROMPT, **OPTIONS, cache_implementation=implementation)
         draft = scripted(draft, expected)
         output = target.generate(
@@ -32,54 +34,67 @@ def test_cache_implementations(family):
         assert max(output.acceptance_lengths[0]) > 1
 
 
-def refused(target, draft, words, **arguments):
-    """The call is refused in these words, nothing was written, and the next call is as good as ever."""
-    with pytest.raises(ValueError, match=words):
-        target.generate(PROMPT, **OPTIONS, **arguments, assistant_model=draft)
-    if "past_key_values" in arguments:
-        assert arguments["past_key_values"].get_seq_length() == 0
+def plain(target, caplog, words, make_cache=lambda: None, **arguments):
+    """The call decodes without the drafter and says so in these words; the next call drafts."""
+    caches, draft = (make_cache(), make_cache()), make_draft(target)
+    expected = target.generate(PROMPT, **OPTIONS, **arguments, **{CACHE_NAME: caches[0]})
+    caplog.clear()
+    arguments |= {"assistant_model": draft, "return_dict_in_generate": True}
+    output = target.generate(PROMPT, **OPTIONS, **arguments, **{CACHE_NAME: caches[1]})
+    assert torch.equal(output.sequences, expected) and output.acceptance_lengths == [[]]
+    said = [line for line in caplog.messages if line.startswith("Decoding without the drafter")]
+    assert len(said) == 1 and f": the cache is a {words}" in said[0] and "not offloaded" in said[0]
+    if caches[0] is not None:
+        assert caches[0].get_seq_length() == caches[1].get_seq_length() > 0
     expected = target.generate(PROMPT, **OPTIONS)
-    assert torch.equal(target.generate(PROMPT, **OPTIONS, assistant_model=draft), expected)
+    output = target.generate(PROMPT, **OPTIONS, assistant_model=draft, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, expected) and output.acceptance_lengths[0]
 
 
 # A target in slots, one with recurrent layers.
+@pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_5_text"])
-def test_static_and_offloaded_caches_of_the_caller_are_refused(family):
+def test_a_static_cache_decodes_plainly(family, named, caplog):
+    """The caller's raised; one that `cache_implementation` asked for was replaced without a word."""
     target = make_target(family, attn=None)
-    draft = make_draft(target)
-    cache = StaticCache(target.config, max_cache_len=64)
-    refused(target, draft, "past_key_values is a StaticCache .* `DynamicCache`", past_key_values=cache)
-    cache = DynamicCache(config=target.config)
-    cache.offloading = True  # where there is CUDA, an argument of its constructor
-    refused(target, draft, "offloaded to the CPU", past_key_values=cache)
+    if named:
+        plain(target, caplog, "StaticCache", cache_implementation="static")
+    else:
+        plain(target, caplog, "StaticCache", lambda: StaticCache(target.config, max_cache_len=64))
 
 
 @needs_driver
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_5_text"])
-def test_an_offloaded_cache_by_its_name_is_refused(family):
-    target = make_target(family, attn=None)
-    draft = make_draft(target)
-    refused(target, draft, "cache_implementation='offloaded_static' makes", cache_implementation="offloaded_static")
+@pytest.mark.parametrize("named", [False, True])
+def test_an_offloaded_cache_decodes_plainly(named, caplog, monkeypatch):
+    """Upstream's offloading runs with CUDA only, so plain decoding is left out."""
+    monkeypatch.setattr(GenerationMixin, "_sample", lambda target, input_ids, *args, **kwargs: input_ids)
+    target = make_target("gemma3", attn=None)
+    cache = None if named else DynamicCache(config=target.config, offloading=True)
+    implementation = "offloaded_static" if named else None
+    target.generate(
+        PROMPT,
+        **OPTIONS,
+        **{CACHE_NAME: cache},
+        cache_implementation=implementation,
+        assistant_model=make_draft(target),
+    )
+    assert "Layer, offloaded to the CPU, whose tokens cannot be moved into slots" in caplog.text
 
 
+@pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize(("backend", "package"), [("hqq", "hqq"), ("quanto", "optimum"), ("fp8", "torch")])
-@pytest.mark.parametrize("family", ["qwen3"])
-def test_quantised_caches_are_refused(family, backend, package):
+def test_a_quantised_cache_decodes_plainly(backend, package, named, caplog):
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
-    target = make_target(family, attn=None, hidden_size=256, head_dim=64)
+    target = make_target(attn=None, hidden_size=256, head_dim=64)
     try:
-        cache = QuantizedCache(backend, target.config)
+        QuantizedCache(backend, target.config)
     except ValueError as error:
         pytest.skip(str(error))  # fp8, in versions that do not know it
-    draft = make_draft(target)
-    assert not torch.equal(  # the cache itself does run
-        target.generate(PROMPT, **OPTIONS, past_key_values=cache), target.generate(PROMPT, **OPTIONS)
-    ), "quantisation changes nothing"
-    fresh = QuantizedCache(backend, target.config)
-    refused(target, draft, "past_key_values is a QuantizedCache", past_key_values=fresh)
-    arguments = {"cache_implementation": "quantized", "cache_config": {"backend": backend}}
-    refused(target, draft, "cache_implementation='quantized' makes a QuantizedCache", **arguments)
+    if named:
+        plain(target, caplog, "QuantizedCache", cache_implementation="quantized", cache_config={"backend": backend})
+    else:
+        plain(target, caplog, "QuantizedCache", lambda: QuantizedCache(backend, target.config))
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt_neox"])
@@ -91,6 +106,6 @@ def test_a_cache_that_holds_the_whole_prompt_is_decoded_plainly(family):
     inputs, texts = {"input_ids": ids, "attention_mask": (ids != 0).long()}, []
     for assistant in (None, draft):
         cache = DynamicCache(config=target.config)
-        target(**inputs, past_key_values=cache)
-        texts.append(target.generate(**inputs, **OPTIONS, past_key_values=cache, assistant_model=assistant))
+        target(**inputs, **{CACHE_NAME: cache})
+        texts.append(target.generate(**inputs, **OPTIONS, **{CACHE_NAME: cache}, assistant_model=assistant))
     assert torch.equal(*texts)

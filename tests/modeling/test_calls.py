@@ -11,13 +11,14 @@ from support.rows import ragged_prompts
 from support.scripted_draft import scripted
 from support.tiny_chat import make_tokenizer
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers import DynamicCache, StaticCache, TextIteratorStreamer, TextStreamer, pipeline
+from transformers import DynamicCache, TextIteratorStreamer, TextStreamer, pipeline
 from transformers.generation import GenerationConfig
 
 from dflash_hf.evaluation.divergence import WRONG, judge, summary
 from dflash_hf.modeling.cache_dflash import SlotCache
 from dflash_hf.modeling.recurrent_dflash import recurrent_states
 from dflash_hf.modeling.sessions_dflash import SlotSession
+from dflash_hf.modeling.target_dflash import CACHE_NAME
 
 
 PROMPT = torch.tensor([[5, 9, 17, 33, 5, 9, 17, 33, 5, 9]])
@@ -98,28 +99,16 @@ def test_a_users_cache_is_continued_and_filled(target, draft):
     for with_mask in (False, True):
         caches = [DynamicCache(config=target.config) for _ in range(2)]
         for cache in caches:
-            target(PROMPT[:, :6], past_key_values=cache, use_cache=True)
+            target(PROMPT[:, :6], **{CACHE_NAME: cache}, use_cache=True)
         options = {"attention_mask": torch.ones_like(PROMPT)} if with_mask else {}
-        expected = target.generate(PROMPT, past_key_values=caches[0], max_new_tokens=20, do_sample=False, **options)
+        expected = target.generate(PROMPT, **{CACHE_NAME: caches[0]}, max_new_tokens=20, do_sample=False, **options)
         draft = scripted(draft, expected)
         output = target.generate(
-            PROMPT, past_key_values=caches[1], max_new_tokens=20, do_sample=False, assistant_model=draft, **options
+            PROMPT, **{CACHE_NAME: caches[1]}, max_new_tokens=20, do_sample=False, assistant_model=draft, **options
         )
         assert torch.equal(output, expected)
         assert caches[0].get_seq_length() == caches[1].get_seq_length() == 29
         torch.testing.assert_close(caches[0].layers[2].keys, caches[1].layers[2].keys, atol=1e-4, rtol=1e-4)
-
-
-def test_static_cache_is_replaced_or_refused(target, draft):
-    expected, output = both(target, draft, PROMPT, cache_implementation="static")
-    assert torch.equal(output, expected)
-    with pytest.raises(ValueError, match="past_key_values"):
-        target.generate(
-            PROMPT,
-            past_key_values=StaticCache(target.config, max_cache_len=64),
-            assistant_model=draft,
-            max_new_tokens=9,
-        )
 
 
 def test_generation_config_and_chunked_prefill(target, draft):
@@ -294,7 +283,7 @@ def test_a_cache_after_an_interruption_equals_that_without_a_drafter(family, row
                     nobody = torch.zeros(rows, dtype=torch.bool)
                     own = {"stopping_criteria": [lambda ids, scores, stop=interruption, no=nobody: stop() or no]}
                 with pytest.raises(KeyError):
-                    target.generate(**options, **own, past_key_values=cache, assistant_model=assistant)
+                    target.generate(**options, **own, **{CACHE_NAME: cache}, assistant_model=assistant)
                 caches.append(cache)
             held = [
                 [getattr(layer, name) for layer in cache.layers for name in ("keys", "values") if hasattr(layer, name)]
@@ -328,17 +317,17 @@ def test_an_interruption_leaves_the_callers_cache_whole(family):
     draft = scripted(draft, expected, error_rate=0.1)
     for after in (4, 7, 11):
         cache, streamer = DynamicCache(config=target.config), Interrupted(after)
-        options = {"max_new_tokens": 24, "do_sample": False, "past_key_values": cache}
+        options = {"max_new_tokens": 24, "do_sample": False, CACHE_NAME: cache}
         with pytest.raises(KeyboardInterrupt):
             target.generate(PROMPT, **options, streamer=streamer, assistant_model=draft)
         assert streamer.tokens == expected[0, 10 : 10 + after].tolist()
         length = cache.get_seq_length()
         assert length == 10 + after - 1
         whole = DynamicCache(config=target.config)
-        target(expected[:, :length], past_key_values=whole, use_cache=True)
+        target(expected[:, :length], **{CACHE_NAME: whole}, use_cache=True)
         options = {"max_new_tokens": 3, "do_sample": False}
         texts = [
-            target.generate(expected[:, : length + 1], past_key_values=held, **options) for held in (cache, whole)
+            target.generate(expected[:, : length + 1], **{CACHE_NAME: held}, **options) for held in (cache, whole)
         ]
         assert torch.equal(*texts)
 

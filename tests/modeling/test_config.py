@@ -115,6 +115,7 @@ def test_causality_rules():
         ({"dflash_config": {"target_layer_ids": [1]}}, "mask_token_id is missing"),
         ({"dflash_config": {"mask_token_id": 95}}, "target_layer_ids is missing"),
         ({"dflash_config": {"mask_token_id": 95, "target_layer_ids": [1, 1]}}, "distinct"),
+        ({"dflash_config": {"mask_token_id": 95, "target_layer_ids": [-2, 1]}}, "-1 is the embedding"),
         (
             {"dflash_config": {"mask_token_id": 95, "target_layer_ids": [1, 4]}, "num_target_layers": 4},
             "highest id is 3",

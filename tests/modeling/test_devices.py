@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from dflash_hf.modeling.accept_dflash import Draft, Verdict
 from dflash_hf.modeling.drafting_dflash import DFlashCandidateGenerator
 from dflash_hf.modeling.sessions_dflash import SlotSession
-from dflash_hf.modeling.target_dflash import FeatureTap
+from dflash_hf.modeling.target_dflash import CACHE_NAME, FeatureTap
 from dflash_hf.modeling.tree_dflash import every_path
 
 
@@ -95,7 +95,7 @@ def test_every_tensor_is_where_it_is_used(target_device, draft_device, fields):
         generator = DFlashCandidateGenerator(draft, target)
         cache = DynamicCache(config=target.config)
         with FeatureTap(target, draft.config.target_layer_ids, consume=generator.absorb) as tap:
-            target(input_ids=ids, past_key_values=cache)
+            target(input_ids=ids, **{CACHE_NAME: cache})
             tap.consume = None
             generator.open([0, 2], 7, 40, offset)
             session = SlotSession(target, cache, [0, 2], 40, offset, {})

@@ -30,8 +30,6 @@ REFUSED = {
     "num_beams",
     "num_beam_groups",
     "dola_layers",
-    "cache_implementation",
-    "past_key_values",
     "constraints",
     "force_words_ids",
     "penalty_alpha",

@@ -15,6 +15,7 @@ from support.reference import gru_step, markov_bias
 from support.rows import counting_rows, ragged_prompts
 from support.runs import make_trainer
 from support.sampling import assert_follows, exact_distribution, sample, small_target
+from support.scripted_draft import scripted
 from support.trees import best_first, paths_of
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
@@ -77,6 +78,11 @@ def reduced(target, make=recurrent, **overrides):
     return draft
 
 
+own_table, sure = partial(make_draft, has_embed_tokens=True), partial(published, enable_confidence_head=True)
+reduced_gated = partial(reduced, make=gated)
+TABLES = [make_draft, own_table, make_draft2, sure, *EVERY.values()]
+
+
 def slow_log_probs(draft, target, anchor: int, hidden: torch.Tensor, prefix: tuple[int, ...]) -> torch.Tensor:
     """`[V]`, over the target's ids: what the head says after a path, written out from its parameters."""
     config, embedding, h = draft.config, target.get_input_embeddings().weight, hidden[len(prefix)]
@@ -117,6 +123,83 @@ def tree_from(generator, anchors, hidden, nodes, depth):
 
 
 # ------------------------------------------------------------------------------------------------------------ drafting
+
+
+def resized(rows: int, make, **overrides):
+    """A pair whose target's table was resized after the drafter's training; new tokens are as likely as others."""
+    target = make_target(dtype=torch.float64)
+    draft = make(target, **overrides)
+    draft.config.mask_token_id = VOCAB - 10
+    target.resize_token_embeddings(rows, mean_resizing=False)
+    with torch.no_grad():
+        target.lm_head.weight[VOCAB:] = target.lm_head.weight[: max(rows - VOCAB, 0)].roll(1, dims=1)
+    return target, draft
+
+
+@pytest.mark.parametrize("rows", [VOCAB + 8, VOCAB - 6])
+@pytest.mark.parametrize("make", [*TABLES, reduced_gated])
+def test_a_resized_target_is_drafted_for(make, rows, monkeypatch):
+    """Drafters with a head were refused for grown tables, all drafters for tables without the padding rows."""
+    target, draft = resized(rows, make)
+    if draft.config.has_own_head:
+        draft.d2t.clamp_(max=40)  # the tokens 0, 2, ..., 80, 81, ..., 87
+    propose, drafted = DFlashCandidateGenerator.propose, []
+
+    def recorded(*args):
+        drafted.append(propose(*args))
+        return drafted[-1]
+
+    monkeypatch.setattr(DFlashCandidateGenerator, "propose", recorded)
+    inputs, _ = ragged_prompts(2)
+    inputs["input_ids"] %= rows - 8
+    one = {"input_ids": inputs["input_ids"][:1], "attention_mask": inputs["attention_mask"][:1]}
+    for tree in (None, 6):
+        draft.decoding_config.tree_nodes = tree
+        for arguments in (inputs, {**one, "do_sample": True, "top_k": 0}):
+            arguments = {"do_sample": False, "max_new_tokens": 12, **arguments}
+            torch.manual_seed(3)
+            expected = target.generate(**arguments)
+            torch.manual_seed(3)
+            assert torch.equal(target.generate(**arguments, assistant_model=draft), expected)
+    draft.decoding_config.tree_nodes, draft.decoding_config.draft_temperature = None, 1.0
+    target.generate(**inputs, do_sample=True, max_new_tokens=20, assistant_model=draft)
+    known = torch.stack([one.tokens[:, 1:].max() for one in drafted])
+    assert len(known) > 9 and known.max() < min(VOCAB, rows)
+    draft.decoding_config.draft_temperature = None
+    expected = target.generate(**one, do_sample=False, max_new_tokens=20)
+    scripted_one, options = scripted(draft, expected), {"do_sample": False, "return_dict_in_generate": True}
+    output = target.generate(**one, **options, max_new_tokens=20, assistant_model=scripted_one)
+    assert torch.equal(output.sequences, expected) and max(output.acceptance_lengths[0]) > 1
+
+
+@pytest.mark.parametrize("rows", [VOCAB + 8, VOCAB - 6])
+@pytest.mark.parametrize("make", [*TABLES, reduced_gated])
+def test_a_drafter_is_trained_for_a_resized_target(make, rows, tmp_path):
+    """Tokens that it does not know teach nothing, as those outside a reduced vocabulary."""
+    target, draft = resized(rows, make)
+    draft.d2t.clamp_(max=40) if draft.config.has_own_head else None
+    data = counting_rows(4, modulus=rows)
+    assert max(max(row["input_ids"]) for row in data) >= rows - 2
+    for loss_type in ("ce", "kl", "tv"):
+        trainer = make_trainer(tmp_path / loss_type, target, data, draft.float(), loss_type=loss_type)
+        trainer.train()
+        loss = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+        assert math.isfinite(loss) and loss > 0
+
+
+def test_a_vocabulary_past_a_shrunk_table_is_refused():
+    target, draft = resized(VOCAB - 6, reduced)
+    with pytest.raises(ValueError, match="drafts tokens up to 94 .draft_vocab_size=48.* resize its embedding to 95"):
+        target.generate(torch.tensor([[5, 9]]), max_new_tokens=5, assistant_model=draft)
+
+
+def test_a_drafter_of_unknown_vocabulary_draws():
+    """Muse's files have no `vocab_size`: it ended in a TypeError where drafts were drawn or judged."""
+    target = make_target()
+    draft = make_draft(target)
+    draft.config.vocab_size, draft.decoding_config.draft_temperature = None, 1.0
+    options = {"max_new_tokens": 9, "do_sample": True, "return_dict_in_generate": True}
+    assert target.generate(torch.tensor([[5, 9, 17]]), **options, assistant_model=draft).acceptance_lengths[0]
 
 
 @pytest.mark.parametrize("make", [*EVERY.values(), reduced, partial(reduced, make=gated)])

@@ -110,8 +110,9 @@ def test_a_cache_under_the_name_that_upstreams_loop_gives_it():
 def test_drafts_agree_between_our_loop_and_the_native_one(monkeypatch):
     """Same contexts, same drafts: our slots and upstream's cache. (No tap on the last layer, whose norm it reads.)"""
     target = make_target()
-    for overrides in ({}, {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}):
-        draft = make_draft(target, block_size=4, target_layer_ids=[0, 1, 2], **overrides)
+    sliding = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+    for ids, overrides in (([0, 1, 2], {}), ([0, 1, 2], sliding), ([2, -1, 0], {})):
+        draft = make_draft(target, block_size=4, target_layer_ids=ids, **overrides)
         traces = []
         original_forward = DFlashDraftModel.forward
 
@@ -135,7 +136,7 @@ def test_drafts_agree_between_our_loop_and_the_native_one(monkeypatch):
     ("changes", "named"),
     [
         ({"hidden_size": 16, "head_dim": 4}, "hidden_size=16"),
-        ({"vocab_size": VOCAB + 5, "mask_token_id": 3}, "vocab_size"),
+        ({"vocab_size": VOCAB * 5 // 4, "mask_token_id": 3}, "vocab_size"),
         ({"vocab_size": VOCAB * 3 // 4, "mask_token_id": 3}, "vocab_size"),
         ({"vocab_size": None, "mask_token_id": VOCAB + 3}, "mask_token_id"),
         ({"num_target_layers": None, "target_layer_ids": [1, 9]}, "target_layer_ids"),

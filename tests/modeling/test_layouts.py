@@ -25,12 +25,13 @@ from support.layouts import (
 )
 from support.pairs import make_target
 from support.reference import draft_hidden_states, draft_tokens
+from support.scripted_draft import scripted
 from transformers import AutoConfig, AutoModel
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
 from dflash_hf.hub.check import check
 from dflash_hf.modeling.drafting_dflash import DFlashCandidateGenerator
-from dflash_hf.modeling.target_dflash import FeatureTap
+from dflash_hf.modeling.target_dflash import CACHE_NAME, FeatureTap
 
 
 PUBLISHED = Path(__file__).parents[1] / "fixtures" / "published"
@@ -102,6 +103,30 @@ def test_layout_survives_saving(tmp_path, layout):
     if dspark:
         assert written["sample_from_anchor"] == ("anchor_first" in truth) and "num_anchors" in written
     assert written["model_type"] == "qwen3" and "source_layout" not in written
+
+
+@pytest.mark.parametrize("ids", [[-1, 2, 3], [3, -1, 0]], ids=str)
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "DSpark" in name])
+@torch.no_grad()
+def test_dspark_reads_the_embedding(tmp_path, layout, ids):
+    """-1 was looked up among the layers: DeepSpec's own drafters, which read the embedding, never drafted."""
+    write(tmp_path, layout)
+    text = (tmp_path / "config.json").read_text()
+    for said, new in (([0, 2, 3], ids), ([1, 3, 4], [i + 1 for i in ids])):
+        text = text.replace(json.dumps(said), json.dumps(new))
+    (tmp_path / "config.json").write_text(text)
+    target, draft = make_target(), DFlashDraftModel.from_pretrained(tmp_path)
+    assert draft.config.target_layer_ids == ids
+    draft.decoding_config.block_size, prompt = draft.config.block_tokens, torch.tensor([[5, 9, 17, 33, 5, 9]])
+    expected = target.generate(prompt, max_new_tokens=15, do_sample=False)
+    for drafter in (draft, scripted(draft, expected)):
+        output = target.generate(
+            prompt, max_new_tokens=15, do_sample=False, assistant_model=drafter, return_dict_in_generate=True
+        )
+        assert torch.equal(output.sequences, expected)
+        lengths = output.acceptance_lengths[0]
+        assert lengths and min(lengths[:-1]) < draft.config.block_tokens
+    assert max(lengths) > 1
 
 
 def said(file):
@@ -274,7 +299,7 @@ def test_muse_assistant_equals_the_native_model(tmp_path):
     cache.activate_past_recording()
     cache.set_previous_accepted_tokens(9)
     with torch.no_grad():
-        expected = native(**inputs, past_key_values=cache, position_ids=torch.arange(14)[None]).last_hidden_state
+        expected = native(**inputs, **{CACHE_NAME: cache}, position_ids=torch.arange(14)[None]).last_hidden_state
         torch.testing.assert_close(wider(**inputs).last_hidden_state, expected, atol=1e-5, rtol=1e-5)
 
 

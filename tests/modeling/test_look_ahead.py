@@ -13,7 +13,7 @@ from dflash_hf.modeling.drafting_dflash import DFlashCandidateGenerator
 from dflash_hf.modeling.generation_dflash import one_round
 from dflash_hf.modeling.prefill_dflash import Pair
 from dflash_hf.modeling.sessions_dflash import SlotSession
-from dflash_hf.modeling.target_dflash import FeatureTap
+from dflash_hf.modeling.target_dflash import CACHE_NAME, FeatureTap
 from dflash_hf.modeling.text_dflash import Continuation, HostView, Writer
 from dflash_hf.modeling.tree_dflash import every_path
 
@@ -125,7 +125,7 @@ def test_nothing_of_a_round_waits_for_the_host(nodes):
         plan = drafter.plan(4, nodes)
         with FeatureTap(target, draft.config.target_layer_ids, consume=drafter.absorb) as tap:
             cache = DynamicCache(config=target.config)
-            logits = target(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, -1:]
+            logits = target(input_ids=ids, **{CACHE_NAME: cache}, use_cache=True).logits[:, -1:]
             tap.consume = None
             drafter.open([0, 2], columns, 64, offset)
             session = SlotSession(target, cache, [0, 2], 64, offset, {}, last_slot=60)

@@ -18,6 +18,7 @@ from dflash_hf.modeling.few_plans_dflash import FewPlans
 from dflash_hf.modeling.lookup_dflash import Copier, CopyRecord, Lookup
 from dflash_hf.modeling.plan_dflash import FastestPlan, Pace, Plan, Round
 from dflash_hf.modeling.reliability_dflash import Reliability
+from dflash_hf.modeling.target_dflash import CACHE_NAME
 
 
 CPU = torch.device("cpu")
@@ -196,8 +197,8 @@ def test_texts_with_copies_are_the_targets(family, make, window, copying):
     assert any(0 < size for size, _ in rounds) and any(size == 0 for size, _ in rounds)
     more, turn = torch.cat([expected, prompt], dim=1), {"max_new_tokens": 12, "do_sample": False}
     plain = target.generate(prompt, **options, return_dict_in_generate=True).past_key_values
-    again = target.generate(more, past_key_values=output.past_key_values, assistant_model=draft, **turn)
-    assert torch.equal(again, target.generate(more, past_key_values=plain, **turn))
+    again = target.generate(more, **{CACHE_NAME: output.past_key_values}, assistant_model=draft, **turn)
+    assert torch.equal(again, target.generate(more, **{CACHE_NAME: plain}, **turn))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -12,6 +12,7 @@ from support.scripted_draft import scripted
 from transformers import DynamicCache
 
 from dflash_hf.modeling.generation_dflash import DFlashGenerateOutput
+from dflash_hf.modeling.target_dflash import CACHE_NAME
 
 
 PROMPT = torch.tensor([[5, 9, 17, 33, 5, 9, 17, 33, 5, 9]])
@@ -112,11 +113,11 @@ def test_a_users_cache_and_a_chunked_prompt():
     draft, results = make_draft(target), []
     for assistant in (None, draft):
         cache = DynamicCache(config=target.config)
-        target(PROMPT[:, :4], past_key_values=cache, use_cache=True)
+        target(PROMPT[:, :4], **{CACHE_NAME: cache}, use_cache=True)
         options = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True, **HIDDEN}
         if assistant is not None:
             assistant = scripted(draft, results[0].sequences)
-        results.append(target.generate(PROMPT, past_key_values=cache, assistant_model=assistant, **options))
+        results.append(target.generate(PROMPT, **{CACHE_NAME: cache}, assistant_model=assistant, **options))
     assert_alike(*results[::-1], 1e-5)
     expected, output = both(target, draft, {"input_ids": PROMPT}, prefill_chunk_size=3)
     assert_alike(output, expected, 1e-5)

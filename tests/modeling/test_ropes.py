@@ -7,6 +7,8 @@ import torch
 from support.pairs import make_draft, make_target
 from support.scripted_draft import scripted
 
+from dflash_hf.modeling.target_dflash import CACHE_NAME
+
 
 ORIGINAL = 64
 LONG = {
@@ -76,7 +78,7 @@ def two_turns(rope: str, length: str, texts=(None, None), drafted=(False, False)
             max_new_tokens=count,
             do_sample=False,
             return_dict_in_generate=True,
-            past_key_values=cache,
+            **{CACHE_NAME: cache},
             assistant_model=draft,
         )
         outputs.append(output)

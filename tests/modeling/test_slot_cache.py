@@ -9,6 +9,7 @@ from support.scripted_draft import scripted
 from transformers import DynamicCache
 
 from dflash_hf.modeling.cache_dflash import SlotCache, can_adopt, slot_mask
+from dflash_hf.modeling.target_dflash import CACHE_NAME
 
 
 def states(rows, tokens, start=0):
@@ -97,7 +98,7 @@ def test_there_and_back(family, padding):
     for row, pad in enumerate(padding):
         mask[row, :pad] = 0
     cache = DynamicCache(config=target.config)
-    target(ids, attention_mask=mask, past_key_values=cache)
+    target(ids, attention_mask=mask, **{CACHE_NAME: cache})
     before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
     assert can_adopt(cache)
     slots = SlotCache.adopt(cache, padding, 20)

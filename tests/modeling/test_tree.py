@@ -17,6 +17,7 @@ from dflash_hf.modeling.accept_dflash import Draft, Verdict
 from dflash_hf.modeling.cache_dflash import slot_mask
 from dflash_hf.modeling.drafting_dflash import DFlashCandidateGenerator
 from dflash_hf.modeling.sessions_dflash import SlotSession
+from dflash_hf.modeling.target_dflash import CACHE_NAME
 from dflash_hf.modeling.tree_dflash import chained_paths, every_path, independent_paths, likeliest_tree
 
 
@@ -194,7 +195,7 @@ def test_logits_of_a_node_are_those_of_its_path(family):
     cache = DynamicCache(config=target.config)
     offset = torch.zeros(2, 1, dtype=torch.long)
     positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    target(input_ids=ids, attention_mask=inputs["attention_mask"], position_ids=positions, past_key_values=cache)
+    target(input_ids=ids, attention_mask=inputs["attention_mask"], position_ids=positions, **{CACHE_NAME: cache})
     session = SlotSession(target, cache, pads, 64, offset, {})
     start = torch.tensor([ids.shape[1] - pad for pad in pads])
     session.cache.reserve(40)

@@ -62,7 +62,7 @@ class RecurrentHead(Head):
         return nn.functional.silu(memory.query(torch.cat([hidden, state], dim=-1))), state
 
     def scores(self, query, ids, logits):
-        return logits.float() + self.draft.memory.tokens(query).float()
+        return logits.float() + self.draft.memory.tokens(query)[..., : logits.shape[-1]].float()
 
     def loss(self, rows, progress):
         share = self.config.memory_share * progress

@@ -8,6 +8,8 @@ import math
 import torch
 from transformers import DynamicCache
 
+from dflash_hf.modeling.target_dflash import CACHE_NAME
+
 
 def rms_norm(x, weight, eps):
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
@@ -226,7 +228,7 @@ def published_loop(draft_hidden, target, config, input_ids, max_new_tokens, stop
 
     def forward(ids, start, cache):
         positions = torch.arange(start, start + ids.shape[1])[None]
-        logits = target(ids, position_ids=positions, past_key_values=cache, use_cache=True).logits
+        logits = target(ids, position_ids=positions, **{CACHE_NAME: cache}, use_cache=True).logits
         return logits[0], torch.cat([captured[i] for i in layer_ids], dim=-1)[0]
 
     try:

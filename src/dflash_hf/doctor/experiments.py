@@ -180,32 +180,17 @@ def embeddings(case: Case) -> Iterator[Experiment]:
             yield _in_config(case, "embedding", f"embedding {name}", "the scale of training", **changed)
 
 
-def _cut(head: nn.Module, rows: int) -> nn.Linear:
-    """The first rows of a head, which it shares."""
-    cut = nn.Linear(head.weight.shape[1], rows, bias=False, device="meta")
-    cut.weight = nn.Parameter(head.weight[:rows], requires_grad=False)
-    return cut
-
-
 def heads(case: Case) -> Iterator[Experiment]:
-    """Another head for the drafts: the embedding, or only the rows that the drafter knows."""
+    """Another head for the drafts: the embedding."""
     head, embedding = case.target.get_output_embeddings(), case.target.get_input_embeddings()
-    known, rows = case.draft.config.vocab_size, embedding.weight.shape[0]
     if case.draft.config.has_own_head:
         return
     if head.weight.data_ptr() != embedding.weight.data_ptr() and head.weight.shape == embedding.weight.shape:
         cause = "the target's head is no longer its embedding, as it was in training: replaced, or a norm is folded in"
-        change = Change(head=_cut(embedding, rows))
+        own = nn.Linear(*reversed(embedding.weight.shape), bias=False, device="meta")
+        own.weight = nn.Parameter(embedding.weight, requires_grad=False)
+        change = Change(head=own)
         yield Experiment("head", "the embedding as head", change, cause, case.train_again())
-    if known is not None and known < head.weight.shape[0]:
-        cause = f"the target's head has {head.weight.shape[0] - known} more rows than the drafter knows"
-        remedy = _python(
-            "from transformers import AutoModelForCausalLM as M; m = M.from_pretrained("
-            f'{json.dumps(case.names["target"])}, dtype="auto"); m.resize_token_embeddings({known}); '
-            f"m.save_pretrained({json.dumps(case.names['target'] + '-resized')})"
-        )
-        change = Change(head=_cut(head, known))
-        yield Experiment("head_rows", f"the head's first {known} rows", change, cause, remedy)
 
 
 def ropes(case: Case) -> Iterator[Experiment]:

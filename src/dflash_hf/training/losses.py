@@ -167,7 +167,8 @@ class _TokenLoss(torch.autograd.Function):
             with torch.set_grad_enabled(needs_grad):
                 chunk = hidden[rows].detach().requires_grad_(needs_grad)
                 logits = head(chunk)  # [chunk, V]
-                gold, wanted = gold.to(logits.device), None if wanted is None else wanted.to(logits.device)
+                gold = gold.to(logits.device)
+                wanted = None if wanted is None else wanted[..., : logits.shape[-1]].to(logits.device)
                 values = divergence(logits, gold, wanted, "ce" if teacher is None else teacher.kind)
             if needs_grad:
                 (grads[rows],) = torch.autograd.grad(values, chunk, torch.ones_like(values))
@@ -283,7 +284,7 @@ def scored_losses(
     def of_chunk(chunk, query, gold, states):
         logits, scored = scores(query, head(chunk))  # [chunk, V]
         gold = gold.to(scored.device)
-        # The target's head may have padding rows past the vocabulary, which the drafter's head leaves out.
+        # The target's head may have rows past the drafter's vocabulary.
         wanted = None if states is None else teacher.head(states)[..., : scored.shape[-1]].to(scored.device)
         values = loss(Rows(scored, logits, gold, wanted, chunk, query, kind))
         wide = scored.detach().to(_wide(scored.dtype))

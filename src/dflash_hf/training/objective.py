@@ -57,8 +57,8 @@ class Objective:
             gamma = args.loss_decay_gamma or default_gamma(draft.config.block_tokens)
             self.slot_weights = slot_weights(tokens, gamma).to(args.device)  # [T]
         self.draft_head = partial(draft.draft_logits, target_head=target.get_output_embeddings())
-        self.draft_ids = draft_ids(draft)  # [V] or None
-        drafted_ids = None if self.draft_ids is None else draft.target_ids(torch.arange(len(draft.d2t)))  # [v]
+        self.draft_ids = draft_ids(draft, target.get_input_embeddings().weight.shape[0])  # [V] or None
+        drafted_ids = draft.target_ids(torch.arange(len(draft.d2t))) if draft.config.has_own_head else None  # [v]
         self.teacher_head = partial(target_logits, target, ids=drafted_ids)  # [M, H_t] -> [M, v]
 
     def draw_anchors(self, batch: Batch, step: int) -> None:
@@ -163,6 +163,8 @@ class Objective:
         """
         draft, chunk_size, has_head = self.draft, self.args.loss_chunk_size, self.config.has_head
         head = self.config.head(draft, partial(draft.embed, self.target))
+        if has_head:  # the target's table may have been extended
+            before = before.clamp(max=self.config.vocab_size - 1)
         # 1. A head over all tokens learns together with the slots.
         if has_head and head.top_k is None:
             known = counted & (labels >= 0)

@@ -218,22 +218,24 @@ def take_vocabulary(draft, target, counts: torch.LongTensor) -> float:
     return (counts[ids].sum() / counts.sum().clamp(min=1)).item()
 
 
-def draft_ids(draft) -> torch.LongTensor | None:
+def draft_ids(draft, rows: int = 0) -> torch.LongTensor | None:
     """
     The drafter's id of each of the target's tokens, `[V]`, -1 for tokens that it cannot draft; `None` if it has all
-    tokens.
+    tokens of a target with `rows` rows in its embedding.
 
     Raises:
         `ValueError`: its vocabulary was never chosen.
     """
-    if not draft.config.has_own_head:
+    size, reduced = draft.config.vocab_size, draft.config.has_own_head
+    if not reduced and (size is None or rows <= size):
         return None
-    head = draft.lm_head.weight
-    if head.numel() > 0 and not head.any():  # d2t is 0 for the first tokens of the target, too
+    if (
+        reduced and draft.lm_head.weight.numel() > 0 and not draft.lm_head.weight.any()
+    ):  # d2t is 0 for the first tokens of the target, too
         raise ValueError(
             f"draft_vocab_size={draft.config.draft_vocab_size}, but the drafter's tokens were not chosen (its head "
             "is 0): call `dflash_hf.training.start.take_vocabulary(draft, target, counts)` before training."
         )
-    ids = torch.full((draft.config.vocab_size,), -1, device=draft.d2t.device)
-    own = torch.arange(len(draft.d2t), device=draft.d2t.device)
+    ids = torch.full((max(rows, size),), -1, device=draft.device)
+    own = torch.arange(draft.config.draft_vocab_size or size, device=draft.device)
     return ids.index_put((draft.target_ids(own),), own)
