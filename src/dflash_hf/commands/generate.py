@@ -51,10 +51,9 @@ def run(arguments, echo) -> Outcome:
         output = generate_one(target, prompt_ids, max_new_tokens=limit, **sampling, **extra)
         return output, output.sequences[0, len(prompt_ids) :].tolist(), time.perf_counter() - start
 
-    streamer = None if arguments.json else PieceStreamer(tokenizer, lambda piece, source: echo.write(piece))
+    write = lambda piece, source: echo.write(piece)  # noqa: E731
+    streamer = None if arguments.json else PieceStreamer(tokenizer, write, ended=lambda: echo(""))
     output, ids, seconds = decode(streamer=streamer, **({"assistant_model": draft} if draft is not None else {}))
-    if streamer is not None:
-        echo("")
     # Figures go to standard error, so that only the text is piped.
     lengths = (getattr(output, "acceptance_lengths", None) or [[]])[0]
     facts = {"text": tokenizer.decode(ids, skip_special_tokens=True), "tokens": len(ids), "seconds": seconds}

@@ -81,7 +81,9 @@ class Chat:
             self.note(HELP if words == ["/help"] else f"{' '.join(words)} is not a command\n{HELP}")
 
     def _turn(self, text: str) -> None:
-        streamer = PieceStreamer(self.conversation.tokenizer, lambda *piece: self._show(streamer, *piece))
+        streamer = PieceStreamer(
+            self.conversation.tokenizer, lambda *piece: self._show(streamer, *piece), self._end_line
+        )
         output = error = None
         self.wrap = WordWrap()
         try:
@@ -90,8 +92,7 @@ class Chat:
             if not self.person:
                 raise
             error = raised
-        self._write((_CLEAR if self.live else "") + ("\x1b[0m" if self.color else "") + "\n")
-        self.previous = 0
+            self._end_line()
         if error is not None and not isinstance(error, KeyboardInterrupt):
             self.note(f"error: {explain(error)}")
             return
@@ -104,6 +105,10 @@ class Chat:
             self.note(chosen_line(sizes, output.estimated_speedup))
         figures = {"tokens": streamer.tokens, "seconds": streamer.seconds, "tau": streamer.tau}
         self.turns.append({"prompt": text, "text": streamer.text, **figures})
+
+    def _end_line(self) -> None:
+        self._write((_CLEAR if self.live else "") + ("\x1b[0m" if self.color else "") + "\n")
+        self.previous = 0
 
     def _show(self, streamer: PieceStreamer, piece: str, source: int) -> None:
         color = f"\x1b[{shade(source)}m" if self.color and (self.live or source != self.previous) else ""

@@ -17,13 +17,14 @@ class PieceStreamer(BaseStreamer):
         tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer.
         write (`Callable[[str, int], None]`): Called with each piece of text and its source: 0 for the target itself,
             else the number of the verification that accepted it, counted from 1.
+        ended (`Callable[[], None]`, *optional*): Called after the last piece, before anything is logged of the answer.
 
     Attributes:
         tokens (`int`), rounds (`int`), seconds (`float`): Totals of the answer so far; `seconds` includes the prompt.
     """
 
-    def __init__(self, tokenizer, write: Callable[[str, int], None]):
-        self.tokenizer, self.write = tokenizer, write
+    def __init__(self, tokenizer, write: Callable[[str, int], None], ended: Callable[[], None] = lambda: None):
+        self.tokenizer, self.write, self.ended = tokenizer, write, ended
         self.tokens = self.rounds = 0
         self.text = ""
         self._start = self._last = time.perf_counter()
@@ -69,6 +70,7 @@ class PieceStreamer(BaseStreamer):
         """The answer is complete."""
         self._flush()
         self._piece([], 0, final=True)
+        self.ended()
 
     def _flush(self) -> None:
         *accepted, own = self._round or [None]
