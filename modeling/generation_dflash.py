@@ -16,6 +16,7 @@ from .accept_dflash import Draft, Judge, Verdict
 from .call_dflash import Call, warn_of_ignored_settings
 from .compile_dflash import CompiledRound
 from .drafting_dflash import Context
+from .packing_dflash import warn_if_emulated
 from .plan_dflash import Plan
 from .planner_dflash import planner_of
 from .prefill_dflash import Pair, opened_pair
@@ -130,6 +131,7 @@ def decode(
     rules = (logits_processor, stopping_criteria, generation_config)
     call = Call(target, draft, input_ids, rules, model_kwargs, synced_gpus, streamer)
     warn_of_ignored_settings(generation_config)
+    warn_if_emulated(target)
     if call.plain_reason is not None:
         logger.warning_once(f"Decoding without the drafter: {call.plain_reason}.")
         output = GenerationMixin._sample(target, input_ids, *rules, synced_gpus, streamer, **model_kwargs)
