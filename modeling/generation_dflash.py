@@ -16,6 +16,7 @@ from .accept_dflash import Draft, Judge, Verdict
 from .call_dflash import Call, warn_of_ignored_settings
 from .compile_dflash import CompiledRound
 from .drafting_dflash import Context
+from .packing_dflash import warn_if_emulated
 from .plan_dflash import Plan
 from .planner_dflash import planner_of
 from .prefill_dflash import Pair, opened_pair
@@ -33,8 +34,8 @@ class DFlashGenerateOutput(GenerateDecoderOnlyOutput):
     each verification committed, bonus token included. A row's first token is excluded: the prompt's forward wrote it.
 
     If sizes were chosen, not set: `draft_sizes` (`list[int]`), the number of drafted or copied tokens that each round
-    verified in every row, and `estimated_speedup` (`float`), the speed of these rounds relative to the target alone,
-    estimated from their acceptance and the costs by which sizes were chosen.
+    verified in every row, and `estimated_speedup` (`float`), the speed of the call relative to the target alone,
+    packed as here: estimated from acceptance, the costs that sizes were chosen by, and the time for the prompt.
     """
 
     acceptance_lengths: list[list[int]] | None = None
@@ -130,6 +131,7 @@ def decode(
     rules = (logits_processor, stopping_criteria, generation_config)
     call = Call(target, draft, input_ids, rules, model_kwargs, synced_gpus, streamer)
     warn_of_ignored_settings(generation_config)
+    warn_if_emulated(target)
     if call.plain_reason is not None:
         logger.warning_once(f"Decoding without the drafter: {call.plain_reason}.")
         output = GenerationMixin._sample(target, input_ids, *rules, synced_gpus, streamer, **model_kwargs)
@@ -145,6 +147,7 @@ def decode(
         drafter, run = pair.drafter, _runner(call, pair)
         planner = planner_of(call, pair)
         context = drafter.no_features(start, draft.config.block_tokens)
+        begun = continuation.seconds
         while not continuation.done:
             plan = planner.next(continuation)
             pair.reserve(plan.size)
@@ -157,10 +160,13 @@ def decode(
             start = start + verdict.counts
             committed = None if of_one_shape else max(1, *continuation.host.committed)  # as of the last sync
             context = drafter.follow(None if plan.drafts else context, fresh, committed)
+        rounds = continuation.seconds - begun
 
     if streamer is not None:
         streamer.end()
     chosen = planner.summary()
+    if speedup := chosen.get("estimated_speedup"):
+        chosen["estimated_speedup"] = pair.speedup(speedup, rounds)
     if not generation_config.return_dict_in_generate:
         return continuation.sequences
     return DFlashGenerateOutput(

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import importlib
 import itertools
+import platform
 import sys
 import threading
 import weakref
@@ -43,6 +44,27 @@ _kept: "weakref.WeakKeyDictionary[nn.Linear, _Pack]" = weakref.WeakKeyDictionary
 _lock = threading.RLock()
 
 
+def emulated(dtype: torch.dtype) -> bool:
+    """Whether this processor has no units for products in a dtype: they take several times as long as in fp32."""
+    if not (query := _DTYPES.get(dtype)):
+        return False
+    supported = getattr(torch.ops.mkldnn, query, None)  # on macOS there is none
+    if supported is None or not supported():
+        return True
+    x86 = platform.machine().lower() in ("x86_64", "amd64")  # where oneDNN calls AVX-512 alone supported
+    return dtype == torch.bfloat16 and x86 and not torch.cpu._is_avx512_bf16_supported()
+
+
+def warn_if_emulated(model: nn.Module) -> None:
+    """Log once that the processor emulates a model's dtype, and the remedy."""
+    weight = next(model.parameters(), None)
+    if weight is not None and weight.device.type == "cpu" and emulated(weight.dtype):
+        logger.warning_once(
+            f"This processor has no units for {str(weight.dtype).removeprefix('torch.')}: several tokens at once take "
+            'at least three times as long as in float32. Load target and drafter with dtype="float32".'
+        )
+
+
 @contextlib.contextmanager
 def _alone():
     """
@@ -62,8 +84,7 @@ def _can_be_packed(weight: torch.Tensor) -> bool:
         return False
     if weight.is_inference() or (weight.dtype == torch.float32 and weight.numel() < SMALLEST):
         return False
-    supported = _DTYPES[weight.dtype]
-    return not supported or getattr(torch.ops.mkldnn, supported)()
+    return not emulated(weight.dtype)
 
 
 _steps = 0  # steps of all optimizers in this process
@@ -314,6 +335,8 @@ class packed_weights:
         self._key = object()
         modules = dict.fromkeys(module for model in models for module in model.modules())
         self.layers = [module for module in modules if packable(module)]
+        for model in models:
+            warn_if_emulated(model)
         if not self.layers:
             names = ", ".join(type(model).__name__ for model in models)
             logger.warning_once(f"No linear layer of {names} can be packed.")

@@ -36,6 +36,12 @@ class Pair:
     continuation: Continuation
     columns: int  # of the prompt, padding included
     cache: Cache | None = None  # returned to the caller at the end
+    setup: float = 0.0  # seconds before the prompt was read, which the target alone does not need
+    reading: float = 0.0  # seconds for the prompt
+
+    def speedup(self, of_rounds: float, seconds: float) -> float:
+        """Of the whole call over the target alone, whose rounds took `seconds` and are faster than its by a factor."""
+        return (self.reading + of_rounds * seconds) / (self.setup + self.reading + seconds)
 
     def reserve(self, size: int) -> None:
         """Make room in both caches for a round that verifies `size` tokens, in every unfinished row."""
@@ -54,7 +60,9 @@ def opened_pair(call: Call, continuation: Continuation):
     """
     cache = call.model_kwargs[call.facts.cache_name]
     keep_cache = call.generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
+    begun = continuation.seconds
     with opened_models(call) as (target, drafter, tap, pools):
+        ready = continuation.seconds
         session, columns, logits, hidden_states = prefilled_session(call, target, drafter, pools)
         tap.consume = None
         pair = Pair(drafter, session, tap, continuation, columns)
@@ -62,6 +70,7 @@ def opened_pair(call: Call, continuation: Continuation):
         try:
             continuation.commit(continuation.judge(None, logits, hidden_states))
             del logits, hidden_states
+            pair.setup, pair.reading = ready - begun, continuation.seconds - ready
             yield pair, start
         finally:
             if keep_cache:  # even after an interruption

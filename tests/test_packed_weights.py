@@ -4,6 +4,7 @@ import copy
 import gc
 import logging
 import pickle
+import re
 import threading
 
 import pytest
@@ -163,12 +164,22 @@ def test_other_layers_stay_as_they_are(monkeypatch, caplog):
     assert not any(map(packable, others))
     with caplog.at_level(logging.WARNING, "dflash_hf"):
         packed_weights(*others)
-    assert "can be packed" in caplog.text
+    assert "can be packed" in caplog.text and "units" not in caplog.text
     assert packable(nn.Linear(8, 8))
     monkeypatch.setattr(packing_dflash, "SMALLEST", 65)
     assert not packable(nn.Linear(8, 8)) and packable(nn.Linear(9, 8))
     monkeypatch.setattr(packing_dflash, "_linear", None)  # a PyTorch without oneDNN
     assert not packable(nn.Linear(9, 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_an_emulated_dtype_is_told_once(dtype, pair, caplog, monkeypatch):
+    monkeypatch.setattr(packing_dflash, "emulated", lambda dtype: dtype != torch.float32)
+    target, draft = (model.to(dtype) for model in pair)
+    with caplog.at_level(logging.WARNING, "dflash_hf"), packed_weights(target, draft):
+        target.generate(prompt(9), assistant_model=draft, max_new_tokens=4, do_sample=False)
+    remedy = f'no units for {str(dtype)[6:]}: .* Load target and drafter with dtype="float32"'
+    assert len(re.findall(remedy, caplog.text)) == (dtype != torch.float32)
 
 
 @pytest.mark.parametrize(

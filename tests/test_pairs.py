@@ -1,14 +1,21 @@
 """What is known of a target before it is loaded."""
 
 import json
+import logging
+import os
+import platform
+import subprocess
+import sys
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from support.pairs import make_target
 
 from dflash_hf.cli import main
 from dflash_hf.configs import positions_of
 from dflash_hf.data.prepare import load_tokenizer
+from dflash_hf.modeling import packing_dflash
 from dflash_hf.pairs import Loading, load_target, loaded
 from dflash_hf.serving.conversation import room_for_answer
 
@@ -74,6 +81,34 @@ def test_a_damaged_target_is_named(keys, left_out, message, tmp_path):
     if "hidden_size" in keys:
         with pytest.raises(ValueError, match=f"^{tmp_path}: {message}"):
             load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "units", "dtype"),
+    [
+        ("auto", "cpu", False, "float32"),
+        ("auto", "auto", False, "float32"),
+        ("auto", "cpu", True, "auto"),
+        ("auto", "cuda:0", False, "auto"),
+        ("auto", "mps", False, "auto"),
+        ("bfloat16", "cpu", False, "bfloat16"),
+    ],
+)
+def test_a_processor_without_bf16_takes_fp32(asked, device, units, dtype, monkeypatch, caplog):
+    monkeypatch.setattr(packing_dflash, "emulated", lambda dtype: not units)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with caplog.at_level(logging.WARNING, "dflash_hf"):
+        assert [Loading(asked).dtype_on(device) for _ in range(2)] == [dtype, dtype]
+    assert caplog.text.count("this processor has no units for bf16 (--dtype bfloat16") == (dtype != asked)
+
+
+@pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="oneDNN's variable is for x86")
+def test_avx2_has_no_units_for_bf16():
+    code = "import torch; from dflash_hf.modeling.packing_dflash import emulated; "
+    code += "print([emulated(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)])"
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[False, True, True]"
 
 
 def test_a_device_without_memory_is_none(capsys):

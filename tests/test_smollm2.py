@@ -171,7 +171,7 @@ def test_the_drafter_is_published_with_today_s_code_and_figures(tmp_path):
 @pytest.mark.real
 def test_the_real_pair_writes_the_target_s_own_text(real_target):
     """Chat, code and sums, in fp32, token for token, with drafts that are accepted and rejected."""
-    pair, lengths = demo.load_pair(torch.float32), []
+    pair, lengths = demo.load_pair("float32"), []
     pair.draft.decoding_config.block_size = pair.draft.config.block_size
     prompts = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in demo.requests(7)]
     options = {"max_new_tokens": 20, "do_sample": False}

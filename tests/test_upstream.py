@@ -50,6 +50,9 @@ NAMES = [
     "torch._dynamo:config.skip_nnmodule_hook_guards",
     "torch:ops.mkldnn._linear_pointwise",
     "torch:ops.mkldnn._reorder_linear_weight",
+    "torch:ops.mkldnn._is_mkldnn_bf16_supported",
+    "torch:ops.mkldnn._is_mkldnn_fp16_supported",
+    "torch:cpu._is_avx512_bf16_supported",
     "torch.optim.optimizer:register_optimizer_step_post_hook",
 ]
 

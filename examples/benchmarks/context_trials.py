@@ -318,7 +318,7 @@ def train_arm(name: str, trainer: type, keys: dict, arguments) -> None:
 
 def measure(trainer: type, folder: Path, arguments) -> dict:
     """A drafter, trained with or without rejected slots, on held-out blocks with or without them."""
-    target = drop_layers(load_pair(torch.bfloat16).target, torch.device("cpu"))
+    target = drop_layers(load_pair("bfloat16").target, torch.device("cpu"))
     draft = DFlashDraftModel.from_pretrained(folder, dtype=torch.float32)
     options = {"use_cpu": True, "per_device_eval_batch_size": 16, "report_to": "none", "loss_type": "dpace_kl"}
     args = DFlashTrainingArguments(output_dir=str(arguments.work / "measured"), bf16=halves(), **options)

@@ -228,7 +228,7 @@ def main() -> None:
     if arguments.report:
         return report(lines)
     torch.set_num_threads(1)
-    pair = load_pair()
+    pair = load_pair("bfloat16")
     with torch.inference_mode(), packed_weights(pair.target, pair.draft):
         if arguments.times:
             return times(pair)

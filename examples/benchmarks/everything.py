@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=96)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    pair = load_pair(torch.bfloat16)
+    pair = load_pair("bfloat16")
     prompts = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in requests(arguments.prompts)]
     length = arguments.max_new_tokens
 

@@ -25,7 +25,7 @@ def calls(drafted: bool, max_new_tokens: int) -> list[float]:
     from dflash_hf.modeling.packing_dflash import packed_weights
 
     torch.set_num_threads(1)
-    pair, seconds = load_pair(torch.bfloat16), []
+    pair, seconds = load_pair("bfloat16"), []
     packed_weights(pair.target, pair.draft)
     chat = [{"role": "user", "content": QUESTION}]
     inputs = pair.tokenizer.apply_chat_template(

@@ -31,7 +31,7 @@ def main():
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     os.environ["DFLASH_HF_REMEMBER"] = "0"
-    pair = load_pair(torch.bfloat16)
+    pair = load_pair("bfloat16")
     # Separate drafters: what is known of one of them does not help the others.
     ways = {name: copy.deepcopy(pair.draft) for name in ("with the noise", "without", "drawn blocks of 5")}
     ways["without"].decoding_config.draft_temperature = 0.0

@@ -83,7 +83,7 @@ def main():
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     os.environ["DFLASH_HF_REMEMBER"] = "0"
-    pair, switch = load_pair(torch.bfloat16), Copies()
+    pair, switch = load_pair("bfloat16"), Copies()
     packed_weights(pair.target, pair.draft)
     pair.draft.decoding_config.compile = arguments.compile
     ways = {"target": None, "without": pair.draft, "with": copy.deepcopy(pair.draft)}

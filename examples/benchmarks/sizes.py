@@ -240,7 +240,7 @@ def main():
     wanted = [one for one in situations() if all(word in one.name for word in arguments.only.split())]
     for situation in [one for one in wanted if one.name not in done][: arguments.most]:
         if situation.dtype not in pairs:
-            pairs[situation.dtype] = load_pair(getattr(torch, situation.dtype))
+            pairs[situation.dtype] = load_pair(situation.dtype)
             packed_weights(pairs[situation.dtype].target, pairs[situation.dtype].draft)
         line = measure(pairs[situation.dtype], situation, ["target", *arguments.ways], arguments.prompts)
         with arguments.lines.open("a", encoding="utf-8") as file:

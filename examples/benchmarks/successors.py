@@ -91,7 +91,7 @@ def main():
     options = SimpleNamespace(new_tokens=192, temperature=0)
     torch.set_num_threads(1)
     os.environ["DFLASH_HF_REMEMBER"] = "0"
-    pair, successors, total = load_pair(torch.bfloat16), Successors(), Counter()
+    pair, successors, total = load_pair("bfloat16"), Successors(), Counter()
     packed_weights(pair.target, pair.draft)
     print("| | rounds | nodes | hits | ratio |\n|---|---|---|---|---|")
     for kind, rows in lookup.prompts(arguments.prompts).items():

@@ -144,7 +144,7 @@ class Batch:
 def record(work: Path, tokens: int, names: list[str] | None = None):
     """Write texts side by side, by default all, and keep the features and final states of their tokens."""
     work.mkdir(parents=True, exist_ok=True)
-    pair = load_pair(torch.float32)
+    pair = load_pair("float32")
     writers = {k: v for k, v in writers_of(pair.tokenizer).items() if names is None or k in names}
     batch = Batch(pair.target, len(writers), tokens, pair.draft.config.target_layer_ids)
     logits, kept = [None] * len(writers), []
@@ -512,7 +512,7 @@ def setting_of(words: str) -> Settings:
 
 
 def replays(work: Path, texts: list[str], lines: list[str], most: int | None):
-    pair = load_pair(torch.float32)
+    pair = load_pair("float32")
     recordings = [Recording(work / f"{name}.pt", pair.target, pair.draft) for name in texts]
     for line in lines:
         settings = setting_of(line)
@@ -530,7 +530,7 @@ def replays(work: Path, texts: list[str], lines: list[str], most: int | None):
 
 def check(work: Path):
     """That a replay without updates accepts what decoding does, and milliseconds of a round by context."""
-    pair = load_pair(torch.float32)
+    pair = load_pair("float32")
     config = pair.target.config
     text = Recording(work / "chat 0.pt", pair.target, pair.draft)
     start, stop = text.answers[0]

@@ -28,7 +28,7 @@ def main():
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
-    pair = load_pair(torch.float32)
+    pair = load_pair("float32")
     prompts = [prompt_ids(RowEncoder(pair.tokenizer), row) for row in requests(arguments.prompts)]
     lengths: dict[int, dict[tuple, list[int]]] = {nodes: {} for nodes in arguments.nodes}  # by prompt
 

@@ -15,7 +15,7 @@ class Loading:
     How models are loaded: the options of every command that loads any.
 
     Args:
-        dtype (`str`): `"auto"`, `"float32"`, `"bfloat16"` or `"float16"`.
+        dtype (`str`): `"auto"`, `"float32"`, `"bfloat16"` or `"float16"`; see [`dtype_on`].
         device (`str`, *optional*): Default: a GPU if there is one.
         revision, draft_revision (`str`, *optional*): Branch, tag or commit of the target's and the drafter's
             repository.
@@ -32,6 +32,24 @@ class Loading:
     def of(cls, arguments) -> "Loading":
         """From parsed arguments; options that a command lacks keep their defaults."""
         return cls(**{name: value for name, value in vars(arguments).items() if name in cls.__dataclass_fields__})
+
+    def dtype_on(self, device) -> str:
+        """
+        The dtype for `from_pretrained`. `"auto"` is the checkpoint's, but float32 on a processor that has no units for
+        bf16, which is logged once.
+        """
+        import torch
+        from transformers.utils import logging
+
+        from dflash_hf.modeling.packing_dflash import emulated
+
+        on_cpu = str(device) == "cpu" or (str(device) == "auto" and not torch.accelerator.is_available())
+        if self.dtype != "auto" or not on_cpu or not emulated(torch.bfloat16):
+            return self.dtype
+        logging.get_logger(__name__).warning_once(
+            "float32: this processor has no units for bf16 (--dtype bfloat16 takes half the memory)"
+        )
+        return "float32"
 
 
 def device_of(name: str | None) -> str:
@@ -62,7 +80,7 @@ def load_target(name: str, loading: Loading, device=None, form: str = "--{} {}",
     Args:
         name (`str`): A folder, or a repository on the Hub.
         loading (`Loading`): Loading options.
-        device (`str`, `torch.device` or `dict`, *optional*): Replaces `loading.device`.
+        device (`str` or `torch.device`, *optional*): Replaces `loading.device`.
         form (`str`): Format of an argument and its value in messages.
         options: Additional options of `from_pretrained`.
 
@@ -70,9 +88,14 @@ def load_target(name: str, loading: Loading, device=None, form: str = "--{} {}",
         `ValueError`: it needs custom code, or its weights are damaged, incomplete or of another configuration.
         `ImportError`: it needs a quantisation library that is not installed.
     """
-    options |= {"dtype": loading.dtype, "device_map": device or device_of(loading.device)}
+    from dflash_hf.modeling.packing_dflash import warn_if_emulated
+
+    device = device or device_of(loading.device)
+    options |= {"dtype": loading.dtype_on(device), "device_map": device}
     options |= {"trust_remote_code": loading.trust_remote_code, "revision": loading.revision or "main"}
-    return _whole(name, form.format("target", name), **options).eval()
+    target = _whole(name, form.format("target", name), **options).eval()
+    warn_if_emulated(target)
+    return target
 
 
 def _whole(name: str | Path, what: str, **options):
@@ -119,7 +142,8 @@ def load_draft(name: str, loading: Loading, device: str | None = None):
     """A drafter in evaluation mode; its own code is not run."""
     from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 
-    options = {"dtype": loading.dtype, "device_map": device or device_of(loading.device)}
+    device = device or device_of(loading.device)
+    options = {"dtype": loading.dtype_on(device), "device_map": device}
     return DFlashDraftModel.from_pretrained(name, revision=loading.draft_revision or "main", **options).eval()
 
 

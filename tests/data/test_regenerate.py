@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 import urllib.request
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,13 +22,11 @@ from support.tiny_chat import CHATML, END, TOOLS, make_tokenizer, save_target
 from transformers import AutoModelForCausalLM
 
 from dflash_hf.cli import main
-from dflash_hf.commands.shared import tell_slow_dtype
 from dflash_hf.data import chat_client as client
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_of
 from dflash_hf.data.response_file import ResponseFile
 from dflash_hf.data.sources import load_rows
-from dflash_hf.training.settings_for import Machine
 
 
 datasets = pytest.importorskip("datasets")
@@ -626,11 +623,3 @@ def test_against_transformers_serve(folder, data, tmp_path, capsys):
         assert theirs[index]["finish_reason"] == row["finish_reason"]
     code, _, error = regenerate(capsys, data, folder, tmp_path / "gone.jsonl", *options, "--retries", "0")
     assert code == 1 and "is the server still running?" in error
-
-
-def test_a_processor_that_is_slower_in_bf16_is_told(capsys, monkeypatch):
-    for half, dtype, told in ((50, torch.bfloat16, True), (150, torch.bfloat16, False), (50, torch.float32, False)):
-        machine = Machine("cpu", 1, 1e9, 1e9, full=100, half=half)
-        monkeypatch.setattr(Machine, "here", lambda *_, machine=machine: machine)
-        tell_slow_dtype(SimpleNamespace(dtype=dtype, device=torch.device("cpu")))
-        assert ("fp32 is 2.0 times as fast as bf16" in capsys.readouterr().err) is told

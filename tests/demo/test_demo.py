@@ -2,6 +2,10 @@
 
 import gzip
 import json
+import os
+import platform
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -68,6 +72,18 @@ def test_the_demo_of_the_real_pair(real_target, tmp_path, capsys):
     assert main(["demo", *options]) == 0
     printed = capsys.readouterr().out
     assert "2 of 2 outputs equal" in printed and "plain call" in printed
+
+
+@pytest.mark.real
+@pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="oneDNN's variable is for x86")
+def test_the_demo_takes_fp32_without_bf16_units(real_target, tmp_path):
+    here = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+    command = [sys.executable, "-m", "dflash_hf.cli", "demo", "--prompts", "1", "--max-new-tokens", "8", "--json"]
+    command += ["--output", str(tmp_path)]
+    done = subprocess.run(command, env={**os.environ, **here}, capture_output=True, text=True, check=True)
+    report = json.loads(done.stdout)
+    assert {report["setting"][name] for name in ("target_dtype", "draft_dtype")} == {"float32"}
+    assert report["summary"]["verdict"] == "equal" and done.stderr.count("no units for bf16") == 1
 
 
 @pytest.mark.slow  # a minute

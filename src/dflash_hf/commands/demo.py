@@ -18,7 +18,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--prompts", type=positive, default=12, help="number of prompts (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=positive, default=40, help="longest answer (default: %(default)s)")
     parser.add_argument("--runs", type=positive, default=1, help="timed repetitions (default: %(default)s)")
-    shared.add_dtype(parser, ("bfloat16", "float32"), "bfloat16")
+    shared.add_dtype(parser, ("auto", "bfloat16", "float32"), "auto")
     parser.add_argument("--threads", type=positive, default=1, help="CPU threads (default: %(default)s)")
     live = "train a new drafter instead, and decode with it as it learns"
     parser.add_argument("--train", type=amount, metavar="MINUTES", help=live)
@@ -44,7 +44,7 @@ def run(arguments, echo) -> Outcome:
 
         points = train_live(arguments.train, output / "drafter", say=echo)
         return Outcome(facts={"minutes_and_tau": points, "drafter": str(output / "drafter")})
-    pair = load_pair(getattr(torch, arguments.dtype), arguments.draft)
+    pair = load_pair(arguments.dtype, arguments.draft)
     color = wants_color(arguments.color, echo.stream)
     report = run_demo(pair, arguments.prompts, arguments.max_new_tokens, arguments.runs, output, color, say=echo)
     return Outcome(1 if report.is_wrong else 0, json.loads(report.to_json()))

@@ -47,7 +47,6 @@ def run(arguments, echo) -> Outcome:
     layer_ids = arguments.target_layer_ids if config is None else config.target_layer_ids
     encoder, rows = shared.encoder_of(arguments, pair.tokenizer, config), shared.rows_of(arguments)
     target = freeze(pair.target())
-    shared.tell_slow_dtype(target)
     layer_ids = layer_ids or fitting_target_layer_ids(text_depth(target.config), 5)
     made_with = describe(target, arguments.target, layer_ids, encoder, arguments.store_dtype, arguments.states)
     encoder.vocab_size = target.get_input_embeddings().weight.shape[0]

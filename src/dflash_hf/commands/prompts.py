@@ -6,7 +6,7 @@
 """
 
 from dflash_hf.commands.pair import NamedPair
-from dflash_hf.commands.shared import add_loading, add_output, add_packed, add_template, tell_slow_dtype
+from dflash_hf.commands.shared import add_loading, add_output, add_packed, add_template
 from dflash_hf.terminal import (
     Outcome,
     count,
@@ -75,7 +75,6 @@ def run(arguments, echo) -> Outcome:
             return Outcome(facts={"requests": len(before), "new": 0})
         target = pair.target()
         output.settle({"weights": digest_of_target(target), "dtype": str(target.dtype)})
-        tell_slow_dtype(target)
         pack(arguments.packed, target)
         length = len(prompt_ids(tokenizer, turn, "")) + settings.max_new_tokens // 2
         rows, speed = rows_at_a_time(arguments.batch_size, target, GenerationConfig(), length, arguments.count)

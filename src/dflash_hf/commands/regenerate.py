@@ -183,7 +183,6 @@ def _in_process(pair: NamedPair, encoder, prompts: dict, output, echo):
         note(f"{arguments.target} has no spare embedding row for a mask token, which training needs: {remedy}")
     known = {"weights": digest_of_target(target), "dtype": str(target.dtype), "mask_token_id": encoder.mask_token_id}
     output.settle(known)
-    shared.tell_slow_dtype(target)
     pack(arguments.packed, target, draft)
     config = copy.deepcopy(target.generation_config)
     if arguments.temperature is not None:

@@ -69,7 +69,7 @@ def run(arguments, echo) -> Outcome:
             packed=arguments.packed,
             template=pair.template(),
             device=pair.device,
-            dtype=loading.dtype,
+            dtype=loading.dtype_on(pair.device),
             trust_remote_code=loading.trust_remote_code,
             log_level="info" if arguments.verbose else "error",
             name=arguments.served_model_name or arguments.target_name,

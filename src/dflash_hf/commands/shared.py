@@ -144,19 +144,6 @@ def add_packed(group) -> None:
     group.add_argument("--packed", action=argparse.BooleanOptionalAction, help=help)
 
 
-def tell_slow_dtype(target) -> None:
-    """A note if the target is in bf16 on a CPU that is faster in fp32."""
-    import torch
-
-    from dflash_hf.training.settings_for import Machine
-
-    if target.dtype == torch.bfloat16 and target.device.type == "cpu":
-        machine = Machine.here(target.device, Path())
-        if machine.full > 1.2 * machine.half:
-            ratio = machine.full / machine.half
-            note(f"fp32 is {ratio:.1f} times as fast as bf16 on this processor: --dtype float32 saves time")
-
-
 def add_sampling(parser, default: float | None = 0.0, known: str = "0, greedy") -> None:
     """Temperature, nucleus and seed."""
     parser.add_argument("--temperature", type=heat, default=default, help=f"0 is greedy (default: {known})")

@@ -15,7 +15,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.utils import logging
 
 from dflash_hf.data.encode import RowEncoder
@@ -26,6 +26,7 @@ from dflash_hf.evaluation.measure import evaluate as decode_side_by_side
 from dflash_hf.evaluation.plots import headline, plot_report
 from dflash_hf.evaluation.text import colored_answer, summary_lines, token_texts
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
+from dflash_hf.pairs import Loading, load_draft, load_target
 from dflash_hf.smollm2 import data_folder, drafter_folder, smollm2_folder
 from dflash_hf.terminal import bar
 
@@ -45,21 +46,21 @@ class DemoPair:
     tokenizer: object
 
 
-def load_pair(dtype: torch.dtype = torch.bfloat16, draft: str | Path | None = None) -> DemoPair:
+def load_pair(dtype: str = "auto", draft: str | Path | None = None) -> DemoPair:
     """
-    The pair that needs no Hub.
+    The pair that needs no Hub, on the CPU.
 
     Args:
-        dtype (`torch.dtype`): Dtype of both models.
+        dtype (`str`): Dtype of both models, as in [`~dflash_hf.pairs.Loading`].
         draft (`str` or `Path`, *optional*): Another drafter's folder.
 
     Raises:
         `FileNotFoundError`: one of the models is missing; says how to get it.
     """
-    folder = smollm2_folder()
+    folder, loading = str(smollm2_folder()), Loading(dtype, device="cpu")
     return DemoPair(
-        AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval(),
-        DFlashDraftModel.from_pretrained(draft or drafter_folder(), dtype=dtype).eval(),
+        load_target(folder, loading),
+        load_draft(str(draft or drafter_folder()), loading),
         AutoTokenizer.from_pretrained(folder),
     )
 

@@ -45,8 +45,8 @@ class MethodReport:
             run; `None` if nothing was compared.
         draft_sizes (`list[int]`, *optional*): Tokens verified by each round of the last run, if sizes were
             chosen round by round.
-        estimated_speedup (`float`, *optional*): The estimate that the sizes were chosen by; mean over the answers of
-            the last run.
+        estimated_speedup (`float`, *optional*): The estimate that the sizes were chosen by, over all answers of the
+            last run.
     """
 
     tokens_per_second: float
@@ -351,7 +351,8 @@ def _method_report(decoded: list[dict[str, list[_Decoded]]], method: str, warmup
     last = decoded[-1][method]
     lengths = [length for one in last for length in one.acceptance_lengths]
     sizes = [size for one in last for size in one.draft_sizes or ()]
-    estimates = [one.estimated_speedup for one in last if one.estimated_speedup is not None]
+    estimated = [one for one in last if one.estimated_speedup]
+    alone = sum(one.seconds * one.estimated_speedup for one in estimated)  # a mean of ratios would be too high
     equal = [all(same) for same in zip(*([own.ids == base.ids for own, base in one] for one in pairs), strict=True)]
     return MethodReport(
         tokens_per_second=statistics.median(speeds(method)),
@@ -365,7 +366,7 @@ def _method_report(decoded: list[dict[str, list[_Decoded]]], method: str, warmup
         speedup_over_packed=speedup(ways.TARGET_PACKED) if ways.TARGET_PACKED in decoded[-1] else None,
         tau=statistics.fmean(lengths) if lengths else None,
         draft_sizes=sizes or None,
-        estimated_speedup=statistics.fmean(estimates) if estimates else None,
+        estimated_speedup=alone / sum(one.seconds for one in estimated) if estimated else None,
     )
 
 

@@ -65,7 +65,7 @@ def train(recipe: RecipeArguments, training: dict, echo=lambda line: None, callb
     loading = Loading(recipe.target_dtype, revision=revision, trust_remote_code=trusted)
     attention = {"attn_implementation": recipe.attn_implementation} if recipe.attn_implementation else {}
     # On the device of this process; with stored features, which need little of the target, in main memory.
-    device = {"": "cpu" if recipe.features else args.device}
+    device = "cpu" if recipe.features else args.device
     target = load_target(recipe.target, loading, device, form="{}={}", **attention)
     tell = note if args.process_index == 0 else lambda line: None
     draft = make_draft(recipe, target, tokenizer, tell, lenient="init_layers" in chosen)
