@@ -382,9 +382,9 @@ class DFlashDraftConfig(PreTrainedConfig):
         output = super().to_diff_dict()
         if output.get("dtype") is not None:
             output["torch_dtype"] = output["dtype"]
-        scaled = self.rope_parameters["rope_type"] != "default"
-        scaling = {key: value for key, value in self.rope_parameters.items() if key != "rope_theta"}
-        output["rope_scaling"] = copy.deepcopy(scaling) if scaled else None
+        if self.rope_parameters["rope_type"] != "default":  # transformers 5.24 warns of `rope_scaling`, null too
+            scaling = {key: value for key, value in self.rope_parameters.items() if key != "rope_theta"}
+            output["rope_scaling"] = copy.deepcopy(scaling)
         return output
 
 

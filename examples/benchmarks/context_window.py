@@ -32,6 +32,7 @@ from dflash_hf.evaluation.measure import variant
 from dflash_hf.modeling.cache_dflash import SlotCache, slot_mask
 from dflash_hf.modeling.drafting_dflash import Context, DFlashCandidateGenerator
 from dflash_hf.modeling.packing_dflash import packed_weights
+from dflash_hf.modeling.target_dflash import CACHE_NAME
 from dflash_hf.smollm2 import data_folder
 
 
@@ -111,7 +112,7 @@ class Conversation:
             unread = self._ids(self.messages[:count])[begin:] if count else []
             for at in range(0, len(unread), 512):
                 piece = torch.tensor([unread[at : at + 512]])
-                read = target(piece, past_key_values=cache, output_hidden_states=True, logits_to_keep=1)
+                read = target(piece, output_hidden_states=True, logits_to_keep=1, **{CACHE_NAME: cache})
                 drafter.read(Context(self._features(read.hidden_states), torch.tensor([begin + at])))
             for number, question in enumerate(self.questions):
                 # 2. The target answers a question.
@@ -119,11 +120,11 @@ class Conversation:
                 answer = target.generate(
                     prompt,
                     attention_mask=torch.ones_like(prompt),
-                    past_key_values=cache,
                     max_new_tokens=NEW_TOKENS,
                     do_sample=False,
                     output_hidden_states=True,
                     return_dict_in_generate=True,
+                    **{CACHE_NAME: cache},
                 )
                 cache.crop(size - cache.get_seq_length())
                 features = torch.cat([self._features(step) for step in answer.hidden_states], dim=1)
@@ -180,7 +181,7 @@ def times(pair: DemoPair, repeats: int = 30) -> None:
         cache.reserve(int(slots[0, -1]) + 1)
         cache.place(slots)
         mask = slot_mask(slots, slots, cache.view, None, None, pair.target.dtype)
-        pair.target(slots, attention_mask=mask, position_ids=slots, past_key_values=cache)
+        pair.target(slots, attention_mask=mask, position_ids=slots, **{CACHE_NAME: cache})
 
     def draft(slots, drafter):
         drafter.cache.reserve(int(slots[0, -1]) + 1)

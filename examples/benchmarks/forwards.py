@@ -8,6 +8,7 @@ import torch
 from transformers import DynamicCache
 
 from dflash_hf.evaluation.measure import now
+from dflash_hf.modeling.target_dflash import CACHE_NAME
 
 
 @dataclass
@@ -45,7 +46,7 @@ def time_forwards(target, draft, prompt: Sequence[int], context: int) -> Forward
     device, size = target.device, draft.config.block_size
     ids = torch.tensor([(list(prompt) * (context // len(prompt) + 2))[:context]], device=device)
     cache, draft_cache = DynamicCache(config=target.config.get_text_config(decoder=True)), DynamicCache()
-    target(input_ids=ids, past_key_values=cache, use_cache=True)
+    target(input_ids=ids, use_cache=True, **{CACHE_NAME: cache})
     features = torch.randn(1, context, draft.fc.in_features, device=device, dtype=draft.dtype)
     draft.extend_context(draft.project_context(features), torch.arange(context, device=device)[None], draft_cache)
     noise = torch.randn(1, size, draft.config.hidden_size, device=device, dtype=draft.dtype)
@@ -62,7 +63,7 @@ def time_forwards(target, draft, prompt: Sequence[int], context: int) -> Forward
         draft.draft_logits(output.last_hidden_state[:, 1:], target.get_output_embeddings())
 
     for _ in range(7):  # in turn, so that other load affects all of them
-        run("one_token", lambda: target(input_ids=ids[:, :1], past_key_values=cache, use_cache=True), cache, 1)
-        run("verify", lambda: target(input_ids=ids[:, :size], past_key_values=cache, use_cache=True), cache, size)
+        run("one_token", lambda: target(input_ids=ids[:, :1], use_cache=True, **{CACHE_NAME: cache}), cache, 1)
+        run("verify", lambda: target(input_ids=ids[:, :size], use_cache=True, **{CACHE_NAME: cache}), cache, size)
         run("draft", drafting, draft_cache, 2 * size)
     return Forwards(**{name: statistics.median(seconds[2:]) for name, seconds in times.items()})

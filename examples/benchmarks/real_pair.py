@@ -25,6 +25,7 @@ from dflash_hf.demo.run import DemoPair, load_pair, requests
 from dflash_hf.evaluation.measure import variant
 from dflash_hf.evaluation.sets import GENERATED, conversations
 from dflash_hf.modeling.packing_dflash import packed_weights
+from dflash_hf.modeling.target_dflash import CACHE_NAME
 
 
 STORIES = ("Write a long story about a lighthouse keeper.", "Explain in great detail how a computer works.")
@@ -88,9 +89,9 @@ def turns(pair: DemoPair) -> list[str]:
         for question in ("What is a prime number?", "Give me three of them.", "And why is nine none?"):
             messages.append({"role": "user", "content": question})
             row = prompt_ids(RowEncoder(pair.tokenizer), {"messages": messages})
-            output, _ = decode(pair, [row], 64, drafted, past_key_values=cache)
+            output, _ = decode(pair, [row], 64, drafted, **{CACHE_NAME: cache})
             answer = output.sequences[0, len(row) :]
-            cache = output.past_key_values
+            cache = output[CACHE_NAME]
             text = pair.tokenizer.decode(answer, skip_special_tokens=True)
             messages.append({"role": "assistant", "content": text})
             said.append(text)

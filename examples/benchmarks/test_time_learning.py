@@ -35,6 +35,7 @@ from dflash_hf.modeling.cache_dflash import additive, slot_mask
 from dflash_hf.modeling.drafting_dflash import Context, DFlashCandidateGenerator
 from dflash_hf.modeling.modeling_dflash import apply_rotary
 from dflash_hf.modeling.packing_dflash import packed_weights
+from dflash_hf.modeling.target_dflash import CACHE_NAME
 from dflash_hf.smollm2 import data_folder
 from dflash_hf.training.losses import slot_weights
 
@@ -548,7 +549,7 @@ def check(work: Path):
                     cache.update(*torch.zeros(2, 1, config.num_key_value_heads, context, config.head_dim), layer)
                 ids = torch.randint(3, 40000, (1, context + 1))
                 clock = time.process_time()
-                output = pair.target.generate(ids, past_key_values=cache, max_new_tokens=24, **options)
+                output = pair.target.generate(ids, max_new_tokens=24, **{CACHE_NAME: cache}, **options)
                 spent = (time.process_time() - clock) / (len(output.acceptance_lengths[0]) + 1)
                 print(f"{'packed' * packed} context {context}: {spent * 1e3:.1f} ms a round", flush=True)
 

@@ -12,7 +12,7 @@ from functools import partial as _partial
 from dflash_hf.when_imported import when_imported as _when_imported
 
 
-__version__ = "0.1.0"
+__version__ = "0.1.1"
 
 _LAZY = {
     "DFlashDraftConfig": ".modeling.modeling_dflash",
