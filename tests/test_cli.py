@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, GenerationMixin
 from dflash_hf import cli
 from dflash_hf.cli import main
 from dflash_hf.modeling.decoding_config_dflash import DFlashDecodingConfig
-from dflash_hf.modeling.plan_dflash import FastestPlan
 from dflash_hf.modeling.probe_dflash import _alike, _Trial
 from dflash_hf.terminal import wants_color
 
@@ -58,17 +57,6 @@ def test_generate_prints_the_target_s_own_text(pair_arguments, capsys, monkeypat
     assert again.startswith(printed.out)
     marked = re.sub(r"\x1b\[\d+m", "", again[len(printed.out) :])
     assert printed.out.strip() in marked
-
-
-@pytest.mark.parametrize("command", [["generate", "--prompt", "a.x1 = n"], ["chat"]], ids=["generate", "chat"])
-def test_a_streamed_line_ends_before_warnings(command, pair_arguments, capsys, monkeypatch):
-    """What a call had to say of its drafts landed in the middle of the line."""
-    summary = FastestPlan.summary
-    monkeypatch.setattr(FastestPlan, "summary", lambda self: print("a warning") or summary(self))
-    monkeypatch.setattr(sys, "stdin", io.StringIO("a.x1 = n\n"))
-    assert main([*command, *pair_arguments, "--max-new-tokens", "8"]) == 0
-    text, warning = capsys.readouterr().out.split("a warning")
-    assert text.strip() and text.endswith("\n") and warning == "\n"
 
 
 def test_tokens_that_rounding_changed_are_explained(pair_arguments, capsys, monkeypatch):
