@@ -3,6 +3,8 @@ The slot cache: every row starts at slot 0, new keys are written to the slots of
 keeps a smaller length. Nothing is copied, shapes do not change, and every row has its own length.
 """
 
+from typing import NamedTuple
+
 import torch
 from transformers.cache_utils import (
     Cache,
@@ -13,12 +15,27 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from .tree_dflash import DraftTree
-
 
 CAPACITY_STEP = 64  # capacities are multiples of this
 VIEW_STEP = 8  # the view handed to attention is the used length rounded up to this
-SMALLEST_BUCKET = 256  # for compiled rounds: capacities, and therefore views, are powers of two from here on
+
+
+class Ring(NamedTuple):
+    """Slots that are used again and again: token `i` of a row is in slot `i`, or `sink + (i - sink) % size`."""
+
+    size: int
+    sink: int = 0  # tokens at the start of a row that stay
+
+    def slots(self, tokens: torch.LongTensor) -> torch.LongTensor:
+        """The slots of tokens; those of tokens to be dropped, which are negative, stay negative."""
+        return torch.where(tokens < self.sink, tokens, self.sink + (tokens - self.sink) % self.size)
+
+    def held(self, view: int, last: torch.LongTensor) -> torch.LongTensor:
+        """`[R, view]`, the token in each slot once the tokens up to `last` `[R, 1]` are written; negative: none."""
+        slots = torch.arange(view, device=last.device)
+        tokens = last - (last - slots) % self.size
+        tokens = tokens.masked_fill((tokens < self.sink) | (slots >= self.sink + self.size), -1)
+        return torch.where(slots < self.sink, slots, tokens)
 
 
 class Places:
@@ -51,17 +68,23 @@ class Places:
 
 
 class SlotLayer(CacheLayerMixin):
-    """Keys and values `[R, heads, capacity, head_dim]` of one layer, written at the cache's current slots."""
+    """
+    Keys and values `[R, heads, capacity, head_dim]` of one layer, written at the cache's current slots.
+
+    Args:
+        cache (`SlotCache`): The cache that it belongs to.
+        ring (`Ring`, *optional*): Which slots tokens share; `None`: every token has its own.
+    """
 
     is_sliding = False
 
-    def __init__(self, cache: "SlotCache"):
+    def __init__(self, cache: "SlotCache", ring: Ring | None = None):
         super().__init__()
-        self.cache = cache
+        self.cache, self.ring = cache, ring
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys, self.values = self._buffer("keys", key_states), self._buffer("values", value_states)
+        self.keys, self.values = self._buffer(key_states), self._buffer(value_states)
         self.is_initialized = True
 
     def adopt(self, layer: CacheLayerMixin, padding: list[int], columns: int) -> None:
@@ -70,54 +93,76 @@ class SlotLayer(CacheLayerMixin):
         first = columns - layer.keys.shape[2]  # a sliding layer has dropped the columns before its window
         for name in ("keys", "values"):
             states = getattr(layer, name)
-            buffer = self._buffer(name, states)
+            buffer = self._buffer(states)
             for row, pad in enumerate(padding):
                 skip = max(pad - first, 0)
-                buffer[row, :, first + skip - pad : columns - pad] = states[row, :, skip:]
+                if self.ring is None:
+                    buffer[row, :, first + skip - pad : columns - pad] = states[row, :, skip:]
+                else:
+                    kept = torch.arange(first + skip - pad, columns - pad, device=states.device)[-self.ring.size :]
+                    buffer[row][:, self.ring.slots(kept)] = states[row, :, states.shape[2] - len(kept) :]
             setattr(self, name, buffer)
             setattr(layer, name, states[:, :, :0].clone())
         self.is_initialized = True
 
-    def _buffer(self, name: str, like: torch.Tensor) -> torch.Tensor:
+    def release(self, layer: CacheLayerMixin, padding: list[int], columns: int) -> None:
+        """Write the slots back into a layer, as `columns` left-padded columns; they are freed on the way."""
+        first = 0
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            first = max(columns - layer.sliding_window + 1, 0)
+            layer.cumulative_length = columns
+        for name in ("keys", "values"):
+            buffer, rows = getattr(self, name), []
+            for row, pad in enumerate(padding):
+                start = max(first - pad, 0)
+                states = buffer[row, :, start : columns - pad]
+                if self.ring is not None:
+                    states = buffer[row][:, self.ring.slots(torch.arange(start, columns - pad, device=buffer.device))]
+                missing = columns - first - states.shape[1]
+                rows.append(torch.nn.functional.pad(states, (0, 0, missing, 0)) if missing else states)
+            setattr(layer, name, torch.stack(rows) if len(rows) > 1 else rows[0][None])
+            setattr(self, name, None)
+            del buffer, rows
+
+    @property
+    def capacity(self) -> int:
+        """Slots of a row; the last is never attended to."""
+        own = self.cache.capacity
+        return own if self.ring is None else min(_round_up(self.ring.sink + self.ring.size + 1), own)
+
+    def _buffer(self, like: torch.Tensor) -> torch.Tensor:
         """`[R, heads, capacity, head_dim]` zeros: a masked slot is still multiplied by zero, and 0 * NaN is NaN."""
-        shape = (self.cache.rows, like.shape[1], self.cache.capacity, like.shape[3])
-        pool, key = self.cache.pool, (self.cache.layers.index(self), name, shape, like.dtype, like.device)
-        if pool is not None and key in pool:
-            return pool[key].zero_()
         with torch.inference_mode(False):  # otherwise it could not be written outside of inference mode
-            buffer = torch.zeros(shape, dtype=like.dtype, device=like.device)
-        if pool is not None:
-            torch._dynamo.mark_static_address(buffer)
-            pool[key] = buffer
-        return buffer
+            shape = (self.cache.rows, like.shape[1], self.capacity, like.shape[3])
+            return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
     def update(self, key_states, value_states, *args, **kwargs):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start = 0
         # In order: a later group may overwrite slots of an earlier one.
-        for group in self.cache.groups:
-            stop = start + group.slots.shape[1]
-            group.write(self.keys, key_states[:, :, start:stop])
-            group.write(self.values, value_states[:, :, start:stop])
+        for places in self.cache.places(self.ring):
+            stop = start + places.slots.shape[1]
+            places.write(self.keys, key_states[:, :, start:stop])
+            places.write(self.values, value_states[:, :, start:stop])
             start = stop
-        view = self.cache.view
+        view = self.cache.view_of(self.ring)
         return self.keys[:, :, :view], self.values[:, :, :view]
 
     def resize(self) -> None:
         """Move to buffers of the cache's new capacity."""
         for name in ("keys", "values"):
             old = getattr(self, name)
-            new = self._buffer(name, old)
-            kept = min(old.shape[2], self.cache.capacity)
-            new[:, :, :kept] = old[:, :, :kept]
-            setattr(self, name, new)
+            if old.shape[2] != self.capacity:
+                new, kept = self._buffer(old), min(old.shape[2], self.capacity)
+                new[:, :, :kept] = old[:, :, :kept]
+                setattr(self, name, new)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.view, 0
+        return self.cache.view_of(self.ring), 0
 
     def get_seq_length(self) -> int:
-        return self.cache.view
+        return self.cache.reported or self.cache.view
 
     def get_max_length(self) -> int:
         return self.cache.capacity
@@ -129,7 +174,7 @@ class RecurrentSlotLayer(SlotLayer, LinearAttentionLayer):
     is_compileable = False
 
     def __init__(self, cache: "SlotCache", recurrent: LinearAttentionLayer):
-        self.__dict__ = {**vars(recurrent), "cache": cache}
+        self.__dict__ = {**vars(recurrent), "cache": cache, "ring": None}
 
     def lazy_initialization(self, *args, **kwargs) -> None:
         """Upstream's convention: keys and values are passed by position, states by keyword."""
@@ -147,33 +192,33 @@ class SlotCache(Cache):
         rows (`int`): Batch rows.
         capacity (`int`): Initial slots per row; `reserve` grows them when they run out. The last slot is never
             attended to: tokens to be dropped are written there.
-        pool (`dict`, *optional*): Keeps buffers beyond the life of the cache, for compiled rounds, which are bound to
-            fixed addresses and shapes: with it capacities are powers of two, and attention sees all slots.
-        most (`int`, *optional*): Use no more slots than this, however many are reserved: the caller reuses them.
+        ring (`Ring`, *optional*): Which slots tokens share, in layers that are not adopted.
+
+    Attributes:
+        columns (`int`): Columns of the adopted cache, padding included.
+        view (`int`): Slots that attention gets, in layers without a ring.
+        spare (`int`): Slots of an adopted ring beyond its window.
+        least (`int`): Minimum of `view`.
+        reported (`int`, *optional*): The length that a target is told instead, to find out whether it is used.
+        tokens (`tuple[torch.LongTensor]`): Groups `[R, n]` of the tokens of the next forward; negative: dropped.
     """
 
-    def __init__(self, rows: int, capacity: int, pool: dict | None = None, most: int | None = None):
+    SPARE = 128  # slots of a ring beyond its window, at least: a draft overwrites nothing that its tokens see
+
+    def __init__(self, rows: int, capacity: int, ring: Ring | None = None):
         super().__init__(layers=[])
-        self.rows, self.pool, self.most = rows, pool, most
-        self.capacity = self._fitting(capacity if most is None else most)
-        self.groups: tuple[Places, ...] = ()
-        self.view = 0
+        self.rows, self.ring, self.columns, self.view, self.spare = rows, ring, 0, 0, self.SPARE
+        self.capacity = _round_up(capacity + 1)
+        self.least, self.reported = 0, None
+        self.tokens: tuple[torch.LongTensor, ...] = ()
+        self._places: dict[Ring | None, tuple[Places, ...]] = {}
 
     def reserve(self, used: int) -> None:
-        """
-        Make room for a forward in which no row sees a slot at or past `used`, and set how many slots attention gets:
-        the used ones rounded up or, for compiled rounds, all.
-        """
-        used = used if self.most is None else min(used, self.most)
+        """Make room for a forward in which no row sees a token at or past `used`; attention gets as many, rounded."""
+        used = max(used, self.least)
         if used >= self.capacity:
-            self._resize(self._fitting(max(used, self.capacity * 9 // 8)))
-        self.view = self.capacity if self.pool is not None else min(_round_up(used, VIEW_STEP), self.capacity)
-
-    def fit(self, used: int) -> None:
-        """As `reserve`, but attention gets whole buffers, as matrix products need them, with few unused slots."""
-        if not used <= self.capacity <= used * 9 // 8 + 2 * VIEW_STEP:
-            self._resize(_round_up(used * 17 // 16, VIEW_STEP))
-        self.view = self.capacity
+            self._resize(_round_up(max(used, self.capacity * 9 // 8) + 1))
+        self.view = min(_round_up(used, VIEW_STEP), self.capacity)
 
     def _resize(self, capacity: int) -> None:
         self.capacity = capacity
@@ -181,43 +226,50 @@ class SlotCache(Cache):
             if isinstance(layer, SlotLayer) and layer.is_initialized:  # recurrent layers of a hybrid do not grow
                 layer.resize()
 
-    def place(self, *slots: torch.Tensor) -> None:
+    def view_of(self, ring: Ring | None) -> int:
+        """Slots that attention gets in a layer."""
+        return self.view if ring is None else min(self.view, _round_up(ring.sink + ring.size, VIEW_STEP))
+
+    def place(self, *tokens: torch.LongTensor) -> None:
         """
-        Set the slots of the tokens of the next forward.
+        Set the tokens of the next forward.
 
         Args:
-            slots (`torch.LongTensor`): One or more groups `[R, n]`, written in order, in the order of the new tokens.
+            tokens (`torch.LongTensor`): One or more groups `[R, n]`, written in order, in the order of the new tokens.
         """
-        self.groups = tuple(map(Places, slots))
+        self.tokens, self._places = tokens, {}
+        for ring in {self.ring, *(layer.ring for layer in self.layers if isinstance(layer, SlotLayer))}:
+            self.places(ring)
+
+    def places(self, ring: Ring | None) -> tuple[Places, ...]:
+        """Where the tokens of the next forward go in a layer."""
+        if ring not in self._places:
+            last = self.capacity - 1
+            if ring is not None:
+                last = min(_round_up(ring.sink + ring.size + 1), self.capacity) - 1
+            slots = self.tokens if ring is None else map(ring.slots, self.tokens)
+            self._places[ring] = tuple(Places(torch.where(one < 0, last, one)) for one in slots)
+        return self._places[ring]
 
     def move(self, source: torch.LongTensor, goal: torch.LongTensor) -> None:
-        """Copy slots `[R, n]` of each row to others; no goal may be the source of a later copy."""
-        read, written = Places(source), Places(goal)
-        for layer in self.layers:
-            if isinstance(layer, SlotLayer) and layer.is_initialized:
-                for buffer in (layer.keys, layer.values):
-                    written.write(buffer, read.read(buffer))
-
-    def _fitting(self, slots: int) -> int:
-        """A capacity for `slots` plus the slot that is never attended to."""
-        if self.pool is None:
-            return _round_up(slots + 1)
-        return max(SMALLEST_BUCKET, 1 << slots.bit_length())
+        """Copy tokens `[R, n]` of each row to the places of others."""
+        for ring in {layer.ring for layer in self.layers if isinstance(layer, SlotLayer)}:
+            read, written = (Places(one if ring is None else ring.slots(one)) for one in (source, goal))
+            for layer in self.layers:
+                if isinstance(layer, SlotLayer) and layer.is_initialized and layer.ring == ring:
+                    for buffer in (layer.keys, layer.values):
+                        written.write(buffer, read.read(buffer))
 
     def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
         while len(self.layers) <= layer_idx:
-            self.layers.append(SlotLayer(self))
+            self.layers.append(SlotLayer(self, self.ring))
         return self.layers[layer_idx].update(key_states, value_states)
 
-    @property
-    def trash(self) -> int:
-        """The slot for tokens that no query may see, such as padding."""
-        return self.capacity - 1
-
     @classmethod
-    def adopt(cls, cache: Cache, padding: list[int], capacity: int, pool: dict | None = None) -> "SlotCache":
+    def adopt(cls, cache: Cache, padding: list[int], largest: int = 0) -> "SlotCache":
         """
-        Move a prefilled, left-padded cache into slots, so that every row starts at slot 0.
+        Move a prefilled, left-padded cache into slots, so that every row starts at slot 0. Layers with a sliding
+        window get a ring of slots.
 
         The prompt is held once: keys and values of the source are freed as soon as they have moved, until `release`.
 
@@ -225,17 +277,21 @@ class SlotCache(Cache):
             cache (`Cache`): Its keys in dynamic and sliding-window layers only. Recurrent states, and layers that hold
                 nothing, are shared with it.
             padding (`list[int]`): Padding columns at the start of each row.
-            capacity (`int`): Slots of each row.
-            pool (`dict`, *optional*): As for the class.
+            largest (`int`): Tokens of the largest draft.
         """
-        slots = cls(len(padding), capacity, pool)
         columns = cached_columns(cache)
+        slots = cls(len(padding), columns + CAPACITY_STEP)
+        slots.columns, slots.spare = columns, max(cls.SPARE, largest)
         for layer in cache.layers:
             if not isinstance(layer, CacheLayerMixin):
                 slots.layers.append(layer)
                 continue
-            recurrent = isinstance(layer, LinearAttentionLayer)
-            moved = RecurrentSlotLayer(slots, layer) if recurrent else SlotLayer(slots)
+            if isinstance(layer, LinearAttentionLayer):
+                moved: SlotLayer = RecurrentSlotLayer(slots, layer)
+            elif type(layer) is DynamicSlidingWindowLayer:
+                moved = SlotLayer(slots, Ring(layer.sliding_window + slots.spare))
+            else:
+                moved = SlotLayer(slots)
             slots.layers.append(moved)
             if layer.is_initialized:  # otherwise it shares the keys of another layer
                 moved.adopt(layer, padding, columns)
@@ -251,20 +307,8 @@ class SlotCache(Cache):
         that continues the conversation with or without a drafter. The slots are freed on the way.
         """
         for source, layer in zip(self.layers, cache.layers, strict=True):
-            if not isinstance(source, SlotLayer) or not source.is_initialized:
-                continue
-            first = 0
-            if isinstance(layer, DynamicSlidingWindowLayer):
-                first = max(columns - layer.sliding_window + 1, 0)
-                layer.cumulative_length = columns
-            for name in ("keys", "values"):
-                buffer = getattr(source, name)
-                rows = [_left_padded(buffer[row], pad, first, columns) for row, pad in enumerate(padding)]
-                if self.pool is not None:  # the next call reuses the buffers
-                    rows = [row.clone() for row in rows]
-                setattr(layer, name, torch.stack(rows) if len(rows) > 1 else rows[0][None])
-                setattr(source, name, None)
-                del buffer, rows
+            if isinstance(source, SlotLayer) and source.is_initialized:
+                source.release(layer, padding, columns)
         return cache
 
 
@@ -293,57 +337,63 @@ def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     )
 
 
-def slot_mask(
-    slots: torch.Tensor,
-    last_seen: torch.Tensor,
-    view: int,
-    window: int | None,
-    chunk: int | None,
-    dtype: torch.dtype,
-    tree: DraftTree | None = None,
-    held: torch.Tensor | None = None,
-) -> torch.Tensor:
+def visible(
+    slots: torch.LongTensor,
+    held: torch.LongTensor,
+    window: int | None = None,
+    chunk: int | None = None,
+    draft=None,
+    last_seen: torch.LongTensor | None = None,
+) -> torch.BoolTensor:
     """
-    The additive mask of queries at `slots` over the first `view` slots.
+    What queries see.
 
     Args:
-        slots (`torch.LongTensor`): `[R, n]`, the queries' slots.
-        last_seen (`torch.LongTensor`): `[R, n]`, the last slot each query sees: its own slot for a causal layer.
-        view (`int`): Slots handed to attention.
-        window (`int`, *optional*): A key is seen when `query slot - key slot < window`.
-        chunk (`int`, *optional*): A key is seen only within the query's own chunk of that many slots.
-        dtype (`torch.dtype`): A floating dtype. Eager attention adds the mask; a boolean one would be added as 0, 1.
-        tree (`DraftTree`, *optional*): The tree at `slots`, instead of a sequence: there a query sees its ancestors,
-            and windows and chunks count depths.
-        held (`torch.LongTensor`, *optional*): `[R, view]`, the token that each slot holds. Default: its own number.
+        slots (`torch.LongTensor`): `[R, n]`, the tokens' own numbers, consecutive in each row.
+        held (`torch.LongTensor`): `[view]` or `[R, view]`, the token in each slot; negative: none.
+        window (`int`, *optional*): A key is seen when it is less than so many tokens back.
+        chunk (`int`, *optional*): A key is seen only within the query's own chunk of that many tokens.
+        draft (`Block` or the like, *optional*): With `ancestors`, a query sees these of the draft at `slots`, and
+            windows and chunks count its `depths`.
+        last_seen (`torch.LongTensor`, *optional*): `[R, n]`, the last token that each query sees. Default: itself.
 
     Returns:
-        `torch.Tensor` `[R, 1, n, view]`.
+        `torch.BoolTensor` `[R, n, view]`.
     """
-    key = torch.arange(view, device=slots.device) if held is None else held[:, None]  # [view] or [R, 1, view]
+    key = held[None, None] if held.dim() == 1 else held[:, None]  # [R, 1, view]
     query = slots[:, :, None]  # [R, n, 1]
-    if tree is None:
-        visible = key <= last_seen[:, :, None]  # [R, n, view]
+    if draft is None or draft.ancestors is None:
+        seen = key <= (query if last_seen is None else last_seen[:, :, None])
     else:
-        places = slots[:, None].expand_as(tree.ancestors)
-        visible = (key < slots[:, :1, None]).expand(-1, slots.shape[1], -1).scatter(2, places, tree.ancestors)
-        depths = slots[:, :1] + tree.depths
-        key = key.expand(len(slots), -1).scatter(1, slots, depths)[:, None]  # [R, 1, view]
-        query = depths[:, :, None]
+        start, size = slots[:, :1, None], slots.shape[1]
+        place = (key - start).expand(len(slots), 1, -1)  # in the draft
+        drafted = (place >= 0) & (place < size)
+        place = place.clamp(0, size - 1)
+        seen = (key < start) | drafted & draft.ancestors.gather(2, place.expand(-1, size, -1))
+        depth = draft.depths[:, None].gather(2, place)  # [R, 1, view]
+        key, query = torch.where(drafted, start + depth, key), start + draft.depths[:, :, None]
+    if held.dim() > 1:
+        seen = seen & (held[:, None] >= 0)
     if window is not None:
-        visible = visible & (query - key < window)
+        seen = seen & (query - key < window)
     if chunk is not None:
-        visible = visible & (query // chunk == key // chunk)
-    return additive(visible, dtype)[:, None]
+        seen = seen & (query // chunk == key // chunk)
+    return seen
+
+
+def slot_mask(cache: SlotCache, slots, window: int | None, chunk: int | None, dtype, draft) -> torch.Tensor:
+    """
+    The additive mask `[R, 1, n, view]` of a draft at `slots` `[R, n]` of a cache; see [`visible`]. Eager attention
+    adds the mask, so its dtype is floating: a boolean one would be added as 0, 1.
+    """
+    rings = {layer.ring for layer in cache.layers if isinstance(layer, SlotLayer) and layer.ring is not None}
+    ring = next((one for one in rings if one.size == (window or chunk or 0) + cache.spare), None)
+    if ring is None:
+        held = torch.arange(cache.view, device=slots.device)
+    else:
+        held = ring.held(cache.view_of(ring), slots[:, -1:])
+    return additive(visible(slots, held, window, chunk, draft), dtype)[:, None]
 
 
 def _round_up(length: int, step: int = CAPACITY_STEP) -> int:
     return -(-length // step) * step
-
-
-def _left_padded(row: torch.Tensor, pad: int, first: int, columns: int) -> torch.Tensor:
-    """Columns `first..columns` of one row `[heads, capacity, head_dim]` whose slot 0 is column `pad`."""
-    if first >= pad:
-        return row[:, first - pad : columns - pad]
-    padding = row.new_zeros(row.shape[0], pad - first, row.shape[2])
-    return torch.cat([padding, row[:, : columns - pad]], dim=1)

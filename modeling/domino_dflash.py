@@ -48,7 +48,6 @@ class DominoHead(Head):
     sizes = ("gru_hidden_dim", "emb_dim")
     fields = {**dict.fromkeys(sizes), "pure_draft_prefix_len": 0}
     order = Head.MANY
-    samples = True
     drafts_last_slot = False
 
     @classmethod

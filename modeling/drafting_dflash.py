@@ -1,102 +1,49 @@
-"""Drafting: the context that a drafter keeps, and the tokens that it proposes for a block."""
+"""Drafting: the context that a drafter keeps, and the blocks that it proposes."""
 
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from transformers.generation import CandidateGenerator
 
-from .accept_dflash import Draft, Proposal, draw, likeliest
-from .cache_dflash import SlotCache, slot_mask
-from .noise_dflash import Foresight
-from .plan_dflash import Plan
-from .target_dflash import input_device, running_device
-from .tree_dflash import (
-    TOP_K,
-    DraftTree,
-    Paths,
-    beam_tree,
-    bounded,
-    chained_paths,
-    every_path,
-    independent_paths,
-    likeliest_tree,
-)
+from .accept_dflash import Block, Verdict, likeliest
+from .cache_dflash import Ring, SlotCache, additive, visible
+from .noise_dflash import Noise
+from .target_dflash import first_positions, input_device, running_device
 
 
 TOKENS_AT_ONCE = 2048  # prompt tokens projected to the drafter's context at a time: bounds memory
-STEPS_AT_ONCE = 32  # committed tokens whose features are read together
+STEPS_AT_ONCE = 32  # committed tokens whose features are collected while nothing is drafted
 SINK = 4  # tokens at the start of each row that a drafter sees besides those in its window
 
 
-class Context(NamedTuple):
-    """Features of the target that the drafter has not read yet."""
-
-    features: torch.Tensor  # [R, n, L * H]
-    start: torch.LongTensor  # [R]  index of the first of these tokens in its row
-    steps: int = 0  # number of these tokens if unfinished rows have committed all; 0: some may be rejected
-
-
-class DFlashCandidateGenerator(CandidateGenerator):
+class Drafter:
     """
-    Drafts blocks from the target's features. Also runs inside upstream's own `_assisted_decoding` (one row), through
-    `get_candidates`.
+    A drafter in one call: what it has read of the text, and what it proposes for the next tokens.
+
+    Features are read when the next block is drafted, together with the block. Until then they are collected: reading
+    one token costs as much as reading many.
 
     Args:
         draft (`DFlashDraftModel`): The drafter.
         target (`PreTrainedModel`): The target, for its embedding and head.
-        max_length (`int`): Longest row, prompt included; for upstream's loop.
-        generators (`list[torch.Generator]`, *optional*): One per row, to draw drafts with.
-        temperature (`float`): Temperature at which `propose` draws the tokens of a block; 0 is greedy.
+        noise ([`Noise`], *optional*): Of the target's next samples, which drafts allow for.
 
     Attributes:
-        foresight ([`Foresight`], *optional*): The noise of the target's next samples, which drafts then allow for.
+        lengths (`list[int]`): Tokens of each row before its anchor.
+        unread (`list[tuple]`): Features `[R, n, L * H]` that the drafter has not read, and their tokens `[R, n]`.
     """
 
-    requires_model_outputs = True
-    model_kwargs_overrides = {"output_hidden_states": True}
+    CACHE = SlotCache
 
-    def __init__(self, draft, target, max_length=None, generators: list | None = None, temperature: float = 0.0):
-        self.draft_model, self.target = draft, target
-        self.config = draft.config
-        self.head = target.get_output_embeddings()
-        self.slot_head = self.config.head(draft, partial(draft.embed, target))
-        self.device = input_device(target)
-        # A model walks through its parameters to find these, which takes longer than a small layer.
-        self.draft_device, self.draft_dtype, self.target_dtype = running_device(draft.fc), draft.dtype, target.dtype
-        self.max_length, self.generators, self.temperature = max_length, generators, temperature
-        self.foresight: Foresight | None = None
-        self.window, self.ring = draft.decoding_config.window, None
-        if self.window is not None:  # a block and what is read before it overwrite nothing in the window
-            self.ring = self.window + 2 * self.config.block_tokens + STEPS_AT_ONCE
-        self.noise = torch.full((1, self.config.block_size - 1), self.config.mask_token_id, device=self.device)
-        self.cache: SlotCache | None = None
+    def __init__(self, draft, target, noise: Noise | None = None):
+        self.draft, self.target, self.noise = draft, target, noise
+        self.dtype = draft.dtype  # walks through the parameters, which takes longer than a small layer
+        self.head = draft.config.head(draft, partial(draft.embed, target))
         self.contexts: list[torch.Tensor] = []  # of the prompt, [R, n, H] each, not in the cache yet
+        self.unread: list[tuple[torch.Tensor, torch.LongTensor]] = []
+        self.lengths: list[int] = []
 
-    @property
-    def absorbed(self) -> int:
-        """Columns of the prompt absorbed so far."""
-        return sum(context.shape[1] for context in self.contexts)
-
-    def open(
-        self, padding: list[int], columns: int, room: int, offset: torch.Tensor, pool: dict | None = None
-    ) -> None:
-        """
-        Make room for a prompt, and write its absorbed columns into the drafter's cache.
-
-        Args:
-            padding (`list[int]`): Padding columns at the start of each row.
-            columns (`int`): Columns of the prompt and of a prefilled cache, whose features were never seen.
-            room (`int`): Initial slots per row.
-            offset (`torch.LongTensor`): `[R, 1]` or `[axes, R, 1]`, position of a row's first token.
-            pool (`dict`, *optional*): As for [`SlotCache`].
-        """
-        self.padding = torch.tensor(padding, device=self.device)[:, None]  # [R, 1]
-        past = columns - self.absorbed
-        self.first = (past - self.padding).clamp(min=0)  # [R, 1], the token that sits in slot 0
-        self.offset = offset if offset.dim() == 2 else offset[0]  # only distances matter here
-        self.cache = SlotCache(len(padding), room, pool, None if self.ring is None else SINK + self.ring)
-        self._write_context(past, columns)
+    # 1. The context.
 
     def absorb(self, *features: torch.Tensor) -> None:
         """
@@ -108,281 +55,216 @@ class DFlashCandidateGenerator(CandidateGenerator):
         step = max(TOKENS_AT_ONCE // features[0].shape[0], 1)
         for pieces in zip(*(layer.split(step, dim=1) for layer in features), strict=True):
             joined = torch.cat([self._to_draft(piece) for piece in pieces], dim=-1)  # [R, n, L * H]
-            self.contexts.append(self.draft_model.project_context(joined))
+            self.contexts.append(self.draft.project_context(joined))
 
-    def _write_context(self, first: int, end: int) -> None:
-        """Write the keys and values of the absorbed columns, from `first` to `end`, into the drafter's cache."""
-        while self.contexts:
-            context = self.contexts.pop(0)
-            columns = torch.arange(first, first + context.shape[1], device=self.device)
-            tokens = columns - self.padding  # [R, n], the index of each token in its row; padding is negative
-            unseen = tokens < 0
-            if self.ring is not None:  # of the tokens that share a slot, only the last is written
-                unseen = unseen | (columns < end - self.ring) & (tokens - self.first >= SINK)
-            slots = torch.where(unseen, self.cache.trash, self._slots(tokens))
-            first += context.shape[1]
-            self.cache.place(slots)
-            positions = (tokens + self.offset).clamp(min=0)
-            self.draft_model.extend_context(context, self._to_draft(positions), self.cache)
+    @property
+    def absorbed(self) -> int:
+        """Columns of the prompt absorbed so far."""
+        return sum(context.shape[1] for context in self.contexts)
 
-    def plan(self, block: int, nodes: int = 0, top_k: int = TOP_K) -> Plan:
+    def open(self, padding: list[int], columns: int, offset: torch.LongTensor) -> None:
         """
-        A plan for one round: verify the first `block` tokens of a block, anchor included, or a tree of `nodes` tokens
-        besides the anchor, over the `top_k` likeliest tokens of the block's slots.
-        """
-        if not nodes or block == 1:
-            return Plan(block)
-        top_k = min(top_k, self.slot_head.top_k or self.config.draft_vocab_size or top_k)
-        return Plan(block, every_path(nodes, block - 1, top_k, self.device))
-
-    def propose(self, plan: Plan, anchors, start, features, features_start) -> Draft:
-        """
-        Draft for each row, according to a plan: a tree, or a block, whose tokens are the likeliest or drawn. A block
-        is drafted at the trained size. The cache must have room for it; see `SlotCache.reserve`.
+        Write the absorbed columns of a prompt into the drafter's cache.
 
         Args:
-            plan (`Plan`): What to draft.
-            anchors (`torch.LongTensor`): `[R]`, the last committed token of each row.
-            start (`torch.LongTensor`): `[R]`, the index of that token in its row.
-            features (`torch.Tensor`): `[R, n, L * H]`, features of the block verified last, rejected tokens included:
-                the new block overwrites their slots. See [`no_features`].
-            features_start (`torch.LongTensor`): `[R]`, the index of the first of them.
+            padding (`list[int]`): Padding columns at the start of each row.
+            columns (`int`): Columns of the prompt and of a prefilled cache, whose features were never seen.
+            offset (`torch.LongTensor`): `[R, 1]` or `[axes, R, 1]`, position of a row's first token.
         """
-        hidden = self._hidden_states(anchors, start, features, features_start)
-        if plan.paths is None:
-            judged = plan.cut is not None
-            return Draft(*self.walk(anchors, hidden, self.temperature, judged)).prefix(plan.block)
-        tree = self.tree(anchors, hidden, plan.paths)
-        return Draft(tree.tokens, tree=tree)
+        window, ring, past = self.draft.decoding_config.window, None, columns - self.absorbed
+        if window is not None:  # a block and what is read before it overwrite nothing in the window
+            ring = Ring(window + 2 * (self.draft.config.block_tokens + STEPS_AT_ONCE), SINK)
+        pads = torch.tensor(padding, device=input_device(self.target))[:, None]  # [R, 1]
+        # Slots are counted from the first token seen, positions from a row's first token; only distances matter.
+        seen = (past - pads).clamp(min=0)  # [R, 1], the first of them
+        self.offset = (offset if offset.dim() == 2 else offset[0]) + seen
+        self.lengths = (columns - pads - seen)[:, 0].tolist()
+        self.cache = self.CACHE(len(padding), columns + self.draft.config.block_tokens, ring)
+        first = past
+        while self.contexts:
+            context = self.contexts.pop(0)
+            tokens = torch.arange(first, first + context.shape[1], device=pads.device) - pads - seen
+            first += context.shape[1]
+            if ring is not None:  # of the tokens that share a slot, only the last is written
+                last = torch.tensor(self.lengths, device=pads.device)[:, None]
+                tokens = tokens.masked_fill((tokens >= SINK) & (tokens < last - ring.size), -1)
+            self._write(context, tokens)
 
-    def tree(self, anchors: torch.LongTensor, hidden: torch.Tensor, paths: Paths) -> DraftTree:
-        """As [`walk`], but the likeliest `paths` through the likely tokens of each slot; see [`plan`]."""
-        head, hidden = self.slot_head, hidden[:, : len(paths.levels)]
-        # 1. Independent slots.
-        if head.order == 0:
-            logits = self._logits(hidden)  # [R, D, V]
-            best, ids = logits.topk(paths.top_k, dim=-1)
-            log_probs = best.float() - logits.float().logsumexp(dim=-1, keepdim=True)  # [R, D, k]
-            ids, log_probs = self.draft_model.target_ids(ids).to(self.device), log_probs.to(self.device)
-            return likeliest_tree(anchors, *independent_paths(ids, log_probs, paths), paths)
+    def read(self, features: torch.Tensor, verdict: Verdict) -> None:
+        """Collect the features `[R, n, L * H]` of the tokens that a verdict accepts; its first is the last anchor."""
+        steps = torch.arange(features.shape[1], device=self.offset.device)
+        counts, start = (torch.tensor(one, device=steps.device)[:, None] for one in (verdict.counts, self.lengths))
+        self.unread.append((features, torch.where(steps < counts, start + steps, -1)))
+        self.lengths = [length + count for length, count in zip(self.lengths, verdict.counts, strict=True)]
+        if sum(tokens.shape[1] for _, tokens in self.unread) > STEPS_AT_ONCE:
+            features, tokens = self._collected()
+            self.cache.reserve(max(self.lengths))
+            self._write(self.draft.project_context(self._to_draft(features)), tokens)
 
-        # 2. Scores that depend on the previous token: all pairs of candidates in one call.
-        ids, logits = self._candidates(hidden)  # [R, D, c]
-        before = self._known(anchors)
-        if head.order == 1 and head.top_k is not None:
-            query, _ = head.step(None, before, hidden[:, 0])
-            first = head.scores(query, ids[:, 0], logits[:, 0])  # [R, c]
-            query, _ = head.step(None, ids[:, :-1], hidden[:, 1:, None])  # [R, D - 1, c, q]
-            later = head.scores(query, ids[:, 1:, None], logits[:, 1:, None])  # [R, D - 1, c, c]
-            first, later = (scores.log_softmax(dim=-1).to(self.device) for scores in (first, later))
-            return likeliest_tree(anchors, *chained_paths(ids.to(self.device), first, later, paths), paths)
+    def _collected(self) -> tuple[torch.Tensor | None, torch.LongTensor]:
+        """The features that were not read yet, and their tokens."""
+        parts, self.unread = self.unread, []
+        if len(parts) == 1:
+            return parts[0]
+        if not parts:
+            return None, self.offset.new_zeros(len(self.lengths), 0)
+        features, tokens = zip(*parts, strict=True)
+        return torch.cat(features, dim=1), torch.cat(tokens, dim=1)
 
-        # 3. Scores that depend on more than a table can hold: a beam whose paths each carry a state.
-        def after(slot: int, state, before: torch.LongTensor):  # [R * w]
-            wide = [one[:, slot].repeat_interleave(len(before) // len(anchors), 0) for one in (hidden, ids, logits)]
-            query, state = head.step(state, self._known(before), wide[0])
-            best, order = bounded(head.scores(query, *wide[1:]).log_softmax(dim=-1)).topk(paths.top_k, dim=-1)
-            return wide[1].gather(-1, order), best, state
+    def _write(self, context: torch.Tensor, tokens: torch.LongTensor) -> None:
+        """Write the keys and values of a context `[R, n, H]` into the drafter's cache."""
+        self.cache.place(tokens)
+        self.draft.extend_context(context, self._to_draft((tokens + self.offset).clamp(min=0)), self.cache)
 
-        return beam_tree(anchors.to(self.draft_device), head.start(before), after, paths).to(self.device)
+    # 2. The drafts.
 
-    def _known(self, anchors: torch.LongTensor) -> torch.LongTensor:
-        """The anchors for a head: a target with padding rows may sample ids past the drafter's vocabulary."""
-        anchors, size = anchors.to(self.draft_device), self.config.vocab_size
-        return anchors if size is None else anchors.clamp(max=size - 1)
+    def block(self, anchors: torch.LongTensor, lengths: list[int], size: int | None = None) -> Block:
+        """
+        The tokens that the drafter chooses from left to right.
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Draft logits `[R, n, V]`, with the noise of the target's next samples if it is known."""
-        logits = self.draft_model.draft_logits(hidden, self.head)
-        return logits if self.foresight is None else self.foresight(logits)
+        Args:
+            anchors (`torch.LongTensor`): `[R]`, the last committed token of each row.
+            lengths (`list[int]`): The number of each row's next sample, for the noise.
+            size (`int`, *optional*): Tokens of the block to return, anchor included.
+        """
+        hidden = self.hidden_states(anchors)
+        if size is not None:
+            hidden = hidden[:, : size - 1]
+        return Block(self.walk(anchors, hidden, lengths))
 
-    def _candidates(self, hidden: torch.Tensor) -> tuple[torch.LongTensor, torch.Tensor]:
-        """The candidates of each slot, as the target's ids, and their draft logits."""
-        ids, logits = self.slot_head.candidates(self._logits(hidden))  # [R, n, k]
-        ids, logits = (one.to(self.draft_device) for one in (self.draft_model.target_ids(ids), logits))
-        return ids.expand_as(logits), logits
+    def hidden_states(self, anchors: torch.LongTensor) -> torch.Tensor:
+        """`[R, n, H]` after the final norm, of the slots that draft, in a block of the trained size."""
+        config, device = self.draft.config, self.offset.device
+        features, before = self._collected()
+        start = torch.tensor(self.lengths, device=device)[:, None]
+        block = start + torch.arange(config.block_size, device=device)  # [R, B]
+        self.cache.reserve(max(self.lengths) + config.block_size)
+        self.cache.place(*([block] if features is None else [before, block]))
+        masked = block.new_full((len(start), config.block_size - 1), config.mask_token_id)
+        positions = torch.cat([before, block], dim=1) + self.offset
+        hidden = self._forward(
+            noise_embeds=self._to_draft(self.draft.embed(self.target, torch.cat([anchors[:, None], masked], dim=1))),
+            context_hidden_states=None if features is None else self._to_draft(features),
+            attention_mask=self._masks(block),
+            position_ids=self._to_draft(positions.clamp(min=0)),
+            past_key_values=self.cache,
+        )
+        # Slot 0 is the anchor's: it predicts the next token or nothing.
+        first = 0 if config.sample_from_anchor else 1
+        return hidden[:, first : first + config.block_tokens - 1]
 
-    def walk(self, anchors: torch.LongTensor, hidden: torch.Tensor, temperature: float, judged: bool = False):
+    def _forward(self, **inputs) -> torch.Tensor:
+        return self.draft(**inputs).last_hidden_state
+
+    def walk(self, anchors: torch.LongTensor, hidden: torch.Tensor, lengths: list[int]) -> torch.LongTensor:
         """
         Choose the tokens of a block from left to right.
 
         Args:
             anchors (`torch.LongTensor`): `[R]`.
-            hidden (`torch.Tensor`): `[R, n, H]`, final hidden states of the slots that draft.
-            temperature (`float`): 0 takes the likeliest token of each slot.
-            judged (`bool`): Whether the drafter's probabilities are needed although nothing is drawn.
+            hidden (`torch.Tensor`): `[R, n, H]`, of the slots that draft.
+            lengths (`list[int]`): As for `block`.
 
         Returns:
-            `torch.LongTensor` `[R, n + 1]`, and the [`Proposal`] they were drawn from; at temperature 0 `None`, or the
-            probabilities at temperature 1.
+            `torch.LongTensor` `[R, n + 1]`, the anchors first.
         """
-        head = self.slot_head
-        # 1. Independent slots are drafted together.
-        if head.order == 0 and temperature == 0 and not judged:
-            tokens = likeliest(self._logits(hidden))  # [R, n]
-            tokens = self.draft_model.target_ids(tokens)
-            return torch.cat([anchors[:, None], tokens.to(self.device)], dim=1), None
-
+        head = self.head
+        # 1. Independent slots are chosen together.
+        if head.order == 0:
+            tokens = self.draft.target_ids(likeliest(self.logits(hidden, lengths)))
+            return torch.cat([anchors[:, None], tokens.to(anchors.device)], dim=1)
         # 2. One token per slot, given the previous tokens.
-        ids, logits = self._candidates(hidden)  # [R, n, k]
-        before = self._known(anchors)
-        state, chosen, probabilities = head.start(before), [], []
+        ids, logits = self.candidates(hidden, lengths)  # [R, n, k]
+        before = self.known(anchors)
+        state, chosen = head.start(before), [anchors]
         for slot in range(ids.shape[1]):
             query, state = head.step(state, before, hidden[:, slot])
-            score = head.scores(query, ids[:, slot], logits[:, slot])  # [R, k]
-            if temperature or judged:  # if the drafter's scores of a slot are NaN: uniform
-                chances = (score / (temperature or 1.0)).softmax(dim=-1).nan_to_num(1 / score.shape[-1])  # [R, k]
-                probabilities.append(chances)
-            choice = draw(chances[:, None], self.generators) if temperature else score.argmax(-1, keepdim=True)
-            before = ids[:, slot].gather(-1, choice)[:, 0]  # [R]
-            chosen.append(before)
-        tokens = torch.stack(chosen, dim=1).to(self.device)  # [R, n]
-        block = torch.cat([anchors[:, None], tokens], dim=1)
-        if not probabilities:
-            return block, None
-        return block, Proposal(ids.to(self.device), torch.stack(probabilities, dim=1).to(self.device))
+            best = head.scores(query, ids[:, slot], logits[:, slot]).argmax(dim=-1, keepdim=True)
+            before = ids[:, slot].gather(-1, best)[:, 0]  # [R]
+            chosen.append(before.to(anchors.device))
+        return torch.stack(chosen, dim=1)
 
-    def follow(self, context: Context | None, fresh: Context, committed: int | None) -> Context:
+    def logits(self, hidden: torch.Tensor, lengths: list[int]) -> torch.Tensor:
         """
-        The context after a round. Reading one token costs as much as reading many, so what rounds without a draft
-        leave is collected for a while.
-
-        Args:
-            context (`Context`, *optional*): What the drafter had not read before; `None` if it ran in this round.
-            fresh (`Context`): What the round leaves.
-            committed (`int`, *optional*): Maximum number of tokens that it committed in a row; `None` keeps the shape.
+        Draft logits `[R, n, V]`; with the noise of the target's next samples, if it is known: then the likeliest token
+        of a slot is the one that would be drawn.
         """
-        features = fresh.features[:, :committed]
-        width = features.shape[1]
-        steps = width if committed is not None and (width == 1 or len(features) == 1) else 0
-        if context is not None:
-            if context.steps and context.steps + width <= STEPS_AT_ONCE:
-                joined = torch.cat([context.features, features], dim=1)
-                return Context(joined, context.start, steps and context.steps + steps)
-            self.read(context)
-        return Context(features, fresh.start, steps)
+        logits = self.draft.draft_logits(hidden, self.target.get_output_embeddings())
+        if self.noise is None:
+            return logits
+        ids = self.draft.target_ids(torch.arange(logits.shape[-1], device=logits.device))
+        noise = self.noise.gumbel(lengths, logits.shape[1], ids.clamp(max=self.noise.width - 1))
+        return logits.float() / self.noise.temperature + noise.to(logits.device)
 
-    def shaped(self, context: Context, start: torch.LongTensor) -> Context:
-        """
-        A context in the shape of a block at `start`: padded, since the new block overwrites what follows the accepted
-        tokens, or read and empty, if it is longer.
-        """
-        missing = self.config.block_tokens - context.features.shape[1]
-        if missing < 0:
-            self.read(context)
-            return self.no_features(start, self.config.block_tokens)
-        features = torch.nn.functional.pad(context.features, (0, 0, 0, missing)) if missing else context.features
-        return Context(features, context.start)
+    def candidates(self, hidden: torch.Tensor, lengths: list[int]) -> tuple[torch.LongTensor, torch.Tensor]:
+        """The candidates of each slot, as the target's ids, and their draft logits, `[R, n, k]` both."""
+        ids, logits = self.head.candidates(self.logits(hidden, lengths))
+        ids, logits = (one.to(hidden.device) for one in (self.draft.target_ids(ids), logits))
+        return ids.expand_as(logits), logits
 
-    def read(self, context: Context) -> None:
-        """Write the keys and values of a context into the drafter's cache, without a block."""
-        tokens = context.start[:, None] + torch.arange(context.features.shape[1], device=self.device)  # [R, n]
-        self.cache.place(self._slots(tokens))
-        states = self.draft_model.project_context(self._to_draft(context.features))
-        self.draft_model.extend_context(states, self._to_draft(tokens + self.offset), self.cache)
+    def known(self, anchors: torch.LongTensor) -> torch.LongTensor:
+        """The anchors for a head: a target with padding rows may sample ids past the drafter's vocabulary."""
+        anchors, size = anchors.to(running_device(self.draft.fc)), self.draft.config.vocab_size
+        return anchors if size is None else anchors.clamp(max=size - 1)
 
-    def no_features(self, start: torch.LongTensor, size: int) -> Context:
-        """
-        The context of a first round, where no block was verified before: `size` columns of zeros at the slots of the
-        new block, which overwrites them. So all rounds have the same shapes.
-        """
-        width = self.draft_model.fc.in_features
-        zeros = torch.zeros(len(start), size, width, dtype=self.target_dtype, device=self.device)
-        return Context(zeros, start.clone())
+    def _masks(self, block: torch.LongTensor) -> dict[str, torch.Tensor]:
+        cache, last = self.cache, block[:, -1:]
+        held = torch.arange(cache.view, device=block.device)
+        if cache.ring is not None:  # tokens before the window are as good as none
+            held = cache.ring.held(cache.view_of(cache.ring), last)
+            seen = (held < SINK) | (held >= block[:, :1] - self.draft.decoding_config.window)
+            held = held.masked_fill(~seen, -1)
 
-    def _hidden_states(self, anchors, start, features, features_start):
-        rows, size = anchors.shape[0], self.config.block_size
-        before = features_start[:, None] + torch.arange(features.shape[1], device=self.device)  # [R, n]
-        block = start[:, None] + torch.arange(size, device=self.device)  # [R, B], token indices
-        self.cache.place(self._slots(before), self._slots(block))
+        def mask(window, causal: bool) -> torch.Tensor:
+            seen = visible(block, held, window, None, last_seen=block if causal else last.expand_as(block))
+            return additive(seen, self.dtype)[:, None].to(running_device(self.draft.fc))
 
-        noise = torch.cat([anchors[:, None], self.noise.expand(rows, -1)], dim=1)  # [R, B]
-        hidden = self.draft_model(
-            noise_embeds=self._to_draft(self.draft_model.embed(self.target, noise)),
-            context_hidden_states=self._to_draft(features),
-            attention_mask=self._masks(block - self.first),
-            position_ids=self._to_draft(torch.cat([before, block], dim=1) + self.offset),
-            past_key_values=self.cache,
-        ).last_hidden_state
-        # Slot 0 is the anchor's: it predicts the next token or nothing.
-        first = 0 if self.config.sample_from_anchor else 1
-        return hidden[:, first : first + self.config.block_tokens - 1]
-
-    def _slots(self, tokens: torch.LongTensor) -> torch.LongTensor:
-        """The slots of tokens. With a window, all but the first few share a ring."""
-        slots = tokens - self.first
-        if self.ring is not None:
-            slots = torch.where(slots < SINK, slots, SINK + (slots - SINK) % self.ring)
-        # A row that has ended stands still while features of the others are collected, and runs out of slots.
-        return slots.clamp(max=self.cache.trash)
-
-    def _held(self, block: torch.LongTensor) -> torch.LongTensor | None:
-        """`[R, view]`, the token in each slot of a ring; tokens before the window count as later than the block."""
-        if self.ring is None:
-            return None
-        slot, last = torch.arange(self.cache.view, device=block.device), block[:, -1:]
-        token = last - (last - slot) % self.ring  # the last one that was written there
-        seen = (token >= (block[:, :1] - self.window).clamp(min=SINK)) & (slot < SINK + self.ring)
-        return torch.where(slot < SINK, slot, torch.where(seen, token, last + 1))
-
-    def _masks(self, slots: torch.Tensor) -> dict[str, torch.Tensor]:
-        held = self._held(slots)
-
-        def mask(window, causal: bool) -> torch.Tensor:  # torch 2.8 cannot trace `int | None` on Python 3.10
-            last_seen = slots if causal else slots[:, -1:].expand_as(slots)
-            view, dtype = self.cache.view, self.draft_dtype
-            return slot_mask(slots, last_seen, view, window, None, dtype, None, held).to(self.draft_device)
-
-        return self.config.by_layer_type(mask)
+        return self.draft.config.by_layer_type(mask)
 
     def _to_draft(self, tensor: torch.Tensor) -> torch.Tensor:
-        dtype = self.draft_dtype if tensor.is_floating_point() else tensor.dtype
-        return tensor.to(device=self.draft_device, dtype=dtype)
+        dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
+        return tensor.to(device=running_device(self.draft.fc), dtype=dtype)
+
+
+class DFlashCandidateGenerator(CandidateGenerator):
+    """
+    A drafter inside upstream's own loop, `_assisted_decoding`: whole blocks for one row.
+
+    Args:
+        draft (`DFlashDraftModel`): The drafter.
+        target (`PreTrainedModel`): The target, for its embedding and head.
+        max_length (`int`): Longest text, prompt included.
+    """
+
+    requires_model_outputs = True
+    model_kwargs_overrides = {"output_hidden_states": True}
+
+    def __init__(self, draft, target, max_length: int):
+        self.drafter, self.max_length, self.before = Drafter(draft, target), max_length, 0
 
     def get_candidates(self, input_ids, model_kwargs, model_outputs, is_first_iteration, n_last_matches, **kwargs):
-        """Upstream's interface: one row; the first call comes before any forward of the target and drafts nothing."""
-        length = input_ids.shape[1]
+        """The next block; the first call comes before any forward of the target and drafts nothing."""
+        drafter, length = self.drafter, input_ids.shape[1]
         room = self.max_length - length - 1
         if is_first_iteration or room <= 0:
             return input_ids, None
-        layers = [model_outputs.hidden_states[i + 1] for i in self.config.target_layer_ids]
-        features = torch.cat([layer.to(self.device) for layer in layers], dim=-1)
-        size, first = self.config.block_tokens, self.cache is None
-        if first:
+        layer_ids, anchors = drafter.draft.config.target_layer_ids, input_ids[:, -1].to(input_device(drafter.target))
+        layers = [model_outputs.hidden_states[i + 1].to(anchors.device) for i in layer_ids]
+        if not drafter.lengths:  # after the prompt
             padding, positions = padding_of(model_kwargs.get("attention_mask"), 1), model_kwargs.get("position_ids")
             columns = length if positions is None else positions.shape[-1]
-            offset = first_positions(positions, columns, padding, self.device)
-            self.absorb(features)
-            self.open(padding, length - 1, length + size, offset)
-        start = torch.tensor([length - 1 - int(self.padding)], device=self.device)
-        context = self.no_features(start, size) if first else Context(features, self.start)
-        self.start = start
-        self.cache.reserve(length + size)
-        draft = self.propose(Plan(size), input_ids[:, -1].to(self.device), start, context.features, context.start)
-        return torch.cat([input_ids, draft.tokens[:, 1 : 1 + room].to(input_ids.device)], dim=1), None
+            drafter.absorb(*layers)
+            drafter.open(padding, length - 1, first_positions(positions, columns, padding, anchors.device))
+        else:
+            drafter.read(torch.cat(layers, dim=-1), Verdict([length - self.before]))
+        self.before = length
+        tokens = drafter.block(anchors, drafter.lengths).tokens[:, 1 : 1 + room]
+        return torch.cat([input_ids, tokens.to(input_ids.device)], dim=1), None
 
     def update_candidate_strategy(self, input_ids, scores, num_matches):
-        """Nothing to do: upstream's loop always drafts whole blocks; ours asks a planner for sizes."""
+        """Nothing to do: this loop always drafts whole blocks."""
 
 
 def padding_of(mask: torch.Tensor | None, rows: int) -> list[int]:
     """The padding columns at the start of each row of a prompt."""
     return [0] * rows if mask is None else (mask.shape[1] - mask.long().sum(dim=1)).tolist()
-
-
-def first_positions(positions, columns: int, padding: list[int], device, counts_columns: bool = False) -> torch.Tensor:
-    """
-    The position of the first token of each row, `[R, 1]`, or `[axes, R, 1]` where positions have several axes.
-
-    Args:
-        positions (`torch.LongTensor`, *optional*): `[..., R, n]`, the positions of the prompt's last forward. Counted
-            back from the last one as if the prompt were text only; images break that rule.
-        columns (`int`): Columns of the prompt, padding included.
-        padding (`list[int]`): Padding columns at the start of each row.
-        counts_columns (`bool`): Whether the target, if given no positions, counts columns, padding included.
-    """
-    pads = torch.tensor(padding, device=device)
-    if positions is None:
-        return (pads if counts_columns else torch.zeros_like(pads))[:, None]
-    last = positions[..., -1].to(device)  # [..., R], or [..., 1] for all rows
-    return (last - (columns - 1 - pads))[..., None]

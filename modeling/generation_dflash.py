@@ -1,30 +1,53 @@
 """
-Decoding with a DFlash drafter: draft a block or a tree, verify it with one forward of the target, accept, commit.
+Decoding with a DFlash drafter: draft tokens, verify them with one forward of the target, accept, keep.
 
 `decode` is the whole loop. It is what `target.generate(**inputs, assistant_model=draft)` runs.
 """
 
+import contextlib
 import functools
+import inspect
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import GenerationMixin
 from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.utils import logging
 
-from .accept_dflash import Draft, Judge, Verdict
-from .call_dflash import Call, warn_of_ignored_settings
-from .compile_dflash import CompiledRound
-from .drafting_dflash import Context
-from .packing_dflash import warn_if_emulated
-from .plan_dflash import Plan
-from .planner_dflash import planner_of
-from .prefill_dflash import Pair, opened_pair
-from .target_dflash import CACHE_NAME
-from .text_dflash import Continuation, Writer
+from .accept_dflash import Block, Rules, Verdict
+from .cache_dflash import cached_columns
+from .decoding_config_dflash import DFlashDecodingConfig
+from .drafting_dflash import Drafter, padding_of
+from .session_dflash import SlotSession
+from .target_dflash import CACHE_NAME, FeatureTap, cache_argument, first_positions, support_of, why_hidden
+from .text_dflash import Text
 
 
 logger = logging.get_logger(__name__)
+
+# Arguments that a round sets itself, and arguments that only the prompt has.
+_OWN_ARGUMENTS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "use_cache"}
+_OWN_ARGUMENTS |= {"output_attentions", "output_hidden_states", CACHE_NAME, "past_key_values", "cache_params"}
+_PROMPT_ARGUMENTS = {
+    "mm_token_type_ids",
+    "logits_to_keep",
+    "cache_position",
+    *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL,
+}
+# Settings of other kinds of assistants, and their values if the user does not set them.
+_OTHER_ASSISTANTS = {
+    "assistant_lookbehind": 10,
+    "assistant_ensemble_weight": None,
+    "assistant_early_exit": None,
+    "assistant_confidence_threshold": 0.4,
+    "num_assistant_tokens_schedule": "constant",
+    "prompt_lookup_num_tokens": None,
+    "use_mtp": None,
+}
 
 
 @dataclass
@@ -43,66 +66,93 @@ class DFlashGenerateOutput(GenerateDecoderOnlyOutput):
     estimated_speedup: float | None = None
 
 
-def draft_and_verify(pair: Pair, start: torch.LongTensor, context: Context, plan: Plan) -> tuple:
+@dataclass(frozen=True)
+class Call:
     """
-    The two forwards of [`one_round`]: the drafter's, then the target's.
-
-    Returns:
-        [`Draft`], and the target's logits `[R, n, V]`, features `[R, n, L * H]` and, if requested, hidden states
-        `[R, n, H]` of each layer after each of its tokens.
-    """
-    drafter, session, tap, continuation = pair.drafter, pair.session, pair.tap, pair.continuation
-    if plan.drafts:
-        draft = drafter.propose(plan, continuation.last, start, context.features, context.start)
-        draft = continuation.padded(draft if plan.cut is None else plan.cut(draft))
-    else:
-        anchors = continuation.last[:, None]
-        draft = Draft(anchors if plan.copied is None else torch.cat([anchors, plan.copied], dim=1))
-    output = session.verify(draft, start)
-    hidden_states = output.hidden_states if "hidden_states" in continuation.writer.listed else None
-    return draft, output.logits, tap.take(), hidden_states
-
-
-def one_round(
-    pair: Pair, start: torch.LongTensor, context: Context, plan: Plan, forwards=draft_and_verify
-) -> tuple[Verdict, Context]:
-    """
-    Draft, verify, accept and commit one block, or tree, for each row.
+    One call of `generate` with a drafter, as its caller made it.
 
     Args:
-        pair (`Pair`): The parts of this call.
-        start (`torch.LongTensor`): `[R]`, index of each row's anchor, its last committed token.
-        context (`Context`): Features of the tokens before the anchors.
-        plan (`Plan`): How much is drafted and verified.
-        forwards (`callable`): [`draft_and_verify`], or its compiled form.
-
-    Returns:
-        [`Verdict`], and what this round adds to the context.
+        target (`PreTrainedModel`), draft (`DFlashDraftModel`): Both models, which other calls may be using too.
+        prompt (`torch.LongTensor`): `[R, S]`.
+        rules (`Rules`): How tokens are chosen.
+        config (`GenerationConfig`): The settings.
+        model_kwargs (`dict`): Arguments of the target's forward.
     """
-    # 2. Draft a block for each row, and 3. verify it with one forward of the target.
-    draft, logits, features, hidden_states = forwards(pair, start, context, plan)
-    # 4. Accept the tokens that the target agrees with, plus one token of its own.
-    verdict = pair.continuation.judge(draft, logits, hidden_states, pair.session.most(start))
-    # 5. Commit: the accepted tokens stay; everything after them will be overwritten.
-    pair.session.commit(start, verdict)
-    return verdict, Context(verdict.along(features), start)
+
+    target: Any
+    draft: Any
+    prompt: torch.LongTensor
+    rules: Rules
+    config: Any
+    model_kwargs: dict
+
+    @property
+    def cache(self):
+        """The cache that the prompt is read into."""
+        return self.model_kwargs.get(cache_argument(self.target))
+
+    @property
+    def columns(self) -> int:
+        """Columns of the prompt, those that a cache holds included."""
+        mask, embeds = map(self.model_kwargs.get, ("attention_mask", "inputs_embeds"))
+        new = max(self.prompt.shape[1], 0 if embeds is None else embeds.shape[1])
+        return max(cached_columns(self.cache) + new if mask is None else mask.shape[1], new)
 
 
-def _runner(call: Call, pair: Pair):
+class Strategy:
     """
-    [`one_round`] in its cheapest form: compiled as a whole if acceptance needs only tensors, else its two forwards.
+    How a call decodes. This is all of it without the package; the package overrides any of these methods, and none
+    can change the text.
+
+    Args:
+        call (`Call`): The call.
     """
-    by_tensors = pair.continuation.rules.by_tensors
-    piece = one_round if by_tensors else draft_and_verify
-    # Inference mode dispatches fastest, but tensors that it creates in a cache could not be modified later, and hooks
-    # could not use those that they get with autograd.
-    fast = pair.session.rollback_is_free and not call.facts.observed
-    run = torch.inference_mode()(piece) if fast else piece
-    if call.compile:
-        run = CompiledRound(
-            piece, run, call.target, call.draft, call.compile, (pair.drafter.cache, pair.session.cache)
-        )
-    return run if by_tensors else functools.partial(one_round, forwards=run)
+
+    SESSIONS: tuple[type[SlotSession], ...] = (SlotSession,)  # ways to roll the target back, the simplest first
+    draft_tree = None  # makes a tree to try, see `support_of`
+
+    def __init__(self, call: Call):
+        self.call = call
+        config = call.target.config.get_text_config(decoder=True)
+        self.places = (getattr(config, "max_position_embeddings", None) or math.inf) - call.columns  # of new tokens
+        self.size = min(call.draft.decoding_config.block_size or call.draft.config.block_tokens, _asked_for(call))
+
+    @functools.cached_property
+    def support(self):
+        """What the target supports."""
+        return support_of(self.call.target, self.SESSIONS, self.draft_tree)
+
+    def drafter(self) -> Drafter:
+        """The drafter of this call."""
+        return Drafter(self.call.draft, self.call.target, self.call.rules.noise)
+
+    def session(self, *prompt) -> SlotSession:
+        """How the target verifies; the arguments are those of [`SlotSession`], after the target."""
+        return self.support.session(self.call.target, *prompt)
+
+    def room(self, text: Text) -> int:
+        """Maximum number of tokens to verify: those left, and no position past the end of the target's table."""
+        places = self.places - text.longest + 1  # the anchor has one of them
+        return int(min(text.left, places)) if places > 0 else text.left
+
+    def draft(self, drafter: Drafter, text: Text):
+        """What to verify next: a block, as long as the text may still grow."""
+        size = min(self.size, self.room(text))
+        return drafter.block(text.last, text.next_draws, size) if size > 1 else Block(text.last[:, None])
+
+    def learn(self, text: Text, draft, verdict: Verdict) -> None:
+        """After each round."""
+
+    def summary(self) -> dict:
+        """Fields of the output."""
+        return {}
+
+
+def _asked_for(call: Call) -> int:
+    """Tokens of a block, by `num_assistant_tokens` of the generation config, if it is set."""
+    asked = call.config.num_assistant_tokens
+    unset = asked in (None, 20)  # its default
+    return call.draft.config.block_tokens if unset else max(int(asked), 0) + 1
 
 
 def decode(
@@ -122,57 +172,204 @@ def decode(
     """
     Generate with `target`, drafted by `draft`; the arguments are those of `GenerationMixin._assisted_decoding`.
 
-    The output is what `target` generates alone: the same tokens if greedy, the same sample for the same seed. If
-    drafts are drawn, or a batch is compiled or runs ahead of the host, samples have the same distribution only.
+    The output is what `target` generates alone: the same tokens if greedy, the same sample for the same seed.
 
     Returns:
         `torch.LongTensor` `[R, S]` or [`DFlashGenerateOutput`].
     """
-    rules = (logits_processor, stopping_criteria, generation_config)
-    call = Call(target, draft, input_ids, rules, model_kwargs, synced_gpus, streamer)
-    warn_of_ignored_settings(generation_config)
-    warn_if_emulated(target)
-    if call.plain_reason is not None:
-        logger.warning_once(f"Decoding without the drafter: {call.plain_reason}.")
-        output = GenerationMixin._sample(target, input_ids, *rules, synced_gpus, streamer, **model_kwargs)
+    if not isinstance(draft.decoding_config, DFlashDecodingConfig):
+        raise ValueError(f"decoding_config={draft.decoding_config!r} must be a DFlashDecodingConfig.")
+    draft.decoding_config.check(draft.config.block_tokens)
+    _warn_of_ignored(generation_config)
+    rules = Rules(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+    call = Call(target, draft, input_ids, rules, generation_config, model_kwargs)
+    strategy = draft.strategy(call)
+    if (reason := why_plain(call, strategy, synced_gpus)) is not None:
+        logger.warning_once(f"Decoding without the drafter: {reason}.")
+        plain = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
+        output = GenerationMixin._sample(target, *plain, **model_kwargs)
         if isinstance(output, torch.Tensor):
             return output
         return DFlashGenerateOutput(**output, acceptance_lengths=[[] for _ in input_ids])
 
-    judge = Judge(call.rows, rules, call.pace, call.generators, call.noise)
-    writer = Writer(input_ids, judge.pad, generation_config, streamer)
-    continuation = Continuation(input_ids, judge, writer, call.max_new, call.look_ahead)
-    # 1. Prefill as the target does; along the way, the prompt's features become the drafter's context.
-    with opened_pair(call, continuation) as (pair, start):
-        drafter, run = pair.drafter, _runner(call, pair)
-        planner = planner_of(call, pair)
-        context = drafter.no_features(start, draft.config.block_tokens)
-        begun = continuation.seconds
-        while not continuation.done:
-            plan = planner.next(continuation)
-            pair.reserve(plan.size)
-            of_one_shape = call.of_one_shape and plan.drafts
-            if of_one_shape:
-                context = drafter.shaped(context, start)
-            verdict, fresh = run(pair, start, context, plan)
-            continuation.commit(verdict)
-            planner.learn(continuation, verdict)
-            start = start + verdict.counts
-            committed = None if of_one_shape else max(1, *continuation.host.committed)  # as of the last sync
-            context = drafter.follow(None if plan.drafts else context, fresh, committed)
-        rounds = continuation.seconds - begun
+    # 1. Read the prompt: the target as usual, the drafter its features.
+    with prefilled(call, strategy) as (drafter, session, text):
+        while not text.done:
+            with torch.inference_mode(session.rollback_is_free or torch.is_inference_mode_enabled()):
+                draft_tokens = strategy.draft(drafter, text)  # 2. draft: a block, or whatever the strategy prefers
+                logits, features = session.verify(draft_tokens)  # 3. verify: one forward of the target
+            verdict = text.accept(draft_tokens, logits)  # 4. accept what it agrees with, plus one token of its own
+            session.keep(verdict)  # 5. keep that; the rest will be overwritten
+            drafter.read(verdict.along(features), verdict)
+            strategy.learn(text, draft_tokens, verdict)
 
     if streamer is not None:
         streamer.end()
-    chosen = planner.summary()
-    if speedup := chosen.get("estimated_speedup"):
-        chosen["estimated_speedup"] = pair.speedup(speedup, rounds)
+    chosen = strategy.summary()
     if not generation_config.return_dict_in_generate:
-        return continuation.sequences
+        return text.sequences
     return DFlashGenerateOutput(
-        sequences=continuation.sequences,
-        acceptance_lengths=continuation.host.acceptance_lengths,
-        **{CACHE_NAME: pair.cache},
-        **writer.listed,
+        sequences=text.sequences,
+        acceptance_lengths=text.rounds,
+        **{CACHE_NAME: session.source},
+        **text.listed,
         **chosen,
     )
+
+
+def _warn_of_ignored(generation_config) -> None:
+    """Warn once about settings that only other kinds of assistants support."""
+    ignored = {name: getattr(generation_config, name, None) for name in _OTHER_ASSISTANTS}
+    ignored = {k: v for k, v in ignored.items() if v is not None and v != _OTHER_ASSISTANTS[k]}
+    if ignored:
+        settings = ", ".join(f"{name}={value!r}" for name, value in ignored.items())
+        logger.warning_once(f"A DFlash drafter ignores {settings}; see `draft.decoding_config` for its own settings.")
+
+
+def why_plain(call: Call, strategy: Strategy, synced_gpus: bool = False) -> str | None:
+    """Why a call decodes without the drafter, which is lossless by definition; `None` if it drafts."""
+    return next(filter(None, _reasons(call, strategy, synced_gpus)), None)
+
+
+def _reasons(call: Call, strategy: Strategy, synced_gpus: bool) -> Iterator[str | None]:
+    target, name, kwargs = call.target, type(call.target).__name__, call.model_kwargs
+    positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    # 1. What is asked for.
+    if torch.is_grad_enabled():  # by a caller who goes around the decorator of `generate`
+        yield "gradients are recorded"
+    if not kwargs["use_cache"]:
+        yield "use_cache=False"
+    if synced_gpus:
+        yield "the ranks of a sharded target must run the same number of forwards"
+    if positions is not None and positions.shape[-1] == 0:
+        yield "the prompt is empty"
+    if mask is not None and (mask.dim() != 2 or bool((mask.long().diff(dim=1) < 0).any())):
+        yield "attention_mask leaves out tokens that are not padding on the left"
+    if call.config.return_dict_in_generate and call.config.output_attentions:
+        yield "attentions of each token are requested"
+    if call.config.return_dict_in_generate and call.config.output_hidden_states:
+        yield "hidden states of each token are requested"
+    if len(call.prompt) > 1:
+        yield call.rules.why_in_step()
+    # 2. The target as it is now.
+    if target.training:
+        yield f"{name} is in training mode; call its `eval()`"
+    parts = call.draft.modules()
+    if any(one.training and (getattr(one, "attention_dropout", 0) or getattr(one, "p", 0)) for one in parts):
+        yield "the dropout of the drafter is in training mode, and draws random numbers; call `eval()`"
+    yield why_hidden(target)
+    yield strategy.support.why_plain(name, call.draft.config.target_layer_ids, mask)
+    # 3. Its cache, and the length of the text.
+    past = cached_columns(call.cache)
+    if past and mask is not None and mask.shape[1] <= past:
+        yield f"the cache already holds all {mask.shape[1]} columns of attention_mask"
+    yield _cache_reason(call, strategy.support.session)
+    yield _rope_reason(call, past)
+
+
+def _cache_reason(call: Call, session) -> str | None:
+    """Why the tokens of a cache cannot be moved into slots, if so: it is static, offloaded, or quantised."""
+    cache = call.cache
+    if session.takes(cache) and not cache.offloading:
+        return None
+    kind = " of ".join(type(one).__name__ for one in (cache, *cache.layers[:1]))
+    return (
+        f"the cache is a {kind}{', offloaded to the CPU' * cache.offloading}, whose tokens cannot be moved into slots,"
+        " unlike those of a `DynamicCache` that is not offloaded"
+    )
+
+
+def _rope_reason(call: Call, past: int) -> str | None:
+    """Why rotary frequencies that depend on the length of the text rule out drafting, if they do."""
+    text = call.target.config.get_text_config(decoder=True)
+    rope = getattr(text, "rope_parameters", None) or {}
+    layers = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    kinds = {parameters.get("rope_type"): parameters for parameters in layers}
+    if not kinds.keys() & {"longrope", "dynamic"}:
+        return None
+    positions, most = call.model_kwargs.get("position_ids"), call.rules.max_new
+    length = call.columns if positions is None else int(positions.max()) + 1
+    if "dynamic" in kinds and length + most >= text.max_position_embeddings:
+        return (
+            f"the text may reach {text.max_position_embeddings} tokens, beyond which its rotary frequencies depend on "
+            "its length"
+        )
+    if "longrope" in kinds:
+        threshold = kinds["longrope"]["original_max_position_embeddings"]
+        if (past or length) <= threshold < length + most:
+            return f"the text may cross {threshold} tokens, where its rotary frequencies change"
+    return None
+
+
+@contextlib.contextmanager
+def prefilled(call: Call, strategy: Strategy):
+    """
+    Run the prompt through the target as usual; its features become the drafter's context. Then its tokens are moved
+    into slots. On exit, the caller's cache is written back.
+
+    Yields:
+        [`Drafter`], [`SlotSession`] and [`Text`], which has its first token.
+    """
+    target, draft, model_kwargs = call.target, call.draft, call.model_kwargs
+    keep_cache = call.config.return_dict_in_generate or getattr(call.cache, "_is_user_defined", False)
+    if "logits_to_keep" in model_kwargs and getattr(target.config.get_text_config(), "num_kv_shared_layers", False):
+        # An index, not a count: with a count, Gemma 4 drops all other tokens before the layers that share keys.
+        model_kwargs["logits_to_keep"] = torch.tensor([-1])
+    drafter, text = strategy.drafter(), Text(call.prompt, call.rules)
+    with FeatureTap(target, draft.config.target_layer_ids, consume=drafter.absorb) as tap:
+        # 1. The prompt, read by both.
+        past, padding = cached_columns(call.cache), padding_of(model_kwargs.get("attention_mask"), len(call.prompt))
+        with tap.running():
+            outputs = target._prefill(call.prompt, call.config, model_kwargs)
+        tap.consume = None
+        cache = outputs.get(cache_argument(target), call.cache)  # Phi-3 starts a new one if a long prompt needs it
+        columns = _filled_columns(target, cache, past, drafter.absorbed)
+        logits = outputs.logits[:, -1:].to(call.prompt.device, copy=True)
+        del outputs  # a copy of the logits, so that the rest is freed
+        # 2. The caches of both models in slots.
+        offset = first_positions(tap.positions, columns, padding, call.prompt.device)
+        drafter.open(padding, columns, offset)
+        last = columns + call.rules.max_new - 2  # the last token of the text is never read
+        extra, largest = extra_arguments(call), max(strategy.size, 1 + (draft.decoding_config.tree_nodes or 0))
+        session = strategy.session(cache, padding, offset, extra, tap, last, largest)
+        try:
+            text.begin(logits)
+            del logits
+            yield drafter, session, text
+        finally:
+            if keep_cache:  # even after an interruption
+                if text.half is not None:
+                    session.keep(text.half)
+                session.close()
+            if call.rules.noise is not None:
+                call.rules.noise.close(text.longest)
+            session.clear()
+            drafter.cache.clear()
+
+
+def extra_arguments(call: Call) -> dict:
+    """Arguments of `generate` that are passed to every forward of the target, such as adapter names."""
+    accepted = inspect.signature(call.target.forward).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+    return {
+        key: value[:, -1:] if key == "token_type_ids" and value is not None else value
+        for key, value in call.model_kwargs.items()
+        if key not in _OWN_ARGUMENTS | _PROMPT_ARGUMENTS and (takes_any or key in accepted)
+    }
+
+
+def _filled_columns(target, cache, past: int, absorbed: int) -> int:
+    """
+    Columns that a cache holds after a prompt of `absorbed` columns: these plus the `past` ones that it held before,
+    unless the target started a new cache.
+
+    Raises:
+        `ValueError`: it holds another number of columns.
+    """
+    columns = cached_columns(cache) or absorbed
+    if columns not in (absorbed, past + absorbed):
+        raise ValueError(
+            f"The cache of {type(target).__name__} holds {columns} tokens after {past} earlier ones and a prompt of "
+            f"{absorbed}, so a drafter cannot tell its tokens apart: call `generate` without `assistant_model`."
+        )
+    return columns

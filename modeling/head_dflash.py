@@ -8,9 +8,9 @@ left to right. With `U_k` the draft logits of a slot, `x_{k-1}` the previous tok
     query_k, state = step(state, x_{k-1}, h_k)     what the past says about the slot, without the vocabulary
     S_k            = scores(query_k, ids, U_k)     over all tokens, or over the candidates of the slot
 
-The token is the argmax of `S_k`, or is drawn from its softmax. In training the previous tokens are known, so that
-`step` runs over whole blocks first, and `scores` chunk by chunk after the target's frozen head, whose logits are never
-in memory all at once.
+The token is the argmax of `S_k`, to which the noise of the target's next sample may have been added. In training the
+previous tokens are known, so that `step` runs over whole blocks first, and `scores` chunk by chunk after the target's
+frozen head, whose logits are never in memory all at once.
 """
 
 import math
@@ -42,7 +42,6 @@ class Head:
         tensor_names (`dict[str, str]`): Other names of its tensors, regular expressions as in `layouts_dflash`.
         order (`int`): Number of previous tokens that a slot's scores depend on: 0; 1, without a state; or `MANY`. An
             instance may override it: a head may have several forms.
-        samples (`bool`): Whether drafts are drawn if the target samples, unless `draft_temperature` says otherwise.
         drafts_last_slot (`bool`): Whether the last slot of an anchor-first block is drafted, or only trained.
 
     Args:
@@ -60,7 +59,6 @@ class Head:
     sizes: tuple[str, ...] = ()
     tensor_names: dict[str, str] = {}
     order: float = 0
-    samples = False
     drafts_last_slot = True
 
     def __init__(self, draft, embed):

@@ -9,11 +9,11 @@ import os
 
 def drafter_of(assistant_model):
     """
-    The assistant itself if it implements the DFlash protocol, our drafter with its tensors if it is a foreign DFlash
-    object, `None` if it is not a drafter. Wrappers of `torch.compile`, PEFT and distributed training are taken off.
+    The assistant itself if it implements the DFlash protocol, `None` if it is not a drafter. Wrappers of
+    `torch.compile`, PEFT and distributed training are taken off.
 
     Raises:
-        `ValueError`: a language model that was built from a drafter's folder.
+        `ValueError`: a model that other code has built from a drafter's folder.
         `TypeError`: a name; `generate` takes a model.
     """
     if isinstance(assistant_model, str | os.PathLike):
@@ -25,9 +25,13 @@ def drafter_of(assistant_model):
         assistant_model = wrapped
     if assistant_model is None or callable(getattr(type(assistant_model), "dflash_decode", None)):
         return assistant_model
-    from .adoption_dflash import adopted  # which needs the model, which installs this hook
-
-    return adopted(assistant_model)
+    config = getattr(assistant_model, "config", None)
+    if getattr(config, "dflash_config", None) is not None:
+        raise ValueError(
+            f"assistant_model is a {type(assistant_model).__name__} that other code built from a DFlash drafter's "
+            "folder: load it with `AutoModel.from_pretrained(folder)` after `import dflash_hf`."
+        )
+    return None
 
 
 def _wrapped_by(model):

@@ -62,7 +62,6 @@ class MarkovHead(Head):
         r"^joint_proj\.": "markov_head.joint_proj.",
         r"^confidence_proj\.": "confidence_head.proj.",
     }
-    samples = True
 
     @classmethod
     def is_set(cls, get) -> bool:

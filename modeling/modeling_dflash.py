@@ -18,10 +18,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.glm.modeling_glm import GlmRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, eager_attention_forward, rotate_half
 
-from .cache_dflash import slot_mask
+from .cache_dflash import additive, visible
 from .configuration_dflash import DFlashDraftConfig
 from .decoding_config_dflash import DFlashDecodingConfig
-from .generation_dflash import decode
+from .generation_dflash import Strategy, decode
 from .hook_dflash import install_hook
 from .saving_dflash import SavedDrafter
 from .target_dflash import CACHE_NAME, check_pair, input_device, raw_embedding, running_device
@@ -146,7 +146,8 @@ class DFlashAttention(nn.Module):
             return None
         slots = torch.arange(num_keys - block_size, num_keys, device=query.device).expand(query.shape[0], -1)
         last_seen = slots if causal else slots[:, -1:].expand_as(slots)
-        mask = slot_mask(slots, last_seen, num_keys, window, None, query.dtype)  # [N, 1, B, keys]
+        seen = visible(slots, torch.arange(num_keys, device=query.device), window, last_seen=last_seen)
+        mask = additive(seen, query.dtype)[:, None]  # [N, 1, B, keys]
         if padded:
             mask.masked_fill_(padding[:, None, None, -num_keys:] == 0, torch.finfo(mask.dtype).min)
         return mask
@@ -246,6 +247,7 @@ class DFlashDraftModel(SavedDrafter):
     base_model_prefix = ""
     main_input_name = "noise_embeds"
     supports_gradient_checkpointing = True
+    strategy = Strategy  # how calls decode; the package has another
     _no_split_modules = ["DFlashDecoderLayer"]
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True

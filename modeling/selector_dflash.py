@@ -42,7 +42,6 @@ class PathSelector(Head):
         for name in ("predecessor", "successor")
     }
     order = 1
-    samples = True
 
     @classmethod
     def read(cls, config: dict) -> dict:

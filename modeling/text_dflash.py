@@ -1,265 +1,176 @@
-"""The text being written: the prompt, the committed tokens, the host's view of them, and streaming."""
+"""The text being written: the prompt, the committed tokens, and streaming."""
+
+import time
 
 import torch
 
-from .accept_dflash import Draft, Judge, RowState, Verdict, listed_outputs
-from .cost_dflash import clock
+from .accept_dflash import Block, Rules, Verdict
 
 
-class HostView:
+def clock(device: torch.device) -> float:
+    """Seconds; with a single CPU thread its CPU time, which does not depend on other load."""
+    return time.thread_time() if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter()
+
+
+class Text:
     """
-    The host's view of the rows at its last `sync`: their lengths, and which are unfinished. A `sync` reads all rounds
-    committed since the previous `sync`.
+    The rows of a text, and how they grow.
+
+    Args:
+        prompt (`torch.LongTensor`): `[R, S]`.
+        rules (`Rules`): How tokens are chosen, and where rows end.
+
+    Attributes:
+        lengths (`list[int]`): Tokens generated in each row.
+        alive (`list[bool]`): Rows that have not ended.
+        last (`torch.LongTensor`): `[R]`, the last committed token of each row: the anchors of the next draft.
+        rounds (`list[list[int]]`): For each row, the tokens that each verification committed.
+        listed (`dict[str, tuple]`): The outputs of each token that were requested.
+        streaming (`float`): Seconds spent in the streamer, which are not a cost of rounds.
+        half (`Verdict`, *optional*): The accepted part of a round that an error of the caller's code interrupted, as
+            far as the cache of plain decoding would hold it.
     """
 
-    def __init__(self, rows: int):
-        self.lengths = [0] * rows  # generated tokens
-        self.alive = [True] * rows
-        self.committed = [0] * rows  # tokens of the last round
-        self.acceptance_lengths: list[list[int]] = [[] for _ in range(rows)]
-        self.pending: list[tuple] = []  # (counts, unfinished, size) of each round since the last `sync`
-        self.looked_at: list[tuple] = []  # (counts, unfinished) of the rounds read by the last `sync`
-        self.prefilled = False
+    def __init__(self, prompt: torch.LongTensor, rules: Rules):
+        rows, self.rules, self.buffer = len(prompt), rules, prompt  # which grows: the limit may be far away
+        self.lengths, self.alive, self.last = [0] * rows, [True] * rows, prompt.new_zeros(rows)
+        self.rounds: list[list[int]] = [[] for _ in range(rows)]
+        self.listed: dict[str, tuple] = dict.fromkeys(rules.listed, ())
+        self.streaming = 0.0
+        self.half: Verdict | None = None
+
+    @property
+    def done(self) -> bool:
+        return not any(self.alive)
 
     @property
     def longest(self) -> int:
         return max(self.lengths)
 
-    def sync(self) -> None:
-        """Read the pending rounds, which waits for the device once."""
-        facts = torch.stack([torch.stack([counts, unfinished]) for counts, unfinished, _ in self.pending]).tolist()
-        self.pending.clear()
-        self.looked_at = facts if self.prefilled else facts[1:]
-        for counts, unfinished in facts:
-            for row, alive in enumerate(self.alive):
-                if alive and self.prefilled:  # the first token comes from the prompt, not from a verification
-                    self.acceptance_lengths[row].append(counts[row])
-            self.prefilled, self.committed, self.alive = True, counts, [bool(flag) for flag in unfinished]
-            self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-
-
-class Writer:
-    """
-    The tokens of the text and, if requested, the scores, logits and hidden states of each token.
-
-    Args:
-        input_ids (`torch.LongTensor`): `[R, S]`, the prompt.
-        pad (`int`): Id that fills a row past its end.
-        generation_config (`GenerationConfig`): Says which outputs are requested.
-        streamer (`BaseStreamer`, *optional*): Receives each token.
-    """
-
-    def __init__(self, input_ids: torch.LongTensor, pad: int, generation_config, streamer=None):
-        self.prompt_length, self.pad, self.streamer = input_ids.shape[1], pad, streamer
-        self.next_round = getattr(streamer, "next_round", lambda: None)  # for streamers that mark drafted tokens
-        self.streaming = 0.0  # seconds spent in the streamer, which are not a cost of rounds
-        self.shown = 0  # tokens of a row that the streamer has taken
-        self.buffer = input_ids  # grows with the text: the limit may be far away
-        # By the names of the output; an entry for each token.
-        self.listed: dict = dict.fromkeys(listed_outputs(generation_config), ())
-
-    def reserve(self, generated: int) -> None:
-        """Make room for `generated` tokens after the prompt."""
-        needed = self.prompt_length + generated
-        if needed > self.buffer.shape[1]:
-            more = max(needed, self.buffer.shape[1] * 3 // 2) - self.buffer.shape[1]
-            with torch.inference_mode(False):
-                room = torch.full((len(self.buffer), more), self.pad, device=self.buffer.device)
-                self.buffer = torch.cat([self.buffer, room], dim=1)
-
-    def write(self, generated: torch.LongTensor, verdict: Verdict) -> None:
-        """Write a whole block after `generated` `[R]` tokens; the next block overwrites rejected tokens."""
-        steps = torch.arange(verdict.tokens.shape[1], device=self.buffer.device)
-        places = (self.prompt_length + generated)[:, None] + steps  # [R, n]
-        self.buffer.scatter_(1, places, torch.where(steps < verdict.counts[:, None], verdict.tokens, self.pad))
-
-    def append(self, rows: list[int], columns: list[int], tokens: torch.LongTensor) -> None:
-        """Write and stream one token of each of some rows, into these columns."""
-        self.buffer[rows, columns] = tokens
-        self._stream(tokens, size=len(tokens))
-
-    def note(self, **of_token) -> None:
-        """Keep a token's `scores`, `logits` and `hidden_states`, if requested."""
-        self.listed = {name: (*listed, of_token[name]) for name, listed in self.listed.items()}
-
-    def show(self, tokens: torch.LongTensor, verified: bool) -> None:
-        """Stream committed tokens of the only row one by one; `verified`: they come from a round, not the prompt."""
-        if verified:
-            self.next_round()
-        self._stream(tokens, size=1)
-
-    def _stream(self, tokens: torch.LongTensor, size: int) -> None:
-        """Give tokens to the streamer, `size` at a time."""
-        if self.streamer is None:
-            return
-        tokens = tokens.cpu()
-        began = clock(self.buffer.device)
-        for some in tokens.split(size):
-            self.streamer.put(some)
-            self.shown += 1
-        self.streaming += clock(self.buffer.device) - began
-
-
-class Continuation:
-    """
-    The text being written, and the rules that accept its next tokens; see [`Judge`].
-
-    Args:
-        input_ids (`torch.LongTensor`): `[R, S]`, the prompt.
-        judge (`Judge`): The rules.
-        writer (`Writer`): Where the text goes.
-        max_new (`int`): Maximum number of new tokens per row.
-        look_ahead (`int`): Number of rounds that may be committed before the host reads them.
-    """
-
-    def __init__(self, input_ids: torch.LongTensor, judge: Judge, writer: Writer, max_new: int, look_ahead: int = 1):
-        rows, self.device = len(input_ids), input_ids.device
-        self.rules, self.writer, self.max_new = judge, writer, max_new
-        self.state = RowState(
-            torch.ones(rows, dtype=torch.bool, device=self.device),
-            torch.full((rows,), max_new, device=self.device),
-            None,
-        )
-        self.host = HostView(rows)
-        self.done = False
-        self.look_ahead = look_ahead
-        self.judging: torch.LongTensor | None = None  # [R, n], the nodes judged so far if rows are in step
-
     @property
-    def last(self) -> torch.LongTensor:
-        """`[R]`, the last committed token of each row: the anchors of the next block."""
-        return self.state.last
-
-    @property
-    def longest_possible(self) -> int:
-        """An upper bound of `longest` that includes rounds the host has not read yet."""
-        return min(self.host.longest + sum(size for _, _, size in self.host.pending), self.max_new)
-
-    @property
-    def tokens_left(self) -> int:
+    def left(self) -> int:
         """Maximum number of tokens that any row may still generate."""
-        rows = zip(self.host.lengths, self.host.alive, strict=True)
-        return self.max_new - min((length for length, alive in rows if alive), default=0)
-
-    @property
-    def seconds(self) -> float:
-        """A clock that stands still while tokens are streamed."""
-        return clock(self.device) - self.writer.streaming
+        return self.rules.max_new - min((n for n, alive in zip(self.lengths, self.alive) if alive), default=0)
 
     @property
     def sequences(self) -> torch.LongTensor:
         """`[R, S + longest]`, finished rows padded."""
-        return self.writer.buffer[:, : self.writer.prompt_length + self.host.longest]
+        return self.buffer[:, : self.rules.prompt_length + self.longest]
 
-    def padded(self, draft: Draft) -> Draft:
-        """The draft in which, if rows advance together, finished rows continue with padding, as without a drafter."""
-        if self.rules.pace == "together" and self.rules.pads_ended and draft.tokens.shape[0] > 1:
-            tokens = torch.where(self.state.unfinished[:, None], draft.tokens[:, 1:], self.rules.pad)
-            draft = draft._replace(tokens=torch.cat([draft.tokens[:, :1], tokens], dim=1))
-        return draft
+    @property
+    def next_draws(self) -> list[int]:
+        """The number of each row's next sample; rows that have ended take any that is still needed."""
+        first = min((n for n, alive in zip(self.lengths, self.alive) if alive), default=0)
+        return [n if alive else first for n, alive in zip(self.lengths, self.alive)]
 
-    def judge(
-        self,
-        draft: Draft | None,
-        logits: torch.Tensor,
-        hidden_states: tuple | None = None,
-        most: torch.LongTensor | None = None,
-    ) -> Verdict:
+    def begin(self, logits: torch.Tensor) -> None:
+        """Choose the first token of each row, from the logits `[R, 1, V]` after the prompt."""
+        self._judge(Block(self.last[:, None]), logits, [[] for _ in self.lengths])
+
+    def accept(self, draft, logits: torch.Tensor) -> Verdict:
         """
-        Decide which part of a draft to accept: the longest path that the target agrees with, plus its next token.
+        Write the longest path of a draft that the target agrees with, and the target's next token.
 
         Args:
-            draft (`Draft`, *optional*): `[R, n]` tokens; `None` after the prompt.
+            draft (`Block` or the like): `[R, n]` tokens.
             logits (`torch.Tensor`): `[R, n, V]`, the target's logits after each of these tokens.
-            hidden_states (`tuple[torch.Tensor]`, *optional*): `[R, n, H]` of each layer, if requested.
-            most (`torch.LongTensor`, *optional*): `[R]`, maximum number of tokens to accept.
         """
-        logits = logits.to(device=self.device)
-        if self.rules.by_steps:
-            return self._token_by_token(draft, logits, hidden_states, most)
-        return self.rules.at_once(draft, logits, self.state, most)
+        if hasattr(self.rules.streamer, "next_round"):  # for streamers that mark drafted tokens
+            self.rules.streamer.next_round()
+        paths: list[list[int]] = [[] for _ in self.lengths]
+        try:
+            verdict = self._judge(draft, logits, paths)
+        except BaseException:
+            self.half = _verdict(paths, self.buffer.device)
+            raise
+        for rounds, count in zip(self.rounds, verdict.counts):
+            if count:
+                rounds.append(count)
+        return verdict
 
-    @property
-    def cached(self) -> int:
-        """Tokens that a cache holds without a drafter: all but the last, and none that a failed streamer never got."""
-        longest = max(self.host.longest - 1, 0)
-        return longest if self.writer.streamer is None else min(longest, self.writer.shown)
-
-    @property
-    def interrupted(self) -> Verdict | None:
-        """The part of a draft that was accepted before an error of the caller's code, if there was one."""
-        if self.judging is None or not self.host.prefilled:
-            return None
-        rows, size = self.judging.shape
-        counts = torch.full((rows,), size, device=self.device)
-        return Verdict(self.judging, counts, self.state.last, self.state.unfinished, self.judging)
-
-    def commit(self, verdict: Verdict) -> None:
-        """Keep the accepted tokens; `sync` if `look_ahead` rounds are pending or the text is nearly complete."""
-        size, verified = verdict.tokens.shape[1], self.host.prefilled
-        if not self.rules.by_steps:  # else it is written already
-            self.writer.reserve(self.longest_possible + size)
-            self.writer.write(self.max_new - self.state.left, verdict)
-        self.state = RowState(verdict.unfinished, self.state.left - verdict.counts, verdict.last)
-        self.host.pending.append((verdict.counts, verdict.unfinished, size))
-        # Near the end of the text a wasted round would cost more than a `sync`.
-        if len(self.host.pending) < self.look_ahead and self.longest_possible + size <= self.max_new:
-            return
-        self.host.sync()
+    def _judge(self, draft, logits: torch.Tensor, paths: list[list[int]]) -> Verdict:
+        logits = logits.to(self.buffer.device)
+        self._reserve(self.longest + logits.shape[1])
+        if self.rules.tokenwise:
+            verdict = self._token_by_token(draft, logits, paths)
+        else:
+            verdict = self._at_once(draft, logits)
         if self.rules.noise is not None:
-            self.rules.noise.advance(self.host.lengths, self.host.alive)
-        if not self.rules.by_steps:
-            self.writer.show(self.sequences[0, -self.host.committed[0] :], verified)
-        timed_out = any(bool(timer(self.sequences, None).all()) for timer in self.rules.timers)
-        self.done = timed_out or not any(self.host.alive)
+            self.rules.noise.forget(min(self.next_draws))
+        return verdict
 
-    def _token_by_token(self, draft: Draft | None, logits: torch.Tensor, hidden_states: tuple | None, most) -> Verdict:
-        """
-        Judge, write and stream a token of each row before the next: rows go on as far as they agree with the draft,
-        all of them or none if they advance together.
-        """
-        rules, writer, alive = self.rules, self.writer, [*self.host.alive]
-        together, depth = rules.pace == "together", 0 if draft is None else draft.depth
-        rows = [row for row, goes_on in enumerate(alive) if goes_on or together]
-        nodes, counts, left = [0] * len(rows), [0] * len(alive), self.state.left.tolist()
-        most = [depth + 1] * len(alive) if most is None else most.tolist()
-        tokens = torch.full((len(alive), depth + 1), rules.pad, device=self.device)
-        path = torch.zeros_like(tokens)
-        writer.reserve(self.host.longest + logits.shape[1])
-        if draft is not None:
-            writer.next_round()
-        for step in range(depth + 1):
-            path[rows, step] = torch.tensor(nodes, device=self.device)
-            if together or len(alive) == 1:
-                self.judging = path[:, : step + 1]
-            columns = [writer.prompt_length + self.host.lengths[row] + step for row in rows]
-            raw = logits[rows, nodes].float()
-            chosen, scores = rules.next_tokens(writer.buffer, columns, raw, draft, step, rows)
-            if together and rules.pads_ended:
-                chosen = torch.where(torch.tensor(alive, device=self.device), chosen, rules.pad)
-            of_token = hidden_states  # for the prompt, the hidden states of all its tokens
-            if draft is not None and hidden_states is not None:
-                of_token = tuple(layer[..., nodes[0] : nodes[0] + 1, :].clone() for layer in hidden_states)
-            writer.note(scores=scores, logits=raw, hidden_states=of_token)
-            writer.append(rows, columns, chosen)
-            so_far = writer.listed.get("scores")
-            ended = rules.ended(writer.buffer, [column + 1 for column in columns], chosen, so_far, rows)
-            chosen = writer.buffer[rows, columns]  # a criterion may have written another token
-            tokens[rows, step] = chosen
-            for row, end in zip(rows, ended, strict=True):
-                counts[row], alive[row] = step + 1, alive[row] and not end and step + 1 < left[row]
-            if step == depth or not any(alive[row] for row in rows):
-                break
-            # A finished row among rows that advance together agrees with padding.
-            found = draft.children(rows, nodes, chosen)
-            going = [(r, node) for r, node in zip(rows, found) if node is not None and (together or alive[r])]
-            going = [(row, node) for row, node in going if step + 1 < most[row]]
-            if rules.noise is not None:
-                going = [(row, node) for row, node in going if rules.noise.goes_on(row, step + 1)]
-            if len(going) < (len(rows) if together else 1):
-                break
-            rows, nodes = map(list, zip(*going, strict=True))
-        self.judging = None
-        taken, unfinished = torch.tensor(counts, device=self.device), torch.tensor(alive, device=self.device)
-        along = path if draft is not None and draft.tree is not None else None
-        return Verdict(tokens, taken, self.state.last_after(tokens, taken), unfinished, along)
+    def _at_once(self, draft, logits: torch.Tensor) -> Verdict:
+        rules, device = self.rules, self.buffer.device
+        # 1. The target's own token after each drafted one, and how far the draft agrees.
+        numbers = torch.arange(logits.shape[1], device=device).expand(logits.shape[:2])
+        chosen = rules.chosen(logits, numbers if draft.depths is None else draft.depths, self.next_draws)
+        counts, path = draft.agree(chosen)
+        tokens = chosen if path is None else chosen.gather(1, path)  # [R, m]
+        # 2. Where rows end on that path.
+        lengths, alive = torch.tensor([self.lengths, self.alive], device=device)
+        left = (rules.max_new - lengths) * alive
+        counts = counts.minimum(left)
+        ended = counts >= left
+        if rules.eos is not None:
+            is_eos = torch.isin(tokens, rules.eos.to(device))
+            first = torch.where(is_eos.any(dim=1), is_eos.long().argmax(dim=1) + 1, tokens.shape[1] + 1)
+            ended, counts = ended | (first <= counts), counts.minimum(first)
+        # 3. Write them; what the next draft rejects is overwritten.
+        places = torch.arange(tokens.shape[1], device=device)
+        tokens = torch.where(places < counts[:, None], tokens, rules.pad)
+        self.buffer.scatter_(1, (rules.prompt_length + lengths)[:, None] + places, tokens)
+        last = tokens.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
+        self.last = torch.where(counts > 0, last, self.last)
+        taken, over = torch.stack([counts, ended.long()]).tolist()  # the one place where the host waits
+        self.lengths = [length + count for length, count in zip(self.lengths, taken)]
+        self.alive = [alive and not end for alive, end in zip(self.alive, over)]
+        return Verdict(taken, path)
+
+    def _token_by_token(self, draft, logits: torch.Tensor, paths: list[list[int]]) -> Verdict:
+        """Each row by itself: its tokens go on as long as they agree with the draft; extends their `paths`."""
+        for row, alive in enumerate(self.alive):
+            if alive:
+                self._follow(row, draft.children(row), logits[row], paths[row])
+        self.last = self.buffer[range(len(paths)), [self.rules.prompt_length + n - 1 for n in self.lengths]]
+        return _verdict(paths, self.buffer.device)
+
+    def _follow(self, row: int, children: dict, logits: torch.Tensor, path: list[int]) -> None:
+        """Choose, write and stream one token of a row after another, from logits `[n, V]`; extends `path`."""
+        rules, place = self.rules, 0
+        while place is not None:
+            path.append(place)
+            end = rules.prompt_length + self.lengths[row]
+            raw = logits[place, None].to(torch.float32, copy=True)  # processors may write to it
+            token, scores = rules.next_token(row, self.buffer[row : row + 1, :end], raw)
+            self.buffer[row, end] = token
+            new = {"scores": scores, "logits": raw}
+            self.listed = {name: (*listed, new[name]) for name, listed in self.listed.items()}
+            self.lengths[row] += 1
+            self._stream(row, end)
+            text = self.buffer[row : row + 1, : end + 1]
+            ended = bool(rules.criteria(text, self.listed.get("scores"))) or self.lengths[row] >= rules.max_new
+            self.alive[row] = not ended
+            # Read again: a criterion may have written another token.
+            place = None if ended else children.get((place, int(self.buffer[row, end])))
+
+    def _stream(self, row: int, place: int) -> None:
+        if self.rules.streamer is not None:
+            began = clock(self.buffer.device)
+            self.rules.streamer.put(self.buffer[row, place : place + 1].cpu())
+            self.streaming += clock(self.buffer.device) - began
+
+    def _reserve(self, generated: int) -> None:
+        """Make room for `generated` tokens after the prompt."""
+        more = self.rules.prompt_length + generated - self.buffer.shape[1]
+        if more > 0:
+            with torch.inference_mode(False):
+                room = self.buffer.new_full((len(self.buffer), max(more, self.buffer.shape[1] // 2)), self.rules.pad)
+                self.buffer = torch.cat([self.buffer, room], dim=1)
+
+
+def _verdict(paths: list[list[int]], device: torch.device) -> Verdict:
+    """From the places of the tokens that were accepted in each row."""
+    longest = max(map(len, paths))
+    straight = all(path == [*range(len(path))] for path in paths)
+    path = None if straight else torch.tensor([path + [0] * (longest - len(path)) for path in paths], device=device)
+    return Verdict([len(path) for path in paths], path)

@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from transformers.integrations import flex_attention as upstream_flex
 from transformers.utils import logging
 
-from dflash_hf.modeling import packing_dflash
+from dflash_hf.decoding import packing as packing_dflash
 from dflash_hf.smollm2 import PIP_LINE, packaged_gguf, smollm2_folder
 
 

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, GenerationMixin
 
 from dflash_hf import cli
 from dflash_hf.cli import main
-from dflash_hf.modeling.decoding_config_dflash import DFlashDecodingConfig
-from dflash_hf.modeling.probe_dflash import _alike, _Trial
+from dflash_hf.modeling.target_dflash import Trial
 from dflash_hf.terminal import wants_color
 
 
@@ -102,13 +101,12 @@ def test_generate_speaks_as_the_drafter_was_trained(tmp_path, capsys):
 @pytest.mark.parametrize("command", [["generate", "--prompt", "a"], ["chat"]], ids=" ".join)
 def test_trying_out_the_target_is_not_part_of_an_answer_s_time(pair_arguments, command, monkeypatch):
     """It was billed to the drafter: `generate --compare` showed 13 tokens/s, the target alone 22."""
-    _alike.clear()
-    order, found, generate = [], _Trial.found, GenerationMixin.generate
-    monkeypatch.setattr(_Trial, "found", lambda trial: order.append("found") or found(trial))
+    order, support, generate = [], Trial.support, GenerationMixin.generate
+    monkeypatch.setattr(Trial, "support", lambda trial, kinds: order.append("tried") or support(trial, kinds))
     monkeypatch.setattr(GenerationMixin, "generate", lambda *a, **k: order.append("generate") or generate(*a, **k))
     monkeypatch.setattr(sys, "stdin", io.StringIO("a"))
     assert main([*command, *pair_arguments, "--max-new-tokens", "4"]) == 0
-    assert order == ["found", "generate"]
+    assert order == ["tried", "generate"]
 
 
 def test_sampling_takes_a_seed(pair_arguments, capsys):
@@ -118,20 +116,6 @@ def test_sampling_takes_a_seed(pair_arguments, capsys):
         assert main(["generate", *pair_arguments, "--prompt", "b.y2 = n", "--raw", *options]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
-
-
-def test_drafts_are_drawn_where_it_is_asked(pair_arguments, capsys, monkeypatch):
-    taken = []
-    check = DFlashDecodingConfig.check
-    monkeypatch.setattr(
-        DFlashDecodingConfig, "check", lambda self, size: (taken.append(self.draft_temperature), check(self, size))
-    )
-    options = ["--prompt", "b.y2 = n", "--raw", "--max-new-tokens", "8", "--temperature", "1"]
-    assert main(["generate", *pair_arguments, *options, "--draft-temperature", "0.5"]) == 0
-    assert set(taken) == {0.5}
-    capsys.readouterr()
-    assert main(["generate", *pair_arguments, *options[:-2], "--draft-temperature", "0.5"]) == 2
-    assert "--draft-temperature 0.5 has no effect in greedy decoding" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

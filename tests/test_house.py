@@ -29,8 +29,10 @@ LIBRARY = sorted([*SOURCE.rglob("*.py"), *MODELING.rglob("*.py"), *CARDS.rglob("
 REMOTE_CODE = sorted(MODELING.rglob("*.py"))
 EVERYTHING = sorted([*LIBRARY, *(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").rglob("*.py")])
 
-# The folders of src/dflash_hf, and which others each may import. Of the files beside them only `cli` imports any.
-WINGS = {
+# The folders of src/dflash_hf, and which others each may import; all may import `decoding`. Of the files beside them
+# only `cli` imports any other.
+WINGS: dict[str, set[str]] = {
+    "decoding": set(),
     "data": set(),
     "evaluation": {"data"},
     "hub": {"evaluation"},
@@ -300,8 +302,14 @@ def test_the_wings_have_an_order():
 @pytest.mark.parametrize("path", sorted(set(SOURCE.rglob("*.py")) - {SOURCE / "cli.py"}), ids=name_of)
 def test_wings_import_one_way(path):
     here = path.relative_to(SOURCE).parts[0]
-    allowed = {here} | WINGS.get(here, set())
+    allowed = {here, "decoding"} | WINGS.get(here, set())
     assert not [wing for wing in set(WINGS) - allowed if imports_module(path, wing)]
+
+
+@pytest.mark.parametrize("path", sorted((SOURCE / "decoding").glob("*.py")), ids=name_of)
+def test_decoding_imports_modeling_alone(path):
+    ours = {name for name in absolute_imports(tree_of(path)) if name.startswith("dflash_hf")}
+    assert all(name.startswith(("dflash_hf.modeling.", "dflash_hf.decoding.")) for name in ours)
 
 
 def test_no_test_file_imports_another():

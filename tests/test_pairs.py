@@ -15,7 +15,7 @@ from support.pairs import make_target
 from dflash_hf.cli import main
 from dflash_hf.configs import positions_of
 from dflash_hf.data.prepare import load_tokenizer
-from dflash_hf.modeling import packing_dflash
+from dflash_hf.decoding import packing as packing_dflash
 from dflash_hf.pairs import Loading, load_target, loaded
 from dflash_hf.serving.conversation import room_for_answer
 
@@ -104,7 +104,7 @@ def test_a_processor_without_bf16_takes_fp32(asked, device, units, dtype, monkey
 
 @pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="oneDNN's variable is for x86")
 def test_avx2_has_no_units_for_bf16():
-    code = "import torch; from dflash_hf.modeling.packing_dflash import emulated; "
+    code = "import torch; from dflash_hf.decoding.packing import emulated; "
     code += "print([emulated(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)])"
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)

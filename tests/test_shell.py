@@ -75,7 +75,6 @@ def generate(world, *more, target="target", draft="draft"):
         (["--seed", "-1"], 2, "-1 is not a valid seed"),
         (["--seed", "4294967296"], 2, "4294967296 is not a valid seed: 0 to 4294967295"),
         (["--prompt", "\udcff"], 2, "--prompt is not UTF-8"),
-        (["--tree-nodes", "99999"], 1, "tree_nodes=99999 must be"),
         (["--prompt", " "], 2, "--prompt is empty"),
         (["--prompt", "x" * 300], 1, "--prompt: its prompt fills all 256 positions of the target"),
     ],

@@ -18,9 +18,9 @@ from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.demo import run as demo
+from dflash_hf.files import default_cache_dir
 from dflash_hf.hub.check import check
 from dflash_hf.hub.publish import publish
-from dflash_hf.modeling.remembered_dflash import default_cache_dir
 from dflash_hf.smollm2 import PIP_LINE, packaged_gguf, smollm2_folder
 
 

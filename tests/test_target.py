@@ -229,7 +229,7 @@ def test_a_target_needs_a_head(target, draft):
         check_fit(draft.config, target.model)
 
 
-def test_a_target_that_has_several_vectors_for_each_token_decodes_plainly(input_ids, caplog):
+def test_several_vectors_per_token_mean_plain_decoding(input_ids, caplog):
     """Gemma 3n hands four from layer to layer."""
     special = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
     target = AutoModelForCausalLM.from_config(
@@ -241,7 +241,7 @@ def test_a_target_that_has_several_vectors_for_each_token_decodes_plainly(input_
             num_kv_shared_layers=0,
             activation_sparsity_pattern=None,
         )
-    )
+    ).eval()
     options = {"max_new_tokens": 4, "do_sample": False}
     with caplog.at_level("WARNING"):
         drafted = target.generate(input_ids, **options, assistant_model=make_draft(target))

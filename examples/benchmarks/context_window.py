@@ -27,11 +27,13 @@ from pathlib import Path
 import torch
 from transformers import DynamicCache
 
+from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.demo.run import DemoPair, load_pair
 from dflash_hf.evaluation.measure import variant
+from dflash_hf.modeling import drafting_dflash
+from dflash_hf.modeling.accept_dflash import Verdict
 from dflash_hf.modeling.cache_dflash import SlotCache, slot_mask
-from dflash_hf.modeling.drafting_dflash import Context, DFlashCandidateGenerator
-from dflash_hf.modeling.packing_dflash import packed_weights
+from dflash_hf.modeling.drafting_dflash import Drafter
 from dflash_hf.modeling.target_dflash import CACHE_NAME
 from dflash_hf.smollm2 import data_folder
 
@@ -43,7 +45,7 @@ NEW_TOKENS = 96
 QUESTIONS = 2
 
 
-class Windowed(DFlashCandidateGenerator):
+class Windowed(Drafter):
     """
     Drafts from the last `seen` context tokens and the first `sink` tokens of a row. Unlike `decoding_config.window`, a
     mask alone: other windows draft from the same cache.
@@ -51,11 +53,11 @@ class Windowed(DFlashCandidateGenerator):
 
     seen, sink = None, 0
 
-    def _masks(self, slots):
-        masks = super()._masks(slots)
+    def _masks(self, block):
+        masks = super()._masks(block)
         if self.seen is not None:
             key = torch.arange(self.cache.view)
-            hidden = (key < slots[:, :1] - self.seen) & (key >= self.sink)  # [R, view]
+            hidden = (key < block[:, :1] - self.seen) & (key >= self.sink)  # [R, view]
             masks = {
                 name: mask.masked_fill(hidden[:, None, None], torch.finfo(mask.dtype).min)
                 for name, mask in masks.items()
@@ -104,7 +106,7 @@ class Conversation:
     def lines(self):
         """Yields a line for each depth, question and way: the tokens that each block committed."""
         target, drafter = self.pair.target, Windowed(self.pair.draft, self.pair.target)
-        drafter.open([0], 0, 8192, torch.zeros(1, 1, dtype=torch.long))
+        drafter.open([0], 0, torch.zeros(1, 1, dtype=torch.long))
         cache = DynamicCache()
         for count, size in self.ends:
             # 1. Both models read the conversation up to this depth.
@@ -113,7 +115,8 @@ class Conversation:
             for at in range(0, len(unread), 512):
                 piece = torch.tensor([unread[at : at + 512]])
                 read = target(piece, output_hidden_states=True, logits_to_keep=1, **{CACHE_NAME: cache})
-                drafter.read(Context(self._features(read.hidden_states), torch.tensor([begin + at])))
+                drafter.lengths = [begin + at]
+                drafter.read(self._features(read.hidden_states), Verdict([piece.shape[1]]))
             for number, question in enumerate(self.questions):
                 # 2. The target answers a question.
                 prompt = torch.tensor([self._ids(self.messages[:count] + question, ask=True)])
@@ -128,7 +131,8 @@ class Conversation:
                 )
                 cache.crop(size - cache.get_seq_length())
                 features = torch.cat([self._features(step) for step in answer.hidden_states], dim=1)
-                drafter.read(Context(features[:, : prompt.shape[1] - size], torch.tensor([size])))
+                drafter.lengths = [size]
+                drafter.read(features[:, : prompt.shape[1] - size], Verdict([prompt.shape[1] - size]))
                 # 3. Every window drafts this answer.
                 for window, sink in WAYS:
                     drafter.seen, drafter.sink = window, sink
@@ -153,16 +157,14 @@ def drafted(drafter, text: torch.Tensor, start: int, features: torch.Tensor, fir
     The tokens that each block commits if the target writes `text` `[S]` from `start` on; `features` are those of the
     tokens from `first` on. Blocks that reach past the end of an answer that was cut off are left out.
     """
-    size, ended = drafter.config.block_size, int(text[-1]) == drafter.target.generation_config.eos_token_id
-    lengths, whole = [], drafter.plan(size)
-    context = drafter.no_features(torch.tensor([start]), size)[:2]
+    size, ended = drafter.draft.config.block_size, int(text[-1]) == drafter.target.generation_config.eos_token_id
+    lengths, drafter.lengths = [], [start]
     while start + (1 if ended else size) < len(text):
-        drafter.cache.reserve(start + size)
-        block = drafter.propose(whole, text[start, None], torch.tensor([start]), *context).tokens[0, 1:]
+        block = drafter.block(text[start, None], []).tokens[0, 1:]
         true = text[start + 1 : start + size]
         agreed = int((block[: len(true)] == true).int().cumprod(0).sum())
         lengths.append(min(agreed + 1, len(text) - 1 - start))
-        context = features[:, start - first : start - first + lengths[-1]], torch.tensor([start])
+        drafter.read(features[:, start - first : start - first + lengths[-1]], Verdict([lengths[-1]]))
         start += lengths[-1]
     return lengths
 
@@ -172,20 +174,21 @@ def times(pair: DemoPair, repeats: int = 30) -> None:
     size, zero = pair.draft.config.block_size, torch.zeros(1, 1, dtype=torch.long)
     drafters = {}
     for window in (None, 256, 512, 1024, 2048):
-        drafters[window] = DFlashCandidateGenerator(variant(pair.draft, window=window), pair.target)
-        drafters[window].open([0], 0, 8191, zero)
+        drafters[window] = Drafter(variant(pair.draft, window=window), pair.target)
+        drafters[window].open([0], 0, zero)
+        drafters[window].cache.reserve(8192)
     cache = SlotCache(1, 8191)
     features = torch.randn(1, 2, pair.draft.fc.in_features, dtype=pair.target.dtype)
 
     def verify(slots):
         cache.reserve(int(slots[0, -1]) + 1)
         cache.place(slots)
-        mask = slot_mask(slots, slots, cache.view, None, None, pair.target.dtype)
+        mask = slot_mask(cache, slots, None, None, pair.target.dtype, None)
         pair.target(slots, attention_mask=mask, position_ids=slots, **{CACHE_NAME: cache})
 
     def draft(slots, drafter):
-        drafter.cache.reserve(int(slots[0, -1]) + 1)
-        drafter.propose(drafter.plan(size), slots[:, 0], slots[:, 0], features, slots[:, 0] - 2)
+        drafter.lengths, drafter.unread = [int(slots[0, 0])], [(features, slots[:, :2] - 2)]
+        drafter.block(slots[:, 0], [])
 
     work = {"verify": verify} | {f"draft {window}": partial(draft, drafter=one) for window, one in drafters.items()}
     found = {(depth, name): [] for depth in (512, 1024, 2048, 4096, 8000) for name in work}
@@ -229,6 +232,7 @@ def main() -> None:
     if arguments.report:
         return report(lines)
     torch.set_num_threads(1)
+    drafting_dflash.STEPS_AT_ONCE = 0  # features are read when they come: windows take turns on one cache
     pair = load_pair("bfloat16")
     with torch.inference_mode(), packed_weights(pair.target, pair.draft):
         if arguments.times:

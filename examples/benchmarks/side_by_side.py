@@ -30,6 +30,7 @@ from transformers import AutoModel
 from dflash_hf.commands.pair import NamedPair
 from dflash_hf.commands.shared import add_loading, add_output, add_pair, add_template_arguments, add_threads
 from dflash_hf.convert import convert
+from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.evaluation.measure import EvalReport, evaluate, now, ways_of
 from dflash_hf.evaluation.methods import (
     AUTO,
@@ -46,7 +47,6 @@ from dflash_hf.evaluation.plots import plot_report
 from dflash_hf.evaluation.prompts import prompts_of
 from dflash_hf.evaluation.sets import eval_rows
 from dflash_hf.evaluation.text import summary_lines
-from dflash_hf.modeling.packing_dflash import packed_weights
 from dflash_hf.names import DTYPES
 from dflash_hf.pairs import Loading, device_of, load_draft, load_target
 from dflash_hf.smollm2 import folder_of

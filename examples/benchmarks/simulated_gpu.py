@@ -4,9 +4,8 @@ simulated H100 or H200.
 
     python examples/benchmarks/simulated_gpu.py
 
-The planner is the package's own, with the costs of rounds pinned. On a GPU it chooses sizes if the host follows every
-round: for streamed text, processors that need each token, or `look_ahead=1`. Otherwise rounds run ahead of the host
-and verify whole blocks, the column to compare with. Simulated are:
+The strategy is the package's own, with the costs of rounds given. Compare with the column of whole blocks. Simulated
+are:
 
 - costs: a forward takes as long as reading its weights and keys at 80 % of the data sheet's bandwidth or, if that is
   longer, its operations at 60 % of the dense bf16 peak, with tokens in tiles of 64 (flat up to there, steps after); no
@@ -23,7 +22,6 @@ Times are sums of costs, not measurements of a GPU.
 import argparse
 import random
 import statistics
-from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,11 +29,13 @@ import torch
 from random_pairs import SHAPES, random_pair
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dflash_hf.modeling.accept_dflash import Draft, Verdict
-from dflash_hf.modeling.cost_dflash import CostTable
-from dflash_hf.modeling.plan_dflash import FastestPlan, Plan
-from dflash_hf.modeling.planner_dflash import widest_tree
-from dflash_hf.modeling.tree_dflash import TOP_K, every_path, independent_paths, likeliest_tree
+from dflash_hf.decoding.costs import Costs as KnownCosts
+from dflash_hf.decoding.costs import CostTable
+from dflash_hf.decoding.reliability import Correction
+from dflash_hf.decoding.sizes import SlowestRow, Throughput
+from dflash_hf.decoding.strategy import Fastest
+from dflash_hf.decoding.trees import TOP_K, tree
+from dflash_hf.modeling.accept_dflash import Block, Verdict
 
 
 RESULT = Path(__file__).parent / "results" / "simulated_gpu.md"
@@ -43,7 +43,7 @@ RESULT = Path(__file__).parent / "results" / "simulated_gpu.md"
 GPUS = {"H100": (3.35e12, 989e12), "H200": (4.8e12, 989e12)}
 SHAPE, BLOCK, TEXT, NEW = "qwen3-8b", 16, 1024, 512
 ROWS = (1, 8, 64)
-SIZES = (-1, 0, 1, 2, 4, 7, 11, 15, 16, 23, 31, 47, 64, 95, 127)
+SIZES = (-1, 0, 1, 2, 4, 7, 8, 11, 15, 16, 23, 31, 32, 47, 64)
 VIEWS = {"view", "_unsafe_view", "t", "transpose", "expand", "slice", "select", "unsqueeze", "squeeze", "permute"}
 VIEWS |= {"detach", "alias", "split", "split_with_sizes", "chunk", "as_strided", "unbind", "unflatten", "flatten"}
 NO_KERNEL = VIEWS | {"reshape", "expand_as", "to"}  # of what inference mode does not take apart
@@ -111,47 +111,51 @@ class Costs:
 
 
 class World:
-    """A drafter's probabilities, and what the target says."""
+    """A drafter, as [`Drafter`], and what the target says."""
+
+    OTHERS = 500  # tokens that share what the candidates leave
+    head, offset = SimpleNamespace(order=0), torch.zeros(1, 1)
+    draft = SimpleNamespace(config=SimpleNamespace(block_tokens=BLOCK), target_ids=lambda ids: ids)
 
     def __init__(self, sure: float, others: float, rows: int):
         self.sure, self.others, self.rows, self.draws = sure, others, rows, random.Random(0)
+        self.anchors = torch.zeros(rows, dtype=torch.long)
 
-    def slots(self) -> torch.Tensor:
-        """`[R, D, k]`, chances of the candidates of each slot."""
+    def hidden_states(self, anchors) -> torch.Tensor:
+        """`[R, D, k]`, chances of the candidates of each slot, tokens 1 to k."""
         certain, draws = self.sure, self.draws
         first = [[0.99 if draws.random() < certain else draws.uniform(0.2, 0.95) for _ in range(BLOCK - 1)]
                  for _ in range(self.rows)]  # fmt: skip
         first = torch.tensor(first, dtype=torch.float64)
         shares = self.others * 0.5 ** torch.arange(1, TOP_K, dtype=torch.float64)
-        return torch.cat([first[..., None], (1 - first)[..., None] * shares], dim=-1)
+        self.chances = torch.cat([first[..., None], (1 - first)[..., None] * shares], dim=-1)
+        return self.chances
 
-    def truth(self, chances: torch.Tensor) -> torch.Tensor:
-        """`[R, D]`, the candidate that the target takes in each slot; -1 for another token."""
+    def logits(self, hidden, lengths) -> torch.Tensor:
+        rest = (1 - hidden.sum(-1, keepdim=True)).clamp(min=1e-9) / self.OTHERS
+        return torch.cat([rest, hidden, rest.expand(-1, -1, self.OTHERS - 1)], dim=-1).log()
+
+    def block(self) -> Block:
+        self.hidden_states(self.anchors)
+        return Block(torch.cat([self.anchors[:, None], torch.ones(self.rows, BLOCK - 1, dtype=torch.long)], dim=1))
+
+    def tree(self, nodes: int):
+        return tree(self, self.anchors, [], nodes)
+
+    def verdict(self, draft) -> tuple[torch.LongTensor, torch.LongTensor | None]:
+        """How far the target agrees with what was drafted last."""
         draws = torch.tensor([[self.draws.random() for _ in range(BLOCK - 1)] for _ in range(self.rows)])
-        place = (draws[..., None] >= chances.cumsum(-1)).sum(-1)
-        return torch.where(place < TOP_K, place, -1)
+        place = (draws[..., None] >= self.chances.cumsum(-1)).sum(-1)
+        truth = torch.nn.functional.pad(torch.where(place < TOP_K, place + 1, -1), (0, 1), value=-1)  # [R, D + 1]
+        # Each node asks for the target's token one slot further.
+        depths = torch.arange(draft.tokens.shape[1]).expand(self.rows, -1) if draft.depths is None else draft.depths
+        return draft.agree(truth.gather(1, depths))
 
 
-def drafted(world: World, plan: Plan):
-    """A draft of each row, and how far the target agrees with it: lengths, and of a tree the accepted path."""
-    chances, ids = world.slots(), torch.arange(TOP_K).expand(world.rows, BLOCK - 1, TOP_K)
-    truth = torch.nn.functional.pad(world.truth(chances), (0, 1), value=-1)  # [R, D + 1]
-    anchors = torch.zeros(world.rows, dtype=torch.long)
-    if plan.paths is None:
-        draft = Draft(anchors[:, None].expand(-1, plan.block))
-    else:
-        tree = likeliest_tree(anchors, *independent_paths(ids, chances.log(), plan.paths), plan.paths)
-        draft = Draft(tree.tokens, tree=tree)
-        draft = plan.cut(draft) if plan.cut else draft
-    # Each node asks for the target's token one slot further.
-    depths = torch.arange(draft.tokens.shape[1]).expand(world.rows, -1) if draft.tree is None else draft.tree.depths
-    return draft, *draft.walk(truth.gather(1, depths))[1:]
-
-
-def tau(plan: Plan, *world: float) -> float:
-    """What a round of a plan commits."""
+def tau(make, *world: float) -> float:
+    """What a round commits."""
     rows = World(*world, 50)
-    return statistics.fmean(float(drafted(rows, plan)[1].double().mean()) for _ in range(40))
+    return statistics.fmean(float(rows.verdict(make(rows))[0].double().mean()) for _ in range(40))
 
 
 def solved(function, goal: float) -> float:
@@ -163,59 +167,68 @@ def solved(function, goal: float) -> float:
     return (low + high) / 2
 
 
-def decode(costs, rows: int, sure: float, others: float, planned) -> dict:
-    """Rounds of `NEW` tokens for each row, planned by a planner or of a fixed size."""
+def decode(costs, rows: int, sure: float, others: float, strategy: Fastest | None = None) -> dict:
+    """Rounds of `NEW` tokens for each row, of chosen sizes or of whole blocks."""
     world, left = World(sure, others, rows), [NEW] * rows
     spent, sizes, tokens, plain = 0.0, [], 0.0, 0
-    host = SimpleNamespace(alive=[True] * rows, longest=0, committed=[])
-    text = SimpleNamespace(host=host, tokens_left=NEW, seconds=0.0)
-    while any(host.alive):
-        plan = planned.next(text) if isinstance(planned, FastestPlan) else planned
-        size, counts, path = -1, torch.ones(rows, dtype=torch.long), None
-        if plan.block > 1:
-            draft, counts, path = drafted(world, plan)
-            size = draft.tokens.shape[1] - 1
+    text = SimpleNamespace(
+        alive=[True] * rows, longest=0, left=NEW, done=False, streaming=0.0, last=world.anchors, next_draws=[]
+    )
+    while not text.done:
+        draft = world.block() if strategy is None else strategy.draft(world, text)
+        drafted = strategy is None or strategy.plan.work[1]
+        counts, path = world.verdict(draft) if drafted else (torch.ones(rows, dtype=torch.long), None)
+        size = draft.tokens.shape[1] - 1 if drafted else -1
         kind = "nothing" if size < 0 else "tree" if path is not None else "block"
         spent += costs.round(rows, size, kind)
         counts = [min(count, rest) for count, rest in zip(counts.tolist(), left, strict=True)]
-        drafting, unfinished = sum(host.alive), [rest > count for rest, count in zip(left, counts, strict=True)]
+        drafting = sum(text.alive)
         left = [rest - count for rest, count in zip(left, counts, strict=True)]
         if size >= 0:
             sizes.append(size)
             tokens += sum(counts) / drafting
         else:
             plain += 1
-        host.committed, host.alive, text.tokens_left = counts, unfinished, max(left)
-        host.longest = NEW - min(left)
-        if isinstance(planned, FastestPlan):
-            planned.learn(text, Verdict(None, None, None, None, path))
+        text.alive, text.left, text.longest = [rest > 0 for rest in left], max(left), NEW - min(left)
+        text.done = not any(text.alive)
+        if strategy is not None:
+            strategy.learn(text, draft, Verdict(counts, path))
     return {"seconds": spent, "sizes": sizes, "tau": tokens / max(len(sizes), 1), "plain": plain}
 
 
-def planner(costs: Costs, rows: int, paces: dict) -> FastestPlan:
-    """The planner of a call on that machine."""
-    device = torch.device("cuda")
-    nodes = widest_tree(rows, on_cpu=False)
-    table = CostTable(costs.drafter / costs.target, BLOCK, device)
-    bucket = table.bucket(TEXT)
-    table.samples[rows, bucket] = {(max(n, 0), n >= 0): deque([costs.round(rows, n)] * 3) for n in SIZES if n <= nodes}
-    table.pinned = True
-    plan = Plan(BLOCK, every_path(nodes, BLOCK - 1, TOP_K, torch.device("cpu")))
-    return FastestPlan(plan, table, paces, (rows,), (rows, TEXT))
+class Simulated(Fastest):
+    """The strategy of a call on that machine, without copies."""
+
+    support = SimpleNamespace(trees=True)
+
+    def __init__(self, costs: Costs, rows: int, throughput: Throughput):
+        self.widest = max(min(64, 512 // rows), 15)
+        table = CostTable(costs.drafter / costs.target, BLOCK, torch.device("cuda"))
+        known = {(max(n, 0), n >= 0): [costs.round(rows, n)] * 3 for n in SIZES if n <= self.widest}
+        table.samples[rows, table.bucket(TEXT)] = known
+        self.costs, self.throughput, self.slowest = KnownCosts(table, rows, TEXT, 0.0), throughput, SlowestRow(rows)
+        self.here, self.copies, self.plan = Correction(), None, None
+        throughput.begin(self.costs.curve(0, self.widest)[2])
+        self.rounds = [(0, 1, 1.0)]
+
+    def room(self, text) -> int:
+        return text.left
+
+    def _seconds(self, text) -> float:
+        return 0.0
 
 
 def table() -> list[str]:
     launches = kernels()
-    block, tree = Plan(BLOCK), Plan(BLOCK, every_path(64, BLOCK - 1, TOP_K, torch.device("cpu")))
-    sure = solved(lambda sure: tau(block, sure, 0.0), 6.5)
-    others = solved(lambda others: tau(tree, sure, others), 7.5)
+    sure = solved(lambda sure: tau(World.block, sure, 0.0), 6.5)
+    others = solved(lambda others: tau(lambda one: one.tree(64), sure, others), 7.5)
     world = sure, others
     lines = [
         "# Sizes on a simulated GPU",
         "",
         __doc__.split("\n\n")[0].strip().replace("\n", " "),
         f"`python examples/benchmarks/simulated_gpu.py` says how. A block of 16 commits "
-        f"{tau(block, *world):.2f} tokens, a tree of 64 {tau(tree, *world):.2f}.",
+        f"{tau(World.block, *world):.2f} tokens, a tree of 64 {tau(lambda one: one.tree(64), *world):.2f}.",
         f"Kernels of a round: {launches['alone']:.0f} in `generate` without a drafter, {launches['nothing']:.0f} "
         f"where nothing is drafted, {launches['block']:.0f} with a block, {launches['tree']:.0f} with a tree.",
         "",
@@ -228,10 +241,9 @@ def table() -> list[str]:
             costs = Costs(bandwidth, peak, launches, launch)
             for rows in ROWS:
                 alone = NEW * costs.round(rows, -1, "alone")
-                fixed = decode(costs, rows, *world, block)
-                paces: dict = {}
+                fixed, throughput = decode(costs, rows, *world), Throughput()
                 for _ in range(3):  # calls, the last of which is shown
-                    found = decode(costs, rows, *world, planner(costs, rows, paces))
+                    found = decode(costs, rows, *world, Simulated(costs, rows, throughput))
                 sizes = found["sizes"] or [0]
                 quarters = statistics.quantiles(sizes, n=4) if len(sizes) > 1 else sizes * 3
                 cells = [gpu, how, rows, f"{1e3 * costs.round(rows, -1):.2f}"]

@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import copy
 import json
-import os
 import random
 import statistics
 import time
@@ -25,10 +24,10 @@ from typing import NamedTuple
 
 import torch
 
+from dflash_hf.decoding import costs, strategy
+from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.demo.run import load_pair, requests
 from dflash_hf.evaluation.sets import conversations
-from dflash_hf.modeling import cost_dflash, planner_dflash
-from dflash_hf.modeling.packing_dflash import packed_weights
 
 
 RESULTS = Path(__file__).parent / "results"
@@ -38,10 +37,8 @@ FIXED = {
     **{f"tree {n}": {"tree_nodes": n} for n in (7, 15)},
 }
 WAYS = {"target": None, "first call": {}, "plain call": {}, **FIXED}
-# Only if they are named: each size is compiled for a minute or two.
-COMPILED = {"plain call, compiled": {"compile": True}} | {
-    f"{way}, compiled": {**FIXED[way], "compile": True} for way in ("block 8", "tree 15")
-}
+# Only if they are named: each is compiled for a minute or two.
+COMPILED = {f"{way}, compiled": {**FIXED[way], "compile": True} for way in ("block 8", "tree 15")}
 QUESTIONS = (
     "Was weißt du über {}?",
     "Schreibe einen kurzen Text über {}.",
@@ -136,12 +133,12 @@ def batches(tokenizer, situation: Situation, count: int) -> list:
 @contextlib.contextmanager
 def nothing_known():
     """As in the first call on a machine."""
-    held = cost_dflash._tables, planner_dflash._paces
-    cost_dflash._tables, planner_dflash._paces = (type(one)() for one in held)
+    held = costs._tables, strategy._throughputs
+    costs._tables, strategy._throughputs = (type(one)() for one in held)
     try:
         yield
     finally:
-        cost_dflash._tables, planner_dflash._paces = held
+        costs._tables, strategy._throughputs = held
 
 
 def decode(pair, draft, way: str, batch, situation: Situation) -> tuple[float, list[int], list[int]]:
@@ -181,9 +178,6 @@ def measure(pair, situation: Situation, ways: list[str], prompts: int) -> dict:
     first, *rest = batches(pair.tokenizer, situation, prompts + 1)
     for way in (*ways, *["plain call"] * 2 * ("plain call" in ways)):
         decode(pair, draft, way, first, situation)
-    for batch in rest * 4:  # a size is compiled after 48 rounds
-        for way in COMPILED.keys() & set(ways):
-            decode(pair, draft, way, batch, situation)
     for number, batch in enumerate(rest):
         for way in ways if number % 2 else reversed(ways):
             for kind, value in zip(found[way], decode(pair, draft, way, batch, situation), strict=True):
@@ -235,7 +229,6 @@ def main():
         print("\n".join(table(read(arguments.lines))))
         return
     torch.set_num_threads(arguments.threads)
-    os.environ["DFLASH_HF_REMEMBER"] = "0"
     pairs, done = {}, read(arguments.lines)
     wanted = [one for one in situations() if all(word in one.name for word in arguments.only.split())]
     for situation in [one for one in wanted if one.name not in done][: arguments.most]:

@@ -11,17 +11,16 @@ that draft, with these nodes over without, from their tokens and the costs in th
 """
 
 import argparse
-import os
 from collections import Counter
 from types import SimpleNamespace
 
 import lookup
 import torch
 
+from dflash_hf.decoding.packing import packed_weights
+from dflash_hf.decoding.strategy import Fastest
 from dflash_hf.demo.run import load_pair
-from dflash_hf.modeling.packing_dflash import packed_weights
-from dflash_hf.modeling.plan_dflash import FastestPlan
-from dflash_hf.modeling.text_dflash import Continuation
+from dflash_hf.modeling.text_dflash import Text
 
 
 class Successors:
@@ -29,32 +28,29 @@ class Successors:
 
     def __init__(self):
         self.table, self.right, self.known, self.found = {}, 3.0, 10.0, Counter()
-        self.planner = None
-        judge, plan = Continuation.judge, FastestPlan.next
+        accept, learn = Text.accept, Fastest.learn
 
-        def judged(text, draft, logits, hidden_states=None):
-            verdict = judge(text, draft, logits, hidden_states)
-            if draft is not None:
-                self.count(draft, verdict)
-                self.table.update(zip(draft.tokens[0].tolist(), logits[0].argmax(-1).tolist(), strict=True))
-            return verdict
+        def accepted(text, draft, logits):
+            self.said = logits[0].argmax(-1).tolist()
+            return accept(text, draft, logits)
 
-        def planned(planner, text):
-            self.planner = planner
-            return plan(planner, text)
+        def learned(strategy, text, draft, verdict):
+            if strategy.plan.tree is not None:
+                self.count(strategy, draft, verdict, int(text.last[0]))
+            self.table.update(zip(draft.tokens[0].tolist(), self.said, strict=True))
+            learn(strategy, text, draft, verdict)
 
-        Continuation.judge, FastestPlan.next = judged, planned
+        Text.accept, Fastest.learn = accepted, learned
 
-    def count(self, draft, verdict) -> None:
+    def count(self, strategy, draft, verdict, bonus: int) -> None:
         """After a round that drafted: its tokens and cost, and what further nodes would have added to both."""
-        planner, found, committed = self.planner, self.found, int(verdict.counts[0])
-        if not planner.round.judged:
-            return
-        tokens, (parents, chances) = draft.tokens[0].tolist(), planner.round.judged[0]
+        plan, throughput, found, committed = strategy.plan, strategy.throughput, self.found, verdict.counts[0]
+        costs = strategy.costs.curve(plan.written, strategy.widest)
+        tokens, parents, chances = draft.tokens[0].tolist(), plan.tree.parents[0].tolist(), plan.chances[0]
         last = committed - 1 if verdict.path is None else int(verdict.path[0, committed - 1])
         likely, covered = [1.0] * len(tokens), [0.0] * len(tokens)
         for node in range(1, len(tokens)):
-            chance = planner.pace.reliability(chances[node])
+            chance = throughput.reliability(chances[node])
             likely[node] = likely[parents[node]] * chance
             covered[parents[node]] += chance
         children = {(parents[node], tokens[node]) for node in range(1, len(tokens))}
@@ -64,13 +60,13 @@ class Successors:
             if token in self.table and (node, self.table[token]) not in children
         ]
         size = len(tokens) - 1
-        found.update(rounds=1, tokens=committed, cost=planner.round.cost)
+        found.update(rounds=1, tokens=committed, cost=plan.cost)
         for gain, node, successor in sorted(candidates, reverse=True):
-            hit = node == last and successor == int(verdict.tokens[0, committed - 1])
+            hit = node == last and successor == bonus
             self.known, self.right = self.known + (node == last), self.right + hit
-            if size + 1 < len(planner.round.costs):
-                more = planner.round.costs[size + 1] - planner.round.costs[size]
-                if gain > planner.pace.speed * more:
+            if size + 1 < len(costs):
+                more = costs[size + 1] - costs[size]
+                if gain > throughput.speed * more:
                     size += 1
                     found.update(nodes=1, hits=hit, more=more)
 
@@ -90,7 +86,6 @@ def main():
     arguments = parser.parse_args()
     options = SimpleNamespace(new_tokens=192, temperature=0)
     torch.set_num_threads(1)
-    os.environ["DFLASH_HF_REMEMBER"] = "0"
     pair, successors, total = load_pair("bfloat16"), Successors(), Counter()
     packed_weights(pair.target, pair.draft)
     print("| | rounds | nodes | hits | ratio |\n|---|---|---|---|---|")

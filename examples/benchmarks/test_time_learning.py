@@ -29,12 +29,13 @@ from transformers import DynamicCache
 
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
+from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.demo.run import load_pair
 from dflash_hf.evaluation.measure import variant
-from dflash_hf.modeling.cache_dflash import additive, slot_mask
-from dflash_hf.modeling.drafting_dflash import Context, DFlashCandidateGenerator
+from dflash_hf.modeling.accept_dflash import Verdict
+from dflash_hf.modeling.cache_dflash import additive
+from dflash_hf.modeling.drafting_dflash import Drafter
 from dflash_hf.modeling.modeling_dflash import apply_rotary
-from dflash_hf.modeling.packing_dflash import packed_weights
 from dflash_hf.modeling.target_dflash import CACHE_NAME
 from dflash_hf.smollm2 import data_folder
 from dflash_hf.training.losses import slot_weights
@@ -211,7 +212,7 @@ class Lora(nn.Module):
 
     def __init__(self, base: nn.Linear, rank: int = 8):
         super().__init__()
-        self.base, self.in_features = base, base.in_features
+        self.base, self.in_features, self.weight = base, base.in_features, base.weight
         self.down = nn.Parameter(torch.randn(rank, base.in_features) * base.in_features**-0.5)
         self.up = nn.Parameter(torch.zeros(base.out_features, rank))
 
@@ -277,8 +278,8 @@ class Past:
 class Learner:
     """Updates a private drafter from verified rounds."""
 
-    def __init__(self, draft, parameters, generator: DFlashCandidateGenerator, settings: Settings):
-        self.draft, self.parameters, self.generator, self.settings = draft, parameters, generator, settings
+    def __init__(self, draft, parameters, drafter: Drafter, settings: Settings):
+        self.draft, self.parameters, self.drafter, self.settings = draft, parameters, drafter, settings
         self.recent: deque[Round] = deque(maxlen=settings.rounds)
         self.weights = slot_weights(draft.config.block_size)[1:]
         self.seen = self.steps = 0
@@ -317,7 +318,7 @@ class Learner:
             logits = self.draft.draft_logits(hidden[known], None)  # [M, V]
         loss = (weights * -(wanted * logits.log_softmax(-1)).sum(-1)).sum()
         if settings.path:
-            head = self.generator.slot_head
+            head = self.drafter.head
             before = torch.stack([one.tokens[:-1] for one in rounds])[known]  # [M]
             ids, unary = head.candidates(logits)  # [M, k]
             query, _ = head.step(None, before, hidden[known])
@@ -348,37 +349,37 @@ class Learner:
             past = torch.arange(last) < starts[owner, None]  # [n * B, last]
             mask = additive(torch.cat([past, owner[:, None] == owner], dim=1), torch.float32)[None, None]
         hidden = self.draft(
-            noise_embeds=self.draft.embed(self.generator.target, ids.flatten()[None]).detach(),
+            noise_embeds=self.draft.embed(self.drafter.target, ids.flatten()[None]).detach(),
             context_hidden_states=features[None, last - fresh : last],
             attention_mask=mask,
             position_ids=torch.cat([context, block])[None],
-            past_key_values=Past(self.generator.cache, last - fresh),
+            past_key_values=Past(self.drafter.cache, last - fresh),
         ).last_hidden_state
         return hidden.unflatten(1, (-1, size))[0, :, 1:]
 
 
-class Drafting(DFlashCandidateGenerator):
+class Drafting(Drafter):
     """Keeps the hidden states of the last draft; with a window, the drafter sees the last tokens only."""
 
     def __init__(self, draft, target, window: int = 0):
         super().__init__(draft, target)
         self.window = window
 
-    def _hidden_states(self, *args):
-        self.hidden = super()._hidden_states(*args)
+    def hidden_states(self, anchors):
+        self.hidden = super().hidden_states(anchors)
         return self.hidden
 
-    def _candidates(self, hidden):
-        self.logits = self.draft_model.draft_logits(hidden, self.head)  # [R, B - 1, V]
-        ids, logits = self.slot_head.candidates(self.logits)
-        return self.draft_model.target_ids(ids), logits
+    def logits(self, hidden, lengths):
+        self.said = super().logits(hidden, lengths)  # [R, B - 1, V]
+        return self.said
 
-    def _masks(self, slots):
-        if not self.window:
-            return super()._masks(slots)
-        last = slots[:, -1:].expand_as(slots)
-        mask = slot_mask(slots, last, self.cache.view, self.window, None, self.draft_dtype)
-        return self.config.by_layer_type(lambda window, causal: mask)
+    def _masks(self, block):
+        masks = super()._masks(block)
+        if self.window:
+            unseen = torch.arange(self.cache.view) <= block[:, -1:] - self.window  # [R, view]
+            least = torch.finfo(self.dtype).min
+            masks = {name: mask.masked_fill(unseen[:, None, None], least) for name, mask in masks.items()}
+        return masks
 
 
 class Lookup:
@@ -432,14 +433,14 @@ class Recording:
 def replay(pair, text: Recording, settings: Settings, most: int | None = None) -> Run:
     """Draft, accept and learn as decoding does, where the target's text and features are already known."""
     draft, parameters = private_copy(pair.draft, settings.train)
-    generator = Drafting(draft, pair.target, settings.window)
-    learner = Learner(draft, parameters, generator, settings) if settings.rate else None
+    drafter = Drafting(draft, pair.target, settings.window)
+    learner = Learner(draft, parameters, drafter, settings) if settings.rate else None
     lookup = Lookup(settings.lookup) if settings.lookup else None
     run, size, place = Run(text.name, settings), draft.config.block_size, 0
     fixed = settings.train in OUTSIDE or not settings.rate  # hidden states are the same in every run
     first = text.answers[0][0]
-    generator.absorb(text.features[None, :first])
-    generator.open([0], first, len(text.ids) + size, torch.zeros(1, 1, dtype=torch.long))
+    drafter.absorb(text.features[None, :first])
+    drafter.open([0], first, torch.zeros(1, 1, dtype=torch.long))
     read = first
     for start, stop in text.answers:
         place += 1  # the first token comes from the prompt's forward
@@ -451,20 +452,16 @@ def replay(pair, text: Recording, settings: Settings, most: int | None = None) -
             if found:
                 drafted = found
             elif key in text.hidden and fixed:
-                generator.hidden = text.hidden[key]
-                drafted = generator.walk(text.tokens[None, start], generator.hidden, 0.0)[0][0, 1:].tolist()
+                drafter.hidden = text.hidden[key]
+                drafted = drafter.walk(text.tokens[None, start], drafter.hidden, [])[0, 1:].tolist()
             else:
-                generator.cache.reserve(start + size)
-                context = Context(text.features[None, read:start], torch.tensor([read]))
-                if read == start:
-                    context = generator.no_features(torch.tensor([start]), size)
-                anchor = text.tokens[None, start], torch.tensor([start])
-                block = generator.propose(generator.plan(size), *anchor, *context[:2]).tokens
-                drafted, read = block[0, 1:].tolist(), start
+                if read < start:
+                    drafter.read(text.features[None, read:start], Verdict([start - read]))
+                drafted, read = drafter.block(text.tokens[None, start], []).tokens[0, 1:].tolist(), start
                 run.drafts += 1
                 run.draft_seconds += time.process_time() - clock
                 if fixed:
-                    text.hidden[key] = generator.hidden
+                    text.hidden[key] = drafter.hidden
             # 2. Accept what the text has, plus one token of its own.
             agreed = 0
             while agreed < min(len(drafted), stop - 2 - start) and drafted[agreed] == text.ids[start + 1 + agreed]:
@@ -473,7 +470,7 @@ def replay(pair, text: Recording, settings: Settings, most: int | None = None) -
             # 3. Learn.
             if learner is not None and not found and start + size <= len(text.ids):
                 tokens, teacher = text.tokens[start : start + size], text.teacher[start : start + size - 1]
-                one = Round(start, agreed + 1, tokens, teacher, generator.hidden[0], generator.logits[0])
+                one = Round(start, agreed + 1, tokens, teacher, drafter.hidden[0], drafter.said[0])
                 learner.observe(one, text.features)
             start, place = start + agreed + 1, place + agreed + 1
             if most is not None and place >= most:

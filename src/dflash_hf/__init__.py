@@ -25,7 +25,7 @@ _LAZY = {
     "DFlashCollator": ".data.examples",
     "make_example": ".data.examples",
     "generate_responses": ".target",
-    "packed_weights": ".modeling.packing_dflash",
+    "packed_weights": ".decoding.packing",
     "generate_prompts": ".data.magpie",
     "PromptSettings": ".data.prompt_settings",
     "DFlashTrainer": ".training.trainer",

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from dflash_hf.modeling.isolation_dflash import isolated
+from dflash_hf.private import private
 
 
 SINGLE_QUERIES = "single_queries"  # name of an attention implementation; upstream asks some whether they are "flash"
@@ -22,17 +22,18 @@ _NOT_HERE = ("softcap", "position_bias", "cache")  # upstream's function support
 
 @contextmanager
 def with_own_config(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """A model with the same weights, and with a configuration of its own that may be changed."""
-    with isolated(model, model.modules()) as own:
-        shared = {module: module.config for module in own.modules() if "config" in vars(module)}
-        copies: dict = {}
-        for module, config in shared.items():
-            module.config = copy.deepcopy(config, copies)
-        try:
-            yield own
-        finally:
-            for module, config in shared.items():
-                module.config = config
+    """
+    A model with the same weights, and with a configuration of its own that may be changed.
+
+    Raises:
+        `ValueError`: see [`private`].
+    """
+    own = private(model, (module for module in model.modules() if "config" in vars(module)))
+    copies: dict = {}
+    for module in own.modules():
+        if "config" in vars(module):
+            module.config = copy.deepcopy(module.config, copies)
+    yield own
 
 
 @contextmanager
@@ -43,7 +44,8 @@ def single_queries(target: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """
     text = target.config.get_text_config(decoder=True)  # which may attend in another way than a wrapper's images
     swaps = target._supports_attention_backend and text._attn_implementation == "sdpa"
-    if not swaps or target.device.type != "cpu" or target.dtype not in (torch.bfloat16, torch.float16):
+    replaced = any("forward" in vars(module) for module in target.modules())
+    if replaced or not swaps or target.device.type != "cpu" or target.dtype not in (torch.bfloat16, torch.float16):
         yield target
         return
     with with_own_config(target) as own:

@@ -42,9 +42,10 @@ def register() -> None:
 
 
 def register_classes() -> None:
-    """Register our classes with `AutoConfig` and `AutoModel`. Registering twice is a no-op."""
+    """Register our classes with `AutoConfig` and `AutoModel`, and let drafters decode as fast as the package can."""
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+    from dflash_hf.decoding.strategy import strategy
     from dflash_hf.modeling.modeling_dflash import DFlashDraftConfig, DFlashDraftModel
 
     class NoCausalLM:
@@ -60,6 +61,7 @@ def register_classes() -> None:
                 "`target.generate(..., assistant_model=draft)`."
             )
 
+    DFlashDraftModel.strategy = staticmethod(strategy)
     AutoConfig.register(DFlashDraftConfig.model_type, DFlashDraftConfig, exist_ok=True)
     AutoModel.register(DFlashDraftConfig, DFlashDraftModel, exist_ok=True)
     AutoModelForCausalLM.register(DFlashDraftConfig, NoCausalLM, exist_ok=True)

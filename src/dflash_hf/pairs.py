@@ -41,7 +41,7 @@ class Loading:
         import torch
         from transformers.utils import logging
 
-        from dflash_hf.modeling.packing_dflash import emulated
+        from dflash_hf.decoding.packing import emulated
 
         on_cpu = str(device) == "cpu" or (str(device) == "auto" and not torch.accelerator.is_available())
         if self.dtype != "auto" or not on_cpu or not emulated(torch.bfloat16):
@@ -88,7 +88,7 @@ def load_target(name: str, loading: Loading, device=None, form: str = "--{} {}",
         `ValueError`: it needs custom code, or its weights are damaged, incomplete or of another configuration.
         `ImportError`: it needs a quantisation library that is not installed.
     """
-    from dflash_hf.modeling.packing_dflash import warn_if_emulated
+    from dflash_hf.decoding.packing import warn_if_emulated
 
     device = device or device_of(loading.device)
     options |= {"dtype": loading.dtype_on(device), "device_map": device}
@@ -182,7 +182,7 @@ def pack(packed: bool | None, *models) -> bool:
     Returns:
         `bool`: Whether they were packed.
     """
-    from dflash_hf.modeling.packing_dflash import packed_weights
+    from dflash_hf.decoding.packing import packed_weights
 
     present = [model for model in models if model is not None]
     packed = to_pack(packed, *present)
@@ -193,20 +193,17 @@ def pack(packed: bool | None, *models) -> bool:
 
 def to_pack(packed: bool | None, *models) -> bool:
     """
-    `--packed`: whether to multiply by packed weights. If not, a drafter among the models does not either.
+    `--packed`: whether to multiply by packed weights.
 
     Args:
         packed (`bool`, *optional*): Default: if the models are on a CPU and the copies fit a third of its free memory.
     """
-    from dflash_hf.modeling.packing_dflash import fit_memory, packable
+    from dflash_hf.decoding.packing import fit_memory, packable
 
-    if packed is None:
-        layers = [module for model in models for module in model.modules() if packable(module)]
-        packed = bool(layers) and fit_memory(layers)
-    for draft in models:
-        if not packed and hasattr(draft, "decoding_config"):
-            draft.decoding_config.packed = False
-    return packed
+    if packed is not None:
+        return packed
+    layers = [module for model in models for module in model.modules() if packable(module)]
+    return bool(layers) and fit_memory(layers)
 
 
 def about_remote_code(what: str, error: ValueError) -> str:

@@ -17,11 +17,11 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from transformers.utils import logging
 
 from dflash_hf.attention import single_queries
-from dflash_hf.modeling.accept_dflash import Draft, likeliest
-from dflash_hf.modeling.cache_dflash import SlotLayer
-from dflash_hf.modeling.probe_dflash import facts_of
-from dflash_hf.modeling.sessions_dflash import SlotSession
-from dflash_hf.modeling.target_dflash import empty_cache, input_device
+from dflash_hf.decoding.strategy import support
+from dflash_hf.modeling.accept_dflash import Block, likeliest
+from dflash_hf.modeling.cache_dflash import SlotCache, SlotLayer
+from dflash_hf.modeling.session_dflash import SlotSession
+from dflash_hf.modeling.target_dflash import empty_cache, input_device, why_hidden
 
 
 logger = logging.get_logger(__name__)
@@ -123,7 +123,7 @@ def decodes_in_slots(target: PreTrainedModel, config: GenerationConfig) -> bool:
     rope = str(getattr(target.config.get_text_config(decoder=True), "rope_parameters", None))
     if not _is_plain(config) or "longrope" in rope or "dynamic" in rope:  # length-dependent frequencies
         return False
-    return facts_of(target).session_class is SlotSession
+    return not target.training and why_hidden(target) is None and support(target).session is SlotSession
 
 
 def _is_plain(config: GenerationConfig) -> bool:
@@ -183,6 +183,27 @@ class _Row:
         return len(self.ids) + len(self.text) - 1
 
 
+class _All(SlotCache):
+    SPARE = 2**40  # no layer is a ring: after any beginning of its text another one may follow
+
+
+class _Whole(_All):
+    """Attention gets whole buffers, which matrix products do not copy; few of their slots are unused."""
+
+    def reserve(self, used: int) -> None:
+        if not used <= self.capacity <= used * 9 // 8 + 16:
+            self._resize(-(-used * 17 // 128) * 8)
+        self.view = self.capacity
+
+
+class _Reader(SlotSession):
+    CACHE = _All
+
+
+class _Steps(SlotSession):
+    CACHE = _Whole
+
+
 class _Slots:
     """The places of a batch: rows of a target's cache, each filled, decoded and replaced independently."""
 
@@ -191,16 +212,17 @@ class _Slots:
         accepted = inspect.signature(target.forward).parameters
         last_only = {"logits_to_keep": torch.tensor([-1])} if "logits_to_keep" in accepted else {}
         offset = torch.zeros(rows, 1, dtype=torch.long, device=self.device)
-        self.session = SlotSession(target, empty_cache(target), [0] * rows, 1, offset, {})
+        self.session = _Steps(target, empty_cache(target), [0] * rows, offset, {})
         self.known: dict[tuple, tuple[list, torch.Tensor]] = {}
-        self.reader = SlotSession(target, empty_cache(target), [0], 1, offset[:1], last_only)
+        self.reader = _Reader(target, empty_cache(target), [0], offset[:1], last_only)
         self.last: tuple = ()  # the prompt that it holds
 
     def read(self, place: int, ids: Sequence[int]) -> torch.Tensor:
         """Put a prompt into a place; returns the logits `[1, V]` after it."""
         states, logits = self._known(tuple(ids))
         cache, length = self.session.cache, len(ids)
-        cache.reserve(length)
+        if length > cache.capacity:
+            cache.reserve(length)
         for mine, new in zip(cache.layers, states, strict=True):
             if new is None:
                 continue
@@ -226,17 +248,16 @@ class _Slots:
         self.last = ids
         for start in range(shared, len(ids), _PIECE):
             piece = torch.tensor([ids[start : start + _PIECE]], device=self.device)
-            self.reader.cache.reserve(start + piece.shape[1])
-            logits = self.reader.verify(Draft(piece), torch.tensor([start], device=self.device)).logits[:, -1]
+            self.reader.lengths = [start]
+            logits = self.reader.verify(Block(piece))[0][:, -1]
         return logits
 
     def step(self, tokens: dict[int, tuple[int, int]]) -> torch.Tensor:
         """The logits `[len(tokens), V]` after the given tokens, which are given with their slots by place."""
         now = [tokens.get(place, (0, 0)) for place in range(self.rows)]  # unused places write to slot 0
-        ids, start = torch.tensor(now, device=self.device).unbind(1)
-        self.session.cache.fit(max(slot for _, slot in now) + 1)
-        logits = self.session.verify(Draft(ids[:, None]), start).logits[:, -1]
-        return logits[list(tokens)]
+        self.session.lengths = [slot for _, slot in now]
+        ids = torch.tensor([[token] for token, _ in now], device=self.device)
+        return self.session.verify(Block(ids))[0][list(tokens), -1]
 
     @property
     def memory(self) -> int:

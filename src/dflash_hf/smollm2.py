@@ -11,8 +11,7 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-from dflash_hf.files import digest_of_file
-from dflash_hf.modeling.remembered_dflash import default_cache_dir
+from dflash_hf.files import default_cache_dir, digest_of_file
 
 
 logger = logging.get_logger(__name__)

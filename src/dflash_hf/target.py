@@ -3,8 +3,8 @@
 import copy
 import hashlib
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, PreTrainedModel
 
-from dflash_hf.modeling.isolation_dflash import isolated
 from dflash_hf.modeling.target_dflash import FeatureTap, check_pair, decoder_layers
+from dflash_hf.private import private
 from dflash_hf.responses import eos_ids, responses
 
 
@@ -100,7 +100,9 @@ def target_forward(
         states (`bool`): `False` leaves out the last hidden state: the layers above the highest of `layer_ids` do not
             run.
     """
-    with _tapped(target, layer_ids) as (own, tap), nullcontext() if states else _cut_above(own, max(layer_ids)):
+    own = target if states else _cut_above(target, max(layer_ids))
+    eagerly = torch.compiler.set_stance("force_eager") if _is_compiled(target) else nullcontext()  # graphs skip hooks
+    with FeatureTap(target, layer_ids) as tap, tap.running(), eagerly:
         last_hidden_state = _decoder_forward(own, input_ids, attention_mask, position_ids)
         return TargetOutput(features=tap.take(), last_hidden_state=last_hidden_state if states else None)
 
@@ -110,28 +112,23 @@ def target_features(target: PreTrainedModel, layer_ids: list[int], input_ids, **
     return target_forward(target, layer_ids, input_ids, **masks, states=False).features
 
 
-@contextmanager
-def _tapped(target: PreTrainedModel, layer_ids: list[int]):
-    """The target with private copies of its modules, run eagerly (unchanged if sharded as a whole), and their tap."""
-    layers = decoder_layers(target)
-    sharded = isinstance(target, FSDPModule)
-    with nullcontext(target) if sharded else isolated(target, [layers[max(i, 0)] for i in layer_ids]) as own:
-        with FeatureTap(own, layer_ids) as tap:
-            yield own, tap
+def _is_compiled(target: PreTrainedModel) -> bool:
+    return any(one._compiled_call_impl is not None for one in target.modules())
 
 
-@contextmanager
-def _cut_above(target: PreTrainedModel, layer_id: int) -> Iterator[None]:
+def _cut_above(target: PreTrainedModel, layer_id: int) -> PreTrainedModel:
+    """A copy of the target without the layers above one; the target itself where its parts cannot run separately."""
     # A hook that raises would be shorter, but would abort a sharded or offloaded target in the middle of its forward.
     layers = decoder_layers(target)
     parent, name = next(
         (module, name) for module in target.modules() for name, child in module.named_children() if child is layers
     )
-    setattr(parent, name, layers[: max(layer_id, 0) + 1])
-    try:
-        yield
-    finally:
-        setattr(parent, name, layers)
+    if any("forward" in vars(module) or isinstance(module, FSDPModule) for module in target.modules()):
+        return target
+    own = private(target, [parent])
+    module = next(one for one in own.modules() if getattr(one, name, None) is layers)
+    module._modules = {**module._modules, name: layers[: max(layer_id, 0) + 1]}
+    return own
 
 
 def _decoder_forward(target, input_ids, attention_mask, position_ids) -> torch.Tensor:

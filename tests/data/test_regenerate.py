@@ -80,7 +80,7 @@ def test_responses_are_the_target_s_own_with_and_without_a_drafter(folder, data,
     tokenizer = make_tokenizer(CHATML)
     outputs = []
     packed = []
-    monkeypatch.setattr("dflash_hf.modeling.packing_dflash.packed_weights", lambda *models: packed.append(len(models)))
+    monkeypatch.setattr("dflash_hf.decoding.packing.packed_weights", lambda *models: packed.append(len(models)))
     drafted = ("--draft", tmp_path / "draft")
     for name, options in (("alone", ()), ("drafted", drafted), ("packed", (*drafted, "--packed"))):
         output = tmp_path / f"{name}.jsonl"
@@ -515,13 +515,10 @@ def test_wrong_options_are_told_in_one_line(data, tmp_path, capsys):
         capsys, data, tmp_path / "absent", tmp_path / "out.jsonl", "--temperature", "0", "--top-p", "0.9"
     )
     assert code == 2 and "--top-p 0.9 has no effect in greedy decoding" in error
-    for options in (("--compile",), ("--tree-nodes", "3"), ("--draft-temperature", "1")):
+    for options in (("--compile",), ("--tree-nodes", "3")):
         options = ("--server", "http://127.0.0.1:1", *options)
         code, _, error = regenerate(capsys, data, tmp_path / "absent", tmp_path / "out.jsonl", *options)
         assert code == 2 and "decodes them itself: leave out" in error
-    options = ("--temperature", "0", "--draft-temperature", "1")
-    code, _, error = regenerate(capsys, data, tmp_path / "absent", tmp_path / "out.jsonl", *options)
-    assert code == 2 and "--draft-temperature 1 has no effect in greedy decoding" in error
     code, _, error = regenerate(capsys, data, tmp_path / "absent", tmp_path / "out.jsonl")
     assert code == 1 and "there is no such folder" in error
     assert not (tmp_path / "out.jsonl").exists()

@@ -12,7 +12,7 @@ from dflash_hf.evaluation.divergence import EQUAL, NEAR_TIE, WRONG, gap_at, judg
 from dflash_hf.evaluation.measure import EvalReport, evaluate
 from dflash_hf.evaluation.methods import DFLASH, TARGET
 from dflash_hf.evaluation.text import summary_lines
-from dflash_hf.modeling.accept_dflash import Draft
+from dflash_hf.modeling.accept_dflash import Block
 
 
 PROMPTS = [[5 + i, 9, 11 + 2 * i, 60, 7] for i in range(12)]
@@ -67,14 +67,14 @@ def test_bf16_parts_at_near_ties_as_the_target_does_from_itself(bf16):
 def test_one_token_too_many_is_wrong(dtype, monkeypatch):
     """Verification that accepts a draft unseen, now and then."""
     target, draft = pair(dtype)
-    original, rounds = Draft.walk, []
+    original, rounds = Block.agree, []
 
-    def careless(self, tokens):
-        own, length, path = original(self, tokens)
+    def careless(self, chosen):
+        counts, path = original(self, chosen)
         rounds.append(1)
-        return own, length if len(rounds) % 9 else (length + 1).clamp(max=tokens.shape[1]), path
+        return counts if len(rounds) % 9 else (counts + 1).clamp(max=chosen.shape[1]), path
 
-    monkeypatch.setattr(Draft, "walk", careless)
+    monkeypatch.setattr(Block, "agree", careless)
     report = evaluate(target, draft, PROMPTS[:4], max_new_tokens=NEW, runs=1, methods=(TARGET, DFLASH))
     assert report.verdict() == WRONG and report.is_wrong
     assert WRONG in "\n".join(summary_lines(report))

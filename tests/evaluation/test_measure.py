@@ -5,6 +5,7 @@ import torch
 from support.pairs import make_draft, make_target
 from support.scripted_draft import scripted
 
+from dflash_hf.decoding import packing as packing_dflash
 from dflash_hf.evaluation import measure
 from dflash_hf.evaluation.measure import EvalReport, MethodReport, evaluate, variant
 from dflash_hf.evaluation.methods import (
@@ -18,7 +19,6 @@ from dflash_hf.evaluation.methods import (
     TARGET_PACKED,
 )
 from dflash_hf.evaluation.text import LABELS, summary_lines
-from dflash_hf.modeling import packing_dflash
 
 
 PROMPTS = [[5, 9, 11, 60], [7, 3], [40, 41, 42, 43, 44, 45]]

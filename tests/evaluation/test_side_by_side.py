@@ -11,8 +11,8 @@ from support.pairs import make_draft
 from support.tiny_chat import save_target
 from transformers import AutoModelForCausalLM
 
+from dflash_hf.decoding import packing as packing_dflash
 from dflash_hf.evaluation.methods import DFLASH, TARGET, TREE
-from dflash_hf.modeling import packing_dflash
 
 
 @pytest.fixture(scope="module")

@@ -1,24 +1,21 @@
 """Ways of calling `generate` that broke other implementations."""
 
 import gc
-import weakref
 from threading import Thread
 
 import pytest
 import torch
 from support.pairs import VOCAB, make_draft, make_target
 from support.rows import ragged_prompts
-from support.scripted_draft import scripted
+from support.scripted_draft import recognising, scripted
 from support.tiny_chat import make_tokenizer
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import nn
 from transformers import DynamicCache, TextIteratorStreamer, TextStreamer, pipeline
 from transformers.generation import GenerationConfig
 
 from dflash_hf.evaluation.divergence import WRONG, judge, summary
 from dflash_hf.modeling.cache_dflash import SlotCache
-from dflash_hf.modeling.recurrent_dflash import recurrent_states
-from dflash_hf.modeling.sessions_dflash import SlotSession
-from dflash_hf.modeling.target_dflash import CACHE_NAME
+from dflash_hf.modeling.target_dflash import cache_argument, recurrent_states
 
 
 PROMPT = torch.tensor([[5, 9, 17, 33, 5, 9, 17, 33, 5, 9]])
@@ -55,7 +52,7 @@ def test_token_types_go_on_as_the_prompt_ended(rows):
 
 
 @pytest.mark.parametrize("hidden", [slice(6, 10), slice(3, 5)], ids=["on the right", "a gap"])
-def test_masks_that_leave_out_more_than_padding_on_the_left(hidden, target, draft):
+def test_masks_with_gaps_decode_plainly(hidden, target, draft):
     ids, mask = PROMPT.repeat(2, 1), torch.ones(2, 10, dtype=torch.long)
     mask[1, hidden] = 0
     expected, output = both(target, draft, ids, attention_mask=mask, return_dict_in_generate=True)
@@ -63,21 +60,7 @@ def test_masks_that_leave_out_more_than_padding_on_the_left(hidden, target, draf
     assert not torch.equal(expected.sequences[0], expected.sequences[1]), "the mask changes nothing"
 
 
-def test_positions_never_pass_the_targets_length():
-    """Learned positions end: a block may not reach past them, in a batch either."""
-    target = make_target("gpt2", n_positions=32)
-    draft = make_draft(target, block_size=16)
-    expected, output = both(target, draft, PROMPT, max_new_tokens=22)
-    assert torch.equal(output, expected)
-    ids, mask = PROMPT.repeat(3, 1), torch.ones(3, 10, dtype=torch.long)
-    ids[1, :4], mask[1, :4], ids[2, :7], mask[2, :7] = 0, 0, 0, 0
-    stop = target.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False)[0, -1].item()
-    expected, output = both(target, draft, ids, attention_mask=mask, max_new_tokens=22, eos_token_id=stop)
-    assert torch.equal(output, expected)
-    assert torch.equal(*both(target, draft, PROMPT, max_new_tokens=7.0))
-
-
-def test_the_mask_token_is_an_ordinary_token_of_the_text(target):
+def test_mask_token_may_stand_in_the_text(target):
     """Nothing is trimmed, stopped or compared by the mask id."""
     text = target.generate(PROMPT, max_new_tokens=24, do_sample=False)
     draft = make_draft(target)
@@ -86,47 +69,30 @@ def test_the_mask_token_is_an_ordinary_token_of_the_text(target):
     assert torch.equal(target.generate(PROMPT, max_new_tokens=24, do_sample=False, assistant_model=draft), text)
 
 
-def test_num_return_sequences_samples_rows(target, draft):
-    torch.manual_seed(0)
-    output = target.generate(
-        PROMPT, do_sample=True, num_return_sequences=4, max_new_tokens=12, assistant_model=draft, temperature=1.5
-    )
-    assert output.shape == (4, 22) and len({tuple(row) for row in output.tolist()}) == 4
-
-
 def test_a_users_cache_is_continued_and_filled(target, draft):
     """The features of a prefilled prefix were never seen: drafting starts late, the text is the same."""
     for with_mask in (False, True):
         caches = [DynamicCache(config=target.config) for _ in range(2)]
         for cache in caches:
-            target(PROMPT[:, :6], **{CACHE_NAME: cache}, use_cache=True)
+            target(PROMPT[:, :6], past_key_values=cache, use_cache=True)
         options = {"attention_mask": torch.ones_like(PROMPT)} if with_mask else {}
-        expected = target.generate(PROMPT, **{CACHE_NAME: caches[0]}, max_new_tokens=20, do_sample=False, **options)
+        expected = target.generate(PROMPT, past_key_values=caches[0], max_new_tokens=20, do_sample=False, **options)
         draft = scripted(draft, expected)
         output = target.generate(
-            PROMPT, **{CACHE_NAME: caches[1]}, max_new_tokens=20, do_sample=False, assistant_model=draft, **options
+            PROMPT, past_key_values=caches[1], max_new_tokens=20, do_sample=False, assistant_model=draft, **options
         )
         assert torch.equal(output, expected)
         assert caches[0].get_seq_length() == caches[1].get_seq_length() == 29
         torch.testing.assert_close(caches[0].layers[2].keys, caches[1].layers[2].keys, atol=1e-4, rtol=1e-4)
 
 
-def test_generation_config_and_chunked_prefill(target, draft):
+def test_prompts_read_in_chunks(target):
+    """What is drafted after it depends on all features of the prompt."""
     config = GenerationConfig(max_new_tokens=18, do_sample=False, pad_token_id=0, prefill_chunk_size=3)
     expected = target.generate(PROMPT, generation_config=config)
-    draft = scripted(draft, expected)
+    draft = recognising(target, expected)
     output = target.generate(PROMPT, generation_config=config, assistant_model=draft, return_dict_in_generate=True)
-    assert torch.equal(output.sequences, expected) and max(output.acceptance_lengths[0]) > 1
-
-
-def test_chunked_prefill_drafts_what_whole_prefill_drafts(target, draft, monkeypatch):
-    drafted = []
-    monkeypatch.setattr(draft, "target_ids", lambda draft_ids: drafted.append(draft_ids) or draft_ids)
-    options = {"max_new_tokens": 5, "do_sample": False, "assistant_model": draft}
-    target.generate(PROMPT, **options)
-    whole, drafted[:] = [block.tolist() for block in drafted], []
-    target.generate(PROMPT, prefill_chunk_size=3, **options)
-    assert [block.tolist() for block in drafted] == whole
+    assert torch.equal(output.sequences, expected) and max(output.acceptance_lengths[0]) > 3
 
 
 def test_max_time_stops_after_a_round(target, draft):
@@ -176,50 +142,23 @@ def test_streamers_of_text(talking, capsys):
     assert written[0] == written[1] and len(written[0][0]) > 5
 
 
-def test_stop_strings_stop_exactly(talking):
-    target, draft, tokenizer = talking
-    inputs = tokenizer("Once", return_tensors="pt", return_token_type_ids=False)
-    letters = set(tokenizer("abcdefghijklmnopqrstuvwxyz")["input_ids"])
-    others = [token for token in range(280) if token not in letters]
-    options = {"max_new_tokens": 40, "do_sample": False, "tokenizer": tokenizer, "suppress_tokens": others}
-    text = target.generate(**inputs, **options)
-    stop = tokenizer.decode(text[0, 4 + 13 : 4 + 15])
-    expected = target.generate(**inputs, **options, stop_strings=[stop])
-    assert expected.shape[1] < text.shape[1]
-    draft = scripted(draft, text)
-    output = target.generate(**inputs, **options, stop_strings=[stop], assistant_model=draft)
-    assert torch.equal(output, expected)
-
-
-@pytest.mark.parametrize("eos", [None, 11])
-def test_rows_that_a_stop_string_ends(talking, eos):
+@pytest.mark.parametrize(("rows", "eos"), [(1, None), (3, None), (3, 11)])
+def test_stop_strings_end_rows(talking, rows, eos):
     """With an end-of-sequence token they are padded; without, the target goes on writing them until all have ended."""
     target, draft, tokenizer = talking
-    inputs, _ = ragged_prompts(3)
+    inputs, _ = ragged_prompts(rows)
     options = {"max_new_tokens": 40, "do_sample": False, "tokenizer": tokenizer, "pad_token_id": 0}
     options |= {"eos_token_id": eos}
     free = target.generate(**inputs, **options)[:, -40:].tolist()
-    options["stop_strings"] = [tokenizer.decode(free[row][place : place + 2]) for row, place in ((0, 5), (1, 20))]
+    places = ((0, 5), (1, 20))[:rows]
+    options["stop_strings"] = [tokenizer.decode(free[row][place : place + 2]) for row, place in places]
     expected = target.generate(**inputs, **options)
-    assert (expected[0, -5:] == 0).all() == (eos is not None)
+    assert (expected[0, -5:] == 0).all() == (eos is not None) and (rows > 1 or expected.shape[1] < 51)
     draft = scripted(draft, expected, error_rate=0.2)
-    output = target.generate(**inputs, **options, assistant_model=draft)
-    assert torch.equal(output, expected)
+    assert torch.equal(target.generate(**inputs, **options, assistant_model=draft), expected)
 
 
-def test_pipeline(talking):
-    target, draft, tokenizer = talking
-    options = {"max_new_tokens": 12, "do_sample": False, "return_tensors": True}
-    plain = pipeline("text-generation", model=target, tokenizer=tokenizer)
-    drafted = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=draft)
-    rounds = []
-    handle = draft.register_forward_hook(lambda *_: rounds.append(1))
-    assert drafted("Once", **options) == plain("Once", **options)
-    handle.remove()
-    assert rounds
-
-
-def test_pipeline_takes_a_drafter_by_its_name(talking, tmp_path):
+def test_pipeline_takes_a_drafter_or_its_name(talking, tmp_path):
     """With other special tokens than the target's, which upstream takes for another tokenizer."""
     target, draft, tokenizer = talking
     target.config.eos_token_id, before = 7, target.config.eos_token_id
@@ -227,32 +166,31 @@ def test_pipeline_takes_a_drafter_by_its_name(talking, tmp_path):
     options = {"max_new_tokens": 12, "do_sample": False, "return_tensors": True}
     plain = pipeline("text-generation", model=target, tokenizer=tokenizer)
     for assistant in (str(tmp_path), draft):
-        drafted = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=assistant)
+        drafted, rounds = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=assistant), []
         assert isinstance(drafted.assistant_model, type(draft)) and drafted.assistant_tokenizer is None
-        assert drafted("Once", **options) == plain("Once", **options)
+        drafted.assistant_model.decoding_config.block_size = draft.config.block_tokens  # it would not pay
+        drafted.assistant_model.register_forward_hook(lambda *_, rounds=rounds: rounds.append(1))
+        assert drafted("Once", **options) == plain("Once", **options) and rounds
     target.config.eos_token_id = before
 
 
-def test_settings_of_other_assistants_are_followed_or_named(target, draft, caplog):
+def test_settings_of_others_are_followed_or_named(target, draft, caplog):
     """`num_assistant_tokens` drafted tokens are verified; what a drafter cannot follow is said once."""
     options = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
     expected = target.generate(PROMPT, **options)
     draft = scripted(draft, expected.sequences, error_rate=0.0)
     output = target.generate(PROMPT, **options, assistant_model=draft, num_assistant_tokens=2)
     assert torch.equal(output.sequences, expected.sequences) and max(output.acceptance_lengths[0]) == 3
-    output = target.generate(PROMPT, **options, assistant_model=draft, prompt_lookup_num_tokens=3)
-    assert torch.equal(output.sequences, expected.sequences)
-    assert any("drafter ignores prompt_lookup_num_tokens=3" in record.getMessage() for record in caplog.records)
-    draft.decoding_config.look_ahead = 4
-    output = target.generate(PROMPT, **options, assistant_model=draft, assistant_confidence_threshold=0.7)
-    assert torch.equal(output.sequences, expected.sequences)
-    assert any("run ahead of the host" in record.getMessage() for record in caplog.records)
+    for name, value in (("prompt_lookup_num_tokens", 3), ("assistant_confidence_threshold", 0.7)):
+        output = target.generate(PROMPT, **options, assistant_model=draft, **{name: value})
+        assert torch.equal(output.sequences, expected.sequences) and max(output.acceptance_lengths[0]) == 4
+        assert f"drafter ignores {name}={value}" in caplog.text
 
 
-def test_a_misspelt_setting_is_an_error_with_the_nearest_name(draft):
+def test_misspelt_setting_names_the_nearest(draft):
     with pytest.raises(AttributeError, match="no field 'tree_node': did you mean 'tree_nodes'"):
         draft.decoding_config.tree_node = 9
-    with pytest.raises(AttributeError, match="the fields are block_size, draft_temperature"):
+    with pytest.raises(AttributeError, match="the fields are block_size, tree_nodes"):
         draft.decoding_config.pack_my_things = True
 
 
@@ -261,75 +199,53 @@ def test_dola_is_refused(target, draft):
         target.generate(PROMPT, max_new_tokens=5, dola_layers="low", assistant_model=draft)
 
 
+class Interruption:
+    """Raises `error` when it is reached for the `nth` time, at one place of a call of `generate`."""
+
+    def __init__(self, error, nth):
+        self.error, self.left = error, nth
+
+    def __call__(self, *args, **kwargs):
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+
+    def put(self, value):
+        if value.numel() == 1:
+            self()
+
+    def at(self, place: str) -> dict:
+        """The argument of `generate` with which it is reached."""
+        if place == "streamer":
+            return {"streamer": self}
+        if place == "processor":
+            return {"logits_processor": [lambda ids, scores: self() or scores]}
+        return {"stopping_criteria": [lambda ids, scores: self() or torch.zeros(len(ids), dtype=torch.bool)]}
+
+
 @pytest.mark.parametrize("place", ["processor", "criterion", "streamer"])
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "jamba"])
-def test_a_cache_after_an_interruption_equals_that_without_a_drafter(family, rows, place):
-    """A Jamba goes on from a cache in single tokens only: one that lacks several is of no use."""
-    target = make_target(family, attn=None, dtype=torch.float64 if family == "jamba" else torch.float32)
-    inputs = {"input_ids": PROMPT.repeat(rows, 1) + torch.arange(rows)[:, None]}
-    options = {**inputs, "max_new_tokens": 20, "do_sample": False}
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "falcon_h1", "mamba2"])
+def test_interrupted_cache_equals_the_plain_one(family, place):
+    """It holds all tokens that were shown but the last, and recurrent states after them."""
+    target = make_target(family, attn=None, dtype=torch.float32 if family in ("qwen3", "gemma3") else torch.float64)
+    options = {"inputs": PROMPT, "max_new_tokens": 20, "do_sample": False}
     draft = scripted(make_draft(target, 6), target.generate(**options), error_rate=0.1)
     for nodes in (None, 8):
         draft.decoding_config.tree_nodes = nodes
+        output = target.generate(**options, assistant_model=draft, return_dict_in_generate=True)
+        assert max(output.acceptance_lengths[0]) > 3
         for after in (1, 2, 5, 9):
-            caches = []
+            held = []
             for assistant in (None, draft):
-                cache, interruption = DynamicCache(config=target.config), Interruption(KeyError, after, rows)
-                own: dict = {"streamer": interruption}
-                if place == "processor":
-                    own = {"logits_processor": [lambda ids, scores, stop=interruption: stop() or scores]}
-                elif place == "criterion":
-                    nobody = torch.zeros(rows, dtype=torch.bool)
-                    own = {"stopping_criteria": [lambda ids, scores, stop=interruption, no=nobody: stop() or no]}
+                cache, own = DynamicCache(config=target.config), Interruption(KeyError, after).at(place)
+                own[cache_argument(target)] = cache
                 with pytest.raises(KeyError):
-                    target.generate(**options, **own, **{CACHE_NAME: cache}, assistant_model=assistant)
-                caches.append(cache)
-            held = [
-                [getattr(layer, name) for layer in cache.layers for name in ("keys", "values") if hasattr(layer, name)]
-                + recurrent_states(cache.layers)
-                for cache in caches
-            ]
-            assert all(torch.allclose(ours, theirs, atol=1e-4) for theirs, ours in zip(*held, strict=True))
-
-
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text"])
-def test_an_interruption_leaves_the_callers_cache_whole(family):
-    """
-    Stopped inside a block, the cache holds what it holds without a drafter: all tokens that were shown, but the last.
-    It used to hold the rest of the block, so that a text that went on after the last shown token was another one.
-    """
-
-    class Interrupted:
-        def __init__(self, after):
-            self.after, self.tokens = after, []
-
-        def put(self, value):
-            if value.numel() > 1:
-                return
-            self.tokens.append(int(value))
-            if len(self.tokens) == self.after:
-                raise KeyboardInterrupt
-
-    target = make_target(family)
-    draft = make_draft(target, block_size=8)
-    expected = target.generate(PROMPT, max_new_tokens=24, do_sample=False)
-    draft = scripted(draft, expected, error_rate=0.1)
-    for after in (4, 7, 11):
-        cache, streamer = DynamicCache(config=target.config), Interrupted(after)
-        options = {"max_new_tokens": 24, "do_sample": False, CACHE_NAME: cache}
-        with pytest.raises(KeyboardInterrupt):
-            target.generate(PROMPT, **options, streamer=streamer, assistant_model=draft)
-        assert streamer.tokens == expected[0, 10 : 10 + after].tolist()
-        length = cache.get_seq_length()
-        assert length == 10 + after - 1
-        whole = DynamicCache(config=target.config)
-        target(expected[:, :length], **{CACHE_NAME: whole}, use_cache=True)
-        options = {"max_new_tokens": 3, "do_sample": False}
-        texts = [
-            target.generate(expected[:, : length + 1], **{CACHE_NAME: held}, **options) for held in (cache, whole)
-        ]
-        assert torch.equal(*texts)
+                    target.generate(**options, **own, assistant_model=assistant)
+                layers = [layer for layer in cache.layers if hasattr(layer, "keys")]
+                held.append([layer.keys for layer in layers] + [layer.values for layer in layers])
+                held[-1] += recurrent_states(cache.layers)
+            for theirs, ours in zip(*held, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=0.0, atol=1e-4 * max(1.0, float(theirs.abs().max())))
 
 
 @pytest.mark.slow
@@ -362,94 +278,71 @@ def test_ten_thousand_tokens_in_constant_memory():
     assert meter.resident[10_000] - meter.resident[2000] < 2.5 * cache + 10, meter.resident
 
 
-class Interruption:
-    """Raises `error` when it is reached for the `nth` time, at one place of a call of `generate`."""
+class Interrupting(nn.Module):
+    """A layer of a target, which may be interrupted."""
 
-    def __init__(self, error, nth, rows=1):
-        self.error, self.left, self.rows = error, nth, rows
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.reached = layer, lambda: None
 
-    def __call__(self, *args, **kwargs):
-        self.left -= 1
-        if self.left == 0:
-            raise self.error
-
-    def put(self, value):
-        if value.numel() == self.rows:
-            self()
+    def forward(self, *args, **kwargs):
+        self.reached()
+        return self.layer(*args, **kwargs)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, FloatingPointError])
-@pytest.mark.parametrize("place", ["prefill", "draft", "verify", "commit", "streamer", "processor", "criterion"])
-def test_an_interruption_anywhere_leaves_nothing_behind(place, error, target, draft, monkeypatch):
+@pytest.mark.parametrize("place", ["prefill", "verify", "draft", "streamer", "processor", "criterion"])
+def test_interruption_leaves_nothing_behind(place, error):
     """Both models decode as before, no hook stays, and no cache of the call is alive."""
+    target = make_target()
+    target.model.norm = Interrupting(target.model.norm)
     options = {"max_new_tokens": 20, "do_sample": False}
     expected = target.generate(PROMPT, **options)
-    draft = scripted(draft, expected)
+    draft = scripted(make_draft(target), expected).train()
     assert torch.equal(target.generate(PROMPT, **options, assistant_model=draft), expected)
 
     def hooks():
         modules = [*target.modules(), *draft.modules()]
         return [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules]
 
-    before, caches, original = hooks(), [], SlotCache.__init__
-
-    def remember(self, *args, **kwargs):
-        original(self, *args, **kwargs)
-        caches.append(weakref.ref(self))
-
-    interruption, own = Interruption(error, 2 if place in ("streamer", "processor", "criterion") else 1), {}
-    with monkeypatch.context() as patch:
-        patch.setattr(SlotCache, "__init__", remember)
-        if place in ("verify", "commit"):
-            patch.setattr(SlotSession, place, lambda self, *args: interruption())
-        elif place == "draft":
-            patch.setattr(draft, "draft_logits", lambda *args: interruption())
-        elif place == "prefill":  # behind the tap of a first layer
-            interruption.left = 0
-            handle = target.model.layers[2].register_forward_hook(lambda *args: interruption())
-            target.generate(PROMPT, **options, assistant_model=draft)  # a target with a new hook is tried out
-            caches.clear()
-            interruption.left = 1
-        elif place == "streamer":
-            own = {"streamer": interruption}
-        elif place == "processor":
-            own = {"logits_processor": [lambda ids, scores: interruption() or scores]}
-        else:
-            own = {"stopping_criteria": [lambda ids, scores: interruption() or torch.zeros(1, dtype=torch.bool)]}
-        with pytest.raises(error):
-            target.generate(PROMPT, **options, **own, assistant_model=draft)
-        if place == "prefill":
-            handle.remove()
-    assert hooks() == before
-    assert (caches or place == "prefill") and all(cache() is None or not cache().layers for cache in caches)
+    before, own = hooks(), {}
+    interruption = Interruption(error, 1 if place in ("prefill", "draft") else 2)
+    if place in ("prefill", "verify"):
+        target.model.norm.reached = interruption
+    elif place == "draft":
+        handle = draft.register_forward_hook(interruption)
+    else:
+        own = interruption.at(place)
+    with pytest.raises(error):
+        target.generate(PROMPT, **options, **own, assistant_model=draft)
+    assert interruption.left == 0
+    if place == "draft":
+        handle.remove()
+    assert hooks() == before and draft.training
+    assert not [one for one in gc.get_objects() if isinstance(one, SlotCache) and one.layers]
     assert torch.equal(target.generate(PROMPT, **options, assistant_model=draft), expected)
 
 
-@pytest.mark.parametrize("backend", [False, "eager"])
-def test_many_calls_leave_nothing_behind(backend):
+def test_many_calls_leave_nothing_behind():
     """Over pairs that come and go: as many living tensors after many calls as after some, and none of a dead pair."""
     gc.freeze()  # what was there before is not looked through again and again, nor later
 
     def living() -> int:
         gc.collect()
-        # Fake tensors are a compiler's notes; they hold no values.
-        return sum(isinstance(thing, torch.Tensor) and type(thing) is not FakeTensor for thing in gc.get_objects())
+        return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
 
     def calls(seed: int) -> tuple[int, int]:
         target = make_target(seed=seed)
         draft = make_draft(target, seed=seed + 1)
-        draft.decoding_config.compile = backend
         counts = []
-        for call in range(10 if backend else 30):
+        for call in range(20):
             target.generate(PROMPT[:, : 4 + call % 5], max_new_tokens=4, do_sample=False, assistant_model=draft)
-            counts.append(living() if call in (4, 9, 29) else None)  # every length of the prompt was seen
+            counts.append(living() if call in (4, 19) else None)  # every length of the prompt was seen
         return counts[4], counts[-1]
 
-    torch._dynamo.reset()
     after = [living()]
     for seed in range(3):
         first, last = calls(seed)
         assert last <= first
-        torch._dynamo.reset()
         after.append(living())
     assert after[3] <= after[1] <= after[0] + 10

@@ -3,6 +3,8 @@
 import json
 
 import pytest
+import torch
+from support.pairs import make_draft, make_target
 from support.tiny_models import tiny_config
 from transformers import CONFIG_MAPPING, modeling_rope_utils
 
@@ -157,6 +159,27 @@ def test_a_value_of_the_wrong_kind_is_named(changes, named):
     with pytest.raises(ValueError) as error:
         DFlashDraftConfig(**{**GOOD, **changes})
     assert named in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "remedy"),
+    [
+        ("block_size", 5, "a number of tokens from 1 to 4, the trained block size, or None"),
+        ("block_size", True, "a number of tokens"),
+        ("tree_nodes", 0, "a positive number of tokens, or None for blocks"),
+        ("compile", 1, "True, False, or a mode or backend of torch.compile"),
+        ("window", 2.5, "a positive number of tokens, or None for all"),
+    ],
+)
+def test_decoding_settings_are_checked_by_a_call(field, value, remedy):
+    target = make_target()
+    draft = make_draft(target)
+    setattr(draft.decoding_config, field, value)
+    with pytest.raises(ValueError, match=f"decoding_config.{field}={value!r} must be {remedy}"):
+        target.generate(torch.tensor([[5, 9]]), max_new_tokens=4, assistant_model=draft)
+    draft.decoding_config = {field: value}
+    with pytest.raises(ValueError, match="must be a DFlashDecodingConfig"):
+        target.generate(torch.tensor([[5, 9]]), max_new_tokens=4, assistant_model=draft)
 
 
 def test_null_where_a_field_allows_it():

@@ -3,18 +3,17 @@
 import pytest
 import torch
 from support.cuda_driver import needs_driver
-from support.drafting import proposed
 from support.pairs import make_draft, make_target
 from support.scripted_draft import scripted
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
-from dflash_hf.modeling.accept_dflash import Draft, Verdict
-from dflash_hf.modeling.drafting_dflash import DFlashCandidateGenerator
-from dflash_hf.modeling.sessions_dflash import SlotSession
-from dflash_hf.modeling.target_dflash import CACHE_NAME, FeatureTap
-from dflash_hf.modeling.tree_dflash import every_path
+from dflash_hf.decoding.trees import tree
+from dflash_hf.modeling.accept_dflash import Verdict
+from dflash_hf.modeling.drafting_dflash import Drafter
+from dflash_hf.modeling.session_dflash import SlotSession
+from dflash_hf.modeling.target_dflash import FeatureTap
 
 
 DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 4}
@@ -83,38 +82,37 @@ HEADS = {
 @needs_driver
 @pytest.mark.parametrize("fields", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize(("target_device", "draft_device"), PAIRS)
-def test_every_tensor_is_where_it_is_used(target_device, draft_device, fields):
+def test_every_tensor_is_where_it_is_used(target_device, draft_device, fields, monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("devices are pretended where there is none; see the test of real ones")
+    monkeypatch.setattr(FakeTensor, "tolist", lambda tensor: [7, 5])  # the lengths of the prompts
     target = make_target("gemma3")
     draft = make_draft(target, **fields)
     with FakeTensorMode(), WithoutGuard():
         target, draft = pretended(target, target_device), pretended(draft, draft_device)
         ids = torch.ones(2, 7, dtype=torch.long, device=target_device)
         offset = torch.zeros(2, 1, dtype=torch.long, device=target_device)
-        generator = DFlashCandidateGenerator(draft, target)
+        drafter = Drafter(draft, target)
         cache = DynamicCache(config=target.config)
-        with FeatureTap(target, draft.config.target_layer_ids, consume=generator.absorb) as tap:
-            target(input_ids=ids, **{CACHE_NAME: cache})
+        with FeatureTap(target, draft.config.target_layer_ids, consume=drafter.absorb) as tap, tap.running():
+            target(input_ids=ids, past_key_values=cache)
             tap.consume = None
-            generator.open([0, 2], 7, 40, offset)
-            session = SlotSession(target, cache, [0, 2], 40, offset, {})
-            start = torch.tensor([7, 5], device=target_device)
+            drafter.open([0, 2], 7, offset)
+            session = SlotSession(target, cache, [0, 2], offset, {}, tap)
             anchors = torch.ones(2, dtype=torch.long, device=target_device)
-            for slots in (generator.cache, session.cache):
-                slots.reserve(16)
-            block = proposed(generator, anchors, start).tokens
-            logits = session.verify(Draft(block), start).logits
-            generator.temperature = 1.0
-            second, proposal, _ = proposed(generator, anchors, start, features=(tap.take(), start))
-            tree = proposed(generator, anchors, start, generator.plan(4, 6)).tree
-            after = session.verify(Draft(tree.tokens, tree=tree), start).logits
-            way, counts = tree.walk(after.argmax(dim=-1))
-            session.commit(start, Verdict(way, counts, way[:, 0], counts > 0, path=way))
-    every_path.cache_clear()  # of tables without data
-    for tensor in (block, logits, second, *proposal, *tree[:4], after, way, counts):
+            block = drafter.block(anchors, [0, 0])
+            logits, features = session.verify(block)
+            session.keep(Verdict([2, 3]))
+            drafter.read(features, Verdict([2, 3]))
+            grown = tree(drafter, anchors, [2, 3], nodes=6)
+            after, features = session.verify(grown)
+            counts, path = grown.agree(after.argmax(dim=-1))
+            verdict = Verdict([2, 1], path)
+            session.keep(verdict)
+            drafter.read(verdict.along(features), verdict)
+    for tensor in (block.tokens, logits, *grown, after, path, counts):
         assert tensor.device == torch.device(target_device)
-    assert generator.cache.layers[0].keys.device == torch.device(draft_device)
+    assert drafter.cache.layers[0].keys.device == torch.device(draft_device)
 
 
 @pytest.mark.gpu
@@ -135,5 +133,8 @@ def test_real_devices(target_device, draft_device, fields, nodes):
     output = target.generate(ids, **options, assistant_model=draft, return_dict_in_generate=True)
     assert torch.equal(output.sequences, expected)
     assert max(n for row in output.acceptance_lengths for n in row) > 1
-    sampled = target.generate(ids, **{**options, "do_sample": True}, assistant_model=draft)
-    assert sampled.shape == (2, 31)
+    texts = []
+    for assistant in (None, draft):
+        torch.manual_seed(0)
+        texts.append(target.generate(ids, **{**options, "do_sample": True}, assistant_model=assistant))
+    assert torch.equal(*texts)

@@ -21,28 +21,25 @@ def failures(outcomes):
 
 
 @pytest.mark.slow
-def test_no_family_is_wrong_and_none_ends_in_an_error():
+def test_no_family_is_wrong_or_ends_in_an_error():
     outcomes = examine_all(families())
     assert not failures(outcomes)
     verdicts = [outcome.verdict for outcome in outcomes]
-    assert verdicts.count("right") > len(verdicts) / 2
+    assert verdicts.count("right") >= 180
     assert verdicts.count("not made") < len(verdicts) / 4, "too little was tried"
 
 
-def test_families_of_three_ways_of_rolling_back():
+def test_families_are_drafted_or_decode_plainly():
     """With a wrapper for images whose positions begin at 1, and with layers that are not in the decoder."""
-    names = [("qwen3_5_text", False), ("falcon_mamba", False), ("modernbert-decoder", False), ("paligemma", True)]
-    outcomes = examine_all(names)
-    assert [outcome.verdict for outcome in outcomes] == ["right"] * 4, failures(outcomes)
-    assert all(min(outcome.tau) > 3 for outcome in outcomes), "drafts that are right are accepted"
-    assert {outcome.detail for outcome in outcomes} == {
-        "slots",
-        "slots, recurrent layers replayed",
-        "slots, recurrent layers in steps",
-    }
+    names = [("qwen3_5_text", False), ("modernbert-decoder", False), ("paligemma", True), ("falcon_mamba", False)]
+    *drafted, plain = examine_all(names)
+    assert [outcome.verdict for outcome in drafted] == ["right"] * 3, failures(drafted)
+    assert all(min(outcome.tau) > 3 for outcome in drafted), "drafts that are right are accepted"
+    assert [outcome.detail for outcome in drafted] == ["slots, recurrent layers replayed", "slots", "slots"]
+    assert plain.verdict == "plain" and "cannot be rolled back" in plain.detail
 
 
-def test_tiny_models_keep_what_their_family_is_known_for():
+def test_tiny_models_keep_the_layers_of_a_family():
     """Every kind of layer of the defaults is there, in half a dozen shapes of configuration."""
     for model_type in ("gemma3_text", "qwen3_next", "llama4_text", "deepseek_v32", "bamba", "olmo3"):
         kinds = set(CONFIG_MAPPING[model_type]().layer_types)
@@ -51,9 +48,9 @@ def test_tiny_models_keep_what_their_family_is_known_for():
         assert kinds <= set(config.layer_types) or model_type == "bamba"
 
 
-def test_layers_that_are_skipped_or_read_by_nobody_mean_plain_decoding():
+def test_layers_without_features_mean_plain_decoding():
     """Mllama skips cross-attention layers over text, HRM-Text runs two stacks in cycles, Gemma 3n hands on four."""
     outcomes = examine_all([("mllama", False), ("hrm_text", False), ("gemma3n_text", False)])
     assert [outcome.verdict for outcome in outcomes] == ["plain"] * 3, outcomes
     said = [outcome.detail for outcome in outcomes]
-    assert "skips decoder layer 3" in said[0] and "the layers are in no list" in said[1] and "shape (4," in said[2]
+    assert "skips decoder layer 3" in said[0] and "are in no list" in said[1] and "shape (4," in said[2]

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.pairs import make_target
+from support.pairs import make_draft, make_target
 from support.scripted_draft import recognising
-from support.stress_calls import StopAfter, prompt
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from support.stress_calls import prompt
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from dflash_hf import DFlashDecodingConfig
 
@@ -23,58 +23,29 @@ class EveryThird(LogitsProcessor):
         return scores
 
 
-OPTIONS = {
-    "greedy": lambda: {},
-    "sampling": lambda: {"do_sample": True, "temperature": 0.7},
-    "sampling, most likely": lambda: {"do_sample": True, "top_k": 1},
-    "penalty": lambda: {"repetition_penalty": 1.2},
-    "processor": lambda: {"logits_processor": LogitsProcessorList([EveryThird()])},
-    "criterion": lambda: {"stopping_criteria": StoppingCriteriaList([StopAfter(10**9)])},
-}
-
-
 @pytest.fixture(scope="module")
 def target():
     return make_target(max_position_embeddings=2048)
 
 
-@pytest.fixture(scope="module")
-def texts():
-    """Greedy texts, and drafters that know them, made once for each option and length."""
-    return {}
+def known(target, rows: int, length: int, **options):
+    """A prompt, the target's text, and a drafter that knows it."""
+    inputs, pads = prompt(rows, 11, seed=rows)
+    text = target.generate(**inputs, **options, do_sample=False, max_new_tokens=length)
+    return inputs, text, recognising(target, [row[pad:] for row, pad in zip(text, pads)], error_rate=0.02)
 
 
-def known(texts, target, option: str, rows: int, length: int):
-    if (option, rows, length) not in texts:
-        inputs, pads = prompt(rows, 11, seed=rows)
-        own = OPTIONS["greedy" if option == "sampling" else option]()
-        text = target.generate(**inputs, **{"do_sample": False, **own}, max_new_tokens=length)
-        draft = recognising(target, [row[pad:] for row, pad in zip(text, pads)], error_rate=0.02)
-        texts[option, rows, length] = inputs, text, draft
-    return texts[option, rows, length]
-
-
-CASES = [(option, rows, 40) for option in OPTIONS for rows in (1, 3)] + [("sampling", 1, 300), ("criterion", 1, 300)]
-LONGER = [(option, rows, length) for option in OPTIONS for rows in (1, 3) for length in (300, 1000)]
-CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in LONGER if case not in CASES]
-
-
-@pytest.mark.parametrize(("option", "rows", "length"), CASES)
-def test_trees_grow_with_the_text(option, rows, length, target, texts):
-    """Slots that grow in the middle of a round, where some of what is accepted is found outside of it."""
-    inputs, text, draft = known(texts, target, option, rows, length)
+@pytest.mark.parametrize("length", [300, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("rows", "own"), [(1, False), (3, False), (1, True)])
+def test_trees_grow_with_the_text(rows, own, length, target):
+    """Slots that grow in the middle of a call."""
+    options = {"logits_processor": LogitsProcessorList([EveryThird()])} if own else {}
+    inputs, text, draft = known(target, rows, length, **options)
     draft.decoding_config.tree_nodes = 15
-    output = target.generate(
-        **inputs,
-        **{"do_sample": False, **OPTIONS[option]()},
-        max_new_tokens=length,
-        assistant_model=draft,
-        return_dict_in_generate=True,
-    )
-    assert output.sequences.shape == text.shape
-    if option != "sampling":
-        assert torch.equal(output.sequences, text)
-        assert max(max(lengths) for lengths in output.acceptance_lengths) > 4 or rows > 1
+    options |= {"max_new_tokens": length, "do_sample": False, "return_dict_in_generate": True}
+    output = target.generate(**inputs, **options, assistant_model=draft)
+    assert torch.equal(output.sequences, text)
+    assert max(max(lengths) for lengths in output.acceptance_lengths) > 4
     # The cache is an ordinary one, which the caller may write to.
     assert not any(t.is_inference() for layer in output.past_key_values.layers for t in (layer.keys, layer.values))
 
@@ -99,28 +70,18 @@ def live_bytes():
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
-@pytest.mark.parametrize(
-    "fields", [{}, {"tree_nodes": 15}, pytest.param({"compile": "eager"}, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("fields", [{}, {"tree_nodes": 15}], ids=str)
 @pytest.mark.parametrize("rows", [1, 3])
-def test_no_limit_allocates_nothing(rows, fields, target, texts, address_space):
-    """10^9 new tokens and a criterion is how callers say "until it stops"."""
-    inputs, _, draft = known(texts, target, "greedy", rows, 40)
-    peaks, outputs = [], []
+def test_no_limit_allocates_nothing(rows, fields, target, address_space):
+    """10^9 new tokens and tokens that end the text is how callers say "until it stops"."""
+    inputs, text, draft = known(target, rows, 40)
     draft.decoding_config = DFlashDecodingConfig(**fields)
+    options, peaks, outputs = {"do_sample": False, "eos_token_id": text[:, 40].tolist()}, [], []
     for limit in (100, 10**9):
         with live_bytes() as counted:
-            outputs.append(
-                target.generate(
-                    **inputs,
-                    max_new_tokens=limit,
-                    do_sample=False,
-                    stopping_criteria=StoppingCriteriaList([StopAfter(33)]),
-                    assistant_model=draft,
-                )
-            )
+            outputs.append(target.generate(**inputs, **options, max_new_tokens=limit, assistant_model=draft))
         peaks.append(counted.peak)
-    assert torch.equal(*outputs) and outputs[0].shape == (rows, 11 + 33)
+    assert torch.equal(*outputs) and outputs[0].shape[1] <= 41
     assert peaks[1] < peaks[0] + 2**20, peaks
 
 
@@ -128,11 +89,9 @@ def test_no_limit_allocates_nothing(rows, fields, target, texts, address_space):
 @pytest.mark.parametrize("rows", [1, 3])
 def test_without_a_cache_it_decodes_plainly(family, rows):
     target = make_target(family, attn=None)
-    inputs, pads = prompt(rows, 9, seed=7)
-    options = {"max_new_tokens": 12, "do_sample": False, "use_cache": False}
+    inputs, _ = prompt(rows, 9, seed=7)
+    options = {"max_new_tokens": 12, "do_sample": False, "use_cache": False, "return_dict_in_generate": True}
     expected = target.generate(**inputs, **options)
-    draft = recognising(target, [row[pad:] for row, pad in zip(expected, pads)])
-    output = target.generate(**inputs, **options, assistant_model=draft, return_dict_in_generate=True)
-    assert torch.equal(output.sequences, expected) and output.past_key_values is None
+    output = target.generate(**inputs, **options, assistant_model=make_draft(target))
+    assert torch.equal(output.sequences, expected.sequences) and output.past_key_values is None
     assert output.acceptance_lengths == [[]] * rows
-    assert torch.equal(target.generate(**inputs, **options, assistant_model=draft), expected)

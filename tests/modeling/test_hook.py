@@ -9,7 +9,7 @@ from support.scripted_draft import scripted
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin
 
 from dflash_hf import DFlashCandidateGenerator, DFlashDraftConfig, DFlashDraftModel, install_hook, remove_hook
-from dflash_hf.modeling.probe_dflash import facts_of
+from dflash_hf.decoding.strategy import support
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_other_generation_modes_are_unchanged(unhooked, family):
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_installing_twice_is_a_no_op_and_removing_puts_upstream_back(unhooked):
+def test_hook_installs_once_and_comes_off(unhooked):
     upstream = GenerationMixin._assisted_decoding, GenerationMixin._validate_generation_mode
     assert not any(hasattr(method, "_dflash_original") for method in upstream)
     install_hook()
@@ -57,7 +57,7 @@ def test_installing_twice_is_a_no_op_and_removing_puts_upstream_back(unhooked):
     assert (GenerationMixin._assisted_decoding, GenerationMixin._validate_generation_mode) == upstream
 
 
-def test_candidate_generator_runs_in_upstreams_own_loop(monkeypatch, unhooked):
+def test_candidate_generator_runs_in_upstreams_loop(monkeypatch, unhooked):
     """A real `CandidateGenerator`: upstream's `_assisted_decoding` drives it to the same tokens."""
     target = make_target()
     draft = make_draft(target, block_size=5)
@@ -92,7 +92,7 @@ def test_native_speculation_type_runs_the_drafter(target, draft):
 
 
 @torch.no_grad()
-def test_a_cache_under_the_name_that_upstreams_loop_gives_it():
+def test_cache_may_have_either_name():
     """It is `cache` since transformers 5.24: the loop's cache stayed empty, and drafts saw the last tokens only."""
     draft = make_draft(make_target(), block_size=4, target_layer_ids=[0, 1, 2])
     outputs = []
@@ -107,7 +107,7 @@ def test_a_cache_under_the_name_that_upstreams_loop_gives_it():
     assert cache.get_seq_length() == 8 and torch.equal(*outputs)
 
 
-def test_drafts_agree_between_our_loop_and_the_native_one(monkeypatch):
+def test_drafts_equal_those_of_the_native_loop(monkeypatch):
     """Same contexts, same drafts: our slots and upstream's cache. (No tap on the last layer, whose norm it reads.)"""
     target = make_target()
     sliding = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
@@ -210,24 +210,7 @@ def test_rotary_frequencies_stay_in_fp32(draft):
     draft.to(torch.float32)
 
 
-def test_hidden_states_by_index_is_not_relied_upon(target):
-    """`output_hidden_states=[i]` changed its meaning in 5.23; the tap reads the decoder layer itself."""
-    from dflash_hf.modeling.target_dflash import FeatureTap
-
-    with FeatureTap(target, [0, 2, 3]) as tap:
-        target(PROMPT)
-        features = tap.take()
-    every = target(PROMPT, output_hidden_states=True).hidden_states
-    last = []
-    handle = target.model.layers[3].register_forward_hook(lambda module, args, output: last.append(output))
-    target(PROMPT)
-    handle.remove()
-    before_final_norm = last[0] if isinstance(last[0], torch.Tensor) else last[0][0]
-    torch.testing.assert_close(features, torch.cat([every[1], every[3], before_final_norm], dim=-1))
-    assert not torch.allclose(every[-1], before_final_norm)  # upstream's last entry is after the norm
-
-
-def test_what_newcomers_write_gets_a_sentence(target, draft, tmp_path):
+def test_frequent_mistakes_name_the_remedy(target, draft, tmp_path):
     """They read `'str' object has no attribute 'config'`, hundreds of classes, and no attribute `generate`."""
     draft.save_pretrained(tmp_path)
     with pytest.raises(TypeError, match="is a name; `generate` takes a model, so load the drafter: `AutoModel"):
@@ -239,7 +222,8 @@ def test_what_newcomers_write_gets_a_sentence(target, draft, tmp_path):
     assert not draft.can_generate() and not hasattr(draft, "generate")  # else remote code would be made generative
 
 
-def test_a_dynamically_quantised_target_is_told_why_it_decodes_plainly(target):
+def test_dynamic_quantisation_is_named_as_the_reason(target):
     """It read that its cache cannot be rolled back; its logits depend on how many tokens are computed together."""
     quantised = torch.ao.quantization.quantize_dynamic(target, {torch.nn.Linear}, dtype=torch.qint8)
-    assert "computes different logits for several tokens than for one" in facts_of(quantised).why_plain([0], None)
+    reason = support(quantised).why_plain("A target", [0], None)
+    assert "computes different logits for several tokens than for one" in reason

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.drafting import proposed
 from support.layouts import (
     DOMINO,
     FULL,
@@ -30,7 +29,7 @@ from transformers import AutoConfig, AutoModel
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
 from dflash_hf.hub.check import check
-from dflash_hf.modeling.drafting_dflash import DFlashCandidateGenerator
+from dflash_hf.modeling.drafting_dflash import Drafter
 from dflash_hf.modeling.target_dflash import CACHE_NAME, FeatureTap
 
 
@@ -39,12 +38,10 @@ PUBLISHED = Path(__file__).parents[1] / "fixtures" / "published"
 
 def drafted(draft, target, features, anchor):
     """A block of a drafter by the way that `generate` takes."""
-    generator = DFlashCandidateGenerator(draft, target)
-    past = len(features)
-    generator.absorb(features[None])
-    generator.open([0], past, 64, torch.zeros(1, 1, dtype=torch.long))
-    generator.cache.reserve(past + draft.config.block_size)
-    return proposed(generator, torch.tensor([anchor]), torch.tensor([past])).tokens[0]
+    drafter = Drafter(draft, target)
+    drafter.absorb(features[None])
+    drafter.open([0], len(features), torch.zeros(1, 1, dtype=torch.long))
+    return drafter.block(torch.tensor([anchor]), []).tokens[0]
 
 
 @pytest.fixture(scope="module")
@@ -492,7 +489,7 @@ def test_the_embedding_as_a_feature(compiled, big_target):
     deepspec = {**automodel_dspark(), "target_layer_ids": [-1, 2, 4], "num_target_layers": 8}
     assert DFlashDraftConfig.from_dict(deepspec).target_layer_ids == [-1, 2, 4]
     ids = torch.randint(0, 95, (2, 9), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad(), FeatureTap(big_target, [-1, 2, 4]) as tap:
+    with torch.no_grad(), FeatureTap(big_target, [-1, 2, 4]) as tap, tap.running():
         states = big_target(ids, output_hidden_states=True).hidden_states
         assert torch.equal(tap.take(), torch.cat([states[0], states[3], states[5]], dim=-1))
     draft = DFlashDraftModel(config).eval()

@@ -10,11 +10,11 @@ from support.pairs import make_draft, make_target
 from transformers.integrations.peft import MIN_PEFT_VERSION, check_peft_version
 
 from dflash_hf import DFlashDraftModel
+from dflash_hf.decoding.costs import adapters_of
+from dflash_hf.decoding.packing import packed_weights
+from dflash_hf.decoding.strategy import _throughputs
 from dflash_hf.hub.card import CardFacts
 from dflash_hf.hub.publish import publish
-from dflash_hf.modeling.cost_dflash import adapters_of
-from dflash_hf.modeling.packing_dflash import packed_weights
-from dflash_hf.modeling.planner_dflash import _paces
 from dflash_hf.training.adapters import TARGET_MODULES
 
 
@@ -67,17 +67,16 @@ def expected(target, folder):
     return found
 
 
-def test_an_adapters_folder_is_its_drafter_with_it(target, folder, expected):
+def test_adapters_folder_is_its_drafter(target, folder, expected):
     """There is no config.json in it, and the error was about a missing `target_layer_ids`."""
     draft, info = DFlashDraftModel.from_pretrained(folder / "adapters" / "code", output_loading_info=True)
     assert draft.active_adapters() == ["default"] and not info["missing_keys"]
     assert lengths(target, draft) == expected["code"]
 
 
-@pytest.mark.parametrize("way", ["eager", "compiled", "packed before", "packed after"])
+@pytest.mark.parametrize("way", ["eager", "packed before", "packed after"])
 def test_switched_between_calls(way, target, folder, expected, packs_of_any_size):
     draft = DFlashDraftModel.from_pretrained(folder)
-    draft.decoding_config.compile = "eager" if way == "compiled" else None
     packed = [packed_weights(draft)] if way == "packed before" else []
     assert draft.layers[0].mlp.up_proj.__class__.__name__ == ("PackedLinear" if packed else "Linear")
     for name in ("chat", "code"):
@@ -99,7 +98,7 @@ def test_switched_between_calls(way, target, folder, expected, packs_of_any_size
         one.restore()
 
 
-def test_the_planner_remembers_each_apart(target, folder):
+def test_statistics_of_each_are_kept_apart(target, folder):
     draft = DFlashDraftModel.from_pretrained(folder)
     for name in ("chat", "code"):
         draft.load_adapter(folder / "adapters" / name, name)
@@ -107,7 +106,7 @@ def test_the_planner_remembers_each_apart(target, folder):
         lengths(target, draft, block_size=None)
     draft.disable_adapters()
     lengths(target, draft, block_size=None)
-    assert {key[-1] for key in _paces[draft][target]} == {("chat",), ("code",), ()}
+    assert {key[-1] for key in _throughputs[draft][target]} == {("chat",), ("code",), ()}
 
 
 def test_of_a_peft_model(target, folder, expected):

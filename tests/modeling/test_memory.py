@@ -1,11 +1,13 @@
 """What a drafter may add to a call's peak, counted to the byte: see `examples/benchmarks/prompt_memory.py`."""
 
+import gc
 import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
 from support.pairs import VOCAB, make_draft, make_target
+from support.scripted_draft import scripted
 from transformers import DynamicCache
 
 from dflash_hf.modeling.cache_dflash import SlotCache
@@ -24,7 +26,7 @@ def live_bytes():
 
 
 @pytest.mark.parametrize("chunk", [None, 128])
-def test_a_prompt_adds_one_hidden_state_for_each_token(chunk):
+def test_prompt_adds_a_hidden_state_per_token(chunk):
     """
     Until the target's forward is over: neither the drafter's keys and values, here three times as large, nor raw
     features, here three.
@@ -50,12 +52,53 @@ def test_moving_a_cache_holds_one_tensor_twice(padding):
     with live_bytes() as counted:
         cache = DynamicCache(config=config)
         for layer in range(6):
-            cache.update(*(torch.randn(len(padding), 2, 256, 8) for _ in "kv"), layer)
+            cache.update(*(torch.randn(len(padding), 2, 1024, 8) for _ in "kv"), layer)
         prompt = counted.now
         one = prompt / 12 * 1.3  # with slots to spare
-        slots = SlotCache.adopt(cache, padding, 300)
+        slots = SlotCache.adopt(cache, padding)
         assert prompt < counted.now < prompt * 1.3 and counted.peak < prompt * 1.3 + one
         held, counted.peak = counted.now, 0
-        slots.release(cache, padding, 290)
+        slots.release(cache, padding, 1034)
         assert counted.peak < held + 2.1 * one  # a row's padding is put before it, then rows are put together
         assert counted.now < held * 1.01
+
+
+def bytes_of(cache) -> int:
+    return sum(states.nbytes for layer in cache.layers for states in (layer.keys, layer.values))
+
+
+def test_windows_keep_a_calls_cache_small():
+    """Five of six layers of a Gemma 3 see 512 tokens; a drafted call kept all tokens of them."""
+    target = make_target(
+        "gemma3",
+        num_hidden_layers=6,
+        sliding_window=512,
+        layer_types=["sliding_attention"] * 5 + ["full_attention"],
+        max_position_embeddings=2**15,
+    )
+    ids, outputs, held = torch.randint(2, VOCAB - 1, (1, 2**14), generator=torch.Generator().manual_seed(0)), [], []
+
+    class Streamer:
+        """Weighs the slots when each token is written."""
+
+        def put(self, value):
+            caches = [one for one in gc.get_objects() if isinstance(one, SlotCache) and len(one.layers) == 6]
+            held.extend(map(bytes_of, caches))
+
+        def end(self):
+            pass
+
+    for drafted in (False, True):
+        cache = DynamicCache(config=target.config)  # of all but the last tokens, as if it had read them
+        torch.manual_seed(0)
+        for layer in range(6):
+            cache.update(*torch.randn(2, 1, 2, 2**14 - 4, 8), layer)
+        options: dict = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
+        if drafted:
+            draft = scripted(make_draft(target), outputs[0].sequences, error_rate=0.0)
+            options |= {"assistant_model": draft, "streamer": Streamer()}
+        outputs.append(target.generate(ids, past_key_values=cache, **options))
+    plain, drafted = outputs
+    assert torch.equal(drafted.sequences, plain.sequences) and sum(drafted.acceptance_lengths[0]) == 7
+    own = bytes_of(plain.past_key_values)
+    assert len(held) == 8 and own < held[-1] < 1.2 * own and bytes_of(drafted.past_key_values) == own

@@ -99,7 +99,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
-def test_hidden_states_equal_the_element_wise_reference(tmp_path, variant, attn):
+def test_hidden_states_equal_the_reference(tmp_path, variant, attn):
     config, tensors = publish(tmp_path / "draft", **VARIANTS[variant])
     draft = DFlashDraftModel.from_pretrained(tmp_path / "draft", attn_implementation=attn).eval()
     assert {name for name, _ in draft.named_parameters()} == set(tensors)
@@ -111,7 +111,7 @@ def test_hidden_states_equal_the_element_wise_reference(tmp_path, variant, attn)
 
 
 @pytest.mark.parametrize("variant", ["full", "sliding_causal", "bias"])
-def test_loop_equals_the_published_one_over_the_reference(tmp_path, variant):
+def test_loop_equals_the_published_one(tmp_path, variant):
     config, tensors = publish(tmp_path / "draft", **VARIANTS[variant])
     flat = {**config, **config.get("dflash_config", {})}
     draft = DFlashDraftModel.from_pretrained(tmp_path / "draft")

@@ -63,7 +63,7 @@ def test_a_quantised_drafter_drafts_and_is_lossless(make_config, error, tmp_path
 
 
 @pytest.mark.parametrize("more", [{"own_mask_embedding": True}, {"draft_vocab_size": 48}], ids=str)
-def test_what_torchao_could_not_read_again_is_not_written(more, tmp_path):
+def test_checkpoint_torchao_cannot_read_is_refused(more, tmp_path):
     """It was, and the error came later, in forty lines."""
     draft = make_draft(make_target(), **more)
     if draft.config.has_own_head:
@@ -78,7 +78,7 @@ def test_what_torchao_could_not_read_again_is_not_written(more, tmp_path):
     assert not (tmp_path / "quantised").exists()
 
 
-def test_a_quantised_drafter_takes_its_mask_embedding_from_the_file_beside_it(tmp_path):
+def test_quantised_drafter_reads_its_mask_embedding(tmp_path):
     """Where it lies in `mask_embedding.pt` alone, as engines read it, the tensor was called missing."""
     target, own = make_target(), torch.randn(32)
     draft = make_draft(target)

@@ -95,7 +95,7 @@ def plain_texts(rope: str, length: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("turn", [0, 1])
 @pytest.mark.parametrize(("rope", "length"), CASES)
-def test_each_turn_is_the_targets_own_on_both_sides_of_the_threshold(rope, length, turn):
+def test_turns_around_the_threshold_are_lossless(rope, length, turn):
     """
     Phi-3 drops its cache in a prompt beyond the threshold, and takes other factors from there on; `dynamic` scales by
     the longest forward so far: a block that reaches past the threshold would give its first tokens other keys.

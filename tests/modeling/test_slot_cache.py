@@ -1,41 +1,151 @@
-"""The slot cache by itself: writes, order of writes, masks, growth, and the way from and to an ordinary cache."""
+"""The slot cache by itself: what queries see, writes, growth, rings, and the way from and to an ordinary cache."""
 
 import itertools
+import random
 
 import pytest
 import torch
 from support.pairs import make_draft, make_target
 from support.scripted_draft import scripted
+from support.trees import tree_of
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from dflash_hf.modeling.cache_dflash import SlotCache, can_adopt, slot_mask
-from dflash_hf.modeling.target_dflash import CACHE_NAME
+from dflash_hf.modeling.accept_dflash import Block
+from dflash_hf.modeling.cache_dflash import Ring, SlotCache, can_adopt, slot_mask, visible
 
 
-def states(rows, tokens, start=0):
-    """Keys whose entries tell row and token."""
-    values = torch.arange(start, start + tokens).float().expand(rows, tokens) + 1000 * torch.arange(rows)[:, None]
-    return values[:, None, :, None].expand(rows, 2, tokens, 4).contiguous()
+class Told:
+    """A cache of one layer whose keys are numbers, and a record of which number is which token of which row."""
+
+    def __init__(self, prompt: int, padding: list[int], window: int | None, largest: int):
+        self.padding, self.count = padding, 0
+        self.source = DynamicCache()
+        self.source.layers = [DynamicLayer() if window is None else DynamicSlidingWindowLayer(sliding_window=window)]
+        numbers = self.numbers(len(padding), prompt)
+        self.source.update(*self.states(numbers), 0)
+        self.texts = [row[pad:] for row, pad in zip(numbers.tolist(), padding, strict=True)]
+        self.cache = SlotCache.adopt(self.source, padding, largest)
+
+    def numbers(self, rows: int, tokens: int) -> torch.Tensor:
+        self.count += rows * tokens
+        return torch.arange(self.count - rows * tokens, self.count).view(rows, tokens) + 1
+
+    @staticmethod
+    def states(numbers):
+        keys = numbers[:, None, :, None].double().expand(-1, 2, -1, 4)
+        return keys, -keys
+
+    def verify(self, draft, window, chunk):
+        """Write a draft, and return its numbers and, for each of its tokens, the numbers `[R][n]` that it sees."""
+        rows, size = draft.tokens.shape
+        lengths = torch.tensor([len(text) for text in self.texts])
+        self.cache.reserve(int(lengths.max()) + size)
+        slots, numbers = lengths[:, None] + torch.arange(size), self.numbers(rows, size)
+        self.cache.place(slots)
+        keys, values = self.cache.update(*self.states(numbers), 0)
+        assert torch.equal(keys, -values)
+        mask = slot_mask(self.cache, slots, window, chunk, torch.float64, draft)
+        assert mask.shape == (rows, 1, size, keys.shape[2])
+        held = keys[:, 0, :, 0].long()
+        seen = [[sorted(held[row][mask[row, 0, node] == 0].tolist()) for node in range(size)] for row in range(rows)]
+        return numbers.tolist(), seen
+
+
+def drafted(kind: str, rows: int, size: int):
+    if kind == "block":
+        return Block(torch.zeros(rows, size, dtype=torch.long))
+    log_probs, ids = torch.randn(rows, 5, 50).log_softmax(-1).topk(8)
+    return tree_of(torch.zeros(rows, dtype=torch.long), ids, log_probs, size - 1)
+
+
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (7, None), (1, None), (None, 4)])
+@pytest.mark.parametrize("kind", ["block", "tree"])
+@pytest.mark.parametrize("padding", [[0], [0, 3, 8]])
+def test_queries_see_what_they_should(window, chunk, kind, padding, monkeypatch):
+    """Row by row, token by token, over many rounds: rejected tokens, trees, rows that end, rings that go round."""
+    monkeypatch.setattr(SlotCache, "SPARE", 5)
+    torch.manual_seed(0)
+    draws, told = random.Random(0), Told(11, padding, window or chunk, largest=13)
+    for step in range(40):
+        draft = drafted(kind, len(padding), draws.randint(2, 13))
+        size, starts = draft.tokens.shape[1], [len(text) for text in told.texts]
+        numbers, seen = told.verify(draft, window, chunk)
+        for row, node in itertools.product(range(len(padding)), range(size)):
+            depths = range(size) if kind == "block" else draft.depths[row].tolist()
+            sees = [other <= node if kind == "block" else draft.ancestors[row, node, other] for other in range(size)]
+            start, text = starts[row], told.texts[row]
+            keys = [*enumerate(text), *((start + depths[i], numbers[row][i]) for i in range(size) if sees[i])]
+            query = start + depths[node]
+            expected = [
+                number
+                for place, number in keys
+                if (window is None or query - place < window) and (chunk is None or query // chunk == place // chunk)
+            ]
+            assert seen[row][node] == sorted(expected), (step, row, node)
+        paths = []
+        for row in range(len(padding)):
+            node = draws.randrange(size)
+            path = [*range(node + 1)]
+            if kind == "tree":
+                path = draft.ancestors[row, node].nonzero()[:, 0].tolist()
+            ended = row == 1 and step > 15
+            paths.append([] if ended else path)
+            told.texts[row] += [numbers[row][place] for place in paths[-1]]
+        if kind == "tree":
+            most = max(map(len, paths))
+            path = torch.tensor([path + [0] * (most - len(path)) for path in paths])
+            start = torch.tensor(starts)[:, None]
+            told.cache.move(start + path, start + torch.arange(most))
+    columns = max(len(text) + pad for text, pad in zip(told.texts, padding, strict=True))
+    layer = told.cache.release(told.source, padding, columns).layers[0]
+    assert told.source.get_seq_length() == columns
+    for row, pad in enumerate(padding):
+        kept = [0] * pad + told.texts[row] + [0] * columns
+        held = layer.keys[row, 0, :, 0].long().tolist()
+        first = columns - len(held)
+        assert (first == 0) == (layer.is_sliding is False or columns < layer.sliding_window)
+        for column in range(max(first, pad), len(told.texts[row]) + pad):
+            assert held[column - first] == kept[column] or row == 1  # which has ended: its window is another
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_mask_of_a_block_may_look_ahead(causal):
+    slots, held = torch.tensor([[5, 6, 7], [0, 1, 2]]), torch.arange(9)
+    last = None if causal else slots[:, -1:].expand_as(slots)
+    seen = visible(slots, held, 4, None, last_seen=last)
+    for row, i, key in itertools.product(range(2), range(3), range(9)):
+        query = int(slots[row, i])
+        expected = key <= (query if causal else int(slots[row, -1])) and query - key < 4
+        assert bool(seen[row, i, key]) == expected
+
+
+@pytest.mark.parametrize("sink", [0, 3])
+def test_ring_holds_the_last_tokens_and_the_first(sink):
+    ring, slots = Ring(10, sink), {}
+    for token in range(45):
+        slots[int(ring.slots(torch.tensor(token)))] = token
+        held = ring.held(16, torch.tensor([[token]]))[0].tolist()
+        expected = [slots.get(slot, -1) for slot in range(16)]
+        assert [max(one, -1) if one <= token else -1 for one in held] == expected
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_later_groups_cover_earlier_ones(rows):
-    cache = SlotCache(rows, 20)
-    context, block = torch.arange(4).expand(rows, 4), torch.arange(2, 7).expand(rows, 5)
+    cache, told = SlotCache(rows, 20), torch.arange(9)[None, None, :, None].float().expand(rows, 2, 9, 4)
     cache.reserve(7)
-    cache.place(context, block)
-    keys, values = cache.update(states(rows, 9), -states(rows, 9), 0)
+    cache.place(torch.arange(4).expand(rows, 4), torch.arange(2, 7).expand(rows, 5))
+    keys, values = cache.update(told, -told, 0)
     assert keys.shape == (rows, 2, 8, 4) and torch.equal(keys, -values)
     assert keys[0, 0, :8, 0].tolist() == [0, 1, 4, 5, 6, 7, 8, 0]
 
 
-def test_rows_keep_their_own_places():
-    cache = SlotCache(2, 20)
-    cache.reserve(8)
-    cache.place(torch.tensor([[0, 1, 2], [5, 6, 7]]))
-    keys, _ = cache.update(states(2, 3), states(2, 3), 0)
-    assert keys[0, 0, :8, 0].tolist() == [0, 1, 2, 0, 0, 0, 0, 0]
-    assert keys[1, 0, :8, 0].tolist() == [0, 0, 0, 0, 0, 1000, 1001, 1002]
+def test_dropped_tokens_are_never_seen():
+    cache = SlotCache(1, 20)
+    cache.reserve(19)
+    cache.place(torch.tensor([[-1, 4, -1]]))
+    keys, _ = cache.update(torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2), 0)
+    assert keys[0, 0, :, 0].nonzero().flatten().tolist() == [4] and keys.shape[2] < cache.capacity
 
 
 def test_layers_of_other_heads_and_widths_share_slots():
@@ -60,61 +170,34 @@ def test_layers_of_other_heads_and_widths_share_slots():
             assert torch.equal(states, expected)
 
 
-def test_growing_keeps_what_is_there():
-    cache = SlotCache(2, 30)
-    assert cache.capacity == 64
-    for start in range(0, 200, 10):
-        cache.reserve(start + 10)
-        cache.place(torch.arange(start, start + 10).expand(2, 10))
-        keys, values = cache.update(states(2, 10, start), states(2, 10, start), 0)
-        assert cache.capacity > start + 10 and keys.shape[2] >= start + 10
-    assert keys[1, 1, :200, 3].tolist() == [1000.0 + i for i in range(200)]
-
-
-@pytest.mark.parametrize(("window", "chunk"), [(None, None), (3, None), (None, 4)])
-@pytest.mark.parametrize("causal", [True, False])
-def test_mask_against_an_element_wise_oracle(window, chunk, causal):
-    slots = torch.tensor([[5, 6, 7], [0, 1, 2]])
-    last = slots if causal else slots[:, -1:].expand_as(slots)
-    mask = slot_mask(slots, last, 64, window, chunk, torch.float64)
-    assert mask.shape == (2, 1, 3, 64) and mask.dtype == torch.float64
-    for row in range(2):
-        for i in range(3):
-            query = int(slots[row, i])
-            for key in range(64):
-                seen = key <= (query if causal else int(slots[row, -1]))
-                seen = seen and (window is None or query - key < window)
-                seen = seen and (chunk is None or query // chunk == key // chunk)
-                assert bool(mask[row, 0, i, key] == 0) == seen
+@pytest.mark.parametrize("columns", [1, 7, 12, 40])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("padding", [[0], [0, 3]])
+def test_cache_comes_back_as_it_was(family, padding, columns, monkeypatch):
+    monkeypatch.setattr(SlotCache, "SPARE", 4)
+    target, padding = make_target(family), [min(pad, columns - 1) for pad in padding]
+    ids = torch.randint(2, 90, (len(padding), columns), generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(columns) >= torch.tensor(padding)[:, None]
+    cache = DynamicCache(config=target.config)
+    target(ids, attention_mask=mask.long(), past_key_values=cache)
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+    assert can_adopt(cache)
+    slots = SlotCache.adopt(cache, padding)
+    assert all(layer.keys.numel() == 0 for layer in cache.layers)  # the prompt is held once
+    back = slots.release(cache, padding, columns)
+    assert back is cache and cache.get_seq_length() == columns
+    for layer, states in zip(cache.layers, before, strict=True):
+        for ours, theirs in zip((layer.keys, layer.values), states, strict=True):
+            assert ours.shape == theirs.shape
+            for row, pad in enumerate(padding):
+                real = max(pad - (columns - theirs.shape[2]), 0)
+                assert torch.equal(ours[row, :, real:], theirs[row, :, real:])
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-@pytest.mark.parametrize("padding", [[0], [0, 3]])
-def test_there_and_back(family, padding):
-    target = make_target(family)
-    rows = len(padding)
-    ids = torch.randint(2, 90, (rows, 12), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    for row, pad in enumerate(padding):
-        mask[row, :pad] = 0
-    cache = DynamicCache(config=target.config)
-    target(ids, attention_mask=mask, **{CACHE_NAME: cache})
-    before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
-    assert can_adopt(cache)
-    slots = SlotCache.adopt(cache, padding, 20)
-    assert all(layer.keys.numel() == 0 for layer in cache.layers)  # the prompt is held once
-    back = slots.release(cache, padding, 12)
-    assert back is cache and cache.get_seq_length() == 12
-    for layer, (keys, values) in zip(cache.layers, before, strict=True):
-        for row, pad in enumerate(padding):
-            real = max(pad - (12 - keys.shape[2]), 0)
-            assert torch.equal(layer.keys[row, :, real:], keys[row, :, real:])
-            assert torch.equal(layer.values[row, :, real:], values[row, :, real:])
-
-
-def test_a_long_text_outgrows_its_first_buffers():
-    long = make_target(max_position_embeddings=1024)
-    prompt = torch.tensor([[5, 9, 17, 33]])
-    expected = long.generate(prompt, max_new_tokens=400, do_sample=False)
+def test_long_text_outgrows_its_first_buffers(family):
+    long = make_target(family, max_position_embeddings=1024)
+    options = {"input_ids": torch.tensor([[5, 9, 17, 33]]), "max_new_tokens": 400, "do_sample": False}
+    expected = long.generate(**options)
     draft = scripted(make_draft(long, block_size=16), expected, error_rate=0.02)
-    assert torch.equal(long.generate(prompt, max_new_tokens=400, do_sample=False, assistant_model=draft), expected)
+    assert torch.equal(long.generate(**options, assistant_model=draft), expected)

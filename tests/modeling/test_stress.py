@@ -119,7 +119,7 @@ def drawn(seconds: float, clients: Clients) -> None:
 
 def test_many_calls_at_once():
     """Eager rounds, trees, plain calls; of every way of rolling back."""
-    clients = Clients(pairs_of("qwen3", "gemma3", "llama", "qwen3_5_text", "mamba", "bloom"), 0)
+    clients = Clients(pairs_of("qwen3", "gemma3", "llama", "qwen3_5_text", "jamba", "bloom"), 0)
     drawn(10, clients)
     clients.check()
     assert len(_summed(clients.done, 0)) == 6 and len(_summed(clients.done, 1)) == 4
@@ -132,7 +132,6 @@ COMPILED = {
         "compiled by inductor": {"compile": True},
     },
     "gemma3": {"compiled": {"compile": "aot_eager"}, "compiled tree": {"compile": "eager", "tree_nodes": 12}},
-    "gpt_oss": {"compiled": {"compile": "eager"}},
     "llama": {"compiled": {"compile": "eager"}},
 }
 
@@ -164,7 +163,7 @@ def test_four_threads_make_two_hundred_calls_each():
         clients.for_calls(200, clients=4)
     for place, name in enumerate(("family", "way", "call")):
         print(f"by {name}:", dict(_summed(clients.done, place)))
-    assert len(_summed(clients.done, 0)) >= 8 and sum(clients.done.values()) == 800
+    assert len(_summed(clients.done, 0)) >= 6 and sum(clients.done.values()) == 800
     clients.check()
 
 
@@ -179,7 +178,9 @@ def resident() -> float:
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads /proc")
 def test_memory_is_flat_with_eight_clients():
     """After a fifth of the time everything that is kept has been made; threads come and go from then on, too."""
-    clients = Clients(pairs_of("qwen3", "gemma3", "qwen3_5_text", "mamba", compiled={"qwen3": COMPILED["qwen3"]}), 2)
+    clients = Clients(
+        pairs_of("qwen3", "gemma3", "qwen3_5_text", "falcon_h1", compiled={"qwen3": COMPILED["qwen3"]}), 2
+    )
     seconds, seen = 60 * float(MINUTES or 5), []
     for _ in range(10):
         clients.for_seconds(seconds / 10, clients=8)

@@ -150,6 +150,7 @@ def test_a_batch_that_fails_in_the_middle_loses_nothing(manager, world, monkeypa
     assert answers(manager, world, range(3)) == world[4][:3]
     assert manager.together.failures == 1 and len(steps) > 5
     monkeypatch.undo()
+    monkeypatch.setattr(Together, "pays", lambda self, sampled: self.able > 1)  # by their number, not by the clock
     assert answers(manager, world, range(3)) == world[4][:3]
     assert all("together with others" in line for line in manager.lines[-3:])
 

@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from dflash_hf.modeling.probe_dflash import facts_of
+from dflash_hf.decoding.strategy import support
 from support.pairs import make_draft
 from support.scripted_draft import scripted
 from support.tiny_models import DIVERSE, prompts, tiny_model
@@ -33,7 +33,6 @@ SECONDS, BYTES = 120, 4 << 30
 ROLLBACK = {
     "SlotSession": "slots",
     "ReplaySession": "slots, recurrent layers replayed",
-    "StepSession": "slots, recurrent layers in steps",
 }
 
 
@@ -106,7 +105,7 @@ def examine(model_type: str, wrapper: bool = False) -> Outcome:
         return outcome
     outcome.tau = tuple(tau)
     if not any(math.isnan(number) for number in tau):
-        outcome.verdict, outcome.detail = "right", ROLLBACK[facts_of(target).session_class.__name__]
+        outcome.verdict, outcome.detail = "right", ROLLBACK[support(target).session.__name__]
     elif warnings.said:
         outcome.verdict, outcome.detail = "plain", warnings.said[0].removeprefix("Decoding without the drafter: ")
     else:

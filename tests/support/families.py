@@ -37,7 +37,6 @@ SLOTS = {
     "hunyuan_v1_dense": {},
     "internlm3": {},
     "jetmoe": MOE,
-    "llama4_text": {**MOE, "attention_chunk_size": 8},
     "minimax_m2": MOE,
     "ministral": SLIDING,
     "mistral": {},
@@ -73,7 +72,7 @@ REPLAY = {
     "qwen3_5_text": DELTA,
     "qwen3_5_moe_text": {**DELTA, **MOE, "shared_expert_intermediate_size": 16},
 }
-STEP = {
+PLAIN = {
     "falcon_mamba": {"state_size": 8},
     "jamba": {
         "attn_layer_period": 2,
@@ -83,7 +82,18 @@ STEP = {
         "mamba_d_state": 8,
         "mamba_dt_rank": 4,
     },
+    "llama4_text": {**MOE, "attention_chunk_size": 8},
     "mamba": {"state_size": 8},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "mamba_d_state": 8, "n_mamba_heads": 2},
+    "zamba2": {
+        "layer_types": ["linear_attention", "hybrid"] * 2,
+        "hybrid_layer_ids": [1, 3],
+        "mamba_d_state": 8,
+        "n_mamba_heads": 4,
+        "mamba_ngroups": 1,
+        "chunk_size": 8,
+        "num_mem_blocks": 1,
+    },
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
         "mamba_num_heads": 4,
@@ -96,15 +106,6 @@ STEP = {
         "moe_intermediate_size": 16,
         "moe_shared_expert_intermediate_size": 16,
     },
-    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "mamba_d_state": 8, "n_mamba_heads": 2},
-    "zamba2": {
-        "layer_types": ["linear_attention", "hybrid"] * 2,
-        "hybrid_layer_ids": [1, 3],
-        "mamba_d_state": 8,
-        "n_mamba_heads": 4,
-        "mamba_ngroups": 1,
-        "chunk_size": 8,
-        "num_mem_blocks": 1,
-    },
+    "recurrent_gemma": {"lru_width": 32, "attention_window_size": 16},
+    "bloom": {},
 }
-NONE = {"recurrent_gemma": {"lru_width": 32, "attention_window_size": 16}, "bloom": {}}

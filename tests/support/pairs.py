@@ -82,7 +82,7 @@ FAMILIES = {
 
 def make_target(family: str = "qwen3", dtype=torch.float32, attn: str | None = "sdpa", seed: int = 0, **overrides):
     """A random target whose greedy text is diverse; the caller asserts that it is."""
-    more = {**families.SLOTS, **families.REPLAY, **families.STEP, **families.NONE}
+    more = {**families.SLOTS, **families.REPLAY, **families.PLAIN}
     model_type, special = FAMILIES[family] if family in FAMILIES else (family, more[family])
     fields = {**COMMON, **special, **overrides}
     if family == "gpt2":

@@ -33,7 +33,6 @@ class RecurrentHead(Head):
     fields = {**dict.fromkeys(sizes), "memory_share": 0.5}
     tensor_names = {r"^memories\.": "memory."}
     order = Head.MANY
-    samples = True
 
     @classmethod
     def read(cls, config):

@@ -187,7 +187,7 @@ def recognising(
         window (`int`, *optional*): The drafter's `decoding_config.window`.
         overrides: Fields of the drafter's configuration.
     """
-    draft = make_draft(target, block_size, seed, target_layer_ids=[0, 1, 2], **overrides)
+    draft = make_draft(target, block_size, seed, **{"target_layer_ids": [0, 1, 2], **overrides})
     draft.decoding_config.window = window
     for parameter in draft.parameters():
         if parameter.dim() > 1:

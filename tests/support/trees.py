@@ -2,31 +2,50 @@
 
 import heapq
 
+from dflash_hf.decoding.trees import grown
+
 
 def paths_of(tree, row=0):
     """The tree as a set of paths of tokens."""
-    tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
-    paths = set()
-    for node in range(1, len(tokens)):
-        path = []
-        while node:
-            path.append(tokens[node])
-            node = parents[node]
-        paths.add(tuple(reversed(path)))
-    return paths
+    paths = [()]
+    for token, parent in list(zip(tree.tokens[row].tolist(), tree.parents[row].tolist(), strict=True))[1:]:
+        paths.append((*paths[parent], token))
+    return set(paths[1:])
 
 
 def best_first(likely, nodes, depth):
-    """DDTree's heap; `likely(path)` lists the tokens that may follow with their log-probabilities, likeliest first."""
-    first = likely(())
+    """
+    DDTree's heap: the likeliest paths of at most `depth` tokens.
+
+    Args:
+        likely (`callable`): Of a path: the tokens that may follow, likeliest first, with their log-probabilities. Sums
+            are taken of these as they are clamped in trees.
+        nodes (`int`): Paths to find.
+        depth (`int`): Tokens of a path.
+    """
+
+    def following(path):
+        return [(token, min(max(one, -20.0), -1e-3)) for token, one in likely(path)]
+
+    first = following(())
     heap, chosen = [(-first[0][1], (), 0)], set()
     while heap and len(chosen) < nodes:
         cost, prefix, rank = heapq.heappop(heap)
-        siblings = likely(prefix)
+        siblings = following(prefix)
         path = (*prefix, siblings[rank][0])
         chosen.add(path)
         if rank + 1 < len(siblings):
             heapq.heappush(heap, (cost + siblings[rank][1] - siblings[rank + 1][1], prefix, rank + 1))
         if len(path) < depth:
-            heapq.heappush(heap, (cost - likely(path)[0][1], path, 0))
+            heapq.heappush(heap, (cost - following(path)[0][1], path, 0))
     return chosen
+
+
+def tree_of(anchors, ids, log_probs, nodes):
+    """A tree whose slots do not depend on each other, from the likely tokens `[R, D, k]` of each."""
+
+    def extend(slot, kept):
+        width = 1 if kept is None else kept.shape[1]
+        return tuple(one[:, slot, None].expand(-1, width, -1) for one in (ids, log_probs))
+
+    return grown(anchors, extend, ids.shape[1], nodes, nodes)

@@ -17,7 +17,7 @@ from transformers import EarlyStoppingCallback
 
 from dflash_hf import DecodingCallback
 from dflash_hf.evaluation.measure import evaluate
-from dflash_hf.modeling.drafting_dflash import DFlashCandidateGenerator
+from dflash_hf.modeling.drafting_dflash import Drafter
 from dflash_hf.training.callbacks import parted
 
 
@@ -142,14 +142,14 @@ def test_a_defect_that_only_decoding_has_is_told(target, tmp_path, caplog, monke
     assert metrics["eval_simulated_tau"] > 2.5 and metrics["eval_tau"] > 2
     assert "training simulates" not in caplog.text
 
-    original = DFlashCandidateGenerator.propose
+    original = Drafter.block
 
-    def shifted(self, *args, **kwargs):
-        draft = original(self, *args, **kwargs)
+    def shifted(self, *args):
+        draft = original(self, *args)
         tokens = torch.cat([draft.tokens[:, :1], draft.tokens.roll(1, dims=1)[:, 1:]], dim=1)
         return draft._replace(tokens=tokens)
 
-    monkeypatch.setattr(DFlashCandidateGenerator, "propose", shifted)
+    monkeypatch.setattr(Drafter, "block", shifted)
     trainer.eval_report = None
     with caplog.at_level(logging.WARNING):
         metrics = trainer.evaluate()

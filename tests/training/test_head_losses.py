@@ -8,7 +8,7 @@ from support.rows import counting_rows
 from support.runs import BLOCK, history, make_trainer
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.modeling.drafting_dflash import DFlashCandidateGenerator
+from dflash_hf.modeling.drafting_dflash import Drafter
 from dflash_hf.training.losses import Teacher, block_loss, scored_losses
 from dflash_hf.training.start import take_vocabulary, with_parts
 
@@ -154,11 +154,11 @@ def test_training_says_of_each_slot_what_the_walk_would_say(make, tmp_path, monk
     with torch.no_grad():
         trainer.compute_loss(trainer.model, batch)
         hidden, labels, counted = seen["args"][:3]
-        losses, generator = losses_of(*seen["args"]), DFlashCandidateGenerator(draft, target)
-        head, anchors = generator.slot_head, trainer.objective.build_blocks(batch).input_ids.view(labels.shape)[..., 0]
+        losses, drafter = losses_of(*seen["args"]), Drafter(draft, target)
+        head, anchors = drafter.head, trainer.objective.build_blocks(batch).input_ids.view(labels.shape)[..., 0]
         for block in counted.any(-1).nonzero().tolist():
             i, j = block
-            ids, logits = generator._candidates(hidden[i, j : j + 1, 1:])
+            ids, logits = drafter.candidates(hidden[i, j : j + 1, 1:], [0])
             before, state = anchors[i, j : j + 1], head.start(anchors[i, j : j + 1])
             for slot in range(1, BLOCK):
                 query, state = head.step(state, before, hidden[i, j : j + 1, slot])

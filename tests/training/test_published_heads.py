@@ -8,7 +8,7 @@ from support.rows import counting_rows
 from support.runs import BLOCK, history, make_trainer
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.modeling.drafting_dflash import DFlashCandidateGenerator
+from dflash_hf.modeling.drafting_dflash import Drafter
 from dflash_hf.training.blocks import build_blocks
 from dflash_hf.training.losses import Teacher, token_losses
 from dflash_hf.training.recipe import HEADS, read_recipe
@@ -129,22 +129,22 @@ def test_training_counts_what_decoding_drafts(kind, tmp_path, monkeypatch):
     trainer = make_trainer(tmp_path, target, rows, draft)
     _, blocks, seen = watched(trainer, monkeypatch)
     hidden, labels, counted, before, _ = seen["args"][:5]
-    generator = DFlashCandidateGenerator(draft, target)
+    drafter = Drafter(draft, target)
     ours, theirs = [], []
     for i, j in counted.any(-1).nonzero().tolist():
         anchors = before[i, j, 1:2]
         states = hidden[i, j : j + 1, 1 : draft.config.block_tokens]
-        ids, logits = generator._candidates(states)
-        state, x = generator.slot_head.start(anchors), anchors
+        ids, logits = drafter.candidates(states, [])
+        state, x = drafter.head.start(anchors), anchors
         for k in range(1, draft.config.block_tokens):
-            query, state = generator.slot_head.step(state, x, states[:, k - 1])
-            choice = generator.slot_head.scores(query, ids[:, k - 1], logits[:, k - 1]).argmax(-1)
+            query, state = drafter.head.step(state, x, states[:, k - 1])
+            choice = drafter.head.scores(query, ids[:, k - 1], logits[:, k - 1]).argmax(-1)
             x = labels[i, j, k][None]
             if counted[i, j, k]:
                 ours.append(bool(seen["losses"].correct[i, j, k]))
                 theirs.append(bool(ids[0, k - 1, choice] == x))
         # And from the walk: its tokens agree with the labels just as far.
-        walked = generator.walk(anchors, states, temperature=0.0)[0][0, 1:]
+        walked = drafter.walk(anchors, states, [])[0, 1:]
         right = (walked == labels[i, j, 1 : draft.config.block_tokens]) & counted[i, j, 1 : draft.config.block_tokens]
         assert int(right.long().cumprod(0).sum()) == int(
             (seen["losses"].correct[i, j, 1 : draft.config.block_tokens]).long().cumprod(0).sum()

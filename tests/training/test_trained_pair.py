@@ -9,9 +9,11 @@ from support.trained_pair import train_pair, walk
 
 from dflash_hf import DFlashTrainer, DFlashTrainingArguments
 from dflash_hf.data.examples import make_example
+from dflash_hf.decoding import strategy
+from dflash_hf.decoding.trees import tree
 from dflash_hf.modeling.cache_dflash import additive
-from dflash_hf.modeling.drafting_dflash import DFlashCandidateGenerator
-from dflash_hf.modeling.noise_dflash import Foresight, Noise
+from dflash_hf.modeling.drafting_dflash import Drafter
+from dflash_hf.modeling.noise_dflash import Noise
 from dflash_hf.modeling.target_dflash import raw_embedding
 from dflash_hf.target import target_features
 from dflash_hf.training.blocks import block_mask, build_blocks
@@ -78,14 +80,14 @@ def test_teacher_forced_accuracy_is_the_decode_path_s(pair, prompts, tmp_path, m
     """
     target, draft = pair
     size = draft.config.block_size
-    original, drafted = DFlashCandidateGenerator.propose, []
+    original, drafted = Drafter.block, []
 
-    def record(self, plan, anchors, start, *args):
-        draft = original(self, plan._replace(block=size), anchors, start, *args)
-        drafted.append((int(start[0]), draft.tokens[0].tolist()))
-        return draft.prefix(plan.block)
+    def record(self, anchors, lengths, room):
+        draft = original(self, anchors, lengths)
+        drafted.append((self.lengths[0], draft.tokens[0].tolist()))
+        return draft._replace(tokens=draft.tokens[:, :room])
 
-    monkeypatch.setattr(DFlashCandidateGenerator, "propose", record)
+    monkeypatch.setattr(Drafter, "block", record)
     arguments = DFlashTrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
     trainer = DFlashTrainer(draft, target, arguments)
     options = {"max_new_tokens": 60, "do_sample": False, "assistant_model": draft, "return_dict_in_generate": True}
@@ -116,25 +118,21 @@ def test_teacher_forced_accuracy_is_the_decode_path_s(pair, prompts, tmp_path, m
     assert 0.2 * counted < correct < 0.95 * counted  # neither is empty
 
 
-def test_training_and_decoding_draft_the_same_tokens(pair, prompts):
+def test_training_and_decoding_draft_the_same_tokens(pair, prompts, monkeypatch):
     """Teacher-forced drafts of the training forward equal the decode path's on the same contexts, token for token."""
     target, draft = pair
     size = draft.config.block_size
     options = {"attention_mask": torch.ones_like(prompts[:1]), "max_new_tokens": 60, "do_sample": False}
     text = target.generate(prompts[:1], **options)
-    drafted = {}
-    original = DFlashCandidateGenerator.propose
+    original, drafted = Drafter.block, {}
 
-    def record(self, plan, anchors, start, *args):
-        draft = original(self, plan._replace(block=size), anchors, start, *args)
-        drafted[int(start[0])] = draft.tokens[0].tolist()
-        return draft.prefix(plan.block)
+    def record(self, anchors, lengths, room):
+        draft = original(self, anchors, lengths)
+        drafted[self.lengths[0]] = draft.tokens[0].tolist()
+        return draft._replace(tokens=draft.tokens[:, :room])
 
-    DFlashCandidateGenerator.propose = record
-    try:
-        target.generate(prompts[:1], **options, assistant_model=draft)
-    finally:
-        DFlashCandidateGenerator.propose = original
+    monkeypatch.setattr(Drafter, "block", record)
+    target.generate(prompts[:1], **options, assistant_model=draft)
     anchors = torch.tensor([sorted(drafted)])
     valid = torch.ones_like(anchors, dtype=torch.bool)
     ones = torch.ones_like(text)
@@ -168,16 +166,15 @@ def test_trees_are_drafted_from_the_features_of_the_text(pair, prompts, options,
     """
     target, draft = (copy.deepcopy(model).double() for model in pair)
     draft.decoding_config.tree_nodes = 12
-    original, drafted, ways = DFlashCandidateGenerator.propose, [], set()
+    drafted, ways = [], set()
 
-    def record(self, plan, anchors, start, *args):
-        draft = original(self, plan, anchors, start, *args)
-        if draft.tree is not None:
-            assert (self.foresight is not None) == options["do_sample"]
-            drafted.append((int(start[0]), draft.tokens[0].tolist(), draft.tree.parents[0].tolist()))
-        return draft
+    def record(drafter, *args):
+        made = tree(drafter, *args)
+        assert (drafter.noise is not None) == options["do_sample"]
+        drafted.append((drafter.lengths[0], made.tokens[0].tolist(), made.parents[0].tolist()))
+        return made
 
-    monkeypatch.setattr(DFlashCandidateGenerator, "propose", record)
+    monkeypatch.setattr(strategy, "tree", record)
     blocks = trees = 0
     for prompt in prompts[:4]:
         drafted.clear()
@@ -187,21 +184,15 @@ def test_trees_are_drafted_from_the_features_of_the_text(pair, prompts, options,
         text, recorded = output.sequences, drafted[:]
         features = target_features(target, draft.config.target_layer_ids, text)
         for start, tokens, parents in recorded:
-            generator = DFlashCandidateGenerator(draft, target)
-            if options["do_sample"]:
-                noise = Noise([torch.Generator().manual_seed(0)], 1, 50)
-                noise.sample(torch.ones(1, target.config.vocab_size), [0], 0)
-                noise.advance([start - len(prompt) + 1], [True])
-                generator.foresight = Foresight(noise, target.config.vocab_size, draft.target_ids, 1.0)
-            generator.absorb(features[:, :start])
-            generator.open([0], start, 128, torch.zeros(1, 1, dtype=torch.long))
-            generator.cache.reserve(start + 16)
-            place = torch.tensor([start])
+            noise = Noise(torch.Generator().manual_seed(0), 1) if options["do_sample"] else None
+            if noise is not None:
+                noise.sample(torch.ones(1, target.config.vocab_size), 0, 0)
+            drafter = Drafter(draft, target, noise)
             with torch.no_grad():
-                context = generator.no_features(place, draft.config.block_tokens)[:2]
-                plan = generator.plan(draft.config.block_size, 12)
-                tree = original(generator, plan, text[:, start], place, *context).tree
-            assert tree.tokens[0].tolist() == tokens and tree.parents[0].tolist() == parents
+                drafter.absorb(features[:, :start])
+                drafter.open([0], start, torch.zeros(1, 1, dtype=torch.long))
+                made = tree(drafter, text[:, start], [start - len(prompt) + 1], 12)
+            assert made.tokens[0].tolist() == tokens and made.parents[0].tolist() == parents
         ways |= set(output.acceptance_lengths[0])
         trees += len(output.acceptance_lengths[0])
         draft.decoding_config.tree_nodes = None

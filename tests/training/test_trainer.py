@@ -32,7 +32,7 @@ def reference_loss(trainer, rows):
     total = normalizer = 0.0
     for row, example in enumerate(rows):
         ids = torch.tensor([example["input_ids"]])
-        with torch.no_grad(), FeatureTap(target, draft.config.target_layer_ids) as tap:
+        with torch.no_grad(), FeatureTap(target, draft.config.target_layer_ids) as tap, tap.running():
             target_logits = target(ids).logits[0]
             features = tap.take()
         for anchor in batch["anchors"][row][batch["valid"][row]].tolist():

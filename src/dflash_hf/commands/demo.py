@@ -33,7 +33,7 @@ def run(arguments, echo) -> Outcome:
 
     from dflash_hf.configs import read_config
     from dflash_hf.demo.run import load_pair, run_demo
-    from dflash_hf.modeling.remembered_dflash import default_cache_dir
+    from dflash_hf.files import default_cache_dir
 
     if arguments.draft is not None:
         read_config(arguments.draft, f"--draft {arguments.draft}")  # fail before the target is loaded

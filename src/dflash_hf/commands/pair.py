@@ -6,7 +6,7 @@ from functools import cached_property
 from dflash_hf.terminal import UsageError, template_arguments
 
 
-SETTINGS = ("compile", "tree_nodes", "draft_temperature")  # of a drafter's `decoding_config`
+SETTINGS = ("compile", "tree_nodes")  # of a drafter's `decoding_config`
 
 
 def take_default(arguments, say) -> None:
@@ -96,7 +96,7 @@ class NamedPair:
         given = {name: value for name, value in vars(self.arguments).items() if name in SETTINGS}
         if self.arguments.draft is None:
             if any(given.values()):
-                raise UsageError("--compile, --tree-nodes and --draft-temperature need a drafter; pass --draft.")
+                raise UsageError("--compile and --tree-nodes need a drafter; pass --draft.")
             return None
         draft = load_draft(self.arguments.draft, self.loading, self.device)
         for name, value in given.items():
@@ -112,11 +112,11 @@ class NamedPair:
 
     def ready(self) -> tuple:
         """Target and drafter, packed as the options say, and probed, which is not part of an answer's time."""
-        from dflash_hf.modeling.probe_dflash import facts_of
+        from dflash_hf.decoding.strategy import support
         from dflash_hf.pairs import pack
 
         draft, target = self.draft(), self.target()
         self.packed = pack(self.arguments.packed, target, draft)
         if draft is not None:
-            facts_of(target)
+            support(target)
         return target, draft

@@ -141,7 +141,7 @@ def _asked(arguments, as_chat: bool) -> tuple[dict[int, tuple], dict[str, int]]:
 def _check(arguments) -> None:
     """Check that the arguments fit together."""
     names = (
-        *("raw", "draft", "chat_template", "packed", "compile", "tree_nodes", "draft_temperature", "batch_size"),
+        *("raw", "draft", "chat_template", "packed", "compile", "tree_nodes", "batch_size"),
         *("device", "revision", "draft_revision", "trust_remote_code", "dtype"),
     )
     if arguments.server and (ours := shared.given(arguments, names)):
@@ -192,10 +192,9 @@ def _in_process(pair: NamedPair, encoder, prompts: dict, output, echo):
             config.top_p = config.top_k = None
     if arguments.top_p is not None:
         config.top_p = arguments.top_p
-    if not config.do_sample and (arguments.top_p or arguments.draft_temperature):
+    if not config.do_sample and arguments.top_p:
         raise ValueError(
-            "The target's generation config is greedy, so --top-p and --draft-temperature have no effect; add "
-            "--temperature, such as 1."
+            "The target's generation config is greedy, so --top-p has no effect; add --temperature, such as 1."
         )
     ids, longest = usable_ids(encoder, prompts), arguments.max_new_tokens
     rows, speed = arguments.batch_size or PLAIN_ROWS, None

@@ -32,7 +32,6 @@ def add_arguments(parser) -> None:
     parser.add_argument("--enable-cors", action="store_true", help="let web pages of any origin call the server")
     parser.add_argument("--dry-run", action="store_true", help="print the command of another engine and exit")
     shared.add_threads(parser)
-    shared.add_draft_temperature(parser)
     shared.add_template_arguments(parser)
     shared.add_loading(parser)
     shared.add_speed(parser)
@@ -95,7 +94,7 @@ def _engine(arguments, echo) -> Outcome:
     engine = arguments.engine
     if arguments.draft is None:
         raise UsageError(f"--engine {engine} needs --draft; without a drafter, run {engine} itself.")
-    names = ("compile", "tree_nodes", "draft_temperature", "packed", "device", "threads", "enable_cors")
+    names = ("compile", "tree_nodes", "packed", "device", "threads", "enable_cors")
     if ours := shared.given(arguments, names):
         raise UsageError(f"{ours[0]} is for --engine transformers; leave it out for {engine}.")
     if arguments.port == 0:

@@ -148,24 +148,18 @@ def add_sampling(parser, default: float | None = 0.0, known: str = "0, greedy") 
     """Temperature, nucleus and seed."""
     parser.add_argument("--temperature", type=heat, default=default, help=f"0 is greedy (default: {known})")
     parser.add_argument("--top-p", type=probability, help="nucleus sampling (default: 1)")
-    add_draft_temperature(parser)
     parser.add_argument("--seed", type=seed, default=0, help="sampling seed (default: %(default)s)")
-
-
-def add_draft_temperature(parser) -> None:
-    """`--draft-temperature`: how drafts are chosen if the target samples."""
-    help = "of the drafts, 0: greedy (default: the tokens likeliest to be drawn next)"
-    parser.add_argument("--draft-temperature", type=heat, help=help)
 
 
 def check_sampling(arguments) -> None:
     """
     Raises:
-        `UsageError`: `--top-p` or `--draft-temperature` without a temperature.
+        `UsageError`: `--top-p` without a temperature.
     """
-    for option, value in (("--top-p", arguments.top_p), ("--draft-temperature", arguments.draft_temperature)):
-        if value and arguments.temperature == 0:
-            raise UsageError(f"{option} {value:g} has no effect in greedy decoding; add --temperature, such as 1.")
+    if arguments.top_p and arguments.temperature == 0:
+        raise UsageError(
+            f"--top-p {arguments.top_p:g} has no effect in greedy decoding; add --temperature, such as 1."
+        )
 
 
 def sampling_options(arguments) -> dict:

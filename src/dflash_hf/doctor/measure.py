@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from dflash_hf.modeling.adoption_dflash import of_tensors
 from dflash_hf.modeling.cache_dflash import additive
-from dflash_hf.modeling.drafting_dflash import DFlashCandidateGenerator
+from dflash_hf.modeling.drafting_dflash import Drafter
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.target import target_features
 from dflash_hf.training.blocks import block_mask, build_blocks, sample_anchors
@@ -85,6 +84,18 @@ def changed_draft(draft: DFlashDraftModel, fields: dict, dtype: torch.dtype | No
     return of_tensors(config, draft.state_dict()).to(dtype or draft.dtype)
 
 
+def of_tensors(config, tensors: dict[str, torch.Tensor]) -> DFlashDraftModel:
+    """A frozen drafter with these tensors, which are not copied."""
+    with torch.device("meta"):
+        draft = DFlashDraftModel(config)
+    draft.load_state_dict(tensors, assign=True)
+    for name in ("rotary_emb", "context_rotary_emb"):  # not stored
+        table = getattr(draft, name)
+        if table is not None:
+            setattr(draft, name, type(table)(table.config).to(draft.fc.weight.device))
+    return draft.requires_grad_(False).eval()
+
+
 @torch.no_grad()
 def hits(target, draft: DFlashDraftModel, text: Text, features: torch.Tensor, change: Change):
     """
@@ -113,12 +124,13 @@ def hits(target, draft: DFlashDraftModel, text: Text, features: torch.Tensor, ch
         attention_mask=masks,
         position_ids=blocks.position_ids,
     ).last_hidden_state.view(anchors.shape[1], config.block_size, -1)  # [A, B, H]
-    generator = DFlashCandidateGenerator(draft, target)
-    generator.head = change.head or generator.head
+    drafter = Drafter(draft, target)
+    head = change.head or target.get_output_embeddings()
+    drafter.logits = lambda states, lengths: draft.draft_logits(states, head)  # of another target, perhaps
     states = hidden[:, 0 if early else 1 :][:, : config.block_tokens - 1]  # [A, D, H]
-    drafted = generator.walk(ids[0, anchors[0]], states, temperature=0.0)[0]  # [A, B]
+    drafted = drafter.walk(ids[0, anchors[0]], states, [])  # [A, B]
     counted, labels = (one[0, :, 1 : states.shape[1] + 1] for one in (blocks.counted, blocks.labels))
-    log_probs = draft.draft_logits(states, generator.head).float().log_softmax(-1)  # [A, B-1, V]
+    log_probs = drafter.logits(states, []).float().log_softmax(-1)  # [A, B-1, V]
     own = draft_ids(draft)
     own = labels if own is None else own[labels]
     known = counted & (own >= 0) & (own < log_probs.shape[-1])

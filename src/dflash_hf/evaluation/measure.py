@@ -2,8 +2,10 @@
 
 import contextlib
 import copy
+import functools
 import gc
 import json
+import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -14,13 +16,12 @@ from pathlib import Path
 import torch
 import transformers
 
+from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.evaluation import methods as ways
 from dflash_hf.evaluation.divergence import WRONG, Divergence, Rounding, judge
 from dflash_hf.evaluation.divergence import summary as worst_verdict
 from dflash_hf.evaluation.journal import Journal
 from dflash_hf.files import atomic
-from dflash_hf.modeling.cost_dflash import hardware
-from dflash_hf.modeling.packing_dflash import packed_weights
 from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.responses import generate_one
 from dflash_hf.terminal import json_text, read_text
@@ -217,7 +218,7 @@ def evaluate(
         max_new_tokens (`int`): Maximum length of an answer.
         runs (`int`): Timed repetitions; the medians are reported.
         methods (`Sequence[str]`): `"target"` and `"dflash"`, plus any of `DRAFTED`, `"target_packed"` and
-            `"prompt_lookup"`. On a CPU, where a drafter packs weights, `"target_packed"` is the fair baseline.
+            `"prompt_lookup"`. With `"target_packed"`, a target with packed weights, the pair decodes packed too.
         progress: Wraps the iteration over runs and prompts.
         others (`dict`, *optional*): Further methods by name: arguments of `generate`, or a function from prompt ids to
             answer ids.
@@ -245,7 +246,12 @@ def evaluate(
     methods = (*methods, *(others or {}))
     drafters = {**ways_of(draft, tree_nodes), ways.AUTO: draft}
     arguments = {**{name: {"assistant_model": drafter} for name, drafter in drafters.items()}, **(others or {})}
-    decode = _decoder(target, max_new_tokens, arguments)
+    packed: dict[str, tuple] = {}  # the models that a method packs
+    if ways.TARGET_PACKED in methods:
+        packed = {ways.TARGET_PACKED: (target,), **dict.fromkeys(drafters, (target, draft))}
+        packs = packed_weights(target, draft)  # which keeps the copies for all of them
+        packs.restore(keep=True)
+    decode = _decoder(target, max_new_tokens, arguments, packed)
     compiled = {name for name, drafter in drafters.items() if drafter.decoding_config.compile}
     target.eval()
     draft.eval()
@@ -305,7 +311,7 @@ class _Decoded:
     estimated_speedup: float | None = None
 
 
-def _decoder(target, max_new_tokens: int, arguments: dict) -> Callable[[str, Sequence[int]], _Decoded]:
+def _decoder(target, max_new_tokens: int, arguments: dict, packed: dict) -> Callable[[str, Sequence[int]], _Decoded]:
     """A function that decodes a prompt by a method and measures the time."""
     lookup = {"prompt_lookup_num_tokens": ways.LOOKUP_TOKENS}
     arguments = {ways.TARGET: {}, ways.TARGET_PACKED: {}, ways.PROMPT_LOOKUP: lookup, **arguments}
@@ -316,7 +322,7 @@ def _decoder(target, max_new_tokens: int, arguments: dict) -> Callable[[str, Seq
         counts = method not in ways.DRAFTED and not callable(way) and "cache_implementation" not in way
         with (
             _count_forwards(target) if counts else contextlib.nullcontext([0]) as count,
-            packed_weights(target) if method == ways.TARGET_PACKED else contextlib.nullcontext(),
+            packed_weights(*packed[method]) if method in packed else contextlib.nullcontext(),
         ):
             start = now(target.device)
             if callable(way):
@@ -386,6 +392,18 @@ def ways_of(draft, tree_nodes: int = ways.TREE_NODES) -> dict:
     """The drafter set up for each method of `OURS`, by name."""
     whole, values = in_blocks(draft), {"tree_nodes": tree_nodes, "compile": True}
     return {name: variant(whole, **{key: values[key] for key in keys}) for name, keys in ways.OURS.items()}
+
+
+@functools.cache
+def hardware(device: torch.device) -> str:
+    """The name of an accelerator, or of the processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def now(device: torch.device) -> float:

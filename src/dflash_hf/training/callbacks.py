@@ -7,7 +7,7 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from dflash_hf.data.encode import given_ids
-from dflash_hf.evaluation.measure import EvalReport, evaluate, variant
+from dflash_hf.evaluation.measure import EvalReport, evaluate
 from dflash_hf.evaluation.methods import DFLASH, TARGET
 from dflash_hf.training.processes import in_first_process
 
@@ -112,10 +112,9 @@ class DecodingCallback(TrainerCallback):
 
     def _decode(self) -> str:
         model, target, methods = self.trainer.draft, self.trainer.target, (TARGET, DFLASH)
-        unpacked = variant(model, packed=False)  # as the target that it is compared with
         was_training = model.training
         try:
-            return evaluate(target, unpacked, self.prompts, self.max_new_tokens, runs=1, methods=methods).to_json()
+            return evaluate(target, model, self.prompts, self.max_new_tokens, runs=1, methods=methods).to_json()
         finally:
             model.train(was_training)
 

@@ -1,8 +1,8 @@
 """
-How a target verifies a block and rolls back to the accepted length, with its cache in slots.
+How a target verifies a draft and keeps its accepted part, with its cache in slots.
 
-A session is opened on the prompt's cache. `verify` runs one forward over a block whose first token is token number
-`start` of its row; `commit` drops the rejected tokens; `close` returns the cache as `generate` does.
+A session is opened on the prompt's cache. `verify` runs one forward over a draft, `keep` drops what was rejected,
+`close` returns the cache as `generate` does.
 """
 
 import inspect
@@ -10,9 +10,9 @@ import inspect
 import torch
 from transformers import masking_utils
 
-from .accept_dflash import Draft, Verdict
+from .accept_dflash import Verdict
 from .cache_dflash import SlotCache, can_adopt, slot_mask
-from .target_dflash import CACHE_NAME, cache_argument, input_device
+from .target_dflash import CACHE_NAME, FeatureTap, cache_argument, input_device
 
 
 class SlotSession:
@@ -23,73 +23,80 @@ class SlotSession:
         target (`PreTrainedModel`): The target.
         cache (`Cache`): The prompt's cache.
         padding (`list[int]`): Padding columns at the start of each row.
-        capacity (`int`): Slots of each row.
         offset (`torch.LongTensor`): `[R, 1]` or `[axes, R, 1]`, position of a row's slot 0.
         extra (`dict`): Additional arguments of the target's forward.
-        pool (`dict`, *optional*): As for [`SlotCache`].
-        last_slot (`int`, *optional*): Last slot of the text: a block may reach past it, to slots without a position.
+        tap (`FeatureTap`, *optional*): Collects the features of what is verified.
+        last_slot (`int`, *optional*): Last slot that is ever kept: a draft may reach past it, to others' positions.
+        largest (`int`): Tokens of the largest draft.
 
     Attributes:
-        within (`torch.LongTensor`, *optional*): `[R]`, the last slot of each row that has one of the target's
-            `max_position_embeddings` positions. No draft reaches past it before the text does; `None` is no bound.
+        lengths (`list[int]`): Tokens of each row that the cache holds.
     """
 
-    windows: dict[str | None, tuple[int | None, int | None] | None]  # as returned by [`mask_windows`]
-    within: torch.LongTensor | None = None
-    rollback_is_free = True  # so that rounds can be compiled, and run before the host knows what was accepted
+    CACHE = SlotCache
+    rollback_is_free = True
 
-    def __init__(self, target, cache, padding, capacity, offset, extra, pool=None, last_slot=None):
-        self.target, self.offset, self.source, self.padding = target, offset, cache, padding
-        self.cache = SlotCache.adopt(cache, padding, capacity, pool)
+    def __init__(
+        self, target, cache, padding, offset, extra, tap: FeatureTap | None = None, last_slot=None, largest=0
+    ):
+        self.target, self.source, self.padding, self.offset, self.tap = target, cache, padding, offset, tap
+        self.cache = self.CACHE.adopt(cache, padding, largest)
+        self.lengths = [self.cache.columns - pad for pad in padding]
         self.arguments = {**extra, cache_argument(target): self.cache, "use_cache": True}
         if "output_router_logits" in inspect.signature(target.forward).parameters:
             self.arguments["output_router_logits"] = False  # their loss reads a mask of padding, and nobody reads it
-        self.windows, self.dtype = mask_windows(target), target.dtype
+        self.windows = mask_windows(target)
         if not any(self.windows.values()):  # no layer has a mask
             self.windows = {None: None}
-        self.last_slot = None if last_slot is None else torch.tensor(last_slot, device=offset.device)
+        self.last_slot = last_slot
 
     @staticmethod
     def takes(cache) -> bool:
         """Whether a session can be opened on such a cache."""
         return can_adopt(cache)
 
-    def verify(self, draft: Draft, start: torch.LongTensor):
+    def verify(self, draft) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
-        The target's output, with logits `[R, n, V]`, for each token of a draft whose anchor is at slot `start`,
-        followed by the other tokens. A tree node's position is its depth; it sees the past, its ancestors and itself.
+        One forward over a draft (`Block` or the like), whose anchor is each row's next token. A token's position is
+        its depth in the draft; it sees the past, its ancestors and itself.
+
+        Returns:
+            Logits `[R, n, V]` and, with a tap, features `[R, n, L * H]` of each of its tokens.
         """
-        slots = start[:, None] + torch.arange(draft.tokens.shape[1], device=start.device)  # [R, n]
+        size = draft.tokens.shape[1]
+        self.cache.reserve(max(self.lengths) + size)
+        start = torch.tensor(self.lengths, device=self.offset.device)[:, None]  # [R, 1]
+        slots = start + torch.arange(size, device=start.device)  # [R, n]
         self.cache.place(slots)
         masks = {
-            name: None if rule is None else slot_mask(slots, slots, self.cache.view, *rule, self.dtype, draft.tree)
+            name: None if rule is None else slot_mask(self.cache, slots, *rule, self.target.dtype, draft)
             for name, rule in self.windows.items()
         }
-        numbers = slots if draft.tree is None else start[:, None] + draft.tree.depths
-        if self.within is not None:
-            last = torch.where(start <= self.within, self.within, self.last_slot)
-            numbers = numbers.minimum(last[:, None])
-        return self.target(
-            input_ids=draft.tokens,
-            attention_mask=masks[None] if None in masks else masks,
-            position_ids=(numbers if self.last_slot is None else numbers.minimum(self.last_slot)) + self.offset,
-            **block_arguments(self.arguments, draft.tokens.shape[1]),
-        )
+        numbers = slots if draft.depths is None else start + draft.depths
+        if self.last_slot is not None:
+            numbers = numbers.clamp(max=self.last_slot)
+        inputs = {"attention_mask": masks[None] if None in masks else masks, "position_ids": numbers + self.offset}
+        return self._forward({"input_ids": draft.tokens, **inputs, **block_arguments(self.arguments, size)})
 
-    def most(self, start: torch.LongTensor) -> torch.LongTensor | None:
-        """`[R]`, maximum number of tokens that may be committed after anchors at `start`; see `within`."""
-        if self.within is None:
-            return None
-        return torch.where(start <= self.within, self.within + 1 - start, self.last_slot)
+    def _forward(self, inputs: dict) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.tap is None:
+            return self.target(**inputs).logits, None
+        with self.tap.running():
+            logits = self.target(**inputs).logits
+        return logits, self.tap.take()
 
-    def commit(self, start: torch.LongTensor, verdict: Verdict) -> None:
-        """Keep the accepted tokens: the path through a tree is made contiguous, the other nodes are overwritten."""
+    def keep(self, verdict: Verdict) -> None:
+        """Keep the accepted tokens: the path through a tree is made contiguous, the rest is overwritten."""
         if verdict.path is not None:
-            behind = torch.arange(verdict.path.shape[1], device=start.device)
-            self.cache.move(start[:, None] + verdict.path, start[:, None] + behind)
+            start = torch.tensor(self.lengths, device=verdict.path.device)[:, None]
+            steps = torch.arange(verdict.path.shape[1], device=start.device)
+            self.cache.move(start + verdict.path, start + steps)
+        self.lengths = [length + count for length, count in zip(self.lengths, verdict.counts, strict=True)]
 
-    def close(self, columns: int):
-        """The cache as `generate` returns it without a drafter."""
+    def close(self):
+        """The cache as `generate` returns it without a drafter, with the columns of the longest row."""
+        columns = max(length + pad for length, pad in zip(self.lengths, self.padding, strict=True))
+        self.cache.reserve(columns)  # a row without padding that ended early is filled up, too
         return self.cache.release(self.source, self.padding, columns)
 
     def clear(self) -> None:

@@ -1,21 +1,11 @@
 """The cost of rounds on this machine: measured during normal rounds, constant during a call."""
 
-import contextlib
 import copy
-import functools
-import math
-import os
-import platform
-import time
 import weakref
 from bisect import bisect_left
 from collections import defaultdict, deque
-from pathlib import Path
 
 import torch
-
-from .remembered_dflash import read, recall, remember
-from .target_dflash import decoder_layers
 
 
 # For each target, the cost of rounds by everything that affects it.
@@ -28,7 +18,6 @@ _GPU = {1: 1.0, 64: 1.05, 128: 1.3, 256: 2.2, 512: 4.2}
 # Tokens that a round verifies in each row besides the anchor, and whether they were drafted, rather than copied.
 Work = tuple[int, bool]
 NOTHING: Work = (0, False)  # a round without a draft
-_MADE = {"drafted": True, "copied": False}  # in files
 
 
 class CostTable:
@@ -40,14 +29,12 @@ class CostTable:
             forward until it is measured.
         block_size (`int`): Tokens per row of such a forward.
         device (`torch.device`): The target's device.
-        key (`dict`, *optional*): Identifies the pair and machine, so that later processes find these costs.
     """
 
     STEADY = 1.15  # how much slower or faster than usual all rounds of a call must be for another load of the machine
 
-    def __init__(self, drafting: float, block_size: int, device: torch.device, key: dict | None = None):
-        self.drafting, self.block_size, self.key = drafting, block_size, key
-        self.pinned, self.new, self.total = False, 0, 0  # samples: since they were last saved, and in total
+    def __init__(self, drafting: float, block_size: int, device: torch.device):
+        self.drafting, self.block_size = drafting, block_size
         self.forwards = _CPU if device.type == "cpu" else _GPU
         self.curves: dict[tuple, list[float]] = {}  # cached in copies, which no longer learn
         self.samples: dict[tuple, dict] = defaultdict(dict)  # (rows, bucket) -> {work: seconds}
@@ -62,18 +49,17 @@ class CostTable:
         Record the rounds of a call: rows, columns, work, seconds. Sizes follow from ratios of costs; if all rounds of
         a call took much longer than usual, so would have those that it had no use for, and its times are scaled back.
         """
-        rounds = [] if self.pinned else [one for one in rounds if one[-1] > 0]  # 0: a coarse clock
+        rounds = [one for one in rounds if one[-1] > 0]  # 0: a coarse clock
         usual = [self._known(rows, columns, work) for rows, columns, work, _ in rounds]
         load = _typical([one[-1] / _typical(of) for one, of in zip(rounds, usual, strict=True) if len(of) > 2])
         load = 1.0 if 1 / self.STEADY < load < self.STEADY else load
         for rows, columns, work, seconds in rounds:
-            self.new, self.total = self.new + 1, self.total + 1
             times = [*self._known(rows, columns, work), seconds / load]
             self.samples[rows, self.bucket(columns)][work] = deque(times, maxlen=SAMPLES)  # new: others may be reading
 
     def count(self, rows: int, columns: int, work: Work) -> int:
-        """The number of measurements; the maximum in a pinned table."""
-        return SAMPLES if self.pinned else len(self._known(rows, columns, work))
+        """The number of measurements."""
+        return len(self._known(rows, columns, work))
 
     def _known(self, rows: int, columns: int, work: Work):
         return self.samples.get((rows, self.bucket(columns)), {}).get(work, ())
@@ -84,32 +70,6 @@ class CostTable:
         other.curves = {}
         other.samples = defaultdict(dict, {place: dict(known) for place, known in list(self.samples.items())})
         return other
-
-    def keep(self) -> None:
-        """Save for later processes, less often as samples accumulate."""
-        if self.new > 8 + (self.total - self.new) // 4 and self.key is not None:
-            self.new = 0
-            found = {}
-            for (rows, bucket), known in list(self.samples.items()):
-                works = [(size, "drafted" if made else "copied", times) for (size, made), times in list(known.items())]
-                found[f"{rows} {bucket}"] = {f"{size} {made}": list(times) for size, made, times in works}
-            remember("costs", self.key, found)
-
-    def take(self, found) -> bool:
-        """Load what `keep` wrote; returns whether it is valid."""
-        samples = defaultdict(dict)
-        try:
-            for place, known in found.items():
-                rows, bucket = map(int, place.split())
-                for work, seconds in known.items():
-                    size, made = work.split()
-                    if not all(isinstance(s, float) and 0 < s < math.inf for s in seconds):
-                        return False
-                    samples[rows, bucket][int(size), _MADE[made]] = deque(seconds, maxlen=SAMPLES)
-        except (AttributeError, KeyError, TypeError, ValueError):
-            return False
-        self.samples, self.total = samples, sum(len(s) for known in samples.values() for s in known.values())
-        return True
 
     def curve(self, rows: int, columns: int, most: int, drafted: bool = True) -> list[float]:
         """
@@ -181,21 +141,50 @@ def _line(places: list[int], values: dict[int, float], n: int) -> float:
     return values[a] + (values[b] - values[a]) * (n - a) / (b - a)
 
 
-@functools.cache
-def hardware(device: torch.device) -> str:
-    """The name of an accelerator, or of the processor."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
-        for line in file:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+class Costs:
+    """
+    The costs by which one call chooses sizes, and what it measures for later ones.
 
+    Args:
+        table (`CostTable`): The cost of rounds on this machine; extended by `close`.
+        rows (`int`): Rows of the call.
+        columns (`int`): Tokens of a row before the first round.
+        began (`float`): When the call began, in seconds.
+    """
 
-def clock(device: torch.device) -> float:
-    """Seconds; with a single CPU thread its CPU time, which does not depend on other load."""
-    return time.thread_time() if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter()
+    ENOUGH = 3  # times that a size is tried before its cost is known
+
+    def __init__(self, table: CostTable, rows: int, columns: int, began: float):
+        self.table, self.known, self.rows, self.columns = table, table.copy(), rows, columns
+        self.began = self.ended = began
+        self.rounds_began: float | None = None
+        self.timed: list[tuple[int, int, Work, float]] = []
+
+    def curve(self, written: int, most: int, drafted: bool = True) -> list[float]:
+        """See [`CostTable.curve`], after `written` tokens."""
+        return self.known.curve(self.rows, self.columns + written, most, drafted)
+
+    def note(self, written: int, work: Work, began: float, ended: float) -> None:
+        """Record a round. The first one of a call is slower than the others."""
+        if self.rounds_began is None:
+            self.rounds_began = began
+        else:
+            self.timed.append((self.rows, self.columns + written, work, ended - began))
+        self.ended = ended
+
+    def speedup(self, of_rounds: float) -> float:
+        """Of the whole call over the target alone, whose rounds are faster than its by a factor; not of its prompt."""
+        reading, rounds = self.rounds_began - self.began, self.ended - self.rounds_began
+        return (reading + of_rounds * rounds) / (reading + rounds) if reading + rounds > 0 else of_rounds
+
+    def is_new(self, written: int, work: Work) -> bool:
+        """Whether a size has not been tried often enough to know its cost."""
+        tried = sum(done == work for _, _, done, _ in self.timed)
+        return self.known.count(self.rows, self.columns + written, work) + tried < self.ENOUGH
+
+    def close(self) -> None:
+        """Serve later calls."""
+        self.table.note(self.timed)
 
 
 def adapters_of(draft) -> tuple:
@@ -204,49 +193,14 @@ def adapters_of(draft) -> tuple:
     return tuple(sorted({name for layer in layers if not layer.disable_adapters for name in layer.active_adapters}))
 
 
-def table_of(target, draft, compiled: str | bool, ahead: int, running) -> CostTable:
-    """
-    The cost table of a pair: for its device, dtype, weight layout, threads, compilation and rounds ahead of the host.
-    `running` is the copy of the target that a call runs, whose layers may be packed. Loaded from earlier processes, or
-    pinned to the content of a file (`decoding_config.costs`, or the environment variable `DFLASH_HF_COSTS`).
-
-    Raises:
-        `ValueError`: the file does not hold costs.
-    """
-    config, pinned = draft.config, draft.decoding_config.costs or os.environ.get("DFLASH_HF_COSTS")
-    layer = decoder_layers(running)[0]
-    kinds = sorted({type(module).__name__ for module in layer.modules()})  # packed, quantised
-    shape = [getattr(config, n) for n in ("num_hidden_layers", "hidden_size", "intermediate_size", "draft_vocab_size")]
+def table_of(target, draft) -> CostTable:
+    """The cost table of a pair here: for its device, dtype, kinds of layers (packed, quantised), and threads."""
+    kinds = frozenset(type(module) for module in target.modules())
     threads = torch.get_num_threads() if target.device.type == "cpu" else None
-    weights = sum(parameter.numel() for parameter in draft.parameters())
-    same = {
-        "layers": kinds,
-        "drafter": f"{type(draft).__name__} of {weights:,} parameters, blocks of {config.block_size}",
-        "shape": shape,
-        "head": config.head.name,
-        "device": hardware(target.device),
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "threads": threads,
-        "compiled": compiled,
-        "look_ahead": ahead,
-        "torch": torch.__version__,
-    }
-    tables, how = _tables.setdefault(target, {}), (repr(same), adapters_of(draft), target.device, pinned)
-    if how in tables:
-        return tables[how]
-    of_target = sum(parameter.numel() for parameter in target.parameters())
-    key = {"target": f"{type(target).__name__} of {of_target:,} parameters", **same}
-    head = 0 if config.has_own_head else target.get_output_embeddings().weight.numel()
-    table = CostTable((weights + head) / max(of_target, 1), config.block_size, target.device, key)
-    if pinned:
-        content = read(Path(pinned).expanduser())
-        if content is None or not table.take(content["found"]):
-            raise ValueError(
-                f"{pinned} (decoding_config.costs, or DFLASH_HF_COSTS) does not hold costs of rounds: name a file "
-                "that `dflash env` lists, or leave it out."
-            )
-        table.pinned = True
-    else:
-        table.take(recall("costs", key))
-    tables[how] = table
-    return table
+    how = kinds, adapters_of(draft), target.device, target.dtype, threads, draft.decoding_config.compile
+    tables = _tables.setdefault(target, weakref.WeakKeyDictionary()).setdefault(draft, {})
+    if how not in tables:
+        weights, of_target = (sum(p.numel() for p in model.parameters()) for model in (draft, target))
+        head = 0 if draft.config.has_own_head else target.get_output_embeddings().weight.numel()
+        tables[how] = CostTable((weights + head) / max(of_target, 1), draft.config.block_size, target.device)
+    return tables[how]

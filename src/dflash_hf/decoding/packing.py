@@ -1,7 +1,6 @@
 """
 Weights packed for the processor: linear layers multiply by copies that oneDNN has laid out for a few tokens at a time,
-instead of repeating the layout in every forward. A drafted call does so by itself, in its own copies of the modules;
-`packed_weights` packs whole models.
+instead of repeating the layout in every forward.
 """
 
 import contextlib
@@ -39,8 +38,6 @@ SMALLEST = 1 << 17  # weights of an fp32 layer, below which calling oneDNN takes
 _packs: "weakref.WeakValueDictionary[int, _Pack]" = weakref.WeakValueDictionary()
 # References that keep a `_Pack` alive: each layer with the weight, for each call that has packed the layer.
 _held: "weakref.WeakKeyDictionary[nn.Linear, dict[object, _Pack]]" = weakref.WeakKeyDictionary()
-# The packs of drafted calls, kept for later ones.
-_kept: "weakref.WeakKeyDictionary[nn.Linear, _Pack]" = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
 
 
@@ -204,28 +201,6 @@ def _free_memory() -> int:
     return free
 
 
-def packed_layers(model: nn.Module) -> list[nn.Linear]:
-    """
-    The linear layers of a model that a call multiplies by packed copies. The copies are kept for later calls, each of
-    which finds any change of the weights; none are made that would not [`fit_memory`].
-    """
-    if not torch.backends.mkldnn.enabled or _products_are_replaced() or any(map(_unmerges, model.modules())):
-        return []
-    found = {one: packable(one) and _has_sums(one.weight) for one in model.modules() if type(one) is nn.Linear}
-    with _lock:
-        # 1. Free what can no longer be used, as of a model that has moved.
-        for layer, fits in found.items():
-            if layer in _kept and not (fits and _kept[layer].weight is layer.weight):
-                del _kept[layer]
-        # 2. Layers without a pack get one if memory allows.
-        layers = [layer for layer, fits in found.items() if fits]
-        if not fit_memory([layer for layer in layers if layer not in _kept]):
-            layers = [layer for layer in layers if layer in _kept]
-        # 3. Changed weights are packed again.
-        _kept.update({layer: _pack_of(layer.weight, TOKENS) for layer in layers})
-    return layers
-
-
 def _pack_of(weight: nn.Parameter, tokens: int) -> _Pack:
     """The pack of a weight as it is now: an earlier one if the weight has not changed since."""
     sums, pack = _sums(weight) if _has_sums(weight) else None, _packs.get(id(weight))
@@ -235,31 +210,6 @@ def _pack_of(weight: nn.Parameter, tokens: int) -> _Pack:
         pack.tokens = tokens
         pack.renew(sums)
     return pack
-
-
-def _products_are_replaced() -> bool:
-    """Whether a user, perhaps before this file was loaded, has replaced what multiplies: theirs is to be called."""
-    forward = getattr(nn.Linear.forward, "__globals__", None)  # `functools.wraps` copies everything else
-    return forward is not vars(nn.modules.linear) or nn.functional.linear is not torch._C._nn.linear
-
-
-def _unmerges(module: nn.Module) -> bool:
-    """Whether a PEFT layer will take a disabled adapter out of the weights in its next forward."""
-    return bool(vars(module).get("merged_adapters")) and module.disable_adapters
-
-
-def multiply_packed(own: nn.Module, model: nn.Module) -> None:
-    """
-    Let the modules of which a call has copies multiply by packed weights.
-
-    Args:
-        own (`nn.Module`): The call's own copy of `model`; modules that it shares with `model` stay plain.
-        model (`nn.Module`): The model as all calls share it.
-    """
-    packed = {id(layer.weight) for layer in packed_layers(model)}
-    for module in {*own.modules()} - {*model.modules()}:
-        if type(module) is nn.Linear and id(module.weight) in packed:
-            module.__class__ = PackedLinear
 
 
 def _has_sums(weight: torch.Tensor) -> bool:
@@ -340,18 +290,25 @@ class packed_weights:
         if not self.layers:
             names = ", ".join(type(model).__name__ for model in models)
             logger.warning_once(f"No linear layer of {names} can be packed.")
+        self._packs: list[_Pack] = []
         try:
             with _alone():
                 for layer in self.layers:
-                    _held.setdefault(layer, {})[self._key] = _pack_of(layer.weight, tokens)
+                    self._packs.append(_pack_of(layer.weight, tokens))
+                    _held.setdefault(layer, {})[self._key] = self._packs[-1]
                 for layer in self.layers:  # in one step: a concurrent compilation must not see a mixture
                     layer.__class__ = PackedLinear
         except BaseException:
             self.restore()
             raise
 
-    def restore(self) -> None:
-        """Restore the layers that no other call has packed. May be called again."""
+    def restore(self, keep: bool = False) -> None:
+        """
+        Restore the layers that no other call has packed. May be called again.
+
+        Args:
+            keep (`bool`): Keep the packed copies as long as this object, for those who pack the same layers again.
+        """
         with _alone():
             for layer in self.layers:
                 held = _held.get(layer, {})
@@ -360,7 +317,7 @@ class packed_weights:
                     _held.pop(layer, None)
                     if type(layer) is PackedLinear:  # not if its class was changed meanwhile
                         layer.__class__ = nn.Linear
-        self.layers = []
+        self.layers, self._packs = [], self._packs if keep else []
 
     def __enter__(self) -> "packed_weights":
         return self

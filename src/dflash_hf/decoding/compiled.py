@@ -1,0 +1,146 @@
+"""
+Compiled forwards: one graph of each model for drafts of one size and each bucket of slots, used for every prompt.
+"""
+
+import functools
+import math
+import weakref
+
+import torch
+from transformers.utils import logging
+
+from dflash_hf.decoding.strategy import Fixed
+from dflash_hf.modeling.cache_dflash import SlotCache
+from dflash_hf.modeling.drafting_dflash import Drafter
+from dflash_hf.modeling.generation_dflash import Call
+from dflash_hf.modeling.session_dflash import SlotSession
+from dflash_hf.modeling.target_dflash import traced
+from dflash_hf.modeling.text_dflash import Text
+
+
+logger = logging.get_logger(__name__)
+
+_MODES = ("default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune")
+# The modes and backends that could not compile the forward of a model.
+_failed: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
+
+
+class Buckets(SlotCache):
+    """Slots for graphs: capacities are powers of two, and attention sees all of them."""
+
+    SMALLEST = 256
+
+    def __init__(self, rows: int, capacity: int, ring=None):
+        super().__init__(rows, max(self.SMALLEST, 1 << capacity.bit_length()) - 1, ring)
+
+    def reserve(self, used: int) -> None:
+        if used >= self.capacity:
+            self._resize(1 << used.bit_length())
+        self.view = self.capacity
+
+
+@functools.cache
+def _compiled(function, how: str):
+    """A compiled function. Its guards are torch's own; there is one graph per pair, bucket and number of rows."""
+    options = {"mode": how} if how in _MODES else {"backend": how}
+    try:
+        return torch.compile(function, fullgraph=True, dynamic=False, **options)
+    except torch._dynamo.exc.InvalidBackend as error:
+        raise ValueError(
+            f"decoding_config.compile={how!r} must be True, a mode of torch.compile ({', '.join(_MODES)}) or one of "
+            f"its backends ({', '.join(torch.compiler.list_backends())})."
+        ) from error
+
+
+def _verified(target, tap, inputs: dict):
+    traced.append(tap)
+    try:
+        logits = target(**inputs).logits
+    finally:
+        traced.pop()
+    return logits, tap.take()
+
+
+def _drafted(draft, inputs: dict):
+    return draft(**inputs).last_hidden_state
+
+
+def _run(function, how: str, model, *args):
+    """Run a compiled function, or, if that fails, the function itself."""
+    failed = _failed.setdefault(model, set())
+    if how in failed:
+        return function(model, *args)
+    try:
+        if model.device.type == "cuda":
+            torch.compiler.cudagraph_mark_step_begin()
+        output = _compiled(function, how)(model, *args)
+        clone = functools.partial(torch.utils._pytree.tree_map_only, torch.Tensor, torch.clone)
+        return clone(output) if model.device.type == "cuda" else output  # the next replay overwrites it
+    except ValueError:
+        raise
+    except Exception as error:  # an error that is not the compiler's is raised again by the eager forward
+        failed.add(how)
+        logger.warning(f"Decoding eagerly: {type(model).__name__} cannot be compiled ({str(error).strip()[:200]}).")
+        return function(model, *args)
+
+
+class CompiledSession(SlotSession):
+    """A session that verifies by a graph; the arguments are the mode or backend, then those of [`SlotSession`]."""
+
+    CACHE = Buckets
+
+    def __init__(self, how: str, *args):
+        super().__init__(*args)
+        self.how = how
+
+    def _forward(self, inputs: dict) -> tuple[torch.Tensor, torch.Tensor | None]:
+        with self.tap.running():  # for a forward that cannot be compiled
+            return _run(_verified, self.how, self.target, self.tap, inputs)
+
+
+class CompiledDrafter(Drafter):
+    """A drafter that runs as a graph; it always reads as many features as a block has tokens."""
+
+    CACHE = Buckets
+
+    def __init__(self, how: str, *args):
+        super().__init__(*args)
+        self.how = how
+
+    def _collected(self) -> tuple[torch.Tensor, torch.LongTensor]:
+        features, tokens = super()._collected()
+        if features is None:
+            width = self.draft.fc.in_features
+            features = torch.zeros(len(tokens), 0, width, dtype=self.dtype, device=tokens.device)
+        missing = max(self.draft.config.block_tokens - tokens.shape[1], 0)
+        padded = torch.nn.functional.pad(features, (0, 0, 0, missing))
+        return padded, torch.nn.functional.pad(tokens, (0, missing), value=-1)
+
+    def _forward(self, **inputs) -> torch.Tensor:
+        return _run(_drafted, self.how, self.draft, inputs)
+
+
+class Compiled(Fixed):
+    """Whole blocks, or trees of one size, by graphs, where a target can be rolled back in slots alone."""
+
+    def __init__(self, call: Call):
+        super().__init__(call)
+        asked, on_gpu = call.draft.decoding_config.compile, call.target.device.type == "cuda"
+        self.how = asked if isinstance(asked, str) else "reduce-overhead" if on_gpu else "default"
+        config = call.target.config.get_text_config(decoder=True)
+        places = getattr(config, "max_position_embeddings", None) or math.inf
+        last = call.columns + call.rules.max_new + self.nodes + call.draft.config.block_tokens
+        self.fits = last < places and self.support.session is SlotSession
+        if not self.fits:
+            why = "its states are recurrent" if last < places else f"the text may pass its {places} positions"
+            logger.warning_once(f"The forwards of {type(call.target).__name__} are not compiled: {why}.")
+
+    def drafter(self) -> Drafter:
+        call = self.call
+        return CompiledDrafter(self.how, call.draft, call.target, call.rules.noise) if self.fits else super().drafter()
+
+    def session(self, *prompt) -> SlotSession:
+        return CompiledSession(self.how, self.call.target, *prompt) if self.fits else super().session(*prompt)
+
+    def room(self, text: Text) -> int:
+        return max(self.size, text.left) if self.fits else super().room(text)

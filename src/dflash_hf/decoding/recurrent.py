@@ -1,0 +1,158 @@
+"""
+Rolling back recurrent targets: a state cannot be cropped, so it is restored and advanced over the accepted tokens.
+
+Only the target's modules that update a state run again, on inputs recorded in the verification; attention layers live
+in slots, as in any other target. Every row keeps its own length.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable
+from contextvars import ContextVar
+
+import torch
+from torch import nn
+from transformers import cache_utils
+from transformers.cache_utils import Cache, StaticLayer
+
+from dflash_hf.modeling.accept_dflash import Verdict
+from dflash_hf.modeling.session_dflash import SlotSession
+from dflash_hf.modeling.target_dflash import attach, detach, empty_cache, recurrent_states, try_out
+
+
+# Layers whose shape is fixed, or whose tokens cannot be moved. Quantised layers had no base class before 8-bit
+# quantisation was added.
+_FIXED = (StaticLayer, getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer))
+_recorder: ContextVar[Callable | None] = ContextVar("dflash_recorder", default=None)
+_lock = threading.Lock()
+_moving: "weakref.WeakKeyDictionary[nn.Module, list]" = weakref.WeakKeyDictionary()  # the modules of each target
+
+
+def _record(module, args, kwargs=None) -> None:
+    if (record := _recorder.get()) is not None and kwargs is not None:
+        record(module, args, kwargs)
+
+
+class ReplaySession(SlotSession):
+    """
+    A target with recurrent layers, whose states are restored and advanced over the accepted tokens: the modules that
+    update them run again, on the inputs that they had in the verification.
+    """
+
+    rollback_is_free = False
+
+    def __init__(self, target, *args):
+        super().__init__(target, *args)
+        self.saved = [state.clone() for state in self.states]  # the states before a verification
+        self.calls: list[tuple] = []  # the modules' inputs in it
+        self.size = 0  # tokens of a verification that was not kept yet
+        self.hooks = [(module, _record) for module in _moving_modules(target)]
+        attach(self.hooks)
+
+    @staticmethod
+    def takes(cache: Cache) -> bool:
+        """Whether a session can be opened on such a cache."""
+        return not any(isinstance(layer, _FIXED) for layer in cache.layers)
+
+    @property
+    def states(self) -> list[torch.Tensor]:
+        return recurrent_states(self.cache.layers)
+
+    def _forward(self, inputs: dict) -> tuple[torch.Tensor, torch.Tensor | None]:
+        _copy(self.saved, self.states)
+        self.calls, self.size = [], inputs["input_ids"].shape[1]
+        token = _recorder.set(lambda *call: self.calls.append(call))
+        try:
+            return super()._forward(inputs)
+        finally:
+            _recorder.reset(token)
+
+    def keep(self, verdict: Verdict) -> None:
+        self._advance(verdict.counts)
+        super().keep(verdict)
+
+    def close(self) -> Cache:
+        if self.size:  # interrupted between verification and acceptance
+            self._advance([0] * len(self.lengths))
+        return super().close()
+
+    def clear(self) -> None:
+        detach(self.hooks)
+        super().clear()
+
+    def _advance(self, kept: list[int]) -> None:
+        """
+        Set each row's states to those after the first `kept[row]` of the verified tokens.
+
+        Rows that keep the same number are advanced together: one pass for each number below that of all tokens.
+        """
+        size, self.size = self.size, 0
+        counts = sorted({count for count in kept if count < size})
+        final = None if len(set(kept)) == 1 else [state.clone() for state in self.states]
+        for count in counts:
+            _copy(self.states, self.saved)
+            for module, args, kwargs in self.calls if count > 0 else ():
+                module(*_tokens(args, size, count), **_tokens(kwargs, size, count))
+            if final is not None:
+                for state, result in zip(self.states, final, strict=True):
+                    rows = torch.tensor([row for row, n in enumerate(kept) if n == count], device=state.device)
+                    result[rows] = state[rows]
+        if counts and final is not None:
+            _copy(self.states, final)
+
+
+def _copy(into: list[torch.Tensor], states: list[torch.Tensor]) -> None:
+    if states:
+        torch._foreach_copy_(into, states)
+
+
+def _tokens(value, size: int, count: int):
+    """The part for the first `count` tokens of a module's inputs for `size` tokens, `[R, size, ...]`."""
+    if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == size:
+        return value[:, :count]
+    if isinstance(value, tuple):
+        return tuple(_tokens(item, size, count) for item in value)
+    if isinstance(value, dict):
+        return {name: _tokens(item, size, count) for name, item in value.items()}
+    return value
+
+
+def _moving_modules(target) -> list[nn.Module]:
+    """The innermost modules of a target that update a recurrent state, found by observing a short forward."""
+    with _lock:
+        if target not in _moving:
+            _moving[target] = _found_moving(target)
+        return _moving[target]
+
+
+def _found_moving(target) -> list[nn.Module]:
+    cache, running, found = empty_cache(target), [], {}
+
+    def watched(update):
+        def watch(*args, **kwargs):
+            found[running[-1]] = None
+            return update(*args, **kwargs)
+
+        return watch
+
+    cache.update_conv_state = watched(cache.update_conv_state)
+    cache.update_recurrent_state = watched(cache.update_recurrent_state)
+    # Forwards in other threads, on other caches, do not matter: each thread has a list of its own.
+    mine = threading.get_ident()
+
+    def enter(module, args):
+        if threading.get_ident() == mine:
+            running.append(module)
+
+    def leave(module, args, output):
+        if threading.get_ident() == mine:
+            running.pop()
+
+    handles = [module.register_forward_pre_hook(enter) for module in target.modules()]
+    handles += [module.register_forward_hook(leave) for module in target.modules()]
+    try:
+        try_out(target, cache)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return list(found)

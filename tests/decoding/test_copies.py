@@ -1,0 +1,99 @@
+"""Copies of earlier text as drafts: found where the text repeats itself, and as reliable as they were."""
+
+import random
+
+import pytest
+import torch
+from support.pairs import make_draft, make_target
+
+from dflash_hf.decoding.copies import Copies
+from dflash_hf.decoding.reliability import Reliability
+
+
+LOOP = [3, 8, 1, 9]
+
+
+def read(prompt, generated=()) -> Copies:
+    copies = Copies(list(prompt), 96, Reliability())
+    for token in generated:
+        copies.extend([token])
+    return copies
+
+
+@pytest.mark.parametrize(
+    ("text", "limit", "copied"),
+    [
+        ([1, 2, 3, 4, 1, 2, 5, 6, 9, 1, 2], 3, [5, 6, 9]),  # what followed last
+        ([1, 2, 3, 4, 5], 3, []),
+        ([], 3, []),
+        ([7, *LOOP, *LOOP], 10, [3, 8, 1, 9, 3, 8, 1, 9, 3, 8]),  # beyond the end of a loop
+        ([5, 5, 5], 4, [5, 5, 5, 5]),
+        (LOOP * 30, 64, LOOP * 4),
+        # Placeholders of a prompt given as embeddings, which the target has no embedding for.
+        ([7, 11, 12, 13, -200, -200, 20, 5000, 21, 11, 12], 5, [13]),
+        ([7, 11, 12, 13, -200, -200, 20, 13, -200], 4, []),
+    ],
+)
+def test_text_is_copied_where_it_repeats_itself(text, limit, copied):
+    for read_before in (len(text), len(text) // 2):
+        tokens, gains = read(text[:read_before], text[read_before:]).next(limit)
+        assert tokens == copied and len(gains) == len(tokens) + 1
+        assert gains == sorted(gains) and gains[0] == 0.0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_copied_passage_occurred_before(seed):
+    """It is followed while the text agrees with it; else the last place of the last two tokens is found."""
+    draws = random.Random(seed)
+    text, passage = [draws.randrange(4) for _ in range(300)], None
+    copies = read([])
+    for end, token in enumerate(text, start=1):
+        copies.extend([token])
+        passage = passage + 1 if passage is not None and text[passage] == token else None
+        if passage is None:
+            passage = max((i for i in range(2, end) if text[i - 2 : i] == text[end - 2 : end]), default=None)
+        tokens, _ = copies.next(1)
+        assert tokens == ([] if passage is None else [text[passage]])
+
+
+def test_reliability_is_learned_from_generated_text():
+    fresh, good = read(LOOP * 9), read(LOOP, LOOP * 9)
+    bad = read([], [token for number in range(9) for token in (1, 2, 10 + number)] + [1, 2])
+    gains = [copies.next(4)[1] for copies in (bad, fresh, good)]
+    assert gains[0][1] < 0.15 < gains[1][1] < gains[2][1] and gains[2][4] > 3.6
+
+
+def test_copies_are_drafted_in_a_call():
+    """Those of an untrained drafter are rejected: what is accepted was copied, and what follows a prompt's loop is."""
+    target, prompt = make_target(), torch.tensor([[*LOOP * 3, 40, 41, *LOOP]])
+    draft = make_draft(target, block_size=6)
+    draft.decoding_config.block_size = None
+    options = {"input_ids": prompt, "max_new_tokens": 90, "do_sample": False, "return_dict_in_generate": True}
+    options["sequence_bias"] = {
+        (3,): 1.0,
+        (3, 8): 90.0,
+        (8, 1): 90.0,
+        (1, 9): 90.0,
+        (9, 3): 90.0,
+        (9, 3, 8, 1, 9): 2.0,
+    }
+    expected = target.generate(**options).sequences
+    for _ in range(2):
+        output = target.generate(**options, assistant_model=draft)
+        assert torch.equal(output.sequences, expected)
+    assert output.estimated_speedup > 2 and max(output.acceptance_lengths[0]) > 6
+    draft.decoding_config.block_size = 4
+    assert max(target.generate(**options, assistant_model=draft).acceptance_lengths[0]) <= 4
+
+
+def test_placeholders_of_a_prompt_are_not_copied():
+    ids = [7, 11, 12, 13, -200, -200, 20, 5000, 21, 11, 12]
+    target = make_target()
+    draft = make_draft(target, block_size=6)
+    draft.decoding_config.block_size = None
+    embeds = torch.randn(1, 11, 32, generator=torch.Generator().manual_seed(0))
+    options = {"inputs_embeds": embeds, "input_ids": torch.tensor([ids]), "max_new_tokens": 30, "do_sample": False}
+    options["sequence_bias"] = {(11,): 30.0, (11, 12): 60.0}  # so that the text comes back to the placeholders
+    plain = target.generate(**options)
+    assert plain[0, 11:].tolist().count(12) > 3
+    assert torch.equal(target.generate(**options, assistant_model=draft), plain)

@@ -1,0 +1,280 @@
+"""Draft trees: the likeliest paths, who sees whom, which path is accepted, and texts that are the target's own."""
+
+import math
+
+import pytest
+import torch
+from support.heads import EVERY, PLAIN, SELECTORS, WITH_STATES, after_random_text, domino, log_probs_after, vanilla
+from support.pairs import VOCAB, make_draft, make_draft2, make_target
+from support.recurrent_head import RecurrentHead, use_heads
+from support.rows import ragged_prompts
+from support.scripted_draft import scripted
+from support.trees import best_first, paths_of
+from transformers import DynamicCache, LogitsProcessor
+
+from dflash_hf.decoding.trees import grown, tree
+from dflash_hf.modeling.accept_dflash import Block, Verdict
+from dflash_hf.modeling.session_dflash import SlotSession
+
+
+@pytest.fixture(autouse=True)
+def heads(monkeypatch):
+    use_heads(monkeypatch, RecurrentHead)
+
+
+def assert_is_tree(one, nodes: int):
+    """Parents come before their children, siblings differ, and a node sees its ancestors, the anchor and itself."""
+    for row, (parents, depths) in enumerate(zip(one.parents.tolist(), one.depths.tolist(), strict=True)):
+        assert parents[0] == depths[0] == 0 and len(paths_of(one, row)) == nodes == len(parents) - 1
+        for node, parent in enumerate(parents):
+            seen, at = {node, 0}, node
+            while at:
+                assert parents[at] < at
+                at = parents[at]
+                seen.add(at)
+            assert set(one.ancestors[row, node].nonzero().flatten().tolist()) == seen
+            assert depths[node] == len(seen) - 1 and (node == 0 or depths[node] == depths[parent] + 1)
+
+
+def assert_is_found(one, likely, nodes: int, depth: int):
+    """The tree of a best-first search; `likely(row, path)` are log-probabilities of all tokens `[V]`."""
+    for row in range(len(one.tokens)):
+
+        def following(path, row=row):
+            best, ids = likely(row, path).float().topk(8)
+            return [pair for pair in zip(ids.tolist(), best.tolist(), strict=True) if pair[1] > -math.inf]
+
+        assert paths_of(one, row) == best_first(following, nodes, depth)
+
+
+SIZES = [(1, 4), (7, 4), (14, 6), (16, 2)]
+LARGE = [(64, 3), (127, 8), (255, 6)]
+CASES = [(make, *size) for make in EVERY for size in SIZES]
+CASES += [(make, *size) for make in (*PLAIN, *SELECTORS) for size in LARGE]
+
+
+@pytest.mark.parametrize(("make", "nodes", "block_size"), CASES)
+@torch.no_grad()
+def test_tree_holds_the_likeliest_paths(make, nodes, block_size):
+    """As long as a beam of paths with states has a place for each node."""
+    target = make_target(dtype=torch.float64)
+    draft = EVERY[make](target, block_size=block_size, seed=nodes)
+    drafter, anchors = after_random_text(draft, target)
+    hidden = drafter.hidden_states(anchors)
+    one = tree(drafter, anchors, [0, 0], nodes)
+
+    def likely(row, path):
+        return log_probs_after(draft, target, int(anchors[row]), hidden[row], path)
+
+    assert one.tokens[:, 0].tolist() == anchors.tolist()
+    assert_is_found(one, likely, nodes, hidden.shape[1])
+    assert_is_tree(one, min(nodes, len(paths_of(one))))
+
+
+@pytest.mark.parametrize("make", WITH_STATES)
+@torch.no_grad()
+def test_tree_wider_than_its_beam_is_a_tree(make):
+    target = make_target()
+    drafter, anchors = after_random_text(EVERY[make](target, block_size=16), target)
+    assert_is_tree(tree(drafter, anchors, [0, 0], 127), 127)
+
+
+@torch.no_grad()
+def test_tree_over_few_tokens_holds_them_all():
+    target = make_target()
+    drafter, anchors = after_random_text(make_draft(target, block_size=3, draft_vocab_size=3), target)
+    assert_is_tree(tree(drafter, anchors, [0, 0], 99), 3 + 9)
+
+
+@pytest.mark.parametrize("width", [1, 2, 5, 200])
+@pytest.mark.parametrize("nodes", [11, 120])
+def test_beam_keeps_the_likeliest_of_each_depth(nodes, width):
+    """Against lists of paths: at each depth the likeliest go on, and the likeliest of all that were seen are kept."""
+    depth, ways, rows = 4, 3, 2
+    table = (2 * torch.randn(rows, depth, 50, 50, generator=torch.Generator().manual_seed(0))).log_softmax(-1)
+    anchors, sums, found = torch.tensor([7, 30]), torch.tensor([[7], [30]]), None
+
+    def extend(slot, kept):  # what follows depends on the sum of all tokens before
+        nonlocal sums, found
+        if kept is not None:
+            sums = sums.gather(1, kept // ways) + found.gather(1, kept)
+        best, ids = table[torch.arange(rows)[:, None], slot, sums % 50].topk(ways)
+        found = ids.flatten(1)
+        return ids, best
+
+    one = grown(anchors, extend, depth, nodes, width)
+    for row in range(rows):
+        beam, seen = [((), 0.0)], []
+        for slot in range(depth):
+            longer = []
+            for path, total in beam:
+                best, ids = table[row, slot, (int(anchors[row]) + sum(path)) % 50].topk(ways)
+                steps = zip(ids.tolist(), best.clamp(-20, -1e-3).tolist(), strict=True)
+                longer += [((*path, token), total + one) for token, one in steps]
+            beam = sorted(longer, key=lambda one: -one[1])[:width]
+            seen += beam
+        best = sorted(seen, key=lambda one: -one[1])[:nodes]
+        assert paths_of(one, row) == {path for path, _ in best}
+
+
+@pytest.mark.parametrize("value", [0.0, -1e-7, -30.0, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("nodes", [3, 64, 255])
+def test_tree_over_any_numbers_is_a_tree(nodes, value):
+    """In every slot, in some, in one likely token: certain, alike, impossible, or no numbers."""
+    log_probs, ids = torch.randn(3, 15, VOCAB, generator=torch.Generator().manual_seed(0)).log_softmax(-1).topk(8)
+    log_probs[0], log_probs[1, 2:4], log_probs[2, 3, 0] = value, value, value
+
+    def extend(slot, kept):
+        return tuple(
+            one[:, slot, None].expand(-1, 1 if kept is None else kept.shape[1], -1) for one in (ids, log_probs)
+        )
+
+    assert_is_tree(grown(torch.arange(3), extend, 15, nodes, nodes), nodes)
+
+
+def random_tree(rows: int, nodes: int, depth: int, seed: int = 0):
+    random = torch.Generator().manual_seed(seed)
+    log_probs, ids = torch.randn(rows, depth, VOCAB, generator=random).log_softmax(-1).topk(8)
+
+    def extend(slot, kept):
+        return tuple(
+            one[:, slot, None].expand(-1, 1 if kept is None else kept.shape[1], -1) for one in (ids, log_probs)
+        )
+
+    return grown(torch.arange(rows) + 3, extend, depth, nodes, nodes)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_path_is_accepted_as_far_as_the_target_agrees(seed):
+    one, random = random_tree(3, 20, 5, seed), torch.Generator().manual_seed(seed)
+    chosen = torch.randint(VOCAB, one.tokens.shape, generator=random)
+    for row in range(3):  # the target agrees with some child of most nodes
+        for node in (node for node in range(1, 21) if torch.rand((), generator=random) < 0.6):
+            chosen[row, one.parents[row, node]] = one.tokens[row, node]
+    counts, path = one.agree(chosen)
+    for row in range(3):
+        children, expected = one.children(row), [0]
+        assert len(children) == 20
+        assert all(one.parents[row, node] == at and one.tokens[row, node] == t for (at, t), node in children.items())
+        while (child := children.get((expected[-1], int(chosen[row, expected[-1]])))) is not None:
+            expected.append(child)
+        assert counts[row] == len(expected) and path[row, : counts[row]].tolist() == expected
+        assert not path[row, counts[row] :].any()
+    first = one.first(9)
+    assert_is_tree(first, 8)
+    assert paths_of(first) < paths_of(one) and first.block is None and one.first(2).block is not None
+
+
+@pytest.mark.parametrize("nodes", [14, 255])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "mistral_sliding", "llama4_text", "deepseek_v3", "gpt2"])
+@torch.no_grad()
+def test_logits_of_a_node_are_those_of_its_path(family, nodes):
+    target = make_target(family, torch.float64, max_position_embeddings=512)
+    inputs, pads = ragged_prompts(2)
+    ids, one = inputs["input_ids"], random_tree(2, nodes, 5)
+    cache, offset = DynamicCache(config=target.config), torch.zeros(2, 1, dtype=torch.long)
+    positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    target(**inputs, position_ids=positions, past_key_values=cache)
+    session = SlotSession(target, cache, pads, offset, {}, largest=nodes + 1)
+    logits, deepest = session.verify(one)[0], [int(one.depths[row].argmax()) for row in range(2)]
+    prompts = [ids[row, pad:] for row, pad in enumerate(pads)]
+    paths = [one.ancestors[row, node].nonzero()[:, 0] for row, node in enumerate(deepest)]
+    for row in range(2):
+        for node in {*range(0, nodes, max(nodes // 14, 1)), nodes, deepest[row]}:
+            text = torch.cat([prompts[row], one.tokens[row, one.ancestors[row, node]]])[None]
+            torch.testing.assert_close(logits[row, node], target(text).logits[0, -1], atol=1e-5, rtol=1e-5)
+    # The next token sees the deepest path alone.
+    path = torch.nn.utils.rnn.pad_sequence(paths, batch_first=True)
+    session.keep(Verdict([len(path) for path in paths], path))
+    logits, _ = session.verify(Block(torch.tensor([[7], [8]])))
+    for row in range(2):
+        text = torch.cat([prompts[row], one.tokens[row, paths[row]], torch.tensor([7 + row])])[None]
+        torch.testing.assert_close(logits[row, 0], target(text).logits[0, -1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gemma4", "gpt_oss", "mistral_sliding", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("nodes", [3, 150])
+def test_text_with_trees_is_the_targets(family, nodes):
+    target = make_target(family, torch.float64, attn=None)
+    inputs, _ = ragged_prompts(3)
+    options = {**inputs, "max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True}
+    expected = target.generate(**options)
+    draft = scripted(make_draft(target, block_size=8), expected.sequences, error_rate=0.2, ranks=3)
+    draft.decoding_config.tree_nodes = nodes
+    output = target.generate(**options, assistant_model=draft)
+    assert torch.equal(output.sequences, expected.sequences)
+    lengths = {n for row in output.acceptance_lengths for n in row}
+    assert {1, 2, 3} <= lengths and (nodes == 3 or max(lengths) > 4)
+    for ours, theirs in zip(output.past_key_values.layers, expected.past_key_values.layers, strict=True):
+        if theirs.is_initialized:
+            kept = ours.keys.shape[2]
+            torch.testing.assert_close(ours.keys[0], theirs.keys[0, :, -kept:], atol=1e-8, rtol=1e-6)
+
+
+class Unchanged(LogitsProcessor):
+    """Somebody's own: tokens are judged one by one."""
+
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+def test_larger_trees_are_accepted_further(target):
+    """The right token is in one of three places: a block, which takes the first, is mostly wrong."""
+    options = {"max_new_tokens": 120, "do_sample": False, "return_dict_in_generate": True}
+    options["input_ids"] = torch.tensor([[5, 9, 17, 33]])
+    expected, rounds = target.generate(**options).sequences, {}
+    draft = scripted(make_draft(target, block_size=8), expected, error_rate=0.0, ranks=3)
+    for nodes in (7, 64, 255):
+        draft.decoding_config.tree_nodes = nodes
+        for processors in ([], [Unchanged()]):
+            output = target.generate(**options, logits_processor=processors, assistant_model=draft)
+            assert torch.equal(output.sequences, expected)
+            assert rounds.setdefault(nodes, output.acceptance_lengths[0]) == output.acceptance_lengths[0]
+    assert 80 > len(rounds[7]) > len(rounds[64]) > len(rounds[255])
+
+
+@pytest.mark.parametrize("family", ["lfm2", "mpt"])
+def test_target_that_follows_no_tree_verifies_blocks(family):
+    """A recurrent state follows one path; MPT's bias counts the places of keys in the cache."""
+    target = make_target(family, torch.float64, attn=None)
+    prompts = torch.randint(3, 90, (4, 6), generator=torch.Generator().manual_seed(1))
+    options = {"max_new_tokens": 60, "do_sample": False, "return_dict_in_generate": True}
+    expected = target.generate(prompts, **options).sequences
+    draft = scripted(make_draft(target, block_size=8), expected, error_rate=0.2, ranks=3)
+    draft.decoding_config.tree_nodes = 12
+    output = target.generate(prompts, **options, assistant_model=draft)
+    assert torch.equal(output.sequences, expected) and max(map(max, output.acceptance_lengths)) > 1
+
+
+# Each drafter with each place, each of both with both values.
+NO_NUMBERS = [
+    (make, where, math.nan if (i + j) % 2 else math.inf)
+    for i, make in enumerate((make_draft, make_draft2, vanilla, domino))
+    for j, where in enumerate(("all", "slots", "a token"))
+]
+
+
+@pytest.mark.parametrize(("make", "where", "value"), NO_NUMBERS)
+def test_drafts_of_no_numbers_change_no_text(make, where, value, target):
+    """A drafter in half precision may overflow; the target is healthy."""
+    inputs, _ = ragged_prompts(3)
+    for asked in ({"do_sample": False}, {"do_sample": True, "top_k": 20}):
+        options = {**inputs, "max_new_tokens": 14, **asked}
+        torch.manual_seed(2)
+        expected = target.generate(**options)
+        for nodes in (None, 3, 64):
+            draft = make(target, block_size=8)
+            if make is make_draft:
+                draft = scripted(draft, expected, error_rate=0.2, ranks=3)
+            draft.decoding_config.block_size, draft.decoding_config.tree_nodes = draft.config.block_tokens, nodes
+            logits_of = draft.draft_logits
+
+            def draft_logits(*args, logits_of=logits_of):
+                logits = logits_of(*args).clone()
+                places = {"all": (...,), "slots": (..., slice(0, None, 2), slice(None)), "a token": (..., 7)}
+                logits[places[where]] = value
+                return logits
+
+            draft.draft_logits = draft_logits
+            torch.manual_seed(2)
+            assert torch.equal(target.generate(**options, assistant_model=draft), expected), (asked, nodes)

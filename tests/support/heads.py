@@ -1,0 +1,106 @@
+"""Drafters with each head, outside of a loop, and what a head says of the next token, from its parameters."""
+
+import math
+from functools import partial
+
+import torch
+
+from dflash_hf.modeling.drafting_dflash import Drafter
+from support.pairs import VOCAB, make_draft, make_draft2
+from support.recurrent_head import SIZES
+from support.reference import gru_step, markov_bias
+
+
+HEAD_PARTS = ("markov_head.", "prefix_gru.", "embed_proj.", "memory.")
+SURE = {"enable_confidence_head": True, "confidence_head_with_markov": True}
+
+
+def with_head(target, trained=True, **fields):
+    """A drafter with these fields; `trained` makes its head matter."""
+    draft = make_draft(target, **fields)
+    random = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in draft.named_parameters():
+            if trained and name.startswith(HEAD_PARTS):
+                parameter += 0.5 * torch.randn(parameter.shape, generator=random)
+    return draft
+
+
+recurrent = partial(with_head, **SIZES)
+vanilla = partial(with_head, markov_rank=6, sample_from_anchor=True)
+gated = partial(with_head, markov_rank=6, markov_head_type="gated", **SURE)
+rnn = partial(with_head, markov_rank=6, markov_head_type="rnn", **SURE)
+domino = partial(with_head, gru_hidden_dim=9, emb_dim=7)
+late = partial(with_head, gru_hidden_dim=9, emb_dim=7, pure_draft_prefix_len=1, sample_from_anchor=True)
+
+
+def reduced(target, make=recurrent, **overrides):
+    """The same over the even tokens alone."""
+    draft = make(target, draft_vocab_size=VOCAB // 2, **overrides)
+    with torch.no_grad():
+        draft.d2t.copy_(torch.arange(VOCAB // 2))
+        draft.lm_head.weight.copy_(target.lm_head.weight[::2])
+    return draft
+
+
+def capped(target, **overrides):
+    return make_draft2(target, output_multiplier=0.3, final_logit_softcapping=4.0, **overrides)
+
+
+PLAIN = {"argmax": make_draft, "few tokens": partial(reduced, make=make_draft)}
+SELECTORS = {"selector": capped, "selector over few": partial(reduced, make=make_draft2)}
+WITH_STATES = {"recurrent": recurrent, "gated": gated, "rnn": rnn, "domino": domino, "late": late}
+WITH_STATES |= {"vanilla": vanilla, "recurrent over few": reduced}
+EVERY = {**PLAIN, **SELECTORS, **WITH_STATES}
+
+
+def opened(draft, target, features: torch.Tensor) -> Drafter:
+    """A drafter that has read the features `[R, S, L * H]` of a prompt without padding."""
+    drafter, (rows, columns, _) = Drafter(draft, target), features.shape
+    drafter.absorb(features)
+    drafter.open([0] * rows, columns, torch.zeros(rows, 1, dtype=torch.long))
+    return drafter
+
+
+def after_random_text(draft, target, rows: int = 2) -> tuple[Drafter, torch.LongTensor]:
+    """A drafter that has read random features, and random anchors `[R]`."""
+    random = torch.Generator().manual_seed(1)
+    features = torch.randn(rows, 9, draft.fc.in_features, generator=random).to(target.dtype)
+    return opened(draft, target, features), torch.randint(2, 90, (rows,), generator=random)
+
+
+def log_probs_after(draft, target, anchor: int, hidden: torch.Tensor, prefix: tuple[int, ...]) -> torch.Tensor:
+    """`[V]`, over the target's ids: what a head says after the tokens `prefix`, from all slots' states `[n, H]`."""
+    config, embedding, h = draft.config, target.get_input_embeddings().weight, hidden[len(prefix)]
+    own = draft.lm_head if config.has_own_head else target.lm_head
+    logits, tokens, bias = own.weight @ h, (anchor, *prefix), 0.0
+    if config.output_multiplier != 1.0:
+        logits = logits * config.output_multiplier
+    if (cap := config.final_logit_softcapping) is not None:
+        logits = cap * torch.tanh(logits / cap)
+    ids = draft.target_ids(torch.arange(len(logits)))
+    match config.head.family:
+        case "DFlash2":
+            selector = draft.candidate_selector
+            query = selector.predecessor_codebook[tokens[-1]] * (selector.hidden_projection.weight @ h)
+            others = torch.full_like(logits, -math.inf).scatter(0, logits.topk(config.selector_top_k).indices, 0.0)
+            bias = selector.successor_codebook[ids] @ query + others
+        case "Recurrent":
+            memory, state = draft.memory, torch.zeros(1, config.memory_width, dtype=draft.dtype)
+            for token in tokens:
+                state = memory.cell(embedding[token][None], state)
+            query = memory.query.weight @ torch.cat([h, state[0]]) + memory.query.bias
+            bias = memory.tokens.weight @ torch.nn.functional.silu(query)
+        case "DSpark":
+            state = torch.zeros(config.markov_rank, dtype=draft.dtype)
+            for slot, token in enumerate(tokens):
+                bias, state = markov_bias(draft.state_dict(), vars(config), state, token, hidden[slot])
+        case "Domino":
+            state = torch.zeros(config.gru_hidden_dim, dtype=draft.dtype)
+            for token in tokens:
+                state = gru_step(draft.state_dict(), state, embedding[token])
+            mixed = torch.nn.functional.silu(draft.embed_proj[0].weight @ torch.cat([h, state]))
+            bias = draft.embed_proj[2].weight @ mixed * (len(prefix) >= config.pure_draft_prefix_len)
+    scores = torch.full((config.vocab_size,), -math.inf, dtype=logits.dtype)
+    scores[ids] = logits + bias
+    return scores.log_softmax(-1)
