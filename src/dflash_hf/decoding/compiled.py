@@ -20,6 +20,7 @@ from dflash_hf.modeling.text_dflash import Text
 
 logger = logging.get_logger(__name__)
 
+_GRAPHS = 1024  # at most, of both forwards; torch gives up after 8: those of one pair and a few numbers of rows
 _MODES = ("default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune")
 # The modes and backends that could not compile the forward of a model.
 _failed: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
@@ -73,7 +74,8 @@ def _run(function, how: str, model, *args):
     try:
         if model.device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
-        output = _compiled(function, how)(model, *args)
+        with torch._dynamo.config.patch(recompile_limit=_GRAPHS, accumulated_recompile_limit=_GRAPHS):
+            output = _compiled(function, how)(model, *args)
         clone = functools.partial(torch.utils._pytree.tree_map_only, torch.Tensor, torch.clone)
         return clone(output) if model.device.type == "cuda" else output  # the next replay overwrites it
     except ValueError:
