@@ -52,9 +52,9 @@ def test_graphs_are_those_of_models_and_buckets(pair):
     assert graphs() == 3
 
 
-def test_graphs_of_other_pairs_leave_room(pair, monkeypatch):
+@torch._dynamo.config.patch(recompile_limit=1)
+def test_graphs_of_other_pairs_leave_room(pair):
     target, draft = pair
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     counters.clear()
     for rows in (1, 2):
         target.generate(prompt(5).repeat(rows, 1), max_new_tokens=7, do_sample=False, assistant_model=draft)
