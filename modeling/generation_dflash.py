@@ -122,6 +122,11 @@ class Strategy:
         """What the target supports."""
         return support_of(self.call.target, self.SESSIONS, self.draft_tree)
 
+    @property
+    def largest(self) -> int:
+        """Maximum number of tokens of a draft."""
+        return self.size
+
     def drafter(self) -> Drafter:
         """The drafter of this call."""
         return Drafter(self.call.draft, self.call.target, self.call.rules.noise)
@@ -330,8 +335,7 @@ def prefilled(call: Call, strategy: Strategy):
         offset = first_positions(tap.positions, columns, padding, call.prompt.device)
         drafter.open(padding, columns, offset)
         last = columns + call.rules.max_new - 2  # the last token of the text is never read
-        extra, largest = extra_arguments(call), max(strategy.size, 1 + (draft.decoding_config.tree_nodes or 0))
-        session = strategy.session(cache, padding, offset, extra, tap, last, largest)
+        session = strategy.session(cache, padding, offset, extra_arguments(call), tap, last, strategy.largest)
         try:
             text.begin(logits)
             del logits

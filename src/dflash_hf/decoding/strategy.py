@@ -55,6 +55,10 @@ class Fixed(Strategy):
         super().__init__(call)
         self.nodes = call.draft.decoding_config.tree_nodes or 0
 
+    @property
+    def largest(self) -> int:
+        return max(self.size, 1 + self.nodes)
+
     def draft(self, drafter: Drafter, text: Text):
         if not self.nodes or not self.support.trees or self.room(text) == 1 or self.room(text) < text.left:
             return super().draft(drafter, text)
@@ -101,6 +105,10 @@ class Fastest(Fixed):
         self.copies: Copies | None = None  # of a single row
         self.plan: Plan | None = None
         self.rounds: list[tuple[int, float, float]] = []  # size, tokens committed per row, cost of each round
+
+    @property
+    def largest(self) -> int:
+        return max(self.size, 1 + self.widest)
 
     @property
     def _throughputs(self) -> dict:
