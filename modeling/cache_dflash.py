@@ -127,8 +127,7 @@ class SlotLayer(CacheLayerMixin):
     @property
     def capacity(self) -> int:
         """Slots of a row; the last is never attended to."""
-        own = self.cache.capacity
-        return own if self.ring is None else min(_round_up(self.ring.sink + self.ring.size + 1), own)
+        return self.cache.capacity_of(self.ring)
 
     def _buffer(self, like: torch.Tensor) -> torch.Tensor:
         """`[R, heads, capacity, head_dim]` zeros: a masked slot is still multiplied by zero, and 0 * NaN is NaN."""
@@ -226,6 +225,10 @@ class SlotCache(Cache):
             if isinstance(layer, SlotLayer) and layer.is_initialized:  # recurrent layers of a hybrid do not grow
                 layer.resize()
 
+    def capacity_of(self, ring: Ring | None) -> int:
+        """Slots of a row in a layer."""
+        return self.capacity if ring is None else min(_round_up(ring.sink + ring.size + 1), self.capacity)
+
     def view_of(self, ring: Ring | None) -> int:
         """Slots that attention gets in a layer."""
         return self.view if ring is None else min(self.view, _round_up(ring.sink + ring.size, VIEW_STEP))
@@ -244,9 +247,7 @@ class SlotCache(Cache):
     def places(self, ring: Ring | None) -> tuple[Places, ...]:
         """Where the tokens of the next forward go in a layer."""
         if ring not in self._places:
-            last = self.capacity - 1
-            if ring is not None:
-                last = min(_round_up(ring.sink + ring.size + 1), self.capacity) - 1
+            last = self.capacity_of(ring) - 1
             slots = self.tokens if ring is None else map(ring.slots, self.tokens)
             self._places[ring] = tuple(Places(torch.where(one < 0, last, one)) for one in slots)
         return self._places[ring]

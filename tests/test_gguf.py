@@ -283,14 +283,19 @@ def test_a_file_without_the_package_that_reads_it(folder, tiny_file, tmp_path, m
         check(folder, ["llama.cpp"], target=tiny_file)
 
 
-@pytest.mark.parametrize("arch", ["dflash-draft", "deepseek4-dflash-draft"])
-def test_a_drafter_of_a_fork_is_refused_by_name(arch, folder, tmp_path):
-    """It was called no drafter at all, and taken for a target."""
-    writer = gguf.GGUFWriter(tmp_path / "fork.gguf", arch)
+def write_bare(path, arch):
+    """A file of an architecture, without tensors."""
+    writer = gguf.GGUFWriter(path, arch)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+@pytest.mark.parametrize("arch", ["dflash-draft", "deepseek4-dflash-draft"])
+def test_a_drafter_of_a_fork_is_refused_by_name(arch, folder, tmp_path):
+    """It was called no drafter at all, and taken for a target."""
+    write_bare(tmp_path / "fork.gguf", arch)
     with pytest.raises(ValueError, match=f"architecture '{arch}': it is a drafter for a fork .*convert the original"):
         convert(tmp_path / "fork.gguf", tmp_path / "back")
     (finding,) = check(tmp_path / "fork.gguf", ["llama.cpp"])
@@ -301,12 +306,7 @@ def test_a_drafter_of_a_fork_is_refused_by_name(arch, folder, tmp_path):
 
 def test_a_file_without_its_sizes_is_named(tmp_path):
     """`KeyError: 'num_hidden_layers'`."""
-    gguf = pytest.importorskip("gguf")
-    writer = gguf.GGUFWriter(tmp_path / "bare.gguf", "dflash")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_bare(tmp_path / "bare.gguf", "dflash")
     with pytest.raises(ValueError, match=r"bare.gguf is incomplete: it has no .*block_count"):
         convert(tmp_path / "bare.gguf", tmp_path / "back")
 
