@@ -12,7 +12,6 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
 )
 
 
@@ -167,19 +166,6 @@ class SlotLayer(CacheLayerMixin):
         return self.cache.capacity
 
 
-class RecurrentSlotLayer(SlotLayer, LinearAttentionLayer):
-    """A layer with keys in slots, and recurrent states that are shared with the original layer."""
-
-    is_compileable = False
-
-    def __init__(self, cache: "SlotCache", recurrent: LinearAttentionLayer):
-        self.__dict__ = {**vars(recurrent), "cache": cache, "ring": None}
-
-    def lazy_initialization(self, *args, **kwargs) -> None:
-        """Upstream's convention: keys and values are passed by position, states by keyword."""
-        (SlotLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
-
-
 class SlotCache(Cache):
     """
     A cache of `rows` x `capacity` slots, in which slot `i` of a row holds its `i`-th token.
@@ -287,16 +273,15 @@ class SlotCache(Cache):
             if not isinstance(layer, CacheLayerMixin):
                 slots.layers.append(layer)
                 continue
-            if isinstance(layer, LinearAttentionLayer):
-                moved: SlotLayer = RecurrentSlotLayer(slots, layer)
-            elif type(layer) is DynamicSlidingWindowLayer:
-                moved = SlotLayer(slots, Ring(layer.sliding_window + slots.spare))
-            else:
-                moved = SlotLayer(slots)
-            slots.layers.append(moved)
+            slots.layers.append(slots.slot_layer(layer))
             if layer.is_initialized:  # otherwise it shares the keys of another layer
-                moved.adopt(layer, padding, columns)
+                slots.layers[-1].adopt(layer, padding, columns)
         return slots
+
+    def slot_layer(self, layer: CacheLayerMixin) -> SlotLayer:
+        """The slots that a layer's tokens move into."""
+        sliding = type(layer) is DynamicSlidingWindowLayer
+        return SlotLayer(self, Ring(layer.sliding_window + self.spare) if sliding else None)
 
     def clear(self) -> None:
         """Free all slots now: layers and cache refer to each other and would wait for the garbage collector."""

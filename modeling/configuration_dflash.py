@@ -1,48 +1,50 @@
-"""Configuration of a DFlash drafter: every published spelling in, one layout out, checked once at construction."""
+"""Configuration of a DFlash drafter, in the one layout that is written; and of how it decodes."""
 
 import copy
-from dataclasses import fields
-from itertools import chain
+import difflib
+from dataclasses import dataclass, fields
 
 from transformers import PreTrainedConfig
-from transformers.utils import logging
 
-from .checks_dflash import (
-    LAYER_TYPES,
-    check_fields,
-    check_layers,
-    check_nested,
-    check_parts,
-    check_quantization,
-    check_rope,
-    check_rope_is_one_table,
-    check_tokens,
-    parts_by_sizes,
+from .heads_dflash import HEADS, Head, head_fields
+
+
+VERSION = "0.2.0"  # of this code, in every `config.json` that it writes
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+CONVOLUTION_KEYS = ("conv_kernel_size", "conv_group_size")
+# Keys that some publishers nest in `dflash_config` and others keep at the top level. Nested wins, as in the engines.
+_SAME_NAME = (
+    *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", *CONVOLUTION_KEYS),
+    *("output_multiplier", "final_logit_softcapping", "input_embedding_scale", "attention_sink_bias"),
+    *("attention_value_scale", "backbone_rotary_base", "own_mask_embedding", "has_embed_tokens"),
 )
-from .head_dflash import Head
-from .heads_dflash import HEADS, head_fields
-from .layouts_dflash import (
-    NESTED_KEYS,
-    canonical_config,
-    default_target_layer_ids,
-    fitting_target_layer_ids,
-    nested_fields,
-)
-from .target_dflash import text_depth
-
-
-logger = logging.get_logger(__name__)
-# Keys of `dflash_config` that set a field in another form.
-_IMPLIED_FIELDS = {"causal": "is_causal", "causal_head": "is_causal", "use_swa": "layer_types"}
+NESTED_KEYS = {"swa_window_size": "sliding_window", **{key: key for key in _SAME_NAME}}
 # Of these and the heads' fields, those that engines read only nested are written only if they differ from the default.
 _WRITTEN_TWICE = (
     *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "swa_window_size", "has_embed_tokens"),
 )
-# Keys of a file that would select other files, code or execution options; only the caller may set these.
+# Keys of a file that are not read: its version, and those that would select other files, code or execution options,
+# which only the caller may do.
 _IGNORED = (
     *("model_type", "num_labels", "transformers_weights", "attn_implementation", "experts_implementation"),
-    *("fusion_config", "distributed_config"),
+    *("fusion_config", "distributed_config", "dflash_hf_version"),
 )
+
+
+def part_keys() -> tuple[str, ...]:
+    """Fields of a drafter's optional parts: DFlash 2's convolution and a head."""
+    return (*CONVOLUTION_KEYS, *head_fields())
+
+
+def parts_by_sizes() -> tuple[tuple[str, ...], ...]:
+    """The sizes of each of these parts; 0 in a file means none, as engines write it."""
+    return (CONVOLUTION_KEYS, *(head.sizes for head in HEADS))
+
+
+def nested_fields() -> dict[str, str]:
+    """All keys of `dflash_config` that have a field, and that field."""
+    return {**NESTED_KEYS, **{field: field for field in head_fields()}}
 
 
 class DFlashDraftConfig(PreTrainedConfig):
@@ -76,7 +78,7 @@ class DFlashDraftConfig(PreTrainedConfig):
         own_mask_embedding (`bool`): Whether the drafter has its own mask embedding instead of the target's.
         has_embed_tokens (`bool`): Whether the drafter has its own embedding table over the target's vocabulary.
         dflash_config (`dict`): The nested form of the keys above, as engines read it; derived from the fields.
-            Unknown keys are kept for re-saving. JetSpec's `causal_head: true` is another name for `is_causal: true`.
+            Unknown keys are kept for re-saving.
 
     Heads are rotated partially if `rope_parameters` has `partial_rotary_factor`, or `rope_dim`, in channels. The
     remaining arguments are those of Qwen3. Saved files have `model_type: qwen3`, which inference engines know.
@@ -128,8 +130,6 @@ class DFlashDraftConfig(PreTrainedConfig):
     own_mask_embedding: bool = False
     has_embed_tokens: bool = False
     dflash_config: dict | None = None
-    source_layout: str | None = None
-    interleaved_rotary: bool = False  # layout of the file; rows are permuted on loading
     tie_word_embeddings: bool | None = False
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -141,143 +141,32 @@ class DFlashDraftConfig(PreTrainedConfig):
             setattr(self, field, default if value is None else value)
         if self.dtype is None:
             self.dtype = kwargs.get("torch_dtype")
-        use_swa = self._read_nested()
-        self._settle_defaults()
-        check_fields(self)
-        self._derive_fields(use_swa, kwargs.get("max_window_layers") or 0)
-        check_rope_is_one_table(self.rope_parameters, kwargs.get("rope_scaling"))
-        check_layers(self)
-        check_tokens(self)
-        check_parts(self)
+        self._read_nested(kwargs)
+        self._derive_fields(kwargs)
         super().__post_init__(**kwargs)
-        check_rope(self)
-        check_quantization(self)
 
-    def _read_nested(self) -> bool | None:
-        """Set the fields from `dflash_config`; returns its `use_swa`, which is no field."""
-        nested = self.__dict__["dflash_config"]
-        check_nested(nested)
-        nested = copy.deepcopy(nested)
+    def _read_nested(self, kwargs: dict) -> None:
+        """Set the fields from `dflash_config`, whose other keys are kept. `kwargs`: arguments without a field."""
+        nested = copy.deepcopy(self.__dict__["dflash_config"])
         for key, field in nested_fields().items():
             if nested.get(key) is not None:
                 setattr(self, field, nested.pop(key))
-        # Here the top level wins: SGLang reads nothing else, vLLM reads it first.
-        causal = nested.pop("causal", None)
-        if self.is_causal is None:
-            self.is_causal = causal
-        elif causal not in (None, self.is_causal):
-            logger.warning_once(
-                f"is_causal={self.is_causal} and dflash_config.causal={causal} contradict each other: both say "
-                "whether every layer is causal inside the block. is_causal wins, as in the engines; if few drafts are "
-                f"accepted, load the drafter with `is_causal={causal}`."
-            )
-        if nested.get("causal_head"):
-            if self.is_causal is not None and not self.is_causal:
-                raise ValueError(
-                    f"dflash_config.causal_head={nested['causal_head']!r} and is_causal={self.is_causal} contradict "
-                    "each other: both say whether every layer is causal inside the block. Remove one."
-                )
-            self.is_causal = nested["causal_head"]
-        use_swa = nested.pop("use_swa", None)
+        if nested.get("shift_label") is not None:  # as Domino's files say it
+            self.sample_from_anchor = nested.pop("shift_label")
         self.dflash_config = nested
-        return use_swa
-
-    def _settle_defaults(self) -> None:
-        """A null is a field's default, and a 0 of an optional part is none, as engines write it."""
-        for key in ("final_logit_softcapping", *chain(*parts_by_sizes())):
-            if getattr(self, key) == 0:
+        for key in (size for part in parts_by_sizes() for size in part):
+            if getattr(self, key) == 0:  # none, as engines write it
                 setattr(self, key, None)
-        for key in (
-            *("sample_from_anchor", "output_multiplier", "input_embedding_scale", "attention_value_scale"),
-            "attention_dropout",
-        ):
-            if getattr(self, key) is None:
-                setattr(self, key, getattr(type(self), key))
-        if self.draft_vocab_size == self.vocab_size:
-            self.draft_vocab_size = None
 
-    def _derive_fields(self, use_swa: bool | None, first_sliding: int) -> None:
+    def _derive_fields(self, kwargs: dict) -> None:
         """The fields that follow from others, unless they are set."""
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         self.v_head_dim = self.v_head_dim or self.head_dim
         self.target_hidden_size = self.target_hidden_size or self.hidden_size
         if self.layer_types is None:
-            if not isinstance(first_sliding, int):
-                raise ValueError(f"max_window_layers={first_sliding!r} must be a number; or set `layer_types`.")
-            slides = bool(use_swa is None and self.use_sliding_window and self.sliding_window)
-            self.layer_types = [LAYER_TYPES[slides and i >= first_sliding] for i in range(self.num_hidden_layers)]
-        if use_swa and isinstance(self.layer_types, list | tuple) and "sliding_attention" not in self.layer_types:
-            # Forces the window on every layer, even full ones, which stay bidirectional in the block.
-            self.layer_types = ["sliding_attention"] * self.num_hidden_layers
-            self.is_causal = bool(self.is_causal)
-        if self.target_layer_ids is None and self.num_target_layers is not None:
-            self.target_layer_ids = default_target_layer_ids(self.num_target_layers, self.num_hidden_layers)
+            self.layer_types = [LAYER_TYPES[0]] * self.num_hidden_layers
         self.rope_parameters = copy.deepcopy(self.rope_parameters)
-
-    @classmethod
-    def for_target(cls, target_config, mask_token_id: int, num_hidden_layers: int = 5, block_size: int = 16, **kwargs):
-        """
-        A fresh drafter's configuration for a target: the target's width, vocabulary, rotary embedding and length, and
-        Qwen3-style layers.
-
-        Args:
-            target_config (`PreTrainedConfig`): Configuration of the target; of a multimodal target, its text part.
-            mask_token_id (`int`): An id inside the target's embedding that its text never uses.
-            num_hidden_layers (`int`): Draft layers.
-            block_size (`int`): Tokens of a block, anchor included.
-            kwargs: Any other field of the configuration. By default, `target_layer_ids` follow the paper's rule, for
-                as many target layers as the drafter has layers, or as fit.
-
-        Raises:
-            `ValueError`: the target's embedding and head, both shared by a drafter, have different widths.
-        """
-        text = target_config.get_text_config()
-        width = getattr(text, "embedding_size", None) or getattr(text, "word_embed_proj_dim", None) or text.hidden_size
-        narrow, wide = (getattr(text, f"{side}_embedding_size", width) for side in ("input", "output"))
-        if narrow != wide:
-            raise ValueError(
-                f"{type(text).__name__} has input_embedding_size={narrow} and output_embedding_size={wide}, but a "
-                "drafter shares the target's embedding and head, in one width: this target cannot have a drafter."
-            )
-        rope = copy.deepcopy(getattr(text, "rope_parameters", None)) or {}
-        # Tables by layer type (Gemma): the drafter uses that of the full-attention layers, if they rotate at all.
-        tables = [table for table in rope.values() if isinstance(table, dict)]
-        rope = rope.get("full_attention") or (tables[0] if tables else rope)
-        if rope.get("partial_rotary_factor") is not None or rope.get("rope_type") not in (None, "default"):
-            plain = {"rope_type": "default", "rope_theta": rope.get("rope_theta", cls.default_theta)}
-            rope = plain if rope.get("rope_type") not in ("yarn", "llama3", "linear") else rope
-            rope.pop("partial_rotary_factor", None)
-        # Layers of several shapes (Gemma 4): the drafter uses the shape of the first.
-        layer = (getattr(text, "per_layer_config", None) or [text])[0]
-        heads = getattr(layer, "num_attention_heads", None) or max(text.hidden_size // 128, 1)
-        head_dim = getattr(layer, "head_dim", None) or text.hidden_size // heads
-        inner = getattr(layer, "intermediate_size", None) or 3 * width
-        length = getattr(text, "max_position_embeddings", 0)
-        ids = {  # in a wrapper, next to its text configuration
-            name: next((getattr(c, name) for c in (text, target_config) if getattr(c, name, None) is not None), None)
-            for name in ("bos_token_id", "eos_token_id", "pad_token_id")
-        }
-        fields = {
-            "vocab_size": text.vocab_size,
-            "hidden_size": width,
-            "target_hidden_size": text.hidden_size,
-            "intermediate_size": inner[0] if isinstance(inner, list) else inner,  # Gemma 3n has one per layer
-            "num_attention_heads": heads,
-            "num_key_value_heads": getattr(layer, "num_key_value_heads", None) or heads,
-            "head_dim": head_dim,
-            "rms_norm_eps": getattr(text, "rms_norm_eps", None) or 1e-6,
-            "max_position_embeddings": length if length > 0 else 32768,  # XLNet, which has no limit, says -1
-            "rope_parameters": rope or None,
-            "num_target_layers": text_depth(target_config),
-            "num_hidden_layers": num_hidden_layers,
-            "block_size": block_size,
-            "mask_token_id": mask_token_id,
-            **ids,
-        }
-        if kwargs.get("target_layer_ids") is None:
-            kwargs["target_layer_ids"] = fitting_target_layer_ids(fields["num_target_layers"], num_hidden_layers)
-        return cls(**{**fields, **kwargs})
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
@@ -286,35 +175,18 @@ class DFlashDraftConfig(PreTrainedConfig):
         return {**config_dict, "model_type": cls.model_type}, kwargs
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
-        """
-        As upstream, from any published layout.
-
-        Raises:
-            `ValueError`: names the file and the problem.
-            `OSError`: the file is missing or not JSON.
-        """
-        try:
-            return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
-        except OSError:
-            raise
-        except Exception as error:  # upstream's own validation raises many types
-            raise ValueError(f"config.json of {pretrained_model_name_or_path}: {error}") from error
-
-    @classmethod
     def from_dict(cls, config_dict, **kwargs):
-        """As upstream, from any published layout; see `layouts_dflash`."""
-        canonical = canonical_config({**config_dict, "model_type": config_dict.get("model_type", cls.model_type)})
+        """As upstream; keys of a file that are neither fields nor harmless are ignored."""
         names = cls.field_names()
-        # The caller's arguments override the file, including what is implied by its nested form.
+        # The caller's arguments override the file, its nested form included.
         changes = {key: kwargs.pop(key) for key in list(kwargs) if key in names and key != "dtype"}
-        nested = {k: v for k, v in canonical["dflash_config"].items() if _IMPLIED_FIELDS.get(k) not in changes}
-        canonical |= {"dflash_config": nested, **changes}
+        nested = config_dict.get("dflash_config") or {}
+        nested = {key: value for key, value in nested.items() if nested_fields().get(key) not in changes}
         # Nor may a file replace a method.
-        known = {
-            key: value for key, value in canonical.items() if key in (*names, "rope_scaling") or not hasattr(cls, key)
-        }
-        return super().from_dict({key: value for key, value in known.items() if key not in _IGNORED}, **kwargs)
+        names = {*names, "rope_scaling"}
+        known = {key: value for key, value in config_dict.items() if key in names or not hasattr(cls, key)}
+        known = {key: value for key, value in known.items() if key not in _IGNORED}
+        return super().from_dict({**known, "dflash_config": nested, **changes}, **kwargs)
 
     @classmethod
     def field_names(cls) -> set[str]:
@@ -362,7 +234,6 @@ class DFlashDraftConfig(PreTrainedConfig):
         output["model_type"] = "qwen3"
         plain = not self.has_head and self.conv_kernel_size is not None
         output["architectures"] = ["DFlash2DraftModel" if plain else self.head.architecture]
-        del output["source_layout"], output["interleaved_rotary"]
         for key in _written_nested():
             del output[key]
         output["dflash_config"] = copy.deepcopy(self.dflash_config)
@@ -380,6 +251,7 @@ class DFlashDraftConfig(PreTrainedConfig):
     def to_diff_dict(self) -> dict:
         """The content of `config.json`, with the names that transformers 4 expects too."""
         output = super().to_diff_dict()
+        output["dflash_hf_version"] = VERSION
         if output.get("dtype") is not None:
             output["torch_dtype"] = output["dtype"]
         if self.rope_parameters["rope_type"] != "default":  # transformers 5.24 warns of `rope_scaling`, null too
@@ -418,3 +290,64 @@ def _set_nested_keys(config: DFlashDraftConfig, nested: dict | None) -> None:
 
 # Set here because in the class body it would become the field's default.
 DFlashDraftConfig.dflash_config = property(_nested_keys, _set_nested_keys)  # type: ignore[assignment]
+
+
+@dataclass
+class DFlashDecodingConfig:
+    """
+    How a drafter decodes; lives on `draft.decoding_config`.
+
+    With neither `block_size` nor `tree_nodes`, the package lets each round verify the number of tokens expected to be
+    fastest: the likeliest tokens of a tree, a single path, a copy of earlier text, or nothing, in which case the
+    target decodes alone for a while. Without the package, or with `compile`, each round verifies a whole block.
+
+    Args:
+        block_size (`int`, *optional*): Verify the first `block_size` tokens of a drafted block in every round, anchor
+            included. The block is always drafted at the trained size.
+        tree_nodes (`int`, *optional*): Draft a tree of N tokens, the likeliest paths through the likely tokens of each
+            slot (DDTree, arXiv 2604.12989), and verify it with one forward. More tokens are accepted; a forward over
+            more tokens costs more, least if it is memory-bound. Targets with recurrent layers get single blocks.
+            Needs the package.
+        compile (`bool` or `str`): Compile the forwards of both models, for drafts of fixed size and each bucket of
+            256, 512, 1024, ... slots; a string names a mode or backend of `torch.compile`. The first use of a bucket
+            takes a while. Not compiled: targets with recurrent layers. Needs the package.
+        window (`int`, *optional*): The drafter keeps and sees only the last N tokens before a block, and the first 4
+            that it read. A drafter that was trained on short texts then drafts better after long ones. Default: all.
+    """
+
+    block_size: int | None = None
+    tree_nodes: int | None = None
+    compile: bool | str = False
+    window: int | None = None
+
+    def __setattr__(self, name, value):
+        known = [field.name for field in fields(self)]
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(known)}."
+            raise AttributeError(f"decoding_config has no field {name!r}: {hint}")
+        super().__setattr__(name, value)
+
+    def check(self, trained: int) -> None:
+        """
+        Args:
+            trained (`int`): The block size of the drafter.
+
+        Raises:
+            `ValueError`: a field is invalid for a drafter of that block size.
+        """
+        tokens = f"a number of tokens from 1 to {trained}, the trained block size, or None for that"
+        self._require("block_size", _is_count(self.block_size, trained), tokens)
+        self._require("tree_nodes", _is_count(self.tree_nodes), "a positive number of tokens, or None for blocks")
+        known = isinstance(self.compile, bool | str)
+        self._require("compile", known, "True, False, or a mode or backend of torch.compile")
+        self._require("window", _is_count(self.window), "a positive number of tokens, or None for all")
+
+    def _require(self, name: str, fits: bool, what: str) -> None:
+        value = getattr(self, name)
+        if value is not None and not fits:
+            raise ValueError(f"decoding_config.{name}={value!r} must be {what}.")
+
+
+def _is_count(value, most: float = float("inf")) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most

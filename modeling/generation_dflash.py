@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from .accept_dflash import Block, Rules, Verdict
 from .cache_dflash import cached_columns
-from .decoding_config_dflash import DFlashDecodingConfig
+from .configuration_dflash import DFlashDecodingConfig
 from .drafting_dflash import Drafter, padding_of
 from .session_dflash import SlotSession
 from .target_dflash import CACHE_NAME, FeatureTap, cache_argument, first_positions, support_of, why_hidden
@@ -37,16 +37,6 @@ _PROMPT_ARGUMENTS = {
     "logits_to_keep",
     "cache_position",
     *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL,
-}
-# Settings of other kinds of assistants, and their values if the user does not set them.
-_OTHER_ASSISTANTS = {
-    "assistant_lookbehind": 10,
-    "assistant_ensemble_weight": None,
-    "assistant_early_exit": None,
-    "assistant_confidence_threshold": 0.4,
-    "num_assistant_tokens_schedule": "constant",
-    "prompt_lookup_num_tokens": None,
-    "use_mtp": None,
 }
 
 
@@ -185,7 +175,6 @@ def decode(
     if not isinstance(draft.decoding_config, DFlashDecodingConfig):
         raise ValueError(f"decoding_config={draft.decoding_config!r} must be a DFlashDecodingConfig.")
     draft.decoding_config.check(draft.config.block_tokens)
-    _warn_of_ignored(generation_config)
     rules = Rules(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
     call = Call(target, draft, input_ids, rules, generation_config, model_kwargs)
     strategy = draft.strategy(call)
@@ -220,15 +209,6 @@ def decode(
         **text.listed,
         **chosen,
     )
-
-
-def _warn_of_ignored(generation_config) -> None:
-    """Warn once about settings that only other kinds of assistants support."""
-    ignored = {name: getattr(generation_config, name, None) for name in _OTHER_ASSISTANTS}
-    ignored = {k: v for k, v in ignored.items() if v is not None and v != _OTHER_ASSISTANTS[k]}
-    if ignored:
-        settings = ", ".join(f"{name}={value!r}" for name, value in ignored.items())
-        logger.warning_once(f"A DFlash drafter ignores {settings}; see `draft.decoding_config` for its own settings.")
 
 
 def why_plain(call: Call, strategy: Strategy, synced_gpus: bool = False) -> str | None:

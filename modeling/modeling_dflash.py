@@ -6,11 +6,13 @@ and the block itself. Queries come from the block only. That is why keys outnumb
 """
 
 import copy
+import shutil
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import initialization as init
+from transformers import PreTrainedModel
 from transformers.generation import GenerationMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -19,12 +21,15 @@ from transformers.models.glm.modeling_glm import GlmRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, eager_attention_forward, rotate_half
 
 from .cache_dflash import additive, visible
-from .configuration_dflash import DFlashDraftConfig
-from .decoding_config_dflash import DFlashDecodingConfig
+from .configuration_dflash import DFlashDecodingConfig, DFlashDraftConfig
+from .custom_generate_dflash import generate as custom_generate
 from .generation_dflash import Strategy, decode
 from .hook_dflash import install_hook
-from .saving_dflash import SavedDrafter
 from .target_dflash import CACHE_NAME, check_pair, input_device, raw_embedding, running_device
+
+
+# A drafter's own mask embedding, next to its weights: engines read this file only.
+MASK_EMBEDDING = "mask_embedding.pt"
 
 
 class DFlashRotaryEmbedding(GlmRotaryEmbedding):
@@ -234,7 +239,7 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         return convolution(sublayer(convolution(normed, before, after=False)), after, after=True)
 
 
-class DFlashDraftModel(SavedDrafter):
+class DFlashDraftModel(PreTrainedModel):
     """
     A block-diffusion drafter. Unless its configuration says otherwise it has neither embedding nor head: both are the
     target's, shared and frozen.
@@ -247,7 +252,7 @@ class DFlashDraftModel(SavedDrafter):
     base_model_prefix = ""
     main_input_name = "noise_embeds"
     supports_gradient_checkpointing = True
-    strategy = Strategy  # how calls decode; the package has another
+    strategy = Strategy  # how calls decode; the package's class has another
     _no_split_modules = ["DFlashDecoderLayer"]
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
@@ -280,33 +285,6 @@ class DFlashDraftModel(SavedDrafter):
         self.decoding_config = DFlashDecodingConfig()
         install_hook()
         self.post_init()
-
-    def __getattr__(self, name: str):
-        if name == "generate":  # no method: upstream takes a class with one for a language model
-            raise AttributeError(
-                "A drafter does not generate; swap the models: `target.generate(..., assistant_model=draft)`."
-            )
-        return super().__getattr__(name)
-
-    def _initialize_weights(self, module, is_custom_code: bool = False):
-        """For remote code, upstream skips modules without direct parameters, such as a head's."""
-        super()._initialize_weights(module)
-
-    @torch.no_grad()
-    def _init_weights(self, module):
-        super()._init_weights(module)
-        if isinstance(module, BlockConvolution):  # the identity
-            identity = torch.zeros_like(module.base_kernel)
-            identity[:, 0] = 1.0
-            init.copy_(module.base_kernel, identity)
-            init.zeros_(module.kernel_projection.weight)
-        elif module is self and self.config.own_mask_embedding:
-            init.normal_(module.mask_embedding, mean=0.0, std=self.config.initializer_range)
-        elif isinstance(module, DFlashAttention) and self.config.attention_sink_bias:
-            init.zeros_(module.attention_sink_bias)
-        elif self.config.has_own_head and module is self.lm_head:  # marks that its tokens were never chosen
-            init.zeros_(module.weight)
-        self.config.head.init_weights(module, self.config)
 
     def get_input_embeddings(self):
         """`None` if the embedding is the target's. Required by upstream's quantisers."""
@@ -351,14 +329,6 @@ class DFlashDraftModel(SavedDrafter):
     def dflash_validate(self, target, generation_mode, generation_config, generation_mode_kwargs):
         """Called by `generate` before it starts: check that this drafter fits the target and the arguments."""
         check_pair(target, self.config)
-        rows = target.get_input_embeddings().weight.shape[0]
-        if self.config.has_own_head and rows < self.config.vocab_size:
-            last = int(self.target_ids(torch.arange(self.config.draft_vocab_size, device=self.device)).max())
-            if last >= rows:
-                raise ValueError(
-                    f"The drafter drafts tokens up to {last} (draft_vocab_size={self.config.draft_vocab_size}), but "
-                    f"target {type(target).__name__} has {rows} rows: resize its embedding to {last + 1} or more."
-                )
         if generation_config.dola_layers is not None:
             raise ValueError(
                 f"dola_layers={generation_config.dola_layers!r} cannot be combined with a drafter: drop it or "
@@ -454,3 +424,54 @@ class DFlashDraftModel(SavedDrafter):
             mask = attention_mask[layer_type] if isinstance(attention_mask, dict) else attention_mask
             hidden_states = layer(hidden_states, context, position_embeddings, mask, past_key_values, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE_NAME: past_key_values})
+
+    @classmethod
+    def from_pretrained(cls, *args, output_loading_info: bool = False, **kwargs):
+        """
+        As upstream, with an error if tensors are missing or have the wrong shape: a drafter with a random layer still
+        runs, and only a low acceptance length shows it.
+        """
+        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        if wrong := [*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])]:
+            raise ValueError(
+                f"The weights do not belong to this config.json: {wrong[0]} ({len(wrong)} tensors in all)."
+            )
+        return (model, info) if output_loading_info else model
+
+    def save_pretrained(self, save_directory, is_main_process: bool = True, state_dict: dict | None = None, **kwargs):
+        """
+        As upstream, plus the code, so that `trust_remote_code=True` works without the package, and the drafter's own
+        mask embedding, if it has one, in the file that engines read. For a drafter with adapters, only the active
+        adapter is saved.
+        """
+        if self._hf_peft_config_loaded:
+            return super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
+        self.config.auto_map = {
+            "AutoConfig": "configuration_dflash.DFlashDraftConfig",
+            "AutoModel": "modeling_dflash.DFlashDraftModel",
+        }
+        if is_main_process:
+            folder = Path(save_directory)
+            for name, source in code_files().items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                if source.resolve() != (folder / name).resolve():
+                    shutil.copyfile(source, folder / name)
+            embedding = (state_dict or {}).get("mask_embedding", getattr(self, "mask_embedding", None))
+            if embedding is None:  # an older file would be used instead of the target's embedding
+                (folder / MASK_EMBEDDING).unlink(missing_ok=True)
+            else:
+                stored = {"embedding": embedding.detach().cpu().clone(), "mask_token_id": self.config.mask_token_id}
+                torch.save(stored, folder / MASK_EMBEDDING)
+        super().save_pretrained(save_directory, is_main_process=is_main_process, state_dict=state_dict, **kwargs)
+
+    def _get_files_timestamps(self, working_dir):
+        """Upstream's list of files that `push_to_hub=True` need not upload; ours are written before it is made."""
+        stamps = super()._get_files_timestamps(working_dir)
+        ours = ("custom_generate", MASK_EMBEDDING)
+        return {name: t for name, t in stamps.items() if name not in ours and not name.endswith("_dflash.py")}
+
+
+def code_files() -> dict[str, Path]:
+    """The code saved with a drafter's weights: file names, and where each file is read from."""
+    sources = {source.name: source for source in sorted(Path(__file__).parent.glob("*_dflash.py"))}
+    return {**sources, "custom_generate/generate.py": Path(custom_generate.__code__.co_filename)}

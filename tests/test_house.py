@@ -29,10 +29,12 @@ LIBRARY = sorted([*SOURCE.rglob("*.py"), *MODELING.rglob("*.py"), *CARDS.rglob("
 REMOTE_CODE = sorted(MODELING.rglob("*.py"))
 EVERYTHING = sorted([*LIBRARY, *(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").rglob("*.py")])
 
-# The folders of src/dflash_hf, and which others each may import; all may import `decoding`. Of the files beside them
-# only `cli` imports any other.
+# The folders of src/dflash_hf, and which others each may import; all may import the ground floor. Of the files beside
+# them only `cli` imports a wing.
+GROUND = {"decoding", "layouts"}
 WINGS: dict[str, set[str]] = {
     "decoding": set(),
+    "layouts": set(),
     "data": set(),
     "evaluation": {"data"},
     "hub": {"evaluation"},
@@ -302,14 +304,25 @@ def test_the_wings_have_an_order():
 @pytest.mark.parametrize("path", sorted(set(SOURCE.rglob("*.py")) - {SOURCE / "cli.py"}), ids=name_of)
 def test_wings_import_one_way(path):
     here = path.relative_to(SOURCE).parts[0]
-    allowed = {here, "decoding"} | WINGS.get(here, set())
+    allowed = {here} | GROUND | WINGS.get(here, set())
     assert not [wing for wing in set(WINGS) - allowed if imports_module(path, wing)]
 
 
-@pytest.mark.parametrize("path", sorted((SOURCE / "decoding").glob("*.py")), ids=name_of)
-def test_decoding_imports_modeling_alone(path):
+@pytest.mark.parametrize("path", sorted(path for one in GROUND for path in (SOURCE / one).glob("*.py")), ids=name_of)
+def test_the_ground_floor_imports_modeling_alone(path):
     ours = {name for name in absolute_imports(tree_of(path)) if name.startswith("dflash_hf")}
-    assert all(name.startswith(("dflash_hf.modeling.", "dflash_hf.decoding.")) for name in ours)
+    assert all(f"{name}.".startswith(("dflash_hf.modeling.", f"dflash_hf.{path.parent.name}.")) for name in ours)
+
+
+def test_what_lies_beside_the_weights_is_read_in_one_sitting():
+    files = [path for path in REMOTE_CODE if path.name != "__init__.py"]
+    assert len(files) <= 13 and all(path.parent == MODELING for path in files)
+    assert sum(len(code_of(path)) for path in files) <= 2200
+
+
+def test_the_core_says_the_version(setup_cfg):
+    text = (MODELING / "configuration_dflash.py").read_text(encoding="utf-8")
+    assert f'\nVERSION = "{setup_cfg["metadata"]["version"]}"' in text
 
 
 def test_no_test_file_imports_another():
@@ -318,6 +331,15 @@ def test_no_test_file_imports_another():
     for path in EVERYTHING:
         found = re.findall(r"^\s*(?:from|import) (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
         assert not names & set(found) - {path.stem}, f"{name_of(path)}: share it in tests/support"
+
+
+def code_of(path: Path) -> set[int]:
+    """The numbers of a file's lines that are neither blank nor comments nor docstrings."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    documented = [node for node in ast.walk(tree_of(path)) if isinstance(node, kinds) and ast.get_docstring(node)]
+    prose = {line for node in documented for line in range(node.body[0].lineno, node.body[0].end_lineno + 1)}
+    lines = enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+    return {number for number, line in lines if line.strip() and not line.strip().startswith("#")} - prose
 
 
 def code_lines(path: Path) -> Iterator[tuple[str, int]]:

@@ -24,8 +24,8 @@ print(*sorted(name for name in set(sys.modules) - before if not name.startswith(
 
 
 def test_any_module_of_the_package_may_be_the_first():
-    """Registration imported `layouts_dflash` while that was being imported."""
-    assert _python("import dflash_hf.modeling.layouts_dflash as first; print(first.is_drafter_config({}))") == "False"
+    """Registration imported `layouts.read` while that was being imported."""
+    assert _python("import dflash_hf.layouts.read as first; print(first.is_drafter_config({}))") == "False"
 
 
 @pytest.mark.parametrize("first", ["dflash_hf", "transformers.generation.utils, dflash_hf"])
@@ -48,7 +48,7 @@ print(type(AutoModel.from_config(config)).__name__)
     [
         "from dflash_hf import DFlashDraftModel, DFlashDraftConfig",
         "from dflash_hf.modeling.hook_dflash import install_hook; install_hook()",
-        "from dflash_hf.modeling.layouts_dflash import is_drafter_config",
+        "from dflash_hf.layouts.read import is_drafter_config",
         "from dflash_hf.auto import register",
     ],
 )

@@ -26,9 +26,9 @@ from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
 from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.demo.run import DemoPair, load_pair, requests
+from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.evaluation.measure import variant
 from dflash_hf.evaluation.sets import conversations
-from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.smollm2 import drafter_folder
 from dflash_hf.training.pace import Pace
 from dflash_hf.training.settings_for import Machine

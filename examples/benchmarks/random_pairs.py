@@ -7,8 +7,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.generation import candidate_generator
 
-from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
-from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
+from dflash_hf.drafter import DFlashDraftModel
+from dflash_hf.layouts.configuration import DFlashDraftConfig
 
 
 def _shape(hidden, intermediate, layers, heads, kv_heads, vocab, draft_layers=5, block_size=16, head_dim=128) -> dict:

@@ -12,13 +12,13 @@ from functools import partial as _partial
 from dflash_hf.when_imported import when_imported as _when_imported
 
 
-__version__ = "0.1.1"
+__version__ = "0.2.0"
 
 _LAZY = {
-    "DFlashDraftConfig": ".modeling.modeling_dflash",
-    "DFlashDraftModel": ".modeling.modeling_dflash",
+    "DFlashDraftConfig": ".drafter",
+    "DFlashDraftModel": ".drafter",
     "DFlashCandidateGenerator": ".modeling.drafting_dflash",
-    "DFlashDecodingConfig": ".modeling.decoding_config_dflash",
+    "DFlashDecodingConfig": ".modeling.configuration_dflash",
     "DFlashGenerateOutput": ".modeling.generation_dflash",
     "install_hook": ".modeling.hook_dflash",
     "remove_hook": ".modeling.hook_dflash",
@@ -53,7 +53,7 @@ def _call(module: str, function: str) -> None:
 
 for _awaited, *_action in (
     ("transformers.models.auto.configuration_auto", ".auto", "register"),
-    ("dflash_hf.modeling.modeling_dflash", ".auto", "register_classes"),
+    ("dflash_hf.drafter", ".auto", "register_classes"),
     ("transformers.generation.utils", ".modeling.hook_dflash", "install_hook"),
     ("transformers.pipelines.base", ".auto", "register_pipelines"),
 ):

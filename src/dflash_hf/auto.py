@@ -24,7 +24,7 @@ def register() -> None:
     @functools.wraps(original)
     def from_pretrained(pretrained_model_name_or_path, **kwargs):
         # Not at the top: if that module is imported first, it imports this one halfway through.
-        from dflash_hf.modeling.layouts_dflash import is_drafter_config
+        from dflash_hf.layouts.read import is_drafter_config
 
         lookup = {key: value for key, value in kwargs.items() if key not in ("trust_remote_code", "code_revision")}
         try:
@@ -32,7 +32,7 @@ def register() -> None:
         except OSError:  # no config.json, or not JSON: upstream reports it, or finds another way
             return original(pretrained_model_name_or_path, **kwargs)
         if is_drafter_config(config_dict):
-            from dflash_hf.modeling.modeling_dflash import DFlashDraftConfig
+            from dflash_hf.drafter import DFlashDraftConfig
 
             return DFlashDraftConfig.from_pretrained(pretrained_model_name_or_path, **lookup)
         return original(pretrained_model_name_or_path, **kwargs)
@@ -42,11 +42,10 @@ def register() -> None:
 
 
 def register_classes() -> None:
-    """Register our classes with `AutoConfig` and `AutoModel`, and let drafters decode as fast as the package can."""
+    """Register our classes with `AutoConfig` and `AutoModel`."""
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-    from dflash_hf.decoding.strategy import strategy
-    from dflash_hf.modeling.modeling_dflash import DFlashDraftConfig, DFlashDraftModel
+    from dflash_hf.drafter import DFlashDraftConfig, DFlashDraftModel
 
     class NoCausalLM:
         """Replaces upstream's error, which lists all classes that it knows."""
@@ -61,7 +60,6 @@ def register_classes() -> None:
                 "`target.generate(..., assistant_model=draft)`."
             )
 
-    DFlashDraftModel.strategy = staticmethod(strategy)
     AutoConfig.register(DFlashDraftConfig.model_type, DFlashDraftConfig, exist_ok=True)
     AutoModel.register(DFlashDraftConfig, DFlashDraftModel, exist_ok=True)
     AutoModelForCausalLM.register(DFlashDraftConfig, NoCausalLM, exist_ok=True)
@@ -82,7 +80,7 @@ def register_pipelines() -> None:
     @functools.wraps(original)
     def load_assistant_model(model, assistant_model, assistant_tokenizer):
         if isinstance(assistant_model, str) and model.can_generate():
-            from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
+            from dflash_hf.drafter import DFlashDraftModel
 
             if isinstance(AutoConfig.from_pretrained(assistant_model), DFlashDraftModel.config_class):
                 draft = DFlashDraftModel.from_pretrained(assistant_model, dtype=model.dtype)

@@ -57,7 +57,7 @@ def check_names(target: str, draft: str | None, loading: "Loading", form: str = 
     ours, theirs = form.format("target", target), form.format("draft", draft)
     config = read_config(target, ours, loading.revision)
     drafts = None if draft is None else read_config(draft, theirs, loading.draft_revision)
-    from dflash_hf.modeling.layouts_dflash import is_drafter_config
+    from dflash_hf.layouts.read import is_drafter_config
 
     if is_drafter_config(config):
         swapped = drafts is not None and not is_drafter_config(drafts)
@@ -77,7 +77,7 @@ def check_is_drafter(config: dict, what: str, target: str = "REPOSITORY") -> Non
     Raises:
         `ValueError`: it is another model's.
     """
-    from dflash_hf.modeling.layouts_dflash import is_drafter_config
+    from dflash_hf.layouts.read import is_drafter_config
 
     if not is_drafter_config(config):
         kind = ", ".join(map(str, config.get("architectures") or [config.get("model_type")]))

@@ -15,9 +15,9 @@ import torch
 from transformers import MuseGlimmerAssistantConfig
 
 from dflash_hf.configs import departures
+from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.files import read_json
 from dflash_hf.gguf_format import is_gguf, unpack_gguf, write_gguf
-from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.names import LAYOUTS
 from dflash_hf.weights import save_folder
 

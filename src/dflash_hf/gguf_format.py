@@ -15,13 +15,12 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dflash_hf.configs import read_config
+from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.files import atomic, digest_of
-from dflash_hf.modeling.checks_dflash import CONVOLUTION_KEYS
-from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
-from dflash_hf.modeling.head_dflash import Head
-from dflash_hf.modeling.markov_dflash import MarkovHead
-from dflash_hf.modeling.modeling_dflash import DFlashDraftModel, DFlashRotaryEmbedding
-from dflash_hf.modeling.selector_dflash import PathSelector
+from dflash_hf.layouts.configuration import DFlashDraftConfig
+from dflash_hf.modeling.configuration_dflash import CONVOLUTION_KEYS
+from dflash_hf.modeling.heads_dflash import Head, MarkovHead, PathSelector
+from dflash_hf.modeling.modeling_dflash import DFlashRotaryEmbedding
 from dflash_hf.terminal import needs
 from dflash_hf.weights import save_folder
 

@@ -140,7 +140,7 @@ def damaged_config(what: str, error: Exception) -> str:
 
 def load_draft(name: str, loading: Loading, device: str | None = None):
     """A drafter in evaluation mode; its own code is not run."""
-    from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
+    from dflash_hf.drafter import DFlashDraftModel
 
     device = device or device_of(loading.device)
     options = {"dtype": loading.dtype_on(device), "device_map": device}
@@ -149,7 +149,7 @@ def load_draft(name: str, loading: Loading, device: str | None = None):
 
 def draft_config_of(name: str, loading: Loading):
     """A drafter's configuration, without its weights."""
-    from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
+    from dflash_hf.layouts.configuration import DFlashDraftConfig
 
     return DFlashDraftConfig.from_pretrained(name, revision=loading.draft_revision or "main")
 
@@ -163,7 +163,7 @@ def loaded(model, target) -> tuple:
     """
     import torch
 
-    from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
+    from dflash_hf.drafter import DFlashDraftModel
 
     if isinstance(model, str | Path):
         model = DFlashDraftModel.from_pretrained(model, dtype=torch.float32)

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from dflash_hf.files import write_json
-from dflash_hf.modeling.checkpoint_dflash import checkpoint_files
+from dflash_hf.layouts.weights import checkpoint_files
 
 
 def check_finite_weights(folder: str | Path) -> None:

@@ -17,7 +17,7 @@ from support.layouts import LAYOUTS, write
 from transformers import AutoModel
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.modeling.layouts_dflash import canonical_name
+from dflash_hf.layouts.read import canonical_name
 
 
 SOURCES = ["z-lab v1", "z-lab DFlash 2", "muse assistant", "speculators, reduced vocabulary", "MiMo", "gpt-oss"]

@@ -32,9 +32,12 @@ from dflash_hf import DFlashDraftConfig, DFlashDraftModel
 from dflash_hf.convert import convert
 from dflash_hf.decoding.trees import tree
 from dflash_hf.hub.check import check
+from dflash_hf.layouts.heads import SPELLINGS, Spelling
+from dflash_hf.layouts.read import is_drafter_config
+from dflash_hf.modeling import heads_dflash
 from dflash_hf.modeling.drafting_dflash import Drafter
-from dflash_hf.modeling.head_dflash import Head
-from dflash_hf.modeling.layouts_dflash import is_drafter_config
+from dflash_hf.modeling.heads_dflash import DominoHead, Head
+from dflash_hf.training.heads import forced_queries
 from dflash_hf.training.start import with_parts
 
 
@@ -90,7 +93,7 @@ def test_every_slot_of_an_anchor_first_block_is_drafted(make):
     prompt = torch.tensor([[5, 7, 9, 11]])
     expected = target.generate(prompt, **options).sequences
     output = target.generate(prompt, **options, assistant_model=scripted(draft, expected, error_rate=0.0))
-    drafts = draft.config.block_size - (draft.config.head.family == "Domino")
+    drafts = draft.config.block_size - (draft.config.head is DominoHead)
     assert torch.equal(output.sequences, expected)
     assert set(output.acceptance_lengths[0][:-1]) == {drafts + 1}
 
@@ -135,7 +138,7 @@ def test_forced_queries_are_those_of_single_steps():
     known[..., 0] = False
     for draft in (recurrent(target), make_draft2(target), gated(target), rnn(target), domino(target)):
         head = draft.config.head(draft, embed)
-        queries, rows = head.forced(before, hidden, known), iter(range(int(known.sum())))
+        queries, rows = forced_queries(head, before, hidden, known), iter(range(int(known.sum())))
         for i in range(2):
             for j in range(3):
                 state = head.start(before[i, j, 1:2])
@@ -232,7 +235,7 @@ def test_a_head_that_is_read_is_no_longer_refused(monkeypatch):
     for file in files:
         with pytest.raises(ValueError, match="is a LiLiCorr drafter, not a DFlash one"):
             DFlashDraftConfig.from_dict(file)
-    monkeypatch.setattr(RecurrentHead, "family", "LiLiCorr")
+    monkeypatch.setitem(SPELLINGS, RecurrentHead, Spelling("LiLiCorr"))
     for file in files:
         DFlashDraftConfig.from_dict(file)
 
@@ -243,8 +246,8 @@ def test_a_head_that_is_read_is_no_longer_refused(monkeypatch):
 def test_the_guide_s_head_is_a_head(monkeypatch, tmp_path):
     """The file of `add_a_head.md` as it stands: drafts, trees, training, files, and what is tried on the page."""
     file, tried = (block.text for block in blocks_of(ROOT / "examples" / "guides" / "add_a_head.md"))
-    namespace = {"__package__": "dflash_hf.modeling", "__name__": "dflash_hf.modeling.bigram_dflash"}
-    exec(compile(file, "bigram_dflash.py", "exec"), namespace)
+    namespace = {**vars(heads_dflash)}
+    exec(compile(file, "heads_dflash.py", "exec"), namespace)
     use_heads(monkeypatch, namespace["BigramHead"])
     target = make_target()
     draft = make_draft(target, bigram_rank=4, block_size=5)

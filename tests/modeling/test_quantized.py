@@ -5,7 +5,7 @@ import torch
 from support.pairs import make_draft, make_target
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.modeling.checkpoint_dflash import write_mask_embedding
+from dflash_hf.modeling.modeling_dflash import MASK_EMBEDDING
 
 
 def torchao_int8():
@@ -87,7 +87,8 @@ def test_quantised_drafter_reads_its_mask_embedding(tmp_path):
         tmp_path / "draft", quantization_config=torchao_int8(), dtype=torch.float32
     )
     quantised.save_pretrained(tmp_path / "quantised")
-    write_mask_embedding(str(tmp_path / "quantised"), own, draft.config.mask_token_id)
+    stored = {"embedding": own, "mask_token_id": draft.config.mask_token_id}
+    torch.save(stored, tmp_path / "quantised" / MASK_EMBEDDING)
     again = DFlashDraftModel.from_pretrained(tmp_path / "quantised", dtype=torch.float32)
     assert again.config.own_mask_embedding and torch.equal(again.mask_embedding, own)
     block, context = torch.randn(1, 4, 32), torch.randn(1, 7, 96)

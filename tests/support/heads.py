@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 
+from dflash_hf.layouts.heads import spelling_of
 from dflash_hf.modeling.drafting_dflash import Drafter
 from support.pairs import VOCAB, make_draft, make_draft2
 from support.recurrent_head import SIZES
@@ -79,7 +80,7 @@ def log_probs_after(draft, target, anchor: int, hidden: torch.Tensor, prefix: tu
     if (cap := config.final_logit_softcapping) is not None:
         logits = cap * torch.tanh(logits / cap)
     ids = draft.target_ids(torch.arange(len(logits)))
-    match config.head.family:
+    match spelling_of(config.head).family:
         case "DFlash2":
             selector = draft.candidate_selector
             query = selector.predecessor_codebook[tokens[-1]] * (selector.hidden_projection.weight @ h)

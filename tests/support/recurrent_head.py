@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from dflash_hf.modeling.head_dflash import Head
+from dflash_hf.layouts.heads import SPELLINGS, Spelling
+from dflash_hf.modeling.heads_dflash import Head
+from dflash_hf.training.heads import LOSSES
 
 
 SIZES = {"memory_width": 8, "memory_rank": 6}
@@ -27,21 +29,10 @@ class Memory(nn.Module):
 
 class RecurrentHead(Head):
     name = "recurrent head"
-    family = "Recurrent"
     architecture = "RecurrentDraftModel"
     sizes = tuple(SIZES)
     fields = {**dict.fromkeys(sizes), "memory_share": 0.5}
-    tensor_names = {r"^memories\.": "memory."}
     order = Head.MANY
-
-    @classmethod
-    def read(cls, config):
-        return {("memory_width" if key == "memories" else key): value for key, value in config.items()}
-
-    @classmethod
-    def check(cls, config):
-        if not 0 <= config.memory_share <= 1:
-            raise ValueError(f"memory_share={config.memory_share} must lie between 0 and 1.")
 
     @classmethod
     def modules(cls, config):
@@ -63,9 +54,23 @@ class RecurrentHead(Head):
     def scores(self, query, ids, logits):
         return logits.float() + self.draft.memory.tokens(query)[..., : logits.shape[-1]].float()
 
-    def loss(self, rows, progress):
-        share = self.config.memory_share * progress
-        return (1 - share) * rows.divergence(rows.scores) + share * rows.divergence(rows.logits)
+
+def _loss(head, rows, progress):
+    share = head.config.memory_share * progress
+    return (1 - share) * rows.divergence(rows.scores) + share * rows.divergence(rows.logits)
+
+
+def _read(config):
+    return {("memory_width" if key == "memories" else key): value for key, value in config.items()}
+
+
+def _check(config):
+    if not 0 <= config.memory_share <= 1:
+        raise ValueError(f"memory_share={config.memory_share} must lie between 0 and 1.")
+
+
+LOSSES[RecurrentHead] = _loss
+SPELLINGS[RecurrentHead] = Spelling("Recurrent", None, {r"^memories\.": "memory."}, _read, _check)
 
 
 def use_heads(monkeypatch, *heads):

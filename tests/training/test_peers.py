@@ -12,7 +12,7 @@ from support.pairs import VOCAB, make_target
 from support.runs import make_trainer
 
 from dflash_hf import DFlashDraftModel
-from dflash_hf.modeling.layouts_dflash import canonical_name
+from dflash_hf.layouts.read import canonical_name
 
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from dflash_hf import DFlashDraftModel
 from dflash_hf.data.examples import make_example
-from dflash_hf.modeling.selector_dflash import PathSelector
+from dflash_hf.modeling.heads_dflash import PathSelector
 from dflash_hf.training.losses import Candidates, Teacher, TokenLosses, block_loss, selected, token_losses
 from dflash_hf.training.recipe import RecipeArguments
 from dflash_hf.training.start import count_tokens, take_vocabulary, with_parts

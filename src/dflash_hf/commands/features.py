@@ -35,8 +35,8 @@ def run(arguments, echo) -> Outcome:
     """`dflash features`: store the features missing in the output."""
     from dflash_hf.configs import check_token_id
     from dflash_hf.data.prepare import prepare_dataset
-    from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
-    from dflash_hf.modeling.layouts_dflash import fitting_target_layer_ids
+    from dflash_hf.layouts.configuration import DFlashDraftConfig
+    from dflash_hf.layouts.read import fitting_target_layer_ids
     from dflash_hf.modeling.target_dflash import text_depth
     from dflash_hf.target import freeze
     from dflash_hf.training.features import describe, store_features

@@ -138,7 +138,7 @@ def _llama_cpp_pair(arguments) -> tuple[tuple[str, str, object], dict | None]:
     from pathlib import Path
 
     from dflash_hf.gguf_format import gguf_config, gguf_in, is_gguf, target_config
-    from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
+    from dflash_hf.layouts.configuration import DFlashDraftConfig
     from dflash_hf.pairs import Loading, draft_config_of
 
     if unread := shared.given(arguments, Loading.__dataclass_fields__):

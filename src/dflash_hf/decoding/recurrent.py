@@ -13,9 +13,10 @@ from contextvars import ContextVar
 import torch
 from torch import nn
 from transformers import cache_utils
-from transformers.cache_utils import Cache, StaticLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer, StaticLayer
 
 from dflash_hf.modeling.accept_dflash import Verdict
+from dflash_hf.modeling.cache_dflash import SlotCache, SlotLayer
 from dflash_hf.modeling.session_dflash import SlotSession
 from dflash_hf.modeling.target_dflash import attach, detach, empty_cache, recurrent_states, try_out
 
@@ -33,12 +34,35 @@ def _record(module, args, kwargs=None) -> None:
         record(module, args, kwargs)
 
 
+class RecurrentSlotLayer(SlotLayer, LinearAttentionLayer):
+    """A layer with keys in slots, and recurrent states that are shared with the original layer."""
+
+    is_compileable = False
+
+    def __init__(self, cache: "SlotCache", recurrent: LinearAttentionLayer):
+        self.__dict__ = {**vars(recurrent), "cache": cache, "ring": None}
+
+    def lazy_initialization(self, *args, **kwargs) -> None:
+        """Upstream's convention: keys and values are passed by position, states by keyword."""
+        (SlotLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
+
+
+class RecurrentSlots(SlotCache):
+    """Slots next to recurrent states, which are shared with the cache they were adopted from."""
+
+    def slot_layer(self, layer: CacheLayerMixin) -> SlotLayer:
+        return (
+            RecurrentSlotLayer(self, layer) if isinstance(layer, LinearAttentionLayer) else super().slot_layer(layer)
+        )
+
+
 class ReplaySession(SlotSession):
     """
     A target with recurrent layers, whose states are restored and advanced over the accepted tokens: the modules that
     update them run again, on the inputs that they had in the verification.
     """
 
+    CACHE = RecurrentSlots
     rollback_is_free = False
 
     def __init__(self, target, *args):

@@ -24,6 +24,16 @@ from dflash_hf.modeling.text_dflash import Text, clock
 
 logger = logging.get_logger(__name__)
 
+# Settings of other kinds of assistants, and their values if the user does not set them.
+_OTHER_ASSISTANTS = {
+    "assistant_lookbehind": 10,
+    "assistant_ensemble_weight": None,
+    "assistant_early_exit": None,
+    "assistant_confidence_threshold": 0.4,
+    "num_assistant_tokens_schedule": "constant",
+    "prompt_lookup_num_tokens": None,
+    "use_mtp": None,
+}
 # For each drafter and target, statistics of the pair, by rows and decoding mode.
 _throughputs: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 
@@ -31,6 +41,7 @@ _throughputs: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 def strategy(call: Call) -> Strategy:
     """The strategy of a call: for the sizes in its settings, or for the fastest sizes."""
     warn_if_emulated(call.target)
+    _warn_of_ignored(call.config)
     config, asked = call.draft.decoding_config, call.config.num_assistant_tokens
     if config.compile:
         from dflash_hf.decoding.compiled import Compiled  # which builds on this file
@@ -38,6 +49,15 @@ def strategy(call: Call) -> Strategy:
         return Compiled(call)
     chosen = config.block_size is None and config.tree_nodes is None and asked in (None, 20)
     return Fastest(call) if chosen else Fixed(call)
+
+
+def _warn_of_ignored(generation_config) -> None:
+    """Warn once about settings that only other kinds of assistants support."""
+    ignored = {name: getattr(generation_config, name, None) for name in _OTHER_ASSISTANTS}
+    ignored = {k: v for k, v in ignored.items() if v is not None and v != _OTHER_ASSISTANTS[k]}
+    if ignored:
+        settings = ", ".join(f"{name}={value!r}" for name, value in ignored.items())
+        logger.warning_once(f"A DFlash drafter ignores {settings}; see `draft.decoding_config` for its own settings.")
 
 
 def support(target):

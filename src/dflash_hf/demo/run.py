@@ -20,12 +20,12 @@ from transformers.utils import logging
 
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.data.prompts import prompt_ids
+from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.evaluation import methods as ways
 from dflash_hf.evaluation.measure import EvalReport
 from dflash_hf.evaluation.measure import evaluate as decode_side_by_side
 from dflash_hf.evaluation.plots import headline, plot_report
 from dflash_hf.evaluation.text import colored_answer, summary_lines, token_texts
-from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.pairs import Loading, load_draft, load_target
 from dflash_hf.smollm2 import data_folder, drafter_folder, smollm2_folder
 from dflash_hf.terminal import bar

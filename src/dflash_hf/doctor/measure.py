@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.modeling.cache_dflash import additive
 from dflash_hf.modeling.drafting_dflash import Drafter
-from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.target import target_features
 from dflash_hf.training.blocks import block_mask, build_blocks, sample_anchors
 from dflash_hf.training.metrics import slot_counts

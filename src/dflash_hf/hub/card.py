@@ -19,8 +19,8 @@ from dflash_hf.hub.check import check, read_shapes
 from dflash_hf.hub.engine_rules import MUSE, Finding, oldest_versions
 from dflash_hf.hub.launch import launch_command
 from dflash_hf.hub.licenses import check_license
-from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
-from dflash_hf.modeling.saving_dflash import code_files
+from dflash_hf.layouts.configuration import DFlashDraftConfig
+from dflash_hf.modeling.modeling_dflash import code_files
 from dflash_hf.names import LLAMA_CPP, RELATIONS
 from dflash_hf.repositories import REPOSITORY_ID, is_repository_id
 from dflash_hf.terminal import needs

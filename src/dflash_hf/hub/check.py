@@ -12,18 +12,18 @@ from pathlib import Path
 import torch
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
+from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.files import read_json
 from dflash_hf.gguf_format import gguf_config, is_gguf, limits, target_config
 from dflash_hf.hub.engine_rules import ARCHITECTURES, RULES, Drafter, Finding, fits_target, of_speculators
 from dflash_hf.hub.reader_rules import unread
 from dflash_hf.hub.remote import local_folder
 from dflash_hf.hub.safety_rules import SAFETY_RULES
-from dflash_hf.modeling.checkpoint_dflash import checkpoint_files, read_header
-from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
-from dflash_hf.modeling.head_dflash import UnknownHeadError
+from dflash_hf.layouts.configuration import DFlashDraftConfig
+from dflash_hf.layouts.heads import UnknownHeadError
+from dflash_hf.layouts.read import canonical_config
+from dflash_hf.layouts.weights import checkpoint_files, read_header
 from dflash_hf.modeling.heads_dflash import HEADS
-from dflash_hf.modeling.layouts_dflash import canonical_config
-from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.names import ENGINES, LLAMA_CPP, READERS, SERVERS
 from dflash_hf.repositories import check_revision
 from dflash_hf.terminal import one_line

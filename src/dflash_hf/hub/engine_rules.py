@@ -13,12 +13,9 @@ from pathlib import Path
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from dflash_hf.convert import NATIVE_NAMES
-from dflash_hf.modeling.checkpoint_dflash import MASK_EMBEDDING
-from dflash_hf.modeling.checks_dflash import CONVOLUTION_KEYS
-from dflash_hf.modeling.domino_dflash import DominoHead
-from dflash_hf.modeling.heads_dflash import HEADS
-from dflash_hf.modeling.markov_dflash import MarkovHead
-from dflash_hf.modeling.selector_dflash import PathSelector
+from dflash_hf.modeling.configuration_dflash import CONVOLUTION_KEYS
+from dflash_hf.modeling.heads_dflash import HEADS, DominoHead, MarkovHead, PathSelector
+from dflash_hf.modeling.modeling_dflash import MASK_EMBEDDING
 from dflash_hf.names import ENGINES, SERVERS
 
 

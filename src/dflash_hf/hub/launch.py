@@ -3,6 +3,7 @@
 import json
 
 from dflash_hf.gguf_format import is_gguf
+from dflash_hf.layouts.heads import engine_method
 from dflash_hf.names import LLAMA_CPP
 from dflash_hf.pairs import Loading
 
@@ -24,7 +25,7 @@ def launch_command(
     """
     loading = loading or Loading()
     environment: dict[str, str] = {}
-    method = config.head.method(config)
+    method = engine_method(config)
     if engine == LLAMA_CPP:
         command = ["llama-server", "-m" if is_gguf(target) else "-hf", target]
         command += ["-md" if is_gguf(draft) else "-hfd", draft, "--spec-type", f"draft-{method}"]

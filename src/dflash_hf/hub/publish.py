@@ -14,6 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.repocard import metadata_load
 from huggingface_hub.utils import yaml_dump
 
+from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
 from dflash_hf.files import atomic, read_json
 from dflash_hf.gguf_format import FILE_PATTERN, gguf_config, write_gguf
@@ -21,8 +22,9 @@ from dflash_hf.hub.card import CardFacts, eval_results, is_rendered, missing_cod
 from dflash_hf.hub.check import check
 from dflash_hf.hub.engine_rules import Finding
 from dflash_hf.hub.licenses import check_license
-from dflash_hf.modeling.checkpoint_dflash import MASK_EMBEDDING, checkpoint_files
-from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
+from dflash_hf.layouts.heads import engine_method
+from dflash_hf.layouts.weights import checkpoint_files
+from dflash_hf.modeling.modeling_dflash import MASK_EMBEDDING
 from dflash_hf.repositories import REPOSITORY_ID, is_repository_id
 from dflash_hf.terminal import one_line
 
@@ -161,7 +163,7 @@ def _lay_gguf(folder: Path, repo: str, target: str | Path | None) -> None:
         if target is not None:
             name = repo.rpartition("/")[2].lower().removeprefix("dflash-")
             draft = DFlashDraftModel.from_pretrained(folder)
-            write_gguf(draft, folder / f"{draft.config.head.method(draft.config)}-{name}.gguf", target)
+            write_gguf(draft, folder / f"{engine_method(draft.config)}-{name}.gguf", target)
         for file in sorted(folder.glob(FILE_PATTERN)):
             gguf_config(file)
             if file.stat().st_mtime < max(Path(one).stat().st_mtime for one in checkpoint_files(str(folder))):

@@ -9,9 +9,8 @@ from itertools import pairwise
 
 from dflash_hf.configs import departures
 from dflash_hf.hub.engine_rules import DFLASH2, MUSE, Finding, error, warning
-from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
-from dflash_hf.modeling.markov_dflash import MarkovHead
-from dflash_hf.modeling.selector_dflash import PathSelector
+from dflash_hf.layouts.configuration import DFlashDraftConfig
+from dflash_hf.modeling.heads_dflash import MarkovHead, PathSelector
 
 
 _DFLASH2 = (*PathSelector.fields, "conv_kernel_size", "input_embedding_scale")

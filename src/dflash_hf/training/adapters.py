@@ -2,7 +2,7 @@
 
 import copy
 
-from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
+from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.terminal import needs
 
 

@@ -9,7 +9,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from dflash_hf.files import read_json, write_json
-from dflash_hf.modeling.checks_dflash import part_keys
+from dflash_hf.modeling.configuration_dflash import part_keys
 
 
 logger = logging.get_logger(__name__)

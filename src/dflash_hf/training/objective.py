@@ -17,6 +17,7 @@ from dflash_hf.training.blocks import (
     flex_mask,
     sample_anchors,
 )
+from dflash_hf.training.heads import forced_queries, head_loss
 from dflash_hf.training.losses import (
     Teacher,
     TokenLosses,
@@ -168,13 +169,13 @@ class Objective:
         # 1. A head over all tokens learns together with the slots.
         if has_head and head.top_k is None:
             known = counted & (labels >= 0)
-            queries = head.forced(before, hidden, known)  # [M, q]
+            queries = forced_queries(head, before, hidden, known)  # [M, q]
 
             def scores(query, logits):
                 ids, logits = head.candidates(logits.to(query.device))
                 return logits, head.scores(query, draft.target_ids(ids), logits)
 
-            loss = partial(head.loss, progress=progress)
+            loss = partial(head_loss, head, progress=progress)
             return scored_losses(hidden, queries, self.draft_head, scores, loss, labels, known, chunk_size, teacher)
 
         # 2. A head that chooses among candidates learns from the slots' own logits, without changing them.
@@ -182,7 +183,7 @@ class Objective:
         losses = token_losses(hidden, self.draft_head, labels, counted, chunk_size, teacher, likely)
         if not has_head:
             return losses
-        queries = head.forced(before, hidden.detach(), losses.known)
+        queries = forced_queries(head, before, hidden.detach(), losses.known)
         return selected(losses, lambda one: head.scores(queries, draft.target_ids(one.ids), one.logits), labels)
 
 

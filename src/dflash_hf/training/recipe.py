@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
-from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
+from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.terminal import is_secret, needs, read_text
 from dflash_hf.training.features import FeatureManifest
 from dflash_hf.training.settings_for import PAPER

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from dflash_hf.data.encode import RowEncoder
-from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
+from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.training.recipe import RecipeArguments
 from dflash_hf.training.training_args import DFlashTrainingArguments
 

@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from dflash_hf.data.encode import digests_of_tokenizer
 from dflash_hf.files import differences, locked, read_json, write_json
-from dflash_hf.modeling.layouts_dflash import is_drafter_config
+from dflash_hf.layouts.read import is_drafter_config
 from dflash_hf.target import digest_of_parameters, digest_of_target
 from dflash_hf.terminal import DetailedError
 from dflash_hf.training.checkpoints import checkpoints_of, last_whole_checkpoint

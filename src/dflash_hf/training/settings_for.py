@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig
 
-from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
+from dflash_hf.layouts.configuration import DFlashDraftConfig
 
 
 FEWEST_STEPS = 200  # with fewer, a drafter commits at most 1.1 tokens

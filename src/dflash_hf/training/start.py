@@ -13,10 +13,10 @@ from torch import nn
 
 from dflash_hf.data.encode import digests_of_tokenizer
 from dflash_hf.data.prompts import template_kwargs
-from dflash_hf.modeling.checks_dflash import part_keys
-from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
+from dflash_hf.drafter import DFlashDraftModel
+from dflash_hf.layouts.configuration import DFlashDraftConfig
+from dflash_hf.modeling.configuration_dflash import part_keys
 from dflash_hf.modeling.heads_dflash import head_fields
-from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
 from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.target import mask_token_remedy, spare_token_id
 

@@ -19,6 +19,7 @@ from dflash_hf.target import TargetOutput, check_fit, check_logits, freeze, pack
 from dflash_hf.training.adapters import add_adapter, is_adapted
 from dflash_hf.training.checkpoints import AtomicTrainer, checkpoint_of
 from dflash_hf.training.finite import FiniteGuard
+from dflash_hf.training.heads import needs_teacher
 from dflash_hf.training.log_table import LogTable
 from dflash_hf.training.metrics import Meter, Statistics, statistics_to_metrics
 from dflash_hf.training.objective import Objective
@@ -374,7 +375,7 @@ def prepare_draft(model, args, peft_config) -> None:
     if (args.bf16 or args.fp16) and model.dtype in (torch.bfloat16, torch.float16):
         logger.info(f"The drafter's {model.dtype} weights are trained in fp32, with autocast.")
         model.float()
-    if config.head.needs_teacher(config) and not args.has_teacher:
+    if needs_teacher(config) and not args.has_teacher:
         logger.warning(
             f"Part of the {config.head.name} learns from the target's distribution only and is not trained "
             f"with loss_type={args.loss_type}; use dspark, kl or tv."

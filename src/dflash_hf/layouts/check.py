@@ -9,10 +9,11 @@ from typing import get_args
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .heads_dflash import HEADS, head_fields
+from dflash_hf.layouts.heads import spelling_of
+from dflash_hf.modeling.configuration_dflash import LAYER_TYPES, parts_by_sizes
+from dflash_hf.modeling.heads_dflash import HEADS
 
 
-LAYER_TYPES = ("full_attention", "sliding_attention")
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 # Bounds far above any real drafter; a wrong size must not become an allocation.
 _MOST_LAYERS = 1024
@@ -20,17 +21,6 @@ _LARGEST_SIZE = 2**24
 _LARGEST_NUMBER = 1e18  # for thetas, factors and scales; torch does not take integers of arbitrary size
 # Ids and a rate may be 0, a block has at least two tokens.
 _OTHER_RULES = ("mask_token_id", "bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout", "block_size")
-CONVOLUTION_KEYS = ("conv_kernel_size", "conv_group_size")
-
-
-def part_keys() -> tuple[str, ...]:
-    """Fields of a drafter's optional parts: DFlash 2's convolution and a head."""
-    return (*CONVOLUTION_KEYS, *head_fields())
-
-
-def parts_by_sizes() -> tuple[tuple[str, ...], ...]:
-    """The sizes of each of these parts; 0 in a file means none, as engines write it."""
-    return (CONVOLUTION_KEYS, *(head.sizes for head in HEADS))
 
 
 def check_nested(nested):
@@ -118,7 +108,7 @@ def check_parts(config):
             f"{heads[0].name} or {heads[1].name}; remove the fields of the other."
         )
     for head in heads:
-        head.check(config)
+        spelling_of(head).check(config)
 
 
 def check_quantization(config):

@@ -1,23 +1,18 @@
-"""Loading a drafter from any published layout, and saving it in one layout, with its code."""
+"""The drafter that people use: loaded from any published layout, with everything that makes decoding fast."""
 
 import copy
-import shutil
-from pathlib import Path
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
+from transformers import initialization as init
 from transformers.integrations.peft import maybe_load_adapters
 
-from .checkpoint_dflash import (
-    MASK_EMBEDDING,
-    check_checkpoint,
-    checkpoint_files,
-    has_own_table,
-    read_mask_embedding,
-    write_mask_embedding,
-)
-from .custom_generate_dflash import generate as custom_generate
-from .layouts_dflash import tensor_names
+from dflash_hf.decoding.pair import check_pair
+from dflash_hf.decoding.strategy import strategy
+from dflash_hf.layouts.configuration import DFlashDraftConfig
+from dflash_hf.layouts.read import tensor_names
+from dflash_hf.layouts.weights import check_checkpoint, checkpoint_files, has_own_table, read_mask_embedding
+from dflash_hf.modeling import modeling_dflash
 
 
 _HUB_ARGUMENTS = (
@@ -26,9 +21,17 @@ _HUB_ARGUMENTS = (
 )
 
 
-class SavedDrafter(PreTrainedModel):
-    """Loading and saving of drafters."""
+class DFlashDraftModel(modeling_dflash.DFlashDraftModel):
+    """
+    A block-diffusion drafter: the model beside the weights, loaded from any published layout, and decoding as fast as
+    this package can. It is saved in one layout, with the code that runs it without the package.
 
+    `target.generate(**inputs, assistant_model=draft)` decodes with it; the output is the target's own.
+    """
+
+    config: DFlashDraftConfig
+    config_class = DFlashDraftConfig
+    strategy = staticmethod(strategy)
     # Checked by name before loading; no second report needed.
     _keys_to_ignore_on_load_unexpected = [
         r"rotary_emb\.",
@@ -38,6 +41,29 @@ class SavedDrafter(PreTrainedModel):
         "d2t",
         "t2d",
     ]
+
+    def __getattr__(self, name: str):
+        if name == "generate":  # no method: upstream takes a class with one for a language model
+            raise AttributeError(
+                "A drafter does not generate; swap the models: `target.generate(..., assistant_model=draft)`."
+            )
+        return super().__getattr__(name)
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        if isinstance(module, modeling_dflash.BlockConvolution):  # the identity
+            identity = torch.zeros_like(module.base_kernel)
+            identity[:, 0] = 1.0
+            init.copy_(module.base_kernel, identity)
+            init.zeros_(module.kernel_projection.weight)
+        elif module is self and self.config.own_mask_embedding:
+            init.normal_(module.mask_embedding, mean=0.0, std=self.config.initializer_range)
+        elif isinstance(module, modeling_dflash.DFlashAttention) and self.config.attention_sink_bias:
+            init.zeros_(module.attention_sink_bias)
+        elif self.config.has_own_head and module is self.lm_head:  # marks that its tokens were never chosen
+            init.zeros_(module.weight)
+        self.config.head.init_weights(module, self.config)
 
     @classmethod
     def from_pretrained(
@@ -90,7 +116,8 @@ class SavedDrafter(PreTrainedModel):
         # 3. The weights, by upstream's own loader.
         kwargs |= {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
         try:
-            model, info = super().from_pretrained(name, *model_args, config=config, key_mapping=renamed, **kwargs)
+            load = super(modeling_dflash.DFlashDraftModel, cls).from_pretrained
+            model, info = load(name, *model_args, config=config, key_mapping=renamed, **kwargs)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
         for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -146,7 +173,7 @@ class SavedDrafter(PreTrainedModel):
                     f"of {len(ids)} too many). It holds differences: draft id i is the target's id i + d2t[i]."
                 )
 
-    def save_pretrained(self, save_directory, is_main_process: bool = True, state_dict: dict | None = None, **kwargs):
+    def save_pretrained(self, save_directory, *args, **kwargs):
         """
         As upstream, plus the code, so that `trust_remote_code=True` works without the package, and the drafter's own
         mask embedding, if it has one, in the file that engines read. For a drafter with adapters, only the active
@@ -155,39 +182,26 @@ class SavedDrafter(PreTrainedModel):
         Raises:
             `ValueError`: torchao could not load the checkpoint again.
         """
-        if self._hf_peft_config_loaded:
-            return super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
         quantizer = getattr(self, "hf_quantizer", None)
         if quantizer is not None and quantizer.quantization_config.quant_method == "torchao":
             # torchao (0.18) splits the name of every tensor of the file at a dot, quantised or not.
             names = [name for name in self.state_dict() if "." not in name]
-            if names:
+            if names and not self._hf_peft_config_loaded:
                 raise ValueError(
                     f"torchao can save a checkpoint with {names[0]}, but not load it again. Keep the unquantised "
                     "drafter, and quantise it on loading (`quantization_config=`)."
                 )
-        self.config.auto_map = {
-            "AutoConfig": "configuration_dflash.DFlashDraftConfig",
-            "AutoModel": "modeling_dflash.DFlashDraftModel",
-        }
-        if is_main_process:
-            for name, source in code_files().items():
-                copy = Path(save_directory) / name
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                if source.resolve() != copy.resolve():
-                    shutil.copyfile(source, copy)
-            embedding = (state_dict or {}).get("mask_embedding", getattr(self, "mask_embedding", None))
-            write_mask_embedding(str(save_directory), embedding, self.config.mask_token_id)
-        super().save_pretrained(save_directory, is_main_process=is_main_process, state_dict=state_dict, **kwargs)
+        super().save_pretrained(save_directory, *args, **kwargs)
 
-    def _get_files_timestamps(self, working_dir):
-        """Upstream's list of files that `push_to_hub=True` need not upload; ours are written before it is made."""
-        stamps = super()._get_files_timestamps(working_dir)
-        ours = ("custom_generate", MASK_EMBEDDING)
-        return {name: t for name, t in stamps.items() if name not in ours and not name.endswith("_dflash.py")}
-
-
-def code_files() -> dict[str, Path]:
-    """The code saved with a drafter's weights: file names, and where each file is read from."""
-    sources = {source.name: source for source in sorted(Path(__file__).parent.glob("*_dflash.py"))}
-    return {**sources, "custom_generate/generate.py": Path(custom_generate.__code__.co_filename)}
+    def dflash_validate(self, target, *args):
+        """Called by `generate` before it starts: check that this drafter fits the target and the arguments."""
+        check_pair(target, self.config)
+        rows = target.get_input_embeddings().weight.shape[0]
+        if self.config.has_own_head and rows < self.config.vocab_size:
+            last = int(self.target_ids(torch.arange(self.config.draft_vocab_size, device=self.device)).max())
+            if last >= rows:
+                raise ValueError(
+                    f"The drafter drafts tokens up to {last} (draft_vocab_size={self.config.draft_vocab_size}), but "
+                    f"target {type(target).__name__} has {rows} rows: resize its embedding to {last + 1} or more."
+                )
+        super().dflash_validate(target, *args)

@@ -10,13 +10,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from .head_dflash import UnknownHeadError
-from .layouts_dflash import canonical_name, is_left_out, refuse_other_tensors
+from dflash_hf.layouts.heads import UnknownHeadError
+from dflash_hf.layouts.read import canonical_name, is_left_out, refuse_other_tensors
+from dflash_hf.modeling.modeling_dflash import MASK_EMBEDDING
 
 
-# A mask embedding next to the weights (MiMo): the only other file that is read, by torch's restricted loader. Engines
-# read only this file and skip a tensor of that name.
-MASK_EMBEDDING = "mask_embedding.pt"
 _WEIGHTS = ("F64", "F32", "F16", "BF16")
 
 
@@ -92,23 +90,6 @@ def read_mask_embedding(name_or_path: str, config, **hub_arguments) -> torch.Ten
             f"hidden_size={config.hidden_size} and mask_token_id={config.mask_token_id}."
         )
     return embedding
-
-
-def write_mask_embedding(folder: str, embedding: torch.Tensor | None, mask_token_id: int) -> None:
-    """
-    Write the drafter's own mask embedding `[H]` next to the weights, as engines expect it.
-
-    Args:
-        folder (`str`): Where the drafter is saved.
-        embedding (`torch.Tensor`, *optional*): `[H]`. `None`: the drafter has none, and an older file is removed,
-            which engines would use instead of the target's embedding.
-        mask_token_id (`int`): The token it stands for.
-    """
-    path = os.path.join(folder, MASK_EMBEDDING)
-    if embedding is not None:
-        torch.save({"embedding": embedding.detach().cpu().clone(), "mask_token_id": mask_token_id}, path)
-    elif os.path.exists(path):
-        os.remove(path)
 
 
 def read_header(path: str) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -12,9 +12,10 @@ from typing import NamedTuple
 from transformers import CONFIG_MAPPING
 from transformers.utils import logging
 
-from .checks_dflash import check_nested
-from .head_dflash import Head, UnknownHeadError
-from .heads_dflash import HEADS, head_fields
+from dflash_hf.layouts.check import check_nested
+from dflash_hf.layouts.heads import SPELLINGS, UnknownHeadError, spellings
+from dflash_hf.modeling.configuration_dflash import nested_fields
+from dflash_hf.modeling.heads_dflash import Head
 
 
 logger = logging.get_logger(__name__)
@@ -90,13 +91,6 @@ _OTHER_TENSORS = {
     "hidden_dim_adapter.": "JetSpec smoke test",
 }
 
-# Keys that some publishers nest in `dflash_config` and others keep at the top level. Nested wins, as in the engines.
-_SAME_NAME = (
-    *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "conv_kernel_size", "conv_group_size"),
-    *("output_multiplier", "final_logit_softcapping", "input_embedding_scale", "attention_sink_bias"),
-    *("attention_value_scale", "backbone_rotary_base", "own_mask_embedding", "has_embed_tokens"),
-)
-NESTED_KEYS = {"swa_window_size": "sliding_window", **{key: key for key in _SAME_NAME}}
 # Further keys with several places, and spellings: the first that is set is read.
 _READ_HERE = {
     **{key: key for key in ("projector_type", "model_arch", "use_gemma_norm", *_OTHER_KEYS)},
@@ -175,7 +169,7 @@ def is_drafter_config(config: dict) -> bool:
     names = config.get("architectures")
     names = names if isinstance(names, list) else []
     names = [*names, config.get("speculators_model_type")]
-    families = re.compile("|".join((_FAMILIES, *(head.family for head in HEADS))), re.IGNORECASE)
+    families = re.compile("|".join((_FAMILIES, *(spelling.family for spelling in spellings()))), re.IGNORECASE)
     return "dflash_config" in config or any(isinstance(name, str) and families.search(name) for name in names)
 
 
@@ -191,8 +185,8 @@ def canonical_config(config: dict) -> dict:
     _refuse_other_heads(config)
     if config.pop("rope_is_neox_style", None) is False:
         config["interleaved_rotary"] = True
-    for head in HEADS:
-        config = head.read(config)
+    for spelling in spellings():
+        config = spelling.read(config)
     for name, dialect in DIALECTS.items():
         if dialect.matches(config):
             config = {**dialect.read(config), "source_layout": name}
@@ -208,14 +202,9 @@ def canonical_config(config: dict) -> dict:
     return config
 
 
-def nested_fields() -> dict[str, str]:
-    """All keys of `dflash_config` that have a field, and that field."""
-    return {**NESTED_KEYS, **{field: field for field in head_fields()}}
-
-
 def tensor_names() -> dict[str, str]:
     """Renamings to the published names, of all layouts, then of the heads, as `key_mapping` of `from_pretrained`."""
-    return {**_TENSOR_NAMES, **{pattern: name for head in HEADS for pattern, name in head.tensor_names.items()}}
+    return {**_TENSOR_NAMES, **{pattern: name for one in spellings() for pattern, name in one.tensor_names.items()}}
 
 
 def canonical_name(name: str, names: dict[str, str] | None = None) -> str:
@@ -255,8 +244,8 @@ def refuse_other_tensors(names) -> None:
 
 
 def _refused_heads() -> dict[str, str]:
-    """Families that have not been added to `HEADS`, and why they are refused."""
-    read = {head.family for head in HEADS}
+    """Families that no head of `HEADS` belongs to, and why they are refused."""
+    read = {spelling.family for spelling in spellings()}
     return {head: reason for head, reason in _OTHER_HEADS.items() if head not in read}
 
 
@@ -271,8 +260,8 @@ def _refuse_other_heads(config: dict) -> None:
             raise UnknownHeadError(
                 f"{named[0]} is a {head} drafter, not a DFlash one: {reason}. It cannot be loaded here."
             )
-    heads: list[type[Head]] = [Head, *HEADS]
-    kinds = [head.speculators_model_type for head in heads if head.speculators_model_type]
+    types = [one.speculators_model_type for one in (SPELLINGS[Head], *spellings())]
+    kinds = [one for one in types if one is not None]
     if kind and kind not in kinds:
         raise UnknownHeadError(
             f"speculators_model_type={kind!r} is not a DFlash drafter; it must be {' or '.join(map(repr, kinds))}."
