@@ -389,21 +389,6 @@ def test_a_tokenizer_of_another_model(tmp_path, capsys):
     assert main([*again, str(write_target(target, tmp_path / "same.gguf", tokenizer))]) == 0
 
 
-def test_words_that_cannot_be_right(folder, tiny_file, tmp_path, capsys):
-    for words in (
-        ["convert", str(folder), str(tmp_path / "new.gguf"), "--to", "gguf"],
-        ["convert", str(folder), str(tmp_path / "new"), "--target", str(tiny_file)],
-    ):
-        assert main(words) == 2
-    for arguments in (
-        {"dst": tmp_path / "new", "to": "gguf", "target": tiny_file},
-        {"dst": tmp_path / "new.gguf"},
-        {"dst": tmp_path / "new", "dtype": "q8_0"},
-    ):
-        with pytest.raises(ValueError, match="gguf|GGUF"):
-            convert(folder, **arguments)
-
-
 def test_a_file_that_another_converter_wrote(tiny, tiny_file, tmp_path):
     """Without our key the configuration is what llama.cpp's own keys say."""
     draft = made(tiny, "DFlash 2, reduced vocabulary")

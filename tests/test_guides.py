@@ -178,7 +178,7 @@ def test_the_examples_of_a_command_s_help_are_right(command, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("dflash_hf.smollm2.smollm2_folder", lambda *_: tmp_path)
     write_prompts("prompts.jsonl")
-    for name in ("responses.jsonl", "prompts.txt", "question.txt", "config.json", "checkpoint.pt"):
+    for name in ("responses.jsonl", "prompts.txt", "question.txt", "config.json"):
         Path(name).write_text("{}", encoding="utf-8")
     Path("recipe.yaml").write_text("{target: T, data: responses.jsonl, output_dir: my-drafter}", encoding="utf-8")
     lines = build_parser(command).epilog.partition("examples:\n")[2].split("\n\n")[0].splitlines()
