@@ -1,1 +1,1 @@
-"""Recipes, launcher configurations and scripts to start from: `dflash recipes` lists, shows and copies them."""
+"""Recipes, launcher configurations and scripts to start from: name or copy these files."""

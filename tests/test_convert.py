@@ -1,7 +1,7 @@
-"""Between the published layout and transformers' own, and out of `.pt` files."""
+"""Between the published layout and transformers' own; whole vocabularies; what is refused. GGUF: `test_gguf.py`."""
 
 import json
-import pickle
+import shutil
 
 import pytest
 import torch
@@ -31,13 +31,15 @@ def folder(draft, tmp_path):
     return tmp_path / "draft"
 
 
-def save_pt(draft, folder, wrap=None, rename=lambda name: name):
-    """A training run's `.pt` with its config.json beside it."""
-    folder.mkdir()
-    state = {rename(name): tensor for name, tensor in draft.state_dict().items()}
-    torch.save({wrap: state, "step": 3} if wrap else state, folder / "draft.pt")
-    (folder / "config.json").write_text(json.dumps(draft.config.to_dict(), default=str))
-    return folder / "draft.pt"
+@pytest.fixture
+def refused(capsys):
+    """`refused(*words)`: the status and the last line of a command that fails."""
+
+    def call(*words):
+        code = main([str(word) for word in words])
+        return code, capsys.readouterr().err.splitlines()[-1]
+
+    return call
 
 
 def equal_tensors(ours, theirs):
@@ -47,7 +49,7 @@ def equal_tensors(ours, theirs):
 
 
 @pytest.mark.parametrize("parts", [{}, {"selector_rank": 4, "selector_top_k": 4}], ids=["DFlash", "path selector"])
-def test_half_the_size_and_the_targets_head(parts, target, tmp_path, capsys):
+def test_shared_head_drafts_all_tokens(parts, target, tmp_path, capsys):
     """Some engines know no reduced vocabulary: the drafter then drafts all tokens with the target's head."""
     reduced = make_draft(target, draft_vocab_size=24, **parts)
     take_vocabulary(reduced, target, torch.arange(target.config.vocab_size))
@@ -72,7 +74,7 @@ def test_half_the_size_and_the_targets_head(parts, target, tmp_path, capsys):
     assert not [one for one in check(tmp_path / "shared") if "share-head" in one.message]
 
 
-def test_native_and_back(target, draft, folder, tmp_path):
+def test_native_computes_the_same_and_converts_back(target, draft, folder, tmp_path):
     native = convert(folder, tmp_path / "native", to="native")
     assert {path.name for path in native.iterdir()} == {"config.json", "model.safetensors"}
     config = json.loads((native / "config.json").read_text())
@@ -101,7 +103,7 @@ def test_native_and_back(target, draft, folder, tmp_path):
         )
 
 
-def test_native_decodes_in_transformers_own_loop(target, draft, folder, tmp_path):
+def test_native_decodes_in_transformers(target, draft, folder, tmp_path):
     from transformers import MuseGlimmerAssistantModel
 
     convert(folder, tmp_path / "native", to="native")
@@ -132,7 +134,7 @@ OBSTACLES = {
 
 
 @pytest.mark.parametrize("reason", OBSTACLES)
-def test_what_native_cannot_express_is_refused(reason, target, tmp_path):
+def test_native_refuses_what_it_lacks(reason, target, tmp_path):
     make_draft(target, **OBSTACLES[reason]).save_pretrained(tmp_path / "draft")
     with pytest.raises(ValueError, match=f"cannot be written for .*{reason}"):
         convert(tmp_path / "draft", tmp_path / "native", to="native")
@@ -143,83 +145,42 @@ def test_what_native_cannot_express_is_refused(reason, target, tmp_path):
     equal_tensors(load_file(tmp_path / "copy/model.safetensors"), load_file(tmp_path / "draft/model.safetensors"))
 
 
+def test_files_of_the_user_are_named(folder, tmp_path, refused):
+    """A file of another kind, a folder without weights, another model, and names that only look like files."""
+    (tmp_path / "draft.pt").touch()
+    bare, other = tmp_path / "bare", tmp_path / "other"
+    shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    other.mkdir()
+    (other / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    for name, message in (
+        ("draft.pt", "DRAFT {}/draft.pt is a file; name the folder of the model."),
+        ("absent.gguf", "{}/absent.gguf: there is no such file."),
+        ("absent", "DRAFT {}/absent: there is no such folder."),
+        ("bare", "{}/bare holds neither model.safetensors nor"),
+        ("other", "DRAFT {}/other is not a DFlash drafter but LlamaForCausalLM"),
+    ):
+        code, line = refused("convert", tmp_path / name, tmp_path / "new")
+        assert code == 1 and message.format(tmp_path) in line, line
+    folder.rename(tmp_path / "v1.gguf")
+    assert main(["convert", str(tmp_path / "v1.gguf"), str(tmp_path / "again")]) == 0
+
+
 @pytest.mark.parametrize(
-    "wrap, rename",
+    ("words", "message"),
     [
-        (None, lambda name: name),
-        ("state_dict", lambda name: f"draft_model.{name}"),
-        ("draft_state_dict", lambda name: name),
-        ("model", lambda name: name.replace("hidden_norm.", "context_norm.").replace("fc.", "context_proj.")),
+        (["new.gguf", "--to", "gguf"], "--to gguf needs --target"),
+        (["new", "--target", "t"], "--to gguf needs --target"),
+        (["new", "--to", "gguf", "--target", "t"], "new must end in .gguf with --to gguf, and only then"),
+        (["new.gguf"], "new.gguf must end in .gguf with --to gguf"),
+        (["new", "--dtype", "q8_0"], "--dtype q8_0 is for GGUF files only, not for --to z-lab"),
     ],
 )
-def test_a_pt_file(wrap, rename, draft, tmp_path):
-    file = save_pt(draft, tmp_path / "run", wrap, rename)
-    folder = convert(file, tmp_path / "draft")
-    assert check(folder) == []
-    equal_tensors(load_file(folder / "model.safetensors"), dict(draft.state_dict()))
-    (tmp_path / "run" / "config.json").rename(tmp_path / "elsewhere.json")
-    with pytest.raises(ValueError, match=r"draft\.pt has no .*config.json; name .* with config \(--config\)"):
-        convert(file, tmp_path / "second")
-    torch.save(torch.load(file), file, _use_new_zipfile_serialization=False)  # the older format of such files
-    convert(file, tmp_path / "second", config=tmp_path / "elsewhere.json")
+def test_words_that_do_not_fit_are_refused(words, message, folder, tmp_path, refused):
+    code, line = refused("convert", folder, tmp_path / words[0], *words[1:])
+    assert code == 2 and message in line and not (tmp_path / words[0]).exists()
 
 
-def test_what_is_wrong_with_a_pt_file_names_the_users_files(draft, tmp_path):
-    """Transposed tensors and numbers as names were safetensors' errors, others named a temporary folder."""
-    file = save_pt(draft, tmp_path / "run")
-    state = torch.load(file)
-    torch.save({**state, "fc.weight": state["fc.weight"].T.clone().T}, file)
-    equal_tensors(load_file(convert(file, tmp_path / "draft") / "model.safetensors"), state)
-    torch.save({**state, 3: torch.ones(1)}, file)
-    with pytest.raises(ValueError, match=r"draft\.pt has a tensor under 3, which is no name; save"):
-        convert(file, tmp_path / "second")
-    torch.save(state, file)
-    for content in ("{", "[]", "{}", '{"architectures": ["LlamaForCausalLM"]}'):
-        (tmp_path / "other.json").write_text(content)
-        with pytest.raises(ValueError) as refused:
-            convert(file, tmp_path / "second", config=tmp_path / "other.json")
-        assert str(refused.value).startswith(str(tmp_path / "other.json")) and "unpacked" not in str(refused.value)
-
-
-def test_folders_with_the_name_of_a_file_or_only_files(draft, tmp_path, capsys):
-    """`v1.pt` was no such file; a folder of `.bin` files was told to run the command that had been run."""
-    for name in ("v1.pt", "v1.gguf"):
-        draft.save_pretrained(tmp_path / name)
-        assert main(["convert", str(tmp_path / name), str(tmp_path / f"{name} again")]) == 0
-        assert main(["check", str(tmp_path / name)]) == 0
-    file = save_pt(draft, tmp_path / "run")
-    (tmp_path / "run" / "training_args.bin").touch()  # was named as the weights
-    capsys.readouterr()
-    assert main(["convert", str(file.parent), str(tmp_path / "new")]) == 1
-    assert f"run holds no safetensors; name the file with its weights: {file}." in capsys.readouterr().err
-    assert main(["check", str(file)]) == 1  # was looked for on the Hub
-    assert f"{file} is a file; name a drafter's folder" in capsys.readouterr().err
-
-
-class Bomb:
-    def __reduce__(self):
-        return (open, ("exploded", "w"))
-
-
-def test_a_pt_file_is_never_executed(draft, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    file = save_pt(draft, tmp_path / "run")
-    whole = file.read_bytes()
-    torch.save({"fc.weight": Bomb()}, file)
-    for content in (file.read_bytes(), pickle.dumps(Bomb(), protocol=2), whole[:200], b""):
-        file.write_bytes(content)
-        with pytest.raises(ValueError, match=r"draft\.pt cannot be read as plain tensors"):
-            convert(file, tmp_path / "draft")
-    torch.save({"step": 3}, file)
-    with pytest.raises(ValueError, match="no dictionary of tensors"):
-        convert(file, tmp_path / "draft")
-    torch.save({"weight": torch.ones(2)}, file)
-    with pytest.raises(ValueError, match=rf"^{file}: missing keys"):  # not a file that is already removed
-        convert(file, tmp_path / "draft")
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
-
-
-def test_the_destination_is_whole_or_absent(folder, tmp_path, monkeypatch):
+def test_destination_is_whole_or_absent(folder, tmp_path, monkeypatch):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
     with pytest.raises(FileExistsError, match="name a new folder"):
@@ -235,11 +196,9 @@ def test_the_destination_is_whole_or_absent(folder, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         convert(folder, tmp_path / "native", to="native")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["draft", "empty", "full"]
-    with pytest.raises(ValueError, match="gguf"):
-        convert(folder, tmp_path / "other", to="gguf")
 
 
-def test_an_empty_folder_may_be_the_one_we_are_in(folder, tmp_path, monkeypatch):
+def test_empty_current_folder_is_filled(folder, tmp_path, monkeypatch):
     """`dflash convert DRAFT .` ended in an error, and its result was gone."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -247,30 +206,3 @@ def test_an_empty_folder_may_be_the_one_we_are_in(folder, tmp_path, monkeypatch)
     assert {path.name for path in (tmp_path / "here").iterdir()} >= {"config.json", "model.safetensors"}
     assert {path.name for path in tmp_path.iterdir()} == {"draft", "here"}
     DFlashDraftModel.from_pretrained(tmp_path / "here")
-
-
-def test_the_command(folder, tmp_path, capsys):
-    words = ["convert", str(folder), str(tmp_path / "native"), "--to", "native"]
-    assert main(words) == 0
-    assert capsys.readouterr().out == f"Wrote {tmp_path / 'native'} (native).\n"
-    assert main(words) == 1
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-    assert line.startswith("dflash convert: error: ") and "name a new folder" in line
-    for name in ("missing.pt", "missing.gguf"):  # was looked for on the Hub
-        assert main(["convert", name, str(tmp_path / "new")]) == 1
-        assert f"error: DRAFT {name}: there is no such file; name a drafter's folder" in capsys.readouterr().err
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}), encoding="utf-8")
-    for given, code, message in (  # it asked for `target_layer_ids`, and named `dst` of the Python function
-        ([str(model), "new"], 1, f"DRAFT {model} is not a DFlash drafter but LlamaForCausalLM"),
-        ([str(folder), "new.gguf"], 2, "OUTPUT new.gguf is a GGUF file: add --to gguf and --target, or name a folder"),
-        ([str(folder), "new", "--to", "gguf", "--target", "t"], 2, "OUTPUT new must end in .gguf with --to gguf"),
-    ):
-        assert main(["convert", *given]) == code
-        assert message in capsys.readouterr().err
-    for name in ("q9", "auto"):
-        with pytest.raises(SystemExit):
-            main([*words, "--dtype", name])
-        error = capsys.readouterr().err
-        assert f"invalid choice: '{name}'" in error and error.count("'auto'") == (name == "auto") and "q8_0" in error

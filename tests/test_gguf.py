@@ -113,7 +113,7 @@ def made(target, name):
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_there_and_back(name, tiny, tiny_file, tmp_path):
+def test_drafter_survives_the_round_trip(name, tiny, tiny_file, tmp_path):
     made(tiny, name).save_pretrained(tmp_path / "draft")
     file = tmp_path / "dflash-tiny.gguf"
     convert(tmp_path / "draft", file, to="gguf", target=tiny_file)
@@ -144,7 +144,7 @@ def files(tmp_path_factory):
 
 
 @pytest.mark.parametrize("layout", layouts.LAYOUTS)
-def test_every_layout_that_is_read(layout, files, tmp_path):
+def test_every_layout_converts_or_is_refused(layout, files, tmp_path):
     """Converted, or refused for a limit that `check` names; what llama.cpp's own converter does not know included."""
     layouts.write(tmp_path / "draft", layout)
     file = files[8 if "default rule" in layout else 4]
@@ -176,7 +176,7 @@ def test_every_layout_that_is_read(layout, files, tmp_path):
 
 
 @pytest.mark.parametrize("key", LIMITS)
-def test_what_llama_cpp_cannot_run_is_refused(key, tiny, tiny_file, tmp_path, capsys):
+def test_limit_of_llama_cpp_is_refused(key, tiny, tiny_file, tmp_path, capsys):
     draft = make_draft(tiny, **{"target_layer_ids": [0, 1, 2], **LIMITS[key]})
     draft.save_pretrained(tmp_path / "draft")
     for finding in check(tmp_path / "draft", ["llama.cpp"], tiny_file):
@@ -188,13 +188,13 @@ def test_what_llama_cpp_cannot_run_is_refused(key, tiny, tiny_file, tmp_path, ca
     assert [path.name for path in tmp_path.iterdir()] == ["draft"]
 
 
-def test_a_quantised_drafter_is_refused(tiny):
+def test_quantised_drafter_is_refused(tiny):
     config = make_draft(tiny, target_layer_ids=[0, 1, 2]).config
     config.quantization_config = {"quant_method": "fp8"}
     assert [key for key, _ in limits(config)] == ["quantization_config"]
 
 
-def test_what_does_not_fit_the_target(tiny, tiny_file, tmp_path, monkeypatch):
+def test_other_targets_are_refused(tiny, tiny_file, tmp_path, monkeypatch):
     draft = make_draft(tiny, target_layer_ids=[0, 1, 2])
     draft.save_pretrained(tmp_path / "draft")
     of_file = {"model_type": "qwen3", "hidden_size": 32, "num_hidden_layers": 4, "vocab_size": 16}
@@ -223,7 +223,7 @@ def folder(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
-def test_what_was_written_is_whole_or_not_there(error, folder, tiny_file, tmp_path, monkeypatch):
+def test_file_is_whole_or_absent(error, folder, tiny_file, tmp_path, monkeypatch):
     out = tmp_path / "dflash.gguf"
 
     def fail(self):
@@ -240,26 +240,46 @@ def test_what_was_written_is_whole_or_not_there(error, folder, tiny_file, tmp_pa
     assert out.read_bytes() == before
 
 
-def test_damaged_and_other_files(folder, tiny_file, tmp_path):
-    whole = tmp_path / "dflash.gguf"
+def write_bare(path, arch):
+    """A file of an architecture, without tensors."""
+    writer = gguf.GGUFWriter(path, arch)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_wrong_files_are_named(folder, tiny_file, tmp_path):
+    """Cut off anywhere; another model's; a fork's, which was taken for a target; without sizes (a `KeyError`)."""
+    whole, cut, back = tmp_path / "dflash.gguf", tmp_path / "cut.gguf", tmp_path / "back"
     convert(folder, whole, to="gguf", target=tiny_file)
-    size, cut = whole.stat().st_size, tmp_path / "cut.gguf"
+    new = {"src": folder, "dst": tmp_path / "new.gguf", "to": "gguf"}
+    size = whole.stat().st_size
     for kept in (0, 3, 60, 400, size // 2, size - 1):
         cut.write_bytes(whole.read_bytes()[:kept])
-        for arguments in ((cut, tmp_path / "back"), (folder, tmp_path / "new.gguf", "gguf")):
+        for options in ({"src": cut, "dst": back}, {**new, "target": cut}):
             with pytest.raises(ValueError, match="cut.gguf is not a complete GGUF file"):
-                convert(*arguments, **({"target": cut} if len(arguments) > 2 else {}))
+                convert(**options)
         assert {one.key for one in check(cut, ["llama.cpp"])} == {"weights"}
-    with pytest.raises(ValueError, match="target.gguf is not a DFlash drafter but a model of .*'qwen3'"):
-        convert(tiny_file, tmp_path / "back")
-    with pytest.raises(ValueError, match="dflash.gguf is a drafter; name the GGUF file of the target"):
-        convert(folder, tmp_path / "new.gguf", to="gguf", target=whole)
-    with pytest.raises(FileNotFoundError, match="there is no such file"):
-        convert(tmp_path / "none.gguf", tmp_path / "back")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cut.gguf", "dflash.gguf", "draft"]
+    bare, fork = tmp_path / "bare.gguf", tmp_path / "fork.gguf"
+    write_bare(bare, "dflash")
+    write_bare(fork, "deepseek4-dflash-draft")
+    (finding,) = check(fork, ["llama.cpp"])
+    assert "a drafter for a fork of llama.cpp" in finding.message
+    for options, error, message in (
+        ({"src": tiny_file, "dst": back}, ValueError, "target.gguf is not a DFlash drafter but a model of .*'qwen3'"),
+        ({"src": tmp_path / "none.gguf", "dst": back}, FileNotFoundError, "there is no such file"),
+        ({"src": bare, "dst": back}, ValueError, "bare.gguf is incomplete: it has no .*block_count"),
+        ({"src": fork, "dst": back}, ValueError, "'deepseek4-dflash-draft': it is a drafter for a fork .*convert the"),
+        ({**new, "target": whole}, ValueError, "dflash.gguf is a drafter; name the GGUF file of the target"),
+        ({**new, "target": fork}, ValueError, "fork.gguf is a drafter; name the GGUF file of the target"),
+    ):
+        with pytest.raises(error, match=message):
+            convert(**options)
+    assert not back.exists() and not new["dst"].exists()
 
 
-def test_another_file_of_the_same_size_and_time_is_read(folder, tiny_file, tmp_path):
+def test_replaced_file_is_read_again(folder, tiny_file, tmp_path):
     """As archives unpack them; the weights of the first were converted again."""
     for number in (0.0, 1.0):
         draft = DFlashDraftModel.from_pretrained(folder)
@@ -273,7 +293,7 @@ def test_another_file_of_the_same_size_and_time_is_read(folder, tiny_file, tmp_p
         assert (load_file(unpacked / "model.safetensors")["norm.weight"] == number).all()
 
 
-def test_a_file_without_the_package_that_reads_it(folder, tiny_file, tmp_path, monkeypatch):
+def test_missing_gguf_package_is_named(folder, tiny_file, tmp_path, monkeypatch):
     """The file was said to be incomplete: "download it again"."""
     convert(folder, tmp_path / "dflash.gguf", to="gguf", target=tiny_file)
     monkeypatch.setitem(sys.modules, "gguf", None)
@@ -283,36 +303,8 @@ def test_a_file_without_the_package_that_reads_it(folder, tiny_file, tmp_path, m
         check(folder, ["llama.cpp"], target=tiny_file)
 
 
-def write_bare(path, arch):
-    """A file of an architecture, without tensors."""
-    writer = gguf.GGUFWriter(path, arch)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-@pytest.mark.parametrize("arch", ["dflash-draft", "deepseek4-dflash-draft"])
-def test_a_drafter_of_a_fork_is_refused_by_name(arch, folder, tmp_path):
-    """It was called no drafter at all, and taken for a target."""
-    write_bare(tmp_path / "fork.gguf", arch)
-    with pytest.raises(ValueError, match=f"architecture '{arch}': it is a drafter for a fork .*convert the original"):
-        convert(tmp_path / "fork.gguf", tmp_path / "back")
-    (finding,) = check(tmp_path / "fork.gguf", ["llama.cpp"])
-    assert "a drafter for a fork of llama.cpp" in finding.message
-    with pytest.raises(ValueError, match="is a drafter; name the GGUF file of the target"):
-        convert(folder, tmp_path / "new.gguf", to="gguf", target=tmp_path / "fork.gguf")
-
-
-def test_a_file_without_its_sizes_is_named(tmp_path):
-    """`KeyError: 'num_hidden_layers'`."""
-    write_bare(tmp_path / "bare.gguf", "dflash")
-    with pytest.raises(ValueError, match=r"bare.gguf is incomplete: it has no .*block_count"):
-        convert(tmp_path / "bare.gguf", tmp_path / "back")
-
-
 @pytest.mark.parametrize("dtype, sign", {"float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}.items())
-def test_smaller_numbers(dtype, sign, tiny, folder, tiny_file, tmp_path):
+def test_smaller_dtypes_round(dtype, sign, tiny, folder, tiny_file, tmp_path):
     words = [str(tmp_path / "dflash.gguf"), "--to", "gguf", "--target", str(tiny_file), "--dtype", dtype]
     assert main(["convert", str(folder), *words]) == 0
     there = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "dflash.gguf").tensors}
@@ -325,7 +317,7 @@ def test_smaller_numbers(dtype, sign, tiny, folder, tiny_file, tmp_path):
         torch.testing.assert_close(tensor, ours[name], atol=0.01 * float(ours[name].abs().max()), rtol=0)
 
 
-def test_numbers_that_float16_does_not_hold(tiny, folder, tiny_file, tmp_path):
+def test_unwritable_numbers_are_refused(tiny, folder, tiny_file, tmp_path):
     draft = DFlashDraftModel.from_pretrained(folder)
     draft.fc.weight.data[0, 0] = 1e5
     with pytest.raises(ValueError, match="fc.weight has values that overflow float16; .* bf16"):
@@ -334,77 +326,56 @@ def test_numbers_that_float16_does_not_hold(tiny, folder, tiny_file, tmp_path):
         write_gguf(draft.double(), tmp_path / "dflash.gguf", tiny_file)
 
 
-def test_a_tokenizer_of_a_folder(tmp_path):
-    """Byte-level ones by `gguf`; one that is too long, or there is none: one line, and no file."""
-    saved = save_target(tmp_path / "target", family="qwen3")
-    target = AutoModelForCausalLM.from_pretrained(saved)
-    draft = make_draft(target, target_layer_ids=[0, 1, 2])
-    write_gguf(draft, tmp_path / "dflash.gguf", saved)
-    fields = gguf.GGUFReader(tmp_path / "dflash.gguf").fields
-    tokenizer = AutoTokenizer.from_pretrained(saved)
-    tokens = fields["tokenizer.ggml.tokens"].contents()
-    assert len(tokens) == draft.config.vocab_size and tokens[: len(tokenizer)] == tokenizer.convert_ids_to_tokens(
-        range(len(tokenizer))
-    )
-    (tmp_path / "dflash.gguf").unlink()
-    text, facts = (saved / "tokenizer.json").read_text(), json.loads((saved / "config.json").read_text())
-    short = copy.deepcopy(draft)
-    short.config.vocab_size = len(tokenizer) - 1
-    (saved / "config.json").write_text(json.dumps({**facts, "vocab_size": len(tokenizer) - 1}))
-    with pytest.raises(ValueError, match=f"a tokenizer of {len(tokenizer)} tokens, but .* belongs to another target"):
-        write_gguf(short, tmp_path / "dflash.gguf", saved)
-    (saved / "config.json").write_text(json.dumps(facts))
-    for change, message in (
-        (lambda: (saved / "tokenizer.json").write_text(text[: len(text) // 2]), "no tokenizer.json that `gguf` can"),
-        (lambda: [path.unlink() for path in saved.glob("*token*")], "no tokenizer.json that `gguf` can"),
-    ):
-        change()
-        with pytest.raises(ValueError, match=message):
-            write_gguf(draft, tmp_path / "dflash.gguf", saved)
-        assert not (tmp_path / "dflash.gguf").exists()
+@pytest.fixture
+def saved(tmp_path):
+    """A target's folder with a tokenizer, and a drafter for it."""
+    folder = save_target(tmp_path / "target", family="qwen3")
+    return folder, make_draft(AutoModelForCausalLM.from_pretrained(folder), target_layer_ids=[0, 1, 2])
 
 
-def test_a_tokenizer_of_another_model(tmp_path, capsys):
-    """A drafter that was trained here knows its target's, whose size says nothing: one line, and no file."""
-    saved = save_target(tmp_path / "target", family="qwen3")
-    target, tokenizer = AutoModelForCausalLM.from_pretrained(saved), AutoTokenizer.from_pretrained(saved)
-    draft = make_draft(target, target_layer_ids=[0, 1, 2])
+def test_tokenizer_of_a_folder_is_written(saved, tmp_path):
+    """A byte-level one by `gguf`; of one that is too long, or of none: one line, and no file."""
+    (folder, draft), file = saved, tmp_path / "dflash.gguf"
+    write_gguf(draft, file, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts, length = tokenizer.convert_ids_to_tokens(range(len(tokenizer))), len(tokenizer)
+    written = gguf.GGUFReader(file).fields["tokenizer.ggml.tokens"].contents()
+    assert written[:length] == texts and len(written) == draft.config.vocab_size
+    file.unlink()
+    config, short = (folder / "config.json").read_text(), copy.deepcopy(draft)
+    short.config.vocab_size = length - 1
+    (folder / "config.json").write_text(json.dumps({**json.loads(config), "vocab_size": length - 1}))
+    with pytest.raises(ValueError, match=f"a tokenizer of {length} tokens, but .* belongs to another target"):
+        write_gguf(short, file, folder)
+    (folder / "config.json").write_text(config)
+    (folder / "tokenizer.json").write_text('{"half')
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no tokenizer.json that `gguf` can"):
+            write_gguf(draft, file, folder)
+        [path.unlink() for path in folder.glob("*token*")]
+    assert not file.exists()
+
+
+def test_tokenizer_of_another_target_is_refused(saved, tmp_path):
+    """A drafter that was trained here knows its target's, whose size says nothing."""
+    (folder, draft), file = saved, tmp_path / "dflash.gguf"
+    target, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     draft.config.dflash_config["trained_with"] = digests_of_tokenizer(tokenizer)
-    draft.save_pretrained(tmp_path / "draft")
-    words = ["convert", str(tmp_path / "draft"), str(tmp_path / "dflash.gguf"), "--to", "gguf", "--target"]
-    of_gguf = write_target(target, tmp_path / "target.gguf")  # as many tokens, and other ones
-    vocabulary = json.loads((saved / "tokenizer.json").read_text())
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())
     ids = vocabulary["model"]["vocab"]
     first, second = list(ids)[-2:]
     ids[first], ids[second] = ids[second], ids[first]
-    shutil.copytree(saved, tmp_path / "other")
+    shutil.copytree(folder, tmp_path / "other")
     (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(vocabulary))
-    for other in (of_gguf, tmp_path / "other"):
-        assert main([*words, str(other)]) == 1
-        (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-        assert f"{other} has a tokenizer with digest " in line and "belongs to another target" in line
+    for other in (write_target(target, tmp_path / "other.gguf"), tmp_path / "other"):
+        with pytest.raises(ValueError, match=f"{other} has a tokenizer with digest .* belongs to another target"):
+            write_gguf(draft, file, other)
         assert not list(tmp_path.glob("*dflash*"))
-    assert main([*words, str(saved)]) == 0
-    again = [*words[:2], str(tmp_path / "again.gguf"), *words[3:]]
-    assert main([*again, str(write_target(target, tmp_path / "same.gguf", tokenizer))]) == 0
+    for own in (folder, write_target(target, tmp_path / "own.gguf", tokenizer)):
+        write_gguf(draft, file, own)
 
 
-def test_words_that_cannot_be_right(folder, tiny_file, tmp_path, capsys):
-    for words in (
-        ["convert", str(folder), str(tmp_path / "new.gguf"), "--to", "gguf"],
-        ["convert", str(folder), str(tmp_path / "new"), "--target", str(tiny_file)],
-    ):
-        assert main(words) == 2
-    for arguments in (
-        {"dst": tmp_path / "new", "to": "gguf", "target": tiny_file},
-        {"dst": tmp_path / "new.gguf"},
-        {"dst": tmp_path / "new", "dtype": "q8_0"},
-    ):
-        with pytest.raises(ValueError, match="gguf|GGUF"):
-            convert(folder, **arguments)
-
-
-def test_a_file_that_another_converter_wrote(tiny, tiny_file, tmp_path):
+def test_file_of_another_converter_is_read(tiny, tiny_file, tmp_path):
     """Without our key the configuration is what llama.cpp's own keys say."""
     draft = made(tiny, "DFlash 2, reduced vocabulary")
     with pytest.MonkeyPatch.context() as patch:
@@ -441,7 +412,7 @@ def test_llama_cpp_drafts_what_we_draft(name, tiny, tiny_file, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", sorted(set(LIMITS) - {"rope_parameters", "markov_head_type"}))
-def test_llama_cpp_really_fails_at_its_limits(key, tiny, tiny_file, tmp_path, monkeypatch):
+def test_llama_cpp_fails_at_its_limits(key, tiny, tiny_file, tmp_path, monkeypatch):
     """
     Written all the same, it stops, or drafts something else; of a table that changes, past the length it had. Other
     Markov heads cannot be written.
@@ -505,7 +476,7 @@ def real(request):
 @pytest.mark.slow
 @pytest.mark.real
 @pytest.mark.parametrize("name", REAL)
-def test_the_real_pair_in_llama_cpp(name, real, tmp_path):
+def test_real_pair_drafts_alike_in_llama_cpp(name, real, tmp_path):
     """Texts are llama.cpp's own; as many drafts are accepted as here, on the same tokens (its target is in 4 bits)."""
     target, prompts, texts = real
     base = DFlashDraftModel.from_pretrained(drafter_folder(), dtype=torch.float32)

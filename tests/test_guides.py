@@ -21,8 +21,8 @@ import yaml
 from support.guides import PAGES, ROOT, blocks_of, save_stand_in
 from transformers import AutoTokenizer
 
+from dflash_hf import cli
 from dflash_hf.cli import COMMANDS, build_parser, main
-from dflash_hf.commands.recipes import shipped
 from dflash_hf.commands.train import overrides_of
 from dflash_hf.training.recipe import read_recipe
 
@@ -34,7 +34,7 @@ SHOWN = [
     for path in sorted(ROOT.glob(pattern))
     if path not in PAGES and "dflash " in path.read_text(encoding="utf-8")
 ]
-PARSED_ONLY = {"find", "serve", "chat"}  # they ask the Hub, or wait for a person; `serve --dry-run` ends by itself
+PARSED_ONLY = {"serve", "chat"}  # they wait for a person; `serve --dry-run` ends by itself
 LESS = {
     "--count": "4",
     "--prompts": "2",
@@ -79,15 +79,14 @@ def parse(words: list[str]) -> None:
     if program == "dflash":
         if "--compare" in rest and rest[0] == "eval":  # files that are to be there
             return
-        arguments = build_parser(rest[0])[0].parse_args(rest)
+        arguments = cli.parse(rest)
         if rest[0] == "train" and arguments.keys is None:
-            file = shipped().get(Path(arguments.config).name) if arguments.config else None
-            read_recipe(file or arguments.config, overrides_of(arguments))
+            read_recipe(bundled(arguments.config), overrides_of(arguments))
     elif program == "accelerate":
         at = rest.index("-m")
         options = dict(zip(rest[1:at:2], rest[2:at:2]))
         assert rest[0] == "launch"
-        assert "--config_file" not in options or Path(options["--config_file"]).name in shipped()
+        assert "--config_file" not in options or Path(bundled(options["--config_file"])).is_file()
         assert rest[at + 1] == "dflash_hf.cli"
         parse(["dflash", *rest[at + 2 :]])
     elif program == "pip":
@@ -97,6 +96,8 @@ def parse(words: list[str]) -> None:
             assert re.search(rf"^{extra} =$", declared, re.MULTILINE), extra
     elif program == "make":
         assert re.search(rf"^{rest[0]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    elif program == "cp":
+        assert all(list(ROOT.glob(file)) for file in rest[:-1]), rest
     elif program == "vllm":
         speculative = json.loads(rest[rest.index("--speculative-config") + 1])
         assert set(speculative) == {"method", "model", "num_speculative_tokens"}
@@ -106,6 +107,12 @@ def parse(words: list[str]) -> None:
             side_by_side.arguments_of(rest[1:])
     else:
         assert words[:3] in (["python", "-m", "sglang.launch_server"], ["hf", "auth", "login"]), words
+
+
+def bundled(file: str | None) -> str | None:
+    """A recipe, or a configuration of the launcher: the one in `examples` that a page has copied."""
+    found = sorted(ROOT.glob(f"examples/*/{Path(file).name}")) if file else []
+    return str(found[0]) if found else file
 
 
 def commands_in(line: str) -> list[list[str]]:
@@ -171,10 +178,10 @@ def test_the_examples_of_a_command_s_help_are_right(command, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("dflash_hf.smollm2.smollm2_folder", lambda *_: tmp_path)
     write_prompts("prompts.jsonl")
-    for name in ("responses.jsonl", "prompts.txt", "question.txt", "config.json", "checkpoint.pt"):
+    for name in ("responses.jsonl", "prompts.txt", "question.txt", "config.json"):
         Path(name).write_text("{}", encoding="utf-8")
     Path("recipe.yaml").write_text("{target: T, data: responses.jsonl, output_dir: my-drafter}", encoding="utf-8")
-    lines = build_parser(command)[1].epilog.partition("examples:\n")[2].split("\n\n")[0].splitlines()
+    lines = build_parser(command).epilog.partition("examples:\n")[2].split("\n\n")[0].splitlines()
     assert lines
     for line in lines:
         for words in commands_in(line):
@@ -208,7 +215,7 @@ def test_the_commands_of_other_files_are_right(path):
             parse(words)
     for command, rest in re.findall(r"(?<![\w-])dflash ([a-z0-9]+)([^`\"'|&\n]*)", text):
         if command in COMMANDS:
-            known = build_parser(command)[1]._option_string_actions
+            known = build_parser(command)._option_string_actions
             assert set(re.findall(r"(?<!\S)--[a-z][a-z-]*", rest)) <= set(known), command
 
 

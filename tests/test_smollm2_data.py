@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.tiny_chat import CHATML, make_tokenizer
 
-from dflash_hf.cli import build_parser
+from dflash_hf.cli import parse
 from dflash_hf.data.distinct import DistinctTexts
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.evaluation.sets import GENERATED, generated_rows
@@ -120,7 +120,7 @@ def test_a_part_is_made_by_commands_that_exist(scripts, tmp_path, monkeypatch):
     tokenizer, called = make_tokenizer(CHATML), []
 
     def run(command, check):
-        arguments = build_parser(command[3])[0].parse_args(command[3:])  # leaves if one does not exist
+        arguments = parse(command[3:])  # leaves if one does not exist
         called.append(arguments.output.name)
         rows = [json.loads(line) for line in Path(arguments.data).read_text().splitlines()]
         if arguments.raw:

@@ -63,12 +63,12 @@ def test_features_are_outputs_of_decoder_layers(family, layer_ids, input_ids):
     assert not output.features.requires_grad
     with torch.no_grad():
         logits = target.get_output_embeddings()(output.last_hidden_state)
-        softcap = getattr(target.config, "final_logit_softcapping", None)
-        assert softcap is None
         torch.testing.assert_close(logits, target(**inputs).logits)
+    shifted = target_features(target, layer_ids, input_ids, position_ids=torch.arange(12).expand(2, -1) * 2)
+    assert not torch.allclose(shifted[0], expected[0])
 
 
-def test_a_feature_is_one_entry_later_in_the_tuple_of_hidden_states(target, input_ids):
+def test_feature_is_one_later_in_hidden_states(target, input_ids):
     """Entry 0 of the tuple is the embedding, and its last entry is taken after the final norm."""
     with torch.no_grad():
         states = target(input_ids, output_hidden_states=True).hidden_states
@@ -79,28 +79,19 @@ def test_a_feature_is_one_entry_later_in_the_tuple_of_hidden_states(target, inpu
     torch.testing.assert_close(target.model.norm(last), states[4])
 
 
-def test_layers_above_the_highest_feature_do_not_run(target, input_ids):
-    ran = []
-    layers = decoder_layers(target)
-    handles = [layer.register_forward_hook(lambda *args, i=i: ran.append(i)) for i, layer in enumerate(layers)]
+def test_layers_above_the_highest_do_not_run(target, input_ids):
+    """The forward still ends: sharding and offloading put a module back in hooks after it."""
+    ran, layers = [], decoder_layers(target)
     hooks = [len(layer._forward_hooks) for layer in layers]
+    handles = [layer.register_forward_hook(lambda *args, i=i: ran.append(i)) for i, layer in enumerate(layers)]
+    handles.append(target.get_decoder().register_forward_hook(lambda *args: ran.append("end")))
     target_features(target, [2, 0], input_ids)
-    assert ran == [0, 1, 2]
-    assert [len(layer._forward_hooks) for layer in layers] == hooks
     for handle in handles:
         handle.remove()
+    assert ran == [0, 1, 2, "end"] and [len(layer._forward_hooks) for layer in layers] == hooks
 
 
-def test_the_forward_that_is_cut_short_still_ends(target, input_ids):
-    """Sharding and offloading put a module back in hooks after its forward: an exception would pass them by."""
-    ended = []
-    handle = target.get_decoder().register_forward_hook(lambda *args: ended.append(True))
-    target_features(target, [1], input_ids)
-    handle.remove()
-    assert ended == [True]
-
-
-def test_a_compiled_target_has_the_same_features(input_ids):
+def test_compiled_target_has_the_same_features(input_ids):
     """Its graph knows nothing of a hook that came later."""
     target = make_target()
     expected = target_forward(target, [1, 2], input_ids)
@@ -110,14 +101,7 @@ def test_a_compiled_target_has_the_same_features(input_ids):
     assert torch.equal(target_forward(target, [1, 2], input_ids).features, expected.features)
 
 
-def test_positions_reach_the_target(target, input_ids):
-    shifted = torch.arange(12).expand(2, -1) * 2
-    assert not torch.allclose(
-        target_features(target, [2], input_ids), target_features(target, [2], input_ids, position_ids=shifted)
-    )
-
-
-def test_a_frozen_target_learns_nothing():
+def test_frozen_target_has_no_gradients():
     target = make_target().train().requires_grad_(True)
     assert freeze(target) is target
     assert not target.training
@@ -139,12 +123,7 @@ def test_labels_are_the_argmax_after_each_prefix(target, input_ids, chunk_size):
     expected = input_ids.clone()
     expected[0, 3:9] = argmax[0, 2:8]
     expected[1, 1] = argmax[1, 0]  # nothing comes before position 0
-    assert torch.equal(labels, expected)
-    assert not torch.equal(labels, input_ids)
-
-
-def test_without_a_response_labels_are_the_data(target, input_ids):
-    states = target_forward(target, [0], input_ids).last_hidden_state
+    assert torch.equal(labels, expected) and not torch.equal(labels, input_ids)
     assert torch.equal(target_labels(target, states, input_ids, torch.zeros_like(input_ids)), input_ids)
 
 
@@ -156,7 +135,7 @@ def precise_target():
     return make_target(dtype=torch.float64)
 
 
-def test_responses_are_the_targets_own_in_the_order_of_the_prompts(precise_target):
+def test_responses_keep_the_order_of_prompts(precise_target):
     responses = generate_responses(precise_target, PROMPTS, 12, mask_token_id=MASK, batch_size=3)
     for prompt, response in zip(PROMPTS, responses, strict=True):
         alone = precise_target.generate(
@@ -166,7 +145,7 @@ def test_responses_are_the_targets_own_in_the_order_of_the_prompts(precise_targe
     assert len({token for response in responses for token in response}) > 8
 
 
-def test_responses_end_with_their_end_of_sequence_token(precise_target):
+def test_responses_end_with_their_eos(precise_target):
     free = generate_responses(precise_target, PROMPTS, 12, mask_token_id=MASK)
     eos = [free[0][4], free[2][7]]
     config = GenerationConfig(eos_token_id=eos, pad_token_id=0)
@@ -187,7 +166,7 @@ def test_responses_never_hold_the_mask_token(precise_target):
     assert config.suppress_tokens == [free[0][4]]
 
 
-def test_an_empty_prompt_and_a_text_are_named(target):
+def test_unusable_prompts_are_named(target):
     with pytest.raises(ValueError, match=r"prompts\[1\] is empty"):
         generate_responses(target, [[1], []], 4, mask_token_id=MASK)
     with pytest.raises(ValueError, match="text 'Hello'; pass its ids"):  # was "too many dimensions 'str'"
@@ -195,10 +174,6 @@ def test_an_empty_prompt_and_a_text_are_named(target):
 
 
 # ---------------------------------------------------------------------------------------------------------------- fit
-
-
-def test_a_drafter_made_for_the_target_fits(target, draft):
-    check_fit(draft.config, target)
 
 
 @pytest.mark.parametrize(
@@ -211,26 +186,24 @@ def test_a_drafter_made_for_the_target_fits(target, draft):
         ({"vocab_size": None, "mask_token_id": 96}, "mask_token_id=96 .*96 rows"),
     ],
 )
-def test_a_drafter_that_does_not_fit_is_refused(target, changes, message):
+def test_drafter_that_does_not_fit_is_refused(target, changes, message):
     fields = {**make_draft(target).config.to_dict(), "dflash_config": None, **changes}
-    config = type(make_draft(target).config)(**{k: v for k, v in fields.items() if k != "model_type"})
+    config = DFlashDraftConfig(**{k: v for k, v in fields.items() if k != "model_type"})
     with pytest.raises(ValueError, match=message):
         check_fit(config, target)
 
 
-def test_an_end_of_sequence_token_cannot_be_the_mask(draft):
+def test_target_that_cannot_be_trained_for_is_refused(draft):
     target = make_target()
+    check_fit(draft.config, target)
+    with pytest.raises(ValueError, match="has no language-model head"):
+        check_fit(draft.config, target.model)
     target.generation_config.eos_token_id = [2, MASK]
     with pytest.raises(ValueError, match=f"mask_token_id={MASK} is also an end-of-sequence id"):
         check_fit(draft.config, target)
 
 
-def test_a_target_needs_a_head(target, draft):
-    with pytest.raises(ValueError, match="has no language-model head"):
-        check_fit(draft.config, target.model)
-
-
-def test_several_vectors_per_token_mean_plain_decoding(input_ids, caplog):
+def test_several_vectors_per_token_decode_plainly(input_ids, caplog):
     """Gemma 3n hands four from layer to layer."""
     special = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
     target = AutoModelForCausalLM.from_config(
@@ -257,7 +230,7 @@ def test_several_vectors_per_token_mean_plain_decoding(input_ids, caplog):
     "model_type, kind",
     [("modernbert-decoder", "ModernBertDecoderLayer"), ("longcat_flash", "LongcatFlashDecoderLayer")],
 )
-def test_layers_are_found_where_configuration_and_class_mislead(model_type, kind, input_ids):
+def test_layers_are_found_in_odd_models(model_type, kind, input_ids):
     """`get_decoder()` of a ModernBERT is a part of its head; LongCat counts each layer twice, for two attentions."""
     target = tiny_model(model_type)
     layers = decoder_layers(target)
@@ -267,7 +240,7 @@ def test_layers_are_found_where_configuration_and_class_mislead(model_type, kind
     check_pair(target, config)
 
 
-def test_packed_rows_are_tried_out_for_each_attention(monkeypatch):
+def test_packing_is_tried_for_each_attention(monkeypatch):
     """The remedy of the error is another attention, which may be set on the same target."""
     target = make_target(attn="eager")
     batch = {"position_ids": torch.arange(4).repeat(2, 2)}

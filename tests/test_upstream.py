@@ -1,6 +1,8 @@
 """What we rely on in transformers and torch, by name: what a release moves fails here first."""
 
 import inspect
+import re
+from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
@@ -60,6 +62,14 @@ def test_canary_signature(name):
         pytest.skip("serving needs `pip install '.[serving]'`")
     found = [parameter for parameter in inspect.signature(resolve_name(name)).parameters if parameter != "self"]
     assert found == {**SIGNATURES, **SERVING}[name].split()
+
+
+def test_canary_table_names_tests():
+    """CONTRIBUTING's table of what we reach into names the test that notices, for each row."""
+    tests = Path(__file__).parent
+    table = (tests.parent / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("| What we rely on")[2]
+    rows = [line for line in table.partition("\n\n")[0].splitlines()[2:] if line.startswith("|")]
+    assert rows and all((tests / re.search(r"`(\S+\.py)` \|$", row)[1]).is_file() for row in rows)
 
 
 @pytest.mark.parametrize("name", NAMES)

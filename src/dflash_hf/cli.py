@@ -6,19 +6,16 @@ Exit status: 0 done; 1 failed, or a bad result (an error found by `check`, an ou
 standard error, `dflash NAME: error: ...`.
 """
 
-import _thread
 import argparse
+import contextlib
 import importlib
 import os
-import signal
 import sys
-import threading
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from types import ModuleType
 
 from dflash_hf import terminal
-from dflash_hf.commands.shared import COMMON, Formatter, Parser, add_common, add_examples
 from dflash_hf.data.sources import check_files
 
 
@@ -47,13 +44,16 @@ GROUPS = {
     },
     "serve": {"serve": "start an OpenAI-compatible server: transformers, vLLM, SGLang or llama.cpp"},
     "tools": {
-        "find": "list the drafters of a target on the Hub",
-        "recipes": "list, show or copy training recipes",
         "smollm2": "print the local folder of SmolLM2-135M-Instruct",
         "env": "print versions and devices, for a bug report",
     },
 }
 COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}
+_COMMON = """options of all commands:
+  --json         print the result as JSON, and messages on standard error
+  -q, --quiet    no progress bars; libraries log errors only
+  -v, --verbose  log more; -vv logs everything
+  --debug        show the traceback of an error (or set DFLASH_DEBUG=1)"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,99 +66,109 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         `int`: The exit status, see above. Raises `SystemExit`: 2 if the arguments are invalid, 0 after help.
     """
-    terminal.open_missing_streams()
-    with _interrupts(exits=argv is None) as interrupted:
-        name, again, debug = "", "run the same command again", os.environ.get("DFLASH_DEBUG", "0") not in ("", "0")
-        try:
-            argv = sys.argv[1:] if argv is None else list(argv)
-            name = next((word for word in argv if not word.startswith("-")), "")
-            arguments = _parsed(name, argv)
-            debug |= arguments.debug
-            module = _module(name)
-            again = getattr(module, "AGAIN", again)
-            terminal.set_verbosity(arguments.quiet, arguments.verbose)
-            _resolve_names(arguments)
-            outcome = module.run(arguments, terminal.Echo(to_stderr=arguments.json))
-            if arguments.json:
-                print(terminal.json_text({"exit": outcome.code, **outcome.facts}))
-            sys.stdout.flush()
-            return outcome.code
-        except BrokenPipeError:
-            terminal.stop_printing()
-            return 141
-        except (Exception, KeyboardInterrupt) as error:  # every error becomes one line
-            if debug:
-                traceback.print_exc()
-            # Libraries turn a Ctrl-C during their import into their own errors.
-            if interrupted or isinstance(error, KeyboardInterrupt):
-                eval("None")  # clears a Ctrl-C during an `exec`, as in a dataclass; else Python exits by the signal
-                terminal.end_progress_bars()
-                print(f"\ndflash {name}: interrupted; {terminal.one_line(again)}.", file=sys.stderr)
-                return 130
-            from dflash_hf.failures import explain
+    words = sys.argv[1:] if argv is None else list(argv)
+    arguments = parse(words)
+    module = _module(arguments.command)
+    again = getattr(module, "AGAIN", "run the same command again")
+    try:
+        terminal.set_verbosity(arguments.quiet, arguments.verbose)
+        _resolve_names(arguments)
+        # With `--json`, the standard output holds the result alone, whatever libraries print.
+        with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
+            outcome = module.run(arguments, terminal.Echo())
+        if arguments.json:
+            print(terminal.json_text({"exit": outcome.code, **outcome.facts}))
+        sys.stdout.flush()
+        return outcome.code
+    except KeyboardInterrupt:
+        print(f"\ndflash {arguments.command}: interrupted; {again}.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python reports the pipe at exit
+        return 141
+    except Exception as error:  # every error becomes one line
+        from dflash_hf.failures import explain
 
-            terminal.end_progress_bars()
-            print(f"dflash {name}: error: {explain(error, again)}", file=sys.stderr)
-            return 2 if isinstance(error, terminal.UsageError) else 1
+        if arguments.debug or os.environ.get("DFLASH_DEBUG", "0") not in ("", "0"):
+            traceback.print_exc()
+        print(f"dflash {arguments.command}: error: {explain(error, again)}", file=sys.stderr)
+        return 2 if isinstance(error, terminal.UsageError) else 1
 
 
-def build_parser(chosen: str) -> tuple[Parser, Parser | None]:
-    """The parser, and the parser of one command with its arguments; other commands are not imported."""
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """
+    The arguments in the words of a command line, the command's name first.
+
+    Raises:
+        `SystemExit`: 2 if they are invalid, 0 after help.
+    """
     from dflash_hf import __version__
 
     lines = ["Train, publish and run DFlash drafters."]
     for group, commands in GROUPS.items():
         lines += ["", f"{group}:", *(f"  {name:12}{summary}" for name, summary in commands.items())]
-    parser = Parser(prog="dflash", usage="dflash COMMAND [options]", formatter_class=Formatter, add_help=False)
-    parser.description, parser.epilog = "\n".join(lines), COMMON
-    options = parser.add_argument_group("options")
-    options.add_argument("-h", "--help", action="help", help="show this help; `dflash COMMAND --help` has examples")
-    options.add_argument("--version", action="version", version=f"dflash-hf {__version__}", help="show the version")
-    # Listed above, in groups.
-    found = parser.add_subparsers(
-        dest="command", metavar="COMMAND", prog="dflash", parser_class=Parser, help=argparse.SUPPRESS
-    )
-    for name, summary in COMMANDS.items():
-        description = f"{summary[0].upper()}{summary[1:]}."
-        command = found.add_parser(name, description=description, formatter_class=Formatter, add_help=False)
-        if name == chosen:
-            add_examples(command, _module(name))
-            _module(name).add_arguments(command)
-            command.shorten_usage()
-        add_common(command)
-    return parser, found.choices.get(chosen)
-
-
-def _parsed(name: str, argv: list[str]):
-    """Parse the arguments; for an unknown option, suggest a similar one."""
-    parser, command = build_parser(name)
-    if not argv:
-        print(parser.format_help(), end="", file=sys.stderr)
+    parser = Parser("dflash", "\n".join(lines), _COMMON)
+    parser.usage = "dflash COMMAND [options]"
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
+    parser.add_argument("-h", "--help", action="help", help="show this help; `dflash COMMAND --help` has examples")
+    parser.add_argument("--version", action="version", version=f"dflash-hf {__version__}", help="show the version")
+    if not words:
+        parser.print_help(sys.stderr)
         raise SystemExit(2)
-    arguments, unknown = parser.parse_known_args(argv)
-    hint = ""
-    if hasattr(arguments, "overrides"):  # argparse only takes those up to the next option
-        arguments.overrides += [word for word in unknown if "=" in word and not word.startswith("-")]
-        unknown = [word for word in unknown if word not in arguments.overrides]
-        if unknown:
-            key, _, value = unknown[0].lstrip("-").partition("=")
-            value = value or (unknown[1] if len(unknown) > 1 else "VALUE")
-            hint = f"; write settings of the recipe as {key.replace('-', '_')}={value}"
-    if unknown and command is not None:
-        import difflib
-
-        options = [option for action in command._actions for option in action.option_strings]
-        near = difflib.get_close_matches(unknown[0].partition("=")[0], options, 1, cutoff=0.7)
-        meant = f"; did you mean {near[0]}?" if near else hint
-        command.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
-    return arguments
+    return build_parser(parser.parse_args(words[:1]).command).parse_intermixed_args(words[1:])
 
 
-def _module(name: str):
+def build_parser(name: str) -> "Parser":
+    """The parser of one command; other commands are not imported."""
+    module, summary = _module(name), COMMANDS[name]
+    examples = f"examples:\n{(module.__doc__ or '').partition(chr(10) * 2)[2]}".replace("\n    ", "\n  ")
+    examples += f"\nafter an interruption: {module.AGAIN}\n" if hasattr(module, "AGAIN") else ""
+    end = "all commands: --json, -q/--quiet, -v/--verbose, --debug (see dflash --help)"
+    parser = Parser(f"dflash {name}", f"{summary[0].upper()}{summary[1:]}.", f"{examples}\n{end}")
+    module.add_arguments(parser)
+    parser.shorten_usage()
+    parser.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("-q", "--quiet", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("-v", "--verbose", action="count", default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--debug", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
+    parser.set_defaults(command=name)
+    return parser
+
+
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps the layout of examples, and names values by kind: `N`, `X`, `FILE`, `FOLDER`."""
+
+    def __init__(self, prog):
+        super().__init__(prog, max_help_position=28)
+
+    def _get_default_metavar_for_optional(self, action):
+        known = terminal.METAVARS.get(action.type) or getattr(action.type, "metavar", None)
+        return known or super()._get_default_metavar_for_optional(action)
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors on one line, as everywhere else, and a usage line that names the required arguments alone."""
+
+    def __init__(self, prog: str, description: str, epilog: str):
+        super().__init__(prog, None, description, epilog, formatter_class=Formatter, add_help=False)
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: error: {terminal.one_line(message, 260)} (see {self.prog} --help)\n")
+
+    def shorten_usage(self) -> None:
+        """Options that are not required are `[options]`."""
+        needed = [action for action in self._actions if action.required or not action.option_strings]
+        formatter = Formatter(f"{self.prog} [options]")
+        formatter.add_usage(None, needed, [], prefix="")
+        self.usage = formatter.format_help().strip()
+
+
+def _module(name: str) -> ModuleType:
     return importlib.import_module(f"dflash_hf.commands.{name}")
 
 
-def _resolve_names(arguments) -> None:
+def _resolve_names(arguments: argparse.Namespace) -> None:
     """Resolve `~`, which shells leave in `--target=~/model`, and `smollm2`, the name of the pair that needs no Hub."""
     for name in ("target", "draft", "base", "gguf", "data", "tokenizer", "draft_config", "folder"):
         if isinstance(given := getattr(arguments, name, None), str):
@@ -170,39 +180,6 @@ def _resolve_names(arguments) -> None:
             from dflash_hf.smollm2 import folder_of
 
             setattr(arguments, name, folder_of("smollm2", drafter=name == "draft"))
-
-
-@contextmanager
-def _interrupts(exits: bool) -> Iterator[list[int]]:
-    """
-    A list that is non-empty once Ctrl-C was pressed, which libraries may turn into another exception. If the process
-    `exits` afterwards, another Ctrl-C ends it immediately: at its exit, Python would print a traceback.
-    """
-    pressed: list[int] = []
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
-        yield pressed
-        return
-    again, hook = threading.Timer(0.05, _thread.interrupt_main), sys.unraisablehook
-
-    def press(number, frame):
-        pressed.append(number)
-        raise KeyboardInterrupt
-
-    def swallowed(unraisable):  # by a destructor or a callback, where Python drops exceptions
-        if not issubclass(unraisable.exc_type, KeyboardInterrupt):
-            hook(unraisable)
-        elif again.ident is None:
-            again.start()
-
-    signal.signal(signal.SIGINT, press)
-    sys.unraisablehook = swallowed
-    try:
-        yield pressed
-    finally:
-        again.cancel()
-        sys.unraisablehook = hook
-        signal.signal(signal.SIGINT, signal.SIG_DFL if exits and pressed else before)
 
 
 if __name__ == "__main__":  # for `accelerate launch -m dflash_hf.cli train`

@@ -1,7 +1,6 @@
 """Checks of a pair's configurations, before any weights are read."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflash_hf.files import read_json
@@ -64,25 +63,20 @@ def check_names(target: str, draft: str | None, loading: "Loading", form: str = 
         remedy = "target and drafter are swapped" if swapped else "name the model that it drafts for"
         raise ValueError(f"{ours} is a DFlash drafter: {remedy}.")
     if drafts is not None:
-        check_is_drafter(drafts, theirs, "REPOSITORY" if Path(target).expanduser().exists() else target)
+        check_is_drafter(drafts, theirs)
     return config
 
 
-def check_is_drafter(config: dict, what: str, target: str = "REPOSITORY") -> None:
+def check_is_drafter(config: dict, what: str) -> None:
     """
-    Args:
-        config (`dict`): From [`read_config`], as `what`.
-        target (`str`): The target's repository, for the message.
-
     Raises:
-        `ValueError`: it is another model's.
+        `ValueError`: the configuration, read by [`read_config`] as `what`, is another model's.
     """
     from dflash_hf.layouts.read import is_drafter_config
 
     if not is_drafter_config(config):
         kind = ", ".join(map(str, config.get("architectures") or [config.get("model_type")]))
-        remedy = f"`dflash find {target}` lists the drafters of a model on the Hub, `dflash train` trains one"
-        raise ValueError(f"{what} is not a DFlash drafter but {kind}; {remedy}.")
+        raise ValueError(f"{what} is not a DFlash drafter but {kind}; `dflash train` trains one.")
 
 
 def _text_part(config: dict) -> dict:

@@ -2,13 +2,12 @@
 Converting a drafter between the layout that engines serve (`"z-lab"`), transformers' own (`"native"`) and llama.cpp's
 file (`"gguf"`).
 
-Sources: every layout that `DFlashDraftModel.from_pretrained` reads, `.gguf` files, and `.pt` checkpoints (tensors
-only, nothing in them is executed). Native folders load as `MuseGlimmerAssistantModel` without any code next to them.
+Sources: every layout that `DFlashDraftModel.from_pretrained` reads, and `.gguf` files. Native folders load as
+`MuseGlimmerAssistantModel` without any code next to them.
 """
 
 import copy
 import tempfile
-import zipfile
 from pathlib import Path
 
 import torch
@@ -16,26 +15,22 @@ from transformers import MuseGlimmerAssistantConfig
 
 from dflash_hf.configs import departures
 from dflash_hf.drafter import DFlashDraftModel
-from dflash_hf.files import read_json
 from dflash_hf.gguf_format import is_gguf, unpack_gguf, write_gguf
 from dflash_hf.names import LAYOUTS
+from dflash_hf.terminal import UsageError
 from dflash_hf.weights import save_folder
 
 
-FILES = (".pt", ".pth", ".bin", ".gguf")  # ends of names that are files, not folders or repositories
 # Tensors that have another name in the native layout.
 NATIVE_NAMES = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 # Without `vocab_size`, engines would use Muse's.
 _NATIVE_KEYS = (*MuseGlimmerAssistantConfig.__annotations__, "vocab_size")
-
-_OF_TRAINER = ("training_args", "optimizer", "scheduler", "scaler")  # files of a run that are not weights
 
 
 def convert(
     src: str | Path,
     dst: str | Path,
     to: str = "z-lab",
-    config: str | Path | None = None,
     revision: str | None = None,
     dtype: str | None = None,
     share_head: bool = False,
@@ -45,12 +40,11 @@ def convert(
     Write the drafter in `src` to the new folder `dst`, or the new file `dst`, in another layout.
 
     Args:
-        src (`str` or `Path`): A folder or repository of any published layout, or a `.gguf` or `.pt` file.
+        src (`str` or `Path`): A folder or repository of any published layout, or a `.gguf` file.
         dst (`str` or `Path`): A folder that does not exist yet, or is empty. Written completely or not at all.
         to (`str`): `"z-lab"`: served by vLLM and SGLang, with our code next to it. `"native"`: for plain transformers;
             only drafters with full, bidirectional, bias-free attention can be expressed in it. `"gguf"`: one file for
             llama.cpp, whose limits [`~dflash_hf.gguf_format.limits`] lists.
-        config (`str` or `Path`, *optional*): The `config.json` of a `.pt` file; default: `config.json` in its folder.
         revision (`str`, *optional*): Branch, tag or commit of a repository.
         dtype (`str`, *optional*): Dtype of the weights, such as `"bfloat16"`; for a GGUF file also `"q8_0"`. Default:
             unchanged.
@@ -66,66 +60,56 @@ def convert(
         `ValueError`: the drafter cannot be expressed in that layout, or `src` is not a drafter; says why.
         `FileExistsError`: `dst` exists and is not an empty folder.
     """
-    if to not in LAYOUTS:
-        raise ValueError(f"to={to!r} must be one of {', '.join(LAYOUTS)}.")
-    if (to == "gguf") != (target is not None):
-        raise ValueError("to='gguf' needs `target`, whose tokenizer the file contains; other layouts do not take it.")
-    if (to == "gguf") != str(dst).endswith(".gguf"):
-        raise ValueError(f"dst={str(dst)!r} must end with .gguf if to='gguf', and only then.")
-    if dtype == "q8_0" and to != "gguf":
-        raise ValueError(f"dtype='q8_0' is for GGUF files only, not for to={to!r}.")
+    _check_words(to, str(dst), dtype, target)
     dst = Path(dst).resolve()  # "." has no name, and no parent
     if dst.is_file() or (dst.is_dir() and (to == "gguf" or any(dst.iterdir()))):
         raise FileExistsError(f"{dst} exists; name a new {'file' if to == 'gguf' else 'folder'}.")
     dst.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=dst.parent, prefix=f".{dst.name}.") as name:
-        scratch = Path(name)
-        source, unpacked = src, scratch / "unpacked"
-        names = {str(unpacked / "model.safetensors"): src}  # of what is unpacked, in messages
-        if is_gguf(src):
-            source = unpack_gguf(Path(src), unpacked)
-        elif is_file_name(src):
-            config = Path(config) if config is not None else Path(src).parent / "config.json"
-            source = _unpack(Path(src), config, unpacked)
-            names[f"config.json of {unpacked}"] = config
-        else:
-            _check_readable(Path(src))
-        try:
-            draft = DFlashDraftModel.from_pretrained(source, revision=revision or "main")
-        except ValueError as error:
-            message = str(error)
-            for path, given in (names | {str(unpacked): src}).items():
-                message = message.replace(path, str(given))
-            raise ValueError(message) from error
+    with tempfile.TemporaryDirectory(dir=dst.parent, prefix=f".{dst.name}.") as scratch:
+        draft = _read(src, Path(scratch, "unpacked"), revision)
         draft = _with_shared_head(draft) if share_head else draft
         if target is not None:
             write_gguf(draft, dst, target, dtype)
             return dst
         if dtype is not None:
             draft = draft.to(getattr(torch, dtype))
+        result = Path(scratch, "result")
         if to == "native":
-            _save_native(draft, scratch / "result")
+            _save_native(draft, result)
         else:
-            draft.save_pretrained(scratch / "result")
+            draft.save_pretrained(result)
         if dst.is_dir():  # an empty one, which may be somebody's current folder
-            for made in (scratch / "result").iterdir():
+            for made in result.iterdir():
                 made.rename(dst / made.name)
         else:
-            (scratch / "result").rename(dst)
+            result.rename(dst)
     return dst
 
 
-def is_file_name(src: str | Path) -> bool:
-    """Whether a name is that of a file, not of a folder or repository."""
-    return str(src).endswith(FILES) and not Path(src).is_dir()
+def _check_words(to: str, dst: str, dtype: str | None, target) -> None:
+    """
+    Raises:
+        `UsageError`: the arguments of [`convert`] do not fit together.
+    """
+    if to not in LAYOUTS:
+        raise UsageError(f"to={to!r} must be one of {', '.join(LAYOUTS)}.")
+    if (to == "gguf") != dst.endswith(".gguf"):
+        raise UsageError(f"{dst} must end in .gguf with --to gguf, and only then.")
+    if (to == "gguf") != (target is not None):
+        raise UsageError("--to gguf needs --target, whose tokenizer the file contains; other layouts do not take it.")
+    if dtype == "q8_0" and to != "gguf":
+        raise UsageError(f"--dtype q8_0 is for GGUF files only, not for --to {to}.")
 
 
-def _check_readable(folder: Path) -> None:
-    """A folder without safetensors may hold a file that `convert` reads by its own name."""
-    if folder.is_dir() and not any(folder.glob("*.safetensors*")):
-        files = sorted(str(path) for path in folder.iterdir() if is_file_name(path) and path.stem not in _OF_TRAINER)
-        if files:
-            raise ValueError(f"{folder} holds no safetensors; name the file with its weights: {', '.join(files)}.")
+def _read(src: str | Path, unpacked: Path, revision: str | None) -> DFlashDraftModel:
+    """A drafter; the folder that a GGUF file is unpacked into is not named in errors."""
+    if not is_gguf(src):
+        return DFlashDraftModel.from_pretrained(src, revision=revision or "main")
+    try:
+        return DFlashDraftModel.from_pretrained(unpack_gguf(Path(src), unpacked))
+    except ValueError as error:
+        message = str(error).replace(str(unpacked / "model.safetensors"), str(src))
+        raise ValueError(message.replace(str(unpacked), str(src))) from error
 
 
 def native_obstacle(draft: DFlashDraftModel) -> str | None:
@@ -177,25 +161,3 @@ def _save_native(draft: DFlashDraftModel, folder: Path) -> None:
     native["dtype"] = native["torch_dtype"] = str(draft.dtype).removeprefix("torch.")
     tensors = {NATIVE_NAMES.get(name, name): tensor.contiguous() for name, tensor in draft.state_dict().items()}
     save_folder(folder, native, tensors)
-
-
-def _unpack(file: Path, config: Path, folder: Path) -> Path:
-    """A `.pt` file and its configuration as a folder of safetensors."""
-    if not config.is_file():
-        raise ValueError(f"{file} has no {config}; name the drafter's config.json with config (--config).")
-    written = read_json(config)
-    try:
-        state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except Exception as error:  # truncated, not a checkpoint, or contains objects that would be executed
-        reason = (str(error) or repr(error)).splitlines()[0]
-        raise ValueError(f"{file} cannot be read as plain tensors: {reason}") from error
-    for wrapper in ("draft_state_dict", "state_dict", "model_state_dict", "model"):
-        if isinstance(state, dict) and isinstance(state.get(wrapper), dict):
-            state = state[wrapper]
-    if not isinstance(state, dict) or not any(isinstance(value, torch.Tensor) for value in state.values()):
-        raise ValueError(f"{file} holds no dictionary of tensors, at the top or under 'state_dict' or 'model'.")
-    whole = torch.contiguous_format
-    tensors = {k: value.clone(memory_format=whole) for k, value in state.items() if isinstance(value, torch.Tensor)}
-    if others := [name for name in tensors if not isinstance(name, str)]:
-        raise ValueError(f"{file} has a tensor under {others[0]!r}, which is no name; save the drafter's state_dict.")
-    return save_folder(folder, written, tensors)

@@ -36,6 +36,8 @@ _TOKENS, _KINDS = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
 _LLAMA_CPP = json.loads(Path(__file__).with_name("llama_cpp.json").read_text(encoding="utf-8"))
 _KEYS = {**_LLAMA_CPP["keys"], **{key: key for key in (*CONVOLUTION_KEYS, *PathSelector.sizes)}}
 _NAMES = _LLAMA_CPP["tensors"]
+# Numbers that multiply, which llama.cpp reads as 1.0 where they are absent.
+_FACTORS = ("attention_value_scale", "input_embedding_scale", "output_multiplier")
 _HEADS = (Head, PathSelector, MarkovHead)  # that llama.cpp supports
 
 
@@ -153,8 +155,7 @@ def write_gguf(draft: DFlashDraftModel, path: Path, target: str | Path, dtype: s
         writer = gguf.GGUFWriter(half, ARCH)
         try:
             writer.add_name(path.stem)
-            prefix = {1: "ALL_", 0: "MOSTLY_"}[kind.name == "F32"]
-            writer.add_file_type(gguf.LlamaFileType[prefix + kind.name])
+            writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if kind.name == 'F32' else 'MOSTLY'}_{kind.name}"])
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
             written = json.loads(config.to_json_string())
             writer.add_string(_CONFIG, json.dumps({k: v for k, v in written.items() if k != "auto_map"}))
@@ -172,35 +173,37 @@ def write_gguf(draft: DFlashDraftModel, path: Path, target: str | Path, dtype: s
 
 
 def _write_keys(writer, config: DFlashDraftConfig, tensors: dict, mrope: bool) -> None:
+    """Write llama.cpp's keys; rotary tables other than the default are added to the tensors."""
+    kinds = _gguf().GGUFValueType
+    kinds = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING}
+
+    def put(key: str, value) -> None:
+        writer.add_key_value(f"{ARCH}.{key}", value, kinds[type(value)])
+
     for key, field in _KEYS.items():
         value = getattr(config, field)
-        if isinstance(value, str):
-            writer.add_string(f"{ARCH}.{key}", value)
-        elif isinstance(value, float) or field in ("input_embedding_scale", "output_multiplier"):
-            if value != 1.0:
-                writer.add_float32(f"{ARCH}.{key}", value)
-        elif value is not None:
-            writer.add_uint32(f"{ARCH}.{key}", value)
+        if value is not None and not (field in _FACTORS and value == 1.0):
+            put(key, float(value) if field in (*_FACTORS, "rms_norm_eps", "final_logit_softcapping") else value)
     if config.head is MarkovHead:
-        writer.add_bool(f"{ARCH}.sample_from_anchor", config.sample_from_anchor)
-        writer.add_bool(f"{ARCH}.has_confidence_head", config.enable_confidence_head)
+        put("sample_from_anchor", config.sample_from_anchor)
+        put("has_confidence_head", config.enable_confidence_head)
     if _is_dflash2(config):  # sizes of a no-op part, see `_tensors`
         for key in (*CONVOLUTION_KEYS, *PathSelector.sizes):
             if getattr(config, key) is None:
-                writer.add_uint32(f"{ARCH}.{key}", config.hidden_size if key == "conv_group_size" else 1)
+                put(key, config.hidden_size if key == "conv_group_size" else 1)
     writer.add_array(f"{ARCH}.target_layers", [i + 1 for i in config.target_layer_ids])  # features are their inputs
-    writer.add_bool(f"{ARCH}.attention.causal", config.layer_is_causal(0))
+    put("attention.causal", config.layer_is_causal(0))
     sliding = [kind == "sliding_attention" for kind in config.layer_types]
     if any(sliding):
-        writer.add_uint32(f"{ARCH}.attention.sliding_window", config.sliding_window)
+        put("attention.sliding_window", config.sliding_window)
         writer.add_array(f"{ARCH}.attention.sliding_window_pattern", sliding)
     rope = config.rope_parameters
     rotated = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
-    writer.add_float32(f"{ARCH}.rope.freq_base", rope["rope_theta"])
-    writer.add_uint32(f"{ARCH}.rope.dimension_count", rotated)
+    put("rope.freq_base", float(rope["rope_theta"]))
+    put("rope.dimension_count", rotated)
     if rope["rope_type"] != "default":
         tensors["rope_freqs.weight"], scale = _rope_factors(config)
-        writer.add_float32(f"{ARCH}.rope.scaling.attn_factor", scale)
+        put("rope.scaling.attn_factor", float(scale))
     elif mrope:  # positions have several parts; a drafter uses the first
         writer.add_array(f"{ARCH}.rope.dimension_sections", [rotated // 2, 0, 0, 0])
 

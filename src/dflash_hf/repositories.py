@@ -58,8 +58,8 @@ def small_file(name: str, what: str, revision: str | None, file: str = "config.j
 
 
 def _of_hub(name: str, what: str, revision: str | None, file: str) -> str:
-    from huggingface_hub import constants, hf_hub_download, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.utils import build_hf_headers, get_session
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
     missing = f"{what}: there is no such folder, and"
     if not is_repository_id(name):
@@ -69,18 +69,18 @@ def _of_hub(name: str, what: str, revision: str | None, file: str) -> str:
         return found
     if constants.HF_HUB_OFFLINE:
         raise OSError(f"{missing} the Hub is disabled by HF_HUB_OFFLINE; name a folder, or allow the Hub.")
-    url = hf_hub_url(name, file, revision=revision)
     try:
-        answer = get_session().head(url, headers=build_hf_headers(), timeout=SECONDS, follow_redirects=True)
+        get_hf_file_metadata(hf_hub_url(name, file, revision=revision), timeout=SECONDS)
+    except RevisionNotFoundError as error:
+        raise OSError(f"{what}: the repository has no revision {revision}.") from error
+    except EntryNotFoundError as error:
+        if file != "config.json":
+            return ""
+        raise OSError(f"{what}: the repository has no {file}.") from error
+    except RepositoryNotFoundError as error:
+        remedy = "if it is private or gated, run `hf auth login`"
+        raise OSError(f"{missing} the Hub has no model of that name; {remedy}.") from error
     except Exception as error:  # from whichever HTTP library huggingface_hub uses
-        raise OSError(
-            f"{missing} the Hub cannot be reached ({type(error).__name__}: {one_line(error, 80)})."
-        ) from error
-    if answer.status_code in (401, 403):
-        raise OSError(f"{missing} the Hub has no such repository; if it is private or gated, run `hf auth login`.")
-    if answer.status_code == 404 and file != "config.json" and answer.headers.get("X-Error-Code") == "EntryNotFound":
-        return ""  # the repository exists, without that file
-    if answer.status_code == 404:
-        at = f" at revision {revision}" if revision else ""
-        raise OSError(f"{missing} the Hub has no model of that name with a {file}{at}.")
+        reason = f"{type(error).__name__}: {one_line(error, 80)}"
+        raise OSError(f"{missing} the Hub cannot be reached ({reason}).") from error
     return hf_hub_download(name, file, revision=revision)

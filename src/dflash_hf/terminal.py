@@ -1,4 +1,4 @@
-"""What the commands share: one-line errors, argument types, colours, output."""
+"""What the commands share: argument types, one-line messages, output."""
 
 import argparse
 import codecs
@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from dflash_hf.names import SHORT_DTYPES
 
 LONGEST_LINE = 300  # characters of an error
 LONGEST_DETAILS = 1000  # of a `DetailedError`
-_TEMPLATE_ARGS = "write it in quotes, such as '{\"enable_thinking\": false}'"
 _TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{6,}")
 _SECRET = re.compile(r"token$|secret|password|api_?key", re.IGNORECASE)
 
@@ -47,6 +47,9 @@ class Outcome:
     facts: dict = field(default_factory=dict)
 
 
+# ------------------------------------------------------------------------------------------------------------ messages
+
+
 def one_line(message: object, limit: int = LONGEST_LINE) -> str:
     """A message on one line of at most `limit` characters, shortened in the middle, and without Hub tokens."""
     text = _TOKEN.sub("hf_...", " ".join(str(message).split()))
@@ -60,6 +63,11 @@ def json_text(value) -> str:
     """A value as JSON. Numbers that are not finite, which JSON does not have, become null; unknown objects text."""
     plain = json.loads(json.dumps(value, default=str), parse_constant=lambda name: None)
     return json.dumps(plain, indent=1, allow_nan=False)
+
+
+def is_secret(name: str) -> bool:
+    """Whether a setting of this name is a secret."""
+    return bool(_SECRET.search(name))
 
 
 def install(extra: str) -> str:
@@ -81,65 +89,49 @@ def needs(what: str, extra: str) -> Iterator[None]:
         raise ImportError(f"{what}: {install(extra)}.") from error
 
 
-def is_secret(name: str) -> bool:
-    """Whether a setting of this name is a secret."""
-    return bool(_SECRET.search(name))
-
-
-def wants_color(choice: bool | None, stream) -> bool:
-    """`--color` and `--no-color` decide, then `NO_COLOR`, then whether the output is a terminal that is not dumb."""
-    if choice is not None:
-        return choice
-    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb" and stream.isatty()
-
-
-def note(line: str) -> None:
-    """Print to standard error, so that only results are piped."""
-    print(line, file=sys.stderr, flush=True)
-
-
-def template_arguments(text: str | None) -> dict | None:
-    """The value of `--template-args`."""
-    if text is None:
-        return None
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f"--template-args {text} is not JSON: {error}; {_TEMPLATE_ARGS}.") from error
-    if not isinstance(value, dict):
-        raise UsageError(f"--template-args {text} must be a JSON object; {_TEMPLATE_ARGS}.")
-    return value
-
-
 # ------------------------------------------------------------------------------------------------- values, for `type=`
 
 
-def _number(kind: type, fits: Callable[[float], bool], must: str) -> Callable[[str], Any]:
-    """A number parser for argparse; its name is what help calls the number, `N` or, with a fraction, `X`."""
+@dataclass(frozen=True)
+class Number:
+    """
+    Reads a number from the command line.
 
-    def read(text: str):
+    Args:
+        kind (`type`): `int` or `float`.
+        fits (`Callable`): Whether a number is valid.
+        must (`str`): What the error says of other numbers.
+    """
+
+    kind: type
+    fits: Callable[[float], bool]
+    must: str
+
+    @property
+    def metavar(self) -> str:
+        """What help calls the number."""
+        return "N" if self.kind is int else "X"
+
+    def __call__(self, text: str) -> Any:
         try:
-            value = kind(text)
+            value = self.kind(text)
         except ValueError as error:
-            whole = "whole " if kind is int else ""
+            whole = "whole " if self.kind is int else ""
             raise argparse.ArgumentTypeError(f"invalid value {text!r}; give a {whole}number") from error
-        if not fits(value):
-            raise argparse.ArgumentTypeError(f"{text} {must}")
+        if not self.fits(value):
+            raise argparse.ArgumentTypeError(f"{text} {self.must}")
         return value
 
-    read.__name__ = "N" if kind is int else "X"
-    return read
 
-
-positive = _number(int, lambda value: value >= 1, "must be at least 1")
-count = _number(int, lambda value: value >= 0, "must not be negative")
-seed = _number(int, lambda value: 0 <= value < 2**32, f"is not a valid seed: 0 to {2**32 - 1}")
-token_id = _number(int, lambda value: value >= 0, "is not a token id: ids start at 0")
-port = _number(int, lambda value: 0 <= value < 65536, "is not a port: 0 to 65535")
 _HEAT = "must be 0, for greedy decoding, or a positive number such as 0.7"
-temperature = _number(float, lambda value: 0 <= value < math.inf, _HEAT)
-probability = _number(float, lambda value: 0 < value <= 1, "must be above 0 and at most 1")
-amount = _number(float, lambda value: 0 < value < math.inf, "must be a positive number")
+positive = Number(int, lambda value: value >= 1, "must be at least 1")
+count = Number(int, lambda value: value >= 0, "must not be negative")
+seed = Number(int, lambda value: 0 <= value < 2**32, f"is not a valid seed: 0 to {2**32 - 1}")
+token_id = Number(int, lambda value: value >= 0, "is not a token id: ids start at 0")
+port = Number(int, lambda value: 0 <= value < 65536, "is not a port: 0 to 65535")
+temperature = Number(float, lambda value: 0 <= value < math.inf, _HEAT)
+probability = Number(float, lambda value: 0 < value <= 1, "must be above 0 and at most 1")
+amount = Number(float, lambda value: 0 < value < math.inf, "must be a positive number")
 
 
 def dtype(text: str) -> str:
@@ -157,8 +149,6 @@ def device(text: str) -> str:
 def readable_file(text: str) -> Path:
     """An existing, readable file."""
     path = Path(text).expanduser()
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is a folder; name a file")
     try:
         with path.open("rb"):
             return path
@@ -192,6 +182,15 @@ def output_folder(text: str) -> Path:
     return path
 
 
+# What help calls a value, by its type.
+METAVARS: dict[object, str] = {
+    readable_file: "FILE",
+    output_path: "FILE",
+    output_lines: "FILE",
+    output_folder: "FOLDER",
+}
+
+
 def check_writable(path: Path) -> None:
     """
     Try to write where `path` is or would be created, leaving nothing behind.
@@ -207,6 +206,28 @@ def check_writable(path: Path) -> None:
         folder = folder.parent
     with tempfile.TemporaryFile(dir=folder):
         pass
+
+
+def template_arguments(text: str | None) -> dict | None:
+    """
+    The value of `--template-args`.
+
+    Raises:
+        `UsageError`: it is not a JSON object.
+    """
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        value = error
+    if not isinstance(value, dict):
+        remedy = "write it in quotes, such as '{\"enable_thinking\": false}'"
+        raise UsageError(f"--template-args {text} is not a JSON object; {remedy}.")
+    return value
+
+
+# ----------------------------------------------------------------------------------------------------------- the input
 
 
 def read_text(path: Path) -> str:
@@ -247,27 +268,22 @@ def stdin_lines() -> Iterator[str]:
 # ---------------------------------------------------------------------------------------------------------- the output
 
 
-class Echo:
-    """
-    Prints lines immediately; with `--json` to standard error, so that standard output only holds the result.
+def note(line: str) -> None:
+    """Print to standard error, so that only results are piped."""
+    print(line, file=sys.stderr, flush=True)
 
-    A closed pipe, as with `| head`, does not stop the work: files are still completed.
-    """
+
+class Echo:
+    """Prints to standard output immediately."""
 
     note = staticmethod(note)
 
-    def __init__(self, to_stderr: bool = False):
-        self.to_stderr = to_stderr
-
     @property
     def stream(self):
-        return sys.stderr if self.to_stderr else sys.stdout
+        return sys.stdout
 
     def __call__(self, line: str) -> None:
-        try:
-            self.write(f"{line}\n")
-        except BrokenPipeError:
-            stop_printing()
+        self.write(f"{line}\n")
 
     def write(self, text: str) -> None:
         """Print a piece of a line immediately."""
@@ -275,30 +291,28 @@ class Echo:
         self.stream.flush()
 
 
+def wants_color(choice: bool | None, stream) -> bool:
+    """`--color` and `--no-color` decide, then `NO_COLOR`, then whether the output is a terminal that is not dumb."""
+    if choice is not None:
+        return choice
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb" and stream.isatty()
+
+
 @contextlib.contextmanager
 def after_the_text() -> Iterator[None]:
     """Holds the log back, which would be printed in the middle of a streamed text, until the text is complete."""
-    loggers = logging.getLogger(), logging.getLogger("transformers")
-    handlers = [logging.lastResort, *(handler for logger in loggers for handler in logger.handlers)]
-    held: list[tuple[logging.Handler, logging.LogRecord]] = []
-
-    def holding(handler: logging.Handler) -> Callable[[logging.LogRecord], bool]:
-        def hold(record: logging.LogRecord) -> bool:
-            held.append((handler, record))
-            return False
-
-        return hold
-
-    filters = [(handler, holding(handler)) for handler in handlers if handler is not None]
-    for handler, hold in filters:
-        handler.addFilter(hold)
+    root, library = logging.getLogger(), logging.getLogger("transformers")
+    before = {root: root.handlers, library: library.handlers}
+    for logger, handlers in before.items():
+        shown = handlers or [logging.StreamHandler()] * (logger is root)
+        logger.handlers = [MemoryHandler(10**4, logging.CRITICAL + 1, one) for one in shown]
     try:
         yield
     finally:
-        for handler, hold in filters:
-            handler.removeFilter(hold)
-        for handler, record in held:
-            handler.handle(record)
+        for logger, handlers in before.items():
+            held, logger.handlers = logger.handlers, handlers
+            for handler in held:
+                handler.close()  # prints what it holds
 
 
 def bar(desc: str) -> Callable[[Iterable], Iterable]:
@@ -306,28 +320,6 @@ def bar(desc: str) -> Callable[[Iterable], Iterable]:
     from transformers.utils import logging
 
     return lambda items: logging.tqdm(items, desc=desc, disable=None, leave=False)
-
-
-def open_missing_streams() -> None:
-    """Standard streams that the caller closed (`<&-`), which Python has as None, become empty."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
-
-
-def stop_printing() -> None:
-    """Discard further standard output; otherwise Python reports the closed pipe at exit."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def end_progress_bars() -> None:
-    """Close progress bars that an error left open, so that the next message has its own line."""
-    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
-    for bar in list(getattr(tqdm, "_instances", ())):
-        with contextlib.suppress(Exception):
-            bar.leave = True
-            bar.close()
 
 
 def set_verbosity(quiet: bool, verbose: int) -> None:
@@ -340,9 +332,3 @@ def set_verbosity(quiet: bool, verbose: int) -> None:
     if quiet:
         for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
             os.environ[name] = "1"
-    if "transformers" in sys.modules:
-        from transformers.utils import logging
-
-        logging.set_verbosity({"error": logging.ERROR, "info": logging.INFO, "debug": logging.DEBUG}[level])
-        if quiet:
-            logging.disable_progress_bar()

@@ -1,13 +1,11 @@
-"""Commands in processes of their own, and what they do when something goes wrong, as rows of a table."""
+"""Commands in processes of their own, and the small world that they work in."""
 
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from support.tiny_chat import CHATML, make_tokenizer
 
 @dataclass
 class Ended:
-    """How a command ended: status, what it printed, and whether nothing that was there before was lost."""
+    """How a command ended: its status, and what it printed."""
 
     code: int
     out: str
@@ -31,55 +29,32 @@ class Ended:
     @property
     def one_line(self) -> bool:
         """One line of the form of all errors, without a traceback, short enough to be read."""
-        told = len(self.errors) == 1 and len(self.errors[0]) <= 400
-        return told and "Traceback" not in self.err
+        return len(self.errors) == 1 and len(self.errors[0]) <= 400 and "Traceback" not in self.err
 
 
-def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg", **more}
-
-
-def dflash(*words, stdin: bytes = b"", stdout: str | None = None, timeout: float = 900) -> Ended:
-    """Run a command to its end; its output may be led into a file."""
-    command = [sys.executable, "-m", "dflash_hf.cli", *map(str, words)]
-    with open(stdout, "wb") if stdout else nullcontext(subprocess.PIPE) as place:
-        done = subprocess.run(
-            command, input=stdin, stdout=place, stderr=subprocess.PIPE, env=environment(), timeout=timeout
-        )
-    return Ended(done.returncode, (done.stdout or b"").decode(errors="replace"), done.stderr.decode(errors="replace"))
-
-
-def signalled(number: int, after: float | Path | str, *words, stdin: bytes = b"") -> Ended:
-    """
-    Run a command; send it a signal after so many seconds of the processor (those of the wall depend on what
-    else runs), once a folder holds something, or once it says something.
-    """
+def start(*words) -> subprocess.Popen:
+    """A command in a process of its own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg"}
     command = [sys.executable, "-u", "-m", "dflash_hf.cli", *map(str, words)]
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # behind `&` in a script; children would not hear it either
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment(), bufsize=0)
-    process.stdin.write(stdin)
-    process.stdin.close()
-    process.stdin, said = None, b""
-    if isinstance(after, str):
-        while after.encode() not in said and (line := process.stderr.readline()):
-            said += line
-    elif isinstance(after, Path):
-        while process.poll() is None and not any(after.iterdir()):
-            time.sleep(0.01)
-    else:
-        while process.poll() is None and _processor_seconds(process.pid) < after:
-            time.sleep(0.01)
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment)
+
+
+def dflash(*words, timeout: float = 900) -> Ended:
+    """Run a command to its end."""
+    process = start(*words)
+    out, err = process.communicate(timeout=timeout)
+    return Ended(process.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
+
+
+def signalled(number: int, folder: Path, *words) -> Ended:
+    """Run a command, and send it a signal once it has written something into a folder."""
+    process = start(*words)
+    while process.poll() is None and not any(folder.iterdir()):
+        time.sleep(0.01)
     process.send_signal(number)
     out, err = process.communicate(timeout=900)
-    return Ended(process.returncode, out.decode(errors="replace"), (said + err).decode(errors="replace"))
-
-
-def _processor_seconds(pid: int) -> float:
-    """What a process, still running or not waited for, has used up to now."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return Ended(process.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
 
 
 def make_world(folder: Path, megabytes: int = 1) -> Path:
@@ -93,6 +68,7 @@ def make_world(folder: Path, megabytes: int = 1) -> Path:
     row = {"messages": [{"role": "user", "content": "Say 1"}, {"role": "assistant", "content": "1"}]}
     line = json.dumps(row) + "\n"
     (folder / "rows.jsonl").write_text(line * 6, encoding="utf-8")
+    (folder / "cut.jsonl").write_text((line * 6)[:-20], encoding="utf-8")
     (folder / "bom.jsonl").write_text(line * 6, encoding="utf-8-sig")
     (folder / "empty.jsonl").touch()
     latin = json.dumps({"messages": [{"role": "user", "content": "Grüße"}]}, ensure_ascii=False)

@@ -14,16 +14,8 @@ from dflash_hf.terminal import Outcome, is_secret
 
 
 _PACKAGES = (
-    "dflash-hf",
-    "torch",
-    "transformers",
-    "huggingface-hub",
-    "tokenizers",
-    "safetensors",
-    "accelerate",
-    "datasets",
-    "peft",
-    "jinja2",
+    *("dflash-hf", "torch", "transformers", "huggingface-hub", "tokenizers", "safetensors", "accelerate"),
+    *("datasets", "peft", "jinja2"),
 )
 _VARIABLES = ("HF_", "DFLASH", "TRANSFORMERS_", "CUDA_VISIBLE", "OMP_", "MKL_", "PYTORCH_", "TORCH_", "ACCELERATE_")
 
@@ -34,19 +26,13 @@ def add_arguments(parser) -> None:
 
 def run(arguments, echo) -> Outcome:
     facts: dict[str, object] = {"python": platform.python_version(), "platform": platform.platform()}
-    facts["processors"] = os.cpu_count()
-    for name in _PACKAGES:
-        try:
-            facts[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            facts[name] = None
-    facts["devices"] = _devices()
-    facts["executable"] = sys.executable
-    for name in sorted(os.environ):
-        if name.startswith(_VARIABLES):
-            facts[name] = "(set)" if is_secret(name) else os.environ[name]
+    facts |= {"processors": os.cpu_count(), "executable": sys.executable, "devices": _devices()}
+    installed = {one.name.lower().replace("_", "-"): one.version for one in metadata.distributions() if one.name}
+    facts |= {name: installed.get(name, "not installed") for name in _PACKAGES}
+    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
+    facts |= {name: "(set)" if is_secret(name) else value for name, value in variables.items()}
     for name, value in facts.items():
-        echo(f"{name:18} {'not installed' if value is None else value}")
+        echo(f"{name:18} {value}")
     return Outcome(facts=facts)
 
 

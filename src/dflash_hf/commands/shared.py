@@ -1,88 +1,15 @@
 """Arguments that several commands share; an option means the same everywhere."""
 
-import argparse
+from argparse import BooleanOptionalAction
 from collections.abc import Iterable
 from pathlib import Path
 
+from dflash_hf import terminal
 from dflash_hf.names import DTYPES
-from dflash_hf.terminal import (
-    UsageError,
-    device,
-    dtype,
-    note,
-    output_path,
-    positive,
-    probability,
-    readable_file,
-    seed,
-    template_arguments,
-    token_id,
-)
-from dflash_hf.terminal import temperature as heat
+from dflash_hf.terminal import UsageError, note, output_path, positive, readable_file
 
 
-class Formatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps the layout of examples, and names values by kind: `N`, `X`, `FILE`, `FOLDER`."""
-
-    def __init__(self, prog):
-        super().__init__(prog, max_help_position=28)
-
-    def _get_default_metavar_for_optional(self, action):
-        return value_of(action) or super()._get_default_metavar_for_optional(action)
-
-
-COMMON = """options of all commands:
-  --json         print the result as JSON, and messages on standard error
-  -q, --quiet    no progress bars; libraries log errors only
-  -v, --verbose  log more; -vv logs everything
-  --debug        show the traceback of an error (or set DFLASH_DEBUG=1)"""
-# What help calls a value, by the name of its type.
-_VALUES = {"readable_file": "FILE", "output_path": "FILE", "output_lines": "FILE", "output_folder": "FOLDER"}
-_VALUES |= {"N": "N", "X": "X"}
-
-
-def value_of(action: argparse.Action) -> str | None:
-    """What help calls the value of an option, if its type says so."""
-    return _VALUES.get(getattr(action.type, "__name__", ""))
-
-
-class Parser(argparse.ArgumentParser):
-    """Errors on one line, as everywhere else, and a usage line that names the required arguments."""
-
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())[:260]} (see {self.prog} --help)\n")
-
-    def shorten_usage(self) -> None:
-        """Show required and positional arguments; the rest is `[options]`."""
-        shown = [action for action in self._actions if action.required or not action.option_strings]
-        words = ["[options]"]
-        for action in shown:
-            name = action.metavar or value_of(action) or action.dest.upper()
-            name = name if isinstance(name, str) else name[0]
-            if action.option_strings:
-                words.insert(-1, f"{action.option_strings[0]} {name}")
-            elif action.nargs == "*":
-                words.append(f"[{name} ...]")
-            else:
-                words.append(f"[{name}]" if action.nargs == "?" else name)
-        self.usage = " ".join([self.prog, *words])
-
-
-def add_common(parser) -> None:
-    """The options of all commands: one line at the end of a command's help; `dflash --help` explains them."""
-    parser.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("-q", "--quiet", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("-v", "--verbose", action="count", default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--debug", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
-    parser.epilog = f"{parser.epilog}\nall commands: --json, -q/--quiet, -v/--verbose, --debug (see dflash --help)"
-
-
-def add_examples(parser, module) -> None:
-    """The examples in the docstring of a command's module, and how to resume the command, at the end of its help."""
-    examples = (module.__doc__ or "").partition("\n\n")[2]
-    again = f"\nafter an interruption: {module.AGAIN}" if hasattr(module, "AGAIN") else ""
-    parser.epilog = f"examples:\n{examples}{again}".replace("\n    ", "\n  ")
+# ------------------------------------------------------------------------------------------------ models, and how fast
 
 
 def add_pair(parser, default: bool = False, required: bool = False) -> None:
@@ -97,7 +24,8 @@ def add_loading(parser, draft: bool = True, title: str = "models"):
     """How models are loaded: see [`~dflash_hf.pairs.Loading`]."""
     group = parser.add_argument_group(title)
     add_dtype(group, ("auto", *DTYPES), "auto")
-    group.add_argument("--device", type=device, help="cpu, cuda, cuda:1, ... or auto (default: a GPU if there is one)")
+    known = "cpu, cuda, cuda:1, ... or auto (default: a GPU if there is one)"
+    group.add_argument("--device", type=terminal.device, help=known)
     add_revision(group, draft)
     group.add_argument("--trust-remote-code", action="store_true", help="run the target's own code")
     return group
@@ -112,7 +40,7 @@ def add_choice(parser, option: str, choices: tuple[str, ...], default: str, what
 
 def add_dtype(parser, choices: tuple[str, ...], default: str, option: str = "--dtype", what: str = "") -> None:
     """`--dtype`, or another option that is a dtype."""
-    add_choice(parser, option, choices, default, what, type=dtype)
+    add_choice(parser, option, choices, default, what, type=terminal.dtype)
 
 
 def add_revision(group, draft: bool = False, of: str = "the target's repository") -> None:
@@ -127,10 +55,7 @@ def add_threads(parser) -> None:
     parser.add_argument("--threads", type=positive, help="CPU threads (default: torch's own choice)")
 
 
-TREES = "draft trees of N tokens instead of blocks"
-
-
-def add_speed(parser, trees: str = TREES, group=None) -> None:
+def add_speed(parser, trees: str = "draft trees of N tokens instead of blocks", group=None) -> None:
     """Options for faster decoding with a drafter."""
     group = group or parser.add_argument_group("speed")
     group.add_argument("--compile", action="store_true", help="compile the rounds; the first answer waits for it")
@@ -141,14 +66,30 @@ def add_speed(parser, trees: str = TREES, group=None) -> None:
 def add_packed(group) -> None:
     """`--packed` and `--no-packed`, for [`~dflash_hf.pairs.pack`]."""
     help = "pack the weights for faster CPU inference (default: if memory allows)"
-    group.add_argument("--packed", action=argparse.BooleanOptionalAction, help=help)
+    group.add_argument("--packed", action=BooleanOptionalAction, help=help)
+
+
+# ------------------------------------------------------------------------------------------------------------- answers
+
+
+def add_answering(parser) -> None:
+    """The options that `generate` and `chat` share: template, sampling, and how models are loaded."""
+    add_template_arguments(parser)
+    parser.add_argument("--max-new-tokens", type=positive, default=512, help="longest answer (default: %(default)s)")
+    add_sampling(parser)
+    add_threads(parser)
+    add_color(parser, "accepted draft tokens")
+    add_loading(parser)
+    add_speed(parser)
 
 
 def add_sampling(parser, default: float | None = 0.0, known: str = "0, greedy") -> None:
     """Temperature, nucleus and seed."""
-    parser.add_argument("--temperature", type=heat, default=default, help=f"0 is greedy (default: {known})")
-    parser.add_argument("--top-p", type=probability, help="nucleus sampling (default: 1)")
-    parser.add_argument("--seed", type=seed, default=0, help="sampling seed (default: %(default)s)")
+    parser.add_argument(
+        "--temperature", type=terminal.temperature, default=default, help=f"0 is greedy (default: {known})"
+    )
+    parser.add_argument("--top-p", type=terminal.probability, help="nucleus sampling (default: 1)")
+    parser.add_argument("--seed", type=terminal.seed, default=0, help="sampling seed (default: %(default)s)")
 
 
 def check_sampling(arguments) -> None:
@@ -157,9 +98,7 @@ def check_sampling(arguments) -> None:
         `UsageError`: `--top-p` without a temperature.
     """
     if arguments.top_p and arguments.temperature == 0:
-        raise UsageError(
-            f"--top-p {arguments.top_p:g} has no effect in greedy decoding; add --temperature, such as 1."
-        )
+        raise UsageError(f"--top-p {arguments.top_p} has no effect in greedy decoding; add --temperature, such as 1.")
 
 
 def sampling_options(arguments) -> dict:
@@ -175,6 +114,12 @@ def sampling_options(arguments) -> dict:
     return {"do_sample": True, "temperature": arguments.temperature, "top_p": arguments.top_p or 1.0}
 
 
+def add_template(parser, default: str) -> None:
+    """`--chat-template` and its arguments; `default` is shown for these."""
+    parser.add_argument("--chat-template", type=readable_file, help="Jinja file, instead of the tokenizer's own")
+    add_template_arguments(parser, default)
+
+
 def add_template_arguments(parser, default: str = "the drafter's") -> None:
     """`--template-args`; `default` is shown."""
     help = f"for the template: '{{\"enable_thinking\": false}}' (default: {default})"
@@ -184,24 +129,16 @@ def add_template_arguments(parser, default: str = "the drafter's") -> None:
 def add_color(parser, what: str) -> None:
     """`--color` and `--no-color`."""
     help = f"colour {what} (default: on a terminal without NO_COLOR)"
-    parser.add_argument("--color", action=argparse.BooleanOptionalAction, help=help)
-
-
-def add_answering(parser) -> None:
-    """The options that `generate` and `chat` share: template, sampling, and how models are loaded."""
-    add_template_arguments(parser)
-    parser.add_argument("--max-new-tokens", type=positive, default=512, help="longest answer (default: %(default)s)")
-    add_sampling(parser)
-    add_threads(parser)
-    add_color(parser, "accepted draft tokens")
-    add_loading(parser)
-    add_speed(parser)
+    parser.add_argument("--color", action=BooleanOptionalAction, help=help)
 
 
 def given(arguments, names: Iterable[str]) -> list[str]:
     """The options among these names of arguments that are set."""
     values = {name: getattr(arguments, name) for name in names}
     return [f"--{name.replace('_', '-')}" for name, one in values.items() if one and (name, one) != ("dtype", "auto")]
+
+
+# ---------------------------------------------------------------------------------------------------------------- data
 
 
 def add_data(parser, template: str = "those of the data") -> None:
@@ -216,8 +153,14 @@ def add_data(parser, template: str = "those of the data") -> None:
 def add_encoding(parser) -> None:
     """How the rows of [`add_data`] become examples."""
     parser.add_argument("--max-length", type=positive, default=3072, help="truncate examples (default: %(default)s)")
-    parser.add_argument("--mask-token-id", type=token_id, help="the drafter's mask token; rows with it are left out")
+    masked = "the drafter's mask token; rows with it are left out"
+    parser.add_argument("--mask-token-id", type=terminal.token_id, help=masked)
     parser.add_argument("--num-proc", type=positive, help="worker processes for the data")
+
+
+def add_output(parser, what: str, kind=output_path, **options) -> None:
+    """`--output`, a writable path."""
+    parser.add_argument("--output", type=kind, help=what, **options)
 
 
 def encoder_of(arguments, tokenizer, draft_config=None):
@@ -225,7 +168,7 @@ def encoder_of(arguments, tokenizer, draft_config=None):
     from dflash_hf.data.encode import RowEncoder
     from dflash_hf.data.prompts import template_kwargs
 
-    given, mask_token_id = template_arguments(arguments.template_args), arguments.mask_token_id
+    given, mask_token_id = terminal.template_arguments(arguments.template_args), arguments.mask_token_id
     kwargs = template_kwargs(given, arguments.data, draft_config=draft_config, say=note)
     if mask_token_id is None and draft_config is not None:
         mask_token_id = draft_config.mask_token_id
@@ -248,14 +191,3 @@ def check_not_data(output: Path, data: str) -> None:
     source = Path(data)
     if output.exists() and source.exists() and output.samefile(source):
         raise UsageError(f"--output {output} is the data itself, which would be overwritten; choose another file.")
-
-
-def add_template(parser, default: str) -> None:
-    """`--chat-template` and its arguments; `default` is shown for these."""
-    parser.add_argument("--chat-template", type=readable_file, help="Jinja file, instead of the tokenizer's own")
-    add_template_arguments(parser, default)
-
-
-def add_output(parser, what: str, kind=output_path, **options) -> None:
-    """`--output`, a writable path."""
-    parser.add_argument("--output", type=kind, help=what, **options)

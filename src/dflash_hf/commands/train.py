@@ -26,7 +26,7 @@ _FLAGS = {"target": "target", "draft": "draft", "data": "data", "output": "outpu
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("--config", metavar="FILE", help="YAML recipe (`dflash recipes` lists some)")
+    parser.add_argument("--config", metavar="FILE", help="YAML recipe (examples/recipes has some)")
     parser.add_argument("--target", help="the target: a folder or Hub name; short for target=TARGET")
     parser.add_argument("--draft", help="a drafter to start from: a folder or Hub name; short for draft=DRAFT")
     parser.add_argument("--data", help="its responses (`dflash regenerate`) or a dataset; short for data=DATA")
@@ -47,7 +47,7 @@ def overrides_of(arguments) -> list[str]:
 
 
 def run(arguments, echo) -> Outcome:
-    from dflash_hf.commands.recipes import shipped
+    from dflash_hf import examples
     from dflash_hf.repositories import REPOSITORY_ID, is_repository_id
     from dflash_hf.smollm2 import folder_of
     from dflash_hf.training.recipe import given_keys, key_lines, read_recipe
@@ -58,9 +58,9 @@ def run(arguments, echo) -> Outcome:
             echo(line)
         return Outcome(facts={"keys": lines})
     file = Path(arguments.config or "")
-    if arguments.config and not file.exists() and file.name in shipped():
-        remedy = f"`dflash recipes copy {file.name}` writes it"
-        raise FileNotFoundError(f"--config {file}: there is no such file; {remedy}.")
+    bundled = Path(examples.__file__).parent / "recipes" / file.name
+    if arguments.config and not file.exists() and bundled.exists():
+        raise FileNotFoundError(f"--config {file}: there is no such file; the bundled recipe is {bundled}.")
     overrides = overrides_of(arguments)
     recipe, training = read_recipe(arguments.config, overrides)
     given = None if arguments.config else given_keys(overrides, training)
