@@ -18,7 +18,7 @@ DURATIONS := $(if $(filter true,$(CI)),--durations=25)
 
 # The inner loop: one family, one dtype, no builds and no processes of their own.
 QUICK := $(addprefix tests/,modeling/test_config.py modeling/test_slot_cache.py modeling/test_hook.py \
-	modeling/test_layouts.py modeling/test_lossless.py \
+	modeling/test_layouts.py modeling/test_same_text.py \
 	training/test_blocks.py training/test_losses.py data/test_encode.py evaluation/test_measure.py hub/test_card.py)
 NOT_QUICK := compiled or sliding or (families and not qwen3-sdpa)
 

@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from support.pairs import make_draft, make_draft2, make_target
-from support.rows import ragged_prompts
+from support.pairs import make_draft, make_target
 from support.scripted_draft import recognising, scripted
 
 from dflash_hf.decoding import strategy
@@ -17,7 +16,6 @@ from dflash_hf.decoding.costs import NOTHING, CostTable, table_of
 from dflash_hf.decoding.reliability import Correction, Reliability
 from dflash_hf.decoding.sizes import SlowestRow, Throughput
 from dflash_hf.decoding.strategy import Fixed
-from dflash_hf.decoding.trees import tree
 from dflash_hf.modeling.accept_dflash import Block
 
 
@@ -34,63 +32,12 @@ def opened(draft):
 # ------------------------------------------------------------------------------------------------- drafts of any kind
 
 
-@pytest.fixture
-def any_draft(monkeypatch):
-    """In every round something else, drawn at random: nothing, a part of a block, a tree, or tokens from anywhere."""
-    draws, sizes = random.Random(0), []
-
-    class Any(Fixed):
-        def draft(self, drafter, text):
-            most, kind = text.left - 1, draws.randrange(5)
-            if most < 1 or kind == 0:
-                drafted = Block(text.last[:, None])
-            elif kind == 1:  # what the text says by now, or at random
-                tokens = text.sequences[:, -draws.randint(1, 9) :][:, :most]
-                drafted = Block(torch.cat([text.last[:, None], tokens], dim=1))
-            elif kind == 2 and self.support.trees:
-                drafted = tree(drafter, text.last, text.next_draws, draws.randint(1, 40))
-            else:
-                drafted = drafter.block(text.last, text.next_draws, min(draws.randint(2, 6), most + 1))
-            sizes.append(drafted.tokens.shape[1])
-            return drafted
-
-    def begin(draft):
-        monkeypatch.setattr(type(draft), "strategy", staticmethod(Any))
-        return draft
-
-    return begin, sizes
-
-
 OPTIONS = [
     {},
     {"eos_token_id": [3, 8, 20, 26, 41]},
     {"repetition_penalty": 1.2},
     {"do_sample": True, "top_k": 9},
 ]
-
-
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt2", "lfm2", "qwen3_next"])
-@pytest.mark.parametrize(("rows", "make", "window"), [(1, make_draft2, 8), (3, make_draft, 8), (3, make_draft2, None)])
-def test_text_depends_on_no_draft(family, rows, make, window, any_draft):
-    begin, sizes = any_draft
-    target, (inputs, _) = make_target(family, torch.float64, attn=None), ragged_prompts(rows)
-    for options in OPTIONS:
-        options = {**inputs, "max_new_tokens": 60, "do_sample": False, "pad_token_id": 0, **options}
-        torch.manual_seed(4)
-        expected = target.generate(**options)
-        draft = begin(scripted(make(target, block_size=6), expected, error_rate=0.15, ranks=2))
-        draft.decoding_config.window = window
-        torch.manual_seed(4)
-        output = target.generate(**options, assistant_model=draft, return_dict_in_generate=True)
-        assert torch.equal(output.sequences, expected), options
-        # And the cache that comes back goes on.
-        if "eos_token_id" not in options:
-            more = torch.cat([expected, torch.full((rows, 2), 7)], dim=1)
-            mask = torch.cat([inputs["attention_mask"], torch.ones(rows, 62, dtype=torch.long)], dim=1)
-            turn = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
-            again = target.generate(more, past_key_values=output.past_key_values, assistant_model=draft, **turn)
-            assert torch.equal(again, target.generate(more, **turn))
-    assert len(set(sizes)) > 6 and min(sizes) == 1
 
 
 @pytest.mark.parametrize("fast", [0, 1])

@@ -192,25 +192,6 @@ def test_logits_of_a_node_are_those_of_its_path(family, nodes):
         torch.testing.assert_close(logits[row, 0], target(text).logits[0, -1], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["gemma4", "gpt_oss", "mistral_sliding", "qwen3_moe", "deepseek_v3"])
-@pytest.mark.parametrize("nodes", [3, 150])
-def test_text_with_trees_is_the_targets(family, nodes):
-    target = make_target(family, torch.float64, attn=None)
-    inputs, _ = ragged_prompts(3)
-    options = {**inputs, "max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True}
-    expected = target.generate(**options)
-    draft = scripted(make_draft(target, block_size=8), expected.sequences, error_rate=0.2, ranks=3)
-    draft.decoding_config.tree_nodes = nodes
-    output = target.generate(**options, assistant_model=draft)
-    assert torch.equal(output.sequences, expected.sequences)
-    lengths = {n for row in output.acceptance_lengths for n in row}
-    assert {1, 2, 3} <= lengths and (nodes == 3 or max(lengths) > 4)
-    for ours, theirs in zip(output.past_key_values.layers, expected.past_key_values.layers, strict=True):
-        if theirs.is_initialized:
-            kept = ours.keys.shape[2]
-            torch.testing.assert_close(ours.keys[0], theirs.keys[0, :, -kept:], atol=1e-8, rtol=1e-6)
-
-
 class Unchanged(LogitsProcessor):
     """Somebody's own: tokens are judged one by one."""
 
@@ -231,19 +212,6 @@ def test_larger_trees_are_accepted_further(target):
             assert torch.equal(output.sequences, expected)
             assert rounds.setdefault(nodes, output.acceptance_lengths[0]) == output.acceptance_lengths[0]
     assert 80 > len(rounds[7]) > len(rounds[64]) > len(rounds[255])
-
-
-@pytest.mark.parametrize("family", ["lfm2", "mpt"])
-def test_target_that_follows_no_tree_verifies_blocks(family):
-    """A recurrent state follows one path; MPT's bias counts the places of keys in the cache."""
-    target = make_target(family, torch.float64, attn=None)
-    prompts = torch.randint(3, 90, (4, 6), generator=torch.Generator().manual_seed(1))
-    options = {"max_new_tokens": 60, "do_sample": False, "return_dict_in_generate": True}
-    expected = target.generate(prompts, **options).sequences
-    draft = scripted(make_draft(target, block_size=8), expected, error_rate=0.2, ranks=3)
-    draft.decoding_config.tree_nodes = 12
-    output = target.generate(prompts, **options, assistant_model=draft)
-    assert torch.equal(output.sequences, expected) and max(map(max, output.acceptance_lengths)) > 1
 
 
 # Each drafter with each place, each of both with both values.

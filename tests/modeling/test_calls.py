@@ -7,11 +7,10 @@ import pytest
 import torch
 from support.pairs import VOCAB, make_draft, make_target
 from support.rows import ragged_prompts
-from support.scripted_draft import recognising, scripted
+from support.scripted_draft import scripted
 from support.tiny_chat import make_tokenizer
 from torch import nn
 from transformers import DynamicCache, TextIteratorStreamer, TextStreamer, pipeline
-from transformers.generation import GenerationConfig
 
 from dflash_hf.evaluation.divergence import WRONG, judge, summary
 from dflash_hf.modeling.cache_dflash import SlotCache
@@ -25,14 +24,6 @@ def both(target, draft, *args, **options):
     options = {"max_new_tokens": 24, "do_sample": False, **options}
     expected = target.generate(*args, **options)
     return expected, target.generate(*args, **options, assistant_model=draft)
-
-
-def test_inputs_embeds(target, draft):
-    embeds = target.get_input_embeddings()(PROMPT)
-    expected, output = both(target, draft, inputs_embeds=embeds)
-    assert torch.equal(output, expected)
-    expected, output = both(target, draft, PROMPT, inputs_embeds=embeds)
-    assert torch.equal(output, expected)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -51,15 +42,6 @@ def test_token_types_go_on_as_the_prompt_ended(rows):
     assert len({n for row in output.acceptance_lengths for n in row}) >= 3
 
 
-@pytest.mark.parametrize("hidden", [slice(6, 10), slice(3, 5)], ids=["on the right", "a gap"])
-def test_masks_with_gaps_decode_plainly(hidden, target, draft):
-    ids, mask = PROMPT.repeat(2, 1), torch.ones(2, 10, dtype=torch.long)
-    mask[1, hidden] = 0
-    expected, output = both(target, draft, ids, attention_mask=mask, return_dict_in_generate=True)
-    assert torch.equal(output.sequences, expected.sequences) and output.acceptance_lengths == [[], []]
-    assert not torch.equal(expected.sequences[0], expected.sequences[1]), "the mask changes nothing"
-
-
 def test_mask_token_may_stand_in_the_text(target):
     """Nothing is trimmed, stopped or compared by the mask id."""
     text = target.generate(PROMPT, max_new_tokens=24, do_sample=False)
@@ -67,37 +49,6 @@ def test_mask_token_may_stand_in_the_text(target):
     draft.config.mask_token_id = text[0, 15].item()
     draft = scripted(draft, text)
     assert torch.equal(target.generate(PROMPT, max_new_tokens=24, do_sample=False, assistant_model=draft), text)
-
-
-def test_a_users_cache_is_continued_and_filled(target, draft):
-    """The features of a prefilled prefix were never seen: drafting starts late, the text is the same."""
-    for with_mask in (False, True):
-        caches = [DynamicCache(config=target.config) for _ in range(2)]
-        for cache in caches:
-            target(PROMPT[:, :6], past_key_values=cache, use_cache=True)
-        options = {"attention_mask": torch.ones_like(PROMPT)} if with_mask else {}
-        expected = target.generate(PROMPT, past_key_values=caches[0], max_new_tokens=20, do_sample=False, **options)
-        draft = scripted(draft, expected)
-        output = target.generate(
-            PROMPT, past_key_values=caches[1], max_new_tokens=20, do_sample=False, assistant_model=draft, **options
-        )
-        assert torch.equal(output, expected)
-        assert caches[0].get_seq_length() == caches[1].get_seq_length() == 29
-        torch.testing.assert_close(caches[0].layers[2].keys, caches[1].layers[2].keys, atol=1e-4, rtol=1e-4)
-
-
-def test_prompts_read_in_chunks(target):
-    """What is drafted after it depends on all features of the prompt."""
-    config = GenerationConfig(max_new_tokens=18, do_sample=False, pad_token_id=0, prefill_chunk_size=3)
-    expected = target.generate(PROMPT, generation_config=config)
-    draft = recognising(target, expected)
-    output = target.generate(PROMPT, generation_config=config, assistant_model=draft, return_dict_in_generate=True)
-    assert torch.equal(output.sequences, expected) and max(output.acceptance_lengths[0]) > 3
-
-
-def test_max_time_stops_after_a_round(target, draft):
-    output = target.generate(PROMPT, max_new_tokens=200, max_time=1e-9, do_sample=False, assistant_model=draft)
-    assert 11 <= output.shape[1] <= 15
 
 
 def test_half_precision_differs_at_near_ties_only():

@@ -69,20 +69,6 @@ def test_walk_depends_on_all_tokens_before(make):
     assert draft.config.head is Head or not torch.equal(block[:, 1:], plain), "the head changes nothing"
 
 
-@pytest.mark.parametrize("make", EVERY)
-@pytest.mark.parametrize("settings", [{}, {"tree_nodes": 12}, {"block_size": None}, {"do_sample": True}], ids=str)
-def test_text_with_a_head_is_the_targets(make, settings):
-    target, options = make_target(), {**ragged_prompts(3)[0], "max_new_tokens": 16, "do_sample": False}
-    draft, settings = EVERY[make](target), dict(settings)
-    options["do_sample"] = settings.pop("do_sample", False)
-    for key, value in {"block_size": draft.config.block_tokens, **settings}.items():
-        setattr(draft.decoding_config, key, value)
-    torch.manual_seed(0)
-    expected = target.generate(**options)
-    torch.manual_seed(0)
-    assert torch.equal(target.generate(**options, assistant_model=draft), expected)
-
-
 @pytest.mark.parametrize("make", [vanilla, late, partial(with_head, sample_from_anchor=True)])
 def test_every_slot_of_an_anchor_first_block_is_drafted(make):
     """A whole block is accepted: its tokens, and one of the target's own; Domino's last slot is left out."""

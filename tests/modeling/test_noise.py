@@ -81,29 +81,6 @@ def test_unused_draws_are_undone():
         assert torch.equal(generator.get_state(), state)
 
 
-@pytest.mark.parametrize("sizes", [{"block_size": 6}, {"block_size": None, "tree_nodes": 8}, {}])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"top_p": 0.8, "top_k": 0, "eos_token_id": [3, 9, 14]},
-        {"min_new_tokens": 12, "eos_token_id": [3, 9, 14], "pad_token_id": 0},
-        {"num_return_sequences": 2, "top_k": 3},
-    ],
-    ids=lambda options: ", ".join(options),
-)
-def test_batches_have_their_seeds_sample(target, sizes, options):
-    """Though rows advance at their own paces; the next call's sample too."""
-    draft, (inputs, _) = make_draft2(target, block_size=6), ragged_prompts(3)
-    for name, value in sizes.items():
-        setattr(draft.decoding_config, name, value)
-    expected, after = sampled(target, None, inputs, **options).sequences, torch.rand(1)
-    output = sampled(target, draft, inputs, **options)
-    assert torch.equal(output.sequences, expected)
-    assert torch.equal(torch.rand(1), after)
-    lengths = output.acceptance_lengths
-    assert len({len(row) for row in lengths}) > 1 and max(map(max, lengths)) > 1  # rows had their own paces
-
-
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}])
 def test_noise_of_rows_apart_takes_bounded_memory(target, monkeypatch, options):
     """What rows far behind need is drawn again; texts are the same."""

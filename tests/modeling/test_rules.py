@@ -1,4 +1,4 @@
-"""Rules that read a row's own text: rows keep their own pace, and write what they write without a drafter."""
+"""Criteria of a caller end rows where they end them without a drafter."""
 
 import pytest
 import torch
@@ -6,35 +6,6 @@ from support.pairs import make_draft, make_target
 from support.rows import ragged_prompts
 from support.scripted_draft import scripted
 from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteria
-
-
-RULES = [
-    {"repetition_penalty": 1.4},
-    {"min_new_tokens": 12, "eos_token_id": [7, 9, 11]},
-    {"min_length": 25, "eos_token_id": [7, 9, 11]},
-    {"bad_words_ids": [[5, 9], [17]]},
-    {"sequence_bias": {(11,): 2.0, (5, 6): -3.0}},
-    {"exponential_decay_length_penalty": (5, 1.3), "eos_token_id": [7, 9]},
-    {"forced_eos_token_id": 3},
-    {"begin_suppress_tokens": [4, 6, 8]},
-    {"repetition_penalty": 1.2, "do_sample": True, "top_k": 9},
-]
-
-
-@pytest.mark.parametrize("options", RULES, ids=str)
-@pytest.mark.parametrize("nodes", [None, 9])
-def test_rows_keep_their_own_pace(options, nodes):
-    target, (inputs, _) = make_target(dtype=torch.float64), ragged_prompts(4)
-    options = {**inputs, "max_new_tokens": 30, "do_sample": False, "pad_token_id": 0, **options}
-    torch.manual_seed(3)
-    expected = target.generate(**options)
-    draft = scripted(make_draft(target, block_size=6), expected, error_rate=0.2, ranks=1 if nodes is None else 2)
-    draft.decoding_config.tree_nodes = nodes
-    torch.manual_seed(3)
-    output = target.generate(**options, assistant_model=draft, return_dict_in_generate=True)
-    assert torch.equal(output.sequences, expected)
-    assert max(map(max, output.acceptance_lengths)) > 2 and min(map(len, output.acceptance_lengths)) < 29
-    assert len(set(map(tuple, output.acceptance_lengths))) > 1, "the rows advanced in step"
 
 
 class SoftLimit(MaxLengthCriteria):
@@ -72,6 +43,7 @@ CRITERIA = {
     "a limit of calls": Counting,
     "one that writes": Writes,
     "an end token without a dimension": lambda: EosTokenCriteria(torch.tensor(41)),
+    "a second end token": lambda: EosTokenCriteria(torch.tensor([30, 77, 58, 13])),
 }
 
 
@@ -80,7 +52,7 @@ CRITERIA = {
 @pytest.mark.parametrize("rows", [1, 3])
 def test_criteria_end_texts_as_without_a_drafter(rows, settings, criterion):
     target = make_target()
-    options = {**ragged_prompts(rows)[0], "max_new_tokens": 40, "do_sample": False}
+    options = {**ragged_prompts(rows)[0], "max_new_tokens": 40, "do_sample": False, "eos_token_id": 88}
     draft = scripted(make_draft(target, block_size=6), target.generate(**options), error_rate=0.1)
     for name, value in settings.items():
         setattr(draft.decoding_config, name, value)

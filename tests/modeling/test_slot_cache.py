@@ -5,8 +5,7 @@ import random
 
 import pytest
 import torch
-from support.pairs import make_draft, make_target
-from support.scripted_draft import scripted
+from support.pairs import make_target
 from support.trees import tree_of
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -192,12 +191,3 @@ def test_cache_comes_back_as_it_was(family, padding, columns, monkeypatch):
             for row, pad in enumerate(padding):
                 real = max(pad - (columns - theirs.shape[2]), 0)
                 assert torch.equal(ours[row, :, real:], theirs[row, :, real:])
-
-
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-def test_long_text_outgrows_its_first_buffers(family):
-    long = make_target(family, max_position_embeddings=1024)
-    options = {"input_ids": torch.tensor([[5, 9, 17, 33]]), "max_new_tokens": 400, "do_sample": False}
-    expected = long.generate(**options)
-    draft = scripted(make_draft(long, block_size=16), expected, error_rate=0.02)
-    assert torch.equal(long.generate(**options, assistant_model=draft), expected)

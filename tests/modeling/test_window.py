@@ -7,10 +7,8 @@ that sees one token more, or fewer, is not recognised: then nothing is accepted.
 import pytest
 import torch
 from support.heads import opened
-from support.pairs import make_target
 from support.rows import ragged_prompts
 from support.scripted_draft import recognising
-from transformers import LogitsProcessor
 
 
 NEW_TOKENS = 60
@@ -34,30 +32,6 @@ def check(output, expected):
         assert sum(lengths) / len(lengths) > 2 and min(lengths) < max(lengths), lengths
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("window", [1, 7, 24, 500])
-@pytest.mark.parametrize(
-    "changes", [{}, {"tree_nodes": 9}, {"block_size": None}, SLIDING], ids=["blocks", "trees", "fastest", "sliding"]
-)
-def test_drafts_see_the_window_and_the_first_tokens(changes, window, rows, target):
-    options, expected, texts = written(target, rows)
-    overrides = changes if changes is SLIDING else {}
-    draft = recognising(target, texts, window=window, **overrides)
-    for field, value in ({} if overrides else changes).items():
-        setattr(draft.decoding_config, field, value)
-    output = target.generate(**options, assistant_model=draft)
-    assert torch.equal(output.sequences, expected)
-    if "block_size" not in changes:
-        check(output, expected)
-
-
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_next"])
-def test_targets_may_have_other_caches(family):
-    target = make_target(family, attn="eager" if family == "gemma3" else "sdpa")
-    options, expected, texts = written(target)
-    check(target.generate(**options, assistant_model=recognising(target, texts, window=11)), expected)
-
-
 def test_another_window_is_not_recognised(target):
     """The test of the tests: one token more or fewer, and drafts are rejected."""
     options, expected, texts = written(target)
@@ -66,24 +40,6 @@ def test_another_window_is_not_recognised(target):
         draft.decoding_config.window = window
         output = target.generate(**options, assistant_model=draft)
         assert torch.equal(output.sequences, expected) and set(output.acceptance_lengths[0]) == {1}
-
-
-def test_calls_inside_a_call_have_their_own_windows(target):
-    options, expected, texts = written(target)
-    outer, inner = (recognising(target, texts, window=window) for window in (7, 24))
-    answers = []
-
-    class Asking(LogitsProcessor):
-        def __call__(self, input_ids, scores):
-            if input_ids.shape[1] % 20 == 0:
-                answers.append(target.generate(**options, assistant_model=inner))
-            return scores
-
-    output = target.generate(**options, assistant_model=outer, logits_processor=[Asking()])
-    check(output, expected)
-    assert answers
-    for answer in answers:
-        check(answer, expected)
 
 
 def test_texts_may_be_far_longer_than_the_window(target):

@@ -1,15 +1,13 @@
 """Drafters with each head, outside of a loop, and what a head says of the next token, from its parameters."""
 
-import math
 from functools import partial
 
 import torch
 
-from dflash_hf.layouts.heads import spelling_of
 from dflash_hf.modeling.drafting_dflash import Drafter
 from support.pairs import VOCAB, make_draft, make_draft2
-from support.recurrent_head import SIZES
-from support.reference import gru_step, markov_bias
+from support.recurrent_head import SIZES, RecurrentHead
+from support.reference import scores_after
 
 
 HEAD_PARTS = ("markov_head.", "prefix_gru.", "embed_proj.", "memory.")
@@ -72,36 +70,14 @@ def after_random_text(draft, target, rows: int = 2) -> tuple[Drafter, torch.Long
 
 def log_probs_after(draft, target, anchor: int, hidden: torch.Tensor, prefix: tuple[int, ...]) -> torch.Tensor:
     """`[V]`, over the target's ids: what a head says after the tokens `prefix`, from all slots' states `[n, H]`."""
-    config, embedding, h = draft.config, target.get_input_embeddings().weight, hidden[len(prefix)]
-    own = draft.lm_head if config.has_own_head else target.lm_head
-    logits, tokens, bias = own.weight @ h, (anchor, *prefix), 0.0
-    if config.output_multiplier != 1.0:
-        logits = logits * config.output_multiplier
-    if (cap := config.final_logit_softcapping) is not None:
-        logits = cap * torch.tanh(logits / cap)
-    ids = draft.target_ids(torch.arange(len(logits)))
-    match spelling_of(config.head).family:
-        case "DFlash2":
-            selector = draft.candidate_selector
-            query = selector.predecessor_codebook[tokens[-1]] * (selector.hidden_projection.weight @ h)
-            others = torch.full_like(logits, -math.inf).scatter(0, logits.topk(config.selector_top_k).indices, 0.0)
-            bias = selector.successor_codebook[ids] @ query + others
-        case "Recurrent":
-            memory, state = draft.memory, torch.zeros(1, config.memory_width, dtype=draft.dtype)
-            for token in tokens:
-                state = memory.cell(embedding[token][None], state)
-            query = memory.query.weight @ torch.cat([h, state[0]]) + memory.query.bias
-            bias = memory.tokens.weight @ torch.nn.functional.silu(query)
-        case "DSpark":
-            state = torch.zeros(config.markov_rank, dtype=draft.dtype)
-            for slot, token in enumerate(tokens):
-                bias, state = markov_bias(draft.state_dict(), vars(config), state, token, hidden[slot])
-        case "Domino":
-            state = torch.zeros(config.gru_hidden_dim, dtype=draft.dtype)
-            for token in tokens:
-                state = gru_step(draft.state_dict(), state, embedding[token])
-            mixed = torch.nn.functional.silu(draft.embed_proj[0].weight @ torch.cat([h, state]))
-            bias = draft.embed_proj[2].weight @ mixed * (len(prefix) >= config.pure_draft_prefix_len)
-    scores = torch.full((config.vocab_size,), -math.inf, dtype=logits.dtype)
-    scores[ids] = logits + bias
+    config, embedding, tokens = draft.config, target.get_input_embeddings().weight, (anchor, *prefix)
+    scores = scores_after(draft.state_dict(), vars(config), hidden, target.lm_head.weight, embedding, tokens)
+    if config.head is RecurrentHead:
+        memory, state = draft.memory, torch.zeros(1, config.memory_width, dtype=draft.dtype)
+        for token in tokens:
+            state = memory.cell(embedding[token][None], state)
+        query = memory.query.weight @ torch.cat([hidden[len(prefix)], state[0]]) + memory.query.bias
+        bias = memory.tokens.weight @ torch.nn.functional.silu(query)
+        ids = draft.target_ids(torch.arange(len(bias)))
+        scores = scores.index_add(0, ids, bias)
     return scores.log_softmax(-1)

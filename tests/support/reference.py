@@ -143,40 +143,45 @@ def draft_tokens(tensors, config, hidden, head, anchor, embedding=None):
         anchor (`int`): The token of slot 0.
         embedding (`torch.Tensor`): `[V, H]`, the target's.
     """
-    own = "d2t" in tensors
-    cap = config.get("final_logit_softcapping")
-    tokens, before = [], anchor
     drafting = hidden[1:]
     if config.get("anchor_first"):
         drafting = hidden[:-1] if "gru_hidden_dim" in config else hidden
-    state = torch.zeros(config.get("gru_hidden_dim", config.get("markov_rank", 0)), dtype=hidden.dtype)
-    for slot, h in enumerate(drafting):
-        logits = (tensors["lm_head.weight"] if own else head) @ h * config.get("output_multiplier", 1.0)
-        if cap is not None:
-            logits = cap * torch.tanh(logits / cap)
-        if "markov_rank" in config:
-            bias, state = markov_bias(tensors, config, state, before, h)
-            logits = logits + bias
-        if "gru_hidden_dim" in config:
+    tokens = [anchor]
+    for _ in drafting:
+        tokens.append(int(scores_after(tensors, config, drafting, head, embedding, tokens).argmax()))
+    return tokens[1:]
+
+
+def scores_after(tensors, config, hidden, head, embedding, tokens):
+    """
+    `[V]` over the target's ids: the scores of the token after `tokens`, anchor first, from the states `[n, H]` of all
+    slots that draft.
+    """
+    h, own = hidden[len(tokens) - 1], "d2t" in tensors
+    logits = (tensors["lm_head.weight"] if own else head) @ h * config.get("output_multiplier", 1.0)
+    ids = torch.arange(len(logits)) + (tensors["d2t"] if own else 0)
+    if (cap := config.get("final_logit_softcapping")) is not None:
+        logits = cap * torch.tanh(logits / cap)
+    if config.get("markov_rank"):
+        state = torch.zeros(config["markov_rank"], dtype=h.dtype)
+        for before, states in zip(tokens, hidden):
+            bias, state = markov_bias(tensors, config, state, before, states)
+        logits = logits + bias
+    if config.get("gru_hidden_dim"):
+        state = torch.zeros(config["gru_hidden_dim"], dtype=h.dtype)
+        for before in tokens:
             state = gru_step(tensors, state, embedding[before])
-            if slot >= config["pure_draft_prefix_len"]:
-                mixed = tensors["embed_proj.0.weight"] @ torch.cat([h, state])
-                logits = logits + tensors["embed_proj.2.weight"] @ (mixed * torch.sigmoid(mixed))
-        if "selector_rank" in config:
-            prefix = "candidate_selector."
-            query = tensors[f"{prefix}predecessor_codebook"][before] * (
-                tensors[f"{prefix}hidden_projection.weight"] @ h
-            )
-            scores = {
-                int(i): float(logits[i] + query @ tensors[f"{prefix}successor_codebook"][i])
-                for i in logits.topk(config["selector_top_k"]).indices
-            }
-            token = max(scores, key=scores.get)
-        else:
-            token = int(logits.argmax())
-        before = token + int(tensors["d2t"][token]) if own else token
-        tokens.append(before)
-    return tokens
+        if len(tokens) > config["pure_draft_prefix_len"]:
+            mixed = tensors["embed_proj.0.weight"] @ torch.cat([h, state])
+            logits = logits + tensors["embed_proj.2.weight"] @ (mixed * torch.sigmoid(mixed))
+    if config.get("selector_rank"):
+        prefix = "candidate_selector."
+        query = tensors[f"{prefix}predecessor_codebook"][tokens[-1]]
+        query = query * (tensors[f"{prefix}hidden_projection.weight"] @ h)
+        others = torch.full_like(logits, -math.inf)
+        others[logits.topk(config["selector_top_k"]).indices] = 0.0
+        logits = logits + tensors[f"{prefix}successor_codebook"][ids] @ query + others
+    return torch.full((len(head),), -math.inf, dtype=logits.dtype).scatter(0, ids, logits)
 
 
 def markov_bias(tensors, config, state, before, h):
