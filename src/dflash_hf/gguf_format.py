@@ -22,6 +22,7 @@ from dflash_hf.modeling.head_dflash import Head
 from dflash_hf.modeling.markov_dflash import MarkovHead
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel, DFlashRotaryEmbedding
 from dflash_hf.modeling.selector_dflash import PathSelector
+from dflash_hf.repositories import is_gguf
 from dflash_hf.terminal import needs
 from dflash_hf.weights import save_folder
 
@@ -38,11 +39,6 @@ _LLAMA_CPP = json.loads(Path(__file__).with_name("llama_cpp.json").read_text(enc
 _KEYS = {**_LLAMA_CPP["keys"], **{key: key for key in (*CONVOLUTION_KEYS, *PathSelector.sizes)}}
 _NAMES = _LLAMA_CPP["tensors"]
 _HEADS = (Head, PathSelector, MarkovHead)  # that llama.cpp supports
-
-
-def is_gguf(name: str | Path) -> bool:
-    """Whether a name names a GGUF file, which a folder may be called like."""
-    return str(name).endswith(".gguf") and not Path(name).is_dir()
 
 
 def gguf_in(folder: Path) -> Path | None:

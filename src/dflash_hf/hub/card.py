@@ -16,9 +16,10 @@ from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
 from dflash_hf.files import digest_of, read_json, write_json
 from dflash_hf.gguf_format import gguf_in
 from dflash_hf.hub.check import check, read_shapes
-from dflash_hf.hub.engine_rules import MUSE, Finding, oldest_versions
+from dflash_hf.hub.drafter import Drafter, Finding
 from dflash_hf.hub.launch import launch_command
 from dflash_hf.hub.licenses import check_license
+from dflash_hf.hub.limits import OLDEST
 from dflash_hf.modeling.configuration_dflash import DFlashDraftConfig
 from dflash_hf.modeling.saving_dflash import code_files
 from dflash_hf.names import LLAMA_CPP, RELATIONS
@@ -276,7 +277,7 @@ def template_path() -> Path:
 
 def _loading(folder: Path, findings: list[Finding]) -> str:
     """How transformers loads the folder: with its own class, the code next to the weights, or this package."""
-    if _read_json(folder / "config.json").get("architectures") == [MUSE]:
+    if Drafter(_read_json(folder / "config.json")).layout == "Muse":
         return "native"
     added = missing_code(folder)
     found = [one for one in findings if "transformers" in one.engines and one.key not in added]
@@ -286,15 +287,17 @@ def _loading(folder: Path, findings: list[Finding]) -> str:
 
 def _engines(folder: Path, findings: list[Finding], config, facts: CardFacts, repo: str) -> list[dict]:
     """Launch lines for the engines without preflight errors."""
-    versions = oldest_versions(config, _read_json(folder / "config.json").get("architectures"))
+    layout = Drafter(_read_json(folder / "config.json")).layout
+    if layout == "DFlash" and "sliding_attention" in config.layer_types:
+        layout = "DFlash, with sliding layers"
     lines = []
-    for engine, name in (("vllm", "vLLM"), ("sglang", "SGLang")):
+    for (engine, name), version in zip((("vllm", "vLLM"), ("sglang", "SGLang")), OLDEST[layout]):
         if not any(one.severity == "error" and engine in one.engines for one in findings):
             environment, command = launch_command(engine, facts.base_model, repo, config)
             settings = "".join(f"{key}={value} " for key, value in environment.items())
             option = " --speculative-draft-model-path"  # on a line of its own
             line = shlex.join(command).replace(option, f" \\\n {option}")
-            lines.append({"name": name, "version": versions[engine], "command": settings + line})
+            lines.append({"name": name, "version": version, "command": settings + line})
     if gguf_in(folder) is not None:
         _, command = launch_command(LLAMA_CPP, "target.gguf", repo, config)
         lines.append({"name": "llama.cpp", "version": "b11549", "command": shlex.join(command)})

@@ -19,7 +19,7 @@ from dflash_hf.files import atomic, read_json
 from dflash_hf.gguf_format import FILE_PATTERN, gguf_config, write_gguf
 from dflash_hf.hub.card import CardFacts, eval_results, is_rendered, missing_code, render_card
 from dflash_hf.hub.check import check
-from dflash_hf.hub.engine_rules import Finding
+from dflash_hf.hub.drafter import Finding
 from dflash_hf.hub.licenses import check_license
 from dflash_hf.modeling.checkpoint_dflash import MASK_EMBEDDING, checkpoint_files
 from dflash_hf.modeling.modeling_dflash import DFlashDraftModel
