@@ -8,12 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from transformers.utils import logging
-
 from dflash_hf.terminal import json_text, one_line
 
 
-logger = logging.get_logger(__name__)
 LOCK_FILE = ".lock"
 
 
@@ -102,7 +99,11 @@ def lock(file, path: Path) -> None:
     except BlockingIOError as error:
         raise ValueError(f"{path} is being written by another process; wait for it, or stop it.") from error
     except OSError as error:
-        logger.warning(f"{path} cannot be locked ({error.strerror}): make sure that no other process writes to it.")
+        from transformers.utils import logging  # `dflash check` reads files without it
+
+        logging.get_logger(__name__).warning(
+            f"{path} cannot be locked ({error.strerror}): make sure that no other process writes to it."
+        )
 
 
 @contextmanager

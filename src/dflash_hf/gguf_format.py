@@ -21,6 +21,7 @@ from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.modeling.configuration_dflash import CONVOLUTION_KEYS
 from dflash_hf.modeling.heads_dflash import Head, MarkovHead, PathSelector
 from dflash_hf.modeling.modeling_dflash import DFlashRotaryEmbedding
+from dflash_hf.repositories import is_gguf
 from dflash_hf.terminal import needs
 from dflash_hf.weights import save_folder
 
@@ -39,11 +40,6 @@ _NAMES = _LLAMA_CPP["tensors"]
 # Numbers that multiply, which llama.cpp reads as 1.0 where they are absent.
 _FACTORS = ("attention_value_scale", "input_embedding_scale", "output_multiplier")
 _HEADS = (Head, PathSelector, MarkovHead)  # that llama.cpp supports
-
-
-def is_gguf(name: str | Path) -> bool:
-    """Whether a name names a GGUF file, which a folder may be called like."""
-    return str(name).endswith(".gguf") and not Path(name).is_dir()
 
 
 def gguf_in(folder: Path) -> Path | None:

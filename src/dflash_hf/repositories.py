@@ -19,6 +19,11 @@ def looks_local(name: str) -> bool:
     return name.startswith((".", "/", "~", "\\")) or name.count("/") > 1 or name.endswith("/") or "\\" in name
 
 
+def is_gguf(name: str | Path) -> bool:
+    """Whether a name names a GGUF file, which a folder may be called like."""
+    return str(name).endswith(".gguf") and not Path(name).is_dir()
+
+
 def is_repository_id(name: str) -> bool:
     """Whether the Hub accepts a name as a repository's."""
     from huggingface_hub.utils import validate_repo_id

@@ -1,14 +1,8 @@
-"""The sets of `dflash eval`: the field's protocol, sets made by rule, turns, resumption after a kill, comparison."""
+"""The sets of `dflash eval`: the field's protocol, sets made by rule, turns, comparison."""
 
 import json
 import math
-import os
-import signal
 import statistics
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +13,8 @@ from dflash_hf.cli import main
 from dflash_hf.data.encode import RowEncoder
 from dflash_hf.evaluation import sets
 from dflash_hf.evaluation.compare import mean_difference
-from dflash_hf.evaluation.journal import JOURNAL_FILE, Journal
 from dflash_hf.evaluation.measure import EvalReport, MethodReport
-from dflash_hf.evaluation.methods import AUTO, DFLASH
+from dflash_hf.evaluation.methods import DFLASH
 from dflash_hf.evaluation.prompts import prompts_of
 from dflash_hf.evaluation.sets import GENERATED, NAMED, conversations, dataset_name, eval_rows, generated_rows
 
@@ -138,73 +131,6 @@ def test_named_sets_are_measured_without_thinking(pair, tmp_path, monkeypatch, c
     assert '{"enable_thinking": false}' in capsys.readouterr().err
     report = json.loads((tmp_path / "eval_report.json").read_text(encoding="utf-8"))
     assert report["setting"]["dataset"] == "HuggingFaceH4/mt_bench_prompts" and report["summary"]["prompts"] == 2
-    assert not (tmp_path / JOURNAL_FILE).exists()
-
-
-def comparable(path: Path) -> dict:
-    """A report without what a clock says."""
-    report = json.loads(path.read_text(encoding="utf-8"))
-    report["summary"].pop("speedup")
-    for method in report["methods"].values():
-        for name in ("tokens_per_second", "speedup", "runs", "warmup_seconds", "speedup_over_packed"):
-            method.pop(name)
-    chosen = report["methods"].get(AUTO, {})  # sizes follow from what rounds cost
-    report["methods"][AUTO] = {name: chosen.get(name) for name in ("tokens", "equal")}
-    return report
-
-
-def test_killed_and_resumed_equals_uninterrupted(pair, tmp_path):
-    arguments = command(pair, "--data", "json", "--prompts", "4", "--threads", "1")
-    assert main([*arguments, "--output", str(tmp_path / "whole")]) == 0
-    run = [*arguments, "--output", str(tmp_path / "killed")]
-    records = tmp_path / "killed" / JOURNAL_FILE
-    process = subprocess.Popen(
-        [sys.executable, "-m", "dflash_hf.cli", *run], env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    deadline = time.monotonic() + 600
-    while not (records.exists() and len(records.read_bytes().splitlines()) > 2):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    lines = records.read_bytes().splitlines(keepends=True)
-    assert 2 < len(lines) < 9
-    with records.open("r+b") as file:  # the kill fell into the middle of a line
-        file.truncate(sum(map(len, lines)) - 7)
-    kept = len(lines) - 2
-    seen = []
-    add = Journal.add
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Journal, "add", lambda *args: seen.append(args) or add(*args))
-        assert main(run) == 0
-    assert len(seen) == 8 - kept  # nothing is decoded twice
-    assert comparable(tmp_path / "killed" / "eval_report.json") == comparable(tmp_path / "whole" / "eval_report.json")
-    assert not records.exists()
-
-
-def test_records_of_another_evaluation_are_refused(pair, tmp_path, capsys):
-    Journal(tmp_path / JOURNAL_FILE, {"max_new_tokens": 5}).begin([[1]])
-    assert main(command(pair, "--data", "json", "--prompts", "2", "--output", tmp_path)) == 1
-    error = capsys.readouterr().err
-    assert "max_new_tokens=5, not 12" in error and "delete it" in error
-
-
-def test_records_that_cannot_be_gone_on_with_are_named(pair, tmp_path, capsys):
-    words = command(pair, "--data", "json", "--prompts", "2", "--threads", torch.get_num_threads())
-    words += ["--output", str(tmp_path)]
-    records = tmp_path / JOURNAL_FILE
-    for content in ("garbage\n", '{"run": 0, "prompt": 0, "decoded": {}}\n', "[]\n"):
-        records.write_text(content, encoding="utf-8")
-        assert main(words) == 1
-        assert f"{records} is damaged" in capsys.readouterr().err, content
-    records.unlink()
-    writing = Journal(records, {})
-    assert main(words) == 1
-    assert "is being written by another process" in capsys.readouterr().err
-    del writing
-    Journal(records, {"threads": 7}).begin([[1]])  # whose speeds are other speeds
-    assert main(words) == 1
-    assert f"threads=7, not {torch.get_num_threads()}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("turns", [None, [], "ab", ["ab", None], [{"role": "user", "content": "ab"}], 5], ids=str)

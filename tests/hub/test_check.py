@@ -19,7 +19,7 @@ from dflash_hf.cli import main
 from dflash_hf.convert import convert
 from dflash_hf.hub.card import CardFacts, render_card
 from dflash_hf.hub.check import check, read_shapes, render
-from dflash_hf.hub.engine_rules import Drafter, Finding, layers_as_read
+from dflash_hf.hub.drafter import Drafter, Finding
 from dflash_hf.hub.launch import launch_command
 from dflash_hf.names import ENGINES
 
@@ -113,7 +113,7 @@ def test_what_we_write_passes_and_is_the_documented_layout(variant, target, tmp_
         (8 if kind == "sliding_attention" else None, draft.config.layer_is_causal(i))
         for i, kind in enumerate(draft.config.layer_types)
     ]
-    assert layers_as_read(Drafter(tmp_path, config, config["dflash_config"], {}, {})) == {"vllm": ours, "sglang": ours}
+    assert Drafter(config).layers_as_read() == {"vllm": ours, "sglang": ours}
 
 
 MARKOV, DOMINO = {"markov_rank": 6}, {"gru_hidden_dim": 9, "emb_dim": 7, "pure_draft_prefix_len": 1}
@@ -591,6 +591,7 @@ def test_a_repository_is_checked_by_its_headers(hub, target, tmp_path):
     """The findings are those of the folder, and of the weights only the beginning is downloaded."""
     draft = make_draft(target, target_layer_ids=[0, 1, 2], intermediate_size=3000)
     draft.save_pretrained(tmp_path / "draft", max_shard_size="600KB")
+    edit(tmp_path / "draft", dflash_hf_version="0.2.0")
     files = contents(tmp_path / "draft")
     weights = [name for name in files if name.endswith(".safetensors")]
     assert len(weights) > 1

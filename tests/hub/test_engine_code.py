@@ -20,13 +20,14 @@ from support.engine_variants import SLIDING, VARIANTS
 from support.pairs import make_draft
 
 from dflash_hf.hub.check import check
-from dflash_hf.hub.engine_rules import Drafter, layers_as_read
+from dflash_hf.hub.drafter import Drafter
+from dflash_hf.hub.limits import READ_IN
 
 
 pytestmark = pytest.mark.slow
 
 # With the version of transformers that both accept and a later one, and what their drafter's code needs besides ours.
-VERSIONS = {"vllm": "vllm==0.33.0", "sglang": "sglang==0.5.23"}
+VERSIONS = {engine: f"{engine}=={READ_IN[engine]}" for engine in ("vllm", "sglang")}
 TRANSFORMERS = ("5.19.0", "5.23.0")
 BESIDE = ("msgspec", "cachetools")
 
@@ -126,15 +127,14 @@ def test_engines_draft_as_we_do(engine, target, tmp_path):
             theirs = torch.load(tmp_path / f"{folder}.{name}.{trust}.pt")
             torch.testing.assert_close(theirs, hidden, atol=1e-5, rtol=1e-5, msg=f"{folder}, {trust}")
             # What `check` says of it.
-            drafter = Drafter(tmp_path / folder, config, config["dflash_config"], {}, {})
-            assert [tuple(layer) for layer in found["layers"]] == layers_as_read(drafter)[name], folder
+            assert [tuple(layer) for layer in found["layers"]] == Drafter(config).layers_as_read()[name], folder
             said = [finding for finding in check(tmp_path / folder, [name]) if "V2" in finding.message]
             assert bool(said) is found.get("needs_v2", False), folder
         for folder in others if trust == "plain" else ():
             assert [f for f in check(tmp_path / folder, [name]) if f.severity == "error"]
             config = json.loads((tmp_path / folder / "config.json").read_text())
-            drafter = Drafter(tmp_path / folder, config, config["dflash_config"], {}, {})
             if folder == "dropped":
                 assert "sliding_window" in results[folder]["error"]
             else:
-                assert [tuple(layer) for layer in results[folder]["layers"]] == layers_as_read(drafter)[name], folder
+                read = [tuple(layer) for layer in results[folder]["layers"]]
+                assert read == Drafter(config).layers_as_read()[name], folder

@@ -6,16 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
-from huggingface_hub import ModelCard, parse_eval_result_entries
+from huggingface_hub import ModelCard
 from support.hub_stand_in import stand_in
 from support.llama_cpp import write_target
 from support.pairs import make_draft, make_target
 
+from dflash_hf import __version__
 from dflash_hf.cli import main
 from dflash_hf.evaluation.measure import EvalReport, MethodReport
 from dflash_hf.hub.card import CardFacts
 from dflash_hf.hub.check import check
+from dflash_hf.hub.code_only import publish_code
 from dflash_hf.hub.publish import PublishError, publish
 
 
@@ -24,8 +25,9 @@ FACTS = CardFacts("someone/target", license="mit")
 
 
 @pytest.fixture
-def hub(monkeypatch):
+def hub(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_TOKEN", "hf_right")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     with stand_in(monkeypatch) as hub:
         yield hub
 
@@ -435,18 +437,66 @@ def test_what_stays_at_home_is_one_line(folder, capsys):
     assert "checkpoint-1000/ (9 files)" in line and "more, 544 files in all" in line
 
 
-def test_the_figures_lie_beside_the_card_for_leaderboards(folder, hub):
-    report = {"summary": {"tau": 4.5, "speedup": 2.25}}
-    facts = CardFacts("someone/target", evaluated_on="someone/prompts", report=report, hardware="a CPU")
-    publish(folder, REPO, facts=facts)
-    entries = parse_eval_result_entries(yaml.safe_load(hub.files[REPO][".eval_results/dflash.yaml"]))
-    assert {(one.dataset_id, one.task_id, one.value) for one in entries} == {
-        ("someone/prompts", "speculative_decoding_tau", 4.5),
-        ("someone/prompts", "speculative_decoding_speedup", 2.25),
-    }
-    index = ModelCard(hub.files[REPO]["README.md"].decode()).data.eval_results
-    assert {one.metric_value for one in index} == {4.5, 2.25}
-    assert not [name for name in publish(folder, REPO, dry_run=True, facts=FACTS).files if "eval_results" in name]
+OLD = {"modeling_dflash.py": b"class DFlashDraftModel: ...", "plan_dflash.py": b"old"}
+
+
+def test_code_only_replaces_the_code_alone(folder, hub, capsys):
+    """A file beside the weights cannot be mended: transformers 5.24 broke every drafter published before it."""
+    publish(folder, REPO, facts=FACTS)
+    hub.files[REPO].update(OLD)
+    before = dict(hub.files[REPO])
+    assert main(["check", REPO]) == 0 and "transformers 5.24 fails" in capsys.readouterr().out
+    assert main(["publish", "--code-only", REPO, "--dry-run"]) == 0 and hub.pulls == []
+    dry = capsys.readouterr().out
+    assert main(["publish", "--code-only", REPO]) == 0
+    printed = capsys.readouterr().out
+    assert "+ modeling_dflash.py" in dry and "- plan_dflash.py" in dry and printed.endswith("/discussions/1\n")
+    (pull,) = hub.pulls
+    assert hub.files[REPO] == before and len(hub.commits) == 1
+    assert pull["added"] == ["config.json", "modeling_dflash.py"] and pull["deleted"] == ["plan_dflash.py"]
+    assert pull["content"]["modeling_dflash.py"] == (folder / "modeling_dflash.py").read_bytes()
+    config = json.loads(pull["content"]["config.json"])
+    assert config.pop("dflash_hf_version") == __version__ and config == json.loads(before["config.json"])
+    # Once it is merged there is nothing to do.
+    hub.files[REPO] = {name: data for name, data in before.items() if name not in pull["deleted"]} | pull["content"]
+    assert main(["check", REPO]) == 0 and "No findings" in capsys.readouterr().out
+    assert main(["publish", "--code-only", REPO]) == 0 and "no pull request" in capsys.readouterr().out
+    assert len(hub.pulls) == 1
+
+
+CODE_ERRORS = {
+    "no repository": (lambda files: files.clear(), "names no code of this package"),
+    "other code": (
+        lambda files: files.update({"config.json": b'{"auto_map": {"AutoModel": "x.Y"}}'}),
+        "names no code",
+    ),
+    "newer code": (lambda files: _edit(files, dflash_hf_version="99.1"), "has code of 99.1; this is"),
+    "unreadable": (lambda files: _edit(files, num_attention_heads=0), "other code does not mend: config.json"),
+}
+
+
+def _edit(files, **keys):
+    files["config.json"] = json.dumps({**json.loads(files["config.json"]), **keys}).encode()
+
+
+@pytest.mark.parametrize("case", CODE_ERRORS)
+def test_code_only_refuses_what_it_cannot_mend(case, folder, hub):
+    change, message = CODE_ERRORS[case]
+    publish(folder, REPO, facts=FACTS)
+    change(hub.files[REPO])
+    with pytest.raises(PublishError, match=message):
+        publish_code(REPO)
+    with pytest.raises(PublishError, match="someone/nothing was not published"):
+        publish_code("someone/nothing")
+    assert hub.pulls == []
+
+
+def test_code_only_takes_no_other_option(capsys):
+    for words in (["--private"], ["folder"], ["--license", "mit"]):
+        assert main(["publish", "--code-only", REPO, *words]) == 2
+        assert f"leave out {words[0]}" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["publish", "folder"])
 
 
 def test_llama_cpp_s_file_lies_beside_the_weights(hub, tmp_path):

@@ -15,6 +15,7 @@ class Hub:
     The state that tests look at and break.
 
     Attributes:
+        pulls (`list[dict]`): The same of each pull request, which changes no file, with their `content`.
         commits (`list[dict]`): For each commit the repository, its message, its files and its deletions.
         files (`dict[str, dict[str, bytes]]`): Content of each repository.
         objects (`dict[str, bytes]`): Large files by their sha256.
@@ -29,11 +30,13 @@ class Hub:
         self.commits, self.files, self.objects, self.private = [], {}, {}, {}
         self.drop, self.reader, self.uploads = 0, False, 0
         self.sent = {}
+        self.pulls = []
         self.listed = {}
         self.token = "hf_right"
 
     def sha(self) -> str:
-        return hashlib.sha1(str(len(self.commits)).encode()).hexdigest()
+        """Of everything that is there: tests change files by themselves, too."""
+        return hashlib.sha1(repr([len(self.commits), self.files]).encode()).hexdigest()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -155,13 +158,13 @@ class Handler(BaseHTTPRequestHandler):
                 private = request.get("private") is True or request.get("visibility") == "private"
                 self.hub.private[repo] = private
                 self.answer({"url": f"http://{self.headers['Host']}/{repo}", "name": repo, "id": repo})
-        elif match := re.fullmatch(r"/api/models/(.+)/preupload/main", path):
+        elif match := re.fullmatch(r"/api/models/(.+)/preupload/\w+", path):
             self.preupload(match[1], json.loads(content))
         elif match := re.fullmatch(r"/(.+)\.git/info/lfs/objects/batch", path):
             self.batch(json.loads(content))
         elif path == "/verify":
             self.answer()
-        elif match := re.fullmatch(r"/api/models/(.+)/commit/main", path):
+        elif match := re.fullmatch(r"/api/models/(.+)/commit/\w+", path):
             self.commit(match[1], [json.loads(line) for line in content.splitlines() if line])
         else:
             self.answer({"error": f"no {path}"}, 404)
@@ -203,6 +206,12 @@ class Handler(BaseHTTPRequestHandler):
                 added[value["path"]] = self.hub.objects[value["oid"]]
             elif line["key"] == "deletedFile":
                 deleted.append(value["path"])
+        if "create_pr=1" in self.path:
+            pull = {"repo": repo, "message": message, "added": sorted(added), "deleted": deleted, "content": added}
+            self.hub.pulls.append(pull)
+            url = f"http://{self.headers['Host']}/{repo}"
+            sha = {"commitUrl": f"{url}/commit/pr", "commitOid": self.hub.sha()}
+            return self.answer({**sha, "pullRequestUrl": f"{url}/discussions/{len(self.hub.pulls)}"})
         self.hub.files[repo].update(added)
         for name in deleted:
             del self.hub.files[repo][name]

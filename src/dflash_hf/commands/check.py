@@ -29,9 +29,8 @@ def run(arguments, echo) -> Outcome:
     from pathlib import Path
 
     from dflash_hf.configs import read_config
-    from dflash_hf.gguf_format import is_gguf
     from dflash_hf.hub.check import check, render
-    from dflash_hf.repositories import looks_local
+    from dflash_hf.repositories import is_gguf, looks_local
 
     file = is_gguf(arguments.draft)
     if Path(arguments.draft).is_file() and not file:

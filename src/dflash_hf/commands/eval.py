@@ -3,7 +3,6 @@
 
     dflash eval --target Qwen/Qwen3-0.6B --draft my-drafter --data prompts.txt --output my-drafter
     dflash eval --target Qwen/Qwen3-4B --draft z-lab/Qwen3-4B-DFlash-b16 --data gsm8k --output gsm8k
-    dflash eval --server http://127.0.0.1:8080 --data prompts.txt --output on-llama-cpp
     dflash eval --compare before/eval_report.json after/eval_report.json
 """
 
@@ -17,12 +16,6 @@ from dflash_hf.evaluation.sets import GENERATED, NAMED, NEW_TOKENS
 from dflash_hf.terminal import Outcome, UsageError, bar, note, output_folder, positive, readable_file
 
 
-AGAIN = "with --output, the same command continues with the answers that are missing"
-RUNS = 3
-_LOCAL = (
-    *("target", "draft", "compare", "raw", "prompt_lookup", "compile", "packed", "tree_nodes"),
-    *("threads", "device", "revision", "draft_revision", "trust_remote_code"),
-)
 NO_THINKING = {"enable_thinking": False}  # the usual setting of published results, unless given
 
 
@@ -32,9 +25,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--data", help=f"prompts: a file, Hub dataset, {sets}")
     parser.add_argument("--split", help="split of the dataset (default: train, or the only one)")
     parser.add_argument("--prompts", type=positive, help="number of prompts (default: the benchmark's, else 40)")
-    parser.add_argument("--server", metavar="URL", help="measure a running server instead of a local pair")
-    parser.add_argument("--alone", metavar="URL", help="with --server: the same target served without a drafter")
-    parser.add_argument("--runs", type=positive, default=RUNS, help="timed repetitions (default: %(default)s)")
+    parser.add_argument("--runs", type=positive, default=3, help="timed repetitions (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=positive, help="longest answer (default: 256, for benchmarks 2048)")
     parser.add_argument("--raw", action="store_true", help="use prompts that are text without the chat template")
     shared.add_template_arguments(parser)
@@ -50,16 +41,6 @@ def run(arguments, echo) -> Outcome:
     """`echo` the table, write the report; exit status 1 if an output is WRONG."""
     if arguments.split is not None and arguments.data in (*NAMED, *GENERATED):
         raise UsageError(f"--split {arguments.split}: --data {arguments.data} has a split of its own; leave it out.")
-    if arguments.server is not None:
-        runs = ["--runs"] * (arguments.runs != RUNS)
-        ignored = [*shared.given(arguments, _LOCAL), *runs, *shared.given(arguments, ["dtype"])]
-        if ignored:
-            raise UsageError(f"--server measures what runs there, once: leave out {', '.join(ignored)}.")
-        from dflash_hf.evaluation.server import run as measure_server
-
-        return measure_server(arguments, echo)
-    if arguments.alone is not None:
-        raise UsageError("--alone is compared with --server; give both.")
     if arguments.compare:
         from dflash_hf.evaluation.compare import compare
 
@@ -68,7 +49,6 @@ def run(arguments, echo) -> Outcome:
     if missing:
         raise UsageError(f"Give {', '.join(missing)}, or two reports to --compare.")
     _check_output(arguments.output, Path(arguments.draft))
-    from dflash_hf.evaluation.journal import JOURNAL_FILE
     from dflash_hf.evaluation.plots import headline
     from dflash_hf.evaluation.report import save_report
     from dflash_hf.evaluation.text import summary_lines
@@ -81,7 +61,6 @@ def run(arguments, echo) -> Outcome:
         title = f"{names}: {headline(report)}"
         for path in save_report(report, arguments.output, title):
             echo(f"written           {path}")
-        (arguments.output / JOURNAL_FILE).unlink(missing_ok=True)
     return Outcome(1 if report.is_wrong else 0, json.loads(report.to_json()))
 
 
@@ -94,8 +73,6 @@ def _check_output(output: Path | None, draft: Path) -> None:
 
 
 def _measure(arguments):
-    from dflash_hf.data.time_left import telling
-    from dflash_hf.evaluation.journal import JOURNAL_FILE, Journal
     from dflash_hf.evaluation.measure import evaluate
     from dflash_hf.evaluation.prompts import prompts_of
     from dflash_hf.evaluation.sets import dataset_name, eval_rows
@@ -103,8 +80,7 @@ def _measure(arguments):
     from dflash_hf.pairs import to_pack
 
     pair = NamedPair(arguments, note)
-    kwargs = pair.template(_no_thinking(arguments, pair))
-    encoder = pair.encoder(kwargs)
+    encoder = pair.encoder(pair.template(_no_thinking(arguments, pair)))
     max_new_tokens = arguments.max_new_tokens or (NEW_TOKENS if arguments.data in NAMED else 256)
     # Prompts are read before anything large is loaded; only second turns need the target's answers.
     rows = eval_rows(arguments.data, arguments.prompts, arguments.split)
@@ -118,20 +94,8 @@ def _measure(arguments):
     if draft.dtype != target.dtype:
         kinds = [str(one.dtype).removeprefix("torch.") for one in (draft, target)]
         note(f"the drafter is {kinds[0]}, its target {kinds[1]}: --dtype sets one for both")
-    journal = None
-    if arguments.output is not None:
-        said = [row.get("turns") or row for row in rows] if prompts is None else prompts
-        what = _what(arguments, target, draft, said, kwargs, methods, max_new_tokens)
-        journal = Journal(arguments.output / JOURNAL_FILE, what)
-
-    if journal is not None and journal.prompts is not None:
-        prompts = journal.prompts
-        note(f"{len(journal.records)} of {len(prompts) * arguments.runs} answers are in {journal.path}: resuming")
-    else:
-        if prompts is None:
-            prompts = prompts_of(*asked, target, max_new_tokens, bar("first turns"))
-        if journal is not None and prompts:
-            journal.begin([list(prompt) for prompt in prompts])
+    if prompts is None:
+        prompts = prompts_of(*asked, target, max_new_tokens, bar("first turns"))
     report = evaluate(
         target,
         draft,
@@ -139,8 +103,7 @@ def _measure(arguments):
         max_new_tokens=max_new_tokens,
         runs=arguments.runs,
         methods=methods,
-        progress=lambda some: telling(bar("decoding")(some), len(some), note, len(journal.records) if journal else 0),
-        journal=journal,
+        progress=bar("decoding"),
         tree_nodes=arguments.tree_nodes or TREE_NODES,
     )
     report.setting["dataset"] = dataset_name(arguments.data)
@@ -153,25 +116,3 @@ def _no_thinking(arguments, pair: NamedPair) -> dict | None:
     asked = arguments.data in NAMED and "enable_thinking" in str(pair.tokenizer.chat_template)
     trained_with = (pair.draft_config.dflash_config or {}).get("chat_template_kwargs")
     return NO_THINKING if asked and trained_with is None else None
-
-
-def _what(arguments, target, draft, asked, kwargs: dict, methods: list[str], max_new_tokens: int) -> dict:
-    """Everything that affects the outcome, for a journal."""
-    import torch
-
-    from dflash_hf.files import digest_of
-    from dflash_hf.target import digest_of_parameters, digest_of_target
-
-    return {
-        "target": digest_of_target(target),
-        "draft": digest_of_parameters(draft.named_parameters()),
-        "draft_config": digest_of(draft.config.to_diff_dict()),
-        "prompts (--data, --split, --prompts; a digest)": digest_of(asked),
-        "chat_template_kwargs": kwargs,
-        "methods": methods,
-        "max_new_tokens": max_new_tokens,
-        "dtype": str(target.dtype),
-        "device": str(target.device),
-        "threads": torch.get_num_threads(),
-        **{name: getattr(arguments, name) for name in ("runs", "raw", "compile", "tree_nodes")},
-    }

@@ -3,8 +3,12 @@
 
     dflash publish my-drafter me/my-drafter --base-model Qwen/Qwen3-0.6B --license mit --dry-run
     dflash publish my-drafter me/my-drafter --private
+    dflash publish --code-only me/my-drafter
 """
 
+import argparse
+
+from dflash_hf.commands.shared import given
 from dflash_hf.names import RELATIONS
 from dflash_hf.terminal import Outcome, UsageError, one_line, output_folder
 
@@ -16,8 +20,19 @@ _FACTS = (*_METADATA, "base_model_revision", "hardware", "evaluated_on")
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("folder", help="local folder of a drafter")
-    parser.add_argument("repo", help="user/name on the Hub")
+    places = [
+        parser.add_argument("folder", help="local folder of a drafter"),
+        parser.add_argument("repo", help="user/name on the Hub"),
+    ]
+
+    class InPlaceOfBoth(argparse.Action):
+        def __call__(self, parser, namespace, value, option_string=None):
+            namespace.code_only = value
+            for place in places:
+                place.required = False
+
+    only = "instead: open a pull request there with this version's code, and nothing else"
+    parser.add_argument("--code-only", action=InPlaceOfBoth, metavar="REPO", help=only)
     parser.add_argument("--private", action="store_true", help="make the repository private")
     parser.add_argument("--dry-run", action="store_true", help="list files and the card's metadata, upload nothing")
     parser.add_argument("--output", type=output_folder, help="also write every file to this folder")
@@ -51,23 +66,25 @@ def run(arguments, echo) -> Outcome:
     from dflash_hf.hub.check import render
     from dflash_hf.hub.publish import has_own_card, publish
 
+    if arguments.code_only:
+        return _code_only(arguments, echo)
     if not Path(arguments.folder).is_dir():
         raise FileNotFoundError(f"{arguments.folder}: there is no such folder; publish a local folder.")
-    given = {name: getattr(arguments, name) for name in _FACTS if getattr(arguments, name)}
-    given |= {"data": arguments.data_description} if arguments.data_description else {}
+    stated = {name: getattr(arguments, name) for name in _FACTS if getattr(arguments, name)}
+    stated |= {"data": arguments.data_description} if arguments.data_description else {}
     facts, own = None, has_own_card(arguments.folder)
-    if own and (others := [name for name in given if name not in _METADATA]):
+    if own and (others := [name for name in stated if name not in _METADATA]):
         raise UsageError(
             f"{Path(arguments.folder, 'README.md')} was written by hand and is kept, so {', '.join(others)} has no "
             "place in it: write it there and leave the option out, or remove the file for a rendered card."
         )
-    if given and not own:
-        facts = CardFacts.from_folder(arguments.folder, **given)
+    if stated and not own:
+        facts = CardFacts.from_folder(arguments.folder, **stated)
     speedup, report = None, Path(arguments.folder, REPORT_FILE)
     if report.is_file():
         evaluated = EvalReport.load(report)
         speedup = evaluated.methods[evaluated.fastest].gain
-    metadata = given if own else None
+    metadata = stated if own else None
     options = {"facts": facts, "write_to": arguments.output, "gguf_target": arguments.gguf, "metadata": metadata}
     result = publish(arguments.folder, arguments.repo, arguments.private, arguments.dry_run, **options)
     if result.findings:
@@ -88,3 +105,22 @@ def run(arguments, echo) -> Outcome:
         echo(result.url or f"{result.repo} is already up to date: no new commit.")
     known = {"repo": result.repo, "files": result.files, "left_out": len(result.left_out), "url": result.url}
     return Outcome(facts={**known, "findings": [vars(finding) for finding in result.findings]})
+
+
+def _code_only(arguments, echo) -> Outcome:
+    from dflash_hf.hub.code_only import publish_code
+
+    ignored = given(arguments, ("private", "output", "gguf", *_FACTS, "data_description"))
+    if ignored or arguments.folder is not None:
+        others = ", ".join(ignored or [arguments.folder])
+        raise UsageError(f"--code-only {arguments.code_only} changes the code there alone: leave out {others}.")
+    change = publish_code(arguments.code_only, arguments.dry_run)
+    echo(f"code beside the weights: {change.before} -> {change.after}")
+    for sign, names in (("+", change.files), ("-", change.removed)):
+        for name in names:
+            echo(f"  {sign} {name}")
+    if not change.files and not change.removed:
+        echo(f"{change.repo} is already up to date: no pull request.")
+    else:
+        echo(change.url or f"Dry run: nothing was sent to {change.repo}.")
+    return Outcome(facts=vars(change))

@@ -47,7 +47,7 @@ def compare(before: Path, after: Path, echo) -> dict:
     for name in [name for name in first.methods if name in second.methods]:
         ours, theirs = first.methods[name], second.methods[name]
         facts["methods"][name] = {"speedup": [ours.speedup, theirs.speedup]}
-        if ours.speedup is not None and theirs.speedup is not None:  # of a server's report it may be unknown
+        if ours.speedup is not None and theirs.speedup is not None:  # unknown in 0.1's reports of servers
             rows.append((f"speed-up, {LABELS.get(name, name)}"[:30], ours.speedup, theirs.speedup))
     for name, one, other in rows:
         echo(f"{name:30}{one:12.2f}{other:12.2f}" + (f"{other / one:9.2f}" if one else ""))

@@ -20,7 +20,6 @@ from dflash_hf.decoding.packing import packed_weights
 from dflash_hf.evaluation import methods as ways
 from dflash_hf.evaluation.divergence import WRONG, Divergence, Rounding, judge
 from dflash_hf.evaluation.divergence import summary as worst_verdict
-from dflash_hf.evaluation.journal import Journal
 from dflash_hf.files import atomic
 from dflash_hf.modeling.target_dflash import decoder_layers
 from dflash_hf.responses import generate_one
@@ -34,7 +33,7 @@ class MethodReport:
 
     Args:
         tokens_per_second (`float`): Median over the runs; the prompt counts in the time but not in the tokens.
-        speedup (`float`, *optional*): Ratio to the target alone in the same run; median over the runs.
+        speedup (`float`): Ratio to the target alone in the same run; median over the runs.
         speedup_over_packed (`float`, *optional*): Ratio to the packed target alone, if that was measured too.
         runs (`list[float]`): Tokens per second of each run.
         tokens (`int`): New tokens of one run.
@@ -42,8 +41,7 @@ class MethodReport:
         tau (`float`, *optional*): Mean tokens committed per verification, if a DFlash drafter was used.
         warmup_seconds (`float`): Time of the first calls: compilation, probes, allocation.
         compiled (`bool`): Whether the drafter's rounds are compiled.
-        equal (`int`, *optional*): Number of prompts whose output equals the target's own, token for token, in every
-            run; `None` if nothing was compared.
+        equal (`int`): Number of prompts whose output equals the target's own, token for token, in every run.
         draft_sizes (`list[int]`, *optional*): Tokens verified by each round of the last run, if sizes were
             chosen round by round.
         estimated_speedup (`float`, *optional*): The estimate that the sizes were chosen by, over all answers of the
@@ -51,11 +49,11 @@ class MethodReport:
     """
 
     tokens_per_second: float
-    speedup: float | None
+    speedup: float
     runs: list[float]
     tokens: int
     target_forwards: int
-    equal: int | None
+    equal: int
     warmup_seconds: float = 0.0
     compiled: bool = False
     speedup_over_packed: float | None = None
@@ -69,7 +67,7 @@ class MethodReport:
         return self.tokens / self.target_forwards
 
     @property
-    def gain(self) -> float | None:
+    def gain(self) -> float:
         """The speed-up over the fairest baseline that was measured."""
         return self.speedup_over_packed or self.speedup
 
@@ -133,14 +131,13 @@ class EvalReport:
         return [sum(n > k for n in lengths) / max(len(lengths), 1) for k in range(1, self.block_size)]
 
     @property
-    def lossless(self) -> bool | None:
-        """Whether every output with the drafter equals the target's own; `None` if nothing was compared."""
-        equal = self.methods[ways.DFLASH].equal
-        return None if equal is None else equal == self.num_prompts
+    def lossless(self) -> bool:
+        """Whether every output with the drafter equals the target's own."""
+        return self.methods[ways.DFLASH].equal == self.num_prompts
 
-    def verdict(self, method: str = ways.DFLASH) -> str | None:
-        """`"equal"`, `"differs at a near-tie"` or `"WRONG"`, the only alarm; `None`: nothing was compared."""
-        return None if self.methods[method].equal is None else worst_verdict(self.divergences, method)
+    def verdict(self, method: str = ways.DFLASH) -> str:
+        """`"equal"`, `"differs at a near-tie"` or `"WRONG"`, the only alarm."""
+        return worst_verdict(self.divergences, method)
 
     @property
     def is_wrong(self) -> bool:
@@ -202,7 +199,6 @@ def evaluate(
     methods: Sequence[str] = ways.METHODS,
     progress: Callable[[Iterable], Iterable] = iter,
     others: dict[str, dict | Callable] | None = None,
-    journal: Journal | None = None,
     tree_nodes: int = ways.TREE_NODES,
 ) -> EvalReport:
     """
@@ -222,8 +218,6 @@ def evaluate(
         progress: Wraps the iteration over runs and prompts.
         others (`dict`, *optional*): Further methods by name: arguments of `generate`, or a function from prompt ids to
             answer ids.
-        journal ([`~dflash_hf.evaluation.journal.Journal`], *optional*): Keeps answers, so that an interrupted
-            evaluation can be resumed.
         tree_nodes (`int`): Tokens of a draft tree, for the methods that draft trees.
 
     Returns:
@@ -266,12 +260,8 @@ def evaluate(
     gc.collect()  # what warming up left behind is not collected in someone's time
     for run, index in progress([(run, index) for run in range(runs) for index in range(len(prompts))]):
         shift = (run + index) % len(methods)
-        known = None if journal is None else journal.records.get((run, index))
         for method in (*methods[shift:], *methods[:shift]):
-            one = decode(method, prompts[index]) if known is None else _Decoded(**known[method])
-            decoded[run][method].append(one)
-        if journal is not None and known is None:
-            journal.add(run, index, {method: asdict(decoded[run][method][-1]) for method in methods})
+            decoded[run][method].append(decode(method, prompts[index]))
     # 3. Medians. Ratios are taken within a run, where the load was the same.
     answers = [one.ids for one in decoded[-1][ways.TARGET]]
     outputs = {method: [_unlike(decoded, method, i) for i in range(len(prompts))] for method in methods}

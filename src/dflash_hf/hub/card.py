@@ -12,13 +12,15 @@ from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from dflash_hf import hub_cards
 from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
 from dflash_hf.files import digest_of, read_json, write_json
 from dflash_hf.gguf_format import gguf_in
 from dflash_hf.hub.check import check, read_shapes
-from dflash_hf.hub.engine_rules import MUSE, Finding, oldest_versions
+from dflash_hf.hub.drafter import OUR_MODEL, Drafter, Finding
 from dflash_hf.hub.launch import launch_command
 from dflash_hf.hub.licenses import check_license
+from dflash_hf.hub.limits import OLDEST
 from dflash_hf.layouts.configuration import DFlashDraftConfig
 from dflash_hf.modeling.modeling_dflash import code_files
 from dflash_hf.names import LLAMA_CPP, RELATIONS
@@ -27,7 +29,7 @@ from dflash_hf.terminal import needs
 
 
 FACTS_FILE = "card_facts.json"
-TEMPLATE = "model_card_template.md"
+TEMPLATE = Path(hub_cards.__file__).parent / "model_card_template.md"
 # The end of a rendered card, with the digest of what stands before it: an edited card is recognised, and kept.
 _SEAL = "\n\n<!-- Rendered card: `dflash publish` keeps it once it is edited; digest "
 # Facts that are not text in JSON.
@@ -185,7 +187,7 @@ def render_card(folder: str | Path, facts: CardFacts, repo: str) -> ModelCard:
         "engines": _engines(folder, findings, config, facts, repo),
         "training": list(facts.training.items()),
     }
-    card = ModelCard.from_template(metadata(facts, repo), template_path=str(template_path()), **variables)
+    card = ModelCard.from_template(metadata(facts, repo), template_path=str(TEMPLATE), **variables)
     card.text += _seal(str(card))
     return card
 
@@ -203,55 +205,22 @@ def _seal(body: str) -> str:
 def metadata(facts: CardFacts, repo: str) -> ModelCardData:
     """The card's YAML, which the Hub indexes."""
     named = {"tau": "tau: tokens committed per verification", "speedup": "speed-up over the target alone"}
+    task = {"task_type": "text-generation", "task_name": "Speculative decoding"}
+    data = {"dataset_type": facts.evaluated_on, "dataset_name": facts.evaluated_on}
     results = [
-        EvalResult(
-            task_type="text-generation",
-            task_name="Speculative decoding",
-            dataset_type=facts.evaluated_on,
-            dataset_name=facts.evaluated_on,
-            metric_type=key,
-            metric_name=named[key],
-            metric_value=value,
-        )
+        EvalResult(**task, **data, metric_type=key, metric_name=named[key], metric_value=value)
         for key, value in _figures(facts).items()
     ]
+    own = ("base_model", "license", "license_name", "license_link", "base_model_relation")
     return ModelCardData(
-        base_model=facts.base_model,
         datasets=facts.datasets or None,
         eval_results=results or None,
         model_name=repo.split("/")[-1] if results else None,
         library_name="transformers",
-        license=facts.license,
-        license_name=facts.license_name,
-        license_link=facts.license_link,
         pipeline_tag="text-generation",
         tags=["dflash", "speculative-decoding", "block-diffusion", "draft-model"],
-        base_model_relation=facts.base_model_relation,
+        **{name: getattr(facts, name) for name in own},
     )
-
-
-def eval_results(folder: str | Path, facts: CardFacts | None = None) -> str:
-    """
-    The figures as `.eval_results/*.yaml`, the Hub's newer form of the model index; empty if none were measured on a
-    named dataset.
-
-    Args:
-        folder (`str` or `Path`): The drafter's folder.
-        facts (`CardFacts`, *optional*): Default: the facts in the folder.
-    """
-    import yaml
-    from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
-
-    if facts is None:
-        known = _read_json(Path(folder) / FACTS_FILE)
-        facts = CardFacts.from_folder(folder) if known.get("base_model") else None
-    if facts is None:
-        return ""
-    entries = [
-        EvalResultEntry(facts.evaluated_on, f"speculative_decoding_{key}", value, notes=facts.hardware)
-        for key, value in _figures(facts).items()
-    ]
-    return yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False) if entries else ""
 
 
 def _figures(facts: CardFacts) -> dict[str, float]:
@@ -263,20 +232,13 @@ def _figures(facts: CardFacts) -> dict[str, float]:
 def missing_code(folder: str | Path) -> dict[str, Path]:
     """Code that publishing adds, by name: this package's, if a drafter's folder names it but does not contain it."""
     auto_map, code = _read_json(Path(folder) / "config.json").get("auto_map"), code_files()
-    ours = isinstance(auto_map, dict) and auto_map.get("AutoModel") == "modeling_dflash.DFlashDraftModel"
+    ours = isinstance(auto_map, dict) and auto_map.get("AutoModel") == OUR_MODEL
     return code if ours and not any((Path(folder) / name).exists() for name in code) else {}
-
-
-def template_path() -> Path:
-    """The template's location, in the package `dflash_hf.hub_cards`."""
-    from dflash_hf import hub_cards
-
-    return Path(hub_cards.__file__).parent / TEMPLATE
 
 
 def _loading(folder: Path, findings: list[Finding]) -> str:
     """How transformers loads the folder: with its own class, the code next to the weights, or this package."""
-    if _read_json(folder / "config.json").get("architectures") == [MUSE]:
+    if Drafter(_read_json(folder / "config.json")).layout == "Muse":
         return "native"
     added = missing_code(folder)
     found = [one for one in findings if "transformers" in one.engines and one.key not in added]
@@ -286,15 +248,17 @@ def _loading(folder: Path, findings: list[Finding]) -> str:
 
 def _engines(folder: Path, findings: list[Finding], config, facts: CardFacts, repo: str) -> list[dict]:
     """Launch lines for the engines without preflight errors."""
-    versions = oldest_versions(config, _read_json(folder / "config.json").get("architectures"))
+    layout = Drafter(_read_json(folder / "config.json")).layout
+    if layout == "DFlash" and "sliding_attention" in config.layer_types:
+        layout = "DFlash, with sliding layers"
     lines = []
-    for engine, name in (("vllm", "vLLM"), ("sglang", "SGLang")):
+    for (engine, name), version in zip((("vllm", "vLLM"), ("sglang", "SGLang")), OLDEST[layout]):
         if not any(one.severity == "error" and engine in one.engines for one in findings):
             environment, command = launch_command(engine, facts.base_model, repo, config)
             settings = "".join(f"{key}={value} " for key, value in environment.items())
             option = " --speculative-draft-model-path"  # on a line of its own
             line = shlex.join(command).replace(option, f" \\\n {option}")
-            lines.append({"name": name, "version": versions[engine], "command": settings + line})
+            lines.append({"name": name, "version": version, "command": settings + line})
     if gguf_in(folder) is not None:
         _, command = launch_command(LLAMA_CPP, "target.gguf", repo, config)
         lines.append({"name": "llama.cpp", "version": "b11549", "command": shlex.join(command)})

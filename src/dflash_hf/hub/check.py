@@ -2,32 +2,24 @@
 The preflight of a drafter's folder: will vLLM, SGLang and transformers load it, and all in the same way? And could
 llama.cpp run it after conversion?
 
-Only `config.json` and the headers of the weights are read, unless the weights are requested. The rules themselves are
-in `engine_rules` and `safety_rules`.
+Only `config.json` and the headers of the weights are read, unless the weights are requested. What engines read is in
+`limits`; whether this package can read a drafter, the model's own reader decides.
 """
 
+import filecmp
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
-import torch
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
-
-from dflash_hf.drafter import DFlashDraftModel
+from dflash_hf.configs import read_config
 from dflash_hf.files import read_json
-from dflash_hf.gguf_format import gguf_config, is_gguf, limits, target_config
-from dflash_hf.hub.engine_rules import ARCHITECTURES, RULES, Drafter, Finding, fits_target, of_speculators
-from dflash_hf.hub.reader_rules import unread
+from dflash_hf.hub.drafter import LAYOUTS, Drafter, Finding, is_as_saved
+from dflash_hf.hub.limits import LIMITS, SERVED_HEADS, fields_read
 from dflash_hf.hub.remote import local_folder
-from dflash_hf.hub.safety_rules import SAFETY_RULES
-from dflash_hf.layouts.configuration import DFlashDraftConfig
-from dflash_hf.layouts.heads import UnknownHeadError
-from dflash_hf.layouts.read import canonical_config
-from dflash_hf.layouts.weights import checkpoint_files, read_header
-from dflash_hf.modeling.heads_dflash import HEADS
 from dflash_hf.names import ENGINES, LLAMA_CPP, READERS, SERVERS
-from dflash_hf.repositories import check_revision
+from dflash_hf.repositories import check_revision, is_gguf
 from dflash_hf.terminal import one_line
-from dflash_hf.weights import check_finite_weights
 
 
 def check(
@@ -67,19 +59,13 @@ def check(
     check_revision(str(folder), str(folder), revision)
     if weights and not Path(folder).is_dir():
         raise ValueError(f"{folder} is not a local folder: its weights can be read once it is downloaded.")
-    target = None if target is None else _target_config(target)
+    config = {} if target is None else _target_config(target)
     if is_gguf(folder):
-        return list(_as_parsed(Path(folder), LLAMA_CPP, target))
-    findings: list[Finding] = []
+        return list(_parsed_findings(Path(folder), (LLAMA_CPP,), config))
     with local_folder(folder, revision, subfolder) as local:
-        for engine in engines:
-            if engine not in ENGINES:
-                findings += _as_parsed(local, engine, target)
-        for finding in _all_findings(local, target, weights):
-            concerned = tuple(engine for engine in finding.engines if engine in engines)
-            if concerned:
-                findings.append(Finding(finding.severity, concerned, finding.key, one_line(finding.message)))
-    return sorted(findings, key=lambda finding: finding.severity)
+        found = _findings(local, config, weights) if {*engines} & {*ENGINES} else iter(())
+        others = _parsed_findings(local, [engine for engine in engines if engine not in ENGINES], config)
+        return _merged([*found, *others], engines)
 
 
 def render(findings: Sequence[Finding]) -> str:
@@ -93,6 +79,175 @@ def render(findings: Sequence[Finding]) -> str:
     return "\n".join(lines)
 
 
+def _merged(findings: Sequence[Finding], engines: Sequence[str]) -> list[Finding]:
+    """Errors first, of the engines asked about; the same finding of several engines is one."""
+    merged: dict[tuple, Finding] = {}
+    for one in findings:
+        concerned = tuple(engine for engine in one.engines if engine in engines)
+        place = (one.severity, one.key, one.message)
+        if concerned:
+            before = merged.get(place)
+            merged[place] = replace(one, engines=(*(before.engines if before else ()), *concerned))
+    return sorted(merged.values(), key=lambda finding: finding.severity)
+
+
+def _walk(drafter: Drafter, engines: Sequence[str]) -> Iterator[Finding]:
+    """The findings of the table."""
+    for limit in LIMITS:
+        if {*limit.engines} & {*engines}:
+            yield from limit.find(drafter)
+
+
+def _findings(folder: Path, target: dict, weights: bool) -> Iterator[Finding]:
+    try:
+        config = read_json(folder / "config.json")
+    except ValueError as error:
+        yield Finding("error", ENGINES, "config.json", one_line(error))
+        return
+    drafter = Drafter(config, folder, target, code_is_ours=_has_our_code(folder))
+    if weights or not is_as_saved(folder, config):
+        shapes = yield from _findings_of_reader(drafter, weights)
+        if shapes is None:
+            return
+        drafter = replace(drafter, shapes=shapes)
+    yield from _walk(drafter, ENGINES)
+
+
+def _findings_of_reader(drafter: Drafter, weights: bool):
+    """
+    What this package's own reader says, and which tensors engines miss; returns the tensors' shapes, or `None` if
+    there is nothing more to say.
+    """
+    from dflash_hf.layouts.configuration import DFlashDraftConfig
+    from dflash_hf.layouts.heads import UnknownHeadError
+    from dflash_hf.layouts.read import canonical_config
+    from dflash_hf.modeling.heads_dflash import HEADS
+    from dflash_hf.weights import check_finite_weights
+
+    folder, config = drafter.folder, drafter.config
+    # 1. What it is.
+    try:
+        canonical_config(config)
+    except UnknownHeadError as error:
+        yield Finding("error", ("transformers",), "architectures", one_line(error))
+        message = "belongs to a head that this package does not know, so it cannot say how engines handle it."
+        yield Finding("warning", SERVERS, "architectures", message)
+        return None
+    except Exception:  # other errors are reported where the configuration is read
+        pass
+    if "transformer_layer_config" in config:
+        message = f"is speculators' layout, which only vLLM reads; {_remedy(folder)}"
+        yield Finding("error", ("sglang", "transformers"), "transformer_layer_config", message)
+        if isinstance(config["transformer_layer_config"], dict):
+            yield from _walk(drafter, ENGINES)
+        return None
+    architectures = config.get("architectures")
+    if architectures not in [[name] for name in (*LAYOUTS, *(head.architecture for head in HEADS))]:
+        message = f"{architectures} is not one of {', '.join(LAYOUTS)}; {_remedy(folder)}"
+        yield Finding("error", ENGINES, "architectures", one_line(message))
+        return None
+    try:
+        parsed = DFlashDraftConfig.from_pretrained(folder)
+    except Exception as error:  # upstream's own validation raises many types
+        yield Finding("error", ENGINES, "config.json", one_line(error))
+        return None
+    # 2. Its files.
+    if (folder / "model.safetensors").is_file() and (folder / "model.safetensors.index.json").is_file():
+        message = "exists next to model.safetensors.index.json; readers differ in which they use. Remove one."
+        yield Finding("error", ENGINES, "model.safetensors", message)
+    try:
+        shapes = read_shapes(folder)
+    except (ValueError, OSError) as error:
+        yield Finding("error", ENGINES, "weights", one_line(error))
+        return None
+    if weights:
+        try:
+            check_finite_weights(folder)
+        except ValueError as error:
+            yield Finding("error", ENGINES, "weights", str(error).removeprefix(f"{folder}: "))
+    # 3. Its tensors.
+    refused = _load_without_weights(folder)
+    if refused is not None:
+        yield Finding("error", ("transformers",), "weights", one_line(refused))
+    if parsed.has_head and parsed.head.name not in SERVED_HEADS:
+        field = next(iter(parsed.head.fields))
+        message = f"{drafter.get(field)}: no engine has a {parsed.head.name}; decode with transformers' generate()."
+        yield Finding("error", SERVERS, field, message)
+    yield from _tensors(drafter, parsed, shapes, loads=refused is None)
+    return shapes
+
+
+def _tensors(drafter: Drafter, parsed, shapes: dict, loads: bool) -> Iterator[Finding]:
+    """Engines know only the published names; whether this package can load others, its own reader decides."""
+    import torch
+
+    from dflash_hf.convert import NATIVE_NAMES
+    from dflash_hf.drafter import DFlashDraftModel
+
+    with torch.device("meta"):
+        wanted = {name: tuple(tensor.shape) for name, tensor in DFlashDraftModel(parsed).state_dict().items()}
+    if drafter.layout == "Muse":
+        wanted = {NATIVE_NAMES.get(name, name): shape for name, shape in wanted.items()}
+    beside = {"mask_embedding"}  # skipped by both engines, which read a separate file
+    wanted, shapes = ({name: one[name] for name in one.keys() - beside} for one in (wanted, shapes))
+    for name in sorted(wanted.keys() - shapes.keys()):
+        message = f"is missing {wanted[name]}; vLLM would serve without any warning."
+        yield Finding("error", SERVERS, name, message)
+    remedy = " `dflash convert` gives canonical names." if loads else ""
+    own = {name for name in ("embed_tokens.weight", "lm_head.weight") if name in shapes}
+    for name in sorted(own if not drafter.has_own_head else own - {"lm_head.weight"}):
+        message = f"{shapes[name]} is skipped by SGLang, which uses the target's; vLLM loads and uses it."
+        yield Finding("error", ("sglang",), name, message)
+    for name in sorted(shapes.keys() - wanted.keys() - own):
+        if not (drafter.has_own_head and name == "t2d"):
+            message = f"is unknown {shapes[name]}: vLLM fails, SGLang skips it.{remedy}"
+            yield Finding("error", SERVERS, name, message)
+    for name in sorted(wanted.keys() & shapes.keys()):
+        if wanted[name] != shapes[name]:
+            message = f"has shape {shapes[name]}, but config.json requires {wanted[name]}."
+            yield Finding("error", SERVERS, name, message)
+
+
+def _parsed_findings(drafter: Path, engines: Sequence[str], target: dict) -> Iterator[Finding]:
+    """
+    Findings of engines whose limits are those of the parsed configuration: of a folder in any layout, or a GGUF file.
+    """
+    if not engines:
+        return
+    from dflash_hf.configs import departures
+    from dflash_hf.gguf_format import gguf_config, limits
+    from dflash_hf.layouts.configuration import DFlashDraftConfig
+
+    try:
+        if is_gguf(drafter):
+            parsed, refused = DFlashDraftConfig.from_dict(gguf_config(drafter)), None
+        else:
+            parsed, refused = DFlashDraftConfig.from_pretrained(drafter), _load_without_weights(drafter)
+    except (ValueError, OSError, ImportError) as error:
+        refused = one_line(error)
+    for engine in engines:
+        if refused is not None:
+            yield Finding("error", (engine,), "weights", one_line(refused))
+        elif engine == LLAMA_CPP:
+            for key, reason in limits(parsed, target or None):
+                yield Finding("error", (engine,), key, one_line(reason))
+        else:
+            seen = Drafter(read_json(drafter / "config.json"), drafter, target, parsed=parsed)
+            for key, value, plain in departures(parsed):
+                if key not in fields_read(engine, seen.layout):
+                    message = f"{value!r} is not read; it drafts as with {plain!r}, or not at all."
+                    yield Finding("error", (engine,), key, message)
+            yield from _walk(seen, (engine,))
+
+
+def _has_our_code(folder: Path) -> bool:
+    """Whether the code beside the weights is byte for byte this package's."""
+    spec = find_spec("dflash_hf.modeling")
+    ours = sorted(Path(spec.origin).parent.glob("*_dflash.py")) if spec and spec.origin else []
+    _, differ, missing = filecmp.cmpfiles(ours[0].parent, folder, [path.name for path in ours], shallow=False)
+    return not differ and not missing
+
+
 def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """
     Names and shapes of all tensors, from the headers alone.
@@ -101,65 +256,12 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         `OSError`: there are no safetensors, or a shard is missing.
         `ValueError`: a file is damaged; names it.
     """
+    from dflash_hf.layouts.weights import checkpoint_files, read_header
+
     shapes: dict[str, tuple[int, ...]] = {}
     for file in checkpoint_files(str(folder)):
         shapes |= {name: shape for name, (_, shape) in read_header(file).items()}
     return shapes
-
-
-def _all_findings(folder: Path, target: dict | None, weights: bool) -> Iterator[Finding]:
-    try:
-        config = read_json(folder / "config.json")
-    except ValueError as error:
-        yield Finding("error", ENGINES, "config.json", str(error))
-        return
-    architectures = config.get("architectures")
-    try:
-        canonical_config(config)
-    except UnknownHeadError as error:
-        yield Finding("error", ("transformers",), "architectures", str(error))
-        message = "belongs to a head that this package does not know, so it cannot say how engines handle it."
-        yield Finding("warning", SERVERS, "architectures", message)
-        return
-    except Exception:  # other errors are reported where the configuration is read
-        pass
-    if "transformer_layer_config" in config:
-        message = f"is speculators' layout, which only vLLM reads; {_remedy(folder)}"
-        yield Finding("error", ("sglang", "transformers"), "transformer_layer_config", message)
-        yield from of_speculators(config)
-        return
-    if architectures not in [[name] for name in (*ARCHITECTURES, *(head.architecture for head in HEADS))]:
-        message = f"{architectures} is not one of {', '.join(ARCHITECTURES)}; {_remedy(folder)}"
-        yield Finding("error", ENGINES, "architectures", message)
-        return
-    try:
-        parsed = DFlashDraftConfig.from_pretrained(folder)
-    except Exception as error:  # upstream's own validation raises many types
-        yield Finding("error", ENGINES, "config.json", " ".join(str(error).split()))
-        return
-    if (folder / SAFE_WEIGHTS_NAME).is_file() and (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
-        message = f"exists next to {SAFE_WEIGHTS_INDEX_NAME}; readers differ in which they use. Remove the stale file."
-        yield Finding("error", ENGINES, SAFE_WEIGHTS_NAME, message)
-    try:
-        shapes = read_shapes(folder)
-    except (ValueError, OSError) as error:
-        yield Finding("error", ENGINES, "weights", " ".join(str(error).split()))
-        return
-    if weights:
-        try:
-            check_finite_weights(folder)
-        except ValueError as error:
-            yield Finding("error", ENGINES, "weights", str(error).removeprefix(f"{folder}: "))
-    refused = _load_without_weights(folder)
-    if refused is not None:
-        yield Finding("error", ("transformers",), "weights", refused)
-    with torch.device("meta"):
-        wanted = {name: tuple(tensor.shape) for name, tensor in DFlashDraftModel(parsed).state_dict().items()}
-    drafter = Drafter(folder, config, config.get("dflash_config") or {}, shapes, wanted, refused is None)
-    for rule in (*RULES, *SAFETY_RULES):
-        yield from rule(drafter)
-    if target is not None:
-        yield from fits_target(drafter, target)
 
 
 def _remedy(folder: Path) -> str:
@@ -169,30 +271,15 @@ def _remedy(folder: Path) -> str:
     return f"this package cannot read it either: {refused}"
 
 
-def _as_parsed(drafter: Path, engine: str, target: dict | None) -> Iterator[Finding]:
-    """Findings of an engine whose rules apply to the parsed drafter: a folder in any layout, or a GGUF file."""
-    try:
-        if is_gguf(drafter):
-            config, refused = DFlashDraftConfig.from_dict(gguf_config(drafter)), None
-        else:
-            config, refused = DFlashDraftConfig.from_pretrained(drafter), _load_without_weights(drafter)
-    except (ValueError, OSError, ImportError) as error:
-        refused = one_line(error)
-    if refused is not None:
-        yield Finding("error", (engine,), "weights", one_line(refused))
-        return
-    if engine != LLAMA_CPP:
-        yield from unread(config, engine, read_json(drafter / "config.json"), target)
-        return
-    for key, reason in limits(config, target):
-        yield Finding("error", (engine,), key, one_line(reason))
-
-
 def _load_without_weights(folder: Path) -> str | None:
     """
     Why our own reader rejects a folder, or `None`. It runs on the meta device: it compares the headers with the model
     and reads no tensor.
     """
+    from transformers.utils import logging
+
+    from dflash_hf.drafter import DFlashDraftModel
+
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -211,7 +298,17 @@ def _target_config(target) -> dict:
         return target.get_text_config().to_dict()
     if not isinstance(target, dict):
         try:
-            target = target_config(target) if is_gguf(target) or not Path(target).is_file() else read_json(target)
+            target = _read_target(target)
         except OSError as error:
             raise ValueError(f"{target} cannot be read: {error}") from error
     return target.get("text_config", target)
+
+
+def _read_target(target: str | Path) -> dict:
+    if Path(target).is_file() and not is_gguf(target):
+        return read_json(target)
+    if is_gguf(target):
+        from dflash_hf.gguf_format import target_config
+
+        return target_config(target)
+    return read_config(str(target), f"--target {target}")

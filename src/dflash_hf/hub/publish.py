@@ -5,7 +5,8 @@ import filecmp
 import fnmatch
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +19,9 @@ from dflash_hf.drafter import DFlashDraftModel
 from dflash_hf.evaluation.report import PLOT_FILE, REPORT_FILE
 from dflash_hf.files import atomic, read_json
 from dflash_hf.gguf_format import FILE_PATTERN, gguf_config, write_gguf
-from dflash_hf.hub.card import CardFacts, eval_results, is_rendered, missing_code, render_card
+from dflash_hf.hub.card import CardFacts, is_rendered, missing_code, render_card
 from dflash_hf.hub.check import check
-from dflash_hf.hub.engine_rules import Finding
+from dflash_hf.hub.drafter import Finding
 from dflash_hf.hub.licenses import check_license
 from dflash_hf.layouts.heads import engine_method
 from dflash_hf.layouts.weights import checkpoint_files
@@ -29,7 +30,6 @@ from dflash_hf.repositories import REPOSITORY_ID, is_repository_id
 from dflash_hf.terminal import one_line
 
 
-EVAL_RESULTS = ".eval_results/dflash.yaml"  # for the Hub's leaderboards; the model index of the card says the same
 _ADAPTER = "adapter_config.json"
 # Files that can only come from saving a drafter.
 _OURS = ("model.safetensors.index.json", "*_dflash.py", MASK_EMBEDDING, FILE_PATTERN, REPORT_FILE, PLOT_FILE)
@@ -133,9 +133,6 @@ def publish(
     sources |= code
     sizes = {name: path.stat().st_size for name, path in sources.items()}
     made = {"README.md": str(card).encode()}
-    results = eval_results(folder, facts)
-    if results:
-        made[EVAL_RESULTS] = results.encode()
     for name in (name for name in sources if name.endswith(_ADAPTER)):  # trained on a local folder
         base = {**read_json(sources[name]), "base_model_name_or_path": repo}
         made[name] = (json.dumps(base, indent=2, sort_keys=True) + "\n").encode()
@@ -179,11 +176,11 @@ def has_own_card(folder: str | Path) -> bool:
 
 
 def _check_place(folder: Path, files: dict[str, Path | bytes]) -> None:
-    """Files of the same names may only be there with the same content, except a rendered card and its figures."""
+    """Files of the same names may only be there with the same content, except a rendered card."""
     kept = has_own_card(folder)
     for name, source in files.items():
         path = folder / name
-        if not path.exists() or name in ("README.md", EVAL_RESULTS) and not kept:
+        if not path.exists() or name == "README.md" and not kept:
             continue
         if path.read_bytes() != source if isinstance(source, bytes) else not filecmp.cmp(source, path, shallow=False):
             raise PublishError(f"{path} exists, and would be replaced; remove it, or name a new folder.")
@@ -259,27 +256,20 @@ def _real_file(folder: Path, path: Path) -> Path:
     return path
 
 
-def _upload(
-    repo: str, sources: dict[str, Path | bytes], card: ModelCard, private: bool, token: str | None
-) -> str | None:
-    """One commit; huggingface_hub shows the progress of large files."""
+def needs_token(token: str | None = None) -> None:
+    """
+    Raises:
+        `PublishError`: there is no token of the Hub.
+    """
     if not (token or get_token()):
         raise PublishError("There is no Hub token: run `hf auth login`, or set HF_TOKEN, and try again.")
-    again = "Nothing was committed; run the same command again to upload the rest."
+
+
+@contextmanager
+def explained(repo: str, again: str = "Nothing was committed; run the same command again.") -> Iterator[None]:
+    """Around calls of the Hub: what went wrong there, as a `PublishError` with the remedy."""
     try:
-        card.validate(repo_type="model")  # by the Hub's own rules, before anything is created there
-        api = HfApi(token=token)
-        api.create_repo(repo, private=private or None, exist_ok=True)
-        before = api.repo_info(repo)
-        if private and not before.private:
-            raise PublishError(f"{repo} exists and is public: make it private on the Hub first, or drop --private.")
-        operations = [CommitOperationAdd(name, source) for name, source in sources.items()]
-        # Shards and code of an earlier version would be read along with the new files.
-        there = [file.rfilename for file in before.siblings or []]
-        ours = (*_OURS, "model.safetensors", "model-*-of-*.safetensors", EVAL_RESULTS)
-        stale = [name for name in there if name not in sources and _is_one_of(name, ours)]
-        operations += [CommitOperationDelete(name) for name in stale]
-        commit = api.create_commit(repo, operations, commit_message="Upload DFlash drafter")
+        yield
     except PublishError:
         raise
     except HfHubHTTPError as error:
@@ -293,6 +283,27 @@ def _upload(
     except Exception as error:  # connection errors come from whichever HTTP library huggingface_hub uses
         message = one_line(str(error) or repr(error), 120)
         raise PublishError(f"{repo} was not published: the upload was interrupted ({message}). {again}") from error
+
+
+def _upload(
+    repo: str, sources: dict[str, Path | bytes], card: ModelCard, private: bool, token: str | None
+) -> str | None:
+    """One commit; huggingface_hub shows the progress of large files."""
+    needs_token(token)
+    with explained(repo, "Nothing was committed; run the same command again to upload the rest."):
+        card.validate(repo_type="model")  # by the Hub's own rules, before anything is created there
+        api = HfApi(token=token)
+        api.create_repo(repo, private=private or None, exist_ok=True)
+        before = api.repo_info(repo)
+        if private and not before.private:
+            raise PublishError(f"{repo} exists and is public: make it private on the Hub first, or drop --private.")
+        operations = [CommitOperationAdd(name, source) for name, source in sources.items()]
+        # Shards and code of an earlier version would be read along with the new files.
+        there = [file.rfilename for file in before.siblings or []]
+        ours = (*_OURS, "model.safetensors", "model-*-of-*.safetensors", ".eval_results/dflash.yaml")
+        stale = [name for name in there if name not in sources and _is_one_of(name, ours)]
+        operations += [CommitOperationDelete(name) for name in stale]
+        commit = api.create_commit(repo, operations, commit_message="Upload DFlash drafter")
     return None if commit.oid == before.sha else commit.commit_url
 
 

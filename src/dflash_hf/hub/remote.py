@@ -8,15 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
-from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, SafetensorsParsingError
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
-
 from dflash_hf.repositories import is_repository_id
 
 
 # Read by the preflight. For other files it only checks whether they exist.
-_READ = ("config.json", SAFE_WEIGHTS_INDEX_NAME, "mask_embedding.pt")
+_READ = ("config.json", "model.safetensors.index.json", "mask_embedding.pt")
 
 
 @contextmanager
@@ -36,6 +32,9 @@ def local_folder(name: str | Path, revision: str | None = None, subfolder: str =
     if Path(name).is_dir() or not is_repository_id(str(name)):
         yield Path(name) / subfolder
         return
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, SafetensorsParsingError
+
     with tempfile.TemporaryDirectory() as scratch:
         try:
             _download(HfApi(), str(name), revision, subfolder, Path(scratch))
@@ -46,7 +45,7 @@ def local_folder(name: str | Path, revision: str | None = None, subfolder: str =
         yield Path(scratch) / subfolder
 
 
-def _download(api: HfApi, repo: str, revision: str | None, subfolder: str, scratch: Path) -> None:
+def _download(api, repo: str, revision: str | None, subfolder: str, scratch: Path) -> None:
     info = api.repo_info(repo, revision=revision)
     (scratch / subfolder).mkdir(parents=True, exist_ok=True)
     for file in info.siblings or []:
