@@ -1,53 +1,40 @@
-"""Long texts, no limits and no cache: what must neither raise nor cost memory before it is used."""
+"""Long texts and no limits: what must neither raise nor cost memory before it is used."""
 
 import importlib.util
 import resource
 from pathlib import Path
 
 import pytest
-import torch
-from support.pairs import make_draft, make_target
+from support.calls import Call, EveryOther, difference
+from support.pairs import make_target
+from support.rows import ragged_prompts
 from support.scripted_draft import recognising
-from support.stress_calls import prompt
-from transformers import LogitsProcessor, LogitsProcessorList
 
 from dflash_hf import DFlashDecodingConfig
 
 
-class EveryThird(LogitsProcessor):
-    """A processor of somebody's own, which reads the text."""
-
-    def __call__(self, input_ids, scores):
-        scores = scores.clone()
-        scores[:, input_ids.shape[1] % 3 :: 3] += 1.0
-        return scores
-
-
-@pytest.fixture(scope="module")
-def target():
-    return make_target(max_position_embeddings=2048)
+@pytest.fixture(scope="module", params=["qwen3", "gemma3"])
+def target(request):
+    return make_target(request.param, max_position_embeddings=2048)
 
 
 def known(target, rows: int, length: int, **options):
-    """A prompt, the target's text, and a drafter that knows it."""
-    inputs, pads = prompt(rows, 11, seed=rows)
-    text = target.generate(**inputs, **options, do_sample=False, max_new_tokens=length)
-    return inputs, text, recognising(target, [row[pad:] for row, pad in zip(text, pads)], error_rate=0.02)
+    """A call, its outcome without a drafter, and a drafter that knows its text."""
+    options = {"do_sample": False, "max_new_tokens": length, "return_dict_in_generate": True, **options}
+    call = Call(target, *ragged_prompts(rows, seed=rows), options)
+    plain = call()
+    return call, plain, recognising(target, call.texts(plain.sequences), error_rate=0.02)
 
 
 @pytest.mark.parametrize("length", [300, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("rows", "own"), [(1, False), (3, False), (1, True)])
-def test_trees_grow_with_the_text(rows, own, length, target):
-    """Slots that grow in the middle of a call."""
-    options = {"logits_processor": LogitsProcessorList([EveryThird()])} if own else {}
-    inputs, text, draft = known(target, rows, length, **options)
+def test_slots_grow_with_the_text(rows, own, length, target):
+    options = {"logits_processor": lambda call: [EveryOther()]} if own else {}
+    call, plain, draft = known(target, rows, length, **options)
     draft.decoding_config.tree_nodes = 15
-    options |= {"max_new_tokens": length, "do_sample": False, "return_dict_in_generate": True}
-    output = target.generate(**inputs, **options, assistant_model=draft)
-    assert torch.equal(output.sequences, text)
-    assert max(max(lengths) for lengths in output.acceptance_lengths) > 4
-    # The cache is an ordinary one, which the caller may write to.
-    assert not any(t.is_inference() for layer in output.past_key_values.layers for t in (layer.keys, layer.values))
+    drafted = call(draft)
+    assert (found := difference(plain, drafted)) is None, found
+    assert max(map(max, drafted.lengths)) > 4
 
 
 @pytest.fixture
@@ -74,24 +61,12 @@ def live_bytes():
 @pytest.mark.parametrize("rows", [1, 3])
 def test_no_limit_allocates_nothing(rows, fields, target, address_space):
     """10^9 new tokens and tokens that end the text is how callers say "until it stops"."""
-    inputs, text, draft = known(target, rows, 40)
+    call, plain, draft = known(target, rows, 40)
     draft.decoding_config = DFlashDecodingConfig(**fields)
-    options, peaks, outputs = {"do_sample": False, "eos_token_id": text[:, 40].tolist()}, [], []
+    peaks = []
     for limit in (100, 10**9):
         with live_bytes() as counted:
-            outputs.append(target.generate(**inputs, **options, max_new_tokens=limit, assistant_model=draft))
+            drafted = call(draft, eos_token_id=plain.sequences[:, 40].tolist(), max_new_tokens=limit)
         peaks.append(counted.peak)
-    assert torch.equal(*outputs) and outputs[0].shape[1] <= 41
+        assert drafted.sequences.shape[1] <= 41
     assert peaks[1] < peaks[0] + 2**20, peaks
-
-
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text"])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_without_a_cache_it_decodes_plainly(family, rows):
-    target = make_target(family, attn=None)
-    inputs, _ = prompt(rows, 9, seed=7)
-    options = {"max_new_tokens": 12, "do_sample": False, "use_cache": False, "return_dict_in_generate": True}
-    expected = target.generate(**inputs, **options)
-    output = target.generate(**inputs, **options, assistant_model=make_draft(target))
-    assert torch.equal(output.sequences, expected.sequences) and output.past_key_values is None
-    assert output.acceptance_lengths == [[]] * rows

@@ -9,7 +9,6 @@ from support.scripted_draft import scripted
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin
 
 from dflash_hf import DFlashCandidateGenerator, DFlashDraftConfig, DFlashDraftModel, install_hook, remove_hook
-from dflash_hf.decoding.strategy import support
 
 
 @pytest.fixture
@@ -220,10 +219,3 @@ def test_frequent_mistakes_name_the_remedy(target, draft, tmp_path):
     with pytest.raises(AttributeError, match="swap the models: `target.generate"):
         draft.generate(PROMPT, assistant_model=target)
     assert not draft.can_generate() and not hasattr(draft, "generate")  # else remote code would be made generative
-
-
-def test_dynamic_quantisation_is_named_as_the_reason(target):
-    """It read that its cache cannot be rolled back; its logits depend on how many tokens are computed together."""
-    quantised = torch.ao.quantization.quantize_dynamic(target, {torch.nn.Linear}, dtype=torch.qint8)
-    reason = support(quantised).why_plain("A target", [0], None)
-    assert "computes different logits for several tokens than for one" in reason

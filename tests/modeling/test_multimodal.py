@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from support.families import DELTA, MOE, SLIDING
-from support.pairs import COMMON, VOCAB, make_draft
+from support.pairs import COMMON, DELTA, MOE, SLIDING, VOCAB, make_draft
 from support.scripted_draft import scripted
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 

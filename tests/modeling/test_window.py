@@ -1,50 +1,43 @@
 """
-A drafter that sees only the last tokens of a text, and the first: texts stay the target's, and drafts are those of a
-forward over the whole text in which all other tokens are masked, which `recognising` computes block by block. A draft
-that sees one token more, or fewer, is not recognised: then nothing is accepted.
+A drafter that sees only the last tokens of a text, and the first: a draft that sees one token more, or fewer, is not
+recognised, and nothing is accepted. What is drafted within a window is tried in `test_same_text.py`.
 """
 
 import pytest
 import torch
+from support.calls import Call
 from support.heads import opened
 from support.rows import ragged_prompts
 from support.scripted_draft import recognising
 
 
-NEW_TOKENS = 60
-SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
-
-
-def written(target, rows: int = 1, longest: int = 40):
-    """Prompts, the options to continue them, and the target's own texts, each without its padding."""
-    inputs, pads = ragged_prompts(rows, longest)
-    options = {**inputs, "max_new_tokens": NEW_TOKENS, "do_sample": False, "return_dict_in_generate": True}
-    expected = target.generate(**options).sequences
-    assert len(set(expected[:, longest:].flatten().tolist())) > 12, "a constant text proves nothing"
-    return options, expected, [text[pad:] for text, pad in zip(expected, pads, strict=True)]
-
-
-def check(output, expected):
-    """The target's texts, with drafts that were accepted and others that were rejected."""
-    assert torch.equal(output.sequences, expected)
-    for lengths in output.acceptance_lengths:
-        assert sum(lengths) == NEW_TOKENS - 1
-        assert sum(lengths) / len(lengths) > 2 and min(lengths) < max(lengths), lengths
+def known(target, rows: int, longest: int, window: int):
+    """A call, its text, and a drafter with a window that knows the text."""
+    options = {"max_new_tokens": 60, "do_sample": False, "return_dict_in_generate": True}
+    call = Call(target, *ragged_prompts(rows, longest), options)
+    text = call().sequences
+    assert len(set(text[:, longest:].flatten().tolist())) > 12, "a constant text proves nothing"
+    return call, text, recognising(target, call.texts(text), window=window)
 
 
 def test_another_window_is_not_recognised(target):
     """The test of the tests: one token more or fewer, and drafts are rejected."""
-    options, expected, texts = written(target)
-    draft = recognising(target, texts, window=11)
-    for window in (10, 12, None):
+    call, text, draft = known(target, 1, 40, window=11)
+    for window in (10, 11, 12, None):
         draft.decoding_config.window = window
-        output = target.generate(**options, assistant_model=draft)
-        assert torch.equal(output.sequences, expected) and set(output.acceptance_lengths[0]) == {1}
+        drafted = call(draft)
+        assert torch.equal(drafted.sequences, text) and (max(drafted.lengths[0]) > 3) == (window == 11)
 
 
-def test_texts_may_be_far_longer_than_the_window(target):
-    options, expected, texts = written(target, rows=2, longest=130)
-    check(target.generate(**options, assistant_model=recognising(target, texts, window=13)), expected)
+@pytest.mark.parametrize(("longest", "window"), [(130, 13), (40, 1), (40, 500)])
+def test_text_may_be_far_longer_than_the_window(longest, window, target):
+    call, text, draft = known(target, 2, longest, window)
+    for nodes in (None, 9):
+        draft.decoding_config.tree_nodes = nodes
+        drafted = call(draft)
+        assert torch.equal(drafted.sequences, text)
+        for lengths in drafted.lengths:
+            assert sum(lengths) == 59 and 59 / len(lengths) > 2 and min(lengths) < max(lengths)
 
 
 @pytest.mark.parametrize("window", [1, 12, 100])

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
 
+from dflash_hf.modeling.cache_dflash import cached_columns
 from dflash_hf.modeling.target_dflash import recurrent_states
 
 
@@ -79,14 +80,14 @@ class Call:
         pads (`list[int]`): Padding of each row.
         options (`dict`): Other arguments. A function is called with this call and gives what belongs to one run of it:
             a streamer, a cache.
-        seed (`int`): Of torch's generator.
+        seed (`int`, *optional*): Of torch's generator; `None`: it goes on.
     """
 
     target: Any
     inputs: dict
     pads: list[int]
     options: dict = field(default_factory=dict)
-    seed: int | None = None
+    seed: int | None = 0
 
     def __call__(self, draft=None, **more) -> Outcome:
         options = {**self.options, **more}
@@ -139,8 +140,8 @@ def _of_caches(ours, theirs, tolerance: float) -> str | None:
         return f"has a {type(ours).__name__}, not a {type(theirs).__name__}"
     if not isinstance(theirs, DynamicCache):
         return None
-    if ours.get_seq_length() != theirs.get_seq_length():
-        return f"leaves {ours.get_seq_length()} tokens in the cache, not {theirs.get_seq_length()}"
+    if cached_columns(ours) != cached_columns(theirs):
+        return f"leaves {cached_columns(ours)} tokens in the cache, not {cached_columns(theirs)}"
     states = [recurrent_states(one.layers) for one in (ours, theirs)]
     for name in ("keys", "values"):
         for one, cache in zip(states, (ours, theirs), strict=True):

@@ -4,7 +4,6 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from dflash_hf import DFlashDraftConfig, DFlashDraftModel
-from support import families
 
 
 VOCAB = 96
@@ -23,17 +22,22 @@ COMMON = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-SLIDING = ["sliding_attention", "full_attention"] * 2
+MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+# Model type, and what its configuration needs; those that need nothing are not listed.
 FAMILIES = {
-    "qwen3": ("qwen3", {}),
-    "llama": ("llama", {}),
-    "gemma3": ("gemma3_text", {"sliding_window": 8, "layer_types": SLIDING}),
+    "gemma3": ("gemma3_text", SLIDING),
     "gemma4": (
         "gemma4_text",
         {
-            "sliding_window": 8,
-            "layer_types": SLIDING,
+            **SLIDING,
             "global_head_dim": 8,
             "hidden_size_per_layer_input": 8,
             "vocab_size_per_layer_input": VOCAB,
@@ -42,7 +46,7 @@ FAMILIES = {
     ),
     "gpt_oss": (
         "gpt_oss",
-        {"sliding_window": 8, "layer_types": SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2},
+        {**SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
     "mistral_sliding": ("mistral", {"sliding_window": 8}),
     "qwen3_moe": ("qwen3_moe", MOE),
@@ -68,12 +72,56 @@ FAMILIES = {
         "qwen3_next",
         {
             **MOE,
-            "shared_expert_intermediate_size": 16,
-            "layer_types": ["linear_attention", "full_attention"] * 2,
+            **DELTA,
             "linear_num_value_heads": 2,
-            "linear_num_key_heads": 2,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
+            "shared_expert_intermediate_size": 16,
+        },
+    ),
+    "gemma2": ("gemma2", SLIDING),
+    "mixtral": ("mixtral", MOE),
+    "llama4_text": ("llama4_text", {**MOE, "attention_chunk_size": 8}),
+    "qwen3_5_text": ("qwen3_5_text", DELTA),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}),
+    "falcon_h1": (
+        "falcon_h1",
+        {
+            "mamba_n_heads": 4,
+            "mamba_d_head": 16,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 8,
+            "mamba_d_ssm": 64,
+        },
+    ),
+    "mamba2": (
+        "mamba2",
+        {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8, "expand": 2},
+    ),
+    "falcon_mamba": ("falcon_mamba", {"state_size": 8}),
+    "jamba": (
+        "jamba",
+        {
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+        },
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "n_groups": 1,
+            "ssm_state_size": 8,
+            "chunk_size": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "moe_shared_expert_intermediate_size": 16,
         },
     ),
     "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 256, "n_inner": 48}),
@@ -82,8 +130,7 @@ FAMILIES = {
 
 def make_target(family: str = "qwen3", dtype=torch.float32, attn: str | None = "sdpa", seed: int = 0, **overrides):
     """A random target whose greedy text is diverse; the caller asserts that it is."""
-    more = {**families.SLOTS, **families.REPLAY, **families.PLAIN}
-    model_type, special = FAMILIES[family] if family in FAMILIES else (family, more[family])
+    model_type, special = FAMILIES.get(family, (family, {}))
     fields = {**COMMON, **special, **overrides}
     if family == "gpt2":
         for alias in ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"):

@@ -1,0 +1,167 @@
+"""What decodes without the drafter says why, gives what the target gives alone, and is forgotten in the next call."""
+
+import importlib.util
+
+import pytest
+import torch
+from support.calls import Call, EveryOther, difference
+from support.cuda_driver import needs_driver
+from support.pairs import make_draft, make_target
+from support.rows import ragged_prompts
+from support.runs import CHECKPOINTING
+from support.scripted_draft import recognising
+from transformers import DynamicCache, GenerationMixin, QuantizedCache, StaticCache
+
+from dflash_hf.decoding.recurrent import ReplaySession
+from dflash_hf.decoding.strategy import support
+from dflash_hf.modeling.target_dflash import CACHE_NAME
+
+
+def call_of(family="qwen3", rows=1, dtype=torch.float32, attn=None, **options) -> Call:
+    options = {"max_new_tokens": 14, "do_sample": False, "return_dict_in_generate": True, **options}
+    return Call(make_target(family, dtype, attn), *ragged_prompts(rows), options)
+
+
+def static(call):
+    return StaticCache(call.target.config, max_cache_len=64)
+
+
+def gap(call):
+    mask = call.inputs["attention_mask"].clone()
+    mask[:, 5:7] = 0
+    return mask
+
+
+ONE_BY_ONE = "computes different logits for several tokens than for one"
+REASONS = [  # the reason, and the call
+    ("hidden states of each token are requested", {"output_hidden_states": True}),
+    ("attentions of each token are requested", {"output_attentions": True, "attn": "eager"}),
+    ("scores of several rows are requested", {"rows": 3, "output_scores": True}),
+    ("logits of several rows are requested", {"rows": 3, "output_logits": True}),
+    ("EveryOther judges several rows at once", {"rows": 3, "logits_processor": lambda call: [EveryOther()]}),
+    ("use_cache=False", {"use_cache": False}),
+    ("use_cache=False", {"use_cache": False, "rows": 3, "family": "qwen3_5_text"}),
+    ("leaves out tokens that are not padding on the left", {"attention_mask": gap}),
+    ("the cache is a StaticCache of", {"family": "gemma3", "cache_implementation": "static"}),
+    ("the cache is a StaticCache of", {"family": "qwen3_5_text", CACHE_NAME: static}),
+    ("cannot be rolled back", {"family": "falcon_mamba"}),
+    ("cannot be rolled back", {"family": "bloom"}),
+    (ONE_BY_ONE, {"family": "nemotron_h"}),
+]
+
+
+@pytest.mark.parametrize(("reason", "arguments"), REASONS, ids=str)
+def test_plain_decoding_says_why(reason, arguments, caplog):
+    call = call_of(**arguments)
+    draft = make_draft(call.target)
+    plain, drafted = call(), call(draft)
+    assert difference(plain, drafted, tolerance=0.0) is None and drafted.lengths == [[]] * len(call.pads)
+    said = [line for line in caplog.messages if line.startswith("Decoding without the drafter")]
+    assert len(said) == 1 and reason in said[0] and said[0].endswith(".")
+    if not arguments.keys() & {"family", "attn"}:  # the same target drafts in another call
+        assert call_of(rows=2)(draft).lengths[0]
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize(("backend", "package"), [("hqq", "hqq"), ("quanto", "optimum"), ("fp8", "torch")])
+def test_quantised_cache_decodes_plainly(backend, package, named, caplog):
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    target = make_target(attn=None, hidden_size=256, head_dim=64)
+    try:
+        QuantizedCache(backend, target.config)
+    except ValueError as error:
+        pytest.skip(str(error))  # fp8, in versions that do not know it
+    call = call_of(cache_implementation="quantized", cache_config={"backend": backend})
+    call.target = target
+    if not named:
+        call.options[CACHE_NAME] = lambda call: QuantizedCache(backend, target.config)
+        del call.options["cache_implementation"], call.options["cache_config"]
+    assert difference(call(), drafted := call(make_draft(target))) is None and drafted.lengths == [[]]
+    assert "the cache is a QuantizedCache" in caplog.text
+
+
+@needs_driver
+@pytest.mark.parametrize("named", [False, True])
+def test_offloaded_cache_decodes_plainly(named, caplog, monkeypatch):
+    """Upstream's offloading runs with CUDA only, so plain decoding is left out."""
+    monkeypatch.setattr(GenerationMixin, "_sample", lambda target, input_ids, *args, **kwargs: input_ids)
+    call = call_of("gemma3", cache_implementation="offloaded_static" if named else None)
+    config = call.target.config
+    call(make_draft(call.target), **{CACHE_NAME: None if named else DynamicCache(config=config, offloading=True)})
+    assert "Layer, offloaded to the CPU, whose tokens cannot be moved into slots" in caplog.text
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_neox"])
+def test_cache_that_holds_the_whole_prompt_decodes_plainly(family):
+    """Upstream feeds the prompt a second time, with a mask that is too short: nobody could draft what that means."""
+
+    def whole(call):
+        cache = DynamicCache(config=call.target.config)
+        call.target(**call.inputs, **{CACHE_NAME: cache})
+        return cache
+
+    call = call_of(family, rows=2, **{CACHE_NAME: whole})
+    assert difference(call(), call(make_draft(call.target))) is None
+
+
+@pytest.mark.filterwarnings("error:.*gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_target_in_training_decodes_plainly(checkpoints, caplog):
+    """With dropout a seed gives the text that it gives alone; afterwards it is drafted for."""
+    target = make_target(attention_dropout=0.3)
+    call = Call(target, *ragged_prompts(1), {"max_new_tokens": 14, "return_dict_in_generate": True})
+    text = call(do_sample=False).sequences
+    draft = recognising(target, [text[0]])
+    target.train()
+    if checkpoints:
+        getattr(target, f"{CHECKPOINTING}_enable")()
+    with torch.enable_grad():
+        for do_sample in (False, True):
+            assert difference(*(call(one, do_sample=do_sample) for one in (None, draft))) is None
+    assert "training mode; call its `eval()`" in caplog.text
+    target.eval()
+    assert torch.equal((drafted := call(draft, do_sample=False)).sequences, text) and max(drafted.lengths[0]) > 3
+
+
+def test_support_under_autocast_holds_there_alone():
+    call = call_of("qwen3_5_text")
+    plain = call()
+    draft = recognising(call.target, [plain.sequences[0]])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert call(draft).sequences.shape == plain.sequences.shape
+    drafted = call(draft)
+    assert difference(plain, drafted) is None and max(drafted.lengths[0]) > 3
+
+
+def test_trial_notices_a_wrong_state(monkeypatch):
+    """The rejected tokens stay in the state."""
+    monkeypatch.setattr(ReplaySession, "_advance", lambda self, kept: None)
+    assert support(make_target("qwen3_5_text")).session is None
+
+
+def test_dynamic_quantisation_is_named(target):
+    """It read that its cache cannot be rolled back; its logits depend on how many tokens are computed together."""
+    quantised = torch.ao.quantization.quantize_dynamic(target, {torch.nn.Linear}, dtype=torch.qint8)
+    assert ONE_BY_ONE in support(quantised).why_plain("A target", [0], None)
+
+
+@pytest.mark.parametrize("names", [["a"], ["a", "b"], ["a", "b", "__base__"]])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text"])
+def test_adapters_for_each_row(family, names):
+    """Named in the first call already, for another number of rows than a target is tried out on."""
+    from peft import LoraConfig, get_peft_model
+
+    call = call_of(family, dtype=torch.float64)
+    config = LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False, r=4)
+    draft = make_draft(call.target)
+    call.target = get_peft_model(call.target, config, adapter_name="a")
+    call.target.add_adapter("b", config)
+    call.target.eval()
+    rows = Call(call.target, {"input_ids": call.inputs["input_ids"].expand(len(names), -1)}, [0] * len(names))
+    rows.options = {**call.options, "adapter_names": names}
+    expected = rows()
+    assert difference(expected, rows(draft)) is None
+    assert difference(call(), drafted := call(draft)) is None
+    assert drafted.lengths[0], "remembered as a target that cannot be drafted for"
+    assert difference(expected, drafted := rows(draft)) is None and drafted.lengths[0]
